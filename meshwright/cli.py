@@ -1,0 +1,228 @@
+"""The verbs, and the wiring of rooms; nothing else. Imports lazily: no verb imports what it does not use."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import FlagCreatePairsOff, Positional, arg
+
+from meshwright.errors import ConfigError, MeshwrightError
+
+OVERRIDE = re.compile(
+    r"^--(?P<key>[a-z][a-z0-9_-]*(\.[a-z0-9_-]+)+|preset|seed|log[_-]every)(?P<value>=.*)?$", re.DOTALL
+)
+"""`--a.b=c`, and the few keys at the top of the tree: words for the config, not for the verb."""
+
+RunFile = Annotated[
+    Path | None, Positional, arg(metavar="[RUN.toml]", help="settings of the run", help_behavior_hint="")
+]
+RanksWord = Annotated[str | None, arg(metavar="N", help="ranks on this host (layout.replicate)", help_behavior_hint="")]
+Run = Annotated[Path, Positional, arg(metavar="RUN")]
+
+
+def train(
+    file: RunFile = None,
+    run: Annotated[
+        Path | None, arg(metavar="DIR", help="run folder (default: runs/PRESET)", help_behavior_hint="")
+    ] = None,
+    ranks: RanksWord = None,
+    steps: Annotated[
+        str | None, arg(metavar="N", help="optimizer steps of the whole run", help_behavior_hint="")
+    ] = None,
+    fresh: Annotated[
+        bool, arg(help="set what the run folder holds aside and begin anew", help_behavior_hint="")
+    ] = False,
+    json: Annotated[bool, arg(help="every event of rank 0 as a JSON line", help_behavior_hint="")] = False,
+    *,
+    overrides: Annotated[
+        tuple[str, ...], arg(metavar="--KEY=VALUE ...", help="any key of the run file, listed below")
+    ] = (),
+) -> None:
+    """Train: the main job. Settings come from the preset, then the run file, then --KEY=VALUE words."""
+    from meshwright import api
+    from meshwright.config import load
+    from meshwright.config.derive import check
+    from meshwright.launch.environment import started_by_torchrun
+    from meshwright.observe.console import JsonLines
+
+    config = load(file, overrides, ranks, steps)
+    check(config, config.layout.replicate)
+    if started_by_torchrun():
+        api.train(config, run=run)
+        return
+    api.train_from_cold(config, run, fresh, JsonLines if json else None)
+
+
+def prove(
+    file: RunFile = None,
+    out: Annotated[Path, arg(metavar="FILE", help="where the certificate goes")] = Path("certificate.json"),
+    ranks: RanksWord = None,
+    json: Annotated[bool, arg(help="print the certificate instead of the table", help_behavior_hint="")] = False,
+    *,
+    overrides: tuple[str, ...] = (),
+) -> None:
+    """Prove: check the contracts of a config on this machine, and write a certificate."""
+    from meshwright.config import load
+    from meshwright.config.derive import check
+    from meshwright.prove.frame import prove as prove_config
+
+    config = load(file, overrides, ranks)
+    check(config, config.layout.replicate)
+    if not prove_config(config, out, as_json=json):
+        raise SystemExit(1)
+
+
+def data_show(
+    run: Run,
+    step: Annotated[int, arg(metavar="K", help="the step, past or future; the first is 0")],
+    rank: Annotated[int | None, arg(metavar="R", help="this rank's samples alone", help_behavior_hint="")] = None,
+    json: Annotated[bool, arg(help="one JSON object", help_behavior_hint="")] = False,
+) -> None:
+    """Data show: the samples of a step, in global order, from the contract alone."""
+    from meshwright.data.contract import contract_of
+
+    answer = contract_of(run).show(step, rank)
+    tell(
+        json,
+        answer,
+        f"step {step}" + (f" rank {rank}" if rank is not None else "") + ": " + " ".join(map(str, answer["samples"])),
+    )
+
+
+def data_find(
+    run: Run,
+    sample: Annotated[int, arg(metavar="ID", help="the sample's id")],
+    epochs: Annotated[int, arg(metavar="N", help="how many epochs to look into")] = 3,
+    json: Annotated[bool, arg(help="one JSON object", help_behavior_hint="")] = False,
+) -> None:
+    """Data find: the steps that meet a sample, epoch after epoch."""
+    from meshwright.data.contract import contract_of
+
+    answer = contract_of(run).find(sample, epochs)
+    lines = [f"sample {sample} is index {answer['source_index']} of {answer['source']}"]
+    lines += ["held out: training never meets it"] if answer["held_out"] else []
+    lines += [
+        "epoch {epoch}: step {step}, rank {rank}, micro-step {micro_step} (position {position})".format(**place)
+        for place in answer["places"]
+    ]
+    tell(json, answer, "\n".join(lines))
+
+
+VERBS: dict[str, Callable[..., None]] = {"train": train, "prove": prove, "data show": data_show, "data find": data_find}
+
+
+def tell(as_json: bool, answer: dict[str, Any], text: str) -> None:
+    print(json.dumps(answer) if as_json else text)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs a verb; a mistake of the user's is one line on standard error and its own exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        run_verb(words)
+    except MeshwrightError as error:
+        print(f"meshwright: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except BrokenPipeError:  # the reader of a pipe left: not an error of ours
+        raise SystemExit(0) from None
+
+
+def run_verb(words: list[str]) -> None:
+    import tyro
+
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return
+    if words[0] == "--version":
+        from meshwright.version import __version__
+
+        print(f"meshwright {__version__}")
+        return
+    name = next((verb for verb in VERBS if words[: len(verb.split())] == verb.split()), None)
+    if name is None:
+        raise ConfigError(f"unknown verb {' '.join(words[:2])!r}", f"allowed: {', '.join(VERBS)}")
+    rest = words[len(name.split()) :]
+    verb = VERBS[name]
+    given = {}
+    if "overrides" in verb.__annotations__:
+        given = {"overrides": tuple(underscored(word) for word in rest if OVERRIDE.match(word))}
+        rest = [word for word in rest if not OVERRIDE.match(word)]
+    words_only = without_overrides(verb)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            parsed = tyro.cli(words_only, prog=f"meshwright {name}", args=rest, config=(FlagCreatePairsOff,))
+    except SystemExit as done:
+        if done.code:
+            raise ConfigError(one_line(said.getvalue()), f"see meshwright {name} --help") from None
+        print(said.getvalue(), end="")
+        if given:
+            print(keys_help())
+        return
+    verb(**parsed, **given)
+
+
+def without_overrides(verb: Callable[..., None]) -> Callable[..., dict[str, Any]]:
+    """The verb's own words, as a function that only hands them back."""
+    import functools
+    import inspect
+
+    signature = inspect.signature(verb)
+
+    @functools.wraps(verb)
+    def parsed(**words: Any) -> dict[str, Any]:
+        return words
+
+    kept = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.name != "overrides"]
+    parsed.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    return parsed
+
+
+def underscored(word: str) -> str:
+    key, equals, value = word.partition("=")
+    return "--" + key.removeprefix("--").replace("-", "_") + equals + value
+
+
+def one_line(box: str) -> str:
+    """The first sentences of tyro's framed message."""
+    lines = [line.strip("│╭╰╮╯─ ").strip() for line in box.splitlines()]
+    told = [line for line in lines if not set(line) <= set("─- ")]
+    return (
+        " ".join(line for line in told[1:4] if not line.startswith(("For full", "Argument helptext")))
+        or "the words were not understood"
+    )
+
+
+def usage() -> str:
+    lines = [f"  meshwright {name:<10} {(verb.__doc__ or '').split(': ', 1)[1]}" for name, verb in VERBS.items()]
+    return "\n".join(
+        [
+            "Distributed training on PyTorch that plans itself, recovers exactly, explains itself and proves it.",
+            "",
+            *lines,
+            "",
+            "`meshwright VERB --help` lists a verb's words. Exit codes: 0 done, 1 unexpected, 2 config refused, 3 identity",
+            "mismatch, 6 data contract broken, 7 not finite, 8 peer lost, 9 run folder held, 130/143 stopped by a signal.",
+        ]
+    )
+
+
+def keys_help() -> str:
+    """Every key of the run file with its type and default."""
+    import tyro
+
+    from meshwright.config import RunConfig
+
+    said = io.StringIO()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(said):
+        tyro.cli(RunConfig, prog="", args=["--help"], use_underscores=True)
+    return "Keys of the run file, each also --KEY=VALUE here:\n" + said.getvalue().partition("\n\n")[2].replace(
+        "global_ ", "global "
+    )

@@ -1,0 +1,48 @@
+"""What a run is: one frozen dataclass tree, read from TOML and the command line, with its batch algebra and fingerprints."""
+
+from meshwright.config.derive import Batch, batch_algebra, fingerprint, identity, placement
+from meshwright.config.presets import PRESETS
+from meshwright.config.read import as_toml, from_dict, load, to_dict
+from meshwright.config.tree import (
+    IGNORED,
+    BatchConfig,
+    DataConfig,
+    EvalConfig,
+    LaunchConfig,
+    LayoutConfig,
+    ModelConfig,
+    NumericsConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    ReplicateConfig,
+    RunConfig,
+    ScheduleConfig,
+    SourceConfig,
+)
+
+__all__ = [
+    "IGNORED",
+    "PRESETS",
+    "Batch",
+    "BatchConfig",
+    "DataConfig",
+    "EvalConfig",
+    "LaunchConfig",
+    "LayoutConfig",
+    "ModelConfig",
+    "NumericsConfig",
+    "OptimizerConfig",
+    "PrecisionConfig",
+    "ReplicateConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "SourceConfig",
+    "as_toml",
+    "batch_algebra",
+    "fingerprint",
+    "from_dict",
+    "identity",
+    "load",
+    "placement",
+    "to_dict",
+]

@@ -1,0 +1,288 @@
+"""The tree of a run's settings: every key, its type, its range, its default, and whether it changes the numbers.
+
+A field is *identity* unless it is marked PLACEMENT: what nobody thought about counts as changing the numbers.
+A key that is a Python keyword carries a trailing underscore here and none in TOML (`batch.global`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from meshwright.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values a number may take, both ends included; `above` excludes its end."""
+
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+
+    def allows(self, value: float) -> bool:
+        return (
+            (self.least is None or value >= self.least)
+            and (self.most is None or value <= self.most)
+            and (self.above is None or value > self.above)
+        )
+
+    def __str__(self) -> str:
+        if self.least is not None and self.most is not None:
+            return f"from {self.least:,} to {self.most:,}"
+        if self.above is not None:
+            return f"above {self.above:,}" + (f" and at most {self.most:,}" if self.most is not None else "")
+        return f"at least {self.least:,}" if self.least is not None else f"at most {self.most:,}"
+
+
+class Placement:
+    """Marks a field that may differ between two attempts at the same run without changing its numbers."""
+
+
+PLACEMENT = Placement()
+IGNORED = -100
+"""The target that counts for nothing, in data and loss alike (torch's own default)."""
+
+Count = Annotated[int, Range(least=1)]
+Natural = Annotated[int, Range(least=0)]
+Positive = Annotated[float, Range(above=0)]
+Share = Annotated[float, Range(least=0, most=1)]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The decoder's shape."""
+
+    vocab: Annotated[int, Range(least=2, most=2**32)] = 256
+    """size of the vocabulary; every token id must be below it"""
+    width: Count = 128
+    """width of the residual stream"""
+    layers: Count = 4
+    """number of decoder blocks"""
+    heads: Count = 4
+    """query heads; must divide width into even head sizes"""
+    kv_heads: Count = 2
+    """key and value heads (grouped-query attention); must divide heads"""
+    ffn: Count = 352
+    """inner width of the SwiGLU feed-forward"""
+    rope_theta: Positive = 10_000.0
+    """base of the rotary position frequencies"""
+    norm_eps: Positive = 1e-5
+    """epsilon of RMSNorm"""
+    tie: bool = False
+    """share one matrix between embedding and head"""
+    experts: Natural = 0
+    """experts a layer; 0 is a dense feed-forward"""
+    experts_active: Count = 2
+    """experts that each token visits"""
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            fits = [h for h in range(1, self.width + 1) if self.width % h == 0 and (self.width // h) % 2 == 0]
+            raise ConfigError(
+                f"model.heads = {self.heads} does not divide model.width = {self.width} into even head sizes",
+                f"allowed: {nearest(fits, self.heads) or 'none; make the width even'}",
+            )
+        if self.heads % self.kv_heads:
+            fits = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
+            raise ConfigError(
+                f"model.kv_heads = {self.kv_heads} does not divide model.heads = {self.heads}",
+                f"allowed: {nearest(fits, self.kv_heads)}",
+            )
+        if self.experts and self.experts_active > self.experts:
+            raise ConfigError(
+                f"model.experts_active = {self.experts_active} exceeds model.experts = {self.experts}",
+                f"allowed: from 1 to {self.experts}",
+            )
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """Where samples come from."""
+
+    kind: Literal["stdlib", "tokens", "text", "jsonl", "synthetic"] = "stdlib"
+    """stdlib: the Python library's own source text; tokens: raw uint16/uint32 files; text, jsonl: files to tokenize; synthetic: ids hashed from the position"""
+    path: Annotated[str, PLACEMENT] = ""
+    """file, folder or glob of a tokens, text or jsonl source"""
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    """width of the ids in a token file"""
+    tokenizer: Annotated[str, PLACEMENT] = ""
+    """a tokenizer.json for text and jsonl; empty is byte level (its content is identity, not its path)"""
+    field: str = "text"
+    """the field of a JSONL record that holds the text"""
+    samples: Count = 1_000_000
+    """how many samples a synthetic source has"""
+    weight: Positive = 1.0
+    """share of this source in a mixture, in any unit"""
+
+    def __post_init__(self) -> None:
+        if self.kind in ("tokens", "text", "jsonl") and not self.path:
+            raise ConfigError(
+                f"data.path is empty and data.kind = {self.kind!r} reads files", "allowed: a file, folder or glob"
+            )
+
+
+@dataclass(frozen=True)
+class DataConfig(SourceConfig):
+    """The sample stream: one source, or a weighted mixture of several."""
+
+    mixture: tuple[SourceConfig, ...] = ()
+    """sources of a mixture, each with its weight; when set, the keys of the single source are not used"""
+    sequence: Annotated[int, Range(least=2)] = 128
+    """tokens a sample"""
+    on_bad_sample: Literal["stop", "quarantine"] = "stop"
+    """what to do with a sample that cannot be decoded: stop, or train on it as if every label were masked"""
+    bad_sample_budget: Natural = 100
+    """how many bad samples quarantine may meet before the run stops"""
+    workers: Annotated[int, Range(least=0, most=256), PLACEMENT] = 1
+    """loader workers a rank; 0 decodes in the training thread"""
+    worker_kind: Annotated[Literal["thread", "process"], PLACEMENT] = "thread"
+    """threads for cheap decoding, processes for decoding that holds the interpreter's lock"""
+    prefetch: Annotated[int, Range(least=1, most=1024), PLACEMENT] = 4
+    """micro-batches that the workers keep ready"""
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """global = micro x data-parallel degree x accumulation; accumulation is derived."""
+
+    global_: Count = 16
+    """samples an optimizer step, over all ranks"""
+    micro: Annotated[Annotated[int, Range(least=1)] | None, PLACEMENT] = None
+    """samples a forward pass on one rank; unset: the whole share of the rank at once"""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and global-norm clipping."""
+
+    lr: Annotated[float, Range(least=0)] = 3e-3
+    """peak learning rate"""
+    beta1: Annotated[float, Range(least=0, most=0.999999)] = 0.9
+    """decay of the first moment"""
+    beta2: Annotated[float, Range(least=0, most=0.999999)] = 0.95
+    """decay of the second moment"""
+    eps: Positive = 1e-8
+    """AdamW's epsilon"""
+    weight_decay: Annotated[float, Range(least=0)] = 0.1
+    """decoupled decay, on matrices alone (not on norms and biases)"""
+    clip: Annotated[float, Range(least=0)] = 1.0
+    """largest global gradient norm; 0 does not clip"""
+    implementation: Literal["fused", "foreach"] = "fused"
+    """torch's AdamW kernels"""
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate as a pure function of the step."""
+
+    kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """shape after the warm-up; wsd: stable, then a linear decay"""
+    warmup: Natural = 10
+    """steps of linear warm-up"""
+    floor: Share = 0.1
+    """share of the peak that the decay ends at"""
+    decay: Share = 0.2
+    """wsd: share of all steps that the final decay takes"""
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """What the forward and backward compute in; weights and optimizer stay in float32 (float64 for fp64)."""
+
+    compute: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """fp16 brings a dynamic loss scaler"""
+    loss_scale: Positive = 65536.0
+    """fp16: the first loss scale"""
+    scale_interval: Count = 1000
+    """fp16: finite steps before the scale doubles"""
+    deterministic: bool = True
+    """ask torch for deterministic kernels; a price on CUDA, free on CPU"""
+
+
+@dataclass(frozen=True)
+class NumericsConfig:
+    """What happens when a loss or a gradient is not finite."""
+
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """stop (exit 7), or skip the update on every rank and count it"""
+    skip_budget: Natural = 10
+    """skipped steps in a row before the run stops all the same (fp16's own scale search not counted)"""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Evaluation on samples that training never sees."""
+
+    holdout: Annotated[float, Range(least=0, most=0.5)] = 0.01
+    """share of each source held out by a keyed permutation; 0 turns evaluation off"""
+    every: Annotated[Natural, PLACEMENT] = 50
+    """steps between evaluations; 0 never"""
+    samples: Annotated[Count, PLACEMENT] = 64
+    """held-out samples an evaluation"""
+
+
+@dataclass(frozen=True)
+class LayoutConfig:
+    """How many ranks, and along which axes."""
+
+    replicate: Annotated[Count, PLACEMENT] = 2
+    """data-parallel degree: ranks that hold the whole model"""
+
+
+@dataclass(frozen=True)
+class ReplicateConfig:
+    """Data parallelism by DDP."""
+
+    bucket_mb: Annotated[Annotated[float, Range(above=0)], PLACEMENT] = 25.0
+    """size of a gradient bucket; small overlaps earlier, large has less latency"""
+    bucket_view: Annotated[bool, PLACEMENT] = True
+    """gradients live inside the buckets: one copy less"""
+    static_graph: Annotated[bool, PLACEMENT] = False
+    """promise that every step uses the same parameters"""
+    compress: Literal["none", "bf16"] = "none"
+    """reduce gradients in bf16: half the bytes, other numbers"""
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How ranks come to life."""
+
+    threads: Annotated[Count, PLACEMENT] = 1
+    """CPU threads a rank; another count may change the last bits"""
+    join_timeout: Annotated[Positive, PLACEMENT] = 60.0
+    """seconds that ranks wait for each other at start"""
+    step_timeout: Annotated[Positive, PLACEMENT] = 600.0
+    """seconds that a collective may take"""
+    device: Annotated[Literal["auto", "cpu", "cuda"], PLACEMENT] = "auto"
+    """auto: CUDA where there is one"""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole run."""
+
+    preset: Annotated[str, PLACEMENT] = "tiny"
+    """the preset these settings start from"""
+    seed: Annotated[int, Range(least=0, most=2**63 - 1)] = 0
+    """decides initialisation, sample order and dropout"""
+    steps: Natural = 300
+    """optimizer steps of the whole run"""
+    log_every: Annotated[Count, PLACEMENT] = 10
+    """steps between printed lines where there is no terminal"""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    numerics: NumericsConfig = field(default_factory=NumericsConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    replicate: ReplicateConfig = field(default_factory=ReplicateConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+
+def nearest(values: list[int], wanted: int, most: int = 6) -> str:
+    """The few values closest to the wanted one, in order, as text."""
+    return ", ".join(str(v) for v in sorted(sorted(values, key=lambda v: (abs(v - wanted), v))[:most]))

@@ -1,0 +1,85 @@
+"""What the stream's contract says of a run, without opening its data: who reads what at a step, and where a sample is met."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from meshwright.config import Batch, BatchConfig, RunConfig, batch_algebra, load
+from meshwright.data.files import open_sources
+from meshwright.data.source import Source
+from meshwright.data.stream import Stream
+from meshwright.errors import ConfigError
+from meshwright.record.folder import RunFolder, read_json
+
+
+@dataclass(frozen=True)
+class Contract:
+    stream: Stream
+    batch: Batch
+    sources: list[str]
+
+    def show(self, step: int, rank: int | None = None) -> dict[str, Any]:
+        """The sample ids of a step in global order; with a rank, that rank's alone and its micro-steps."""
+        if step < 0:
+            raise ConfigError(f"--step {step} is before the first", "allowed: at least 0")
+        if rank is None:
+            return {"step": step, "samples": self.stream.step(step).tolist()}
+        if not 0 <= rank < self.batch.replicas:
+            raise ConfigError(
+                f"--rank {rank} is not one of the run's {self.batch.replicas}",
+                f"allowed: from 0 to {self.batch.replicas - 1}",
+            )
+        ids = self.stream.slice(step, rank, self.batch.replicas)
+        return {
+            "step": step,
+            "rank": rank,
+            "samples": ids.tolist(),
+            "micro_steps": ids.reshape(-1, self.batch.micro).tolist(),
+        }
+
+    def find(self, sample: int, epochs: int) -> dict[str, Any]:
+        """Where training meets a sample, for its first so many epochs."""
+        source, index = self.stream.source_of(sample)
+        places = []
+        for place in islice(self.stream.find(sample), epochs):
+            rank, within = divmod(place.index, self.batch.local)
+            places.append(asdict(place) | {"rank": rank, "micro_step": within // self.batch.micro})
+        return {
+            "sample": sample,
+            "source": self.sources[source],
+            "source_index": index,
+            "held_out": not places,
+            "places": places,
+        }
+
+
+def contract_of(run: Path) -> Contract:
+    """The contract of a run folder, read from its identity; of a run file, read from the data it names."""
+    if run.is_dir():
+        record = read_json(RunFolder(run).identity_file)
+        try:
+            stream = Stream.from_json(record["stream"])
+            placed = record["placement"]
+            batch = batch_algebra(BatchConfig(stream.global_batch, placed["batch.micro"]), placed["layout.replicate"])
+            return Contract(stream, batch, [source["name"] for source in record["sources"]])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{RunFolder(run).identity_file} is not an identity record ({error!r})", "give a run folder"
+            ) from None
+    if not run.exists():
+        raise ConfigError(f"{run} is neither a run folder nor a run file", "give one of the two")
+    config = load(run)
+    sources = open_sources(config.data, config.model.vocab)
+    return Contract(
+        stream_of(config, sources), batch_algebra(config.batch, config.layout.replicate), [s.name for s in sources]
+    )
+
+
+def stream_of(config: RunConfig, sources: Sequence[Source]) -> Stream:
+    """The stream that a config makes of its sources."""
+    weights = [source.weight for source in config.data.mixture] or [1.0]
+    return Stream.over(config.seed, config.batch.global_, [len(s) for s in sources], weights, config.eval.holdout)

@@ -1,0 +1,62 @@
+"""One family of errors: each says what happened, where, and what to do next, and carries its exit code."""
+
+from __future__ import annotations
+
+
+class MeshwrightError(Exception):
+    """The family. A subclass fixes the exit code; the message is one line."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, next_move: str = "") -> None:
+        self.what = what
+        self.next_move = next_move
+        super().__init__(what, next_move)
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.next_move}" if self.next_move else self.what
+
+
+class ConfigError(MeshwrightError):
+    """A key, a value or a size that cannot be."""
+
+    exit_code = 2
+
+
+class IdentityError(MeshwrightError):
+    """The run folder or a peer holds another run than the one asked for."""
+
+    exit_code = 3
+
+
+class DataError(MeshwrightError):
+    """The sample stream cannot keep its contract."""
+
+    exit_code = 6
+
+
+class NumericsError(MeshwrightError):
+    """A loss or gradient is not finite and the policy is to stop."""
+
+    exit_code = 7
+
+
+class PeerError(MeshwrightError):
+    """Another rank failed, never came, or differs; this rank is only the messenger."""
+
+    exit_code = 8
+
+
+class BusyError(MeshwrightError):
+    """Another job holds the run folder."""
+
+    exit_code = 9
+
+
+class Stopped(MeshwrightError):
+    """A signal asked the run to end, and every rank ended at the same step."""
+
+    def __init__(self, signal_number: int, step: int) -> None:
+        super().__init__(f"stopped by signal {signal_number} before step {step}, on every rank")
+        self.exit_code = 128 + signal_number
+        self.args = (signal_number, step)  # so that it survives the trip from a rank to its launcher

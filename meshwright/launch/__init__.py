@@ -1,0 +1,1 @@
+"""How ranks come to life: forked on this host, or started by torchrun."""

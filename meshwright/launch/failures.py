@@ -1,0 +1,103 @@
+"""What went wrong on which rank, the one to blame first. Torch-free."""
+
+from __future__ import annotations
+
+import signal
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshwright.errors import ConfigError, MeshwrightError, PeerError, Stopped
+
+LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "Connection refused",
+    "Socket closed",
+)
+"""How a rank says that another one left. It is a witness, never the cause."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's end. `at` is this host's monotonic clock, good for order alone."""
+
+    rank: int
+    kind: str
+    message: str
+    exit_code: int
+    at: float
+    witness: bool = False
+    detail: str = ""
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        message = str(error)
+        lost = not isinstance(error, MeshwrightError) and any(sign in message for sign in LOST)
+        witness = isinstance(error, PeerError) or lost
+        own = isinstance(error, MeshwrightError)
+        return cls(
+            rank,
+            type(error).__name__,
+            f"rank {rank} lost another rank ({message.splitlines()[0][:120]})" if lost else message,
+            error.exit_code if isinstance(error, MeshwrightError) else 8 if witness else 1,
+            time.monotonic(),
+            witness,
+            "" if own or lost else "".join(traceback.format_exception(error)),
+        )
+
+    @classmethod
+    def silent(cls, rank: int, exit_status: int) -> Failure:
+        """A rank that ended without a word."""
+        if exit_status < 0:
+            name = signal.Signals(-exit_status).name
+            return cls(rank, "Killed", f"rank {rank} was ended by signal {-exit_status} ({name})", 8, time.monotonic())
+        return cls(
+            rank,
+            "Exited",
+            f"rank {rank} exited with status {exit_status} and no report",
+            exit_status or 1,
+            time.monotonic(),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class RanksFailed(MeshwrightError):
+    """The failures of a launch, the first cause on top."""
+
+    def __init__(self, failures: list[Failure]) -> None:
+        self.failures = sorted(failures, key=lambda f: (f.witness, f.at))
+        super().__init__(self.first.message)
+        self.exit_code = self.first.exit_code
+        self.args = (self.failures,)
+
+    @property
+    def first(self) -> Failure:
+        return self.failures[0]
+
+    @property
+    def stopped(self) -> bool:
+        return all(failure.kind == Stopped.__name__ for failure in self.failures)
+
+    def __str__(self) -> str:
+        """The first cause; then what the others say, a line each, when it is more than an echo."""
+        first = self.first
+        if first.kind in (Stopped.__name__, ConfigError.__name__) and not first.detail:
+            return first.message
+        lines = [
+            first.message
+            if f"rank {first.rank}" in first.message
+            else f"rank {first.rank}: {first.kind}: {first.message}"
+        ]
+        if first.detail:
+            lines.append(first.detail.rstrip())
+        lines.extend(
+            f"  also rank {f.rank}: {f.kind}: {f.message.splitlines()[0] if f.message else ''}"
+            for f in self.failures[1:]
+        )
+        return "\n".join(lines)

@@ -1,0 +1,91 @@
+"""A run's ranks on this host: everything is opened and checked once, here, before any of them is forked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from meshwright.config import RunConfig, fingerprint, identity, placement
+from meshwright.config.derive import check
+from meshwright.data.files import open_sources
+from meshwright.data.source import Indexable, Source
+from meshwright.errors import ConfigError
+from meshwright.launch.ranks import Ranks
+from meshwright.launch.rendezvous import Place, join, leave
+from meshwright.layout import Layout
+from meshwright.record.events import Event
+from meshwright.record.folder import RunFolder
+from meshwright.train.identity import code_fingerprint
+from meshwright.train.loop import Job, Summary, train_rank
+from meshwright.train.objective import Loss
+
+
+def make_job(
+    config: RunConfig,
+    folder: RunFolder,
+    attempt: int,
+    *,
+    model: nn.Module | None = None,
+    loss: Loss | None = None,
+    source: Any = None,
+    listener: Callable[[Event], None] | None = None,
+) -> Job:
+    """A checked job. Sources are opened here: forked ranks share what this process has mapped."""
+    layout = Layout(replicate=config.layout.replicate)
+    batch = check(config, layout.data_degree)
+    if (model is None) != (loss is None):
+        raise ConfigError(
+            "a model of your own and its loss come together", "allowed: train(config, model=..., loss=...)"
+        )
+    sources: list[Source] = (
+        open_sources(config.data, config.model.vocab)
+        if source is None
+        else [source if is_source(source) else Indexable(source)]
+    )
+    return Job(config, batch, layout, sources, folder, attempt, model, loss, listener)
+
+
+def is_source(thing: Any) -> bool:
+    return all(hasattr(thing, name) for name in ("name", "blank", "fingerprint", "__len__", "__getitem__"))
+
+
+def start(job: Job) -> Ranks:
+    if job.model is not None:
+        job.model.share_memory()  # rank 0 gives the trained weights back through it
+    logs = [job.folder.log(job.attempt, rank) for rank in range(job.layout.ranks)]
+    return Ranks(_train, job.layout.ranks, (job,), job.config.launch, facts_of(job.config), logs)
+
+
+def run_here(job: Job, place: Place) -> Summary:
+    """This process is one rank of the job; torchrun (or the like) started it."""
+    if place.size != job.layout.ranks:
+        raise ConfigError(
+            f"layout.replicate = {job.layout.replicate} and {place.size} ranks were started",
+            f"allowed: layout.replicate = {place.size}, or {job.layout.ranks} ranks",
+        )
+    world = join(place, job.config.launch, facts_of(job.config))
+    try:
+        return train_rank(job, world)
+    finally:
+        leave()
+
+
+def facts_of(config: RunConfig) -> dict[str, Any]:
+    """What every rank must agree on before the first collective."""
+    return {
+        "config identity": fingerprint(identity(config)),
+        "config placement": fingerprint(placement(config)),
+        "code": code_fingerprint(),
+        "dtype": config.precision.compute,
+    }
+
+
+def _train(world: Any, job: Job) -> Summary:
+    return train_rank(job, world)
+
+
+def torchrun_place() -> Place | None:
+    return Place.from_environment(os.environ)

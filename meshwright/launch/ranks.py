@@ -1,0 +1,194 @@
+"""Ranks forked from this process while it is warm: 0.3 s where four fresh interpreters take twenty.
+
+The parent must hold no process group and no CUDA context. Where it holds a CUDA context, ranks are spawned instead
+(slower, and what they are given must pickle).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.config import LaunchConfig
+from meshwright.launch.failures import Failure, RanksFailed
+from meshwright.launch.rendezvous import Place, join, leave
+from meshwright.parallel.world import World
+
+GRACE = 10.0
+"""Seconds that the other ranks have to end by themselves after one has failed."""
+
+
+class Ranks:
+    """Ranks running `work(world, *args)`. `poll` until it says True, then `results` or the failures."""
+
+    def __init__(
+        self,
+        work: Callable[..., Any],
+        count: int,
+        args: Sequence[Any] = (),
+        launch: LaunchConfig | None = None,
+        facts: Mapping[str, Any] | None = None,
+        logs: Sequence[Path] | None = None,
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="meshwright-")
+        context: Any = mp.get_context("spawn" if torch.cuda.is_initialized() else "fork")
+        self._values: dict[int, Any] = {}
+        self._failures: dict[int, Failure] = {}
+        self._pipes: dict[int, Connection] = {}
+        self._processes: list[Any] = []
+        self._first_failure = 0.0
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for rank in range(count):
+            reader, writer = context.Pipe(duplex=False)
+            place = Place(rank, count, rank, file=os.path.join(self._folder.name, "store"))
+            log = str(logs[rank]) if logs else ""
+            target_args = (
+                work,
+                tuple(args),
+                place,
+                launch or LaunchConfig(),
+                dict(facts or {}),
+                writer,
+                log,
+                os.getpid(),
+            )
+            process = context.Process(target=_be_rank, args=target_args, name=f"rank {rank}")
+            process.start()
+            writer.close()
+            self._pipes[rank] = reader
+            self._processes.append(process)
+
+    def poll(self, seconds: float) -> bool:
+        """Waits at most so long for news; True once every rank has ended."""
+        pending = {pipe: rank for rank, pipe in self._pipes.items()}
+        for pipe in wait(list(pending), seconds):
+            assert isinstance(pipe, Connection)
+            self._hear(pending[pipe], pipe)
+        if self._failures and not self._first_failure:
+            self._first_failure = time.monotonic()
+        if self._first_failure and self._pipes and time.monotonic() > self._first_failure + GRACE:
+            self.kill()
+        return not self._pipes
+
+    def _hear(self, rank: int, pipe: Connection) -> None:
+        """A rank's report, or the end of its pipe without one."""
+        try:
+            kind, value = pickle.loads(pipe.recv_bytes())
+            if kind == "value":
+                self._values[rank] = value
+            else:
+                self._failures[rank] = value
+        except (EOFError, OSError):
+            pass
+        self._processes[rank].join(GRACE)
+        if rank not in self._values and rank not in self._failures:
+            self._failures[rank] = Failure.silent(rank, self._processes[rank].exitcode or 0)
+        pipe.close()
+        del self._pipes[rank]
+
+    def signal(self, number: int) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
+
+    def kill(self) -> None:
+        """Ends what still runs. A rank killed here is no cause, only a witness."""
+        for rank, pipe in list(self._pipes.items()):
+            self._processes[rank].kill()
+            self._hear(rank, pipe)
+            if rank in self._failures and self._failures[rank].kind == "Killed":
+                self._failures[rank] = replace(
+                    self._failures[rank], message=f"rank {rank} did not end by itself and was killed", witness=True
+                )
+
+    def results(self) -> list[Any]:
+        """Every rank's value in order, or RanksFailed. Leaves nothing behind."""
+        self._folder.cleanup()
+        if self._failures:
+            raise RanksFailed(list(self._failures.values()))
+        return [self._values[rank] for rank in sorted(self._values)]
+
+
+def run_ranks(
+    work: Callable[..., Any],
+    count: int,
+    *args: Any,
+    timeout: float = 120.0,
+    launch: LaunchConfig | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> list[Any]:
+    """`work(world, *args)` on so many ranks; their values in order. Past the timeout every rank is killed."""
+    ranks = Ranks(work, count, args, launch or LaunchConfig(join_timeout=30.0, step_timeout=60.0), facts)
+    end = time.monotonic() + timeout
+    try:
+        while not ranks.poll(max(0.0, min(1.0, end - time.monotonic()))):
+            if time.monotonic() > end:
+                ranks.kill()
+                raise TimeoutError(f"ranks were still running after {timeout:g} s")
+    except BaseException:
+        ranks.kill()
+        raise
+    return ranks.results()
+
+
+def _be_rank(
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
+    place: Place,
+    launch: LaunchConfig,
+    facts: dict[str, Any],
+    writer: Connection,
+    log: str,
+    parent: int,
+) -> None:
+    """A rank's process from its first line to its last."""
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the work says what an interrupt means to it
+    if log:
+        redirect(log)
+    status = 0
+    try:
+        torch.set_num_threads(launch.threads)
+        world: World = join(place, launch, facts)
+        value = work(world, *args)
+        leave()
+        # by value: torch would pass tensors as handles to memory that ends with this process
+        writer.send_bytes(pickle.dumps(("value", value)))
+    except BaseException as error:  # noqa: BLE001  whatever ends a rank is reported
+        failure = Failure.of(place.rank, error)
+        print(failure.detail or failure.message, file=sys.stderr)
+        writer.send_bytes(pickle.dumps(("failure", failure)))
+        status = failure.exit_code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # a fork must not run its parent's exit handlers
+
+
+def die_with(parent: int) -> None:
+    """Linux: the kernel ends this process when its parent ends, however it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def redirect(log: str) -> None:
+    """What a rank prints, and what native code under it prints when it aborts, goes to its log."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)

@@ -1,0 +1,1 @@
+"""What is trained: the decoder, its loss, its initialisation. Knows nothing of ranks."""

@@ -1,0 +1,32 @@
+"""The head and its loss, one module for every path: (hidden, labels) -> (sum of token losses, count of valid tokens).
+
+The sum is never divided here. The one normalisation, by the count of valid tokens of the whole global batch,
+is made in train/step.py, so that ranks and micro-steps with unequal masks weigh as one process would.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.config import IGNORED
+
+
+class HeadLoss(nn.Module):
+    def __init__(self, width: int, vocab: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab, width))
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.logits(hidden).flatten(0, -2)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        total = F.cross_entropy(wide, labels.flatten(), reduction="sum", ignore_index=IGNORED)
+        return total, valid_tokens(labels)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.weight)
+
+
+def valid_tokens(labels: Tensor) -> Tensor:
+    return (labels != IGNORED).sum()

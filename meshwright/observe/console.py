@@ -1,0 +1,193 @@
+"""A run on the terminal: what it is, one live line while it goes, plain lines where there is no terminal. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from rich.console import Console as Rich
+from rich.live import Live
+from rich.text import Text
+
+from meshwright.config import RunConfig, fingerprint, identity, placement
+from meshwright.record.events import Event
+from meshwright.version import __version__
+
+WINDOW = 20
+"""Steps that the shown rates are averaged over."""
+
+SHADES = {
+    "fetch": "magenta",
+    "copy": "magenta",
+    "forward": "green",
+    "backward": "blue",
+    "sync": "red",
+    "update": "cyan",
+}
+
+
+class Screen(Protocol):
+    def show(self, event: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Terminal:
+    """Shows rank 0's events. `stream` decides: a terminal gets the live line, anything else a plain line every `log_every` steps."""
+
+    def __init__(self, config: RunConfig, folder: Path, attempt: int, stream: TextIO | None = None) -> None:
+        self.config, self.folder, self.attempt = config, folder, attempt
+        self.rich = Rich(file=stream or sys.stdout, highlight=False)
+        self.recent: deque[Event] = deque(maxlen=WINDOW)
+        self.steps = config.steps
+        self.live: Live | None = None
+
+    def show(self, event: Event) -> None:
+        handler: Callable[[Event], None] | None = getattr(self, f"_{event['kind']}", None)
+        if event.get("attempt") == self.attempt and handler is not None:
+            handler(event)
+
+    def close(self) -> None:
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+
+    def say(self, text: str, style: str = "") -> None:
+        self.rich.print(Text(text, style=style), soft_wrap=True)
+
+    def _start(self, event: Event) -> None:
+        for line in header(self.config, self.folder, self.attempt, event):
+            self.say(line)
+        if self.rich.is_terminal:
+            self.live = Live(Text("first step ..."), console=self.rich, refresh_per_second=8)
+            self.live.start()
+
+    def _step(self, event: Event) -> None:
+        self.recent.append(event)
+        if self.live is not None:
+            self.live.update(live_line(list(self.recent), self.steps, self.rich.width))
+        elif event["step"] % self.config.log_every == 0 or event["step"] + 1 == self.steps:
+            self.say(plain_line(list(self.recent), self.steps))
+
+    def _eval(self, event: Event) -> None:
+        self.say(
+            f"step {event['step'] + 1:>6}  held-out loss {value(event['loss'], '.4f')} over {event['tokens']:,} tokens",
+            "bold",
+        )
+
+    def _bad_sample(self, event: Event) -> None:
+        self.say(
+            f"step {event['step'] + 1:>6}  quarantined sample {event['sample']} of {event['source']}: {event['reason']}",
+            "yellow",
+        )
+
+    def _nonfinite(self, event: Event) -> None:
+        self.say(
+            f"step {event['step'] + 1:>6}  not finite, first in {event['module'] or 'another rank'}: update skipped on every rank",
+            "yellow",
+        )
+
+    def _end(self, event: Event) -> None:
+        self.close()
+        skipped = f", {event['skipped']} skipped" if event["skipped"] else ""
+        loss = f", loss {value(event['loss'], '.4f')}" if event["steps"] else ""
+        self.say(
+            f"done: {event['steps']} steps{skipped}{loss}; parameters {event['parameters_digest'][:16]}; records in {self.folder}"
+        )
+
+
+class JsonLines:
+    """Every event of rank 0 as one JSON line."""
+
+    def __init__(self, attempt: int) -> None:
+        self.attempt = attempt
+
+    def show(self, event: Event) -> None:
+        if event.get("attempt") == self.attempt:
+            print(json.dumps(event), flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+def header(config: RunConfig, folder: Path, attempt: int, start: Event) -> list[str]:
+    """What the run is, before its first step."""
+    m, o = config.model, config.optimizer
+    shape = f"{m.layers} layers x {m.width} wide, {m.heads} heads ({m.kv_heads} kv), ffn {m.ffn}, vocab {m.vocab:,}"
+    experts = f", {m.experts} experts ({m.experts_active} active)" if m.experts else ""
+    tokens = config.batch.global_ * config.data.sequence
+    threads = f"{start['threads']} thread{'s' if start['threads'] > 1 else ''} each"
+    return [
+        f"meshwright {__version__}  run {folder}  attempt {attempt}",
+        f"  model   {start['parameters']:,} parameters" + (f": {shape}{experts}" if start.get("decoder", True) else ""),
+        f"  data    {', '.join(start['sources'])}: {start['samples']:,} samples, {start['held_out']:,} held out; an epoch is {start['epoch_steps']:,} steps",
+        f"  batch   {start['batch']}" + (f" ({tokens:,} tokens a step)" if start.get("decoder", True) else ""),
+        f"  train   {config.steps:,} steps, AdamW lr {o.lr:g} {config.schedule.kind}, clip {o.clip:g}, {config.precision.compute}, seed {config.seed}",
+        f"  ranks   {start['ranks']} on {start['device']}, {threads}; {start['layout']}; torch {start['torch']}",
+        f"  config  {folder / 'run.toml'}  identity {fingerprint(identity(config))}  placement {fingerprint(placement(config))}",
+    ]
+
+
+def rates(recent: list[Event]) -> tuple[float, float]:
+    """(seconds a step, tokens a second) over the window; the first step, which pays for warming up, only while it is alone."""
+    warm = recent[1:] if len(recent) > 1 and recent[0]["step"] == 0 else recent
+    seconds = sum(event["seconds"] for event in warm)
+    return seconds / len(warm), sum(event["tokens"] for event in warm) / max(seconds, 1e-9)
+
+
+def shares(recent: list[Event]) -> dict[str, float]:
+    """Each phase's share of the step over the window."""
+    spent = {phase: sum(event["phases"][phase] for event in recent) for phase in SHADES}
+    whole = sum(spent.values()) or 1.0
+    return {phase: seconds / whole for phase, seconds in spent.items()}
+
+
+def plain_line(recent: list[Event], steps: int) -> str:
+    event = recent[-1]
+    step_seconds, tokens_second = rates(recent)
+    phases = " ".join(f"{phase} {share:.0%}" for phase, share in shares(recent).items() if share >= 0.005)
+    return (
+        f"step {event['step'] + 1:>6}/{steps}  loss {value(event['loss'], '.4f')}  lr {event['lr']:.2e}  norm {value(event['grad_norm'], '.3f')}  "
+        f"{tokens_second:,.0f} tok/s  {phases}  mem {size(event['memory'])}  eta {clock(step_seconds * (steps - event['step'] - 1))}"
+    )
+
+
+def live_line(recent: list[Event], steps: int, width: int) -> Text:
+    """One line: bar, step, loss, rate, memory, time left, and the phases as a strip whose red part is exposed communication."""
+    event = recent[-1]
+    done = (event["step"] + 1) / max(1, steps)
+    step_seconds, tokens_second = rates(recent)
+    bar = 12
+    text = Text(no_wrap=True, overflow="ellipsis")
+    text.append("━" * round(bar * done), "green").append("━" * (bar - round(bar * done)), "bright_black")
+    text.append(f" {event['step'] + 1}/{steps}", "bold").append(f"  loss {value(event['loss'], '.4f')}", "bold")
+    text.append(f"  lr {event['lr']:.1e}  norm {value(event['grad_norm'], '.2f')}  {tokens_second:,.0f} tok/s  ")
+    part = shares(recent)
+    for phase, share in part.items():
+        text.append("█" * round(10 * share), SHADES[phase])
+    text.append(f" fwd {part['forward']:.0%} bwd {part['backward']:.0%} exposed {part['sync']:.0%}")
+    if width >= 140:
+        text.append(f" upd {part['update']:.0%} data {part['fetch'] + part['copy']:.0%}")
+    text.append(f"  {size(event['memory'])}  eta {clock(step_seconds * (steps - event['step'] - 1))}")
+    return text
+
+
+def value(number: float | None, form: str) -> str:
+    return "not finite" if number is None else format(number, form)
+
+
+def size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def clock(seconds: float) -> str:
+    return time.strftime("%H:%M:%S" if seconds >= 3600 else "%M:%S", time.gmtime(max(0.0, seconds)))

@@ -1,0 +1,108 @@
+"""Runs every check on a config, prints the table, signs the certificate."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from meshwright.config import RunConfig, fingerprint, identity, placement
+from meshwright.errors import MeshwrightError
+from meshwright.prove.gradients import check_gradients
+from meshwright.prove.stream import check_stream
+from meshwright.record.folder import write_json
+from meshwright.train.identity import code_fingerprint
+from meshwright.version import __version__
+
+Check = Callable[[RunConfig], Iterator[tuple[str, bool, str]]]
+
+CHECKS: dict[str, Check] = {"stream": check_stream, "gradients": check_gradients}
+"""Name -> check. A check yields (promise, kept, what was measured); one that raises has failed."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    check: str
+    promise: str
+    kept: bool
+    measured: str
+    seconds: float = field(compare=False, default=0.0)
+
+
+def findings(config: RunConfig) -> Iterator[Finding]:
+    for name, check in CHECKS.items():
+        start = time.monotonic()
+        try:
+            for promise, kept, measured in check(config):
+                yield Finding(name, promise, bool(kept), measured, round(time.monotonic() - start, 3))
+                start = time.monotonic()
+        except MeshwrightError as error:
+            yield Finding(name, "the check runs to its end", False, str(error), round(time.monotonic() - start, 3))
+
+
+def prove(config: RunConfig, out: Path, as_json: bool = False) -> bool:
+    """Every promise checked on this machine; True if all were kept."""
+    torch.set_num_threads(config.launch.threads)
+    console = Console(stderr=as_json)
+    found = []
+    for finding in findings(config):
+        found.append(finding)
+        if not as_json and console.is_terminal:
+            console.print(
+                f"[{'green' if finding.kept else 'red'}]{'kept  ' if finding.kept else 'BROKEN'}[/] {finding.check}: {finding.promise}",
+                highlight=False,
+            )
+    certificate = sign(config, found)
+    write_json(out, certificate)
+    if as_json:
+        print(json.dumps(certificate))
+    else:
+        show(console, found, out)
+    return bool(certificate["kept"])
+
+
+def sign(config: RunConfig, found: list[Finding]) -> dict[str, Any]:
+    """The certificate: what was checked, where, of which code, and a digest of all of it."""
+    certificate: dict[str, Any] = {
+        "meshwright": __version__,
+        "code": code_fingerprint(),
+        "identity": fingerprint(identity(config)),
+        "placement": fingerprint(placement(config)),
+        "machine": {
+            "system": platform.platform(),
+            "cores": os.cpu_count(),
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+        },
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "kept": bool(found) and all(finding.kept for finding in found),
+        "findings": [asdict(finding) for finding in found],
+    }
+    certificate["digest"] = hashlib.sha256(json.dumps(certificate, sort_keys=True).encode()).hexdigest()
+    return certificate
+
+
+def show(console: Console, found: list[Finding], out: Path) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("check", "promise", "", "measured", "s"):
+        table.add_column(column, overflow="fold", justify="right" if column == "s" else "left")
+    for finding in found:
+        word = "[green]kept[/]" if finding.kept else "[bold red]BROKEN[/]"
+        table.add_row(finding.check, finding.promise, word, finding.measured, f"{finding.seconds:.1f}")
+    console.print(table)
+    broken = sum(not finding.kept for finding in found)
+    console.print(
+        f"{len(found) - broken} of {len(found)} promises kept; certificate in {out}", highlight=False, soft_wrap=True
+    )

@@ -1,0 +1,1 @@
+"""What a run writes while it runs: the run folder, timed phases, events."""

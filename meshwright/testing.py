@@ -1,0 +1,13 @@
+"""For users' own tests: run a function on several ranks, forked warm from the test's process.
+
+from meshwright.testing import run_ranks
+
+def test_sum():
+    assert run_ranks(lambda world: int(world.sum_(torch.ones(()))), 4) == [4, 4, 4, 4]
+"""
+
+from meshwright.launch.failures import RanksFailed
+from meshwright.launch.ranks import run_ranks
+from meshwright.parallel.world import World
+
+__all__ = ["RanksFailed", "World", "run_ranks"]

@@ -1,0 +1,1 @@
+"""One step, and the loop around it."""

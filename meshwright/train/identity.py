@@ -1,0 +1,61 @@
+"""What a run is, as its folder keeps it: settings, sources and the stream. Another run is refused entry."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from meshwright.config import RunConfig, as_toml, fingerprint, identity, placement
+from meshwright.data.source import Source
+from meshwright.data.stream import Stream
+from meshwright.errors import IdentityError
+from meshwright.record.folder import RunFolder, read_json, write_json
+from meshwright.version import __version__
+
+
+def describe(config: RunConfig, sources: list[Source], stream: Stream, user_model: nn.Module | None) -> dict[str, Any]:
+    """The identity record. A user's own model is known by its parameters' names and shapes."""
+    values = identity(config)
+    if user_model is not None:
+        values = {key: value for key, value in values.items() if not key.startswith("model.")}
+        shapes = "\n".join(f"{name} {tuple(p.shape)}" for name, p in user_model.named_parameters())
+        values["model"] = hashlib.sha256(shapes.encode()).hexdigest()[:16]
+    known = [{"name": s.name, "samples": len(s), "fingerprint": s.fingerprint()} for s in sources]
+    values |= {f"source[{i}].fingerprint": s["fingerprint"] for i, s in enumerate(known)}
+    return {
+        "meshwright": __version__,
+        "identity": values,
+        "identity_fingerprint": fingerprint(values),
+        "placement": placement(config),
+        "placement_fingerprint": fingerprint(placement(config)),
+        "sources": known,
+        "stream": stream.to_json(),
+    }
+
+
+def enter(folder: RunFolder, config: RunConfig, record: dict[str, Any]) -> None:
+    """Writes run.toml and identity.json, or refuses a folder that holds another run, with both values."""
+    if folder.identity_file.exists():
+        before = read_json(folder.identity_file).get("identity", {})
+        now = record["identity"]
+        if differs := [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]:
+            shown = ", ".join(f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in differs[:4])
+            more = f" and {len(differs) - 4} more" if len(differs) > 4 else ""
+            raise IdentityError(
+                f"run folder {folder.root} holds another run: {shown}{more}",
+                "give another --run DIR, or --fresh to set the old one aside",
+            )
+    folder.run_file.write_text(as_toml(config))
+    write_json(folder.identity_file, record)
+
+
+def code_fingerprint() -> str:
+    """A digest of this package's own source: ranks that run other code must not train together."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]

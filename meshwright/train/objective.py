@@ -1,0 +1,61 @@
+"""A user's own model and loss as the step wants them: (inputs..., targets) -> (sum of losses, count)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.data.loader import count_valid
+from meshwright.errors import ConfigError
+
+Loss = Callable[[Any, Tensor], Any]
+
+
+class Objective(nn.Module):
+    """`loss(model(*inputs), targets)` must give the *sum* over what counts, not the mean: the step divides once, by the
+    count over the whole global batch. What counts is every integer target but -100, or every sample where targets are
+    not integers; a loss may return (sum, count) to have its own count checked against that rule."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model = model
+        self.checked = False
+        self.loss = loss if isinstance(loss, nn.Module) else _Function(loss)
+        if getattr(loss, "reduction", "sum") != "sum":
+            raise ConfigError(
+                f"loss has reduction = {loss.reduction!r}",
+                "allowed: reduction='sum'; the step divides by the global count",
+            )  # type: ignore[attr-defined]
+
+    def forward(self, *batch: Tensor) -> tuple[Tensor, Tensor]:
+        *inputs, targets = batch
+        result = self.loss(self.model(*inputs), targets)
+        total, count = result if isinstance(result, tuple) else (result, None)
+        if not self.checked:
+            self.check(total, count, count_valid(targets))
+        return total, targets.new_tensor(0) if count is None else torch.as_tensor(count)
+
+    def check(self, total: Tensor, count: Any, expected: int) -> None:
+        """Once, on the first batch: reading a count from the device every step would make the host wait."""
+        self.checked = True
+        if total.ndim:
+            raise ConfigError(
+                f"loss gave a tensor of shape {tuple(total.shape)}", "allowed: the sum over what counts, a scalar"
+            )
+        if count is not None and int(count) != expected:
+            raise ConfigError(
+                f"loss counted {int(count)} where the batch has {expected} targets that count",
+                "mask with the target -100, or return the sum alone",
+            )
+
+
+class _Function(nn.Module):
+    def __init__(self, function: Loss) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, outputs: Any, targets: Tensor) -> Any:
+        return self.function(outputs, targets)

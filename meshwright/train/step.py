@@ -1,0 +1,148 @@
+"""One optimizer step: fetch, copy, forward, backward, sync, update. Done whole, or it never happened."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.data.loader import BadSample, MicroBatch
+from meshwright.errors import DataError, PeerError, Stopped
+from meshwright.parallel.replicate import GradientTraffic, Replicated
+from meshwright.parallel.world import World
+from meshwright.record.clock import StepClock
+from meshwright.train.optimizer import Optimizer
+from meshwright.train.precision import Precision
+
+
+@dataclass
+class Agreement:
+    """What all ranks know of a step before any of them computes a gradient."""
+
+    tokens: int
+    bad_samples: int
+
+
+@dataclass
+class Outcome:
+    """A step as it leaves the device, to be read once its clock has passed: `numbers` is (loss, gradient norm, mean square of local gradients, finite, loss scale)."""
+
+    step: int
+    lr: float
+    agreement: Agreement
+    numbers: Tensor
+    traffic: GradientTraffic
+    clock: StepClock
+    batches: list[MicroBatch]
+
+
+class Step:
+    def __init__(
+        self,
+        model: nn.Module,
+        replicated: Replicated,
+        optimizer: Optimizer,
+        precision: Precision,
+        world: World,
+        *,
+        seed: int,
+        coordinate: int,
+        quarantine: bool = False,
+        signal_seen: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.model, self.replicated, self.optimizer, self.precision, self.world = (
+            model,
+            replicated,
+            optimizer,
+            precision,
+            world,
+        )
+        self.seed, self.coordinate = seed, coordinate
+        self.quarantine, self.signal_seen = quarantine, signal_seen
+
+    def run(self, step: int, lr: float, stream: Iterator[list[MicroBatch]]) -> Outcome:
+        """Fetches the step's micro-batches, computes the gradient of the global mean, and updates once."""
+        clock = StepClock(self.world.device)
+        clock.enter("fetch")
+        batches = next(stream)
+        agreement, loss, local_square = self.gradient(step, batches, clock)
+        clock.enter("update")
+        scale = self.precision.scaler.scale if self.precision.scaler else 1.0
+        norm = self.optimizer.gradient_norm() / scale
+        finite = torch.isfinite(norm) & torch.isfinite(loss)
+        self.optimizer.update(lr, norm, scale, finite)
+        self.optimizer.zero()
+        if self.precision.scaler:
+            self.precision.scaler.update(finite)
+        scale_used = torch.as_tensor(scale, device=norm.device)
+        numbers = torch.stack([t.double() for t in (loss, norm, local_square / scale_used**2, finite, scale_used)])
+        on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
+        on_host.copy_(numbers, non_blocking=True)
+        clock.close()
+        return Outcome(step, lr, agreement, on_host, self.replicated.take_traffic(), clock, batches)
+
+    def gradient(self, step: int, batches: list[MicroBatch], clock: StepClock) -> tuple[Agreement, Tensor, Tensor]:
+        """Leaves in every parameter the gradient of (sum of token losses) / (count of valid tokens) over the whole global batch."""
+        torch.manual_seed(step_seed(self.seed, step, self.coordinate))
+        asked = self.world.control_sum(self._say(batches))  # travels while the first forward runs
+        agreement: Agreement | None = None
+        if not all(batch.tensors for batch in batches):
+            self._agree(step, batches, asked.wait())  # raises: nothing to compute on
+        clock.enter("copy")
+        inputs = [tuple(t.to(self.world.device, non_blocking=True) for t in batch.tensors) for batch in batches]
+        total = torch.zeros((), device=self.world.device, dtype=self.precision.weights)
+        for index, micro_batch in enumerate(inputs):
+            last = index == len(inputs) - 1
+            with self.replicated.synchronised(last):
+                clock.enter("forward")
+                with self.precision.autocast():
+                    losses, _ = self.replicated(*micro_batch)
+                if agreement is None:
+                    clock.enter("sync")
+                    agreement = self._agree(step, batches, asked.wait())
+                clock.enter("backward")
+                # Divided by the count over all ranks and micro-steps, here and nowhere else; ranks are summed.
+                mean = losses / max(1, agreement.tokens)
+                if last:
+                    self.replicated.on_last_bucket = lambda: clock.enter("sync")
+                (mean * self.precision.scaler.scale if self.precision.scaler else mean).backward()
+            total += losses.detach()
+        clock.enter("sync")
+        assert agreement is not None
+        sums = torch.stack(
+            [total, torch.as_tensor(self.replicated.traffic.local_square, device=total.device, dtype=total.dtype)]
+        )
+        loss, local_square = self.world.sum_(sums)
+        return agreement, loss / max(1, agreement.tokens), local_square / self.world.size
+
+    def _say(self, batches: list[MicroBatch]) -> list[int]:
+        bad = sum(len(batch.bad) for batch in batches)
+        seen = self.signal_seen()
+        return [sum(b.valid for b in batches), bad, int(bad > 0), seen == signal.SIGINT, seen == signal.SIGTERM]
+
+    def _agree(self, step: int, batches: list[MicroBatch], sums: list[int]) -> Agreement:
+        """Every rank hears the same sums, so every rank stops at the same step or none does."""
+        tokens, bad, bad_ranks, interrupted, terminated = sums
+        if bad and not self.quarantine:
+            own: list[BadSample] = [sample for batch in batches for sample in batch.bad]
+            if own:
+                raise DataError(
+                    f"rank {self.world.rank} step {step}: {own[0]}",
+                    'mend the sample, or set data.on_bad_sample = "quarantine"',
+                )
+            raise PeerError(
+                f"rank {self.world.rank} step {step}: {bad_ranks} other rank(s) met a sample that cannot be decoded"
+            )
+        if interrupted or terminated:
+            raise Stopped(signal.SIGINT if interrupted else signal.SIGTERM, step)
+        return Agreement(tokens, bad)
+
+
+def step_seed(seed: int, step: int, coordinate: int) -> int:
+    """Dropout and the like draw from a generator seeded anew each step: what is random is a function of position too."""
+    digest = hashlib.blake2b(f"{seed}/step/{step}/data/{coordinate}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
