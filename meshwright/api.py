@@ -42,8 +42,9 @@ def train(
 ) -> Result:
     """Trains, and returns when it is done.
 
-    `model`, `loss` and `source` may be your own (see `meshwright.train.objective` for what a loss returns); the weights of
-    `model` are then the trained ones. Ranks are forked from this process; under torchrun this process is one of them.
+    `model`, `loss` and `source` may be your own (a loss returns the sum over what counts, see
+    `meshwright.train.objective`); the weights of `model` are then the trained ones. Ranks are forked from this
+    process; under torchrun this process is one of them.
     """
     from meshwright.launch.job import make_job, run_here, start, torchrun_place
 

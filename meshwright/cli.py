@@ -208,8 +208,9 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "`meshwright VERB --help` lists a verb's words. Exit codes: 0 done, 1 unexpected, 2 config refused, 3 identity",
-            "mismatch, 6 data contract broken, 7 not finite, 8 peer lost, 9 run folder held, 130/143 stopped by a signal.",
+            "`meshwright VERB --help` lists a verb's words.",
+            "Exit codes: 0 done, 1 unexpected, 2 config refused, 3 identity mismatch, 6 data contract broken,",
+            "7 not finite, 8 peer lost, 9 run folder held, 130/143 stopped by a signal.",
         ]
     )
 

@@ -1,4 +1,6 @@
-"""What a run is: one frozen dataclass tree, read from TOML and the command line, with its batch algebra and fingerprints."""
+"""What a run is: one frozen dataclass tree, read from TOML and the command line, with its batch algebra and
+fingerprints.
+"""
 
 from meshwright.config.derive import Batch, batch_algebra, fingerprint, identity, placement
 from meshwright.config.presets import PRESETS

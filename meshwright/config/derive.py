@@ -26,11 +26,14 @@ class Batch:
         return self.micro * self.accumulation
 
     def __str__(self) -> str:
-        return f"global {self.global_} = micro {self.micro} x data-parallel {self.replicas} x accumulation {self.accumulation}"
+        factors = f"micro {self.micro} x data-parallel {self.replicas} x accumulation {self.accumulation}"
+        return f"global {self.global_} = {factors}"
 
 
 def batch_algebra(batch: BatchConfig, replicas: int) -> Batch:
-    """Accumulation from global, micro and the data-parallel degree; what does not divide is refused with the numbers that would."""
+    """Accumulation from global, micro and the data-parallel degree; what does not divide is refused with the numbers
+    that would.
+    """
     whole = batch.global_
     if whole % replicas:
         degrees = [r for r in range(1, min(whole, 4 * replicas) + 1) if whole % r == 0]
@@ -43,7 +46,7 @@ def batch_algebra(batch: BatchConfig, replicas: int) -> Batch:
     if local % micro:
         sizes = [m for m in range(1, min(local, 4 * micro) + 1) if local % m == 0]
         raise ConfigError(
-            f"batch.micro = {micro} does not divide the {local} samples of a rank (batch.global = {whole}, degree {replicas})",
+            f"batch.micro = {micro} does not divide a rank's {local} samples (global {whole}, degree {replicas})",
             f"allowed: batch.micro = {nearest(sizes, micro)}, or batch.global = {multiples(whole, replicas * micro)}",
         )
     return Batch(whole, micro, replicas, local // micro)
@@ -91,7 +94,7 @@ def check(config: RunConfig, replicas: int) -> Batch:
     batch = batch_algebra(config.batch, replicas)
     if config.replicate.static_graph and batch.accumulation > 1:
         raise ConfigError(
-            f"replicate.static_graph = true with accumulation {batch.accumulation}: torch's DDP fails on an unsynchronised first pass",
+            f"replicate.static_graph = true with accumulation {batch.accumulation}: DDP fails on a first pass unsynced",
             f"allowed: replicate.static_graph = false, or batch.micro = {batch.local}",
         )
     return batch

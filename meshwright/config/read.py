@@ -1,4 +1,6 @@
-"""TOML and command-line words in, a checked RunConfig out; every refusal is one line with the key, the value and what is allowed."""
+"""TOML and command-line words in, a checked RunConfig out; every refusal is one line with the key, the value and what
+is allowed.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def load(
     ranks: int | str | None = None,
     steps: int | str | None = None,
 ) -> RunConfig:
-    """Defaults, then the preset, then the file, then `--a.b=c` words, then the two settings that have words of their own."""
+    """Defaults, then the preset, then the file, then `--a.b=c` words, then the two settings that have words of their
+    own.
+    """
     tree = read_toml(path) if path is not None else {}
     for word in overrides:
         key, separator, value = word.removeprefix("--").partition("=")

@@ -101,7 +101,9 @@ class SourceConfig:
     """Where samples come from."""
 
     kind: Literal["stdlib", "tokens", "text", "jsonl", "synthetic"] = "stdlib"
-    """stdlib: the Python library's own source text; tokens: raw uint16/uint32 files; text, jsonl: files to tokenize; synthetic: ids hashed from the position"""
+    """stdlib: the Python library's own source text; tokens: raw uint16/uint32 files; text, jsonl: files to tokenize;
+    synthetic: ids hashed from the position
+    """
     path: Annotated[str, PLACEMENT] = ""
     """file, folder or glob of a tokens, text or jsonl source"""
     dtype: Literal["uint16", "uint32"] = "uint16"

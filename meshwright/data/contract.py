@@ -1,4 +1,6 @@
-"""What the stream's contract says of a run, without opening its data: who reads what at a step, and where a sample is met."""
+"""What the stream's contract says of a run, without opening its data: who reads what at a step, and where a sample is
+met.
+"""
 
 from __future__ import annotations
 

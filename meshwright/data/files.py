@@ -1,4 +1,6 @@
-"""Sources that read files: token files, byte-level text, tokenized text and JSONL, and the Python library's own source."""
+"""Sources that read files: token files, byte-level text, tokenized text and JSONL, and the Python library's own
+source.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from meshwright.data.source import Concatenated, Sample, Source, Synthetic, blan
 from meshwright.errors import DataError
 
 WHOLE = 256 << 20
-"""Files up to this size are fingerprinted and checked whole; larger ones by their size and 64 blocks spread over them."""
+"""Files up to this size are fingerprinted and checked whole; larger ones by their size and 64 blocks spread over
+them.
+"""
 
 LONGEST_LINE = 64 << 20
 """A JSONL line beyond this is refused: it would be held in memory at once."""
@@ -181,7 +185,9 @@ def tokenized(source: SourceConfig, files: list[Path], skips: int) -> NDArray[An
 
 
 def documents(source: SourceConfig, files: list[Path], skips: int) -> Iterator[str]:
-    """Each document's text. A line that cannot be decoded is named; up to `skips` of them are left out, as a property of the file alone."""
+    """Each document's text. A line that cannot be decoded is named; up to `skips` of them are left out, as a property
+    of the file alone.
+    """
     for file in files:
         with open(file, "rb") as lines:
             for number in range(1, 1 << 62):

@@ -51,7 +51,9 @@ class MicroBatch:
 
 
 class Decoder(Dataset[MicroBatch]):
-    """ids -> MicroBatch. A sample that cannot be decoded comes back as a fact, never as an exception out of its turn."""
+    """ids -> MicroBatch. A sample that cannot be decoded comes back as a fact, never as an exception out of its
+    turn.
+    """
 
     def __init__(self, source: Concatenated, quarantine: bool) -> None:
         self.source, self.quarantine = source, quarantine
@@ -69,12 +71,11 @@ class Decoder(Dataset[MicroBatch]):
             return MicroBatch((), 0, tuple(bad))
         blank = self.source.blank() if bad else ()
         whole = [sample or blank for sample in samples]
+        first = [part.shape for part in whole[0]]
         for sample, parts in zip(map(int, ids), whole, strict=True):
-            if [part.shape for part in parts] != [part.shape for part in whole[0]]:
-                raise DataError(
-                    f"sample {sample} has the shapes {[p.shape for p in parts]}, sample {int(ids[0])} has {[p.shape for p in whole[0]]}",
-                    "pad samples to one shape",
-                )
+            if (shapes := [part.shape for part in parts]) != first:
+                what = f"sample {sample} has the shapes {shapes}, sample {int(ids[0])} has {first}"
+                raise DataError(what, "pad samples to one shape")
         tensors = tuple(torch.from_numpy(np.stack(column)) for column in zip(*whole, strict=True))
         return MicroBatch(tensors, count_valid(tensors[-1]), tuple(bad))
 
@@ -114,7 +115,7 @@ class Loader:
             # torch's DataLoader gives results in the order of its sampler, whatever its workers' order.
             yield from DataLoader(
                 self.decoder,
-                sampler=ids,  # type: ignore[arg-type]
+                sampler=ids,
                 batch_size=None,
                 num_workers=workers,
                 prefetch_factor=-(-ahead // workers),

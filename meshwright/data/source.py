@@ -85,7 +85,7 @@ class Synthetic:
 
 
 class Indexable:
-    """Any Python object with a length and an item for every index, as a source: a list, a dataset, a class of the user's.
+    """Any object with a length and an item for every index, as a source: a list, a dataset, a class of the user's.
 
     An item is an array, a tuple of arrays or numbers (targets last), or a dict of them (targets under its last key).
     A one-dimensional integer item alone is a sequence of tokens: inputs and shifted labels are cut from it.
@@ -138,7 +138,7 @@ class Indexable:
             *inputs, targets = sample
             if targets.dtype.kind != "i":
                 raise DataError(
-                    f"source {self.name} cannot quarantine: its targets are {targets.dtype} and have no value that counts for nothing",
+                    f"source {self.name} cannot quarantine: no {targets.dtype} target counts for nothing",
                     'use integer targets, or data.on_bad_sample = "stop"',
                 )
             return (*(np.zeros_like(array) for array in inputs), np.full_like(targets, IGNORED))

@@ -86,7 +86,9 @@ class Stream:
         return self.at(self._positions(step * self.global_batch, self.global_batch))
 
     def slice(self, step: int, coordinate: int, replicas: int) -> Positions:
-        """The ids that one data coordinate of so many reads in a step, in order; its micro-steps are consecutive cuts of it."""
+        """The ids that one data coordinate of so many reads in a step, in order; its micro-steps are consecutive cuts
+        of it.
+        """
         local = self.global_batch // replicas
         return self.at(self._positions(step * self.global_batch + coordinate * local, local))
 

@@ -1,4 +1,6 @@
-"""Ranks find each other, compare what they are, and form the process group; what keeps them apart is named within a bound."""
+"""Ranks find each other, compare what they are, and form the process group; what keeps them apart is named within a
+bound.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from meshwright.parallel.world import World
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands before it knows the others, and where they meet: a file on one host, an address across hosts."""
+    """Where a rank stands before it knows the others, and where they meet: a file on one host, an address across
+    hosts.
+    """
 
     rank: int
     size: int

@@ -30,7 +30,9 @@ class RMSNorm(nn.Module):
 
 
 class Attend(nn.Module):
-    """Causal scaled-dot-product attention over (batch, heads, sequence, head size); keys and values may have fewer heads."""
+    """Causal scaled-dot-product attention over (batch, heads, sequence, head size); keys and values may have fewer
+    heads.
+    """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
@@ -128,7 +130,9 @@ class LanguageModel(nn.Module):
 
 
 def rotary_tables(positions: Tensor, head_size: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin for each position and pair, (sequence, head size / 2). Made anew each forward: no buffer to shard or lose."""
+    """cos and sin for each position and pair, (sequence, head size / 2). Made anew each forward: no buffer to shard
+    or lose.
+    """
     wide = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=wide) / head_size
     angles = positions.to(wide)[..., None] * theta**-exponents

@@ -1,4 +1,6 @@
-"""Initial weights as a pure function of (seed, parameter name, row block): the same on every layout, from the meta device."""
+"""Initial weights as a pure function of (seed, parameter name, row block): the same on every layout, from the meta
+device.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A run on the terminal: what it is, one live line while it goes, plain lines where there is no terminal. Torch-free."""
+"""A run on the terminal: what it is, one live line while it goes, plain lines where there is no terminal.
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Screen(Protocol):
 
 
 class Terminal:
-    """Shows rank 0's events. `stream` decides: a terminal gets the live line, anything else a plain line every `log_every` steps."""
+    """Shows rank 0's events. `stream` decides: a terminal gets the live line, anything else a plain line every
+    `log_every` steps.
+    """
 
     def __init__(self, config: RunConfig, folder: Path, attempt: int, stream: TextIO | None = None) -> None:
         self.config, self.folder, self.attempt = config, folder, attempt
@@ -75,30 +79,24 @@ class Terminal:
             self.say(plain_line(list(self.recent), self.steps))
 
     def _eval(self, event: Event) -> None:
-        self.say(
-            f"step {event['step'] + 1:>6}  held-out loss {value(event['loss'], '.4f')} over {event['tokens']:,} tokens",
-            "bold",
-        )
+        self.note(event, f"held-out loss {value(event['loss'], '.4f')} over {event['tokens']:,} tokens", "bold")
 
     def _bad_sample(self, event: Event) -> None:
-        self.say(
-            f"step {event['step'] + 1:>6}  quarantined sample {event['sample']} of {event['source']}: {event['reason']}",
-            "yellow",
-        )
+        self.note(event, f"quarantined sample {event['sample']} of {event['source']}: {event['reason']}", "yellow")
 
     def _nonfinite(self, event: Event) -> None:
-        self.say(
-            f"step {event['step'] + 1:>6}  not finite, first in {event['module'] or 'another rank'}: update skipped on every rank",
-            "yellow",
-        )
+        where = event["module"] or "another rank"
+        self.note(event, f"not finite, first in {where}: update skipped on every rank", "yellow")
+
+    def note(self, event: Event, text: str, style: str) -> None:
+        self.say(f"step {event['step'] + 1:>6}  {text}", style)
 
     def _end(self, event: Event) -> None:
         self.close()
         skipped = f", {event['skipped']} skipped" if event["skipped"] else ""
         loss = f", loss {value(event['loss'], '.4f')}" if event["steps"] else ""
-        self.say(
-            f"done: {event['steps']} steps{skipped}{loss}; parameters {event['parameters_digest'][:16]}; records in {self.folder}"
-        )
+        digest = event["parameters_digest"][:16]
+        self.say(f"done: {event['steps']} steps{skipped}{loss}; parameters {digest}; records in {self.folder}")
 
 
 class JsonLines:
@@ -122,19 +120,24 @@ def header(config: RunConfig, folder: Path, attempt: int, start: Event) -> list[
     experts = f", {m.experts} experts ({m.experts_active} active)" if m.experts else ""
     tokens = config.batch.global_ * config.data.sequence
     threads = f"{start['threads']} thread{'s' if start['threads'] > 1 else ''} each"
+    data = f"{', '.join(start['sources'])}: {start['samples']:,} samples, {start['held_out']:,} held out"
+    optimizer = f"AdamW lr {o.lr:g} {config.schedule.kind}, clip {o.clip:g}"
+    fingerprints = f"identity {fingerprint(identity(config))}  placement {fingerprint(placement(config))}"
     return [
         f"meshwright {__version__}  run {folder}  attempt {attempt}",
-        f"  model   {start['parameters']:,} parameters" + (f": {shape}{experts}" if start.get("decoder", True) else ""),
-        f"  data    {', '.join(start['sources'])}: {start['samples']:,} samples, {start['held_out']:,} held out; an epoch is {start['epoch_steps']:,} steps",
-        f"  batch   {start['batch']}" + (f" ({tokens:,} tokens a step)" if start.get("decoder", True) else ""),
-        f"  train   {config.steps:,} steps, AdamW lr {o.lr:g} {config.schedule.kind}, clip {o.clip:g}, {config.precision.compute}, seed {config.seed}",
+        f"  model   {start['parameters']:,} parameters" + (f": {shape}{experts}" if start["decoder"] else ""),
+        f"  data    {data}; an epoch is {start['epoch_steps']:,} steps",
+        f"  batch   {start['batch']}" + (f" ({tokens:,} tokens a step)" if start["decoder"] else ""),
+        f"  train   {config.steps:,} steps, {optimizer}, {config.precision.compute}, seed {config.seed}",
         f"  ranks   {start['ranks']} on {start['device']}, {threads}; {start['layout']}; torch {start['torch']}",
-        f"  config  {folder / 'run.toml'}  identity {fingerprint(identity(config))}  placement {fingerprint(placement(config))}",
+        f"  config  {folder / 'run.toml'}  {fingerprints}",
     ]
 
 
 def rates(recent: list[Event]) -> tuple[float, float]:
-    """(seconds a step, tokens a second) over the window; the first step, which pays for warming up, only while it is alone."""
+    """(seconds a step, tokens a second) over the window; the first step, which pays for warming up, only while it is
+    alone.
+    """
     warm = recent[1:] if len(recent) > 1 and recent[0]["step"] == 0 else recent
     seconds = sum(event["seconds"] for event in warm)
     return seconds / len(warm), sum(event["tokens"] for event in warm) / max(seconds, 1e-9)
@@ -151,14 +154,16 @@ def plain_line(recent: list[Event], steps: int) -> str:
     event = recent[-1]
     step_seconds, tokens_second = rates(recent)
     phases = " ".join(f"{phase} {share:.0%}" for phase, share in shares(recent).items() if share >= 0.005)
-    return (
-        f"step {event['step'] + 1:>6}/{steps}  loss {value(event['loss'], '.4f')}  lr {event['lr']:.2e}  norm {value(event['grad_norm'], '.3f')}  "
-        f"{tokens_second:,.0f} tok/s  {phases}  mem {size(event['memory'])}  eta {clock(step_seconds * (steps - event['step'] - 1))}"
-    )
+    numbers = f"loss {value(event['loss'], '.4f')}  lr {event['lr']:.2e}  norm {value(event['grad_norm'], '.3f')}"
+    left = clock(step_seconds * (steps - event["step"] - 1))
+    speed = f"{tokens_second:,.0f} tok/s  {phases}  mem {size(event['memory'])}  eta {left}"
+    return f"step {event['step'] + 1:>6}/{steps}  {numbers}  {speed}"
 
 
 def live_line(recent: list[Event], steps: int, width: int) -> Text:
-    """One line: bar, step, loss, rate, memory, time left, and the phases as a strip whose red part is exposed communication."""
+    """One line: bar, step, loss, rate, memory, time left, and the phases as a strip whose red part is exposed
+    communication.
+    """
     event = recent[-1]
     done = (event["step"] + 1) / max(1, steps)
     step_seconds, tokens_second = rates(recent)

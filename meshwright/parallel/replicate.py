@@ -66,7 +66,9 @@ def wire_bytes(message: int, ranks: int) -> int:
 
 
 def reduce_bucket(state: Replicated, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Sums one bucket over ranks, asynchronously. DDP calls it in bucket order, as soon as a bucket's gradients are there."""
+    """Sums one bucket over ranks, asynchronously. DDP calls it in bucket order, as soon as a bucket's gradients are
+    there.
+    """
     gradient = bucket.buffer()
     traffic = state.traffic
     traffic.local_square = traffic.local_square + torch.linalg.vector_norm(gradient).square()

@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class World:
-    """With one rank there is no process group at all; with several, host tensors travel by Gloo and device tensors by the device's backend."""
+    """With one rank there is no process group at all; with several, host tensors travel by Gloo and device tensors by
+    the device's backend.
+    """
 
     rank: int = 0
     size: int = 1

@@ -59,10 +59,8 @@ def prove(config: RunConfig, out: Path, as_json: bool = False) -> bool:
     for finding in findings(config):
         found.append(finding)
         if not as_json and console.is_terminal:
-            console.print(
-                f"[{'green' if finding.kept else 'red'}]{'kept  ' if finding.kept else 'BROKEN'}[/] {finding.check}: {finding.promise}",
-                highlight=False,
-            )
+            word = "[green]kept  [/]" if finding.kept else "[red]BROKEN[/]"
+            console.print(f"{word} {finding.check}: {finding.promise}", highlight=False)
     certificate = sign(config, found)
     write_json(out, certificate)
     if as_json:

@@ -1,4 +1,6 @@
-"""One step as timed phases: entering a phase ends the one before. On CUDA the stamps are events, and nothing waits for them."""
+"""One step as timed phases: entering a phase ends the one before. On CUDA the stamps are events, and nothing waits
+for them.
+"""
 
 from __future__ import annotations
 

@@ -63,7 +63,9 @@ class RunFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Holds the folder for this process; a second job is refused at once. The kernel lets go when the holder dies."""
+        """Holds the folder for this process; a second job is refused at once. The kernel lets go when the holder
+        dies.
+        """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             file = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o644)

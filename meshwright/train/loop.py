@@ -108,7 +108,9 @@ def train_rank(job: Job, world: World) -> Summary:
 
 
 class Ledger:
-    """Turns outcomes into records and applies the policies. On CUDA an outcome is read one step late, so that no step waits for the device."""
+    """Turns outcomes into records and applies the policies. On CUDA an outcome is read one step late, so that no step
+    waits for the device.
+    """
 
     def __init__(self, job: Job, world: World, model: nn.Module, precision: Precision, log: EventLog) -> None:
         self.job, self.world, self.model, self.precision, self.log = job, world, model, precision, log
@@ -181,9 +183,11 @@ class Ledger:
             for bad in batch.bad:
                 self.log.write("bad_sample", step=outcome.step, **asdict(bad))
         self.bad_samples += outcome.agreement.bad_samples  # the same sum on every rank
-        if self.bad_samples > self.job.config.data.bad_sample_budget:
+        budget = self.job.config.data.bad_sample_budget
+        if self.bad_samples > budget:
             raise DataError(
-                f"rank {self.world.rank} step {outcome.step}: {self.bad_samples} samples could not be decoded, data.bad_sample_budget = {self.job.config.data.bad_sample_budget}",
+                f"rank {self.world.rank} step {outcome.step}: {self.bad_samples} samples could not be decoded, "
+                f"data.bad_sample_budget = {budget}",
                 "see the bad_sample events for each of them",
             )
 
@@ -207,7 +211,8 @@ class Ledger:
             raise PeerError(f"{what}, first on another rank")
         raise NumericsError(
             f"{what}, first in {where or 'the sum over ranks'}",
-            'lower optimizer.lr, look at the samples with `meshwright data show`, or set numerics.on_nonfinite = "skip"',
+            "lower optimizer.lr, look at the samples with `meshwright data show`, or skip such steps "
+            '(numerics.on_nonfinite = "skip")',
         )
 
 

@@ -46,7 +46,9 @@ def first_nonfinite(
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[None]],
 ) -> str | None:
-    """The first module, in the order of computation, whose output is not finite on these batches; else whose weight has such a gradient."""
+    """The first module, in the order of computation, whose output is not finite on these batches; else whose weight
+    has such a gradient.
+    """
     found: list[str] = []
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:

@@ -24,11 +24,11 @@ class Objective(nn.Module):
         self.model = model
         self.checked = False
         self.loss = loss if isinstance(loss, nn.Module) else _Function(loss)
-        if getattr(loss, "reduction", "sum") != "sum":
+        reduction = getattr(loss, "reduction", "sum")
+        if reduction != "sum":
             raise ConfigError(
-                f"loss has reduction = {loss.reduction!r}",
-                "allowed: reduction='sum'; the step divides by the global count",
-            )  # type: ignore[attr-defined]
+                f"loss has reduction = {reduction!r}", "allowed: reduction='sum'; the step divides by the global count"
+            )
 
     def forward(self, *batch: Tensor) -> tuple[Tensor, Tensor]:
         *inputs, targets = batch

@@ -23,7 +23,9 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
 
 
 class Optimizer:
-    """`update` scales, clips and steps in one pass over the gradients; a gradient that is not finite changes nothing."""
+    """`update` scales, clips and steps in one pass over the gradients; a gradient that is not finite changes
+    nothing.
+    """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
         self.clip = config.clip

@@ -29,7 +29,9 @@ class Precision:
 
 
 class LossScale:
-    """fp16's dynamic loss scale: halved by an overflow, doubled after so many finite steps. Lives on the device, so no step waits for it."""
+    """fp16's dynamic loss scale: halved by an overflow, doubled after so many finite steps. Lives on the device, so
+    no step waits for it.
+    """
 
     def __init__(self, first: float, interval: int, device: torch.device) -> None:
         self.interval = interval

@@ -29,7 +29,9 @@ class Agreement:
 
 @dataclass
 class Outcome:
-    """A step as it leaves the device, to be read once its clock has passed: `numbers` is (loss, gradient norm, mean square of local gradients, finite, loss scale)."""
+    """A step as it leaves the device, to be read once its clock has passed: `numbers` is (loss, gradient norm, mean
+    square of local gradients, finite, loss scale).
+    """
 
     step: int
     lr: float
@@ -86,7 +88,9 @@ class Step:
         return Outcome(step, lr, agreement, on_host, self.replicated.take_traffic(), clock, batches)
 
     def gradient(self, step: int, batches: list[MicroBatch], clock: StepClock) -> tuple[Agreement, Tensor, Tensor]:
-        """Leaves in every parameter the gradient of (sum of token losses) / (count of valid tokens) over the whole global batch."""
+        """Leaves in every parameter the gradient of (sum of token losses) / (count of valid tokens) over the whole
+        global batch.
+        """
         torch.manual_seed(step_seed(self.seed, step, self.coordinate))
         asked = self.world.control_sum(self._say(batches))  # travels while the first forward runs
         agreement: Agreement | None = None
@@ -143,6 +147,8 @@ class Step:
 
 
 def step_seed(seed: int, step: int, coordinate: int) -> int:
-    """Dropout and the like draw from a generator seeded anew each step: what is random is a function of position too."""
+    """Dropout and the like draw from a generator seeded anew each step: what is random is a function of position
+    too.
+    """
     digest = hashlib.blake2b(f"{seed}/step/{step}/data/{coordinate}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
