@@ -138,7 +138,7 @@ class Ledger:
         self.loss = loss
         now, before = time.monotonic(), self.clock
         self.clock = now
-        traffic = outcome.traffic
+        traffic, phases = outcome.traffic, outcome.clock.seconds()
         noise = self.noise.update(norm, local_square) if finite else None
         extra = {"skipped": True} if not finite else {}
         if self.precision.scaler is not None:
@@ -151,12 +151,13 @@ class Ledger:
             lr=outcome.lr,
             tokens=outcome.agreement.tokens,
             samples=self.job.batch.global_,
-            phases=outcome.clock.seconds(),
+            phases=phases,
             seconds=round(now - before, 7),
             communication={
                 "buckets": traffic.buckets,
                 "message_bytes": traffic.message_bytes,
                 "wire_bytes": wire_bytes(traffic.message_bytes, self.world.size),
+                "exposed_seconds": phases["sync"],
             },
             noise_scale=number(noise),
             memory=memory_bytes(self.world.device),
@@ -221,7 +222,8 @@ def build_model(job: Job, precision: Precision, world: World) -> nn.Module:
         return build(job.config.model, job.config.seed, precision.weights, world.device)
     # The user's module lives in memory that all ranks share: train on a copy, and give the weights back at the end.
     assert job.loss is not None
-    return Objective(copy.deepcopy(job.model), job.loss).to(world.device, precision.weights)
+    mine = copy.deepcopy(job.model).to(world.device, precision.weights)
+    return Objective(mine, job.loss).to(world.device)
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
         self.checked = False
+        self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.loss = loss if isinstance(loss, nn.Module) else _Function(loss)
         reduction = getattr(loss, "reduction", "sum")
         if reduction != "sum":
@@ -31,7 +32,8 @@ class Objective(nn.Module):
             )
 
     def forward(self, *batch: Tensor) -> tuple[Tensor, Tensor]:
-        *inputs, targets = batch
+        # numpy's floats are float64 unless somebody said otherwise; the model's weights decide
+        *inputs, targets = (t.to(self.dtype) if t.is_floating_point() else t for t in batch)
         result = self.loss(self.model(*inputs), targets)
         total, count = result if isinstance(result, tuple) else (result, None)
         if not self.checked:

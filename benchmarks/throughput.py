@@ -1,0 +1,134 @@
+"""Step throughput on two CPU ranks beside plain torch, accelerate and Fabric, in one launch and in interleaved rounds.
+
+A round gives every contender a few steps, one after the other, in an order that rotates; the figure is the median over
+rounds of the ratio within a round, so that what disturbs the machine for longer than a round disturbs both sides. The
+plain loop runs twice: the ratio of it to itself says how much of a difference is noise.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import own, plain_torch, with_accelerate, with_fabric
+from meshwright.config import BatchConfig, EvalConfig, RunConfig, load
+from meshwright.launch.job import make_job
+from meshwright.launch.ranks import run_ranks
+from meshwright.parallel.world import World
+from meshwright.record.folder import RunFolder
+from meshwright.train.loop import Job
+
+RANKS = 2
+MICRO = 8
+STEPS = 10
+"""Steps of one contender in one round."""
+
+OWN = "meshwright"
+PLAIN = "plain torch"
+AGAIN = "plain torch, again"
+PEERS: dict[str, tuple[ModuleType, str]] = {
+    PLAIN: (plain_torch, "torch"),
+    AGAIN: (plain_torch, "torch"),
+    "accelerate": (with_accelerate, "accelerate"),
+    "lightning-fabric": (with_fabric, "lightning_fabric"),
+}
+TARGETS = {PLAIN: 0.98, "accelerate": 1.0, "lightning-fabric": 1.0}
+"""The least that Meshwright's steps a second may be of a peer's."""
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """One round more than asked is run, and the first is dropped as warm-up."""
+    config = settings((rounds + 1) * STEPS)
+    missing = {name: reason for name, (_, package) in PEERS.items() if (reason := why_missing(package))}
+    names = [OWN, *(name for name in PEERS if name not in missing)]
+    with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
+        job = make_job(config, RunFolder(Path(folder)), 1)
+        told = run_ranks(race, RANKS, job, names, rounds, timeout=600.0)
+    seconds: dict[str, list[float]] = {name: told[0]["seconds"][name][1:] for name in names}
+    tokens = STEPS * config.batch.global_ * config.data.sequence
+    return {
+        "ranks": RANKS,
+        "micro_batch": MICRO,
+        "sequence": config.data.sequence,
+        "rounds": rounds,
+        "steps_a_round": STEPS,
+        "tokens_per_second": {name: round(tokens / statistics.median(seconds[name])) for name in names},
+        "step_ms": {name: round(statistics.median(seconds[name]) / STEPS * 1e3, 3) for name in names},
+        "last_loss": told[0]["losses"],
+        "ratio_to": {name: spread(ratios(seconds[OWN], seconds[name])) for name in TARGETS if name not in missing}
+        | {name: None for name in missing},
+        "noise": spread(ratios(seconds[AGAIN], seconds[PLAIN])),
+        "missing": missing,
+        "loss_read": {OWN: "every step, summed over ranks and recorded", "peers": f"every {STEPS} steps, own rank's"},
+    }
+
+
+def settings(steps: int) -> RunConfig:
+    """The tiny preset, with no evaluation inside the timed steps."""
+    config = load(steps=steps, ranks=RANKS)
+    batch = BatchConfig(MICRO * RANKS, MICRO)
+    return replace(config, batch=batch, eval=EvalConfig(every=0), launch=replace(config.launch, device="cpu"))
+
+
+def why_missing(package: str) -> str:
+    """Imported before the ranks are forked, so that they need not."""
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        return str(error)
+    return ""
+
+
+def race(world: World, job: Job, names: list[str], rounds: int) -> dict[str, Any]:
+    """On each rank: every contender's seconds by round, and its last loss."""
+    os.dup2(2, 1)  # standard output is for the result alone, whatever a peer prints
+    speak_as_torchrun(world)
+    runs = {name: (own if name == OWN else PEERS[name][0]).contender(job, world) for name in names}
+    torch.set_num_threads(job.config.launch.threads)  # whatever a peer has set
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    losses: dict[str, float] = {}
+    for number in range(rounds + 1):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            # Meshwright asks for deterministic kernels and pays for them; a peer's loop does not ask.
+            torch.use_deterministic_algorithms(name == OWN and job.config.precision.deterministic, warn_only=True)
+            gc.collect()
+            dist.barrier()
+            start = time.perf_counter()
+            losses[name] = round(runs[name](STEPS), 4)
+            dist.barrier()
+            seconds[name].append(time.perf_counter() - start)
+        if world.rank == 0:
+            shown = ", ".join(f"{name} {values[-1] / STEPS * 1e3:.1f}" for name, values in seconds.items())
+            print(f"throughput round {number} of {rounds}, ms a step: {shown}", file=sys.stderr, flush=True)
+    return {"seconds": seconds, "losses": losses}
+
+
+def speak_as_torchrun(world: World) -> None:
+    """Peers learn their place from these variables; the process group itself is there already."""
+    size, rank = str(world.size), str(world.rank)
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def ratios(own_seconds: list[float], peer_seconds: list[float]) -> list[float]:
+    """Steps a second over the peer's, round by round."""
+    return [theirs / ours for ours, theirs in zip(own_seconds, peer_seconds, strict=True)]
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    figures = {"median": median, "min": min(values), "lower_quartile": low, "upper_quartile": high, "max": max(values)}
+    return {name: round(value, 4) for name, value in figures.items()}

@@ -1,0 +1,50 @@
+"""A model, a loss and a dataset of your own, trained on two processes by the same code as the built-in decoder.
+
+python examples/own_model.py            two ranks on this host
+torchrun --nproc-per-node 2 examples/own_model.py
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright import RunConfig, train
+from meshwright.config import BatchConfig, EvalConfig, OptimizerConfig
+
+
+class Spirals:
+    """Points on two interleaved spirals; sample i is a pure function of i."""
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        label = index % 2
+        turn = 3 * math.pi * math.sqrt((index // 2 + 0.5) / 2048)
+        point = torch.tensor([math.cos(turn + math.pi * label), math.sin(turn + math.pi * label)])
+        return point * turn / 10, label
+
+
+def sum_of_losses(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The sum, not the mean: Meshwright divides once, by the count over all ranks and micro-steps."""
+    return F.cross_entropy(outputs, targets, reduction="sum")
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 2))
+    config = RunConfig(
+        steps=300,
+        batch=BatchConfig(global_=128),
+        optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.0),
+        eval=EvalConfig(holdout=0.1, every=100, samples=409),
+        log_every=50,
+    )
+    result = train(config, model=model, loss=sum_of_losses, source=Spirals(), run="runs/spirals")
+    spirals = Spirals()
+    points = torch.stack([spirals[i][0] for i in range(len(spirals))])
+    labels = torch.arange(len(spirals)) % 2
+    right = (model(points).argmax(dim=1) == labels).float().mean()
+    print(f"{right:.1%} of all points on the right spiral after {result.steps} steps")
