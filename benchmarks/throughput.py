@@ -1,15 +1,18 @@
 """Step throughput on two CPU ranks beside plain torch, accelerate and Fabric, in one launch and in interleaved rounds.
 
-A round gives every contender a few steps, one after the other, in an order that rotates; the figure is the median over
-rounds of the ratio within a round, so that what disturbs the machine for longer than a round disturbs both sides. The
-plain loop runs twice: the ratio of it to itself says how much of a difference is noise.
+A round gives every contender a few steps, one after the other, in a shuffled order; the figure is the median over rounds
+of the ratio within a round, so that what disturbs the machine for longer than a round disturbs both sides. Rounds are
+short and many because a busy host's speed wanders from second to second. The plain loop runs twice: the ratio of it to
+itself says how much of a difference is noise.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
+import math
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -23,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import own, plain_torch, with_accelerate, with_fabric
+from benchmarks.ordinary import READ_EVERY
 from meshwright.config import BatchConfig, EvalConfig, RunConfig, load
 from meshwright.launch.job import make_job
 from meshwright.launch.ranks import run_ranks
@@ -32,8 +36,10 @@ from meshwright.train.loop import Job
 
 RANKS = 2
 MICRO = 8
-STEPS = 10
+STEPS = 2
 """Steps of one contender in one round."""
+WARM_UP = 2
+"""Rounds that are run and not counted."""
 
 OWN = "meshwright"
 PLAIN = "plain torch"
@@ -44,34 +50,36 @@ PEERS: dict[str, tuple[ModuleType, str]] = {
     "accelerate": (with_accelerate, "accelerate"),
     "lightning-fabric": (with_fabric, "lightning_fabric"),
 }
+"""Each peer's loop, and the package it needs."""
 TARGETS = {PLAIN: 0.98, "accelerate": 1.0, "lightning-fabric": 1.0}
 """The least that Meshwright's steps a second may be of a peer's."""
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """One round more than asked is run, and the first is dropped as warm-up."""
-    config = settings((rounds + 1) * STEPS)
+    config = settings((rounds + WARM_UP) * STEPS)
     missing = {name: reason for name, (_, package) in PEERS.items() if (reason := why_missing(package))}
     names = [OWN, *(name for name in PEERS if name not in missing)]
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
         job = make_job(config, RunFolder(Path(folder)), 1)
-        told = run_ranks(race, RANKS, job, names, rounds, timeout=600.0)
-    seconds: dict[str, list[float]] = {name: told[0]["seconds"][name][1:] for name in names}
+        told = run_ranks(race, RANKS, job, names, rounds, timeout=900.0)[0]
+    seconds: dict[str, list[float]] = {name: values[WARM_UP:] for name, values in told["seconds"].items()}
     tokens = STEPS * config.batch.global_ * config.data.sequence
+    compared: dict[str, Any] = {
+        name: {"missing": missing[name]} if name in missing else spread(ratios(seconds[OWN], seconds[name]))
+        for name in TARGETS
+    }
     return {
         "ranks": RANKS,
         "micro_batch": MICRO,
         "sequence": config.data.sequence,
         "rounds": rounds,
         "steps_a_round": STEPS,
+        "loss_read": {OWN: "every step, over all ranks, recorded", "peers": f"every {READ_EVERY} steps, own rank's"},
         "tokens_per_second": {name: round(tokens / statistics.median(seconds[name])) for name in names},
-        "step_ms": {name: round(statistics.median(seconds[name]) / STEPS * 1e3, 3) for name in names},
-        "last_loss": told[0]["losses"],
-        "ratio_to": {name: spread(ratios(seconds[OWN], seconds[name])) for name in TARGETS if name not in missing}
-        | {name: None for name in missing},
+        "step_ms": {name: round(statistics.median(seconds[name]) / STEPS * 1e3, 2) for name in names},
+        "last_loss": told["losses"],
+        "ratio_to": compared,
         "noise": spread(ratios(seconds[AGAIN], seconds[PLAIN])),
-        "missing": missing,
-        "loss_read": {OWN: "every step, summed over ranks and recorded", "peers": f"every {STEPS} steps, own rank's"},
     }
 
 
@@ -97,22 +105,24 @@ def race(world: World, job: Job, names: list[str], rounds: int) -> dict[str, Any
     speak_as_torchrun(world)
     runs = {name: (own if name == OWN else PEERS[name][0]).contender(job, world) for name in names}
     torch.set_num_threads(job.config.launch.threads)  # whatever a peer has set
+    gc.collect()
+    gc.freeze()  # no contender pays for walking what the others have imported
+    order = list(names)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     losses: dict[str, float] = {}
-    for number in range(rounds + 1):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
+    for number in range(rounds + WARM_UP):
+        random.Random(number).shuffle(order)  # the same on every rank; no contender always follows the same other
+        for name in order:
             # Meshwright asks for deterministic kernels and pays for them; a peer's loop does not ask.
             torch.use_deterministic_algorithms(name == OWN and job.config.precision.deterministic, warn_only=True)
-            gc.collect()
             dist.barrier()
             start = time.perf_counter()
             losses[name] = round(runs[name](STEPS), 4)
             dist.barrier()
             seconds[name].append(time.perf_counter() - start)
-        if world.rank == 0:
-            shown = ", ".join(f"{name} {values[-1] / STEPS * 1e3:.1f}" for name, values in seconds.items())
-            print(f"throughput round {number} of {rounds}, ms a step: {shown}", file=sys.stderr, flush=True)
+        if world.rank == 0 and (number + 1) % 10 == 0:
+            shown = ", ".join(f"{name} {statistics.median(s[-10:]) / STEPS * 1e3:.1f}" for name, s in seconds.items())
+            print(f"round {number + 1} of {rounds + WARM_UP}, ms a step: {shown}", file=sys.stderr, flush=True)
     return {"seconds": seconds, "losses": losses}
 
 
@@ -128,7 +138,16 @@ def ratios(own_seconds: list[float], peer_seconds: list[float]) -> list[float]:
     return [theirs / ours for ours, theirs in zip(own_seconds, peer_seconds, strict=True)]
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-    figures = {"median": median, "min": min(values), "lower_quartile": low, "upper_quartile": high, "max": max(values)}
-    return {name: round(value, 4) for name, value in figures.items()}
+def spread(values: list[float]) -> dict[str, Any]:
+    """The median with its 95 % interval (order statistics of the binomial, normal approximation), and the extremes."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    half = 0.98 * math.sqrt(len(ordered))
+    interval = ordered[max(0, math.floor(last / 2 - half))], ordered[min(last, math.ceil(last / 2 + half))]
+    return {
+        "median": round(statistics.median(ordered), 4),
+        "median_interval": [round(value, 4) for value in interval],
+        "quartiles": [round(ordered[round(last * share)], 4) for share in (0.25, 0.75)],
+        "min": round(ordered[0], 4),
+        "max": round(ordered[-1], 4),
+    }

@@ -34,11 +34,11 @@ def sum_of_losses(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 2))
+    model = nn.Sequential(nn.Linear(2, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 2))
     config = RunConfig(
-        steps=300,
+        steps=400,
         batch=BatchConfig(global_=128),
-        optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.0),
+        optimizer=OptimizerConfig(lr=5e-3, weight_decay=0.0),
         eval=EvalConfig(holdout=0.1, every=100, samples=409),
         log_every=50,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from meshwright.version import __version__
@@ -16,11 +18,14 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     """Imported on first use: `import meshwright` costs nothing and never imports torch."""
     if name == "train":
-        from meshwright.api import train
-
-        return train
+        return importlib.import_module("meshwright.train")
     if name == "RunConfig":
-        from meshwright.config import RunConfig
-
-        return RunConfig
+        return importlib.import_module("meshwright.config").RunConfig
     raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
+
+
+class CallableRoom(ModuleType):
+    """`meshwright.train` is a room and a verb. Python binds the room to that name, so the room can be called."""
+
+    def __call__(self, *args: Any, **settings: Any) -> Any:
+        return importlib.import_module("meshwright.api").train(*args, **settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,30 +39,37 @@ def train(
     source: Any = None,
     run: str | Path | None = None,
     fresh: bool = False,
+    screen: Callable[[int], Screen] | None = None,
     quiet: bool = False,
 ) -> Result:
     """Trains, and returns when it is done.
 
     `model`, `loss` and `source` may be your own (a loss returns the sum over what counts, see
     `meshwright.train.objective`); the weights of `model` are then the trained ones. Ranks are forked from this
-    process; under torchrun this process is one of them.
+    process; under torchrun this process is one of them, and what watches the ranks is torchrun's.
+    `screen` shows the events of an attempt (default: the terminal); `quiet` shows nothing.
     """
     from meshwright.launch.job import make_job, run_here, start, torchrun_place
 
     config = config or RunConfig()
     folder = RunFolder(Path(run) if run is not None else Path("runs") / config.preset)
+    screen = (lambda _attempt: Quiet()) if quiet else screen
     own = {"model": model, "loss": loss, "source": source}
     place = torchrun_place()
     if place is not None:
-        attempt = folder.last_attempt() + 1
-        screen = Terminal(config, folder.root, attempt) if place.rank == 0 and not quiet else None
-        summary = run_here(make_job(config, folder, attempt, listener=screen.show if screen else None, **own), place)
+        summary = run_here(
+            config,
+            folder,
+            place,
+            lambda attempt: (screen or partial(Terminal, config, folder.root))(attempt).show,
+            **own,
+        )
         return Result(folder.root, **dataclasses.asdict(summary))
 
     def begin(attempt: int) -> Running:
         return start(make_job(config, folder, attempt, **own))
 
-    return supervise(config, folder, begin, fresh=fresh, screen=(lambda _attempt: Quiet()) if quiet else None)
+    return supervise(config, folder, begin, fresh=fresh, screen=screen)
 
 
 def train_from_cold(config: RunConfig, run: Path | None, fresh: bool, screen: Callable[[int], Screen] | None) -> Result:

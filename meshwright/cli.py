@@ -20,30 +20,34 @@ OVERRIDE = re.compile(
 )
 """`--a.b=c`, and the few keys at the top of the tree: words for the config, not for the verb."""
 
-RunFile = Annotated[
-    Path | None, Positional, arg(metavar="[RUN.toml]", help="settings of the run", help_behavior_hint="")
-]
-RanksWord = Annotated[str | None, arg(metavar="N", help="ranks on this host (layout.replicate)", help_behavior_hint="")]
-Run = Annotated[Path, Positional, arg(metavar="RUN")]
+
+def word(metavar: str, meaning: str, *aliases: str) -> Any:
+    """A word of a verb; what it is when not given is part of its meaning."""
+    return arg(metavar=metavar, help=meaning, help_behavior_hint="", aliases=aliases or None)
+
+
+def flag(meaning: str) -> Any:
+    return arg(help=meaning, help_behavior_hint="")
+
+
+# torchrun takes --run for one of its own options: there, say --run-dir.
+RunFile = Annotated[Path | None, Positional, word("[RUN.toml]", "settings of the run")]
+RunDir = Annotated[Path | None, word("DIR", "run folder (default: runs/PRESET)", "--run-dir")]
+Run = Annotated[Path, Positional, word("RUN", "a run folder, or a run file")]
+Ranks = Annotated[str | None, word("N", "ranks on this host (layout.replicate)")]
+Steps = Annotated[str | None, word("N", "optimizer steps of the whole run")]
+Json = Annotated[bool, flag("for machines: JSON on standard output")]
 
 
 def train(
     file: RunFile = None,
-    run: Annotated[
-        Path | None, arg(metavar="DIR", help="run folder (default: runs/PRESET)", help_behavior_hint="")
-    ] = None,
-    ranks: RanksWord = None,
-    steps: Annotated[
-        str | None, arg(metavar="N", help="optimizer steps of the whole run", help_behavior_hint="")
-    ] = None,
-    fresh: Annotated[
-        bool, arg(help="set what the run folder holds aside and begin anew", help_behavior_hint="")
-    ] = False,
-    json: Annotated[bool, arg(help="every event of rank 0 as a JSON line", help_behavior_hint="")] = False,
+    run: RunDir = None,
+    ranks: Ranks = None,
+    steps: Steps = None,
+    fresh: Annotated[bool, flag("set what the run folder holds aside and begin anew")] = False,
+    json: Json = False,
     *,
-    overrides: Annotated[
-        tuple[str, ...], arg(metavar="--KEY=VALUE ...", help="any key of the run file, listed below")
-    ] = (),
+    overrides: tuple[str, ...] = (),
 ) -> None:
     """Train: the main job. Settings come from the preset, then the run file, then --KEY=VALUE words."""
     from meshwright import api
@@ -55,16 +59,16 @@ def train(
     config = load(file, overrides, ranks, steps)
     check(config, config.layout.replicate)
     if started_by_torchrun():
-        api.train(config, run=run)
-        return
-    api.train_from_cold(config, run, fresh, JsonLines if json else None)
+        api.train(config, run=run, screen=JsonLines if json else None)
+    else:
+        api.train_from_cold(config, run, fresh, JsonLines if json else None)
 
 
 def prove(
     file: RunFile = None,
     out: Annotated[Path, arg(metavar="FILE", help="where the certificate goes")] = Path("certificate.json"),
-    ranks: RanksWord = None,
-    json: Annotated[bool, arg(help="print the certificate instead of the table", help_behavior_hint="")] = False,
+    ranks: Ranks = None,
+    json: Json = False,
     *,
     overrides: tuple[str, ...] = (),
 ) -> None:
@@ -81,9 +85,9 @@ def prove(
 
 def data_show(
     run: Run,
-    step: Annotated[int, arg(metavar="K", help="the step, past or future; the first is 0")],
-    rank: Annotated[int | None, arg(metavar="R", help="this rank's samples alone", help_behavior_hint="")] = None,
-    json: Annotated[bool, arg(help="one JSON object", help_behavior_hint="")] = False,
+    step: Annotated[int, word("K", "the step, past or future; the first is 0")],
+    rank: Annotated[int | None, word("R", "this rank's samples alone")] = None,
+    json: Json = False,
 ) -> None:
     """Data show: the samples of a step, in global order, from the contract alone."""
     from meshwright.data.contract import contract_of
@@ -98,9 +102,9 @@ def data_show(
 
 def data_find(
     run: Run,
-    sample: Annotated[int, arg(metavar="ID", help="the sample's id")],
+    sample: Annotated[int, word("ID", "the sample's id")],
     epochs: Annotated[int, arg(metavar="N", help="how many epochs to look into")] = 3,
-    json: Annotated[bool, arg(help="one JSON object", help_behavior_hint="")] = False,
+    json: Json = False,
 ) -> None:
     """Data find: the steps that meet a sample, epoch after epoch."""
     from meshwright.data.contract import contract_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -59,16 +60,22 @@ def start(job: Job) -> Ranks:
     return Ranks(_train, job.layout.ranks, (job,), job.config.launch, facts_of(job.config), logs)
 
 
-def run_here(job: Job, place: Place) -> Summary:
-    """This process is one rank of the job; torchrun (or the like) started it."""
-    if place.size != job.layout.ranks:
+def run_here(
+    config: RunConfig, folder: RunFolder, place: Place, listen: Callable[[int], Callable[[Event], None]], **own: Any
+) -> Summary:
+    """This process is one rank; torchrun (or the like) started it. `listen` gives rank 0 a listener for its attempt."""
+    ranks = Layout(replicate=config.layout.replicate).ranks
+    if place.size != ranks:
         raise ConfigError(
-            f"layout.replicate = {job.layout.replicate} and {place.size} ranks were started",
-            f"allowed: layout.replicate = {place.size}, or {job.layout.ranks} ranks",
+            f"layout.replicate = {config.layout.replicate} and {place.size} ranks were started",
+            f"allowed: layout.replicate = {place.size}, or {ranks} ranks",
         )
-    world = join(place, job.config.launch, facts_of(job.config))
+    world = join(place, config.launch, facts_of(config))
     try:
-        return train_rank(job, world)
+        with folder.held() if world.rank == 0 else nullcontext():
+            [attempt] = world.control_sum([folder.new_attempt() if world.rank == 0 else 0]).wait()
+            listener = listen(attempt) if world.rank == 0 else None
+            return train_rank(make_job(config, folder, attempt, listener=listener, **own), world)
     finally:
         leave()
 

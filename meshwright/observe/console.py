@@ -145,7 +145,7 @@ def rates(recent: list[Event]) -> tuple[float, float]:
 
 def shares(recent: list[Event]) -> dict[str, float]:
     """Each phase's share of the step over the window."""
-    spent = {phase: sum(event["phases"][phase] for event in recent) for phase in SHADES}
+    spent = {phase: sum(event["phases"][phase] for event in recent) for phase in recent[-1]["phases"]}
     whole = sum(spent.values()) or 1.0
     return {phase: seconds / whole for phase, seconds in spent.items()}
 
@@ -161,25 +161,28 @@ def plain_line(recent: list[Event], steps: int) -> str:
 
 
 def live_line(recent: list[Event], steps: int, width: int) -> Text:
-    """One line: bar, step, loss, rate, memory, time left, and the phases as a strip whose red part is exposed
-    communication.
-    """
-    event = recent[-1]
-    done = (event["step"] + 1) / max(1, steps)
-    step_seconds, tokens_second = rates(recent)
-    bar = 12
+    """One line for any width: a bar of what is left over, the numbers, the phases with exposed communication in red."""
+    event, part = recent[-1], shares(recent)
+    step_seconds, rate = rates(recent)
+    left = clock(step_seconds * (steps - event["step"] - 1))
+    loss, norm = value(event["loss"], ".4f"), value(event["grad_norm"], ".2f")
+    data = part["fetch"] + part["copy"]
     text = Text(no_wrap=True, overflow="ellipsis")
-    text.append("━" * round(bar * done), "green").append("━" * (bar - round(bar * done)), "bright_black")
-    text.append(f" {event['step'] + 1}/{steps}", "bold").append(f"  loss {value(event['loss'], '.4f')}", "bold")
-    text.append(f"  lr {event['lr']:.1e}  norm {value(event['grad_norm'], '.2f')}  {tokens_second:,.0f} tok/s  ")
-    part = shares(recent)
-    for phase, share in part.items():
-        text.append("█" * round(10 * share), SHADES[phase])
-    text.append(f" fwd {part['forward']:.0%} bwd {part['backward']:.0%} exposed {part['sync']:.0%}")
-    if width >= 140:
-        text.append(f" upd {part['update']:.0%} data {part['fetch'] + part['copy']:.0%}")
-    text.append(f"  {size(event['memory'])}  eta {clock(step_seconds * (steps - event['step'] - 1))}")
-    return text
+    if width >= 128:
+        text.append(f" {event['step'] + 1}/{steps}  loss {loss}", "bold")
+        text.append(f"  lr {event['lr']:.1e}  norm {norm}  {rate:,.0f} tok/s ")
+        names = {"data": data, "fwd": part["forward"], "bwd": part["backward"], "update": part["update"]}
+        text.append("".join(f" {name} {share:.0%}" for name, share in names.items()))
+        text.append(f" exposed {part['sync']:.0%}", EXPOSED)
+        text.append(f"  mem {size(event['memory'])}  eta {left}")
+    else:
+        text.append(f" {event['step'] + 1}/{steps} loss {loss}", "bold")
+        text.append(f" lr {event['lr']:.0e} g {norm} {rate / 1000:,.1f}k tok/s")
+        text.append(f" f{part['forward']:.0%} b{part['backward']:.0%}").append(f" x{part['sync']:.0%}", EXPOSED)
+        text.append(f" {size(event['memory']).replace(' ', '')} {left}")
+    cells = max(4, min(32, width - len(text.plain) - 1))
+    done = round(cells * (event["step"] + 1) / max(1, steps))
+    return Text("━" * done, "green", no_wrap=True).append("━" * (cells - done), "bright_black").append_text(text)
 
 
 def value(number: float | None, form: str) -> str:

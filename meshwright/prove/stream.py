@@ -74,9 +74,9 @@ def first_of_source(stream: Stream, index: int, count: int) -> Positions:
     start = sum(part.samples for part in stream.parts[:index])
     part, found, position = stream.parts[index], np.empty(0, np.uint64), 0
     while len(found) < count and position < WHOLE_EPOCH:
-        ids = stream.at(np.arange(position, position + 1_000_000, dtype=np.uint64))
+        ids = stream.at(np.arange(position, position + max(1000, count), dtype=np.uint64))
         found = np.concatenate([found, ids[(ids >= start) & (ids < start + part.samples)]])
-        position += 1_000_000
+        position += len(ids)
     return found[:count]
 
 

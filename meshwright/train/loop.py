@@ -102,7 +102,7 @@ def train_rank(job: Job, world: World) -> Summary:
     summary = ledger.summary(parameters_digest(model) if world.rank == 0 else "")
     log.write("end", **asdict(summary))
     log.close()
-    if world.rank == 0 and job.model is not None:
+    if job.model is not None and (world.rank == 0 or not in_shared_memory(job.model)):
         give_back(model, job.model)
     return summary
 
@@ -220,10 +220,15 @@ class Ledger:
 def build_model(job: Job, precision: Precision, world: World) -> nn.Module:
     if job.model is None:
         return build(job.config.model, job.config.seed, precision.weights, world.device)
-    # The user's module lives in memory that all ranks share: train on a copy, and give the weights back at the end.
+    # The user's module may live in memory that all ranks share: train on a copy, and give the weights back at the end.
     assert job.loss is not None
     mine = copy.deepcopy(job.model).to(world.device, precision.weights)
     return Objective(mine, job.loss).to(world.device)
+
+
+def in_shared_memory(model: nn.Module) -> bool:
+    """Forked ranks see the launching process's module; ranks that torchrun started have each their own."""
+    return any(p.is_shared() for p in model.parameters())
 
 
 @torch.no_grad()

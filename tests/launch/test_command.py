@@ -1,0 +1,185 @@
+"""`meshwright train` as a user meets it: signals, a second job, a killed rank, torchrun, no terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meshwright.record.events import read_events
+
+BIN = Path(sys.executable).parent
+SMALL = [
+    "--model.layers=1",
+    "--model.width=32",
+    "--model.ffn=32",
+    "--data.kind=synthetic",
+    "--data.sequence=16",
+    "--launch.device=cpu",
+]
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    command = [str(BIN / "meshwright"), "train", "--run", str(folder), *SMALL, *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def wait_for_steps(folder: Path, count: int, seconds: float = 60) -> None:
+    path = folder / "events" / "rank-00000.jsonl"
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if path.exists() and sum(e["kind"] == "step" for e in read_events(path)) >= count:
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"no {count} steps in {seconds} s")
+
+
+def family(pid: int) -> list[int]:
+    """Every process below a process."""
+    below = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    parent = {int(a): int(b) for a, b in (line.split() for line in below.splitlines())}
+    found, frontier = [], [pid]
+    while frontier:
+        frontier = [child for child, above in parent.items() if above in frontier]
+        found += frontier
+    return found
+
+
+def gone(pids: list[int], seconds: float = 10) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if not any(
+            Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
+            for pid in pids
+        ):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_every_rank_before_the_same_step(tmp_path, number, code):
+    job = start(tmp_path / "r", "--steps", "100000")
+    wait_for_steps(tmp_path / "r", 5)
+    below = family(job.pid)
+    assert len(below) == 3  # the nursery and two ranks
+    os.kill(job.pid, number)
+    out, err = job.communicate(timeout=30)
+    assert job.returncode == code
+    assert f"stopped by signal {int(number)} before step" in err
+    last = [
+        [e["step"] for e in read_events(tmp_path / "r" / "events" / f"rank-0000{r}.jsonl") if e["kind"] == "step"][-1]
+        for r in (0, 1)
+    ]
+    assert last[0] == last[1]
+    assert gone(below)
+
+
+def test_a_signal_to_one_rank_alone_stops_them_all(tmp_path):
+    job = start(tmp_path / "r", "--steps", "100000")
+    wait_for_steps(tmp_path / "r", 5)
+    rank_1 = family(job.pid)[-1]
+    os.kill(rank_1, signal.SIGTERM)
+    _, err = job.communicate(timeout=30)
+    assert job.returncode == 143, err
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
+    job = start(tmp_path / "r", "--steps", "100000")
+    wait_for_steps(tmp_path / "r", 5)
+    below = family(job.pid)
+    os.kill(below[-1], signal.SIGKILL)
+    _, err = job.communicate(timeout=30)
+    assert job.returncode == 8
+    assert re.search(r"rank [01] was ended by signal 9 \(SIGKILL\)", err.splitlines()[0])
+    assert gone(below)
+
+
+def test_when_the_launching_process_is_killed_nothing_stays(tmp_path):
+    job = start(tmp_path / "r", "--steps", "100000")
+    wait_for_steps(tmp_path / "r", 5)
+    below = family(job.pid)
+    job.kill()
+    job.communicate(timeout=10)
+    assert gone(below)
+    again = start(tmp_path / "r", "--steps", "100000")
+    wait_for_steps(tmp_path / "r", 10)  # no cleaning was needed
+    again.send_signal(signal.SIGINT)
+    again.communicate(timeout=30)
+    attempts = {e["attempt"] for e in read_events(tmp_path / "r" / "events" / "rank-00000.jsonl")}
+    assert attempts == {1, 2}
+
+
+def test_a_second_job_on_the_same_folder_is_refused_at_once(tmp_path):
+    job = start(tmp_path / "r", "--steps", "100000")
+    wait_for_steps(tmp_path / "r", 1)
+    second = start(tmp_path / "r", "--steps", "100000")
+    _, err = second.communicate(timeout=20)
+    assert second.returncode == 9
+    assert f"held by process {job.pid}" in err
+    job.send_signal(signal.SIGINT)
+    job.communicate(timeout=30)
+
+
+def test_without_a_terminal_there_is_one_plain_line_a_log_step(tmp_path):
+    job = start(tmp_path / "r", "--steps", "6", "--log_every=2")
+    out, err = job.communicate(timeout=60)
+    assert job.returncode == 0, err
+    assert "\x1b" not in out
+    assert [m[1] for m in re.finditer(r"^step +(\d+)/6  loss", out, re.MULTILINE)] == ["1", "3", "5", "6"]
+    assert "global 16 = micro 8 x data-parallel 2 x accumulation 1" in out
+    assert str(tmp_path / "r") in out
+
+
+def test_json_gives_events_as_lines(tmp_path):
+    out, err = start(tmp_path / "r", "--steps", "3", "--json").communicate(timeout=60)
+    events = [json.loads(line) for line in out.splitlines()]
+    assert [e["kind"] for e in events] == ["start", "step", "step", "step", "eval", "end"]
+
+
+def test_bad_data_is_one_line_with_exit_6(tmp_path):
+    (tmp_path / "odd.bin").write_bytes(b"12345")
+    job = start(tmp_path / "r", "--data.kind=tokens", f"--data.path={tmp_path / 'odd.bin'}")
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 6
+    assert err.count("\n") == 1
+    assert "odd length" in err
+
+
+def test_a_run_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    job = start(tmp_path / "file" / "r")
+    _, err = job.communicate(timeout=20)
+    assert job.returncode == 2
+    assert "cannot be made" in err
+
+
+def test_torchrun_runs_the_same_training(tmp_path):
+    rendezvous = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    job = ["-m", "meshwright", "train", "--run-dir", str(tmp_path / "torchrun"), *SMALL, "--steps", "4"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [str(BIN / "torchrun"), *rendezvous, *job]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    start(tmp_path / "own", "--steps", "4").communicate(timeout=60)
+    digests = [
+        list(read_events(tmp_path / name / "events" / "rank-00000.jsonl"))[-1]["parameters_digest"]
+        for name in ("torchrun", "own")
+    ]
+    assert digests[0] == digests[1]
+    assert "step      4/4" in done.stdout
+
+
+def test_another_number_of_ranks_than_torchruns_is_refused(tmp_path):
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    command = [str(BIN / "meshwright"), "train", "--run", str(tmp_path / "r"), *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 2
+    assert "layout.replicate = 2 and 1 ranks were started" in done.stderr

@@ -1,0 +1,186 @@
+"""Ranks are forked, compared, blamed in the right order, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.config import LaunchConfig
+from meshwright.errors import ConfigError, IdentityError, PeerError
+from meshwright.launch.failures import Failure, RanksFailed
+from meshwright.launch.ranks import Ranks
+from meshwright.launch.rendezvous import Place, join, leave
+from meshwright.testing import run_ranks
+
+SHORT = LaunchConfig(join_timeout=3.0, step_timeout=30.0, device="cpu")
+
+
+def test_ranks_give_their_values_in_order_tensors_too():
+    values = run_ranks(lambda world, x: (world.rank, x * world.sum_(torch.ones(3))), 3, 2.0)
+    assert [rank for rank, _ in values] == [0, 1, 2]
+    assert all(torch.equal(v, torch.full((3,), 6.0)) for _, v in values)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def failing(world):
+    if world.rank == 1:
+        raise ZeroDivisionError("the real cause")
+    world.sum_(torch.ones(1))
+
+
+def test_the_rank_that_failed_is_on_top_and_a_rank_that_lost_its_peer_is_never_blamed():
+    for _ in range(3):  # a race between the cause and its witnesses, in any order
+        with pytest.raises(RanksFailed) as failed:
+            run_ranks(failing, 3)
+        assert (failed.value.first.rank, failed.value.first.kind) == (1, "ZeroDivisionError")
+        assert "the real cause" in str(failed.value).splitlines()[0]
+        assert [f.witness for f in failed.value.failures] == [False, True, True]
+        assert failed.value.exit_code == 1
+
+
+def test_a_rank_killed_from_outside_is_named_with_its_signal():
+    def work(world):
+        if world.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        world.sum_(torch.ones(1))
+
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(work, 2)
+    assert (failed.value.first.rank, failed.value.exit_code) == (0, 8)
+    assert "SIGKILL" in str(failed.value)
+
+
+def test_past_the_timeout_every_rank_is_gone():
+    pids = []
+
+    def work(_world):
+        time.sleep(60)
+
+    class Spy(Ranks):
+        def __init__(self, *args):
+            super().__init__(*args)
+            pids.extend(p.pid for p in self._processes)
+
+    from meshwright.launch import ranks as module
+
+    original, module.Ranks = module.Ranks, Spy
+    try:
+        with pytest.raises(TimeoutError):
+            run_ranks(work, 2, timeout=2.0)
+    finally:
+        module.Ranks = original
+    assert len(pids) == 2
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_a_pool_leaves_no_folder_behind(tmp_path, monkeypatch):
+    import tempfile
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run_ranks(lambda world: world.rank, 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_differ_name_the_ranks_and_the_values(tmp_path):
+    store = str(tmp_path / "store")
+
+    def work(world):
+        place = Place(world.rank, 3, world.rank, file=store)
+        try:
+            join(place, SHORT, {"config": "same", "dtype": "bf16" if world.rank == 1 else "fp32"})
+        except IdentityError as error:
+            return str(error)
+        finally:
+            leave()
+
+    said = run_ranks(outside_any_group, 3, work)
+    assert all("dtype is fp32 on rank(s) 0, 2, bf16 on rank(s) 1" in s for s in said)
+
+
+def outside_any_group(world, work):
+    """The pool has joined its ranks already; what is tested here is joining itself."""
+    dist.destroy_process_group()
+    return work(world)
+
+
+def test_a_rank_that_never_comes_is_named_within_the_bound(tmp_path):
+    store = str(tmp_path / "store")
+
+    def work(world):
+        start = time.monotonic()
+        try:
+            join(Place(world.rank, 3, world.rank, file=store), SHORT, {})
+        except PeerError as error:
+            return str(error), time.monotonic() - start
+
+    for said, seconds in run_ranks(outside_any_group, 2, work):
+        assert "rank(s) 2 of 3 did not join within 3 s" in said
+        assert seconds < 12
+
+
+def test_a_world_size_that_differs_is_named(tmp_path):
+    store = str(tmp_path / "store")
+
+    def work(world):
+        try:
+            join(Place(world.rank, 2 + world.rank, world.rank, file=store), SHORT, {})
+        except IdentityError as error:
+            return str(error)
+
+    assert all("world size is 2 on rank(s) 0, 3 on rank(s) 1" in said for said in run_ranks(outside_any_group, 2, work))
+
+
+def test_a_name_that_does_not_resolve_is_named():
+    with pytest.raises(PeerError, match=r"the name 'no-such-host\.invalid' does not resolve"):
+        join(Place(1, 2, 1, address="no-such-host.invalid", port=29500), SHORT, {})
+
+
+def test_a_port_in_use_is_named():
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(PeerError, match=f"port {port} on localhost is in use"):
+            join(Place(0, 2, 0, address="localhost", port=port, hosts_store=True), SHORT, {})
+
+
+def test_a_host_that_does_not_answer_is_named_within_the_bound():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    start = time.monotonic()
+    with pytest.raises(PeerError, match=rf"localhost:{port} did not answer within 3 s"):
+        join(Place(1, 2, 1, address="localhost", port=port), SHORT, {})
+    assert time.monotonic() - start < 15
+
+
+def test_torchruns_variables_make_a_place():
+    place = Place.from_environment(
+        {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
+    )
+    assert place == Place(3, 4, 1, "", "a", 7, False)
+    assert Place.from_environment({}) is None
+    for wrong in ({"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}):
+        with pytest.raises(ConfigError):
+            Place.from_environment(wrong)
+
+
+def test_failures_are_ordered_by_cause_then_time():
+    late = Failure(0, "ValueError", "late", 1, 9.0)
+    early = Failure(2, "ValueError", "early", 1, 5.0)
+    lost = Failure.of(1, RuntimeError("[x] Connection closed by peer [127.0.0.1]"))
+    assert [f.rank for f in RanksFailed([late, lost, early]).failures] == [2, 0, 1]
+    assert lost.exit_code == 8
