@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.ordinary import Run
 from meshwright.data.contract import stream_of
 from meshwright.data.loader import Loader
 from meshwright.data.source import Concatenated
@@ -12,8 +13,6 @@ from meshwright.train.loop import Job, Ledger, build_model, start_facts, watch_s
 from meshwright.train.optimizer import Optimizer, learning_rate
 from meshwright.train.precision import Precision
 from meshwright.train.step import Step
-
-from benchmarks.ordinary import Run
 
 
 def contender(job: Job, world: World) -> Run:

@@ -1,7 +1,7 @@
 """Ranks forked from this process while it is warm: 0.3 s where four fresh interpreters take twenty.
 
-The parent must hold no process group and no CUDA context. Where it holds a CUDA context, ranks are spawned instead
-(slower, and what they are given must pickle).
+The parent must hold no process group. Where it has started CUDA, ranks are spawned instead (slower, and what they are
+given must pickle).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from meshwright.config import LaunchConfig
+from meshwright.errors import ConfigError
 from meshwright.launch.failures import Failure, RanksFailed
 from meshwright.launch.rendezvous import Place, join, leave
 from meshwright.parallel.world import World
@@ -46,7 +47,7 @@ class Ranks:
     ) -> None:
         warm()
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-")
-        context: Any = mp.get_context("spawn" if torch.cuda.is_initialized() else "fork")
+        context: Any = mp.get_context("spawn" if cuda_started() else "fork")
         self._values: dict[int, Any] = {}
         self._failures: dict[int, Failure] = {}
         self._pipes: dict[int, Connection] = {}
@@ -69,7 +70,14 @@ class Ranks:
                 os.getpid(),
             )
             process = context.Process(target=_be_rank, args=target_args, name=f"rank {rank}")
-            process.start()
+            try:
+                process.start()
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                self.kill()
+                raise ConfigError(
+                    f"this process uses CUDA already, so ranks are spawned, and what they are given cannot be: {error}",
+                    "call it before anything starts CUDA (autograd does), or define what it is given in a module",
+                ) from None
             writer.close()
             self._pipes[rank] = reader
             self._processes.append(process)
@@ -123,6 +131,18 @@ class Ranks:
         if self._failures:
             raise RanksFailed(list(self._failures.values()))
         return [self._values[rank] for rank in sorted(self._values)]
+
+
+def cuda_started() -> bool:
+    """Whether this process has started the CUDA driver, which no fork survives. torch knows only of its own starts."""
+    if torch.version.cuda is None:
+        return False
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    not_initialised = 3  # CUDA_ERROR_NOT_INITIALIZED; asking does not start it
+    return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) != not_initialised
 
 
 @cache

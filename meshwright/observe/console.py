@@ -23,14 +23,8 @@ from meshwright.version import __version__
 WINDOW = 20
 """Steps that the shown rates are averaged over."""
 
-SHADES = {
-    "fetch": "magenta",
-    "copy": "magenta",
-    "forward": "green",
-    "backward": "blue",
-    "sync": "red",
-    "update": "cyan",
-}
+EXPOSED = "red"
+"""The colour of time in which a rank waits for others."""
 
 
 class Screen(Protocol):
@@ -134,18 +128,22 @@ def header(config: RunConfig, folder: Path, attempt: int, start: Event) -> list[
     ]
 
 
+def warm(recent: list[Event]) -> list[Event]:
+    """The window without the first step, which pays for warming up, unless it is alone."""
+    return recent[1:] if len(recent) > 1 and recent[0]["step"] == 0 else recent
+
+
 def rates(recent: list[Event]) -> tuple[float, float]:
-    """(seconds a step, tokens a second) over the window; the first step, which pays for warming up, only while it is
-    alone.
-    """
-    warm = recent[1:] if len(recent) > 1 and recent[0]["step"] == 0 else recent
-    seconds = sum(event["seconds"] for event in warm)
-    return seconds / len(warm), sum(event["tokens"] for event in warm) / max(seconds, 1e-9)
+    """(seconds a step, tokens a second) over the window."""
+    steps = warm(recent)
+    seconds = sum(event["seconds"] for event in steps)
+    return seconds / len(steps), sum(event["tokens"] for event in steps) / max(seconds, 1e-9)
 
 
 def shares(recent: list[Event]) -> dict[str, float]:
     """Each phase's share of the step over the window."""
-    spent = {phase: sum(event["phases"][phase] for event in recent) for phase in recent[-1]["phases"]}
+    steps = warm(recent)
+    spent = {phase: sum(event["phases"][phase] for event in steps) for phase in steps[-1]["phases"]}
     whole = sum(spent.values()) or 1.0
     return {phase: seconds / whole for phase, seconds in spent.items()}
 
@@ -168,7 +166,7 @@ def live_line(recent: list[Event], steps: int, width: int) -> Text:
     loss, norm = value(event["loss"], ".4f"), value(event["grad_norm"], ".2f")
     data = part["fetch"] + part["copy"]
     text = Text(no_wrap=True, overflow="ellipsis")
-    if width >= 128:
+    if width >= 140:
         text.append(f" {event['step'] + 1}/{steps}  loss {loss}", "bold")
         text.append(f"  lr {event['lr']:.1e}  norm {norm}  {rate:,.0f} tok/s ")
         names = {"data": data, "fwd": part["forward"], "bwd": part["backward"], "update": part["update"]}

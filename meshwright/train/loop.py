@@ -119,7 +119,6 @@ class Ledger:
         self.bad_samples = self.skipped = self.in_a_row = self.steps = 0
         self.loss: float | None = None
         self.evaluations: list[tuple[int, float]] = []
-        self.clock = time.monotonic()
 
     def take(self, outcome: Outcome) -> None:
         self.settle()
@@ -136,8 +135,6 @@ class Ledger:
         loss, norm, local_square, finite, scale = outcome.numbers.tolist()
         self.steps += 1
         self.loss = loss
-        now, before = time.monotonic(), self.clock
-        self.clock = now
         traffic, phases = outcome.traffic, outcome.clock.seconds()
         noise = self.noise.update(norm, local_square) if finite else None
         extra = {"skipped": True} if not finite else {}
@@ -152,7 +149,7 @@ class Ledger:
             tokens=outcome.agreement.tokens,
             samples=self.job.batch.global_,
             phases=phases,
-            seconds=round(now - before, 7),
+            seconds=round(sum(phases.values()), 7),
             communication={
                 "buckets": traffic.buckets,
                 "message_bytes": traffic.message_bytes,
@@ -174,7 +171,6 @@ class Ledger:
             )
         self.log.write("eval", step=step, loss=number(loss), tokens=tokens)
         self.evaluations.append((step, loss))
-        self.clock = time.monotonic()
 
     def summary(self, digest: str) -> Summary:
         return Summary(self.steps, self.loss, self.skipped, digest, self.evaluations)

@@ -28,7 +28,7 @@ WRONG = {
     "--data.mixture=3": "data.mixture = 3 is not a list",
     '--data.mixture=[{kind="text"}]': "data.mixture[0].path is empty",
     "--batch.micro=3": "batch.micro = 3 does not divide a rank's 8 samples",
-    "--batch.global=15": "batch.global = 15 does not divide over data-parallel degree 2; allowed: batch.global = 14 or 16",
+    "--batch.global=15": "does not divide over data-parallel degree 2; allowed: batch.global = 14 or 16, or degree",
     "--optimizer.lr=nan": "optimizer.lr = nan is not finite",
     "--optimizer.beta1=1": "optimizer.beta1 = 1 is out of range; allowed: from 0 to 0.999999",
     "--precision.compute=fp8": "precision.compute = fp8 is not known; allowed: fp32, bf16, fp16, fp64",

@@ -1,4 +1,4 @@
-"""The loader gives the stream's order whatever decodes it, touches no global generator, and names what it cannot decode."""
+"""The loader gives the stream's order whatever decodes it, and names what it cannot decode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stream keeps its contract: same samples whatever the ranks; each epoch each sample once; both directions; any distance."""
+"""The stream keeps its contract on any ranks, in both directions, at any distance."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -63,7 +65,7 @@ def test_a_schedule_warms_up_peaks_and_ends_at_its_floor(kind):
     assert rates[:10] == pytest.approx([0.2 * (i + 1) for i in range(10)])
     assert max(rates) == 2.0
     assert rates[-1] == pytest.approx(2.0 if kind == "constant" else 0.2)
-    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert all(a >= b for a, b in pairwise(rates[10:]))
     if kind == "wsd":
         assert rates[79] == 2.0 > rates[81]
     if kind == "linear":

@@ -30,7 +30,7 @@ def test_every_gradient_is_that_of_one_process_with_unequal_masks_and_accumulati
     config = replace(CONFIG, model=replace(CONFIG.model, tie=tie))
     batch = Batch(24, 24 // ranks // 3, ranks, 3)
     source = Masked(1000, 16, config.model.vocab)
-    expected = gradients.reference(config, source, batch)
+    expected = gradients.reference(World(), config, source, batch)
     found = run_ranks(gradients.parallel, ranks, config, source, batch)
     for rank in found:
         name, error, _ = gradients.worst(expected, rank)

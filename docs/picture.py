@@ -1,0 +1,30 @@
+"""Draws docs/run.svg from the events of a run: python docs/picture.py runs/tiny"""
+
+import io
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from meshwright.config import load
+from meshwright.observe.console import Terminal, live_line
+from meshwright.record.events import read_events
+from meshwright.record.folder import RunFolder
+
+
+def main(folder: RunFolder) -> None:
+    events = [e for e in read_events(folder.events(0)) if e["attempt"] == folder.last_attempt()]
+    terminal = Terminal(load(folder.run_file), folder.root, folder.last_attempt(), io.StringIO())
+    terminal.rich = Console(record=True, width=150, file=io.StringIO(), force_terminal=False, highlight=False)
+    terminal.say("$ make train", "bold green")
+    terminal.config = load(folder.run_file, ["--log_every=100000"])  # the live line stands for the plain ones
+    middle = [e for e in events if e["kind"] == "step"][: round(0.7 * terminal.steps)]
+    for event in events:
+        if event["kind"] == "start" or (event["kind"] == "eval" and event["step"] < middle[-1]["step"]):
+            terminal.show(event)
+    terminal.rich.print(live_line(middle[-20:], terminal.steps, 150))
+    terminal.rich.save_svg("docs/run.svg", title="meshwright")
+
+
+if __name__ == "__main__":
+    main(RunFolder(Path(sys.argv[1])))
