@@ -22,7 +22,7 @@ PACKAGES = ("meshwright", "torch", "numpy", "accelerate", "lightning-fabric", "t
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--only", choices=("throughput", "sampler"))
-    parser.add_argument("--rounds", type=int, default=160, help="rounds of the throughput, each a step of every loop")
+    parser.add_argument("--rounds", type=int, default=120, help="rounds of the throughput, each a step of every loop")
     words = parser.parse_args()
     if words.rounds < 1:
         parser.error("--rounds: allowed: at least 1")

@@ -3,7 +3,8 @@
 A round gives every contender a step, one after the other, in a shuffled order; the figure is the median over rounds
 of the ratio within a round, so that what disturbs the machine for longer than a round disturbs both sides. Rounds are
 short and many because a busy host's speed wanders from second to second. The plain loop runs twice: the ratio of it to
-itself says how much of a difference is noise.
+itself says how much of a difference is noise. A second race, on a model so small that only the loop is left, shows what
+the loops themselves cost.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch.distributed as dist
 
 from benchmarks import own, plain_torch, with_accelerate, with_fabric
 from benchmarks.ordinary import READ_EVERY
-from meshwright.config import BatchConfig, EvalConfig, RunConfig, load
+from meshwright.config import BatchConfig, EvalConfig, ModelConfig, RunConfig, load
 from meshwright.launch.job import make_job
 from meshwright.launch.ranks import run_ranks
 from meshwright.parallel.world import World
@@ -36,10 +37,13 @@ from meshwright.train.loop import Job
 
 RANKS = 2
 MICRO = 8
-STEPS = 1
-"""Steps of one contender in one round."""
 WARM_UP = 2
 """Rounds that are run and not counted."""
+
+BARE_MODEL = ModelConfig(width=16, layers=1, heads=2, kv_heads=1, ffn=16)
+BARE_SEQUENCE = 8
+BARE_STEPS = 5
+"""So small a model that a step is the loop around it; several steps a round, since one is short beside a barrier."""
 
 OWN = "meshwright"
 PLAIN = "plain torch"
@@ -56,36 +60,50 @@ TARGETS = {PLAIN: 0.98, "accelerate": 1.0, "lightning-fabric": 1.0}
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    config = settings((rounds + WARM_UP) * STEPS)
     missing = {name: reason for name, (_, package) in PEERS.items() if (reason := why_missing(package))}
     names = [OWN, *(name for name in PEERS if name not in missing)]
-    with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
-        job = make_job(config, RunFolder(Path(folder)), 1)
-        told = run_ranks(race, RANKS, job, names, rounds, timeout=900.0, launch=config.launch)[0]
-    seconds: dict[str, list[float]] = {name: values[WARM_UP:] for name, values in told["seconds"].items()}
-    tokens = STEPS * config.batch.global_ * config.data.sequence
+    config = settings()
+    seconds, losses = raced(config, names, rounds, 1)
+    tokens = config.batch.global_ * config.data.sequence
     compared = {name: None if name in missing else spread(seconds[OWN], seconds[name]) for name in TARGETS}
+    bare = replace(config, model=BARE_MODEL, data=replace(config.data, sequence=BARE_SEQUENCE))
+    bare_seconds, _ = raced(bare, names, rounds, BARE_STEPS)
     return {
         "ranks": RANKS,
         "micro_batch": MICRO,
         "sequence": config.data.sequence,
         "rounds": rounds,
-        "steps_a_round": STEPS,
+        "steps_a_round": 1,
         "loss_read": {OWN: "every step, over all ranks, recorded", "peers": f"every {READ_EVERY} steps, own rank's"},
         "tokens_per_second": {name: round(tokens / statistics.median(seconds[name])) for name in names},
-        "step_ms": {name: round(statistics.median(seconds[name]) / STEPS * 1e3, 2) for name in names},
-        "last_loss": told["losses"],
+        "step_ms": {name: round(statistics.median(seconds[name]) * 1e3, 2) for name in names},
+        "last_loss": losses,
         "ratio_to": compared,
         "missing": missing,
         "noise": spread(seconds[AGAIN], seconds[PLAIN]),
+        "loop_alone": {
+            "model": f"width {BARE_MODEL.width}, layers {BARE_MODEL.layers}, sequence {BARE_SEQUENCE}",
+            "step_us": {name: round(statistics.median(bare_seconds[name]) * 1e6) for name in names},
+        },
     }
 
 
-def settings(steps: int) -> RunConfig:
+def settings() -> RunConfig:
     """The tiny preset, with no evaluation inside the timed steps."""
-    config = load(steps=steps, ranks=RANKS)
+    config = load(ranks=RANKS)
     batch = BatchConfig(MICRO * RANKS, MICRO)
     return replace(config, batch=batch, eval=EvalConfig(every=0), launch=replace(config.launch, device="cpu"))
+
+
+def raced(
+    config: RunConfig, names: list[str], rounds: int, steps: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Each contender's seconds a step in every counted round, and its last loss."""
+    config = replace(config, steps=(rounds + WARM_UP) * steps)
+    with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
+        job = make_job(config, RunFolder(Path(folder)), 1)
+        seconds, losses = run_ranks(race, RANKS, job, names, steps, timeout=900.0, launch=config.launch)[0]
+    return {name: [value / steps for value in values[WARM_UP:]] for name, values in seconds.items()}, losses
 
 
 def why_missing(package: str) -> str:
@@ -97,7 +115,7 @@ def why_missing(package: str) -> str:
     return ""
 
 
-def race(world: World, job: Job, names: list[str], rounds: int) -> dict[str, Any]:
+def race(world: World, job: Job, names: list[str], steps: int) -> tuple[dict[str, list[float]], dict[str, float]]:
     """On each rank: every contender's seconds by round, and its last loss."""
     os.dup2(2, 1)  # standard output is for the result alone, whatever a peer prints
     speak_as_torchrun(world)
@@ -108,20 +126,21 @@ def race(world: World, job: Job, names: list[str], rounds: int) -> dict[str, Any
     order = list(names)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     losses: dict[str, float] = {}
-    for number in range(rounds + WARM_UP):
+    rounds = job.config.steps // steps
+    for number in range(rounds):
         random.Random(number).shuffle(order)  # the same on every rank; no contender always follows the same other
         for name in order:
             # Meshwright asks for deterministic kernels and pays for them; a peer's loop does not ask.
-            torch.use_deterministic_algorithms(name == OWN and job.config.precision.deterministic, warn_only=True)
+            torch.use_deterministic_algorithms(name == OWN, warn_only=True)
             dist.barrier()
             start = time.perf_counter()
-            losses[name] = round(runs[name](STEPS), 4)
+            losses[name] = round(runs[name](steps), 4)
             dist.barrier()
             seconds[name].append(time.perf_counter() - start)
         if world.rank == 0 and (number + 1) % 20 == 0:
-            shown = ", ".join(f"{name} {statistics.median(s[-20:]) / STEPS * 1e3:.1f}" for name, s in seconds.items())
-            print(f"round {number + 1} of {rounds + WARM_UP}, ms a step: {shown}", file=sys.stderr, flush=True)
-    return {"seconds": seconds, "losses": losses}
+            shown = ", ".join(f"{name} {statistics.median(s[-20:]) / steps * 1e3:.1f}" for name, s in seconds.items())
+            print(f"round {number + 1} of {rounds}, ms a step: {shown}", file=sys.stderr, flush=True)
+    return seconds, losses
 
 
 def speak_as_torchrun(world: World) -> None:
@@ -133,7 +152,7 @@ def speak_as_torchrun(world: World) -> None:
 
 def spread(own_seconds: list[float], peer_seconds: list[float]) -> dict[str, Any]:
     """Steps a second over the peer's. The median over rounds has its 95 % interval beside it (order statistics, normal
-    approximation); the fastest tenth of each side's rounds is what an idle machine would show.
+    approximation); the tenth percentile of each side's rounds sees less of what disturbs a busy machine.
     """
     ordered = sorted(theirs / ours for ours, theirs in zip(own_seconds, peer_seconds, strict=True))
     last = len(ordered) - 1
@@ -146,5 +165,5 @@ def spread(own_seconds: list[float], peer_seconds: list[float]) -> dict[str, Any
         "quartiles": [round(ordered[round(last * share)], 4) for share in (0.25, 0.75)],
         "min": round(ordered[0], 4),
         "max": round(ordered[-1], 4),
-        "fastest_tenth": round(sorted(peer_seconds)[tenth] / sorted(own_seconds)[tenth], 4),
+        "of_tenth_percentiles": round(sorted(peer_seconds)[tenth] / sorted(own_seconds)[tenth], 4),
     }

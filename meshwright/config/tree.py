@@ -198,8 +198,8 @@ class PrecisionConfig:
     """fp16: the first loss scale"""
     scale_interval: Count = 1000
     """fp16: finite steps before the scale doubles"""
-    deterministic: bool = True
-    """ask torch for deterministic kernels; a price on CUDA, free on CPU"""
+    deterministic: bool | None = None
+    """ask torch for deterministic kernels; unset: on CPU, where it is free, and not on CUDA, where it has a price"""
 
 
 @dataclass(frozen=True)

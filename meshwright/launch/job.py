@@ -20,7 +20,7 @@ from meshwright.layout import Layout
 from meshwright.record.events import Event
 from meshwright.record.folder import RunFolder
 from meshwright.train.identity import code_fingerprint
-from meshwright.train.loop import Job, Summary, train_rank
+from meshwright.train.loop import Job, Summary, train_rank, user_modules
 from meshwright.train.objective import Loss
 
 
@@ -54,8 +54,8 @@ def is_source(thing: Any) -> bool:
 
 
 def start(job: Job) -> Ranks:
-    if job.model is not None:
-        job.model.share_memory()  # rank 0 gives the trained weights back through it
+    for module in user_modules(job):
+        module.share_memory()  # rank 0 gives the trained weights back through it
     logs = [job.folder.log(job.attempt, rank) for rank in range(job.layout.ranks)]
     return Ranks(_train, job.layout.ranks, (job,), job.config.launch, facts_of(job.config), logs)
 

@@ -165,7 +165,7 @@ def live_line(recent: list[Event], steps: int, width: int) -> Text:
     left = clock(step_seconds * (steps - event["step"] - 1))
     loss, norm = value(event["loss"], ".4f"), value(event["grad_norm"], ".2f")
     data = part["fetch"] + part["copy"]
-    text = Text(no_wrap=True, overflow="ellipsis")
+    text = Text()
     if width >= 140:
         text.append(f" {event['step'] + 1}/{steps}  loss {loss}", "bold")
         text.append(f"  lr {event['lr']:.1e}  norm {norm}  {rate:,.0f} tok/s ")
@@ -180,7 +180,10 @@ def live_line(recent: list[Event], steps: int, width: int) -> Text:
         text.append(f" {size(event['memory']).replace(' ', '')} {left}")
     cells = max(4, min(32, width - len(text.plain) - 1))
     done = round(cells * (event["step"] + 1) / max(1, steps))
-    return Text("━" * done, "green", no_wrap=True).append("━" * (cells - done), "bright_black").append_text(text)
+    bar = (
+        Text(no_wrap=True, overflow="ellipsis").append("━" * done, "green").append("━" * (cells - done), "bright_black")
+    )
+    return bar.append_text(text)
 
 
 def value(number: float | None, form: str) -> str:

@@ -86,7 +86,6 @@ def parallel(world: World, config: RunConfig, source: Masked, batch: Batch) -> d
     precision = Precision(config.precision, world.device)
     model = build(config.model, config.seed, precision.weights)
     step = Step(
-        model,
         Replicated(model, config.replicate, world),
         Optimizer(model, config.optimizer),
         precision,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.data.loader import BadSample, MicroBatch
 from meshwright.errors import DataError, PeerError, Stopped
@@ -43,9 +43,10 @@ class Outcome:
 
 
 class Step:
+    """The parts that a step needs, and the step itself."""
+
     def __init__(
         self,
-        model: nn.Module,
         replicated: Replicated,
         optimizer: Optimizer,
         precision: Precision,
@@ -56,13 +57,7 @@ class Step:
         quarantine: bool = False,
         signal_seen: Callable[[], int] = lambda: 0,
     ) -> None:
-        self.model, self.replicated, self.optimizer, self.precision, self.world = (
-            model,
-            replicated,
-            optimizer,
-            precision,
-            world,
-        )
+        self.replicated, self.optimizer, self.precision, self.world = replicated, optimizer, precision, world
         self.seed, self.coordinate = seed, coordinate
         self.quarantine, self.signal_seen = quarantine, signal_seen
 
@@ -117,10 +112,8 @@ class Step:
             total += losses.detach()
         clock.enter("sync")
         assert agreement is not None
-        sums = torch.stack(
-            [total, torch.as_tensor(self.replicated.traffic.local_square, device=total.device, dtype=total.dtype)]
-        )
-        loss, local_square = self.world.sum_(sums)
+        local = torch.as_tensor(self.replicated.traffic.local_square, device=total.device, dtype=total.dtype)
+        loss, local_square = self.world.sum_(torch.stack([total, local]))
         return agreement, loss / max(1, agreement.tokens), local_square / self.world.size
 
     def _say(self, batches: list[MicroBatch]) -> list[int]:
@@ -147,8 +140,6 @@ class Step:
 
 
 def step_seed(seed: int, step: int, coordinate: int) -> int:
-    """Dropout and the like draw from a generator seeded anew each step: what is random is a function of position
-    too.
-    """
+    """Dropout and the like draw from a generator seeded anew each step: what is random is a function of position."""
     digest = hashlib.blake2b(f"{seed}/step/{step}/data/{coordinate}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -56,9 +56,7 @@ def one_step(world: World, *overrides: str) -> dict:
     precision = Precision(config.precision, world.device)
     model = build(config.model, 0, precision.weights)
     optimizer = Optimizer(model, config.optimizer)
-    step = Step(
-        model, Replicated(model, config.replicate, world), optimizer, precision, world, seed=0, coordinate=world.rank
-    )
+    step = Step(Replicated(model, config.replicate, world), optimizer, precision, world, seed=0, coordinate=world.rank)
     micro = config.batch.micro or 8
     batch = Batch(8 * world.size, micro, world.size, 8 // micro)
     source = Masked(1000, 16, 256)
@@ -128,7 +126,6 @@ def test_a_step_without_one_valid_token_is_a_step_with_a_zero_gradient():
     model = build(CONFIG.model, 0, torch.float64)
     precision, world = Precision(CONFIG.precision, torch.device("cpu")), World()
     step = Step(
-        model,
         Replicated(model, CONFIG.replicate, world),
         Optimizer(model, CONFIG.optimizer),
         precision,
