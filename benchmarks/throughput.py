@@ -101,7 +101,7 @@ def raced(
     """Each contender's seconds a step in every counted round, and its last loss."""
     config = replace(config, steps=(rounds + WARM_UP) * steps)
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
-        job = make_job(config, RunFolder(Path(folder)), 1)
+        job = make_job(config, RunFolder(Path(folder)))
         seconds, losses = run_ranks(race, RANKS, job, names, steps, timeout=900.0, launch=config.launch)[0]
     return {name: [value / steps for value in values[WARM_UP:]] for name, values in seconds.items()}, losses
 

@@ -54,22 +54,15 @@ def train(
     config = config or RunConfig()
     folder = RunFolder(Path(run) if run is not None else Path("runs") / config.preset)
     screen = (lambda _attempt: Quiet()) if quiet else screen
-    own = {"model": model, "loss": loss, "source": source}
+    job = make_job(config, folder, model=model, loss=loss, source=source)
     place = torchrun_place()
     if place is not None:
-        summary = run_here(
-            config,
-            folder,
-            place,
-            lambda attempt: (screen or partial(Terminal, config, folder.root))(attempt).show,
-            **own,
-        )
+        show = screen or partial(Terminal, config, folder.root)
+        summary = run_here(job, place, lambda attempt: show(attempt).show)
         return Result(folder.root, **dataclasses.asdict(summary))
-
-    def begin(attempt: int) -> Running:
-        return start(make_job(config, folder, attempt, **own))
-
-    return supervise(config, folder, begin, fresh=fresh, screen=screen)
+    return supervise(
+        config, folder, lambda attempt: start(dataclasses.replace(job, attempt=attempt)), fresh=fresh, screen=screen
+    )
 
 
 def train_from_cold(config: RunConfig, run: Path | None, fresh: bool, screen: Callable[[int], Screen] | None) -> Result:

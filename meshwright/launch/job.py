@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 from meshwright.config import RunConfig, fingerprint, identity, placement
 from meshwright.config.derive import check
 from meshwright.data.files import open_sources
-from meshwright.data.source import Indexable, Source
+from meshwright.data.source import Indexable
 from meshwright.errors import ConfigError
 from meshwright.launch.ranks import Ranks
 from meshwright.launch.rendezvous import Place, join, leave
@@ -27,26 +28,25 @@ from meshwright.train.objective import Loss
 def make_job(
     config: RunConfig,
     folder: RunFolder,
-    attempt: int,
     *,
     model: nn.Module | None = None,
     loss: Loss | None = None,
     source: Any = None,
-    listener: Callable[[Event], None] | None = None,
 ) -> Job:
-    """A checked job. Sources are opened here: forked ranks share what this process has mapped."""
+    """A checked job, its sources opened: forked ranks share what this process has mapped."""
     layout = Layout(replicate=config.layout.replicate)
     batch = check(config, layout.data_degree)
     if (model is None) != (loss is None):
         raise ConfigError(
             "a model of your own and its loss come together", "allowed: train(config, model=..., loss=...)"
         )
-    sources: list[Source] = (
-        open_sources(config.data, config.model.vocab)
-        if source is None
-        else [source if is_source(source) else Indexable(source)]
-    )
-    return Job(config, batch, layout, sources, folder, attempt, model, loss, listener)
+    if source is not None and config.data.mixture:
+        raise ConfigError("data.mixture is set and a source of your own is given", "allowed: one of the two")
+    if source is None:
+        sources = open_sources(config.data, config.model.vocab)
+    else:
+        sources = [source if is_source(source) else Indexable(source)]
+    return Job(config, batch, layout, sources, folder, model=model, loss=loss)
 
 
 def is_source(thing: Any) -> bool:
@@ -54,39 +54,38 @@ def is_source(thing: Any) -> bool:
 
 
 def start(job: Job) -> Ranks:
+    """The job's ranks, forked from this process."""
     for module in user_modules(job):
         module.share_memory()  # rank 0 gives the trained weights back through it
     logs = [job.folder.log(job.attempt, rank) for rank in range(job.layout.ranks)]
-    return Ranks(_train, job.layout.ranks, (job,), job.config.launch, facts_of(job.config), logs)
+    return Ranks(_train, job.layout.ranks, (job,), job.config.launch, facts_of(job), logs)
 
 
-def run_here(
-    config: RunConfig, folder: RunFolder, place: Place, listen: Callable[[int], Callable[[Event], None]], **own: Any
-) -> Summary:
+def run_here(job: Job, place: Place, listen: Callable[[int], Callable[[Event], None]]) -> Summary:
     """This process is one rank; torchrun (or the like) started it. `listen` gives rank 0 a listener for its attempt."""
-    ranks = Layout(replicate=config.layout.replicate).ranks
-    if place.size != ranks:
+    if place.size != job.layout.ranks:
         raise ConfigError(
-            f"layout.replicate = {config.layout.replicate} and {place.size} ranks were started",
-            f"allowed: layout.replicate = {place.size}, or {ranks} ranks",
+            f"layout.replicate = {job.layout.replicate} and {place.size} ranks were started",
+            f"allowed: layout.replicate = {place.size}, or {job.layout.ranks} ranks",
         )
-    world = join(place, config.launch, facts_of(config))
+    world = join(place, job.config.launch, facts_of(job))
     try:
-        with folder.held() if world.rank == 0 else nullcontext():
-            [attempt] = world.control_sum([folder.new_attempt() if world.rank == 0 else 0]).wait()
+        with job.folder.held() if world.rank == 0 else nullcontext():
+            [attempt] = world.control_sum([job.folder.new_attempt() if world.rank == 0 else 0]).wait()
             listener = listen(attempt) if world.rank == 0 else None
-            return train_rank(make_job(config, folder, attempt, listener=listener, **own), world)
+            return train_rank(replace(job, attempt=attempt, listener=listener), world)
     finally:
         leave()
 
 
-def facts_of(config: RunConfig) -> dict[str, Any]:
+def facts_of(job: Job) -> dict[str, Any]:
     """What every rank must agree on before the first collective."""
     return {
-        "config identity": fingerprint(identity(config)),
-        "config placement": fingerprint(placement(config)),
+        "config identity": fingerprint(identity(job.config)),
+        "config placement": fingerprint(placement(job.config)),
         "code": code_fingerprint(),
-        "dtype": config.precision.compute,
+        "data": [source.fingerprint() for source in job.sources],
+        "dtype": job.config.precision.compute,
     }
 
 

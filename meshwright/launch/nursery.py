@@ -28,7 +28,8 @@ def main(result_file: int, order: dict[str, Any]) -> None:
         signal.signal(number, lambda got, _frame: asked.append(got))
     result: dict[str, Any]
     try:
-        ranks = start(make_job(from_dict(order["config"]), RunFolder(Path(order["folder"])), order["attempt"]))
+        job = make_job(from_dict(order["config"]), RunFolder(Path(order["folder"])))
+        ranks = start(dataclasses.replace(job, attempt=order["attempt"]))
         while not ranks.poll(0.2):
             while asked:
                 ranks.signal(asked.pop(0))

@@ -106,10 +106,8 @@ class Ledger:
             self.in_a_row = 0
             return
         self.skipped += 1
-        if self.precision.scaler is not None and math.isfinite(
-            loss
-        ):  # fp16 found its scale too high: the scaler's business, not a fault
-            return
+        if self.precision.scaler is not None and math.isfinite(loss):
+            return  # fp16 found its scale too high: the scaler's business, not a fault
         self.in_a_row += 1
         where = first_nonfinite(self.model, outcome.batches, self.world.device, self.precision.autocast)
         self.log.write("nonfinite", step=outcome.step, loss=number(loss), module=where)

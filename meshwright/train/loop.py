@@ -43,7 +43,7 @@ class Job:
     layout: Layout
     sources: list[Source]
     folder: RunFolder
-    attempt: int
+    attempt: int = 0
     model: nn.Module | None = None  # a user's own; None is the decoder of the config
     loss: Loss | None = None
     listener: Callable[[Event], None] | None = None
