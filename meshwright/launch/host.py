@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from meshwright.config import RunConfig, to_dict
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, Stopped
 from meshwright.launch.failures import Failure, RanksFailed
 from meshwright.record.folder import RunFolder
 
@@ -59,6 +59,7 @@ class Nursery:
         except BrokenPipeError:
             pass  # it has ended already; its result, or the lack of one, says why
         self._result = b""
+        self._asked = 0
 
     def poll(self, seconds: float) -> bool:
         if select.select([self._reader], [], [], seconds)[0]:
@@ -70,6 +71,7 @@ class Nursery:
         return False
 
     def signal(self, number: int) -> None:
+        self._asked = number
         if self._process.poll() is None:
             self._process.send_signal(number)
 
@@ -79,6 +81,8 @@ class Nursery:
 
     def results(self) -> list[Any]:
         os.close(self._reader)
+        if not self._result and self._asked:
+            raise Stopped(self._asked, 0)  # it had not come to listen for signals yet
         if not self._result:
             lines = self._log.read_text(errors="replace").splitlines()[-15:]
             failure = Failure.silent(0, self._process.returncode)

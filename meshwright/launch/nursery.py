@@ -16,30 +16,37 @@ from typing import Any
 from meshwright.config import from_dict
 from meshwright.errors import MeshwrightError
 from meshwright.launch.failures import RanksFailed
-from meshwright.launch.job import make_job, start
-from meshwright.launch.ranks import die_with
 from meshwright.record.folder import RunFolder
 
 
 def main(result_file: int, order: dict[str, Any]) -> None:
-    die_with(order["parent"])
-    asked: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda got, _frame: asked.append(got))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until ranks live, a signal simply ends this process
     result: dict[str, Any]
     try:
-        job = make_job(from_dict(order["config"]), RunFolder(Path(order["folder"])))
-        ranks = start(dataclasses.replace(job, attempt=order["attempt"]))
-        while not ranks.poll(0.2):
-            while asked:
-                ranks.signal(asked.pop(0))
-        result = {"summary": dataclasses.asdict(ranks.results()[0])}
+        result = {"summary": nurse(order)}
     except RanksFailed as failed:
         result = {"failures": [failure.to_json() for failure in failed.failures]}
     except MeshwrightError as error:
         result = {"error": str(error), "exit_code": error.exit_code}
     with os.fdopen(result_file, "w") as out:
         json.dump(result, out)
+
+
+def nurse(order: dict[str, Any]) -> dict[str, Any]:
+    """Starts the ranks and stays until they have ended."""
+    from meshwright.launch.job import make_job, start  # brings torch: seconds in which a signal must find its default
+    from meshwright.launch.ranks import die_with
+
+    die_with(order["parent"])
+    job = make_job(from_dict(order["config"]), RunFolder(Path(order["folder"])))
+    asked: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda got, _frame: asked.append(got))
+    ranks = start(dataclasses.replace(job, attempt=order["attempt"]))
+    while not ranks.poll(0.2):
+        if asked:
+            ranks.signal(asked.pop())
+    return dataclasses.asdict(ranks.results()[0])
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ class Ranks:
         self._pipes: dict[int, Connection] = {}
         self._processes: list[Any] = []
         self._first_failure = 0.0
+        self._asked = 0
         sys.stdout.flush()
         sys.stderr.flush()
         for rank in range(count):
@@ -84,6 +85,8 @@ class Ranks:
 
     def poll(self, seconds: float) -> bool:
         """Waits at most so long for news; True once every rank has ended."""
+        if self._asked:
+            self._send(self._asked)
         pending = {pipe: rank for rank, pipe in self._pipes.items()}
         for pipe in wait(list(pending), seconds):
             assert isinstance(pipe, Connection)
@@ -111,6 +114,11 @@ class Ranks:
         del self._pipes[rank]
 
     def signal(self, number: int) -> None:
+        """Asks every rank to stop; `poll` asks again, since a rank that is still starting does not listen yet."""
+        self._asked = number
+        self._send(number)
+
+    def _send(self, number: int) -> None:
         for process in self._processes:
             if process.is_alive():
                 os.kill(process.pid, number)
@@ -185,7 +193,8 @@ def _be_rank(
 ) -> None:
     """A rank's process from its first line to its last."""
     die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the work says what an interrupt means to it
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # until the work says what a signal means to it
     if log:
         redirect(log)
     status = 0

@@ -31,11 +31,11 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
-def wait_for_steps(folder: Path, count: int, seconds: float = 60) -> None:
+def wait_for_steps(folder: Path, count: int, seconds: float = 60, attempt: int = 1) -> None:
     path = folder / "events" / "rank-00000.jsonl"
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if path.exists() and sum(e["kind"] == "step" for e in read_events(path)) >= count:
+        if path.exists() and sum(e["kind"] == "step" and e["attempt"] == attempt for e in read_events(path)) >= count:
             return
         time.sleep(0.05)
     raise TimeoutError(f"no {count} steps in {seconds} s")
@@ -82,6 +82,20 @@ def test_a_signal_stops_every_rank_before_the_same_step(tmp_path, number, code):
     assert gone(below)
 
 
+@pytest.mark.parametrize("delay", [0.0, 0.3, 1.0, 2.0])
+def test_a_signal_while_starting_is_not_lost(tmp_path, delay):
+    job = start(tmp_path / "r", "--steps", "100000")
+    while not (tmp_path / "r" / "lock").exists():
+        time.sleep(0.01)
+    time.sleep(delay)
+    below = family(job.pid)
+    job.send_signal(signal.SIGINT)
+    _, err = job.communicate(timeout=30)
+    assert job.returncode == 130, err
+    assert err.startswith("meshwright: stopped by signal 2 before step")
+    assert gone(below)
+
+
 def test_a_signal_to_one_rank_alone_stops_them_all(tmp_path):
     job = start(tmp_path / "r", "--steps", "100000")
     wait_for_steps(tmp_path / "r", 5)
@@ -110,7 +124,7 @@ def test_when_the_launching_process_is_killed_nothing_stays(tmp_path):
     job.communicate(timeout=10)
     assert gone(below)
     again = start(tmp_path / "r", "--steps", "100000")
-    wait_for_steps(tmp_path / "r", 10)  # no cleaning was needed
+    wait_for_steps(tmp_path / "r", 2, attempt=2)  # no cleaning was needed
     again.send_signal(signal.SIGINT)
     again.communicate(timeout=30)
     attempts = {e["attempt"] for e in read_events(tmp_path / "r" / "events" / "rank-00000.jsonl")}
