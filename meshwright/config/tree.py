@@ -136,8 +136,8 @@ class DataConfig(SourceConfig):
     """what to do with a sample that cannot be decoded: stop, or train on it as if every label were masked"""
     bad_sample_budget: Natural = 100
     """how many bad samples quarantine may meet before the run stops"""
-    workers: Annotated[int, Range(least=0, most=256), PLACEMENT] = 1
-    """loader workers a rank; 0 decodes in the training thread"""
+    workers: Annotated[int, Range(least=0, most=256), PLACEMENT] = 0
+    """loader workers a rank; 0 decodes in the training thread, which is right for tokens in memory"""
     worker_kind: Annotated[Literal["thread", "process"], PLACEMENT] = "thread"
     """threads for cheap decoding, processes for decoding that holds the interpreter's lock"""
     prefetch: Annotated[int, Range(least=1, most=1024), PLACEMENT] = 4

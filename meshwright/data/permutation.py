@@ -1,15 +1,18 @@
 """A keyed permutation of range(n) for any n, computed at a point: no table, no memory, no growth.
 
-An unbalanced Feistel network over the bits of n - 1 permutes range(2^k) with 2^(k-1) < n <= 2^k; walking its
-cycles until the value falls below n restricts it to range(n), and both directions stay exact (Black and Rogaway,
-"Ciphers with arbitrary finite domains", 2002). Fewer than two walks are expected. It shuffles; it hides nothing.
+A Feistel network over pairs (high, low) of range(a) x range(b), with a and b near the square root of n, permutes
+range(a * b); walking its cycles until the value falls below n restricts it to range(n), and both directions stay exact
+(Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). As a * b is just above n, hardly anything walks.
+It shuffles; it hides nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from math import isqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +21,8 @@ Positions = NDArray[np.uint64]
 
 ROUNDS = 8
 LARGEST = 1 << 62
+SMALLEST_SIDE = 8
+"""On fewer values a side the rounds cannot reach every order evenly."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +42,10 @@ class Permutation:
         return tuple(np.frombuffer(digest, dtype="<u8").astype(np.uint64))
 
     @cached_property
-    def halves(self) -> tuple[int, int]:
-        bits = max(6, (self.n - 1).bit_length())  # on fewer bits the rounds cannot reach every order evenly
-        return bits // 2, bits - bits // 2
+    def sides(self) -> tuple[np.uint64, np.uint64]:
+        """(a, b) with a * b >= n, both near its square root."""
+        a = max(SMALLEST_SIDE, isqrt(self.n - 1) + 1)
+        return np.uint64(a), np.uint64(max(SMALLEST_SIDE, -(-self.n // a)))
 
     def __call__(self, positions: Positions) -> Positions:
         return self._walk(positions, self._forward)
@@ -47,47 +53,49 @@ class Permutation:
     def inverse(self, values: Positions) -> Positions:
         return self._walk(values, self._backward)
 
-    def _walk(self, start: Positions, once: object) -> Positions:
-        assert callable(once)
+    def _walk(self, start: Positions, once: Callable[[Positions], Positions]) -> Positions:
         start = np.atleast_1d(np.asarray(start, dtype=np.uint64))
         if start.size and int(start.max()) >= self.n:
             raise ValueError(f"{int(start.max())} is not below {self.n}")
-        out: Positions = once(start)
+        out = once(start)
         outside = np.flatnonzero(out >= self.n)
         while outside.size:
-            moved: Positions = once(out[outside])
+            moved = once(out[outside])
             out[outside] = moved
             outside = outside[moved >= self.n]
         return out
 
     def _forward(self, x: Positions) -> Positions:
-        # In round r the high part is mixed by the low part, and the parts change places: their widths alternate.
-        left, right = self.halves
+        # Each round the low part moves the high one and they change places. ROUNDS is even: a and b end as they began.
+        a, b = self.sides
+        high, low = np.divmod(x, b)
         for key in self.round_keys:
-            low = x & mask(right)
-            high = (x >> np.uint64(right)) ^ (mixed(low, key) & mask(left))
-            x = (low << np.uint64(left)) | high
-            left, right = right, left
-        return x
+            high, low = low, modulo(high + drawn(low, key, a), a)
+            a, b = b, a
+        return high * b + low
 
     def _backward(self, x: Positions) -> Positions:
-        left, right = self.halves  # ROUNDS is even, so the widths are again what they were at the start
+        a, b = self.sides
+        high, low = np.divmod(x, b)
         for key in reversed(self.round_keys):
-            left, right = right, left
-            high = x & mask(left)
-            low = x >> np.uint64(left)
-            x = ((high ^ (mixed(low, key) & mask(left))) << np.uint64(right)) | low
-        return x
+            a, b = b, a
+            high, low = modulo(low + (a - drawn(high, key, a)), a), high
+        return high * b + low
 
 
-def mask(bits: int) -> np.uint64:
-    return np.uint64((1 << bits) - 1)
+def modulo(x: Positions, side: np.uint64) -> Positions:
+    """x % side for x below 2 * side, without a division."""
+    return x - (x >= side) * side
 
 
-def mixed(x: Positions, key: np.uint64) -> Positions:
-    """The finalizer of splitmix64 over x + key; wrapping multiplication is what it wants."""
-    with np.errstate(over="ignore"):
-        x = x + key
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
+def drawn(x: Positions, key: np.uint64, side: np.uint64) -> Positions:
+    """A number below side (at most 2^31), from the finalizer of splitmix64 over x + key; products wrap on purpose."""
+    x = x + key
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x >>= np.uint64(33)
+    x *= side
+    x >>= np.uint64(31)
+    return x

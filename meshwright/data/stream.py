@@ -100,13 +100,21 @@ class Stream:
             mine = np.flatnonzero(which == index)
             if not mine.size:
                 continue
-            epoch, within = np.divmod(own[mine], np.uint64(part.trained))
-            shuffled = np.empty_like(within)
-            for e in np.unique(epoch):
-                here = epoch == e
-                shuffled[here] = self._epoch(index, int(e))(within[here])
-            ids[mine] = self._split(index, shuffled + np.uint64(part.held_out)) + np.uint64(self._offset(index))
+            shuffled = self._shuffled(index, own[mine]) + np.uint64(part.held_out)
+            ids[mine] = self._split(index, shuffled) + np.uint64(self._offset(index))
         return ids
+
+    def _shuffled(self, index: int, own: Positions) -> Positions:
+        """Ordinals of a source's own stream, each shuffled within its epoch."""
+        trained = np.uint64(self.parts[index].trained)
+        first, last = int(own.min() // trained), int(own.max() // trained)
+        if first == last:  # all of one epoch, as nearly always
+            return self._epoch(index, first)(own - np.uint64(first) * trained)
+        epoch, within = np.divmod(own, trained)
+        for e in np.unique(epoch):
+            here = epoch == e
+            within[here] = self._epoch(index, int(e))(within[here])
+        return within
 
     def evaluation(self, most: int) -> Positions:
         """The first held-out ids, at most so many, each once, the sources in their shares."""

@@ -15,7 +15,7 @@ from meshwright.config.derive import check
 from meshwright.data.files import open_sources
 from meshwright.data.source import Indexable
 from meshwright.errors import ConfigError
-from meshwright.launch.ranks import Ranks
+from meshwright.launch.ranks import Ranks, refuse_while_spawning
 from meshwright.launch.rendezvous import Place, join, leave
 from meshwright.layout import Layout
 from meshwright.record.events import Event
@@ -34,6 +34,7 @@ def make_job(
     source: Any = None,
 ) -> Job:
     """A checked job, its sources opened: forked ranks share what this process has mapped."""
+    refuse_while_spawning()
     layout = Layout(replicate=config.layout.replicate)
     batch = check(config, layout.data_degree)
     if (model is None) != (loss is None):
@@ -71,7 +72,7 @@ def run_here(job: Job, place: Place, listen: Callable[[int], Callable[[Event], N
     world = join(place, job.config.launch, facts_of(job))
     try:
         with job.folder.held() if world.rank == 0 else nullcontext():
-            [attempt] = world.control_sum([job.folder.new_attempt() if world.rank == 0 else 0]).wait()
+            attempt = int(world.sum_numbers(job.folder.new_attempt() if world.rank == 0 else 0).wait())
             listener = listen(attempt) if world.rank == 0 else None
             return train_rank(replace(job, attempt=attempt, listener=listener), world)
     finally:

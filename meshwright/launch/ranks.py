@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from meshwright.errors import ConfigError
 from meshwright.launch.failures import Failure, RanksFailed
 from meshwright.launch.rendezvous import Place, join, leave
 from meshwright.parallel.world import World
+
+Work = tuple[Callable[..., Any], tuple[Any, ...]]
 
 GRACE = 10.0
 """Seconds that the other ranks have to end by themselves after one has failed."""
@@ -54,34 +57,32 @@ class Ranks:
         self._processes: list[Any] = []
         self._first_failure = 0.0
         self._asked = 0
+        whole: Work = (work, tuple(args))
+        given = self._by_file(whole) if context.get_start_method() == "spawn" else whole
         sys.stdout.flush()
         sys.stderr.flush()
         for rank in range(count):
             reader, writer = context.Pipe(duplex=False)
             place = Place(rank, count, rank, file=os.path.join(self._folder.name, "store"))
             log = str(logs[rank]) if logs else ""
-            target_args = (
-                work,
-                tuple(args),
-                place,
-                launch or LaunchConfig(),
-                dict(facts or {}),
-                writer,
-                log,
-                os.getpid(),
-            )
+            target_args = (given, place, launch or LaunchConfig(), dict(facts or {}), writer, log, os.getpid())
             process = context.Process(target=_be_rank, args=target_args, name=f"rank {rank}")
-            try:
-                process.start()
-            except (pickle.PicklingError, AttributeError, TypeError) as error:
-                self.kill()
-                raise ConfigError(
-                    f"this process uses CUDA already, so ranks are spawned, and what they are given cannot be: {error}",
-                    "call it before anything starts CUDA (autograd does), or define what it is given in a module",
-                ) from None
+            process.start()
             writer.close()
             self._pipes[rank] = reader
             self._processes.append(process)
+
+    def _by_file(self, given: Work) -> str:
+        """What spawned ranks are given, in a file: through their pipe, one that dies early would block this process."""
+        path = os.path.join(self._folder.name, "work")
+        try:
+            Path(path).write_bytes(ForkingPickler.dumps(given))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"this process has started CUDA, so ranks are spawned, and what they are given cannot be: {error}",
+                "call it before anything starts CUDA (autograd does), or define what it is given in a module",
+            ) from None
+        return path
 
     def poll(self, seconds: float) -> bool:
         """Waits at most so long for news; True once every rank has ended."""
@@ -153,6 +154,15 @@ def cuda_started() -> bool:
     return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) != not_initialised
 
 
+def refuse_while_spawning() -> None:
+    """A spawned rank first runs the script that it comes from; a launch there, unguarded, would never end."""
+    if getattr(mp.current_process(), "_inheriting", False):
+        raise ConfigError(
+            "a spawned rank runs this script again, and meets the launch again",
+            'put the call under if __name__ == "__main__":',
+        )
+
+
 @cache
 def warm() -> None:
     """Has torch import now, once, what each rank would import by itself: the first optimizer takes 1.5 s."""
@@ -167,8 +177,10 @@ def run_ranks(
     launch: LaunchConfig | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """`work(world, *args)` on so many ranks; their values in order. Past the timeout every rank is killed."""
-    ranks = Ranks(work, count, args, launch or LaunchConfig(join_timeout=30.0, step_timeout=60.0), facts)
+    """`work(world, *args)` on so many ranks, on CPU unless `launch` says otherwise; their values in order. Past the
+    timeout every rank is killed.
+    """
+    ranks = Ranks(work, count, args, launch or LaunchConfig(join_timeout=30.0, step_timeout=60.0, device="cpu"), facts)
     end = time.monotonic() + timeout
     try:
         while not ranks.poll(max(0.0, min(1.0, end - time.monotonic()))):
@@ -182,8 +194,7 @@ def run_ranks(
 
 
 def _be_rank(
-    work: Callable[..., Any],
-    args: tuple[Any, ...],
+    given: Work | str,
     place: Place,
     launch: LaunchConfig,
     facts: dict[str, Any],
@@ -200,6 +211,7 @@ def _be_rank(
     status = 0
     try:
         torch.set_num_threads(launch.threads)
+        work, args = pickle.loads(Path(given).read_bytes()) if isinstance(given, str) else given
         world: World = join(place, launch, facts)
         value = work(world, *args)
         leave()

@@ -18,26 +18,23 @@ class World:
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
-    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums a small device tensor over all ranks, in place."""
-        if self.size > 1:
-            dist.all_reduce(tensor)
-        return tensor
+    def sum(self, tensor: torch.Tensor) -> Summing:
+        """Starts summing a small tensor over all ranks, in place; `wait` gives it. A host tensor stays on the host."""
+        return Summing(tensor, dist.all_reduce(tensor, async_op=True) if self.size > 1 else None)
 
-    def control_sum(self, numbers: list[int]) -> ControlSum:
-        """Starts summing a few host numbers over all ranks, without the device; `wait` gives the sums."""
-        tensor = torch.tensor(numbers, dtype=torch.int64)
-        work = dist.all_reduce(tensor, async_op=True) if self.size > 1 else None
-        return ControlSum(tensor, work)
+    def sum_numbers(self, *numbers: int) -> Summing:
+        return self.sum(torch.tensor(numbers, dtype=torch.int64))
 
 
 @dataclass
-class ControlSum:
+class Summing:
+    """A sum over ranks that is on its way."""
+
     tensor: torch.Tensor
     work: dist.Work | None
 
-    def wait(self) -> list[int]:
+    def wait(self) -> torch.Tensor:
         if self.work is not None:
             self.work.wait()
             self.work = None
-        return [int(value) for value in self.tensor]
+        return self.tensor

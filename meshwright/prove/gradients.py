@@ -95,8 +95,10 @@ def parallel(world: World, config: RunConfig, source: Masked, batch: Batch) -> d
     )
     stream = stream_for(config, source, batch)
     micro_batches = next(Loader(Concatenated([source]), stream, batch, world.rank, DataConfig(workers=0)).steps(0, 1))
-    _, loss, _ = step.gradient(0, micro_batches, StepClock(world.device))
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None} | {"loss": loss}
+    _, summing = step.gradient(0, micro_batches, StepClock(world.device))
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None} | {
+        "loss": summing.wait()[0]
+    }
 
 
 def stream_for(config: RunConfig, source: Masked, batch: Batch) -> Stream:

@@ -40,5 +40,5 @@ class Evaluation:
                 total, _ = model(*(t.to(world.device) for t in batch.tensors))
             sums += torch.stack([total.double(), torch.tensor(float(batch.valid), device=world.device)])
         model.train()
-        total_loss, tokens = world.sum_(sums).tolist()
+        total_loss, tokens = world.sum(sums).wait().tolist()
         return total_loss / max(1.0, tokens), int(tokens), bad

@@ -115,8 +115,8 @@ class Ledger:
         if numerics.on_nonfinite == "skip" and self.in_a_row <= numerics.skip_budget:
             return
         what = f"rank {self.world.rank} step {outcome.step}: loss {loss} or its gradient is not finite"
-        named = self.world.control_sum([where is not None]).wait()[0]
-        if where is None and named:
+        named = self.world.sum_numbers(where is not None).wait()
+        if where is None and bool(named):
             raise PeerError(f"{what}, first on another rank")
         raise NumericsError(
             f"{what}, first in {where or 'the sum over ranks'}",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -22,7 +24,7 @@ SHORT = LaunchConfig(join_timeout=3.0, step_timeout=30.0, device="cpu")
 
 
 def test_ranks_give_their_values_in_order_tensors_too():
-    values = run_ranks(lambda world, x: (world.rank, x * world.sum_(torch.ones(3))), 3, 2.0)
+    values = run_ranks(lambda world, x: (world.rank, x * world.sum(torch.ones(3)).wait()), 3, 2.0)
     assert [rank for rank, _ in values] == [0, 1, 2]
     assert all(torch.equal(v, torch.full((3,), 6.0)) for _, v in values)
 
@@ -38,7 +40,7 @@ def alive(pid: int) -> bool:
 def failing(world):
     if world.rank == 1:
         raise ZeroDivisionError("the real cause")
-    world.sum_(torch.ones(1))
+    world.sum(torch.ones(1)).wait()
 
 
 def test_the_rank_that_failed_is_on_top_and_a_rank_that_lost_its_peer_is_never_blamed():
@@ -55,7 +57,7 @@ def test_a_rank_killed_from_outside_is_named_with_its_signal():
     def work(world):
         if world.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        world.sum_(torch.ones(1))
+        world.sum(torch.ones(1)).wait()
 
     with pytest.raises(RanksFailed) as failed:
         run_ranks(work, 2)
@@ -184,3 +186,32 @@ def test_failures_are_ordered_by_cause_then_time():
     lost = Failure.of(1, RuntimeError("[x] Connection closed by peer [127.0.0.1]"))
     assert [f.rank for f in RanksFailed([late, lost, early]).failures] == [2, 0, 1]
     assert lost.exit_code == 8
+
+
+SPAWNED = """
+import meshwright.launch.ranks as ranks
+ranks.cuda_started = lambda: True
+from meshwright import train
+from meshwright.config import load
+config = load(steps=2, ranks=2, overrides=["--model.layers=1", "--data.kind=synthetic", "--launch.device=cpu"])
+GUARD train(config, run="r", quiet=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("guard", "code", "said"),
+    [("if __name__ == '__main__':", 0, ""), ("if True:", 1, "put the call under if __name__")],
+)
+def test_where_cuda_has_started_ranks_are_spawned_and_an_unguarded_script_is_told(tmp_path, guard, code, said):
+    (tmp_path / "script.py").write_text(SPAWNED.replace("GUARD", guard))
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+
+
+def test_what_cannot_be_given_to_a_spawned_rank_is_named(monkeypatch):
+    from meshwright.launch import ranks as module
+
+    monkeypatch.setattr(module, "cuda_started", lambda: True)
+    with pytest.raises(ConfigError, match="ranks are spawned, and what they are given cannot be"):
+        run_ranks(lambda world: world.rank, 2)

@@ -293,8 +293,7 @@ def test_noise_scale_is_recovered_from_gradients_whose_noise_is_known():
     scale = NoiseScale(batch, replicas, smoothing=0.99)
     for _ in range(600):
         local = true + generator.normal(size=(replicas, size)) * noise / np.sqrt(batch / replicas)
-        shares = local / replicas  # what a rank holds before the sum
-        estimate = scale.update(float(np.linalg.norm(shares.sum(0))), float((shares**2).sum(1).mean()))
+        estimate = scale.update(float(np.linalg.norm(local.mean(0))), float((local**2).sum(1).mean()))
     assert estimate == pytest.approx(36 / 4, rel=0.1)
     assert NoiseScale(32, 1).update(1.0, 1.0) is None
 
