@@ -25,7 +25,7 @@ class GradientTraffic:
 
     buckets: int = 0
     message_bytes: int = 0
-    local_square: Tensor | float = 0.0
+    local_square: Tensor | None = None
 
 
 class Replicated:
@@ -71,7 +71,8 @@ def reduce_bucket(state: Replicated, bucket: dist.GradBucket) -> torch.futures.F
     """
     gradient = bucket.buffer()
     traffic = state.traffic
-    traffic.local_square = traffic.local_square + torch.linalg.vector_norm(gradient).square()
+    square = torch.linalg.vector_norm(gradient).square()
+    traffic.local_square = square if traffic.local_square is None else traffic.local_square + square
     sent = gradient.bfloat16() if state.compress else gradient
     traffic.buckets += 1
     traffic.message_bytes += sent.numel() * sent.element_size()

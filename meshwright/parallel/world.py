@@ -18,6 +18,12 @@ class World:
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy that the host does not wait for; from pageable memory it would wait for all that is queued before."""
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
     def sum(self, tensor: torch.Tensor) -> Summing:
         """Starts summing a small tensor over all ranks, in place; `wait` gives it. A host tensor stays on the host."""
         return Summing(tensor, dist.all_reduce(tensor, async_op=True) if self.size > 1 else None)

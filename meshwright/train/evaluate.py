@@ -37,7 +37,7 @@ class Evaluation:
                 bad = bad or str(batch.bad[0])
                 continue
             with precision.autocast():
-                total, _ = model(*(t.to(world.device) for t in batch.tensors))
+                total, _ = model(*map(world.to_device, batch.tensors))
             sums += torch.stack([total.double(), torch.tensor(float(batch.valid), device=world.device)])
         model.train()
         total_loss, tokens = world.sum(sums).wait().tolist()

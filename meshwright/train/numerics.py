@@ -29,9 +29,7 @@ class NoiseScale:
         if self.replicas == 1:
             return None
         big = norm**2
-        small = (
-            mean_local_square * self.replicas**2
-        )  # a local gradient carries 1 / replicas of the global mean's weight
+        small = mean_local_square
         signal = (self.big * big - self.small * small) / (self.big - self.small)
         noise = (small - big) / (1 / self.small - 1 / self.big)
         keep = self.smoothing if self.noise else 0.0

@@ -47,7 +47,7 @@ class Optimizer:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients, foreach=True)
 
-    def update(self, lr: float, norm: Tensor, scale: Tensor | float, finite: Tensor) -> None:
+    def update(self, lr: float, norm: Tensor, scale: Tensor, finite: Tensor) -> None:
         """One step. `norm` is that of the true gradient; the stored one is `scale` times it."""
         divisor = scale * torch.clamp(norm / self.clip, min=1.0) if self.clip else scale * torch.ones_like(norm)
         for group in self.adamw.param_groups:

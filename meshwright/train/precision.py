@@ -18,6 +18,13 @@ class Precision:
         self.device = device
         self.scaler = LossScale(config.loss_scale, config.scale_interval, device) if config.compute == "fp16" else None
 
+        self._one = torch.ones((), device=device)
+
+    @property
+    def scale(self) -> Tensor:
+        """What the loss is multiplied by before backward; on the device, so that nothing waits for it."""
+        return self.scaler.scale if self.scaler is not None else self._one
+
     @property
     def weights(self) -> torch.dtype:
         return torch.float64 if self.compute == torch.float64 else torch.float32

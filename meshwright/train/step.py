@@ -68,7 +68,7 @@ class Step:
         batches = next(stream)
         agreement, summing = self.gradient(step, batches, clock)
         clock.enter("update")
-        scale = self.precision.scaler.scale if self.precision.scaler else 1.0
+        scale = self.precision.scale
         norm = self.optimizer.gradient_norm() / scale
         clock.enter("sync")
         loss, local_square = summing.wait()
@@ -78,9 +78,8 @@ class Step:
         self.optimizer.zero()
         if self.precision.scaler:
             self.precision.scaler.update(finite)
-        scale_used = torch.as_tensor(scale, device=norm.device)
-        local_square = local_square / (self.world.size * scale_used**2)
-        numbers = torch.stack([t.double() for t in (loss, norm, local_square, finite, scale_used)])
+        local_square = local_square / (self.world.size * scale**2)
+        numbers = torch.stack([t.double() for t in (loss, norm, local_square, finite, scale)])
         on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
         on_host.copy_(numbers, non_blocking=True)
         clock.close()
@@ -96,7 +95,7 @@ class Step:
         if not all(batch.tensors for batch in batches):
             self._agree(step, batches, asked.wait())  # raises: nothing to compute on
         clock.enter("copy")
-        inputs = [tuple(t.to(self.world.device, non_blocking=True) for t in batch.tensors) for batch in batches]
+        inputs = [tuple(map(self.world.to_device, batch.tensors)) for batch in batches]
         total = torch.zeros((), device=self.world.device, dtype=self.precision.weights)
         for index, micro_batch in enumerate(inputs):
             last = index == len(inputs) - 1
@@ -112,14 +111,14 @@ class Step:
                 mean = losses / max(1, agreement.tokens)
                 if last:
                     self.replicated.on_last_bucket = lambda: clock.enter("sync")
-                (mean * self.precision.scaler.scale if self.precision.scaler else mean).backward()
+                (mean * self.precision.scale).backward()
             total += losses.detach()
         clock.enter("sync")
         assert agreement is not None
         own = sum(batch.valid for batch in batches)
-        square = self.replicated.traffic.local_square * (agreement.tokens / max(1, own)) ** 2
-        sums = [total / max(1, agreement.tokens), torch.as_tensor(square, device=total.device, dtype=total.dtype)]
-        return agreement, self.world.sum(torch.stack(sums))
+        square = self.replicated.traffic.local_square
+        weighed = torch.zeros_like(total) if square is None else square * (agreement.tokens / max(1, own)) ** 2
+        return agreement, self.world.sum(torch.stack([total / max(1, agreement.tokens), weighed.to(total.dtype)]))
 
     def _seed(self, step: int) -> None:
         """Dropout and the like draw from a generator seeded anew each step: a function of position."""
