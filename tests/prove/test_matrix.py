@@ -1,4 +1,4 @@
-"""The long matrices of `make test-all`: every preset's gradients on every rank count, and more of the stream's space."""
+"""The long matrices of `make test-all`: every preset on every rank count, and more of the stream's space."""
 
 from __future__ import annotations
 
