@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.config import RunConfig
+from meshwright.config import RunConfig, from_dict, to_dict
 from meshwright.launch.host import Nursery, Running, attend
 from meshwright.observe.console import Screen, Terminal
 from meshwright.record.events import Follower
@@ -51,14 +53,14 @@ def train(
     """
     from meshwright.launch.job import make_job, run_here, start, torchrun_place
 
-    config = config or RunConfig()
+    config = from_dict(to_dict(config or RunConfig()))  # checked as if it came from a file
     folder = RunFolder(Path(run) if run is not None else Path("runs") / config.preset)
     screen = (lambda _attempt: Quiet()) if quiet else screen
     job = make_job(config, folder, model=model, loss=loss, source=source)
     place = torchrun_place()
     if place is not None:
         show = screen or partial(Terminal, config, folder.root)
-        summary = run_here(job, place, lambda attempt: show(attempt).show)
+        summary = run_here(job, place, lambda attempt: show(attempt).show, fresh)
         return Result(folder.root, **dataclasses.asdict(summary))
     return supervise(
         config, folder, lambda attempt: start(dataclasses.replace(job, attempt=attempt)), fresh=fresh, screen=screen
@@ -84,12 +86,17 @@ def supervise(
         folder.set_aside()
     with folder.held():
         attempt = folder.new_attempt()
-        shown = screen(attempt) if screen else Terminal(config, folder.root, attempt)
+        shown: Screen = screen(attempt) if screen else Terminal(config, folder.root, attempt)
         events = Follower(folder.events(0), only_new=True)
 
         def tick() -> None:
+            nonlocal shown
             for event in events.new():
-                shown.show(event)
+                try:
+                    shown.show(event)
+                except OSError:  # whoever was looking has left; the run goes on, and its records with it
+                    shown = Quiet()
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
         try:
             summary = attend(begin(attempt), tick)[0]

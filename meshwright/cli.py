@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import FlagConversionOff, FlagCreatePairsOff, Positional, arg
 
 from meshwright.errors import ConfigError, MeshwrightError
 
@@ -59,7 +60,7 @@ def train(
     config = load(file, overrides, ranks, steps)
     check(config, config.layout.replicate)
     if started_by_torchrun():
-        api.train(config, run=run, screen=JsonLines if json else None)
+        api.train(config, run=run, fresh=fresh, screen=JsonLines if json else None)
     else:
         api.train_from_cold(config, run, fresh, JsonLines if json else None)
 
@@ -134,8 +135,13 @@ def main(argv: list[str] | None = None) -> None:
     except MeshwrightError as error:
         print(f"meshwright: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    except BrokenPipeError:  # the reader of a pipe left: not an error of ours
-        raise SystemExit(0) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except OSError as error:  # a full disk, a closed pipe: what and where, in one line
+        with contextlib.suppress(OSError):
+            print(f"meshwright: {error.strerror}: {error.filename or 'standard output'}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter would fail once more when it flushes
+        raise SystemExit(1) from None
 
 
 def run_verb(words: list[str]) -> None:
@@ -156,8 +162,8 @@ def run_verb(words: list[str]) -> None:
     verb = VERBS[name]
     given = {}
     if "overrides" in verb.__annotations__:
-        given = {"overrides": tuple(underscored(word) for word in rest if OVERRIDE.match(word))}
-        rest = [word for word in rest if not OVERRIDE.match(word)]
+        rest, overrides = parted(rest)
+        given = {"overrides": overrides}
     words_only = without_overrides(verb)
     said = io.StringIO()
     try:
@@ -187,6 +193,19 @@ def without_overrides(verb: Callable[..., None]) -> Callable[..., dict[str, Any]
     kept = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.name != "overrides"]
     parsed.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
     return parsed
+
+
+def parted(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """(words of the verb, `--a.b=c` words for the config); a value may also stand in the word after its key."""
+    kept: list[str] = []
+    overrides: list[str] = []
+    coming = iter(words)
+    for word in coming:
+        match = OVERRIDE.match(word)
+        if match and not match["value"] and (value := next(coming, None)) is not None:
+            word = f"{word}={value}"
+        (overrides if match else kept).append(underscored(word) if match else word)
+    return kept, tuple(overrides)
 
 
 def underscored(word: str) -> str:
@@ -227,7 +246,7 @@ def keys_help() -> str:
 
     said = io.StringIO()
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(said):
-        tyro.cli(RunConfig, prog="", args=["--help"], use_underscores=True)
+        tyro.cli(RunConfig, prog="", args=["--help"], use_underscores=True, config=(FlagConversionOff,))
     return "Keys of the run file, each also --KEY=VALUE here:\n" + said.getvalue().partition("\n\n")[2].replace(
         "global_ ", "global "
     )

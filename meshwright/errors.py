@@ -60,3 +60,11 @@ class Stopped(MeshwrightError):
         super().__init__(f"stopped by signal {signal_number} before step {step}, on every rank")
         self.exit_code = 128 + signal_number
         self.args = (signal_number, step)  # so that it survives the trip from a rank to its launcher
+
+
+class Killed(MeshwrightError):
+    """A second signal ended the ranks where they stood."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"a second signal {signal_number}: the ranks were killed where they stood")
+        self.exit_code = 128 + signal_number

@@ -83,3 +83,26 @@ def test_the_package_imports_without_torch_and_knows_its_names():
 def test_a_model_without_its_loss_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="come together"):
         train(RunConfig(), loss=lambda a, b: a, run=tmp_path / "r", quiet=True)
+
+
+TWICE = """
+import sys
+from meshwright import train
+from meshwright.config import load
+for name in ("one", "two"):
+    config = load(steps=2, ranks=2, overrides=["--model.layers=1", "--data.kind=synthetic"])
+    train(config, run=name, quiet=True)
+"""
+
+
+def test_two_trainings_in_one_torchrun_process_do_not_meet_each_others_keys(tmp_path):
+    (tmp_path / "twice.py").write_text(TWICE)
+    command = [
+        str(BIN / "torchrun"),
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=localhost:0",
+        "--nproc-per-node=2",
+        "twice.py",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr

@@ -7,6 +7,7 @@ from meshwright.config.presets import PRESETS
 from meshwright.config.read import as_toml, from_dict, load, to_dict
 from meshwright.config.tree import (
     IGNORED,
+    LARGEST_BATCH,
     BatchConfig,
     DataConfig,
     EvalConfig,
@@ -24,6 +25,7 @@ from meshwright.config.tree import (
 
 __all__ = [
     "IGNORED",
+    "LARGEST_BATCH",
     "PRESETS",
     "Batch",
     "BatchConfig",

@@ -36,7 +36,7 @@ def batch_algebra(batch: BatchConfig, replicas: int) -> Batch:
     """
     whole = batch.global_
     if whole % replicas:
-        degrees = [r for r in range(1, min(whole, 4 * replicas) + 1) if whole % r == 0]
+        degrees = [r for r in range(1, min(whole, 4 * replicas, 4096) + 1) if whole % r == 0]
         raise ConfigError(
             f"batch.global = {whole} does not divide over data-parallel degree {replicas}",
             f"allowed: batch.global = {multiples(whole, replicas)}, or degree {nearest(degrees, replicas)}",
@@ -44,7 +44,7 @@ def batch_algebra(batch: BatchConfig, replicas: int) -> Batch:
     local = whole // replicas
     micro = batch.micro or local
     if local % micro:
-        sizes = [m for m in range(1, min(local, 4 * micro) + 1) if local % m == 0]
+        sizes = [m for m in range(1, min(local, 4 * micro, 4096) + 1) if local % m == 0]
         raise ConfigError(
             f"batch.micro = {micro} does not divide a rank's {local} samples (global {whole}, degree {replicas})",
             f"allowed: batch.micro = {nearest(sizes, micro)}, or batch.global = {multiples(whole, replicas * micro)}",

@@ -67,7 +67,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"run file {path} is over {MAX_TOML_BYTES:,} bytes", "allowed: a TOML file of settings")
     try:
         return tomllib.loads(text.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
         raise ConfigError(f"run file {path} is not TOML: {error}", "allowed: a TOML file") from None
 
 
@@ -153,13 +153,13 @@ def scalar(kind: type, value: Any, where: str) -> Any:
     if isinstance(value, Word):
         try:
             if kind is bool:
-                return {"true": True, "false": False}[value]
+                return {"true": True, "false": False}[value.lower()]
             if kind is int:
                 return int(value.replace("_", ""))
             number = kind(value)
         except (ValueError, KeyError):
             raise ConfigError(f"{where} = {show(value)} has the wrong type", f"allowed: {names[kind]}") from None
-    elif kind is float and type(value) is int:
+    elif kind is float and type(value) is int and abs(value) < 1 << 1000:
         number = float(value)
     elif type(value) is kind:
         number = value
@@ -179,7 +179,10 @@ def toml_value(word: str) -> Any:
 
 def show(value: Any) -> str:
     """A value as the user wrote it, short enough for one line."""
-    text = str(value) if isinstance(value, Word) else json.dumps(value, default=str)
+    try:
+        text = str(value) if isinstance(value, Word) else json.dumps(value, default=str)
+    except (ValueError, RecursionError):  # a number of thousands of digits, a table of thousands of levels
+        text = f"a {type(value).__name__} too large to show"
     return text if len(text) <= 60 else text[:57] + "..."
 
 

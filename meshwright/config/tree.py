@@ -43,9 +43,12 @@ PLACEMENT = Placement()
 IGNORED = -100
 """The target that counts for nothing, in data and loss alike (torch's own default)."""
 
-Count = Annotated[int, Range(least=1)]
-Natural = Annotated[int, Range(least=0)]
-Positive = Annotated[float, Range(above=0)]
+LARGEST_BATCH = 1 << 24
+"""Samples an optimizer step, at most: their ids are held in memory at once."""
+Count = Annotated[int, Range(least=1, most=1 << 31)]
+Natural = Annotated[int, Range(least=0, most=1 << 48)]
+Positive = Annotated[float, Range(above=0, most=1e12)]
+Seconds = Annotated[float, Range(above=0, most=1e6)]
 Share = Annotated[float, Range(least=0, most=1)]
 
 
@@ -53,7 +56,7 @@ Share = Annotated[float, Range(least=0, most=1)]
 class ModelConfig:
     """The decoder's shape."""
 
-    vocab: Annotated[int, Range(least=2, most=2**32)] = 256
+    vocab: Annotated[int, Range(least=2, most=1 << 24)] = 256
     """size of the vocabulary; every token id must be below it"""
     width: Count = 128
     """width of the residual stream"""
@@ -78,13 +81,13 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.width % self.heads or (self.width // self.heads) % 2:
-            fits = [h for h in range(1, self.width + 1) if self.width % h == 0 and (self.width // h) % 2 == 0]
+            fits = [h for h in range(1, min(self.width, 4096) + 1) if self.width % (2 * h) == 0]
             raise ConfigError(
                 f"model.heads = {self.heads} does not divide model.width = {self.width} into even head sizes",
                 f"allowed: {nearest(fits, self.heads) or 'none; make the width even'}",
             )
         if self.heads % self.kv_heads:
-            fits = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
+            fits = [k for k in range(1, min(self.heads, 4096) + 1) if self.heads % k == 0]
             raise ConfigError(
                 f"model.kv_heads = {self.kv_heads} does not divide model.heads = {self.heads}",
                 f"allowed: {nearest(fits, self.kv_heads)}",
@@ -112,7 +115,7 @@ class SourceConfig:
     """a tokenizer.json for text and jsonl; empty is byte level (its content is identity, not its path)"""
     field: str = "text"
     """the field of a JSONL record that holds the text"""
-    samples: Count = 1_000_000
+    samples: Annotated[int, Range(least=1, most=1 << 62)] = 1_000_000
     """how many samples a synthetic source has"""
     weight: Positive = 1.0
     """share of this source in a mixture, in any unit"""
@@ -148,7 +151,7 @@ class DataConfig(SourceConfig):
 class BatchConfig:
     """global = micro x data-parallel degree x accumulation; accumulation is derived."""
 
-    global_: Count = 16
+    global_: Annotated[int, Range(least=1, most=LARGEST_BATCH)] = 16
     """samples an optimizer step, over all ranks"""
     micro: Annotated[Annotated[int, Range(least=1)] | None, PLACEMENT] = None
     """samples a forward pass on one rank; unset: the whole share of the rank at once"""
@@ -220,7 +223,7 @@ class EvalConfig:
     """share of each source held out by a keyed permutation; 0 turns evaluation off"""
     every: Annotated[Natural, PLACEMENT] = 50
     """steps between evaluations; 0 never"""
-    samples: Annotated[Count, PLACEMENT] = 64
+    samples: Annotated[int, Range(least=1, most=LARGEST_BATCH), PLACEMENT] = 64
     """held-out samples an evaluation"""
 
 
@@ -236,12 +239,14 @@ class LayoutConfig:
 class ReplicateConfig:
     """Data parallelism by DDP."""
 
-    bucket_mb: Annotated[Annotated[float, Range(above=0)], PLACEMENT] = 25.0
+    bucket_mb: Annotated[float, Range(above=0, most=1e6), PLACEMENT] = 25.0
     """size of a gradient bucket; small overlaps earlier, large has less latency"""
     bucket_view: Annotated[bool, PLACEMENT] = True
     """gradients live inside the buckets: one copy less"""
     static_graph: Annotated[bool, PLACEMENT] = False
     """promise that every step uses the same parameters"""
+    unused: Annotated[bool, PLACEMENT] = False
+    """allow parameters that a step does not use, at the price of walking the graph each step"""
     compress: Literal["none", "bf16"] = "none"
     """reduce gradients in bf16: half the bytes, other numbers"""
 
@@ -250,11 +255,11 @@ class ReplicateConfig:
 class LaunchConfig:
     """How ranks come to life."""
 
-    threads: Annotated[Count, PLACEMENT] = 1
+    threads: Annotated[int, Range(least=1, most=1024), PLACEMENT] = 1
     """CPU threads a rank; another count may change the last bits"""
-    join_timeout: Annotated[Positive, PLACEMENT] = 60.0
+    join_timeout: Annotated[Seconds, PLACEMENT] = 60.0
     """seconds that ranks wait for each other at start"""
-    step_timeout: Annotated[Positive, PLACEMENT] = 600.0
+    step_timeout: Annotated[Seconds, PLACEMENT] = 600.0
     """seconds that a collective may take"""
     device: Annotated[Literal["auto", "cpu", "cuda"], PLACEMENT] = "auto"
     """auto: CUDA where there is one"""

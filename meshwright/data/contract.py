@@ -17,6 +17,8 @@ from meshwright.data.stream import Stream
 from meshwright.errors import ConfigError
 from meshwright.record.folder import RunFolder, read_json
 
+MOST_EPOCHS = 1000
+
 
 @dataclass(frozen=True)
 class Contract:
@@ -45,6 +47,8 @@ class Contract:
 
     def find(self, sample: int, epochs: int) -> dict[str, Any]:
         """Where training meets a sample, for its first so many epochs."""
+        if not 1 <= epochs <= MOST_EPOCHS:
+            raise ConfigError(f"--epochs {epochs} is out of range", f"allowed: from 1 to {MOST_EPOCHS}")
         source, index = self.stream.source_of(sample)
         places = []
         for place in islice(self.stream.find(sample), epochs):
@@ -65,10 +69,14 @@ def contract_of(run: Path) -> Contract:
         record = read_json(RunFolder(run).identity_file)
         try:
             stream = Stream.from_json(record["stream"])
-            placed = record["placement"]
-            batch = batch_algebra(BatchConfig(stream.global_batch, placed["batch.micro"]), placed["layout.replicate"])
-            return Contract(stream, batch, [source["name"] for source in record["sources"]])
-        except (KeyError, TypeError, ValueError) as error:
+            micro, replicate = record["placement"]["batch.micro"], record["placement"]["layout.replicate"]
+            names = [str(source["name"]) for source in record["sources"]]
+            if type(replicate) is not int or replicate < 1 or type(micro) not in (int, type(None)) or micro == 0:
+                raise ValueError("impossible batch")
+            if len(names) != len(stream.parts):
+                raise ValueError("sources and stream differ")
+            return Contract(stream, batch_algebra(BatchConfig(stream.global_batch, micro), replicate), names)
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             raise ConfigError(
                 f"{RunFolder(run).identity_file} is not an identity record ({error!r})", "give a run folder"
             ) from None

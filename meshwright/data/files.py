@@ -108,7 +108,7 @@ def find_files(path: str) -> list[Path]:
         if place.is_file()
         else sorted(p for p in place.iterdir() if p.is_file())
         if place.is_dir()
-        else sorted(map(Path, glob.glob(path)))
+        else sorted(p for p in map(Path, glob.glob(path)) if p.is_file())
     )
     if not found:
         raise DataError(f"data.path = {path!r} matches no file", "give a file, a folder or a glob")
@@ -181,6 +181,8 @@ def tokenized(source: SourceConfig, files: list[Path], skips: int) -> NDArray[An
             except BaseException:
                 os.unlink(part.name)
                 raise
+    if not kept.stat().st_size:
+        raise DataError(f"source {source.path} is empty: no line could be decoded", "check data.path and data.field")
     return map_file(kept, np.dtype("<u4"))
 
 
@@ -198,7 +200,7 @@ def documents(source: SourceConfig, files: list[Path], skips: int) -> Iterator[s
                     if len(line) > LONGEST_LINE:
                         raise ValueError(f"over {LONGEST_LINE:,} bytes")
                     yield line.decode() if source.kind == "text" else text_of(line, source.field)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     skips -= 1
                     if skips < 0:
                         raise DataError(
@@ -211,7 +213,9 @@ def text_of(line: bytes, field: str) -> str:
     record = json.loads(line)
     if not isinstance(record, dict) or not isinstance(record.get(field), str):
         raise ValueError(f"no text under {field!r}")
-    return str(record[field])
+    text = str(record[field])
+    text.encode()  # half a surrogate pair is no text: a ValueError here, where the line is known
+    return text
 
 
 def open_tokenizer(path: str) -> tuple[Any, str]:

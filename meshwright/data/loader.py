@@ -6,6 +6,7 @@ of the lists. Nothing here reads or advances a global random generator.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +24,7 @@ from meshwright.data.permutation import Positions
 from meshwright.data.source import Concatenated
 from meshwright.data.stream import Stream
 from meshwright.errors import DataError
+from meshwright.process import die_with
 
 AHEAD = 4096
 """Positions permuted in one call: a vectorised permutation costs the same for sixteen positions as for a thousand."""
@@ -62,7 +64,10 @@ class Decoder(Dataset[MicroBatch]):
         samples, bad = [], []
         for sample in map(int, ids):
             try:
-                samples.append(self.source[sample])
+                parts = self.source[sample]
+                if strange := [part.dtype for part in parts if part.dtype.kind not in "biuf"]:
+                    raise ValueError(f"it holds {strange[0]}, not numbers")
+                samples.append(parts)
             except Exception as error:  # noqa: BLE001  whatever a user's source raises is named by its sample
                 source, index = self.source.locate(sample)
                 bad.append(BadSample(sample, source.name, index, f"{type(error).__name__}: {error}"))
@@ -83,6 +88,16 @@ class Decoder(Dataset[MicroBatch]):
 def count_valid(targets: Tensor) -> int:
     """What the loss is divided by: integer targets that are not masked; for other targets the samples."""
     return len(targets) if targets.is_floating_point() else int((targets != IGNORED).sum())
+
+
+@dataclass(frozen=True)
+class WithParent:
+    """A worker that ends when its rank does, however that ends."""
+
+    parent: int
+
+    def __call__(self, _worker: int) -> None:
+        die_with(self.parent)
 
 
 class Loader:
@@ -121,6 +136,7 @@ class Loader:
                 prefetch_factor=-(-ahead // workers),
                 multiprocessing_context="fork",
                 generator=torch.Generator(),
+                worker_init_fn=WithParent(os.getpid()),
             )
         else:
             yield from self._by_threads(ids, workers, ahead)

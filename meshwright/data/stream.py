@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.data.permutation import Permutation, Positions
+from meshwright.config import LARGEST_BATCH
+from meshwright.data.permutation import LARGEST, Permutation, Positions
 from meshwright.errors import DataError
 
 CYCLE = 10_000
@@ -72,7 +73,20 @@ class Stream:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Stream:
-        return cls(int(tree["seed"]), int(tree["global_batch"]), tuple(Part(**part) for part in tree["parts"]))
+        """The inverse of to_json. What a stranger wrote must be a possible stream, or it is a ValueError."""
+        parts = tuple(Part(**part) for part in tree["parts"])
+        stream = cls(tree["seed"], tree["global_batch"], parts)
+        numbers = [stream.seed, stream.global_batch, *(n for p in parts for n in (p.samples, p.held_out, p.quota))]
+        possible = (
+            all(type(number) is int and 0 <= number <= LARGEST for number in numbers)
+            and 1 <= stream.global_batch <= LARGEST_BATCH
+            and 1 <= len(parts) <= CYCLE
+            and all(p.held_out < p.samples and p.quota > 0 for p in parts)
+            and sum(p.quota for p in parts) == CYCLE
+        )
+        if not possible:
+            raise ValueError("no stream has these numbers")
+        return stream
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -118,6 +132,7 @@ class Stream:
 
     def evaluation(self, most: int) -> Positions:
         """The first held-out ids, at most so many, each once, the sources in their shares."""
+        most = min(most, CYCLE * sum(part.held_out for part in self.parts))
         which, own = self._assign(np.arange(most, dtype=np.uint64))
         ids: list[Positions] = []
         for index, part in enumerate(self.parts):
@@ -138,22 +153,31 @@ class Stream:
 
     def find(self, sample: int) -> Iterator[Place]:
         """Every place where training meets the sample, epoch after epoch without end; none if it is held out."""
+        for epoch in count():
+            place = self.place(sample, epoch)
+            if place is None:
+                return
+            yield place
+
+    def place(self, sample: int, epoch: int) -> Place | None:
+        """Where training meets the sample in one epoch of its source; None if it is held out."""
         index, within = self.source_of(sample)
         part = self.parts[index]
         ordinal = int(self._split_permutation(index).inverse(one(within))[0]) if part.held_out else within
         if ordinal < part.held_out:
-            return
-        for epoch in count():
-            own = epoch * part.trained + int(self._epoch(index, epoch).inverse(one(ordinal - part.held_out))[0])
-            position = self._position(index, own)
-            yield Place(epoch, position, position // self.global_batch, position % self.global_batch)
+            return None
+        own = epoch * part.trained + int(self._epoch(index, epoch).inverse(one(ordinal - part.held_out))[0])
+        position = self._position(index, own)
+        return Place(epoch, position, position // self.global_batch, position % self.global_batch)
 
-    def epoch_of(self, position: int) -> float:
-        """How many epochs of the whole stream, on average over sources, lie before a position."""
-        trained = sum(part.trained for part in self.parts)
-        return position / trained
+    def epoch_at(self, position: int) -> int:
+        """Which epoch of its own source the sample at a position belongs to."""
+        which, own = self._assign(one(position))
+        return int(own[0]) // self.parts[int(which[0])].trained
 
     def _positions(self, start: int, length: int) -> Positions:
+        if not 0 <= start <= LARGEST:
+            raise DataError(f"position {start} is outside the stream", f"allowed: from 0 to {LARGEST}")
         return np.arange(start, start + length, dtype=np.uint64)
 
     def _assign(self, positions: Positions) -> tuple[Positions, Positions]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from meshwright.config import RunConfig, to_dict
-from meshwright.errors import MeshwrightError, Stopped
+from meshwright.errors import Killed, MeshwrightError, Stopped
 from meshwright.launch.failures import Failure, RanksFailed
 from meshwright.record.folder import RunFolder
 
@@ -103,18 +103,20 @@ class Nursery:
 
 def attend(running: Running, tick: Callable[[], None]) -> list[Any]:
     """Waits for the end, ticking meanwhile. A first signal asks the ranks to stop at one step, a second ends them."""
-    asked = 0
-
-    def on_signal(number: int, _frame: object) -> None:
-        nonlocal asked
-        asked += 1
-        running.signal(number) if asked == 1 else running.kill()
-
+    asked: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, on_signal) for number in numbers}
+    before = {number: signal.signal(number, lambda got, _frame: asked.append(got)) for number in numbers}
+    told = False
     try:
         while not running.poll(0.1):
             tick()
+            if asked and not told:
+                told = True
+                running.signal(asked[0])
+                print("meshwright: stopping before the next step; once more to kill", file=sys.stderr, flush=True)
+            elif len(asked) > 1:
+                running.kill()
+                raise Killed(asked[-1])
         tick()
     except BaseException:
         running.kill()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from meshwright.config import RunConfig, fingerprint, identity, placement
@@ -62,7 +64,7 @@ def start(job: Job) -> Ranks:
     return Ranks(_train, job.layout.ranks, (job,), job.config.launch, facts_of(job), logs)
 
 
-def run_here(job: Job, place: Place, listen: Callable[[int], Callable[[Event], None]]) -> Summary:
+def run_here(job: Job, place: Place, listen: Callable[[int], Callable[[Event], None]], fresh: bool) -> Summary:
     """This process is one rank; torchrun (or the like) started it. `listen` gives rank 0 a listener for its attempt."""
     if place.size != job.layout.ranks:
         raise ConfigError(
@@ -70,13 +72,21 @@ def run_here(job: Job, place: Place, listen: Callable[[int], Callable[[Event], N
             f"allowed: layout.replicate = {place.size}, or {job.layout.ranks} ranks",
         )
     world = join(place, job.config.launch, facts_of(job))
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     try:
+        if fresh and world.rank == 0:
+            job.folder.set_aside()
         with job.folder.held() if world.rank == 0 else nullcontext():
             attempt = int(world.sum_numbers(job.folder.new_attempt() if world.rank == 0 else 0).wait())
             listener = listen(attempt) if world.rank == 0 else None
             return train_rank(replace(job, attempt=attempt, listener=listener), world)
-    finally:
+    finally:  # this process is the user's: it gets back what training changed
         leave()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        torch.use_deterministic_algorithms(deterministic)
+        torch.set_num_threads(threads)
 
 
 def facts_of(job: Job) -> dict[str, Any]:

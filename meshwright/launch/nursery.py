@@ -16,6 +16,7 @@ from typing import Any
 from meshwright.config import from_dict
 from meshwright.errors import MeshwrightError
 from meshwright.launch.failures import RanksFailed
+from meshwright.process import die_with
 from meshwright.record.folder import RunFolder
 
 
@@ -28,6 +29,8 @@ def main(result_file: int, order: dict[str, Any]) -> None:
         result = {"failures": [failure.to_json() for failure in failed.failures]}
     except MeshwrightError as error:
         result = {"error": str(error), "exit_code": error.exit_code}
+    except OSError as error:
+        result = {"error": f"{error.strerror}: {error.filename or 'the run folder'}", "exit_code": 1}
     with os.fdopen(result_file, "w") as out:
         json.dump(result, out)
 
@@ -35,7 +38,6 @@ def main(result_file: int, order: dict[str, Any]) -> None:
 def nurse(order: dict[str, Any]) -> dict[str, Any]:
     """Starts the ranks and stays until they have ended."""
     from meshwright.launch.job import make_job, start  # brings torch: seconds in which a signal must find its default
-    from meshwright.launch.ranks import die_with
 
     die_with(order["parent"])
     job = make_job(from_dict(order["config"]), RunFolder(Path(order["folder"])))

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from multiprocessing.connection import Connection, wait
@@ -29,6 +30,7 @@ from meshwright.errors import ConfigError
 from meshwright.launch.failures import Failure, RanksFailed
 from meshwright.launch.rendezvous import Place, join, leave
 from meshwright.parallel.world import World
+from meshwright.process import die_with
 
 Work = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -88,31 +90,30 @@ class Ranks:
         """Waits at most so long for news; True once every rank has ended."""
         if self._asked:
             self._send(self._asked)
-        pending = {pipe: rank for rank, pipe in self._pipes.items()}
-        for pipe in wait(list(pending), seconds):
-            assert isinstance(pipe, Connection)
-            self._hear(pending[pipe], pipe)
+        # A rank speaks through its pipe or simply ends; a worker of its own may hold the pipe open beyond that.
+        news: dict[Any, int] = {pipe: rank for rank, pipe in self._pipes.items()}
+        news |= {self._processes[rank].sentinel: rank for rank in self._pipes}
+        for rank in sorted({news[ready] for ready in wait(list(news), seconds)}):
+            self._hear(rank)
         if self._failures and not self._first_failure:
             self._first_failure = time.monotonic()
         if self._first_failure and self._pipes and time.monotonic() > self._first_failure + GRACE:
             self.kill()
         return not self._pipes
 
-    def _hear(self, rank: int, pipe: Connection) -> None:
-        """A rank's report, or the end of its pipe without one."""
+    def _hear(self, rank: int) -> None:
+        """A rank's report, or its end without one."""
+        pipe = self._pipes.pop(rank)
         try:
-            kind, value = pickle.loads(pipe.recv_bytes())
-            if kind == "value":
-                self._values[rank] = value
-            else:
-                self._failures[rank] = value
+            if pipe.poll(0):
+                kind, value = pickle.loads(pipe.recv_bytes())
+                (self._values if kind == "value" else self._failures)[rank] = value
         except (EOFError, OSError):
             pass
         self._processes[rank].join(GRACE)
         if rank not in self._values and rank not in self._failures:
             self._failures[rank] = Failure.silent(rank, self._processes[rank].exitcode or 0)
         pipe.close()
-        del self._pipes[rank]
 
     def signal(self, number: int) -> None:
         """Asks every rank to stop; `poll` asks again, since a rank that is still starting does not listen yet."""
@@ -126,13 +127,13 @@ class Ranks:
 
     def kill(self) -> None:
         """Ends what still runs. A rank killed here is no cause, only a witness."""
-        for rank, pipe in list(self._pipes.items()):
+        for rank in list(self._pipes):
             self._processes[rank].kill()
-            self._hear(rank, pipe)
+            self._processes[rank].join(GRACE)
+            self._hear(rank)
             if rank in self._failures and self._failures[rank].kind == "Killed":
-                self._failures[rank] = replace(
-                    self._failures[rank], message=f"rank {rank} did not end by itself and was killed", witness=True
-                )
+                message = f"rank {rank} did not end by itself and was killed"
+                self._failures[rank] = replace(self._failures[rank], message=message, witness=True)
 
     def results(self) -> list[Any]:
         """Every rank's value in order, or RanksFailed. Leaves nothing behind."""
@@ -219,20 +220,13 @@ def _be_rank(
         writer.send_bytes(pickle.dumps(("value", value)))
     except BaseException as error:  # noqa: BLE001  whatever ends a rank is reported
         failure = Failure.of(place.rank, error)
-        print(failure.detail or failure.message, file=sys.stderr)
         writer.send_bytes(pickle.dumps(("failure", failure)))
         status = failure.exit_code
-    sys.stdout.flush()
-    sys.stderr.flush()
+        with suppress(OSError):  # the log may be what is full
+            print(failure.detail or failure.message, file=sys.stderr, flush=True)
+    with suppress(OSError):
+        sys.stdout.flush()
     os._exit(status)  # a fork must not run its parent's exit handlers
-
-
-def die_with(parent: int) -> None:
-    """Linux: the kernel ends this process when its parent ends, however it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
 
 
 def redirect(log: str) -> None:
@@ -241,3 +235,5 @@ def redirect(log: str) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
+    # A notebook's streams are not file descriptors: a rank's must be.
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115

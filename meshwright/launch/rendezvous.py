@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class Place:
             raise ConfigError(
                 f"RANK, WORLD_SIZE, LOCAL_RANK or MASTER_PORT is no number: {error}", "allowed: what torchrun sets"
             ) from None
+        if not 0 <= port < 65536:
+            raise ConfigError(f"MASTER_PORT = {port} is no port", "allowed: from 0 to 65535")
         if not 0 <= rank < size:
             raise ConfigError(f"RANK = {rank} is not below WORLD_SIZE = {size}", f"allowed: from 0 to {size - 1}")
         agent_hosts = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -61,7 +64,7 @@ def join(place: Place, launch: LaunchConfig, facts: Mapping[str, Any]) -> World:
     device = choose_device(launch, place)
     if place.size == 1:
         return World(0, 1, device)
-    store = meet(place, launch.join_timeout)
+    store = dist.PrefixStore(f"{restart()}/{next(JOINS)}", meet(place, launch.join_timeout))
     compare(
         store,
         place,
@@ -83,6 +86,15 @@ def join(place: Place, launch: LaunchConfig, facts: Mapping[str, Any]) -> World:
         timeout=timedelta(seconds=launch.step_timeout),
     )
     return World(place.rank, place.size, device)
+
+
+JOINS = count()
+"""A process may train more than once; each time the ranks meet under keys that nobody has used."""
+
+
+def restart() -> str:
+    """Which restart of torchrun's this is: its store outlives the ranks."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def leave() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -73,7 +72,8 @@ class Terminal:
             self.say(plain_line(list(self.recent), self.steps))
 
     def _eval(self, event: Event) -> None:
-        self.note(event, f"held-out loss {value(event['loss'], '.4f')} over {event['tokens']:,} tokens", "bold")
+        loss = f"held-out loss {value(event['loss'], '.4f')} over {event['tokens']:,} tokens"
+        self.say(f"after {event['step'] + 1:>5} steps  {loss}", "bold")
 
     def _bad_sample(self, event: Event) -> None:
         self.note(event, f"quarantined sample {event['sample']} of {event['source']}: {event['reason']}", "yellow")
@@ -83,7 +83,7 @@ class Terminal:
         self.note(event, f"not finite, first in {where}: update skipped on every rank", "yellow")
 
     def note(self, event: Event, text: str, style: str) -> None:
-        self.say(f"step {event['step'] + 1:>6}  {text}", style)
+        self.say(f"step {event['step']}: {text}", style)  # counted from 0, as records and `data show` count
 
     def _end(self, event: Event) -> None:
         self.close()
@@ -199,4 +199,8 @@ def size(count: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    return time.strftime("%H:%M:%S" if seconds >= 3600 else "%M:%S", time.gmtime(max(0.0, seconds)))
+    minutes, seconds = divmod(int(max(0.0, min(seconds, 1e12))), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24:,}d {hours % 24:02d}h"
+    return f"{hours:02d}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes:02d}:{seconds:02d}"

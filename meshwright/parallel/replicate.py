@@ -44,6 +44,7 @@ class Replicated:
                 bucket_cap_mb=config.bucket_mb,
                 gradient_as_bucket_view=config.bucket_view,
                 static_graph=config.static_graph,
+                find_unused_parameters=config.unused,
             )
             self._ddp.register_comm_hook(self, reduce_bucket)
 

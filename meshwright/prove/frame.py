@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.config import RunConfig, fingerprint, identity, placement
-from meshwright.errors import MeshwrightError
+from meshwright.launch.failures import RanksFailed
 from meshwright.prove.gradients import check_gradients
 from meshwright.prove.stream import check_stream
 from meshwright.record.folder import write_json
@@ -47,7 +47,7 @@ def findings(config: RunConfig) -> Iterator[Finding]:
             for promise, kept, measured in check(config):
                 yield Finding(name, promise, bool(kept), measured, round(time.monotonic() - start, 3))
                 start = time.monotonic()
-        except MeshwrightError as error:
+        except RanksFailed as error:
             yield Finding(name, "the check runs to its end", False, str(error), round(time.monotonic() - start, 3))
 
 
@@ -55,6 +55,8 @@ def prove(config: RunConfig, out: Path, as_json: bool = False) -> bool:
     """Every promise checked on this machine; True if all were kept."""
     torch.set_num_threads(config.launch.threads)
     console = Console(stderr=as_json)
+    if not console.is_terminal:
+        console = Console(stderr=as_json, width=140)
     found = []
     for finding in findings(config):
         found.append(finding)

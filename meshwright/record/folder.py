@@ -54,12 +54,13 @@ class RunFolder:
 
     def set_aside(self) -> None:
         """Moves what the folder holds to the first free NAME.old-K beside it; nothing is deleted."""
-        if self.root.exists():
+        root = self.root.resolve()
+        if root.exists():
             with self.held():
                 number = 1
-                while (aside := self.root.with_name(f"{self.root.name}.old-{number}")).exists():
+                while (aside := root.with_name(f"{root.name}.old-{number}")).exists():
                     number += 1
-                os.rename(self.root, aside)
+                os.rename(root, aside)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -94,8 +95,12 @@ def write_json(path: Path, value: Any) -> None:
     """Replaces a JSON file whole: a reader sees the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(part, path)
+    try:
+        part.write_text(json.dumps(value, indent=1) + "\n")
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def read_json(path: Path) -> Any:
@@ -108,5 +113,5 @@ def read_json(path: Path) -> Any:
         return json.loads(raw)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", "give a run folder") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}", "give a run folder") from None

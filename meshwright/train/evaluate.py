@@ -30,6 +30,7 @@ class Evaluation:
         """(loss, valid tokens, what this rank could not decode) over all ranks' shares."""
         sums = torch.zeros(2, dtype=torch.float64, device=world.device)
         bad = ""
+        modes = [(module, module.training) for module in model.modules()]
         model.eval()
         for ids in self.cuts:
             batch = self.decoder[ids]
@@ -39,6 +40,7 @@ class Evaluation:
             with precision.autocast():
                 total, _ = model(*map(world.to_device, batch.tensors))
             sums += torch.stack([total.double(), torch.tensor(float(batch.valid), device=world.device)])
-        model.train()
+        for module, mode in modes:  # a user may have frozen some
+            module.training = mode
         total_loss, tokens = world.sum(sums).wait().tolist()
         return total_loss / max(1.0, tokens), int(tokens), bad

@@ -24,12 +24,12 @@ class NoiseScale:
         self.replicas, self.smoothing = replicas, smoothing
         self.signal = self.noise = 0.0
 
-    def update(self, norm: float, mean_local_square: float) -> float | None:
+    def update(self, norm: float, local_square: float) -> float | None:
         """The smoothed estimate, or None where one rank alone cannot tell or no signal is left."""
         if self.replicas == 1:
             return None
         big = norm**2
-        small = mean_local_square
+        small = local_square
         signal = (self.big * big - self.small * small) / (self.big - self.small)
         noise = (small - big) / (1 / self.small - 1 / self.big)
         keep = self.smoothing if self.noise else 0.0

@@ -22,6 +22,8 @@ class Objective(nn.Module):
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
         self.model = model
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ConfigError("the model has no parameter to train", "allowed: at least one that requires a gradient")
         self.checked = False
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.loss = loss if isinstance(loss, nn.Module) else _Function(loss)
@@ -40,9 +42,12 @@ class Objective(nn.Module):
             self.check(total, count, count_valid(targets))
         return total, targets.new_tensor(0) if count is None else torch.as_tensor(count)
 
-    def check(self, total: Tensor, count: Any, expected: int) -> None:
+    def check(self, total: Any, count: Any, expected: int) -> None:
         """Once, on the first batch: reading a count from the device every step would make the host wait."""
         self.checked = True
+        if not isinstance(total, Tensor) or (torch.is_grad_enabled() and not total.requires_grad):
+            what = "a tensor cut from its graph" if isinstance(total, Tensor) else f"a {type(total).__name__}"
+            raise ConfigError(f"loss gave {what}", "allowed: the sum over what counts, a scalar tensor with a gradient")
         if total.ndim:
             raise ConfigError(
                 f"loss gave a tensor of shape {tuple(total.shape)}", "allowed: the sum over what counts, a scalar"

@@ -13,7 +13,7 @@ from torch import Tensor
 from meshwright.data.loader import BadSample, MicroBatch
 from meshwright.errors import DataError, PeerError, Stopped
 from meshwright.parallel.replicate import GradientTraffic, Replicated
-from meshwright.parallel.world import Summing, World
+from meshwright.parallel.world import World
 from meshwright.record.clock import StepClock
 from meshwright.train.optimizer import Optimizer
 from meshwright.train.precision import Precision
@@ -29,8 +29,8 @@ class Agreement:
 
 @dataclass
 class Outcome:
-    """A step as it leaves the device, to be read once its clock has passed: `numbers` is (loss, gradient norm, mean
-    square of local gradients, finite, loss scale).
+    """A step as it leaves the device, to be read once its clock has passed: `numbers` is (loss, gradient norm,
+    square of this rank's own gradient, finite, loss scale).
     """
 
     step: int
@@ -66,28 +66,26 @@ class Step:
         clock = StepClock(self.world.device)
         clock.enter("fetch")
         batches = next(stream)
-        agreement, summing = self.gradient(step, batches, clock)
+        agreement, loss = self.gradient(step, batches, clock)
         clock.enter("update")
         scale = self.precision.scale
         norm = self.optimizer.gradient_norm() / scale
-        clock.enter("sync")
-        loss, local_square = summing.wait()
-        clock.enter("update")
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         self.optimizer.update(lr, norm, scale, finite)
         self.optimizer.zero()
         if self.precision.scaler:
             self.precision.scaler.update(finite)
-        local_square = local_square / (self.world.size * scale**2)
-        numbers = torch.stack([t.double() for t in (loss, norm, local_square, finite, scale)])
+        traffic = self.replicated.take_traffic()
+        local = self._local_square(traffic, agreement, batches, norm) / scale**2
+        numbers = torch.stack([t.double() for t in (loss, norm, local, finite, scale)])
         on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
         on_host.copy_(numbers, non_blocking=True)
         clock.close()
-        return Outcome(step, lr, agreement, on_host, self.replicated.take_traffic(), clock, batches)
+        return Outcome(step, lr, agreement, on_host, traffic, clock, batches)
 
-    def gradient(self, step: int, batches: list[MicroBatch], clock: StepClock) -> tuple[Agreement, Summing]:
+    def gradient(self, step: int, batches: list[MicroBatch], clock: StepClock) -> tuple[Agreement, Tensor]:
         """Leaves in every parameter the gradient of (sum of token losses) / (count of valid tokens) over the whole
-        global batch. On its way then: that loss, and the sum over ranks of each one's own mean gradient squared.
+        global batch, and gives that loss.
         """
         self._seed(step)
         asked = self.world.sum_numbers(*self._say(batches))  # travels while the first forward runs
@@ -109,16 +107,23 @@ class Step:
                 clock.enter("backward")
                 # Divided by the count over all ranks and micro-steps, here and nowhere else; ranks are summed.
                 mean = losses / max(1, agreement.tokens)
+                total += mean.detach()
                 if last:
+                    summing = self.world.sum(total)  # travels while the last backward runs
                     self.replicated.on_last_bucket = lambda: clock.enter("sync")
                 (mean * self.precision.scale).backward()
-            total += losses.detach()
         clock.enter("sync")
         assert agreement is not None
+        return agreement, summing.wait()
+
+    def _local_square(
+        self, traffic: GradientTraffic, agreement: Agreement, batches: list[MicroBatch], norm: Tensor
+    ) -> Tensor:
+        """The square of this rank's own mean gradient, before it met the others'."""
+        if traffic.local_square is None:
+            return norm.square()
         own = sum(batch.valid for batch in batches)
-        square = self.replicated.traffic.local_square
-        weighed = torch.zeros_like(total) if square is None else square * (agreement.tokens / max(1, own)) ** 2
-        return agreement, self.world.sum(torch.stack([total / max(1, agreement.tokens), weighed.to(total.dtype)]))
+        return traffic.local_square * (agreement.tokens / max(1, own)) ** 2
 
     def _seed(self, step: int) -> None:
         """Dropout and the like draw from a generator seeded anew each step: a function of position."""

@@ -197,3 +197,12 @@ def test_another_number_of_ranks_than_torchruns_is_refused(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 2
     assert "layout.replicate = 2 and 1 ranks were started" in done.stderr
+
+
+def test_a_reader_that_leaves_does_not_end_the_training(tmp_path):
+    job = start(tmp_path / "r", "--steps", "8", "--log_every=1")
+    assert job.stdout is not None
+    job.stdout.readline()
+    job.stdout.close()
+    assert job.wait(60) == 0
+    assert [e["kind"] for e in read_events(tmp_path / "r" / "events" / "rank-00000.jsonl")][-1] == "end"

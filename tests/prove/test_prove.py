@@ -75,9 +75,27 @@ def test_a_certificate_without_findings_is_worth_nothing():
     assert sign(load(), [Finding("a", "b", True, "c")])["kept"]
 
 
-def test_a_check_that_cannot_run_is_a_broken_promise():
-    found = list(findings(load(overrides=["--data.kind=text", "--data.path=/nowhere"])))
-    assert [f.kept for f in found if f.check == "stream"] == [False]
+def test_ranks_that_fail_inside_a_check_are_a_broken_promise(monkeypatch):
+    monkeypatch.setattr(Step, "gradient", lambda *_: 1 / 0)
+    found = list(findings(load(overrides=SMALL)))
+    assert [f.kept for f in found if f.check == "gradients"] == [False]
+    assert "ZeroDivisionError" in found[-1].measured
+
+
+def test_a_config_whose_data_cannot_be_opened_is_refused_not_certified(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["prove", "--out", str(tmp_path / "c.json"), "--data.kind=text", "--data.path=/nowhere"])
+    assert stop.value.code == 6
+    assert not (tmp_path / "c.json").exists()
+
+
+def test_a_static_graph_and_a_tiny_source_in_a_mixture_are_proven_too():
+    tiny = [
+        '--data.mixture=[{kind="synthetic", samples=100_000_000}, {kind="synthetic", samples=3}]',
+        "--data.sequence=16",
+    ]
+    assert broken(check_stream, load(overrides=tiny)) == ""
+    assert broken(check_gradients, load(overrides=["--replicate.static_graph=true", "--model.layers=1"])) == ""
 
 
 STREAM_FAULTS = {

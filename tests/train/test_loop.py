@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -11,7 +15,7 @@ from torch import nn
 
 from meshwright import train
 from meshwright.config import BatchConfig, DataConfig, EvalConfig, LaunchConfig, LayoutConfig, NumericsConfig, RunConfig
-from meshwright.errors import DataError, IdentityError
+from meshwright.errors import ConfigError, DataError, IdentityError, Killed
 from meshwright.launch.failures import RanksFailed
 from meshwright.record.events import read_events
 from meshwright.train.numerics import NoiseScale
@@ -316,3 +320,92 @@ def test_a_loss_that_is_not_a_sum_is_refused(tmp_path, loss, said):
         train(own_config(), model=model(), loss=loss, source=Points(), run=tmp_path / "r", quiet=True)
     assert failed.value.exit_code == 2
     assert said in str(failed.value)
+
+
+class Moody(nn.Module):
+    """Counts its passes in training mode; half of it is frozen by its owner."""
+
+    def __init__(self):
+        super().__init__()
+        self.line, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.line(self.norm(x))
+
+
+def test_evaluation_leaves_each_modules_mode_as_its_owner_set_it(tmp_path):
+    mine = Moody()
+    mine.norm.eval()
+    config = own_config(steps=6)
+    config = RunConfig(**{**config.__dict__, "eval": EvalConfig(holdout=0.2, every=2, samples=4)})
+    run(tmp_path / "r", config, model=mine, loss=summed, source=Points())
+    assert int(mine.norm.num_batches_tracked) == 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda o, y: 1.0, "loss gave a float"),
+        (lambda o, y: None, "loss gave a NoneType"),
+        (lambda o, y: summed(o, y).detach(), "cut from its graph"),
+    ],
+)
+def test_a_loss_without_a_gradient_is_refused(tmp_path, loss, said):
+    with pytest.raises(RanksFailed) as failed:
+        run(tmp_path / "r", own_config(), model=model(), loss=loss, source=Points())
+    assert failed.value.exit_code == 2
+    assert said in str(failed.value)
+
+
+def test_a_model_with_nothing_to_train_is_refused(tmp_path):
+    with pytest.raises(RanksFailed, match="no parameter to train"):
+        run(tmp_path / "r", own_config(), model=nn.Flatten(), loss=summed, source=Points())
+
+
+def test_unused_parameters_are_allowed_when_the_config_says_so(tmp_path):
+    mine = model()
+    mine.register_parameter("idle", nn.Parameter(torch.zeros(3)))
+    config = own_config(replicate=RunConfig().replicate.__class__(unused=True))
+    result, _ = run(tmp_path / "r", config, model=mine, loss=summed, source=Points())
+    assert result.steps == 4
+
+
+@pytest.mark.parametrize("item", [(None, 1), ("text", 1)])
+def test_an_item_that_is_no_numbers_is_named_by_its_sample(tmp_path, item):
+    with pytest.raises(RanksFailed) as failed:
+        run(tmp_path / "r", own_config(), model=model(), loss=summed, source=[item] * 32)
+    assert failed.value.exit_code == 6
+    assert "cannot be decoded: ValueError" in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"steps": -1},
+        {"seed": "x"},
+        {"preset": "nope"},
+        {"log_every": 0},
+        {"batch": BatchConfig(0)},
+        {"layout": LayoutConfig(0)},
+    ],
+)
+def test_a_config_made_in_python_is_checked_like_a_file(tmp_path, wrong):
+    with pytest.raises(ConfigError):
+        train(RunConfig(**wrong), run=tmp_path / "r", quiet=True)
+
+
+class Sleepy(Points):
+    def __getitem__(self, index):
+        time.sleep(60 if index % 2 else 0)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_hangs_neither_holds_the_launcher_nor_outlives_it(tmp_path):
+    config = own_config(data=DataConfig(workers=1, worker_kind="process"))
+    config = RunConfig(**{**config.__dict__, "launch": LaunchConfig(device="cpu", step_timeout=3.0)})
+    start = time.monotonic()
+    threading.Timer(6.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    threading.Timer(8.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(Killed, match="second signal"):
+        run(tmp_path / "r", config, model=model(), loss=summed, source=Sleepy())
+    assert time.monotonic() - start < 30

@@ -107,7 +107,7 @@ def test_other_ddp_settings_give_the_same_bits_on_two_ranks(setting):
 def test_ranks_agree_and_exposed_communication_is_a_phase_of_its_own():
     one, two = run_ranks(one_step, 2)
     assert torch.equal(one["weights"], two["weights"])
-    assert one["numbers"] == two["numbers"]
+    assert [one["numbers"][i] for i in (0, 1, 3)] == [two["numbers"][i] for i in (0, 1, 3)]  # the third is a rank's own
     assert one["tokens"] == two["tokens"]
     assert all(seconds > 0 for phase, seconds in one["phases"].items())
 
@@ -134,8 +134,8 @@ def test_a_step_without_one_valid_token_is_a_step_with_a_zero_gradient():
         coordinate=0,
     )
     empty = MicroBatch((torch.zeros(2, 4, dtype=torch.int64), torch.full((2, 4), -100)), 0)
-    _, summing = step.gradient(0, [empty], StepClock(torch.device("cpu")))
-    assert float(summing.wait()[0]) == 0
+    _, loss = step.gradient(0, [empty], StepClock(torch.device("cpu")))
+    assert float(loss) == 0
     assert all(float(p.grad.abs().max()) == 0 for p in model.parameters())
 
 
