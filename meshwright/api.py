@@ -94,7 +94,7 @@ def supervise(
             for event in events.new():
                 try:
                     shown.show(event)
-                except OSError:  # whoever was looking has left; the run goes on, and its records with it
+                except (OSError, SystemExit):  # whoever was looking has left (rich exits on that); the run goes on
                     shown = Quiet()
                     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

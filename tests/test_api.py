@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -106,3 +108,41 @@ def test_two_trainings_in_one_torchrun_process_do_not_meet_each_others_keys(tmp_
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
+
+
+HUNG = """
+import time
+import torch
+from meshwright import RunConfig, train
+from meshwright.config import BatchConfig, DataConfig, EvalConfig
+
+class Sleepy:
+    def __len__(self):
+        return 32
+    def __getitem__(self, index):
+        print("asked", flush=True)
+        time.sleep(100)
+
+data = DataConfig(workers=1, worker_kind="process")
+config = RunConfig(batch=BatchConfig(global_=8), eval=EvalConfig(holdout=0.0), data=data)
+source = Sleepy()
+source.fingerprint = lambda: "sleepy"
+train(config, model=torch.nn.Linear(2, 2), loss=lambda a, b: a.sum(), source=source, run="hung", quiet=True)
+"""
+
+
+def test_two_interrupts_end_a_hung_run_at_once_and_its_workers_with_it(tmp_path):
+    script = tmp_path / "hung.py"
+    script.write_text(HUNG)
+    job = subprocess.Popen(
+        [sys.executable, str(script)], cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+    log = tmp_path / "hung" / "attempts" / "0001" / "rank-00000.log"
+    end = time.monotonic() + 60
+    while not (log.exists() and "asked" in log.read_text()) and time.monotonic() < end:
+        time.sleep(0.1)
+    for _ in range(2):
+        job.send_signal(signal.SIGINT)
+        time.sleep(1.0)
+    _, err = job.communicate(timeout=20)  # the pipe would stay open while a worker lives
+    assert "a second signal 2: the ranks were killed where they stood" in err

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -15,7 +11,7 @@ from torch import nn
 
 from meshwright import train
 from meshwright.config import BatchConfig, DataConfig, EvalConfig, LaunchConfig, LayoutConfig, NumericsConfig, RunConfig
-from meshwright.errors import ConfigError, DataError, IdentityError, Killed
+from meshwright.errors import ConfigError, DataError, IdentityError
 from meshwright.launch.failures import RanksFailed
 from meshwright.record.events import read_events
 from meshwright.train.numerics import NoiseScale
@@ -392,20 +388,3 @@ def test_an_item_that_is_no_numbers_is_named_by_its_sample(tmp_path, item):
 def test_a_config_made_in_python_is_checked_like_a_file(tmp_path, wrong):
     with pytest.raises(ConfigError):
         train(RunConfig(**wrong), run=tmp_path / "r", quiet=True)
-
-
-class Sleepy(Points):
-    def __getitem__(self, index):
-        time.sleep(60 if index % 2 else 0)
-        return super().__getitem__(index)
-
-
-def test_a_worker_that_hangs_neither_holds_the_launcher_nor_outlives_it(tmp_path):
-    config = own_config(data=DataConfig(workers=1, worker_kind="process"))
-    config = RunConfig(**{**config.__dict__, "launch": LaunchConfig(device="cpu", step_timeout=3.0)})
-    start = time.monotonic()
-    threading.Timer(6.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    threading.Timer(8.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(Killed, match="second signal"):
-        run(tmp_path / "r", config, model=model(), loss=summed, source=Sleepy())
-    assert time.monotonic() - start < 30
