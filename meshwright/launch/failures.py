@@ -85,19 +85,16 @@ class RanksFailed(MeshwrightError):
         return all(failure.kind == Stopped.__name__ for failure in self.failures)
 
     def __str__(self) -> str:
-        """The first cause; then what the others say, a line each, when it is more than an echo."""
+        """The first cause; then what the others say, a line each, where it is more than an echo."""
         first = self.first
-        if first.kind in (Stopped.__name__, ConfigError.__name__) and not first.detail:
+        if first.kind in (Stopped.__name__, ConfigError.__name__):
             return first.message
-        lines = [
-            first.message
-            if f"rank {first.rank}" in first.message
-            else f"rank {first.rank}: {first.kind}: {first.message}"
-        ]
+        known = bool(not first.detail and first.kind != "Killed")  # an error of ours: witnesses add nothing
+        where = "" if f"rank {first.rank}" in first.message or known else f"rank {first.rank}: {first.kind}: "
+        lines = [where + first.message]
         if first.detail:
             lines.append(first.detail.rstrip())
-        lines.extend(
-            f"  also rank {f.rank}: {f.kind}: {f.message.splitlines()[0] if f.message else ''}"
-            for f in self.failures[1:]
-        )
+        for other in self.failures[1:]:
+            if other.message != first.message and not (known and other.witness):
+                lines.append(f"  also rank {other.rank}: {other.kind}: {other.message.partition(chr(10))[0]}")
         return "\n".join(lines)
