@@ -196,6 +196,8 @@ def documents(source: SourceConfig, files: list[Path], skips: int) -> Iterator[s
                 line = lines.readline(LONGEST_LINE + 1)
                 if not line:
                     break
+                if source.kind == "jsonl" and not line.strip():
+                    continue
                 try:
                     if len(line) > LONGEST_LINE:
                         raise ValueError(f"over {LONGEST_LINE:,} bytes")

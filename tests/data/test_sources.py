@@ -129,6 +129,17 @@ def test_a_jsonl_line_that_cannot_be_decoded_is_named_or_quarantined_within_the_
     assert not list((tmp_path / "cache").glob("*.part"))
 
 
+def test_blank_lines_are_no_documents_and_half_a_character_is_named(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"text": "abcdef"}\n\n  \n')
+    assert bytes(opened(kind="jsonl", path=str(tmp_path / "t.jsonl")).ids.astype(np.uint8)) == b"abcdef\0"
+    (tmp_path / "bad.jsonl").write_text('{"text": "\\ud800"}\n')
+    with pytest.raises(DataError, match=r"bad\.jsonl line 1 cannot be decoded"):
+        opened(kind="jsonl", path=str(tmp_path / "bad.jsonl"))
+    settings = {"on_bad_sample": "quarantine", "bad_sample_budget": 1}
+    with pytest.raises(DataError, match=r"bad\.jsonl is empty: no line could be decoded"):
+        opened(kind="jsonl", path=str(tmp_path / "bad.jsonl"), **settings)
+
+
 def test_a_tokenizer_that_is_none_is_named(tmp_path):
     (tmp_path / "t.txt").write_text("hello")
     (tmp_path / "bad.json").write_text("{}")
