@@ -31,8 +31,8 @@ def flag(meaning: str) -> Any:
     return arg(help=meaning, help_behavior_hint="")
 
 
-# torchrun takes --run for one of its own options: there, say --run-dir.
 RunFile = Annotated[Path | None, Positional, word("[RUN.toml]", "settings of the run")]
+# torchrun takes --run for one of its own options: there, say --run-dir.
 RunDir = Annotated[Path | None, word("DIR", "run folder (default: runs/PRESET)", "--run-dir")]
 Run = Annotated[Path, Positional, word("RUN", "a run folder, or a run file")]
 Ranks = Annotated[str | None, word("N", "ranks on this host (layout.replicate)")]
@@ -42,7 +42,9 @@ Json = Annotated[bool, flag("for machines: JSON on standard output")]
 
 def train(
     file: RunFile = None,
-    run: RunDir = None,
+    run:
+    # torchrun takes --run for one of its own options: there, say --run-dir.
+    RunDir = None,
     ranks: Ranks = None,
     steps: Steps = None,
     fresh: Annotated[bool, flag("set what the run folder holds aside and begin anew")] = False,

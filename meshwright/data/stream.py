@@ -76,9 +76,11 @@ class Stream:
         """The inverse of to_json. What a stranger wrote must be a possible stream, or it is a ValueError."""
         parts = tuple(Part(**part) for part in tree["parts"])
         stream = cls(tree["seed"], tree["global_batch"], parts)
-        numbers = [stream.seed, stream.global_batch, *(n for p in parts for n in (p.samples, p.held_out, p.quota))]
+        numbers = [stream.global_batch, *(n for p in parts for n in (p.samples, p.held_out, p.quota))]
         possible = (
             all(type(number) is int and 0 <= number <= LARGEST for number in numbers)
+            and type(stream.seed) is int
+            and 0 <= stream.seed < 1 << 63
             and 1 <= stream.global_batch <= LARGEST_BATCH
             and 1 <= len(parts) <= CYCLE
             and all(p.held_out < p.samples and p.quota > 0 for p in parts)

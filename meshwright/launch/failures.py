@@ -80,10 +80,6 @@ class RanksFailed(MeshwrightError):
     def first(self) -> Failure:
         return self.failures[0]
 
-    @property
-    def stopped(self) -> bool:
-        return all(failure.kind == Stopped.__name__ for failure in self.failures)
-
     def __str__(self) -> str:
         """The first cause; then what the others say, a line each, where it is more than an echo."""
         first = self.first

@@ -31,6 +31,8 @@ class Running(Protocol):
 
 
 class Nursery:
+    """The process that imports torch and forks the ranks, seen from the one that does neither."""
+
     def __init__(self, config: RunConfig, folder: RunFolder, attempt: int) -> None:
         self._reader, writer = os.pipe()
         environment = os.environ | {"OMP_NUM_THREADS": str(config.launch.threads), "PYTHONUNBUFFERED": "1"}

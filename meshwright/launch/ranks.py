@@ -1,4 +1,4 @@
-"""Ranks forked from this process while it is warm: 0.3 s where four fresh interpreters take twenty.
+"""Ranks forked from this process while it is warm: torch is imported once, not once a rank.
 
 The parent must hold no process group. Where it has started CUDA, ranks are spawned instead (slower, and what they are
 given must pickle).

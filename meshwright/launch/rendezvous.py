@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from meshwright.config import LaunchConfig
 from meshwright.errors import ConfigError, IdentityError, PeerError
+from meshwright.launch.environment import started_by_torchrun
 from meshwright.parallel.world import World
 
 
@@ -40,7 +41,7 @@ class Place:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Place | None:
         """The place that torchrun (or anything that speaks its variables) gave this process; None if it gave none."""
-        if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        if not started_by_torchrun(environment):
             return None
         try:
             rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
@@ -185,9 +186,7 @@ def choose_device(launch: LaunchConfig, place: Place) -> torch.device:
     if not torch.cuda.is_available():
         raise ConfigError("launch.device = cuda and torch finds no CUDA device", "allowed: auto, cpu")
     devices = torch.cuda.device_count()
-    if (
-        place.size > devices and place.file
-    ):  # more ranks than devices: NCCL only lets them share one if it takes them for other hosts
+    if place.size > devices and place.file:  # NCCL lets ranks share a device only if it takes them for other hosts
         os.environ.setdefault("NCCL_HOSTID", f"rank-{place.rank}")
     torch.cuda.set_device(place.local_rank % devices)
     return torch.device("cuda", place.local_rank % devices)

@@ -41,7 +41,7 @@ class RunFolder:
 
     def new_attempt(self) -> int:
         """Makes the next attempt's folder. mkdir is atomic: no two attempts get one number."""
-        number = 1 + max((int(p.name) for p in (self.root / "attempts").glob("[0-9]*") if p.name.isdigit()), default=0)
+        number = self.last_attempt() + 1
         while True:
             try:
                 self.attempt(number).mkdir(parents=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 
 import numpy as np
@@ -98,3 +99,7 @@ def test_stopping_early_leaves_no_thread_waiting():
     )
     next(steps)
     steps.close()
+    end = time.monotonic() + 10
+    while (left := [t for t in threading.enumerate() if t.name.startswith("loader")]) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not left

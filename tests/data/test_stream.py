@@ -104,8 +104,9 @@ def test_a_trillion_samples_cost_nothing_at_any_step():
 
 
 def test_the_contract_survives_json():
-    stream = Stream.over(5, 8, [100, 50], [1.0, 2.0], 0.1)
-    assert Stream.from_json(stream.to_json()) == stream
+    for seed in (0, 5, 2**63 - 1):
+        stream = Stream.over(seed, 8, [100, 50], [1.0, 2.0], 0.1)
+        assert Stream.from_json(stream.to_json()) == stream
 
 
 def test_what_cannot_be_a_stream_is_named():
