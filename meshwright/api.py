@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.config import RunConfig, from_dict, to_dict
-from meshwright.launch.host import Nursery, Running, attend
+from meshwright.launch.host import Nursery
 from meshwright.observe.console import Screen, Terminal
 from meshwright.record.events import Follower
 from meshwright.record.folder import RunFolder
+from meshwright.recover.supervisor import Running, supervise
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,69 +42,85 @@ def train(
     source: Any = None,
     run: str | Path | None = None,
     fresh: bool = False,
+    fork: bool = False,
+    fallback: bool = True,
     screen: Callable[[int], Screen] | None = None,
     quiet: bool = False,
 ) -> Result:
-    """Trains, and returns when it is done.
+    """Trains, from wherever the run folder's newest checkpoint stands, and returns when it is done.
 
     `model`, `loss` and `source` may be your own (a loss returns the sum over what counts, see
     `meshwright.train.objective`); the weights of `model` are then the trained ones. Ranks are forked from this
     process; under torchrun this process is one of them, and what watches the ranks is torchrun's.
-    `screen` shows the events of an attempt (default: the terminal); `quiet` shows nothing.
+    `fresh` sets an earlier run aside, `fork` goes on from it with other settings, as a new timeline; without `fallback`
+    a damaged checkpoint ends the run. `screen` shows the events of an attempt (default: the terminal); `quiet` shows
+    nothing.
     """
     from meshwright.launch.job import make_job, run_here, start, torchrun_place
 
     config = from_dict(to_dict(config or RunConfig()))  # checked as if it came from a file
     folder = RunFolder(Path(run) if run is not None else Path("runs") / config.preset)
     screen = (lambda _attempt: Quiet()) if quiet else screen
-    job = make_job(config, folder, model=model, loss=loss, source=source)
+    job = make_job(config, folder, model=model, loss=loss, source=source, fallback=fallback)
     place = torchrun_place()
     if place is not None:
         show = screen or partial(Terminal, config, folder.root)
-        summary = run_here(job, place, lambda attempt: show(attempt).show, fresh)
+        summary = run_here(dataclasses.replace(job, fork=fork), place, lambda attempt: show(attempt).show, fresh)
         return Result(folder.root, **dataclasses.asdict(summary))
-    return supervise(
-        config, folder, lambda attempt: start(dataclasses.replace(job, attempt=attempt)), fresh=fresh, screen=screen
-    )
+
+    def begin(attempt: int, restart: int) -> Running:
+        return start(dataclasses.replace(job, attempt=attempt, restart=restart, fork=fork and restart == 0))
+
+    return result_of(folder, supervise(folder, config.launch, begin, viewing(config, folder, screen), fresh=fresh))
 
 
-def train_from_cold(config: RunConfig, run: Path | None, fresh: bool, screen: Callable[[int], Screen] | None) -> Result:
+def train_from_cold(
+    config: RunConfig,
+    run: Path | None,
+    screen: Callable[[int], Screen] | None,
+    *,
+    fresh: bool = False,
+    fork: bool = False,
+    fallback: bool = True,
+) -> Result:
     """The same from a process that has not imported torch and need not."""
     folder = RunFolder(run if run is not None else Path("runs") / config.preset)
-    return supervise(config, folder, lambda attempt: Nursery(config, folder, attempt), fresh=fresh, screen=screen)
+    nursery = Nursery(config, folder, fork, fallback)
+    try:
+        view = viewing(config, folder, screen)
+        return result_of(folder, supervise(folder, config.launch, nursery.begin, view, fresh=fresh))
+    finally:
+        nursery.close()
 
 
-def supervise(
-    config: RunConfig,
-    folder: RunFolder,
-    begin: Callable[[int], Running],
-    *,
-    fresh: bool,
-    screen: Callable[[int], Screen] | None,
-) -> Result:
-    """Holds the run folder, begins an attempt, and shows it until it ends."""
-    if fresh:
-        folder.set_aside()
-    with folder.held():
-        attempt = folder.new_attempt()
-        shown: Screen = screen(attempt) if screen else Terminal(config, folder.root, attempt)
-        events = Follower(folder.events(0), only_new=True)
+def result_of(folder: RunFolder, summary: Any) -> Result:
+    return Result(folder.root, **(summary if isinstance(summary, dict) else dataclasses.asdict(summary)))
 
-        def tick() -> None:
-            nonlocal shown
-            for event in events.new():
-                try:
-                    shown.show(event)
-                except (OSError, SystemExit):  # whoever was looking has left (rich exits on that); the run goes on
-                    shown = Quiet()
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
+def viewing(config: RunConfig, folder: RunFolder, screen: Callable[[int], Screen] | None) -> Callable[[int], Spectator]:
+    show = screen or partial(Terminal, config, folder.root)
+    return lambda attempt: Spectator(show(attempt), Follower(folder.events(0), only_new=True))
+
+
+class Spectator:
+    """Shows rank 0's events as they come."""
+
+    def __init__(self, screen: Screen, events: Follower) -> None:
+        self.screen, self.events = screen, events
+
+    def tick(self) -> None:
+        for event in self.events.new():
+            self.show(event)
+
+    def show(self, event: dict[str, Any]) -> None:
         try:
-            summary = attend(begin(attempt), tick)[0]
-        finally:
-            shown.close()
-    values = summary if isinstance(summary, dict) else dataclasses.asdict(summary)
-    return Result(folder.root, **values)
+            self.screen.show(event)
+        except (OSError, SystemExit):  # whoever was looking has left (rich exits on that); the run goes on
+            self.screen = Quiet()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def close(self) -> None:
+        self.screen.close()
 
 
 class Quiet:

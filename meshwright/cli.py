@@ -42,29 +42,34 @@ Json = Annotated[bool, flag("for machines: JSON on standard output")]
 
 def train(
     file: RunFile = None,
-    run:
-    # torchrun takes --run for one of its own options: there, say --run-dir.
-    RunDir = None,
+    run: RunDir = None,
     ranks: Ranks = None,
     steps: Steps = None,
+    restarts: Annotated[str | None, word("N", "restarts without getting further (launch.restarts)")] = None,
     fresh: Annotated[bool, flag("set what the run folder holds aside and begin anew")] = False,
+    fork: Annotated[bool, flag("go on from the newest checkpoint with other settings, as a new timeline")] = False,
+    no_fallback: Annotated[bool, flag("end with exit 4 if the newest checkpoint is damaged")] = False,
     json: Json = False,
     *,
     overrides: tuple[str, ...] = (),
 ) -> None:
     """Train: the main job. Settings come from the preset, then the run file, then --KEY=VALUE words."""
-    from meshwright import api
+    from meshwright import api, faults
     from meshwright.config import load
     from meshwright.config.derive import check
     from meshwright.launch.environment import started_by_torchrun
     from meshwright.observe.console import JsonLines
 
+    if restarts is not None:
+        overrides = (*overrides, f"--launch.restarts={restarts}")
     config = load(file, overrides, ranks, steps)
     check(config, config.layout.replicate)
+    faults.parse_all(os.environ.get("MESHWRIGHT_FAULT", ""))  # a misspelt fault is refused here, in one line
+    screen = JsonLines if json else None
     if started_by_torchrun():
-        api.train(config, run=run, fresh=fresh, screen=JsonLines if json else None)
+        api.train(config, run=run, fresh=fresh, fork=fork, fallback=not no_fallback, screen=screen)
     else:
-        api.train_from_cold(config, run, fresh, JsonLines if json else None)
+        api.train_from_cold(config, run, screen, fresh=fresh, fork=fork, fallback=not no_fallback)
 
 
 def prove(

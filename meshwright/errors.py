@@ -29,6 +29,18 @@ class IdentityError(MeshwrightError):
     exit_code = 3
 
 
+class CheckpointError(MeshwrightError):
+    """No intact checkpoint to go on from, or none can be written."""
+
+    exit_code = 4
+
+
+class RestartsExhausted(MeshwrightError):
+    """The job failed, was restarted as often as allowed, and got no further."""
+
+    exit_code = 5
+
+
 class DataError(MeshwrightError):
     """The sample stream cannot keep its contract."""
 

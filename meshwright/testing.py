@@ -6,8 +6,8 @@ def test_sum():
     assert run_ranks(lambda world: int(world.sum(torch.ones(())).wait()), 4) == [4, 4, 4, 4]
 """
 
-from meshwright.launch.failures import RanksFailed
 from meshwright.launch.ranks import run_ranks
 from meshwright.parallel.world import World
+from meshwright.recover.failures import RanksFailed
 
 __all__ = ["RanksFailed", "World", "run_ranks"]

@@ -10,6 +10,7 @@ _LARGE_RUN: dict[str, Any] = {
     "optimizer": {"lr": 3e-4},
     "schedule": {"warmup": 500},
     "precision": {"compute": "bf16"},
+    "checkpoint": {"seconds": 300.0},
 }
 
 PRESETS: dict[str, dict[str, Any]] = {

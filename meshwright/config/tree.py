@@ -213,6 +213,8 @@ class NumericsConfig:
     """stop (exit 7), or skip the update on every rank and count it"""
     skip_budget: Natural = 10
     """skipped steps in a row before the run stops all the same (fp16's own scale search not counted)"""
+    compare_every: Annotated[Natural, PLACEMENT] = 50
+    """steps between comparisons of the replicas' parameters, beside the one before each checkpoint; 0 none"""
 
 
 @dataclass(frozen=True)
@@ -225,6 +227,26 @@ class EvalConfig:
     """steps between evaluations; 0 never"""
     samples: Annotated[int, Range(least=1, most=LARGEST_BATCH), PLACEMENT] = 64
     """held-out samples an evaluation"""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When state is saved, and how much of it is kept."""
+
+    mode: Literal["async", "sync", "off"] = "async"
+    """async: training waits for the copy to host memory alone; sync: until the checkpoint is published"""
+    seconds: Annotated[float, Range(least=0, most=1e6)] = 2.0
+    """seconds between saves; 0 does not save by time"""
+    every: Natural = 0
+    """steps between saves; 0 does not save by steps"""
+    overhead: Annotated[float, Range(above=0, most=1)] = 0.02
+    """the most of the time that saving by time may take from training: dear saves come more rarely"""
+    keep: Count = 3
+    """newest verified checkpoints that are kept"""
+    keep_every: Natural = 0
+    """every so many-th checkpoint is kept for good; 0 none"""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """what follows a save that failed; the last save of a run must succeed in any case"""
 
 
 @dataclass(frozen=True)
@@ -263,6 +285,14 @@ class LaunchConfig:
     """seconds that a collective may take"""
     device: Annotated[Literal["auto", "cpu", "cuda"], PLACEMENT] = "auto"
     """auto: CUDA where there is one"""
+    restarts: Annotated[Natural, PLACEMENT] = 3
+    """how often a failed job is restarted without getting any further"""
+    hang_timeout: Annotated[Seconds, PLACEMENT] = 300.0
+    """seconds that no rank may go without a sign of life before the job is ended and the rank named"""
+    stop_grace: Annotated[Seconds, PLACEMENT] = 30.0
+    """seconds from a signal to the end; a checkpoint that is not whole by then is not published"""
+    straggler: Annotated[float, Range(above=1, most=1e6), PLACEMENT] = 1.5
+    """a rank that needs so many times the others' time for its own phases is named"""
 
 
 @dataclass(frozen=True)
@@ -285,6 +315,7 @@ class RunConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: Annotated[CheckpointConfig, PLACEMENT] = field(default_factory=CheckpointConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     replicate: ReplicateConfig = field(default_factory=ReplicateConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)

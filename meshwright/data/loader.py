@@ -113,6 +113,10 @@ class Loader:
             for _ in range(first, end):
                 yield list(islice(batches, self.batch.accumulation))
 
+    def first(self) -> MicroBatch:
+        """The first micro-batch of all, decoded apart."""
+        return self.decoder[next(self._ids(0, 1))]
+
     def _ids(self, first: int, end: int) -> Iterator[Positions]:
         """The ids of each micro-batch, permuted many steps at a time."""
         stride = max(1, AHEAD // self.batch.local)

@@ -1,42 +1,45 @@
-"""The launching side of `meshwright train` on a host: starts the nursery, waits for its result. Never imports torch."""
+"""The launching side of `meshwright train` on a host: keeps the nursery, asks it for ranks. Never imports torch."""
 
 from __future__ import annotations
 
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from meshwright.config import RunConfig, to_dict
-from meshwright.errors import Killed, MeshwrightError, Stopped
-from meshwright.launch.failures import Failure, RanksFailed
+from meshwright.errors import MeshwrightError, Stopped
 from meshwright.record.folder import RunFolder
-
-
-class Running(Protocol):
-    """Something that trains: the nursery's ranks, or ranks forked from this very process."""
-
-    def poll(self, seconds: float) -> bool: ...
-
-    def signal(self, number: int) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def results(self) -> list[Any]: ...
+from meshwright.recover.failures import Failure, RanksFailed
 
 
 class Nursery:
-    """The process that imports torch and forks the ranks, seen from the one that does neither."""
+    """The process that imports torch once and forks the ranks, attempt after attempt, seen from the one that does
+    neither. Where it has died, the next attempt has a new one.
+    """
 
-    def __init__(self, config: RunConfig, folder: RunFolder, attempt: int) -> None:
+    def __init__(self, config: RunConfig, folder: RunFolder, fork: bool, fallback: bool) -> None:
+        self._config, self._folder, self._fork, self._fallback = config, folder, fork, fallback
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader = -1
+        self._result = b""
+        self._asked = 0
+
+    def begin(self, attempt: int, restart: int) -> Nursery:
+        """Asks for the ranks of an attempt; this object then stands for them."""
+        self._log = self._folder.attempt(attempt) / "nursery.log"
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        self._result, self._asked = b"", 0
+        self._say({"attempt": attempt, "restart": restart, "fork": self._fork and restart == 0})
+        return self
+
+    def _start(self) -> None:
+        self.close()
         self._reader, writer = os.pipe()
-        environment = os.environ | {"OMP_NUM_THREADS": str(config.launch.threads), "PYTHONUNBUFFERED": "1"}
-        self._log = folder.attempt(attempt) / "nursery.log"
+        environment = os.environ | {"OMP_NUM_THREADS": str(self._config.launch.threads), "PYTHONUNBUFFERED": "1"}
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "meshwright.launch.nursery", str(writer)],
@@ -48,51 +51,58 @@ class Nursery:
                 env=environment,
             )
         os.close(writer)
-        order = {
-            "config": to_dict(config),
-            "folder": str(folder.root.resolve()),
-            "attempt": attempt,
-            "parent": os.getpid(),
-        }
+        job = {"config": to_dict(self._config), "folder": str(self._folder.root.resolve())}
+        self._say(job | {"parent": os.getpid(), "fallback": self._fallback})
+
+    def _say(self, order: dict[str, Any]) -> None:
+        assert self._process is not None
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(order).encode())
-            self._process.stdin.close()
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
         except BrokenPipeError:
             pass  # it has ended already; its result, or the lack of one, says why
-        self._result = b""
-        self._asked = 0
 
     def poll(self, seconds: float) -> bool:
+        assert self._process is not None
         if select.select([self._reader], [], [], seconds)[0]:
             block = os.read(self._reader, 1 << 16)
             self._result += block
             if not block:
                 self._process.wait()
                 return True
-        return False
+        return self._result.endswith(b"\n")
 
     def signal(self, number: int) -> None:
+        assert self._process is not None
         self._asked = number
         if self._process.poll() is None:
             self._process.send_signal(number)
 
     def kill(self) -> None:
+        assert self._process is not None
         if self._process.poll() is None:
             self._process.kill()  # its ranks die with it
+            self._process.wait()
+
+    def close(self) -> None:
+        """Lets the nursery go: it ends when nobody can ask it for more."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            self._process.wait()
+            os.close(self._reader)
+            self._process = None
 
     def results(self) -> list[Any]:
-        os.close(self._reader)
+        assert self._process is not None
         if not self._result and self._asked:
             raise Stopped(self._asked, 0)  # it had not come to listen for signals yet
         if not self._result:
-            lines = self._log.read_text(errors="replace").splitlines()[-15:]
-            failure = Failure.silent(0, self._process.returncode)
-            raise MeshwrightError(
-                "\n".join(
-                    [f"the process that starts the ranks ended: {failure.message.removeprefix('rank 0 ')}", *lines]
-                )
-            )
+            lines = self._log.read_text(errors="replace").splitlines()[-15:] if self._log.exists() else []
+            said = Failure.silent(0, self._process.returncode).message.removeprefix("rank 0 ")
+            what = f"the process that starts the ranks {said}"
+            kind = "Killed" if "signal" in said else "Exited"
+            raise RanksFailed([Failure(0, kind, what, 1, 0.0, detail="\n".join(lines))])
         result = json.loads(self._result)
         if "error" in result:
             error = MeshwrightError(result["error"])
@@ -101,29 +111,3 @@ class Nursery:
         if "failures" in result:
             raise RanksFailed([Failure(**failure) for failure in result["failures"]])
         return [result["summary"]]
-
-
-def attend(running: Running, tick: Callable[[], None]) -> list[Any]:
-    """Waits for the end, ticking meanwhile. A first signal asks the ranks to stop at one step, a second ends them."""
-    asked: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, lambda got, _frame: asked.append(got)) for number in numbers}
-    told = False
-    try:
-        while not running.poll(0.1):
-            tick()
-            if asked and not told:
-                told = True
-                running.signal(asked[0])
-                print("meshwright: stopping before the next step; once more to kill", file=sys.stderr, flush=True)
-            elif len(asked) > 1:
-                running.kill()
-                raise Killed(asked[-1])
-        tick()
-    except BaseException:
-        running.kill()
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return running.results()

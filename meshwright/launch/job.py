@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +16,16 @@ from meshwright.config import RunConfig, fingerprint, identity, placement
 from meshwright.config.derive import check
 from meshwright.data.files import open_sources
 from meshwright.data.source import Indexable
-from meshwright.errors import ConfigError
+from meshwright.errors import BusyError, ConfigError, MeshwrightError, PeerError, Stopped
 from meshwright.launch.ranks import Ranks, refuse_while_spawning
-from meshwright.launch.rendezvous import Place, join, leave
+from meshwright.launch.rendezvous import Place, join, leave, restart
 from meshwright.layout import Layout
 from meshwright.record.events import Event
 from meshwright.record.folder import RunFolder
+from meshwright.record.page import Page
+from meshwright.recover.incidents import Incident
+from meshwright.recover.lease import refuse_while_held, take
+from meshwright.recover.supervisor import account_for_lost
 from meshwright.train.identity import code_fingerprint
 from meshwright.train.loop import Job, Summary, train_rank, user_modules
 from meshwright.train.objective import Loss
@@ -34,6 +38,7 @@ def make_job(
     model: nn.Module | None = None,
     loss: Loss | None = None,
     source: Any = None,
+    fallback: bool = True,
 ) -> Job:
     """A checked job, its sources opened: forked ranks share what this process has mapped."""
     refuse_while_spawning()
@@ -49,7 +54,7 @@ def make_job(
         sources = open_sources(config.data, config.model.vocab)
     else:
         sources = [source if is_source(source) else Indexable(source)]
-    return Job(config, batch, layout, sources, folder, model=model, loss=loss)
+    return Job(config, batch, layout, sources, folder, fallback=fallback, model=model, loss=loss)
 
 
 def is_source(thing: Any) -> bool:
@@ -60,8 +65,10 @@ def start(job: Job) -> Ranks:
     """The job's ranks, forked from this process."""
     for module in user_modules(job):
         module.share_memory()  # rank 0 gives the trained weights back through it
-    logs = [job.folder.log(job.attempt, rank) for rank in range(job.layout.ranks)]
-    return Ranks(_train, job.layout.ranks, (job,), job.config.launch, facts_of(job), logs)
+    ranks = range(job.layout.ranks)
+    logs = [job.folder.log(job.attempt, rank) for rank in ranks]
+    pages = [job.folder.page(job.attempt, rank) for rank in ranks]
+    return Ranks(_train, job.layout.ranks, (job,), job.config.launch, facts_of(job), logs, pages)
 
 
 def run_here(job: Job, place: Place, listen: Callable[[int], Callable[[Event], None]], fresh: bool) -> Summary:
@@ -75,18 +82,48 @@ def run_here(job: Job, place: Place, listen: Callable[[int], Callable[[Event], N
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     try:
-        if fresh and world.rank == 0:
-            job.folder.set_aside()
-        with job.folder.held() if world.rank == 0 else nullcontext():
-            attempt = int(world.sum_numbers(job.folder.new_attempt() if world.rank == 0 else 0).wait())
-            listener = listen(attempt) if world.rank == 0 else None
-            return train_rank(replace(job, attempt=attempt, listener=listener), world)
+        attempt = world.tell(take_attempt(job.folder, fresh) if world.rank == 0 else None, "attempt")
+        if isinstance(attempt, str):
+            raise BusyError(attempt) if world.rank == 0 else PeerError(attempt)
+        world = replace(world, page=Page(job.folder.page(attempt, world.rank)))
+        listener = listen(attempt) if world.rank == 0 else None
+        job = replace(job, attempt=attempt, restart=int(restart()), listener=listener)
+        with on_record(job.folder, attempt) if world.rank == 0 else nullcontext():
+            return train_rank(job, world)
     finally:  # this process is the user's: it gets back what training changed
         leave()
         for number, handler in before.items():
             signal.signal(number, handler)
         torch.use_deterministic_algorithms(deterministic)
         torch.set_num_threads(threads)
+
+
+def take_attempt(folder: RunFolder, fresh: bool) -> int | str:
+    """The next attempt's number, or why there is none: the other ranks must hear of it too."""
+    try:
+        if fresh:
+            refuse_while_held(folder)
+            folder.set_aside()
+        lease = take(folder)
+        account_for_lost(folder, lease.attempt)
+        return lease.attempt
+    except BusyError as held:
+        return str(held)
+
+
+@contextmanager
+def on_record(folder: RunFolder, attempt: int) -> Iterator[None]:
+    """Where torchrun is the supervisor, rank 0 writes down how the attempt ended, as far as it can tell."""
+    try:
+        yield
+    except MeshwrightError as error:
+        outcome = "stopped" if isinstance(error, Stopped) else "failed"
+        Incident(attempt, outcome, message=str(error), exit_code=error.exit_code).write(folder)
+        raise
+    except Exception as error:
+        Incident(attempt, "failed", message=str(error), exit_code=1).write(folder)
+        raise
+    Incident(attempt, "complete").write(folder)
 
 
 def facts_of(job: Job) -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""A process that imports torch once, opens the data once, and forks the ranks; its parent never imports torch.
+"""A process that imports torch once, opens the data once, and forks ranks as often as it is asked; its parent never
+imports torch.
 
-Run as `python -m meshwright.launch.nursery FD`: the job comes as JSON on standard input, the result goes as JSON to FD.
+Run as `python -m meshwright.launch.nursery FD`: the job comes as a line of JSON on standard input, then a line for
+every attempt; each attempt's result goes as a line of JSON to FD.
 """
 
 from __future__ import annotations
@@ -15,41 +17,56 @@ from typing import Any
 
 from meshwright.config import from_dict
 from meshwright.errors import MeshwrightError
-from meshwright.launch.failures import RanksFailed
 from meshwright.process import die_with
 from meshwright.record.folder import RunFolder
+from meshwright.recover.failures import RanksFailed
 
 
-def main(result_file: int, order: dict[str, Any]) -> None:
+class Nurse:
+    """Makes the job at the first attempt and keeps it, its data open, for the next."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self.order = order
+        self.job: Any = None
+
+    def attempt(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Starts the ranks and stays until they have ended."""
+        from meshwright.launch.job import make_job, start  # brings torch: seconds in which a signal finds its default
+
+        die_with(self.order["parent"])
+        if self.job is None:
+            self.job = make_job(
+                from_dict(self.order["config"]), RunFolder(Path(self.order["folder"])), fallback=self.order["fallback"]
+            )
+        signals: list[int] = []
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda got, _frame: signals.append(got))
+        ranks = start(dataclasses.replace(self.job, **asked))
+        while not ranks.poll(0.2):
+            if signals:
+                ranks.signal(signals.pop())
+        return dataclasses.asdict(ranks.results()[0])
+
+
+def main(result_file: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until ranks live, a signal simply ends this process
-    result: dict[str, Any]
-    try:
-        result = {"summary": nurse(order)}
-    except RanksFailed as failed:
-        result = {"failures": [failure.to_json() for failure in failed.failures]}
-    except MeshwrightError as error:
-        result = {"error": str(error), "exit_code": error.exit_code}
-    except OSError as error:
-        result = {"error": f"{error.strerror}: {error.filename or 'the run folder'}", "exit_code": 1}
+    nurse = Nurse(json.loads(sys.stdin.readline()))
     with os.fdopen(result_file, "w") as out:
-        json.dump(result, out)
+        for line in sys.stdin:
+            out.write(json.dumps(outcome(nurse, json.loads(line))) + "\n")
+            out.flush()
 
 
-def nurse(order: dict[str, Any]) -> dict[str, Any]:
-    """Starts the ranks and stays until they have ended."""
-    from meshwright.launch.job import make_job, start  # brings torch: seconds in which a signal must find its default
-
-    die_with(order["parent"])
-    job = make_job(from_dict(order["config"]), RunFolder(Path(order["folder"])))
-    asked: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda got, _frame: asked.append(got))
-    ranks = start(dataclasses.replace(job, attempt=order["attempt"]))
-    while not ranks.poll(0.2):
-        if asked:
-            ranks.signal(asked.pop())
-    return dataclasses.asdict(ranks.results()[0])
+def outcome(nurse: Nurse, asked: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"summary": nurse.attempt(asked)}
+    except RanksFailed as failed:
+        return {"failures": [failure.to_json() for failure in failed.failures]}
+    except MeshwrightError as error:
+        return {"error": str(error), "exit_code": error.exit_code}
+    except OSError as error:
+        return {"error": f"{error.strerror}: {error.filename or 'the run folder'}", "exit_code": 1}
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), json.load(sys.stdin))
+    main(int(sys.argv[1]))

@@ -7,6 +7,7 @@ given must pickle).
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import multiprocessing as mp
 import os
 import pickle
@@ -27,15 +28,18 @@ import torch
 
 from meshwright.config import LaunchConfig
 from meshwright.errors import ConfigError
-from meshwright.launch.failures import Failure, RanksFailed
 from meshwright.launch.rendezvous import Place, join, leave
 from meshwright.parallel.world import World
 from meshwright.process import die_with
+from meshwright.record.page import Page
+from meshwright.recover.failures import Failure, RanksFailed
 
 Work = tuple[Callable[..., Any], tuple[Any, ...]]
 
 GRACE = 10.0
-"""Seconds that the other ranks have to end by themselves after one has failed."""
+"""Seconds that ranks have to end by themselves once one of them says that it lost another."""
+CAUSE_GRACE = 2.0
+"""Seconds that the others have once the cause is known; they would only wait for it."""
 
 
 class Ranks:
@@ -49,6 +53,7 @@ class Ranks:
         launch: LaunchConfig | None = None,
         facts: Mapping[str, Any] | None = None,
         logs: Sequence[Path] | None = None,
+        pages: Sequence[Path] | None = None,
     ) -> None:
         warm()
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-")
@@ -57,7 +62,7 @@ class Ranks:
         self._failures: dict[int, Failure] = {}
         self._pipes: dict[int, Connection] = {}
         self._processes: list[Any] = []
-        self._first_failure = 0.0
+        self._end = float("inf")
         self._asked = 0
         whole: Work = (work, tuple(args))
         given = self._by_file(whole) if context.get_start_method() == "spawn" else whole
@@ -67,7 +72,8 @@ class Ranks:
             reader, writer = context.Pipe(duplex=False)
             place = Place(rank, count, rank, file=os.path.join(self._folder.name, "store"))
             log = str(logs[rank]) if logs else ""
-            target_args = (given, place, launch or LaunchConfig(), dict(facts or {}), writer, log, os.getpid())
+            page = pages[rank] if pages else None
+            target_args = (given, place, launch or LaunchConfig(), dict(facts or {}), writer, log, page, os.getpid())
             process = context.Process(target=_be_rank, args=target_args, name=f"rank {rank}")
             process.start()
             writer.close()
@@ -95,9 +101,11 @@ class Ranks:
         news |= {self._processes[rank].sentinel: rank for rank in self._pipes}
         for rank in sorted({news[ready] for ready in wait(list(news), seconds)}):
             self._hear(rank)
-        if self._failures and not self._first_failure:
-            self._first_failure = time.monotonic()
-        if self._first_failure and self._pipes and time.monotonic() > self._first_failure + GRACE:
+        now = time.monotonic()
+        if self._failures:
+            known = not all(failure.witness for failure in self._failures.values())
+            self._end = min(self._end, now + (CAUSE_GRACE if known else GRACE))
+        if now > self._end and self._pipes:
             self.kill()
         return not self._pipes
 
@@ -201,6 +209,7 @@ def _be_rank(
     facts: dict[str, Any],
     writer: Connection,
     log: str,
+    page: Path | None,
     parent: int,
 ) -> None:
     """A rank's process from its first line to its last."""
@@ -209,11 +218,12 @@ def _be_rank(
         signal.signal(number, signal.SIG_IGN)  # until the work says what a signal means to it
     if log:
         redirect(log)
+        faulthandler.register(signal.SIGUSR1)  # the watchdog's question; answered even while the lock is held
     status = 0
     try:
         torch.set_num_threads(launch.threads)
         work, args = pickle.loads(Path(given).read_bytes()) if isinstance(given, str) else given
-        world: World = join(place, launch, facts)
+        world: World = join(place, launch, facts, Page(page))
         value = work(world, *args)
         leave()
         # by value: torch would pass tensors as handles to memory that ends with this process

@@ -22,6 +22,7 @@ from meshwright.config import LaunchConfig
 from meshwright.errors import ConfigError, IdentityError, PeerError
 from meshwright.launch.environment import started_by_torchrun
 from meshwright.parallel.world import World
+from meshwright.record.page import Page
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,11 @@ class Place:
         )
 
 
-def join(place: Place, launch: LaunchConfig, facts: Mapping[str, Any]) -> World:
+def join(place: Place, launch: LaunchConfig, facts: Mapping[str, Any], page: Page | None = None) -> World:
     """This rank's World, once every rank has come and said the same facts."""
     device = choose_device(launch, place)
     if place.size == 1:
-        return World(0, 1, device)
+        return World(0, 1, device, page or Page())
     store = dist.PrefixStore(f"{restart()}/{next(JOINS)}", meet(place, launch.join_timeout))
     compare(
         store,
@@ -86,7 +87,7 @@ def join(place: Place, launch: LaunchConfig, facts: Mapping[str, Any]) -> World:
         world_size=place.size,
         timeout=timedelta(seconds=launch.step_timeout),
     )
-    return World(place.rank, place.size, device)
+    return World(place.rank, place.size, device, page or Page())
 
 
 JOINS = count()

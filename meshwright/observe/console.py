@@ -75,6 +75,25 @@ class Terminal:
         loss = f"held-out loss {value(event['loss'], '.4f')} over {event['tokens']:,} tokens"
         self.say(f"after {event['step'] + 1:>5} steps  {loss}", "bold")
 
+    def _restored(self, event: Event) -> None:
+        self.say(f"restored {event['checkpoint']} in {event['seconds']:.2f} s: step {event['step']} is next", "green")
+        if event["changes"]:
+            self.say(f"not bitwise as before: {'; '.join(event['changes'])}", "yellow")
+
+    def _damaged(self, event: Event) -> None:
+        for damage in event["damages"]:
+            what = "{file} chunk {chunk}: expected {expected}, found {found}".format(**damage)
+            self.say(f"DAMAGED {event['checkpoint']}: {what.replace(' chunk -1', '')}; passed over", "bold red")
+
+    def _save_failed(self, event: Event) -> None:
+        self.note(event, f"SAVE FAILED: {event['message']}", "bold red")
+
+    def _straggler(self, event: Event) -> None:
+        self.note(event, event["message"], "yellow")
+
+    def _hang(self, event: Event) -> None:
+        self.say(f"HANG: {event['message']}", "bold red")
+
     def _bad_sample(self, event: Event) -> None:
         self.note(event, f"quarantined sample {event['sample']} of {event['source']}: {event['reason']}", "yellow")
 
@@ -87,6 +106,9 @@ class Terminal:
 
     def _end(self, event: Event) -> None:
         self.close()
+        if event.get("was_complete"):
+            self.say(f"complete: {event['steps']} steps were done before; records in {self.folder}")
+            return
         skipped = f", {event['skipped']} skipped" if event["skipped"] else ""
         loss = f", loss {value(event['loss'], '.4f')}" if event["steps"] else ""
         digest = event["parameters_digest"][:16]

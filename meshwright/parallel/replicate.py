@@ -36,7 +36,7 @@ class Replicated:
         self.world = world
         self.compress = config.compress == "bf16"
         self.traffic = GradientTraffic()
-        self.on_last_bucket: Callable[[], None] = lambda: None
+        self.on_last_bucket: Callable[[], object] = lambda: None
         self._ddp: DistributedDataParallel | None = None
         if world.size > 1:
             self._ddp = DistributedDataParallel(
@@ -79,6 +79,7 @@ def reduce_bucket(state: Replicated, bucket: dist.GradBucket) -> torch.futures.F
     traffic.message_bytes += sent.numel() * sent.element_size()
     if bucket.is_last():  # every gradient is computed: what DDP still waits for is exposed communication
         state.on_last_bucket()
+    state.world.page.collective(f"gradient bucket {bucket.index()}")
     reduced: torch.futures.Future[list[Tensor]] = dist.all_reduce(sent, async_op=True).get_future()
     if state.compress:
         return reduced.then(lambda done: gradient.copy_(done.value()[0]))

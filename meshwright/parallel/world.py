@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from meshwright.record.page import Page
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,7 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    page: Page = field(default_factory=Page)
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy that the host does not wait for; from pageable memory it would wait for all that is queued before."""
@@ -24,12 +29,28 @@ class World:
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
 
-    def sum(self, tensor: torch.Tensor) -> Summing:
+    def sum(self, tensor: torch.Tensor, name: str = "sum") -> Summing:
         """Starts summing a small tensor over all ranks, in place; `wait` gives it. A host tensor stays on the host."""
-        return Summing(tensor, dist.all_reduce(tensor, async_op=True) if self.size > 1 else None)
+        self.page.collective(name)
+        return Summing(tensor, dist.all_reduce(tensor, async_op=True) if self.size > 1 else None, self.page)
 
-    def sum_numbers(self, *numbers: int) -> Summing:
-        return self.sum(torch.tensor(numbers, dtype=torch.int64))
+    def sum_numbers(self, *numbers: int, name: str) -> Summing:
+        return self.sum(torch.tensor(numbers, dtype=torch.int64), name)
+
+    def gather_numbers(self, *numbers: int, name: str) -> list[list[int]]:
+        """Every rank's numbers, by rank."""
+        own = torch.zeros(self.size, len(numbers), dtype=torch.int64)
+        own[self.rank] = torch.tensor(numbers, dtype=torch.int64)
+        return self.sum(own, name).wait().tolist()
+
+    def tell(self, value: Any, name: str) -> Any:
+        """What rank 0 gives here, as JSON, on every rank."""
+        text = json.dumps(value).encode() if self.rank == 0 else b""
+        length = int(self.sum_numbers(len(text), name=name).wait())
+        carried = torch.zeros(length, dtype=torch.uint8)
+        if self.rank == 0:
+            carried[:] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return json.loads(self.sum(carried, name).wait().numpy().tobytes())
 
 
 @dataclass
@@ -38,9 +59,12 @@ class Summing:
 
     tensor: torch.Tensor
     work: dist.Work | None
+    page: Page
 
     def wait(self) -> torch.Tensor:
         if self.work is not None:
+            self.page.waiting(True)
             self.work.wait()
+            self.page.waiting(False)
             self.work = None
         return self.tensor

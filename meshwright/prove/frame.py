@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.config import RunConfig, fingerprint, identity, placement
-from meshwright.launch.failures import RanksFailed
 from meshwright.prove.gradients import check_gradients
 from meshwright.prove.stream import check_stream
 from meshwright.record.folder import write_json
+from meshwright.recover.failures import RanksFailed
 from meshwright.train.identity import code_fingerprint
 from meshwright.version import __version__
 

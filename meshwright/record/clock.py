@@ -8,18 +8,27 @@ import time
 
 import torch
 
+from meshwright import faults
+from meshwright.record.page import Page
+
 PHASES = ("fetch", "copy", "forward", "backward", "sync", "update")
 
 
 class StepClock:
     """Stamps of one step. `seconds` may be asked once the device has passed the last stamp."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, page: Page | None = None, step: int = 0) -> None:
+        self._page, self._step = page or Page(), step
         self._cuda = device.type == "cuda"
         self._stamps: list[tuple[str, float | torch.cuda.Event]] = []
 
-    def enter(self, phase: str) -> None:
+    def enter(self, phase: str) -> str:
+        """A phase begins: the page says so to whoever watches, and a fault may be waiting here. Gives what the fault
+        leaves to the caller.
+        """
         self._stamps.append((phase, self._now()))
+        self._page.enter(phase, self._step)
+        return faults.reach(f"step.{phase}", self._step)
 
     def close(self) -> None:
         self._stamps.append(("", self._now()))

@@ -1,18 +1,14 @@
-"""The run folder: where everything a run leaves behind is, and who may write there. Torch-free."""
+"""The run folder: where everything a run leaves behind is. Torch-free."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import BusyError, ConfigError
+from meshwright.errors import ConfigError
 
 LARGEST_JSON = 16 << 20
 
@@ -35,19 +31,17 @@ class RunFolder:
     def attempt(self, number: int) -> Path:
         return self.root / "attempts" / f"{number:04d}"
 
+    def incident(self, number: int) -> Path:
+        """Why an attempt ended."""
+        return self.attempt(number) / "incident.json"
+
+    def page(self, attempt: int, rank: int) -> Path:
+        """A rank's heartbeat."""
+        return self.attempt(attempt) / f"page-{rank:05d}"
+
     def log(self, attempt: int, rank: int) -> Path:
         """What a rank printed."""
         return self.attempt(attempt) / f"rank-{rank:05d}.log"
-
-    def new_attempt(self) -> int:
-        """Makes the next attempt's folder. mkdir is atomic: no two attempts get one number."""
-        number = self.last_attempt() + 1
-        while True:
-            try:
-                self.attempt(number).mkdir(parents=True)
-                return number
-            except FileExistsError:
-                number += 1
 
     def last_attempt(self) -> int:
         return max((int(p.name) for p in (self.root / "attempts").glob("[0-9]*") if p.name.isdigit()), default=0)
@@ -56,39 +50,10 @@ class RunFolder:
         """Moves what the folder holds to the first free NAME.old-K beside it; nothing is deleted."""
         root = self.root.resolve()
         if root.exists():
-            with self.held():
-                number = 1
-                while (aside := root.with_name(f"{root.name}.old-{number}")).exists():
-                    number += 1
-                os.rename(root, aside)
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Holds the folder for this process; a second job is refused at once. The kernel lets go when the holder
-        dies.
-        """
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            file = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise ConfigError(
-                f"run folder {self.root} cannot be made: {error.strerror}",
-                "allowed: --run DIR, a folder that can be written",
-            ) from None
-        try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                holder = os.pread(file, 200, 0).decode(errors="replace").strip()
-                raise BusyError(
-                    f"run folder {self.root} is held by {holder or 'another job'}",
-                    "wait for it, end it, or give another --run DIR",
-                ) from None
-            os.ftruncate(file, 0)
-            os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-            yield
-        finally:
-            os.close(file)
+            number = 1
+            while (aside := root.with_name(f"{root.name}.old-{number}")).exists():
+                number += 1
+            os.rename(root, aside)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -42,5 +42,5 @@ class Evaluation:
             sums += torch.stack([total.double(), torch.tensor(float(batch.valid), device=world.device)])
         for module, mode in modes:  # a user may have frozen some
             module.training = mode
-        total_loss, tokens = world.sum(sums).wait().tolist()
+        total_loss, tokens = world.sum(sums, "evaluation sum").wait().tolist()
         return total_loss / max(1.0, tokens), int(tokens), bad

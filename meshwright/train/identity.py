@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +37,31 @@ def describe(config: RunConfig, sources: list[Source], stream: Stream, user_mode
     }
 
 
-def enter(folder: RunFolder, config: RunConfig, record: dict[str, Any]) -> None:
-    """Writes run.toml and identity.json, or refuses a folder that holds another run, with both values."""
+def enter(folder: RunFolder, config: RunConfig, record: dict[str, Any], fork: bool, newest: int) -> None:
+    """Writes run.toml and identity.json, or refuses a folder that holds another run, with both values. A fork is let
+    in as a new timeline: what came before counts up to the `newest` step, and what follows is its own.
+    """
+    lineage: dict[str, Any] = {"run": secrets.token_hex(8), "timeline": 1, "until": {}}
     if folder.identity_file.exists():
-        before = read_json(folder.identity_file).get("identity", {})
-        now = record["identity"]
-        if differs := [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]:
-            shown = ", ".join(f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in differs[:4])
-            more = f" and {len(differs) - 4} more" if len(differs) > 4 else ""
+        before = read_json(folder.identity_file)
+        if not fork and (differs := differing(before.get("identity", {}), record["identity"])):
             raise IdentityError(
-                f"run folder {folder.root} holds another run: {shown}{more}",
-                "give another --run DIR, or --fresh to set the old one aside",
+                f"run folder {folder.root} holds another run: {differs}",
+                "give another --run DIR, --fresh to set the old one aside, or --fork to go on from it on purpose",
             )
+        lineage = {key: before.get(key, value) for key, value in lineage.items()}
+        if fork:
+            until = lineage["until"] | {str(lineage["timeline"]): newest}
+            lineage |= {"timeline": lineage["timeline"] + 1, "until": until}
     folder.run_file.write_text(as_toml(config))
-    write_json(folder.identity_file, record)
+    write_json(folder.identity_file, record | lineage)
+
+
+def differing(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """The settings in which two identities differ, with both values; '' where they are one."""
+    keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    shown = ", ".join(f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in keys[:4])
+    return shown + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
 
 
 def code_fingerprint() -> str:

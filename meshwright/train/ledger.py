@@ -6,6 +6,7 @@ import math
 import resource
 import sys
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,9 +33,26 @@ class Ledger:
         self.model, self.precision, self.log = model, precision, log
         self.noise = NoiseScale(batch.global_, batch.replicas)
         self.waiting: Outcome | None = None
-        self.bad_samples = self.skipped = self.in_a_row = self.steps = 0
+        self.bad_samples = self.skipped = self.in_a_row = 0
         self.loss: float | None = None
         self.evaluations: list[tuple[int, float]] = []
+
+    def counters(self) -> dict[str, Any]:
+        """What must go on counting after a restart; the same on every rank."""
+        return {
+            "bad_samples": self.bad_samples,
+            "skipped": self.skipped,
+            "in_a_row": self.in_a_row,
+            "loss": number(self.loss),
+            "evaluations": [[step, number(loss)] for step, loss in self.evaluations],
+        }
+
+    def restore(self, counters: dict[str, Any]) -> None:
+        self.bad_samples, self.skipped = int(counters["bad_samples"]), int(counters["skipped"])
+        self.in_a_row, self.loss = int(counters["in_a_row"]), counters["loss"]
+        self.evaluations = [
+            (int(step), float("nan") if loss is None else loss) for step, loss in counters["evaluations"]
+        ]
 
     def take(self, outcome: Outcome) -> None:
         self.settle()
@@ -49,9 +67,9 @@ class Ledger:
             return
         outcome.clock.wait()
         loss, norm, local_square, finite, scale = outcome.numbers.tolist()
-        self.steps += 1
         self.loss = loss
         traffic, phases = outcome.traffic, outcome.clock.seconds()
+        self.world.page.settle(phases)
         noise = self.noise.update(norm, local_square) if finite else None
         extra = {"skipped": True} if not finite else {}
         if self.precision.scaler is not None:
@@ -115,7 +133,7 @@ class Ledger:
         if numerics.on_nonfinite == "skip" and self.in_a_row <= numerics.skip_budget:
             return
         what = f"rank {self.world.rank} step {outcome.step}: loss {loss} or its gradient is not finite"
-        named = self.world.sum_numbers(where is not None).wait()
+        named = self.world.sum_numbers(where is not None, name="nonfinite sum").wait()
         if where is None and bool(named):
             raise PeerError(f"{what}, first on another rank")
         raise NumericsError(

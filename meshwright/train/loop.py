@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
 
+from meshwright import faults
+from meshwright.checkpoint.catalogue import Lineage, published, store_of
+from meshwright.checkpoint.restore import restore
+from meshwright.checkpoint.saver import Saved, Saver
+from meshwright.checkpoint.state import parameters_digest, tensors_of
+from meshwright.checkpoint.store import Store
+from meshwright.checkpoint.verify import Damage
 from meshwright.config import Batch, RunConfig
 from meshwright.data.contract import stream_of
 from meshwright.data.loader import Loader
 from meshwright.data.source import Concatenated, Source
 from meshwright.data.stream import Stream
-from meshwright.errors import Stopped
+from meshwright.errors import CheckpointError, Stopped
 from meshwright.layout import Layout
 from meshwright.model.init import build
+from meshwright.parallel.replicas import compare_replicas
 from meshwright.parallel.replicate import Replicated
 from meshwright.parallel.world import World
 from meshwright.record.events import Event, EventLog
-from meshwright.record.folder import RunFolder
+from meshwright.record.folder import RunFolder, read_json
 from meshwright.train.evaluate import Evaluation
 from meshwright.train.identity import describe, enter
 from meshwright.train.ledger import Ledger, number
 from meshwright.train.objective import Loss, Objective
-from meshwright.train.optimizer import Optimizer, learning_rate
+from meshwright.train.optimizer import Optimizer
 from meshwright.train.precision import Precision
+from meshwright.train.resume import Resume
+from meshwright.train.signals import SignalWatch
 from meshwright.train.step import Step
 
 
@@ -44,6 +53,10 @@ class Job:
     sources: list[Source]
     folder: RunFolder
     attempt: int = 0
+    restart: int = 0
+    """how often this job has been restarted: faults know by it whether they have struck"""
+    fork: bool = False
+    fallback: bool = True
     model: nn.Module | None = None  # a user's own; None is the decoder of the config
     loss: Loss | None = None
     listener: Callable[[Event], None] | None = None
@@ -61,16 +74,22 @@ class Summary:
 
 
 def train_rank(job: Job, world: World) -> Summary:
-    """The whole run on this rank."""
+    """The whole run on this rank, from wherever its newest checkpoint stands."""
+    faults.arm(world.rank, job.restart)
+    faults.reach("start.begin", -1)
     training = Training(job, world)
     try:
         while training.done < job.config.steps:
             training.advance()
             if training.evaluation_is_due():
                 training.evaluate()
+            training.keep()
     except Stopped:
         training.ledger.settle()  # the last whole step is on record
+        training.save()
         raise
+    finally:
+        training.signals.close()
     return training.finish()
 
 
@@ -79,38 +98,86 @@ class Training:
 
     def __init__(self, job: Job, world: World) -> None:
         config = job.config
-        self.job, self.world, self.done = job, world, 0
-        signal_seen = watch_signals()
+        self.job, self.world = job, world
+        self.signals = SignalWatch(world.page)
         decide_bits(config, world)
         self.precision = Precision(config.precision, world.device)
         self.model = build_model(job, self.precision, world)
-        stream = stream_of(config, job.sources)
-        if world.rank == 0:
-            enter(job.folder, config, describe(config, job.sources, stream, job.model))
+        self.stream = stream_of(config, job.sources)
+        identity = describe(config, job.sources, self.stream, job.model)
+        lineage = self._enter(identity)
         listener = job.listener if world.rank == 0 else None
         self.log = EventLog(job.folder.events(world.rank), job.attempt, world.rank, listener)
-        self.log.write("start", **start_facts(job, self.model, stream, world))
+        self.log.write("start", **start_facts(job, self.model, self.stream, world))
         self.ledger = Ledger(config, job.batch, world, self.model, self.precision, self.log)
+        self.resume = Resume(config, job.batch, job.layout, self.stream, identity["identity"], lineage, world)
+        optimizer = Optimizer(self.model, config.optimizer)
+        replicated = Replicated(self.model, config.replicate, world)
+        store = store_of(job.folder)
+        self.state = partial(tensors_of, self.model, optimizer.adamw)
+        self.saver = Saver(config.checkpoint, store, world, lineage, job.attempt, self.resume.facts(), self.state)
         coordinate = job.layout.data_coordinate(world.rank)
-        source = Concatenated(job.sources)
-        self.batches = Loader(source, stream, job.batch, coordinate, config.data).steps(0, config.steps)
-        self.evaluation = Evaluation(source, stream, config.eval.samples, job.batch, coordinate, config.data)
         self.step = Step(
-            Replicated(self.model, config.replicate, world),
-            Optimizer(self.model, config.optimizer),
+            replicated,
+            optimizer,
             self.precision,
             world,
             seed=config.seed,
             coordinate=coordinate,
             quarantine=config.data.on_bad_sample == "quarantine",
-            signal_seen=signal_seen,
+            signal_seen=self.signals.seen,
+            save_due=self.saver.due if world.rank == 0 else lambda _done: False,
         )
+        source = Concatenated(job.sources)
+        loader = Loader(source, self.stream, job.batch, coordinate, config.data)
+        self.evaluation = Evaluation(source, self.stream, config.eval.samples, job.batch, coordinate, config.data)
+        self.step.rehearse(loader.first)
+        self.done = self._restore(store, lineage)
+        self.began = self.done
+        self.batches = loader.steps(self.done, config.steps)
+
+    def _enter(self, identity: Event) -> Lineage:
+        """Rank 0 writes down which run this is, or refuses; the other ranks hear which."""
+        job, store = self.job, store_of(self.job.folder)
+        if self.world.rank == 0:
+            newest = next((entry.step for entry in published(store)), -1)
+            enter(job.folder, job.config, identity, job.fork, newest)
+        told = self.world.tell(read_json(job.folder.identity_file) if self.world.rank == 0 else None, "lineage")
+        return Lineage.of(told)
+
+    def _restore(self, store: Store, lineage: Lineage) -> int:
+        """Goes on from the newest intact checkpoint; the steps that it has done."""
+
+        def say(name: str, found: list[Damage]) -> None:
+            self.log.write("damaged", checkpoint=name, damages=[damage.to_json() for damage in found])
+
+        found = restore(
+            store, self.world, lineage, self.state(), self.resume.check, fallback=self.job.fallback, say=say
+        )
+        if found is None:
+            return 0
+        manifest = found.manifest
+        self.resume.apply(manifest, self.ledger, self.precision)
+        self.saver.follow(manifest)
+        self.log.write(
+            "restored",
+            step=manifest.step,
+            checkpoint=found.name,
+            seconds=round(found.seconds, 3),
+            changes=self.resume.changes(manifest),
+        )
+        return manifest.step
 
     def advance(self) -> None:
-        config = self.job.config
-        lr = learning_rate(self.done, config.steps, config.optimizer.lr, config.schedule)
-        self.ledger.take(self.step.run(self.done, lr, self.batches))
+        lr = self.resume.rate(self.done)
+        outcome = self.step.run(self.done, lr, self.batches)
+        self.ledger.take(outcome)
+        faults.reach("step.updated", self.done)
         self.done += 1
+        self.save_is_due = outcome.agreement.save
+        every = self.job.config.numerics.compare_every
+        if every and self.done % every == 0 and self.world.size > 1:
+            compare_replicas(self.model, self.world, self.done - 1)
 
     def evaluation_is_due(self) -> bool:
         cadence = self.job.config.eval
@@ -119,14 +186,48 @@ class Training:
         return self.done % cadence.every == 0 or self.done == self.job.config.steps
 
     def evaluate(self) -> None:
+        self.world.page.enter("evaluate")
+        faults.reach("evaluate", self.done - 1)
         self.ledger.settle()
         self.ledger.evaluated(self.done - 1, *self.evaluation.run(self.model, self.precision, self.world))
 
+    def keep(self) -> None:
+        """Saves where all ranks agreed to, and says what became of the save before."""
+        if self.save_is_due:
+            self.ledger.settle()
+            self._tell(self.saver.save(self.resume.notes(self.done, self.ledger, self.precision)))
+        else:
+            self._tell(self.saver.poll())
+
+    def save(self) -> None:
+        """A checkpoint of this very step, before anything else happens."""
+        self._tell(self.saver.poll(wait=True))
+        if self.saver.newest != self.done and self.job.config.checkpoint.mode != "off":
+            self._tell(self.saver.save(self.resume.notes(self.done, self.ledger, self.precision), wait=True), must=True)
+
+    def _tell(self, saves: list[Saved], must: bool = False) -> None:
+        for saved in saves:
+            facts = {key: value for key, value in vars(saved).items() if key != "error"}
+            if saved.error is None:
+                self.log.write(
+                    "checkpoint", **facts | {"stall": round(saved.stall, 4), "seconds": round(saved.seconds, 4)}
+                )
+                continue
+            self.log.write("save_failed", step=saved.step, message=str(saved.error))
+            stops = must or self.job.config.checkpoint.on_failure == "stop"
+            if stops or not isinstance(saved.error, CheckpointError):
+                raise saved.error
+
     def finish(self) -> Summary:
+        faults.reach("end", self.done)
         self.ledger.settle()
-        digest = parameters_digest(self.model) if self.world.rank == 0 else ""
-        summary = Summary(self.ledger.steps, self.ledger.loss, self.ledger.skipped, digest, self.ledger.evaluations)
-        self.log.write("end", **asdict(summary) | {"loss": number(summary.loss)})
+        self.save()
+        self.world.page.enter("end")
+        self.saver.close()
+        digest = parameters_digest(self.model.named_parameters()) if self.world.rank == 0 else ""
+        summary = Summary(self.done, self.ledger.loss, self.ledger.skipped, digest, self.ledger.evaluations)
+        complete = self.began == self.done > 0
+        self.log.write("end", **asdict(summary) | {"loss": number(summary.loss), "was_complete": complete})
         self.log.close()
         if isinstance(self.model, Objective) and (self.world.rank == 0 or not in_shared_memory(self.job)):
             give_back(self.model, self.job)
@@ -171,18 +272,6 @@ def decide_bits(config: RunConfig, world: World) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def watch_signals() -> Callable[[], int]:
-    """Signals do not end a step: they are asked for at the start of the next, and all ranks hear of them together."""
-    seen = [0]
-
-    def note(number: int, _frame: object) -> None:
-        seen[0] = number
-
-    signal.signal(signal.SIGINT, note)
-    signal.signal(signal.SIGTERM, note)
-    return lambda: seen[0]
-
-
 def start_facts(job: Job, model: nn.Module, stream: Stream, world: World) -> Event:
     return {
         "steps": job.config.steps,
@@ -205,12 +294,3 @@ def start_facts(job: Job, model: nn.Module, stream: Stream, world: World) -> Eve
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-@torch.no_grad()
-def parameters_digest(model: nn.Module) -> str:
-    """One digest of every parameter's name and bytes."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(name.encode() + b"\0" + parameter.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

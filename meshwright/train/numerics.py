@@ -24,6 +24,12 @@ class NoiseScale:
         self.replicas, self.smoothing = replicas, smoothing
         self.signal = self.noise = 0.0
 
+    def to_json(self) -> dict[str, float]:
+        return {"signal": self.signal, "noise": self.noise}
+
+    def restore(self, values: dict[str, float]) -> None:
+        self.signal, self.noise = values["signal"], values["noise"]
+
     def update(self, norm: float, local_square: float) -> float | None:
         """The smoothed estimate, or None where one rank alone cannot tell or no signal is left."""
         if self.replicas == 1:

@@ -41,6 +41,12 @@ class Optimizer:
             eps=config.eps,
             **({"fused": True} if self.fused else {"foreach": True}),
         )
+        for parameter in self.parameters:  # what AdamW makes at its first step: a checkpoint always has a place to go
+            self.adamw.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device if self.fused else "cpu"),
+                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            }
 
     def gradient_norm(self) -> Tensor:
         """The norm over all parameters, of gradients that are already the sum over ranks."""

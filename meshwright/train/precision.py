@@ -45,6 +45,13 @@ class LossScale:
         self.scale = torch.tensor(first, device=device)
         self.finite_steps = torch.zeros((), dtype=torch.int64, device=device)
 
+    def to_json(self) -> dict[str, float]:
+        return {"scale": float(self.scale), "finite_steps": int(self.finite_steps)}
+
+    def restore(self, values: dict[str, float]) -> None:
+        self.scale.fill_(values["scale"])
+        self.finite_steps.fill_(int(values["finite_steps"]))
+
     def update(self, finite: Tensor) -> None:
         self.finite_steps = torch.where(finite, self.finite_steps + 1, 0)
         grow = self.finite_steps >= self.interval

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from meshwright import faults
 from meshwright.data.loader import BadSample, MicroBatch
 from meshwright.errors import DataError, PeerError, Stopped
 from meshwright.parallel.replicate import GradientTraffic, Replicated
@@ -25,6 +28,8 @@ class Agreement:
 
     tokens: int
     bad_samples: int
+    save: bool = False
+    """a checkpoint is due once this step is done"""
 
 
 @dataclass
@@ -56,15 +61,17 @@ class Step:
         coordinate: int,
         quarantine: bool = False,
         signal_seen: Callable[[], int] = lambda: 0,
+        save_due: Callable[[int], bool] = lambda _done: False,
     ) -> None:
         self.replicated, self.optimizer, self.precision, self.world = replicated, optimizer, precision, world
         self.seed, self.coordinate = seed, coordinate
-        self.quarantine, self.signal_seen = quarantine, signal_seen
+        self.quarantine, self.signal_seen, self.save_due = quarantine, signal_seen, save_due
 
     def run(self, step: int, lr: float, stream: Iterator[list[MicroBatch]]) -> Outcome:
         """Fetches the step's micro-batches, computes the gradient of the global mean, and updates once."""
-        clock = StepClock(self.world.device)
-        clock.enter("fetch")
+        clock = StepClock(self.world.device, self.world.page, step)
+        if clock.enter("fetch") == "flip":
+            flip_bit(self.replicated.module)
         batches = next(stream)
         agreement, loss = self.gradient(step, batches, clock)
         clock.enter("update")
@@ -88,7 +95,9 @@ class Step:
         global batch, and gives that loss.
         """
         self._seed(step)
-        asked = self.world.sum_numbers(*self._say(batches))  # travels while the first forward runs
+        if faults.reach("step.collective", step) == "desync":
+            self.world.sum(torch.zeros(7), "a stray sum").wait()
+        asked = self.world.sum_numbers(*self._say(step, batches), name="control sum")  # travels during the forward
         agreement: Agreement | None = None
         if not all(batch.tensors for batch in batches):
             self._agree(step, batches, asked.wait())  # raises: nothing to compute on
@@ -104,17 +113,39 @@ class Step:
                 if agreement is None:
                     clock.enter("sync")
                     agreement = self._agree(step, batches, asked.wait())
-                clock.enter("backward")
+                if clock.enter("backward") == "nan":
+                    losses = losses * float("nan")
                 # Divided by the count over all ranks and micro-steps, here and nowhere else; ranks are summed.
                 mean = losses / max(1, agreement.tokens)
                 total += mean.detach()
                 if last:
-                    summing = self.world.sum(total)  # travels while the last backward runs
+                    summing = self.world.sum(total, "loss sum")  # travels while the last backward runs
                     self.replicated.on_last_bucket = lambda: clock.enter("sync")
                 (mean * self.precision.scale).backward()
         clock.enter("sync")
         assert agreement is not None
         return agreement, summing.wait()
+
+    def rehearse(self, first: Callable[[], MicroBatch]) -> None:
+        """A backward pass that is thrown away. DDP settles its buckets, and with them the order of its sums, after its
+        first: a resumed run must begin with the order in which an uninterrupted one would go on.
+        """
+        self.world.page.enter("rehearse")
+        if self.world.size == 1:
+            return
+        batch, module = first(), self.replicated.module
+        if not all(row[0] for row in self.world.gather_numbers(bool(batch.tensors), name="rehearsal")):
+            return  # a sample that cannot be decoded: the first step will say so
+        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        self._seed(0)
+        with self.precision.autocast():
+            losses, _ = self.replicated(*map(self.world.to_device, batch.tensors))
+        losses.backward()
+        self.optimizer.zero()
+        self.replicated.take_traffic()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
     def _local_square(
         self, traffic: GradientTraffic, agreement: Agreement, batches: list[MicroBatch], norm: Tensor
@@ -128,18 +159,21 @@ class Step:
     def _seed(self, step: int) -> None:
         """Dropout and the like draw from a generator seeded anew each step: a function of position."""
         seed = step_seed(self.seed, step, self.coordinate)
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
         torch.default_generator.manual_seed(seed)  # torch.manual_seed walks the stack where CUDA is not started: 0.4 ms
         if self.world.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def _say(self, batches: list[MicroBatch]) -> list[int]:
+    def _say(self, step: int, batches: list[MicroBatch]) -> list[int]:
         bad = sum(len(batch.bad) for batch in batches)
         seen = self.signal_seen()
-        return [sum(b.valid for b in batches), bad, int(bad > 0), seen == signal.SIGINT, seen == signal.SIGTERM]
+        stops = [seen == signal.SIGINT, seen == signal.SIGTERM]
+        return [sum(b.valid for b in batches), bad, int(bad > 0), *stops, self.save_due(step + 1)]
 
     def _agree(self, step: int, batches: list[MicroBatch], sums: Tensor) -> Agreement:
         """Every rank hears the same sums, so every rank stops at the same step or none does."""
-        tokens, bad, bad_ranks, interrupted, terminated = sums.tolist()
+        tokens, bad, bad_ranks, interrupted, terminated, save = sums.tolist()
         if bad and not self.quarantine:
             own: list[BadSample] = [sample for batch in batches for sample in batch.bad]
             if own:
@@ -152,9 +186,16 @@ class Step:
             )
         if interrupted or terminated:
             raise Stopped(signal.SIGINT if interrupted else signal.SIGTERM, step)
-        return Agreement(tokens, bad)
+        return Agreement(tokens, bad, bool(save))
 
 
 def step_seed(seed: int, step: int, coordinate: int) -> int:
     digest = hashlib.blake2b(f"{seed}/step/{step}/data/{coordinate}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def flip_bit(module: torch.nn.Module) -> None:
+    """A silent fault, when asked for: one bit of the first parameter."""
+    first = next(module.parameters()).detach().reshape(-1)
+    bits = first.view({8: torch.int64, 4: torch.int32}[first.element_size()])
+    bits[0] ^= 1 << 12

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from meshwright.config import LaunchConfig
 from meshwright.errors import ConfigError, IdentityError, PeerError
-from meshwright.launch.failures import Failure, RanksFailed
 from meshwright.launch.ranks import Ranks
 from meshwright.launch.rendezvous import Place, join, leave
+from meshwright.recover.failures import Failure, RanksFailed
 from meshwright.testing import run_ranks
 
 SHORT = LaunchConfig(join_timeout=3.0, step_timeout=30.0, device="cpu")

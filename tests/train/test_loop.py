@@ -12,8 +12,8 @@ from torch import nn
 from meshwright import train
 from meshwright.config import BatchConfig, DataConfig, EvalConfig, LaunchConfig, LayoutConfig, NumericsConfig, RunConfig
 from meshwright.errors import ConfigError, DataError, IdentityError
-from meshwright.launch.failures import RanksFailed
 from meshwright.record.events import read_events
+from meshwright.recover.failures import RanksFailed
 from meshwright.train.numerics import NoiseScale
 
 

@@ -72,6 +72,7 @@ class RanksFailed(MeshwrightError):
 
     def __init__(self, failures: list[Failure]) -> None:
         self.failures = sorted(failures, key=lambda f: (f.witness, f.at))
+        self.verdict = ""
         super().__init__(self.first.message)
         self.exit_code = self.first.exit_code
         self.args = (self.failures,)
@@ -87,7 +88,8 @@ class RanksFailed(MeshwrightError):
             return first.message
         known = bool(not first.detail and first.kind != "Killed")  # an error of ours: witnesses add nothing
         where = "" if f"rank {first.rank}" in first.message or known else f"rank {first.rank}: {first.kind}: "
-        lines = [where + first.message]
+        lines = [self.verdict] if self.verdict else []
+        lines.append(where + first.message)
         if first.detail:
             lines.append(first.detail.rstrip())
         for other in self.failures[1:]:

@@ -1,0 +1,1 @@
+"""What survives: state -> shards -> digests -> manifest -> publish; restore, reshard, retention."""

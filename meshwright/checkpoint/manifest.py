@@ -1,0 +1,176 @@
+"""The one file that makes a checkpoint exist: what it is, where every tensor lies, and the digest of every byte.
+
+Torch-free, and careful with strangers: a manifest is bounded, checked field by field, names no file outside its own
+folder, and carries a digest of itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from math import prod
+from typing import Any
+
+FORMAT = 1
+NAME = "manifest.json"
+LARGEST = 256 << 20
+CHUNK = 8 << 20
+"""Bytes that one digest covers."""
+DTYPES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes an element, by torch's name of the dtype."""
+
+
+class Damaged(Exception):
+    """A manifest that cannot be trusted, and why."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block of a tensor: where it sits in the tensor, and where its bytes lie."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    size: int
+    chunks: tuple[str, ...]
+    """xxh3-128 of each CHUNK bytes"""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    run: str
+    timeline: int
+    step: int
+    """optimizer steps that are done"""
+    attempt: int
+    """the attempt that wrote it: the fencing epoch"""
+    ordinal: int
+    """how many checkpoints of this lineage came before"""
+    parent: str
+    """digest of the checkpoint before, '' for the first"""
+    layout: dict[str, int]
+    identity: dict[str, Any]
+    made_by: dict[str, Any]
+    """what may change bits without being identity: versions, device, threads"""
+    data: dict[str, Any]
+    """the data cursor"""
+    rng: dict[str, int]
+    """the generator's seed for the next step, by logical owner"""
+    schedule: dict[str, Any]
+    scaler: dict[str, Any]
+    counters: dict[str, Any]
+    owners: dict[str, dict[str, Any]]
+    """small state that belongs to a logical owner, not to the whole"""
+    files: dict[str, FileRecord]
+    tensors: dict[str, TensorRecord]
+    format: int = FORMAT
+    chunk: int = CHUNK
+    digest: str = field(default="", compare=False)
+
+    @property
+    def total(self) -> int:
+        return sum(file.size for file in self.files.values())
+
+    def encode(self) -> bytes:
+        """The manifest as a file, with its own digest as the last key."""
+        values = asdict(self)
+        del values["digest"]
+        return json.dumps(values | {"digest": digest_of(values)}, separators=(",", ":")).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Manifest:
+        """Raises Damaged unless every byte is as it was written and every field is sane."""
+        try:
+            values = json.loads(raw)
+            said = values.pop("digest")
+        except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
+            raise Damaged("the manifest is torn: it is not whole JSON with a digest") from None
+        if (found := digest_of(values)) != said:
+            raise Damaged(f"the manifest's own digest is {str(said)[:16]}, its content gives {found[:16]}")
+        if values.get("format") != FORMAT:
+            raise Damaged(f"the manifest has format {values.get('format')}, this version reads {FORMAT}")
+        try:
+            files = {name: FileRecord(f["size"], tuple(f["chunks"])) for name, f in values.pop("files").items()}
+            tensors = {
+                name: TensorRecord(
+                    t["dtype"],
+                    tuple(t["shape"]),
+                    tuple(
+                        Piece(tuple(p["offset"]), tuple(p["shape"]), p["file"], p["start"], p["length"])
+                        for p in t["pieces"]
+                    ),
+                )
+                for name, t in values.pop("tensors").items()
+            }
+            manifest = cls(**values, files=files, tensors=tensors, digest=said)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise Damaged(f"the manifest lacks a field or has a strange one: {error}") from None
+        manifest.check()
+        return manifest
+
+    def check(self) -> None:
+        """What must hold of any manifest, whoever wrote it."""
+        counts = (self.timeline, self.step, self.attempt, self.ordinal, self.chunk)
+        if not all(type(n) is int and n >= 0 for n in counts) or not 1 <= self.chunk <= 1 << 30:
+            raise Damaged("the manifest has a number out of range")
+        for name, record in self.files.items():
+            if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name) or name == NAME:
+                raise Damaged(f"the manifest names a file {name!r}, which is none of a checkpoint's")
+            if type(record.size) is not int or record.size < 0 or len(record.chunks) != -(-record.size // self.chunk):
+                raise Damaged(f"the manifest gives {name} {record.size} bytes and {len(record.chunks)} digests")
+        for name, tensor in self.tensors.items():
+            check_tensor(name, tensor, self.files)
+
+
+def check_tensor(name: str, tensor: TensorRecord, files: dict[str, FileRecord]) -> None:
+    """Its pieces lie in known files and fill it exactly."""
+    if tensor.dtype not in DTYPES:
+        raise Damaged(f"tensor {name}: no dtype {tensor.dtype!r}")
+    rank = len(tensor.shape)
+    filled = 0
+    for piece in tensor.pieces:
+        numbers = (*piece.offset, *piece.shape, piece.start, piece.length, *tensor.shape)
+        if len(piece.offset) != rank or len(piece.shape) != rank or not all(type(n) is int and n >= 0 for n in numbers):
+            raise Damaged(f"tensor {name}: a piece of {piece.shape} at {piece.offset} is no block of {tensor.shape}")
+        if any(o + s > t for o, s, t in zip(piece.offset, piece.shape, tensor.shape, strict=True)):
+            raise Damaged(f"tensor {name}: a piece reaches outside of {tensor.shape}")
+        if piece.length != prod(piece.shape) * DTYPES[tensor.dtype]:
+            raise Damaged(f"tensor {name}: a piece of {piece.shape} {tensor.dtype} has {piece.length} bytes")
+        if piece.file not in files or piece.start + piece.length > files[piece.file].size:
+            raise Damaged(f"tensor {name}: a piece lies outside of {piece.file}")
+        filled += prod(piece.shape)
+    if filled != prod(tensor.shape) or len({piece.offset for piece in tensor.pieces}) != len(tensor.pieces):
+        raise Damaged(f"tensor {name}: its pieces hold {filled} of {prod(tensor.shape)} elements")
+
+
+def digest_of(values: dict[str, Any]) -> str:
+    """SHA-256 of a canonical JSON text."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,98 @@
+"""Where a run goes on from: the newest checkpoint that verifies. Verified before a single tensor is touched."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
+
+from meshwright import faults
+from meshwright.checkpoint.catalogue import Entry, Lineage, look, published
+from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.shards import ShardReader, mismatches
+from meshwright.checkpoint.state import State
+from meshwright.checkpoint.store import Store
+from meshwright.checkpoint.verify import Damage, damages
+from meshwright.errors import CheckpointError, IdentityError
+from meshwright.parallel.world import World
+
+
+@dataclass
+class Restored:
+    """What was loaded, and what had to be passed over on the way."""
+
+    manifest: Manifest
+    name: str
+    seconds: float
+    passed_over: list[tuple[str, list[Damage]]] = field(default_factory=list)
+
+
+def restore(
+    store: Store,
+    world: World,
+    lineage: Lineage,
+    state: State,
+    check: Callable[[Manifest], None],
+    *,
+    fallback: bool,
+    say: Callable[[str, list[Damage]], None],
+) -> Restored | None:
+    """Loads the newest intact checkpoint into `state`, in place; None where the run has none at all.
+
+    `check` refuses a manifest of another run before anything is read. A damaged checkpoint is said loudly and passed
+    over, or, without fallback, ends the run.
+    """
+    start = time.monotonic()
+    candidates = world.tell([(e.folder, e.step, e.attempt) for e in published(store, lineage)], "checkpoints")
+    passed: list[tuple[str, list[Damage]]] = []
+    for folder, step, attempt in candidates:
+        world.page.enter("restore", step)
+        entry = look(store, folder, step, attempt)
+        found = damages(entry, progress=world.page.beat)
+        if worst := first_damage(world, found):
+            say(entry.name, [worst])
+            passed.append((entry.name, [worst]))
+            if not fallback:
+                raise CheckpointError(
+                    f"checkpoint {entry.name} is damaged: {worst}", "leave out --no-fallback to use an older one"
+                )
+            continue
+        assert entry.manifest is not None
+        check(entry.manifest)
+        if differs := mismatches(state, entry.manifest.tensors):
+            more = f" and {len(differs) - 3} more" if len(differs) > 3 else ""
+            raise IdentityError(f"checkpoint {entry.name} holds another model: {'; '.join(differs[:3])}{more}")
+        faults.reach("start.restore", step)
+        load(entry, state, world)
+        faults.reach("start.restored", step)
+        return Restored(entry.manifest, entry.name, time.monotonic() - start, passed)
+    if passed:
+        raise CheckpointError(
+            f"none of {len(passed)} checkpoint(s) is intact; the newest, {passed[0][0]}: {passed[0][1][0]}",
+            "mend the storage, or begin anew with --fresh",
+        )
+    return None
+
+
+def first_damage(world: World, found: list[Damage]) -> Damage | None:
+    """The first damage that any rank has found, told to all: either every rank loads a checkpoint or none does."""
+    finders = [rank for rank, row in enumerate(world.gather_numbers(len(found), name="damage")) if row[0]]
+    if not finders:
+        return None
+    told: dict[str, Any] = world.tell(found[0].to_json() if found else {}, "damage told")
+    return Damage(**told) if told else Damage(f"as rank {finders[0]} reads it", -1, "intact", "damaged")
+
+
+def load(entry: Entry, state: State, world: World) -> None:
+    with torch.no_grad():
+        dcp.load(
+            dict(state),
+            storage_reader=ShardReader(entry, world.page.beat),
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            no_dist=world.size == 1,
+        )

@@ -1,0 +1,54 @@
+"""Which checkpoints stay: the newest few that verify, every Kth, and nothing is deleted before they do. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from meshwright import faults
+from meshwright.checkpoint.catalogue import Entry, Lineage, everything
+from meshwright.checkpoint.manifest import NAME
+from meshwright.checkpoint.store import Store
+from meshwright.checkpoint.verify import damages
+
+
+class Retention:
+    """Applied after each publication, by the one process that publishes."""
+
+    def __init__(self, store: Store, attempt: int, keep: int, keep_every: int, lineage: Lineage) -> None:
+        self.store, self.attempt, self.keep, self.keep_every = store, attempt, keep, keep_every
+        self.lineage = lineage
+        self.verified: set[str] = set()
+
+    def apply(self, progress: Callable[[], None] = lambda: None) -> list[str]:
+        """Deletes what may go and gives its names; nothing goes unless `keep` newer ones verify from disk."""
+        entries = everything(self.store)
+        listed = [entry for entry in entries if entry.published and not entry.fenced and self.lineage.has(entry)]
+        kept = 0
+        cut = len(listed)
+        for index, entry in enumerate(listed):
+            kept += self._verifies(entry, progress)
+            if kept == self.keep:
+                cut = index + 1
+                break
+        gone = [entry for entry in listed[cut:] if not self._for_good(entry)]
+        # What earlier attempts never published, or published too late, was never part of the run.
+        gone += [e for e in entries if e.attempt < self.attempt and (e.fenced or not e.published)]
+        for entry in gone:
+            self.delete(entry)
+        return [entry.name for entry in gone]
+
+    def _verifies(self, entry: Entry, progress: Callable[[], None]) -> bool:
+        if entry.name not in self.verified and not damages(entry, progress=progress):
+            self.verified.add(entry.name)
+        return entry.name in self.verified
+
+    def _for_good(self, entry: Entry) -> bool:
+        return bool(self.keep_every and entry.manifest and entry.manifest.ordinal % self.keep_every == 0)
+
+    def delete(self, entry: Entry) -> None:
+        """Withdraws a checkpoint first, durably; its files follow."""
+        if entry.published:
+            self.store.remove(f"{entry.folder}/{NAME}")
+        faults.reach("retain.unpublished", entry.step)
+        self.store.remove_folder(entry.folder)
+        self.verified.discard(entry.name)

@@ -1,0 +1,268 @@
+"""Saving while training goes on: a copy to host memory, then shards, digests, manifest and retention in a thread.
+
+At most one save is in flight. Nothing is published unless every rank's copy is finite and replicas agree.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+
+from meshwright import faults
+from meshwright.checkpoint.catalogue import Lineage, folder_of
+from meshwright.checkpoint.manifest import NAME, FileRecord, Manifest, TensorRecord
+from meshwright.checkpoint.retention import Retention
+from meshwright.checkpoint.shards import ShardWriter
+from meshwright.checkpoint.state import State, content
+from meshwright.checkpoint.store import Store
+from meshwright.checkpoint.verify import header
+from meshwright.config import CheckpointConfig
+from meshwright.errors import CheckpointError, MeshwrightError, NumericsError
+from meshwright.parallel.replicas import odd_ones, replica_error
+from meshwright.parallel.world import World
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What a manifest says beside tensors, at one step."""
+
+    step: int
+    common: dict[str, Any]
+    """the manifest's fields data, rng, schedule, scaler and counters: the same on every rank"""
+    owner: str
+    owned: dict[str, Any]
+
+
+@dataclass
+class Saved:
+    """What became of a save."""
+
+    step: int
+    folder: str
+    bytes: int = 0
+    stall: float = 0.0
+    seconds: float = 0.0
+    skipped: int = 0
+    deleted: list[str] = field(default_factory=list)
+    error: MeshwrightError | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        facts = {key: value for key, value in vars(self).items() if key != "error"}
+        return facts | {"stall": round(self.stall, 4), "seconds": round(self.seconds, 4)}
+
+
+class Stager:
+    """Host copies of a state, in buffers that are made once and reused."""
+
+    def __init__(self, state: State) -> None:
+        pinned = any(tensor.is_cuda for tensor in state.values())
+        self.host = {n: torch.zeros(t.shape, dtype=t.dtype, pin_memory=pinned) for n, t in state.items()}
+        self.copied = torch.cuda.Event() if pinned else None
+
+    @torch.no_grad()
+    def copy(self, state: State) -> State:
+        """On CUDA the copies are queued before whatever comes next, and `wait` tells when they are there."""
+        for name, tensor in state.items():
+            self.host[name].copy_(tensor, non_blocking=True)
+        if self.copied is not None:
+            self.copied.record()
+        return self.host
+
+    def wait(self) -> None:
+        if self.copied is not None:
+            self.copied.synchronize()
+
+
+class Saver:
+    """One rank's side of saving. Rank 0 says when (`due`); every rank then calls `save` at the same step."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        store: Store,
+        world: World,
+        lineage: Lineage,
+        attempt: int,
+        facts: dict[str, Any],
+        state: Callable[[], State],
+    ) -> None:
+        """`facts` are the manifest's fields layout, identity and made_by."""
+        self.config, self.store, self.world, self.state = config, store, world, state
+        self.lineage, self.attempt, self.facts = lineage, attempt, facts
+        self.group = dist.new_group(backend="gloo") if world.size > 1 else None
+        self.retention = Retention(store, attempt, config.keep, config.keep_every, lineage)
+        self.stager: Stager | None = None
+        self.planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
+        self.flying: Future[Saved] | None = None
+        self.parent, self.ordinal, self.newest = "", 0, -1
+        self.writer: ShardWriter | None = None
+        self.begun = time.monotonic()
+        self.stall = 0.0
+        self.skipped = 0
+        self.moved = 0
+
+    def due(self, step: int) -> bool:
+        """Whether to save once `step` steps are done. Asked on rank 0 alone: clocks differ, the answer must not."""
+        if self.config.mode == "off" or step == self.newest:
+            return False
+        waited = time.monotonic() - self.begun
+        by_time = self.config.seconds and waited >= max(self.config.seconds, self.stall / self.config.overhead)
+        by_steps = self.config.every and step % self.config.every == 0
+        if not (by_time or by_steps):
+            return False
+        if self.flying is not None and not self.flying.done():
+            self.skipped += 1
+            self.begun = time.monotonic()  # counted once an interval
+            return False
+        return True
+
+    def save(self, notes: Notes, wait: bool = False) -> list[Saved]:
+        """Begins a save; gives what became of saves that are done by now, this one too where it was waited for."""
+        done = self.poll(wait=True)  # rank 0 found its own done; another rank's is at most a message behind
+        self.begun = start = time.monotonic()
+        self.world.page.enter("save", notes.step)
+        faults.reach("save.stage", notes.step)
+        state = self.state()
+        if self.stager is None:
+            self.stager = Stager(state)
+        staged = self.stager.copy(state)
+        self.flying = self.thread.submit(self._run, notes, staged)
+        if wait or self.config.mode == "sync":
+            done += self.poll(wait=True)
+        self.stall = time.monotonic() - start
+        self.world.page.add({"save": self.stall})
+        return done
+
+    def poll(self, wait: bool = False) -> list[Saved]:
+        """The save that ended since the last call, if one did; `wait` for it, showing life as long as bytes move."""
+        if self.flying is None or not (wait or self.flying.done()):
+            return []
+        while not self.flying.done():
+            with suppress(TimeoutError):
+                self.flying.exception(timeout=0.2)
+            if (moved := self.moved + (self.writer.written if self.writer else 0)) != getattr(self, "_seen", -1):
+                self._seen = moved
+                self.world.page.beat()
+        saved, self.flying = self.flying.result(), None
+        saved.stall, saved.skipped, self.skipped = self.stall, self.skipped, 0
+        if saved.error is None:
+            self.newest = saved.step
+        return [saved]
+
+    def follow(self, manifest: Manifest) -> None:
+        """The next checkpoint is the child of this one, which the run was restored from."""
+        self.parent, self.ordinal, self.newest = manifest.digest, manifest.ordinal + 1, manifest.step
+
+    def close(self) -> None:
+        self.thread.shutdown(wait=True)
+
+    def _run(self, notes: Notes, state: State) -> Saved:
+        """The thread's whole work. Errors are an outcome: the training thread decides what they mean."""
+        start = time.monotonic()
+        saved = Saved(notes.step, folder_of(notes.step, self.attempt))
+        try:
+            if self.stager is not None:
+                self.stager.wait()
+            self._agree(notes.step, state)
+            head = header(self.lineage.run, self.lineage.timeline, notes.step, self.attempt, self.world.rank)
+            self.writer = ShardWriter(
+                self.store,
+                saved.folder,
+                self.world.rank,
+                notes.step,
+                head,
+                (notes.owner, notes.owned),
+                lambda files, tensors, owners: self._publish(notes, saved, files, tensors, owners),
+            )
+            dcp.save(
+                dict(state),
+                storage_writer=self.writer,
+                planner=self.planner,
+                process_group=self.group,
+                no_dist=self.group is None,
+            )
+            self.ordinal += 1
+            if self.world.rank == 0:
+                saved.deleted = self.retention.apply(self._progress)
+        except MeshwrightError as error:
+            saved.error = error
+        except Exception as error:  # noqa: BLE001
+            saved.error = named(error, saved.folder)
+        saved.seconds = time.monotonic() - start
+        return saved
+
+    def _progress(self) -> None:
+        self.moved += 1
+
+    def _agree(self, step: int, state: State) -> None:
+        """Every rank learns the same verdict before any of them writes."""
+        unsound = next((name for name, tensor in state.items() if not sound(name, tensor)), "")
+        digest = xxhash.xxh3_64()
+        for name, tensor in state.items():
+            if name.startswith("model/"):
+                digest.update(content(tensor))
+        own = torch.tensor([bool(unsound), digest.intdigest() - 2**63], dtype=torch.int64)
+        said = [own]
+        if self.group is not None:
+            said = [torch.zeros_like(own) for _ in range(self.world.size)]
+            dist.all_gather(said, own, group=self.group)
+        flags, digests = zip(*(one.tolist() for one in said), strict=True)
+        if bad := [rank for rank, flag in enumerate(flags) if flag]:
+            what = f"rank {bad[0]} step {step}: {unsound or 'its state'} is not finite"
+            raise NumericsError(f"{what}, and was not published", "look at the steps before in events/")
+        if odd := odd_ones(list(digests)):
+            raise replica_error(self.world.rank, step, odd, self.world.size, "")
+
+    def _publish(
+        self,
+        notes: Notes,
+        saved: Saved,
+        files: dict[str, FileRecord],
+        tensors: dict[str, TensorRecord],
+        owners: dict[str, dict[str, Any]],
+    ) -> None:
+        """On the coordinator, once every shard is durable."""
+        faults.reach("save.before_manifest", notes.step)
+        lineage = {"run": self.lineage.run, "timeline": self.lineage.timeline}
+        place = {"step": notes.step, "attempt": self.attempt, "ordinal": self.ordinal, "parent": self.parent}
+        content = {"owners": owners, "files": files, "tensors": tensors}
+        manifest = Manifest(**lineage, **place, **self.facts, **notes.common, **content)  # type: ignore[arg-type]
+        manifest.check()
+        raw = manifest.encode()
+        reached = lambda: faults.reach("save.before_publish", notes.step)  # noqa: E731
+        if not self.store.publish_if_absent(f"{saved.folder}/{NAME}", raw, reached):
+            raise CheckpointError(f"{saved.folder} exists already and is not written over")
+        faults.reach("save.after_publish", notes.step)
+        self.parent = Manifest.decode(raw).digest
+        saved.bytes = manifest.total
+
+
+def sound(name: str, tensor: torch.Tensor) -> bool:
+    """Finite; a buffer may hold what it likes. The sum is quick, and only a doubtful one is looked at closely."""
+    if name.startswith("buffer/") or not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+def named(error: Exception, folder: str) -> MeshwrightError:
+    """A failed save in one line: which rank, which file, what."""
+    rank = None
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (error, _) = min(error.failures.items())  # type: ignore[assignment]
+    if isinstance(error, MeshwrightError):
+        return error
+    what = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+    who = f"rank {rank}: " if rank is not None else ""
+    return CheckpointError(f"{who}{folder} was not saved: {what}", "earlier checkpoints are untouched")

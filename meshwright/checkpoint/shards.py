@@ -1,0 +1,191 @@
+"""DCP's planner over our own bytes: it says which rank keeps which block, we write, digest and read the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from meshwright import faults
+from meshwright.checkpoint.catalogue import Entry
+from meshwright.checkpoint.manifest import CHUNK, FileRecord, Piece, TensorRecord
+from meshwright.checkpoint.state import content, dtype_name
+from meshwright.checkpoint.store import Store
+from meshwright.checkpoint.verify import Digesting
+
+ALIGN = 64
+Publish = Callable[[dict[str, FileRecord], dict[str, TensorRecord], dict[str, dict[str, Any]]], None]
+"""(files, tensors, owners) -> the manifest is in place"""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank tells the coordinator of its own file, and of the small state that it owns."""
+
+    file: str
+    record: FileRecord
+    owner: str
+    owned: dict[str, Any]
+
+
+class ShardWriter(StorageWriter):
+    """One rank's part of a save: a file of blocks. The coordinator then publishes."""
+
+    def __init__(
+        self,
+        store: Store,
+        folder: str,
+        rank: int,
+        step: int,
+        header: bytes,
+        owner: tuple[str, dict[str, Any]],
+        publish: Publish,
+        chunk: int = CHUNK,
+    ) -> None:
+        self.store, self.folder, self.step, self.header = store, folder, step, header
+        self.file = f"rank-{rank:05d}.shard"
+        self.owner, self.publish, self.chunk = owner, publish, chunk
+        self.written = 0
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        faults.reach("save.begin", self.step)
+        sink = Digesting(self.store.create(f"{self.folder}/{self.file}"), self.chunk)
+        results = []
+        try:
+            sink.write(self.header)
+            for item in plan.items:
+                faults.reach("save.write", self.step)
+                data = planner.resolve_data(item)
+                if not isinstance(data, torch.Tensor):
+                    raise TypeError(f"{item.index.fqn} is no tensor: it belongs into the manifest")
+                sink.write(bytes(-sink.size % ALIGN))
+                block = content(data.cpu())
+                results.append(WriteResult(item.index, len(block), self._piece(item, sink.size, len(block))))
+                sink.write(block)
+                self.written += len(block)
+            sink.close()
+        finally:
+            sink.sink.abandon()
+        faults.reach("save.after_shard", self.step)
+        shard = Shard(self.file, FileRecord(sink.size, tuple(sink.chunks)), *self.owner)
+        results.append(WriteResult(MetadataIndex(self.file), sink.size, shard))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _piece(self, item: WriteItem, start: int, length: int) -> Piece:
+        assert item.tensor_data is not None
+        where = item.tensor_data.chunk
+        return Piece(tuple(where.offsets), tuple(where.sizes), self.file, start, length)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        files: dict[str, FileRecord] = {}
+        owners: dict[str, dict[str, Any]] = {}
+        pieces: dict[str, list[Piece]] = {name: [] for name in metadata.state_dict_metadata}
+        for result in (result for rank in results for result in rank):
+            if isinstance(result.storage_data, Shard):
+                files[result.storage_data.file] = result.storage_data.record
+                owners[result.storage_data.owner] = result.storage_data.owned
+            else:
+                pieces[result.index.fqn].append(result.storage_data)
+        tensors = {}
+        for name, known in metadata.state_dict_metadata.items():
+            assert isinstance(known, TensorStorageMetadata)
+            dtype = str(known.properties.dtype).removeprefix("torch.")
+            tensors[name] = TensorRecord(dtype, tuple(known.size), tuple(pieces[name]))
+        self.publish(files, tensors, owners)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003
+        return False
+
+
+class ShardReader(StorageReader):
+    """Copies a verified checkpoint's blocks into whatever layout asks for them."""
+
+    def __init__(self, entry: Entry, progress: Callable[[], None]) -> None:
+        self.entry, self.progress = entry, progress
+        assert entry.manifest is not None
+        self.tensors = entry.manifest.tensors
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
+        """DCP's own metadata, made anew from the manifest."""
+        known: dict[str, Any] = {}
+        for name, record in self.tensors.items():
+            blocks = [ChunkStorageMetadata(torch.Size(p.offset), torch.Size(p.shape)) for p in record.pieces]
+            properties = TensorProperties(dtype=getattr(torch, record.dtype))
+            known[name] = TensorStorageMetadata(properties, torch.Size(record.shape), blocks)
+        return Metadata(known)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            record = self.tensors[item.storage_index.fqn]
+            piece = next(p for p in record.pieces if p.offset == tuple(item.storage_index.offset or ()))
+            target = planner.resolve_tensor(item).detach()
+            if prod(piece.shape):
+                block = self._block(piece, record.dtype)
+                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    block = block.narrow(dim, start, length)
+                target.copy_(block)
+            planner.commit_tensor(item, target)
+            self.progress()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _block(self, piece: Piece, dtype: str) -> torch.Tensor:
+        raw = bytearray(self.entry.store.read(f"{self.entry.folder}/{piece.file}", piece.start, piece.length))
+        return torch.frombuffer(raw, dtype=getattr(torch, dtype)).reshape(piece.shape)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003
+        return False
+
+
+def mismatches(state: dict[str, torch.Tensor], tensors: dict[str, TensorRecord]) -> list[str]:
+    """How a model differs from a checkpoint: DCP would ignore, cast or fail halfway."""
+    found = [f"{name} is missing in the checkpoint" for name in sorted(state.keys() - tensors.keys())]
+    found += [f"{name} is only in the checkpoint" for name in sorted(tensors.keys() - state.keys())]
+    for name in sorted(state.keys() & tensors.keys()):
+        here, there = (dtype_name(state[name]), tuple(state[name].shape)), (tensors[name].dtype, tensors[name].shape)
+        if here != there:
+            found.append(f"{name} is {there[0]} {list(there[1])} in the checkpoint and {here[0]} {list(here[1])} here")
+    return found

@@ -1,0 +1,104 @@
+"""A checkpoint's tensors unsharded: one digest whatever layout wrote them, and how two differ. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from meshwright.checkpoint.catalogue import Entry
+from meshwright.checkpoint.manifest import DTYPES, TensorRecord
+
+AS_NUMBERS = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "int64": "<i8", "int32": "<i4", "int16": "<i2"}
+AS_NUMBERS |= {"int8": "i1", "uint8": "u1", "bool": "u1"}
+
+
+def raw(entry: Entry, name: str) -> NDArray[Any]:
+    """A whole tensor, its elements as their bits."""
+    assert entry.manifest is not None
+    record = entry.manifest.tensors[name]
+    element = np.dtype(f"<u{DTYPES[record.dtype]}")
+    whole = np.empty(record.shape, element)
+    for piece in record.pieces:
+        content = entry.store.read(f"{entry.folder}/{piece.file}", piece.start, piece.length)
+        block = tuple(slice(o, o + s) for o, s in zip(piece.offset, piece.shape, strict=True))
+        whole[block] = np.frombuffer(content, element).reshape(piece.shape)
+    return whole
+
+
+def tensor_line(name: str, dtype: str, shape: Iterable[int], content: Any) -> str:
+    """What the digest of a whole state is made of, a line a tensor."""
+    return f"{name} {dtype} {list(shape)} {xxhash.xxh3_128_hexdigest(content)}"
+
+
+def digest_of_lines(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def state_digest(entry: Entry) -> str:
+    """One digest of every parameter, buffer and optimizer tensor by name."""
+    assert entry.manifest is not None
+    return digest_of_lines(
+        tensor_line(name, record.dtype, record.shape, np.ascontiguousarray(raw(entry, name)).tobytes())
+        for name, record in entry.manifest.tensors.items()
+    )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a tensor of one checkpoint differs from that of another."""
+
+    name: str
+    what: str
+    elements: int = 0
+    largest: float = 0.0
+    relative: float = 0.0
+
+    def __str__(self) -> str:
+        if not self.elements:
+            return f"{self.name}: {self.what}"
+        return f"{self.name}: {self.what}; largest {self.largest:.6g}, {self.relative:.3g} of the largest value"
+
+
+def differences(one: Entry, other: Entry) -> Iterator[Difference]:
+    """The tensors in which two checkpoints differ, in order of name."""
+    assert one.manifest is not None
+    assert other.manifest is not None
+    ours, theirs = one.manifest.tensors, other.manifest.tensors
+    for name in sorted(ours.keys() | theirs.keys()):
+        if name not in ours or name not in theirs:
+            yield Difference(name, f"only in {one.name if name in ours else other.name}")
+        elif (ours[name].dtype, ours[name].shape) != (theirs[name].dtype, theirs[name].shape):
+            yield Difference(name, f"{describe(ours[name])} and {describe(theirs[name])}")
+        else:
+            a, b = raw(one, name), raw(other, name)
+            if unequal := int(np.count_nonzero(a != b)):
+                yield compare(name, ours[name], a, b, unequal)
+
+
+def compare(name: str, record: TensorRecord, a: NDArray[Any], b: NDArray[Any], unequal: int) -> Difference:
+    x, y = numbers(a, record.dtype), numbers(b, record.dtype)
+    with np.errstate(all="ignore"):
+        gap = np.abs(x - y)
+    largest = float(np.nanmax(gap, initial=0.0))
+    scale = float(np.nanmax(np.abs(x), initial=0.0))
+    what = f"{unequal:,} of {a.size:,} elements"
+    return Difference(name, what, unequal, largest, largest / scale if scale else float(largest > 0))
+
+
+def numbers(whole: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Raw elements as float64; bfloat16 is the upper half of a float32."""
+    if dtype == "bfloat16":
+        return (whole.view("<u2").astype("<u4") << 16).view("<f4").astype("f8")
+    if dtype not in AS_NUMBERS:
+        return whole.view("u1").astype("f8")  # 8-bit floats: by their bits
+    return whole.view(AS_NUMBERS[dtype]).astype("f8")
+
+
+def describe(record: TensorRecord) -> str:
+    return f"{record.dtype} {list(record.shape)}"

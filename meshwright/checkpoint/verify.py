@@ -1,0 +1,121 @@
+"""Whether a checkpoint's files are, byte for byte, what was in memory when they were written. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import xxhash
+
+from meshwright.checkpoint.catalogue import Entry
+from meshwright.checkpoint.manifest import NAME, Manifest
+from meshwright.checkpoint.store import Buffer, Sink, Store
+
+HEADER = 4096
+"""A shard begins with who wrote it, so that one in the wrong place can say where it belongs."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with a file, and where in it. `chunk` is -1 where the whole file is meant."""
+
+    file: str
+    chunk: int
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        where = self.file if self.chunk < 0 else f"{self.file} chunk {self.chunk}"
+        return f"{where}: expected {self.expected}, found {self.found}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Digesting:
+    """A sink that digests what it is given, chunk by chunk, from memory, before any disk has seen it."""
+
+    def __init__(self, sink: Sink, chunk: int) -> None:
+        self.sink, self.chunk, self.size = sink, chunk, 0
+        self.chunks: list[str] = []
+        self.state = xxhash.xxh3_128()
+
+    def write(self, content: Buffer) -> None:
+        view = memoryview(content).cast("B")
+        while view:
+            part = view[: self.chunk - self.size % self.chunk]
+            self.state.update(part)
+            self.sink.write(part)
+            self.size += len(part)
+            view = view[len(part) :]
+            if self.size % self.chunk == 0:
+                self._cut()
+
+    def close(self) -> None:
+        if self.size % self.chunk:
+            self._cut()
+        self.sink.close()
+
+    def _cut(self) -> None:
+        self.chunks.append(self.state.hexdigest())
+        self.state.reset()
+
+
+def header(run: str, timeline: int, step: int, attempt: int, rank: int) -> bytes:
+    facts = {"run": run, "timeline": timeline, "step": step, "attempt": attempt, "rank": rank}
+    return (b"meshwright shard " + json.dumps(facts).encode() + b"\n").ljust(HEADER, b"\0")
+
+
+def whose(store: Store, path: str) -> str:
+    """What a shard's own header says of it."""
+    try:
+        line = store.read(path, 0, HEADER).partition(b"\n")[0].removeprefix(b"meshwright shard ")
+        facts = json.loads(line)
+        return "step {step}, attempt {attempt}, rank {rank} of run {run}".format(**facts)
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return ""
+
+
+def damages(entry: Entry, files: list[str] | None = None, progress: Callable[[], None] = lambda: None) -> list[Damage]:
+    """Everything wrong with a published checkpoint (or with some of its files); an intact one gives nothing."""
+    if entry.manifest is None:
+        return [Damage(NAME, -1, "a whole manifest", entry.problem)]
+    found = [damage for name in files or entry.manifest.files for damage in file_damages(entry, name, progress)]
+    known = {*entry.manifest.files, NAME}
+    for name in entry.store.names(entry.folder):
+        if name not in known and not name.startswith("."):
+            found.append(Damage(name, -1, "no such file", "a file that the manifest does not know"))
+    return found
+
+
+def file_damages(entry: Entry, name: str, progress: Callable[[], None]) -> Iterator[Damage]:
+    manifest = entry.manifest
+    assert manifest is not None
+    path, record = f"{entry.folder}/{name}", manifest.files[name]
+    size = entry.store.size(path)
+    if size is None:
+        yield Damage(name, -1, f"{record.size:,} bytes", "no file")
+        return
+    if size != record.size:
+        yield Damage(name, -1, f"{record.size:,} bytes", f"{size:,} bytes" + stranger(entry, manifest, path))
+        return
+    for index, expected in enumerate(record.chunks):
+        progress()
+        try:
+            content = entry.store.read(path, index * manifest.chunk, manifest.chunk)
+        except OSError as error:
+            yield Damage(name, index, expected, f"a read error ({error.strerror})")
+            continue
+        if (found := xxhash.xxh3_128_hexdigest(content)) != expected:
+            yield Damage(name, index, expected, found + stranger(entry, manifest, path))
+
+
+def stranger(entry: Entry, manifest: Manifest, path: str) -> str:
+    """Says so where the file is a shard of another step, attempt or run."""
+    says = whose(entry.store, path)
+    own = f"step {manifest.step}, attempt {manifest.attempt}"
+    if says and not (says.startswith(own) and says.endswith(f"of run {manifest.run}")):
+        return f" (it is the shard of {says})"
+    return ""

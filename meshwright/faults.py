@@ -1,0 +1,167 @@
+"""Named fail points, off by default: a process that reaches one dies, hangs, slows down or fails, as was asked.
+
+    MESHWRIGHT_FAULT="save.after_shard:rank1:kill@step20"
+
+A fault is POINT[:rankN]:ACTION[@stepN][@P%][xTIMES]; several are separated by commas. Without a rank every rank takes
+part, without a step every step. A chance of P percent is decided by MESHWRIGHT_FAULT_SEED, the point, the rank, the
+step and the restart alone, so that a failure repeats from its seed. A fault is armed on the first launch of a job and
+on no restart; `xTIMES` arms it on so many launches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.errors import ConfigError
+
+POINTS = {
+    "start.begin": "a rank has joined the others and built nothing yet",
+    "start.restore": "before a checkpoint's tensors are copied in",
+    "start.restored": "after a checkpoint's tensors were copied in",
+    "step.fetch": "before a step's samples are fetched",
+    "step.copy": "before they are copied to the device",
+    "step.forward": "before a forward pass",
+    "step.backward": "before a backward pass",
+    "step.sync": "before waiting for the other ranks",
+    "step.update": "before the optimizer's update",
+    "step.updated": "after the update, before the step is counted",
+    "step.collective": "before the sum that opens a step",
+    "evaluate": "before an evaluation",
+    "save.stage": "before the copy to host memory",
+    "save.begin": "before a rank's shard is opened",
+    "save.write": "before each write to a shard",
+    "save.after_shard": "a rank's shard is durable",
+    "save.before_manifest": "every shard is durable, the manifest not yet written",
+    "save.before_publish": "the manifest is durable under another name",
+    "save.after_publish": "the manifest is in place",
+    "retain.unpublished": "a checkpoint is withdrawn, its files not yet deleted",
+    "end": "the last step is done",
+}
+
+ACTIONS = {
+    "kill": "end this process with SIGKILL",
+    "exit": "leave at once with status 0 and no word",
+    "stop": "stop this process with SIGSTOP",
+    "hang": "sleep for ever",
+    "spin": "loop for ever, holding the interpreter's lock",
+    "slow": "sleep so many seconds (slow=0.1)",
+    "raise": "raise an error",
+    "oom": "fail as if memory were full",
+    "enospc": "fail as if the disk were full",
+    "eio": "fail as if the disk were broken",
+    "nan": "step.backward: make this rank's loss not a number",
+    "flip": "step.fetch: flip one bit of this rank's first parameter",
+    "desync": "step.collective: enter another collective than the other ranks",
+}
+
+SPELLING = re.compile(
+    r"(?P<point>[a-z_.]+)(:rank(?P<rank>\d+))?:(?P<action>[a-z]+)(=(?P<value>[0-9.]+))?"
+    r"((@step(?P<step>\d+))|(@(?P<chance>[0-9.]+)%))?(x(?P<times>\d+))?"
+)
+
+
+class InjectedFault(RuntimeError):
+    """Raised by the action `raise`."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    point: str
+    action: str
+    rank: int | None = None
+    step: int | None = None
+    chance: float = 100.0
+    value: float = 0.0
+    times: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        match = SPELLING.fullmatch(text.strip())
+        if match is None:
+            raise ConfigError(
+                f"MESHWRIGHT_FAULT: {text!r} is not understood", "allowed: POINT[:rankN]:ACTION[@stepN][@P%][xTIMES]"
+            )
+        if match["point"] not in POINTS:
+            raise ConfigError(f"MESHWRIGHT_FAULT: no point {match['point']!r}", f"allowed: {', '.join(POINTS)}")
+        if match["action"] not in ACTIONS:
+            raise ConfigError(f"MESHWRIGHT_FAULT: no action {match['action']!r}", f"allowed: {', '.join(ACTIONS)}")
+        return cls(
+            match["point"],
+            match["action"],
+            int(match["rank"]) if match["rank"] else None,
+            int(match["step"]) if match["step"] else None,
+            float(match["chance"] or 100.0),
+            float(match["value"] or 0.0),
+            int(match["times"] or 1),
+        )
+
+
+def parse_all(text: str) -> list[Fault]:
+    return [Fault.parse(part) for part in text.split(",") if part.strip()]
+
+
+ARMED: list[Fault] = []
+PLACE = {"rank": 0, "restart": 0, "seed": 0}
+
+
+def arm(rank: int, restart: int, environment: Mapping[str, str] = os.environ) -> None:
+    """Reads the environment's faults for this process; from here on its fail points are live."""
+    ARMED[:] = [
+        fault
+        for fault in parse_all(environment.get("MESHWRIGHT_FAULT", ""))
+        if fault.rank in (None, rank) and restart < fault.times
+    ]
+    PLACE.update(rank=rank, restart=restart, seed=int(environment.get("MESHWRIGHT_FAULT_SEED", "0")))
+
+
+def reach(point: str, step: int) -> str:
+    """A fail point. Gives the action that the caller must do itself (nan, flip, desync), or ''."""
+    for fault in ARMED:
+        if fault.point == point and fault.step in (None, step) and drawn(fault, step):
+            return act(fault, step)
+    return ""
+
+
+def drawn(fault: Fault, step: int) -> bool:
+    if fault.chance >= 100.0:
+        return True
+    text = f"{PLACE['seed']}/{fault.point}/{PLACE['rank']}/{step}/{PLACE['restart']}"
+    draw = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return draw < fault.chance / 100.0 * 2**64
+
+
+def act(fault: Fault, step: int) -> str:
+    where = f"injected at {fault.point}, rank {PLACE['rank']}, step {step}"
+    match fault.action:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            os._exit(0)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "hang":
+            time.sleep(1e6)
+        case "spin":
+            while True:
+                ctypes.PyDLL(None).sleep(1_000_000)  # PyDLL does not let go of the interpreter's lock
+        case "slow":
+            time.sleep(fault.value)
+        case "raise":
+            raise InjectedFault(where)
+        case "oom":
+            raise MemoryError(where)
+        case "enospc":
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({where})")
+        case "eio":
+            raise OSError(errno.EIO, f"{os.strerror(errno.EIO)} ({where})")
+        case cooperative:
+            return cooperative
+    return ""

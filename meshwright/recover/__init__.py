@@ -1,0 +1,1 @@
+"""The failure plane: supervisor, watchdog, lease, incidents. Decides; never opens a device."""

@@ -1,0 +1,133 @@
+"""Why an attempt ended: who failed first, where, what it said, and what that means for the next attempt. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.data.contract import contract_of
+from meshwright.errors import MeshwrightError
+from meshwright.record.folder import RunFolder, read_json, write_json
+from meshwright.record.page import Reading, read_page
+from meshwright.recover.failures import Failure
+
+UNTOUCHED = ("start", "restore", "rehearse", "update", "save", "evaluate", "end")
+"""Phases in which a step's samples play no part."""
+
+
+@dataclass(frozen=True)
+class Incident:
+    """One attempt's end, as `attempts/NNNN/incident.json` keeps it."""
+
+    attempt: int
+    outcome: str
+    """complete, stopped, failed, hang, or lost (its supervisor died without a word)"""
+    rank: int | None = None
+    step: int | None = None
+    phase: str = ""
+    exit_code: int = 0
+    kind: str = ""
+    message: str = ""
+    last_lines: list[str] = field(default_factory=list)
+    stack: str = ""
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    """where every rank was"""
+    samples: list[int] = field(default_factory=list)
+    """what the failing rank had in that step"""
+    checkpoint: int = -1
+    """steps done in the newest checkpoint when the attempt ended; -1 for none"""
+    verdict: str = ""
+    next_move: str = ""
+
+    @property
+    def from_outside(self) -> bool:
+        """Whether somebody else ended the rank; an error, a hang or a crash are its own."""
+        return self.outcome == "failed" and ("(SIGKILL)" in self.message or "(SIGTERM)" in self.message)
+
+    def write(self, folder: RunFolder) -> None:
+        write_json(folder.incident(self.attempt), dataclasses.asdict(self))
+
+
+def read_incidents(folder: RunFolder) -> list[Incident]:
+    """Every attempt's incident, oldest first; one that cannot be read is left out."""
+    found = []
+    for attempt in range(1, folder.last_attempt() + 1):
+        if folder.incident(attempt).exists():
+            try:
+                found.append(Incident(**read_json(folder.incident(attempt))))
+            except (MeshwrightError, TypeError):
+                continue
+    return found
+
+
+def readings(folder: RunFolder, attempt: int) -> dict[int, Reading]:
+    pages = {int(p.name.removeprefix("page-")): read_page(p) for p in sorted(folder.attempt(attempt).glob("page-*"))}
+    return {rank: page for rank, page in pages.items() if page is not None}
+
+
+def describe(folder: RunFolder, attempt: int, first: Failure, checkpoint: int, hang: str = "") -> Incident:
+    """The incident of a failed attempt, from the failure to blame and from the pages that the ranks left."""
+    pages = readings(folder, attempt)
+    page = pages.get(first.rank)
+    step = page.step if page and page.step >= 0 else None
+    phase = page.phase if page else "start"
+    return Incident(
+        attempt,
+        "hang" if hang else "failed",
+        first.rank,
+        step,
+        phase,
+        first.exit_code,
+        first.kind,
+        hang or first.message,
+        last_lines(folder.log(attempt, first.rank)),
+        first.detail,
+        [{"rank": rank, "where": reading.where, "collectives": reading.calls} for rank, reading in pages.items()],
+        samples_of(folder, step, first.rank) if step is not None and phase not in UNTOUCHED else [],
+        checkpoint,
+    )
+
+
+def last_lines(log: Path, count: int = 15) -> list[str]:
+    try:
+        with open(log, "rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - 8192))
+            return file.read().decode(errors="replace").splitlines()[-count:]
+    except OSError:
+        return []
+
+
+def samples_of(folder: RunFolder, step: int, rank: int) -> list[int]:
+    """What a rank had in a step, from the contract alone."""
+    try:
+        return [int(sample) for sample in contract_of(folder.root).show(step, rank)["samples"]]
+    except (MeshwrightError, ValueError, KeyError):
+        return []
+
+
+def judge(incident: Incident, before: list[Incident]) -> Incident:
+    """The verdict: what repeats is in the data or in the program, what wanders is in the machines."""
+    failed = [old for old in before if old.outcome in ("failed", "hang")]
+    # Who is killed from outside twice at one step may have been unlucky: that takes a third time.
+    needed = 2 if incident.from_outside else 1
+    same = failed[-needed:]
+    again = len(same) == needed and all(
+        old.step == incident.step and (old.step is not None or old.phase == incident.phase) for old in same
+    )
+    if not again:
+        verdict = "infrastructure" if any(old.step != incident.step for old in failed[-1:]) else "first of its kind"
+        move = "the job restarts from the newest checkpoint"
+    elif incident.samples and all(old.samples == incident.samples for old in same):
+        verdict = "data-dependent"
+        move = f"look at samples {shown(incident.samples)} with `meshwright data find`"
+    else:
+        verdict = "deterministic"
+        move = f"the program fails in {incident.phase} of step {incident.step} whatever the data: look at the stack"
+    return dataclasses.replace(incident, verdict=verdict, next_move=move)
+
+
+def shown(samples: list[int]) -> str:
+    return ", ".join(map(str, samples[:16])) + (f" and {len(samples) - 16} more" if len(samples) > 16 else "")

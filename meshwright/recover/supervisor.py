@@ -1,0 +1,232 @@
+"""Attempt after attempt until the run is done, or until trying again would not help. Never imports torch.
+
+Holds the lease, watches the ranks from outside, writes down why each attempt ended, and decides about the next.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from meshwright.checkpoint.catalogue import leases, published, store_of
+from meshwright.config import LaunchConfig
+from meshwright.errors import Killed, MeshwrightError, RestartsExhausted, Stopped
+from meshwright.record.events import EventLog
+from meshwright.record.folder import RunFolder
+from meshwright.record.page import process_start
+from meshwright.recover.failures import RanksFailed
+from meshwright.recover.incidents import Incident, describe, judge, read_incidents, readings
+from meshwright.recover.lease import Lease, refuse_while_held, take
+from meshwright.recover.watchdog import Hang, Watchdog
+
+FINAL = (2, 3, 4, 6, 7, 9)
+"""Exit codes of errors that another attempt would only meet again."""
+LOOK_EVERY = 0.5
+
+
+class Running(Protocol):
+    """Something that trains: the nursery's ranks, or ranks forked from this very process."""
+
+    def poll(self, seconds: float) -> bool: ...
+
+    def signal(self, number: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def results(self) -> list[Any]: ...
+
+
+class Viewer(Protocol):
+    """Whoever looks on while an attempt runs."""
+
+    def tick(self) -> None: ...
+
+    def show(self, event: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+Begin = Callable[[int, int], Running]
+"""(attempt, restart) -> its ranks"""
+
+
+def supervise(
+    folder: RunFolder, launch: LaunchConfig, begin: Begin, view: Callable[[int], Viewer], *, fresh: bool = False
+) -> Any:
+    """The summary of a finished run. Restarts the whole job from the newest checkpoint after a failure, at most
+    `launch.restarts` times without getting further in between.
+    """
+    if fresh:
+        refuse_while_held(folder)
+        folder.set_aside()
+    restart = futile = 0
+    reached: int | None = None
+    while True:
+        lease = take(folder)
+        account_for_lost(folder, lease.attempt)
+        attempt = Attempt(folder, launch, lease, begin, view)
+        try:
+            summary = attempt.run(restart)
+            Incident(lease.attempt, "complete", checkpoint=newest_step(folder)).write(folder)
+            return summary
+        except RanksFailed as failed:
+            incident = attempt.incident(failed)
+            step = incident.checkpoint
+            futile = 0 if reached is not None and step > reached else futile + 1
+            reached = max(step, reached if reached is not None else -1)
+            final(failed, incident, futile, launch.restarts)
+            restart += 1
+            says = f"{where(incident)}: {incident.message.splitlines()[0]}"
+            onwards = f"from step {step}" if step >= 0 else "from the beginning"
+            warn(f"attempt {lease.attempt} failed, {says}; restart {restart}, {onwards}")
+        except MeshwrightError as error:
+            outcome = "stopped" if isinstance(error, (Stopped, Killed)) else "failed"
+            ended = Incident(lease.attempt, outcome, message=str(error), exit_code=error.exit_code)
+            replace(ended, checkpoint=newest_step(folder)).write(folder)
+            raise
+
+
+def final(failed: RanksFailed, incident: Incident, futile: int, restarts: int) -> None:
+    """Raises where another attempt would not help."""
+    if incident.outcome == "stopped" or failed.first.exit_code in FINAL:
+        raise failed
+    if incident.verdict in ("data-dependent", "deterministic") and restarts:
+        failed.verdict = f"{incident.verdict}: step {incident.step} failed again; {incident.next_move}"
+        raise failed
+    if futile > restarts:
+        if not restarts:
+            raise failed
+        raise RestartsExhausted(
+            f"{restarts} restart(s) got no further than step {max(0, incident.checkpoint)}; the last failure, "
+            f"{where(incident)}: {incident.message}",
+            f"see attempts/*/incident.json ({incident.verdict})",
+        )
+
+
+@dataclass
+class Attempt:
+    """One attempt, from its ranks' start to the last of them."""
+
+    folder: RunFolder
+    launch: LaunchConfig
+    lease: Lease
+    begin: Begin
+    view: Callable[[int], Viewer]
+    hang: Hang | None = None
+    signalled: int = 0
+    deadline: float = float("inf")
+
+    def run(self, restart: int) -> Any:
+        viewer = self.view(self.lease.attempt)
+        self.log = EventLog(self.folder.root / "events" / "supervisor.jsonl", self.lease.attempt, -1, viewer.show)
+        self.watchdog = Watchdog(self.folder, self.lease.attempt, self.launch.hang_timeout, self.launch.straggler)
+        try:
+            return self.attend(self.begin(self.lease.attempt, restart), viewer)[0]
+        finally:
+            self.log.close()
+            viewer.close()
+
+    def attend(self, running: Running, viewer: Viewer) -> list[Any]:
+        """Waits for the end, watching meanwhile. A first signal asks the ranks to stop at one step, a second ends
+        them.
+        """
+        asked: list[int] = []
+        numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        before = {number: signal.signal(number, lambda got, _frame: asked.append(got)) for number in numbers}
+        told = False
+        looked = time.monotonic()
+        try:
+            while not running.poll(0.1):
+                viewer.tick()
+                self.lease.beat()
+                if time.monotonic() - looked > LOOK_EVERY:
+                    self.look()
+                    looked = time.monotonic()
+                if asked and not told:
+                    told = True
+                    self.grace(asked[0])
+                    running.signal(asked[0])
+                    warn("stopping before the next step, with a checkpoint; once more to kill")
+                elif len(asked) > 1:
+                    running.kill()
+                    raise Killed(asked[-1])
+                if time.monotonic() > self.deadline:
+                    running.kill()
+                    raise GraceOver(self.signalled, self.launch.stop_grace, newest_step(self.folder))
+            viewer.tick()
+        except BaseException:
+            running.kill()
+            raise
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return running.results()
+
+    def grace(self, number: int) -> None:
+        if not self.signalled:
+            self.signalled, self.deadline = number, time.monotonic() + self.launch.stop_grace
+
+    def look(self) -> None:
+        hang, slow, seen = self.watchdog.look()
+        for straggler in slow:
+            self.log.write("straggler", **vars(straggler) | {"rank": straggler.rank, "message": str(straggler)})
+        if seen:
+            self.grace(seen)
+        if hang is not None and self.hang is None:
+            self.hang = hang
+            self.log.write("hang", rank=hang.rank, message=hang.message)
+            page = readings(self.folder, self.lease.attempt)[hang.rank]
+            if process_start(page.pid) == page.started:
+                os.kill(page.pid, signal.SIGKILL)  # the others then lose it, and end
+
+    def incident(self, failed: RanksFailed) -> Incident:
+        """Written down and judged."""
+        first = failed.first
+        if self.hang is not None:
+            first = next((f for f in failed.failures if f.rank == self.hang.rank), first)
+            first = replace(first, message=self.hang.message, detail=self.hang.stack, witness=False, exit_code=8)
+            failed.failures = [first, *(f for f in failed.failures if f.rank != first.rank)]
+        before = read_incidents(self.folder)
+        hang = self.hang.message if self.hang is not None else ""
+        incident = describe(self.folder, self.lease.attempt, first, newest_step(self.folder), hang)
+        stopped = first.kind == Stopped.__name__
+        incident = replace(incident, outcome="stopped") if stopped else judge(incident, before)
+        incident.write(self.folder)
+        return incident
+
+
+class GraceOver(MeshwrightError):
+    """A signal's grace was too short for a checkpoint; the last periodic one stands."""
+
+    def __init__(self, number: int, grace: float, step: int) -> None:
+        stands = f"the checkpoint of step {step} stands" if step >= 0 else "there is no checkpoint"
+        super().__init__(f"signal {number}: the ranks did not end within {grace:g} s and were killed; {stands}")
+        self.exit_code = 128 + number
+
+
+def account_for_lost(folder: RunFolder, now: int) -> None:
+    """An attempt whose supervisor died left no word: its pages say where its ranks were."""
+    for attempt, lease in leases(store_of(folder)):
+        if attempt < now and not folder.incident(attempt).exists():
+            ranks = [{"rank": rank, "where": page.where} for rank, page in readings(folder, attempt).items()]
+            message = f"process {lease.get('pid')} on {lease.get('host')} ended without a word"
+            Incident(attempt, "lost", message=message, ranks=ranks, checkpoint=newest_step(folder)).write(folder)
+
+
+def newest_step(folder: RunFolder) -> int:
+    return next((entry.step for entry in published(store_of(folder)) if entry.manifest is not None), -1)
+
+
+def where(incident: Incident) -> str:
+    step = f", step {incident.step}" if incident.step is not None else ""
+    return f"rank {incident.rank}{step}, {incident.phase}"
+
+
+def warn(text: str) -> None:
+    print(f"meshwright: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,179 @@
+"""Who hangs and who is slow, seen from outside: the ranks' pages, and what the kernel says of them. Torch-free.
+
+A rank that waits for others is never the cause. The one to name is the one that the others wait for: stopped,
+spinning, asleep, or in another collective than the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.record.folder import RunFolder
+from meshwright.record.page import Reading, process_start, process_stat
+from meshwright.recover.incidents import readings
+
+OWN = ("fetch", "copy", "forward", "backward", "update", "save")
+"""The phases that are a rank's own; in `sync` it waits for others."""
+WINDOW = 20
+"""Steps over which ranks are compared."""
+
+
+@dataclass(frozen=True)
+class Hang:
+    rank: int
+    message: str
+    stack: str
+
+
+@dataclass(frozen=True)
+class Straggler:
+    rank: int
+    step: int
+    phase: str
+    factor: float
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} is slow: {self.factor:.1f} times the others over the last {WINDOW} steps, most of it in "
+            f"{self.phase} ({self.seconds * 1e3:.0f} ms a step more)"
+        )
+
+
+class Watchdog:
+    """Looks at an attempt's pages now and then. Keeps what it saw before; decides by its own monotonic clock."""
+
+    def __init__(self, folder: RunFolder, attempt: int, bound: float, straggler: float) -> None:
+        self.folder, self.attempt, self.bound, self.factor = folder, attempt, bound, straggler
+        self.seen: dict[int, tuple[int, float]] = {}
+        """beats and when they last moved, by rank"""
+        self.ticks: dict[int, int] = {}
+        self.marks: dict[int, Reading] = {}
+        self.named: dict[int, int] = {}
+
+    def look(self) -> tuple[Hang | None, list[Straggler], int]:
+        """(who hangs, who is slow, the signal that a rank has seen)."""
+        pages, now = readings(self.folder, self.attempt), time.monotonic()
+        for rank, page in pages.items():
+            if rank not in self.seen or self.seen[rank][0] != page.beats:
+                self.seen[rank] = (page.beats, now)
+                self.ticks[rank] = int(process_stat(page.pid).get("ticks", 0))
+        number = next((page.signal for page in pages.values() if page.signal), 0)
+        return self.hang(pages, now), self.stragglers(pages), number
+
+    def hang(self, pages: dict[int, Reading], now: float) -> Hang | None:
+        still = {rank: now - self.seen[rank][1] for rank in pages}
+        # One rank alone may hang while the others still beat, on their way to the next collective.
+        stuck = [rank for rank in pages if still[rank] > self.bound]
+        if not stuck:
+            return None
+        rank = suspect(pages, stuck)
+        page = pages[rank]
+        others = sorted({p.collective for r, p in pages.items() if r != rank and waits(p)})
+        state = self.state(page, self.ticks.get(rank, 0))
+        said = f"rank {rank} has shown no sign of life for {still[rank]:.1f} s: {state}, {page.where}"
+        if odd := mismatch(pages):
+            said = odd
+        elif others:
+            said += f"; the other ranks wait in {', '.join(others)}"
+        stack = take_stack(page, self.folder.log(self.attempt, rank))
+        return Hang(rank, said, stack)
+
+    def state(self, page: Reading, ticks: int) -> str:
+        stat = process_stat(page.pid)
+        if not stat:
+            return "its process is gone"
+        if stat["state"] in ("T", "t"):
+            return "its process is stopped"
+        used = (int(stat["ticks"]) - ticks) / os.sysconf("SC_CLK_TCK")
+        return (
+            f"its process spins (used {used:.1f} s of processor)" if used > 0.5 * self.bound else "its process sleeps"
+        )
+
+    def stragglers(self, pages: dict[int, Reading]) -> list[Straggler]:
+        """Ranks whose own phases took much longer than the others' since the last look that was a window ago."""
+        for rank, page in pages.items():
+            if rank not in self.marks:
+                self.marks[rank] = page
+        if len(pages) < 2 or any(page.settled - self.marks[r].settled < WINDOW for r, page in pages.items()):
+            return []
+        spent = {
+            rank: {phase: (page.spent[phase] - self.marks[rank].spent[phase]) / WINDOW for phase in OWN}
+            for rank, page in pages.items()
+        }
+        first = {rank for rank, mark in self.marks.items() if mark.settled == 0}
+        self.marks = dict(pages)
+        if first:
+            return []  # the first window holds start-up
+        found = []
+        for rank, own in spent.items():
+            rest = [phases for other, phases in spent.items() if other != rank]
+            usual = statistics.median(sum(phases.values()) for phases in rest)
+            if usual > 0 and sum(own.values()) > self.factor * usual:
+                more = {phase: own[phase] - statistics.median(phases[phase] for phases in rest) for phase in OWN}
+                phase = max(more, key=lambda name: more[name])
+                found.append(Straggler(rank, pages[rank].step, phase, sum(own.values()) / usual, more[phase]))
+        return found
+
+
+def waits(page: Reading) -> bool:
+    return page.waits or page.phase == "sync"
+
+
+def suspect(pages: dict[int, Reading], stuck: list[int]) -> int:
+    """Among ranks that are still, one that does not wait; else the one that is furthest behind."""
+    return min(stuck, key=lambda rank: (waits(pages[rank]), pages[rank].calls, pages[rank].step, rank))
+
+
+def mismatch(pages: dict[int, Reading]) -> str:
+    """The first collective that ranks did not enter alike, with who entered what."""
+    if len(pages) < 2:
+        return ""
+    common = set.intersection(*(set(page.history) for page in pages.values()))
+    for count in sorted(common):
+        names = {rank: page.history[count] for rank, page in pages.items()}
+        if len(set(names.values())) > 1:
+            usual = statistics.mode(names.values())
+            odd = next(rank for rank, name in names.items() if name != usual)
+            return (
+                f"ranks entered different collectives: the {count}th is {names[odd]!r} on rank {odd} and {usual!r} on "
+                f"rank(s) {', '.join(str(rank) for rank, name in names.items() if name == usual)}"
+            )
+    return ""
+
+
+def take_stack(page: Reading, log: Path, patience: float = 2.0) -> str:
+    """A rank's Python stack, by py-spy where it is, else by the rank's own faulthandler into its log."""
+    if process_start(page.pid) != page.started:
+        return ""
+    if spy := shutil.which("py-spy"):
+        try:
+            said = subprocess.run(
+                [spy, "dump", "--nonblocking", "--pid", str(page.pid)], capture_output=True, timeout=10, check=False
+            )
+            if said.returncode == 0:
+                return said.stdout.decode(errors="replace")
+        except (OSError, subprocess.TimeoutExpired):
+            pass
+    before = log.stat().st_size if log.exists() else 0
+    try:
+        os.kill(page.pid, signal.SIGUSR1)
+        os.kill(page.pid, signal.SIGCONT)  # one that is stopped answers once it goes on
+    except ProcessLookupError:
+        return ""
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        time.sleep(0.05)
+        if log.exists() and log.stat().st_size > before:
+            time.sleep(0.1)
+            with open(log, "rb") as file:
+                file.seek(before)
+                return file.read(65536).decode(errors="replace")
+    return ""

@@ -1,0 +1,49 @@
+"""Signals to a rank: noted the moment they come, even while the training thread is deep in native code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+
+from meshwright.record.page import Page
+
+STOPS = (signal.SIGINT, signal.SIGTERM)
+
+
+class SignalWatch:
+    """A signal does not end a step: it is asked for at the start of the next, and all ranks hear of it together.
+
+    A thread reads what the interpreter's own handler writes to a pipe, and puts it on the page, where the supervisor
+    sees it and begins to count the grace.
+    """
+
+    def __init__(self, page: Page) -> None:
+        self.page, self.number = page, 0
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for number in STOPS:
+            signal.signal(number, self._note)
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._thread.start()
+
+    def seen(self) -> int:
+        return self.number
+
+    def close(self) -> None:
+        signal.set_wakeup_fd(self._before)
+        os.close(self._writer)
+        self._thread.join(1.0)
+        os.close(self._reader)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.number = number
+        self.page.signalled(number)
+
+    def _listen(self) -> None:
+        while numbers := os.read(self._reader, 64):
+            for number in numbers:
+                if number in STOPS:
+                    self._note(number, None)
