@@ -37,6 +37,7 @@ RunDir = Annotated[Path | None, word("DIR", "run folder (default: runs/PRESET)",
 Run = Annotated[Path, Positional, word("RUN", "a run folder, or a run file")]
 Ranks = Annotated[str | None, word("N", "ranks on this host (layout.replicate)")]
 Steps = Annotated[str | None, word("N", "optimizer steps of the whole run")]
+AtStep = Annotated[int | None, word("N", "the checkpoint of this many steps (default: the newest)")]
 Json = Annotated[bool, flag("for machines: JSON on standard output")]
 
 
@@ -127,7 +128,70 @@ def data_find(
     tell(json, answer, "\n".join(lines))
 
 
-VERBS: dict[str, Callable[..., None]] = {"train": train, "prove": prove, "data show": data_show, "data find": data_find}
+def checkpoint_list(run: Run, json: Json = False) -> None:
+    """Checkpoint list: every checkpoint of a run, newest first, and what became of those that are none."""
+    from meshwright.checkpoint.inspect import list_rows
+
+    rows = list_rows(run)
+    lines = [
+        f"{row['name']}  timeline {row['timeline']}  {row['bytes']:,} bytes in {row['files']} files  "
+        + " x ".join(f"{axis} {degree}" for axis, degree in row["layout"].items())
+        + f"  {row['status']}"
+        if "bytes" in row
+        else f"{row['name']}  {row['status']}"
+        for row in rows
+    ]
+    tell(json, {"checkpoints": rows}, "\n".join(lines) or f"{run} has no checkpoint")
+
+
+def checkpoint_verify(run: Run, step: AtStep = None, json: Json = False) -> None:
+    """Checkpoint verify: every byte of every published checkpoint against its digest; exit 4 if one is damaged."""
+    from meshwright.checkpoint.inspect import verify_rows
+    from meshwright.checkpoint.verify import Damage
+
+    rows = verify_rows(run, step)
+    lines = [f"{row['name']}  intact" for row in rows if not row["damages"]]
+    lines += [f"{row['name']}  DAMAGED  {Damage(**damage)}" for row in rows for damage in row["damages"]]
+    tell(json, {"checkpoints": rows}, "\n".join(lines))
+    if any(row["damages"] for row in rows):
+        raise SystemExit(4)
+
+
+def checkpoint_digest(run: Run, step: AtStep = None, json: Json = False) -> None:
+    """Checkpoint digest: one digest of all tensors unsharded, by name; the same whatever layout wrote them."""
+    from meshwright.checkpoint.inspect import digest
+
+    answer = digest(run, step)
+    tell(json, answer, answer["digest"])
+
+
+def checkpoint_diff(
+    run: Run,
+    other: Annotated[Path, Positional, word("OTHER", "another run folder, or a checkpoint's folder")],
+    step: AtStep = None,
+    other_step: Annotated[int | None, word("N", "the other's step (default: the same)")] = None,
+    json: Json = False,
+) -> None:
+    """Checkpoint diff: the tensors in which two checkpoints differ, and by how much; exit 1 if they do."""
+    from meshwright.checkpoint.inspect import diff
+
+    answer = diff(run, other, step, other_step)
+    lines = [difference["text"] for difference in answer["differences"]]
+    tell(json, answer, "\n".join(lines) or f"{answer['one']} and {answer['other']} hold the same tensors")
+    if answer["differences"]:
+        raise SystemExit(1)
+
+
+VERBS: dict[str, Callable[..., None]] = {
+    "train": train,
+    "prove": prove,
+    "data show": data_show,
+    "data find": data_find,
+    "checkpoint list": checkpoint_list,
+    "checkpoint verify": checkpoint_verify,
+    "checkpoint digest": checkpoint_digest,
+    "checkpoint diff": checkpoint_diff,
+}
 
 
 def tell(as_json: bool, answer: dict[str, Any], text: str) -> None:
@@ -231,7 +295,7 @@ def one_line(box: str) -> str:
 
 
 def usage() -> str:
-    lines = [f"  meshwright {name:<10} {(verb.__doc__ or '').split(': ', 1)[1]}" for name, verb in VERBS.items()]
+    lines = [f"  meshwright {name:<17} {(verb.__doc__ or '').split(': ', 1)[1]}" for name, verb in VERBS.items()]
     return "\n".join(
         [
             "Distributed training on PyTorch that plans itself, recovers exactly, explains itself and proves it.",
@@ -239,8 +303,9 @@ def usage() -> str:
             *lines,
             "",
             "`meshwright VERB --help` lists a verb's words.",
-            "Exit codes: 0 done, 1 unexpected, 2 config refused, 3 identity mismatch, 6 data contract broken,",
-            "7 not finite, 8 peer lost, 9 run folder held, 130/143 stopped by a signal.",
+            "Exit codes: 0 done, 1 unexpected, 2 config refused, 3 identity mismatch, 4 no intact checkpoint,",
+            "5 restarts exhausted, 6 data contract broken, 7 not finite, 8 peer lost, 9 run folder held,",
+            "130/143 stopped by a signal, after a checkpoint.",
         ]
     )
 

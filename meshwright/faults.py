@@ -49,6 +49,7 @@ POINTS = {
 ACTIONS = {
     "kill": "end this process with SIGKILL",
     "exit": "leave at once with status 0 and no word",
+    "term": "send this process SIGTERM",
     "stop": "stop this process with SIGSTOP",
     "hang": "sleep for ever",
     "spin": "loop for ever, holding the interpreter's lock",
@@ -145,6 +146,8 @@ def act(fault: Fault, step: int) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
         case "exit":
             os._exit(0)
+        case "term":
+            os.kill(os.getpid(), signal.SIGTERM)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "hang":

@@ -58,7 +58,8 @@ class Terminal:
         self.rich.print(Text(text, style=style), soft_wrap=True)
 
     def _start(self, event: Event) -> None:
-        for line in header(self.config, self.folder, self.attempt, event):
+        lines = header(self.config, self.folder, self.attempt, event)
+        for line in lines[: 1 if event.get("restart") else None]:  # a restart is the same run
             self.say(line)
         if self.rich.is_terminal:
             self.live = Live(Text("first step ..."), console=self.rich, refresh_per_second=8)

@@ -67,21 +67,20 @@ def readings(folder: RunFolder, attempt: int) -> dict[int, Reading]:
     return {rank: page for rank, page in pages.items() if page is not None}
 
 
-def describe(folder: RunFolder, attempt: int, first: Failure, checkpoint: int, hang: str = "") -> Incident:
+def describe(folder: RunFolder, attempt: int, first: Failure, checkpoint: int, pages: dict[int, Reading]) -> Incident:
     """The incident of a failed attempt, from the failure to blame and from the pages that the ranks left."""
-    pages = readings(folder, attempt)
     page = pages.get(first.rank)
     step = page.step if page and page.step >= 0 else None
     phase = page.phase if page else "start"
     return Incident(
         attempt,
-        "hang" if hang else "failed",
+        "failed",
         first.rank,
         step,
         phase,
         first.exit_code,
         first.kind,
-        hang or first.message,
+        first.message,
         last_lines(folder.log(attempt, first.rank)),
         first.detail,
         [{"rank": rank, "where": reading.where, "collectives": reading.calls} for rank, reading in pages.items()],
@@ -111,12 +110,14 @@ def samples_of(folder: RunFolder, step: int, rank: int) -> list[int]:
 def judge(incident: Incident, before: list[Incident]) -> Incident:
     """The verdict: what repeats is in the data or in the program, what wanders is in the machines."""
     failed = [old for old in before if old.outcome in ("failed", "hang")]
-    # Who is killed from outside twice at one step may have been unlucky: that takes a third time.
+    # Who is killed from outside twice at one step may have been unlucky: that takes a third time, and samples that
+    # could be the reason (one too large for the host's memory).
     needed = 2 if incident.from_outside else 1
     same = failed[-needed:]
     again = len(same) == needed and all(
         old.step == incident.step and (old.step is not None or old.phase == incident.phase) for old in same
     )
+    again = again and bool(incident.samples or not incident.from_outside)
     if not again:
         verdict = "infrastructure" if any(old.step != incident.step for old in failed[-1:]) else "first of its kind"
         move = "the job restarts from the newest checkpoint"

@@ -23,7 +23,7 @@ from meshwright.record.page import process_start
 from meshwright.recover.failures import RanksFailed
 from meshwright.recover.incidents import Incident, describe, judge, read_incidents, readings
 from meshwright.recover.lease import Lease, refuse_while_held, take
-from meshwright.recover.watchdog import Hang, Watchdog
+from meshwright.recover.watchdog import Hang, Watchdog, mismatch
 
 FINAL = (2, 3, 4, 6, 7, 9)
 """Exit codes of errors that another attempt would only meet again."""
@@ -66,7 +66,7 @@ def supervise(
         refuse_while_held(folder)
         folder.set_aside()
     restart = futile = 0
-    reached: int | None = None
+    reached = newest_step(folder)
     while True:
         lease = take(folder)
         account_for_lost(folder, lease.attempt)
@@ -78,10 +78,10 @@ def supervise(
         except RanksFailed as failed:
             incident = attempt.incident(failed)
             step = incident.checkpoint
-            futile = 0 if reached is not None and step > reached else futile + 1
-            reached = max(step, reached if reached is not None else -1)
+            futile = 0 if step > reached else futile
+            reached = max(step, reached)
             final(failed, incident, futile, launch.restarts)
-            restart += 1
+            restart, futile = restart + 1, futile + 1
             says = f"{where(incident)}: {incident.message.splitlines()[0]}"
             onwards = f"from step {step}" if step >= 0 else "from the beginning"
             warn(f"attempt {lease.attempt} failed, {says}; restart {restart}, {onwards}")
@@ -99,7 +99,7 @@ def final(failed: RanksFailed, incident: Incident, futile: int, restarts: int) -
     if incident.verdict in ("data-dependent", "deterministic") and restarts:
         failed.verdict = f"{incident.verdict}: step {incident.step} failed again; {incident.next_move}"
         raise failed
-    if futile > restarts:
+    if futile >= restarts:
         if not restarts:
             raise failed
         raise RestartsExhausted(
@@ -181,7 +181,7 @@ class Attempt:
         if hang is not None and self.hang is None:
             self.hang = hang
             self.log.write("hang", rank=hang.rank, message=hang.message)
-            page = readings(self.folder, self.lease.attempt)[hang.rank]
+            page = hang.pages[hang.rank]
             if process_start(page.pid) == page.started:
                 os.kill(page.pid, signal.SIGKILL)  # the others then lose it, and end
 
@@ -193,8 +193,12 @@ class Attempt:
             first = replace(first, message=self.hang.message, detail=self.hang.stack, witness=False, exit_code=8)
             failed.failures = [first, *(f for f in failed.failures if f.rank != first.rank)]
         before = read_incidents(self.folder)
-        hang = self.hang.message if self.hang is not None else ""
-        incident = describe(self.folder, self.lease.attempt, first, newest_step(self.folder), hang)
+        pages = self.hang.pages if self.hang is not None else readings(self.folder, self.lease.attempt)
+        incident = describe(self.folder, self.lease.attempt, first, newest_step(self.folder), pages)
+        if self.hang is not None:
+            incident = replace(incident, outcome="hang")
+        elif said := mismatch(pages):
+            incident = replace(incident, message=f"{said}; then {incident.message}")
         stopped = first.kind == Stopped.__name__
         incident = replace(incident, outcome="stopped") if stopped else judge(incident, before)
         incident.write(self.folder)

@@ -30,6 +30,8 @@ class Hang:
     rank: int
     message: str
     stack: str
+    pages: dict[int, Reading]
+    """where every rank was when it was found"""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Watchdog:
         elif others:
             said += f"; the other ranks wait in {', '.join(others)}"
         stack = take_stack(page, self.folder.log(self.attempt, rank))
-        return Hang(rank, said, stack)
+        return Hang(rank, said, stack, pages)
 
     def state(self, page: Reading, ticks: int) -> str:
         stat = process_stat(page.pid)
@@ -166,14 +168,13 @@ def take_stack(page: Reading, log: Path, patience: float = 2.0) -> str:
     try:
         os.kill(page.pid, signal.SIGUSR1)
         os.kill(page.pid, signal.SIGCONT)  # one that is stopped answers once it goes on
-    except ProcessLookupError:
+        end = time.monotonic() + patience
+        while time.monotonic() < end and (not log.exists() or log.stat().st_size == before):
+            time.sleep(0.002)
+        time.sleep(0.02)  # the last lines
+        os.kill(page.pid, signal.SIGSTOP)  # and goes no further: it is about to be ended
+        with open(log, "rb") as file:
+            file.seek(before)
+            return file.read(65536).decode(errors="replace")
+    except (ProcessLookupError, OSError):
         return ""
-    end = time.monotonic() + patience
-    while time.monotonic() < end:
-        time.sleep(0.05)
-        if log.exists() and log.stat().st_size > before:
-            time.sleep(0.1)
-            with open(log, "rb") as file:
-                file.seek(before)
-                return file.read(65536).decode(errors="replace")
-    return ""

@@ -275,6 +275,7 @@ def decide_bits(config: RunConfig, world: World) -> None:
 def start_facts(job: Job, model: nn.Module, stream: Stream, world: World) -> Event:
     return {
         "steps": job.config.steps,
+        "restart": job.restart,
         "parameters": sum(p.numel() for p in model.parameters()),
         "decoder": job.model is None,
         "layout": str(job.layout),

@@ -85,7 +85,7 @@ def test_a_signal_stops_every_rank_before_the_same_step(tmp_path, number, code):
 @pytest.mark.parametrize("delay", [0.0, 0.3, 1.0, 2.0])
 def test_a_signal_while_starting_is_not_lost(tmp_path, delay):
     job = start(tmp_path / "r", "--steps", "100000")
-    while not (tmp_path / "r" / "lock").exists():
+    while not (tmp_path / "r" / "attempts" / "0001" / "lease.json").exists():
         time.sleep(0.01)
     time.sleep(delay)
     below = family(job.pid)
@@ -106,7 +106,7 @@ def test_a_signal_to_one_rank_alone_stops_them_all(tmp_path):
 
 
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
-    job = start(tmp_path / "r", "--steps", "100000")
+    job = start(tmp_path / "r", "--steps", "100000", "--restarts", "0")
     wait_for_steps(tmp_path / "r", 5)
     below = family(job.pid)
     os.kill(below[-1], signal.SIGKILL)

@@ -1,0 +1,73 @@
+"""What `meshwright checkpoint` answers: which there are, whether they are intact, what they hold. Torch-free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.catalogue import FOLDER, SPELLING, Entry, everything, look, published
+from meshwright.checkpoint.store import PosixStore
+from meshwright.checkpoint.tensors import differences, state_digest
+from meshwright.checkpoint.verify import damages
+from meshwright.errors import CheckpointError, ConfigError
+
+
+def entries_of(path: Path) -> list[Entry]:
+    """Every checkpoint of a run folder, newest first, or the one that a checkpoint's own folder is."""
+    if match := SPELLING.fullmatch(path.resolve().name):
+        store = PosixStore(path.resolve().parents[1])
+        return [look(store, f"{FOLDER}/{match[0]}", int(match[1]), int(match[2]))]
+    if not path.is_dir():
+        raise ConfigError(f"{path} is no folder", "give a run folder, or a folder under its checkpoints/")
+    return everything(PosixStore(path))
+
+
+def pick(path: Path, step: int | None) -> Entry:
+    """The newest checkpoint, or that of a step; intact, or an error that says what is wrong with it."""
+    listed = [e for e in entries_of(path) if e.published and not e.fenced and step in (None, e.step)]
+    if not listed:
+        steps = ", ".join(str(e.step) for e in published(PosixStore(path))) or "none"
+        what = f"{path} has no checkpoint" + (f" of step {step}" if step is not None else "")
+        raise CheckpointError(what, f"it has: {steps}")
+    if found := damages(listed[0]):
+        raise CheckpointError(f"checkpoint {listed[0].name} is damaged: {found[0]}")
+    return listed[0]
+
+
+def list_rows(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    for entry in entries_of(path):
+        manifest = entry.manifest
+        status = entry.problem or "published"
+        row: dict[str, Any] = {"name": entry.name, "step": entry.step, "attempt": entry.attempt, "status": status}
+        if manifest is not None:
+            layout = {axis: degree for axis, degree in manifest.layout.items() if axis != "micro"}
+            row |= {
+                "timeline": manifest.timeline,
+                "files": len(manifest.files),
+                "bytes": manifest.total,
+                "layout": layout,
+                "digest": manifest.digest,
+                "parent": manifest.parent,
+            }
+        rows.append(row)
+    return rows
+
+
+def verify_rows(path: Path, step: int | None) -> list[dict[str, Any]]:
+    """Every published checkpoint (or that of a step), with what is wrong with it."""
+    listed = [e for e in entries_of(path) if e.published and not e.fenced and step in (None, e.step)]
+    if not listed:
+        raise CheckpointError(f"{path} has no checkpoint" + (f" of step {step}" if step is not None else ""))
+    return [{"name": e.name, "step": e.step, "damages": [d.to_json() for d in damages(e)]} for e in listed]
+
+
+def digest(path: Path, step: int | None) -> dict[str, Any]:
+    entry = pick(path, step)
+    return {"name": entry.name, "step": entry.step, "digest": state_digest(entry)}
+
+
+def diff(one: Path, other: Path, step: int | None, other_step: int | None) -> dict[str, Any]:
+    a, b = pick(one, step), pick(other, other_step if other_step is not None else step)
+    found = [vars(difference) | {"text": str(difference)} for difference in differences(a, b)]
+    return {"one": a.name, "other": b.name, "differences": found}

@@ -1,0 +1,100 @@
+"""A rank that stops, spins, leaves or is slow is named, with its step, its phase and its stack (S1 to S7)."""
+
+from __future__ import annotations
+
+import pytest
+from recovering import STEPS
+
+from meshwright.recover.failures import RanksFailed
+
+WATCHED = ("--launch.hang_timeout=3",)
+
+
+@pytest.mark.parametrize(
+    ("fault", "state", "phase"),
+    [
+        ("step.forward:rank1:stop@step7", "its process is stopped", "forward"),  # S3
+        ("step.backward:rank1:spin@step7", "its process sleeps", "backward"),  # S4: native code that keeps the lock
+        ("step.fetch:rank1:hang@step7", "its process sleeps", "fetch"),
+    ],
+)
+def test_a_hung_rank_is_named_with_its_phase_and_stack_and_the_job_recovers(runs, fault, state, phase):
+    runs.run(fault, *WATCHED)
+    hang = runs.incidents[0]
+    assert (hang.outcome, hang.rank, hang.step, hang.phase) == ("hang", 1, 7, phase)
+    assert "rank 1 has shown no sign of life for" in hang.message
+    assert state in hang.message
+    assert "the other ranks wait in" in hang.message
+    assert "in train_rank" in hang.stack
+    assert runs.supervisor_events("hang")[0]["rank"] == 1
+    runs.assert_as_if_undisturbed()
+
+
+def test_a_slow_rank_is_named_with_its_phase_and_nothing_else_happens(runs, tmp_path):
+    # S5
+    from small_run import small_config
+
+    from meshwright import train
+
+    steps = 70
+    config = small_config("--launch.straggler=2", "--checkpoint.mode=sync", steps=steps)
+    runs.monkeypatch.setenv("MESHWRIGHT_FAULT", "step.forward:rank1:slow=0.05")
+    train(config, run=runs.folder, quiet=True)
+    slow = runs.supervisor_events("straggler")
+    assert slow
+    assert {(event["rank"], event["phase"]) for event in slow} == {(1, "forward")}
+    assert "rank 1 is slow" in slow[0]["message"]
+    assert [incident.outcome for incident in runs.incidents] == ["complete"]
+
+
+def test_ranks_in_different_collectives_are_named_with_what_each_entered(runs):
+    # S6
+    runs.run("step.collective:rank1:desync@step7", *WATCHED)
+    said = runs.incidents[0].message
+    assert "ranks entered different collectives" in said
+    assert "'a stray sum' on rank 1" in said
+    assert "'control sum' on rank(s) 0" in said
+    runs.assert_as_if_undisturbed()
+
+
+def test_a_rank_that_leaves_early_fails_the_job(runs):
+    # S7
+    with pytest.raises(RanksFailed, match="rank 1 exited with status 0 and no report") as failed:
+        runs.run("step.forward:rank1:exit@step7", "--launch.restarts=0")
+    assert failed.value.exit_code == 1
+    runs.run()
+    runs.assert_as_if_undisturbed()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "step.forward:rank1:term@step7",  # S1: one rank alone is told
+        "evaluate:rank1:term@step4",  # S2
+        "step.fetch:rank0:slow=0.5@step7,step.sync:rank1:term@step6",  # S2: told while it waits for another
+        "save.stage:rank0:term@step6",  # S2
+    ],
+)
+def test_a_signal_to_one_rank_saves_a_checkpoint_agreed_by_all(runs, fault):
+    with pytest.raises(RanksFailed, match="stopped by signal 15 before step") as stopped:
+        runs.run(fault)
+    assert stopped.value.exit_code == 143
+    assert runs.incidents[0].outcome == "stopped"
+    newest = runs.published()[0]
+    assert newest.step == int(str(stopped.value).split("before step ")[1].split(",")[0])
+    runs.run()
+    assert runs.events("restored")[0]["step"] == newest.step < STEPS
+    runs.assert_as_if_undisturbed()
+
+
+def test_where_the_grace_is_too_short_nothing_partial_is_published(runs):
+    # S1, S2: rank 0 does not come to the next step, so nobody agrees; the last periodic checkpoint stands.
+    from meshwright.recover.supervisor import GraceOver
+
+    fault = "step.forward:rank1:term@step7,step.fetch:rank0:hang@step8"
+    with pytest.raises(GraceOver, match="did not end within 1 s and were killed; the checkpoint of step 6") as over:
+        runs.run(fault, "--launch.stop_grace=1")
+    assert over.value.exit_code == 143
+    assert [entry.step for entry in runs.published()] == [6, 3]
+    runs.run()
+    runs.assert_as_if_undisturbed()

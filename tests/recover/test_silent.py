@@ -1,0 +1,159 @@
+"""What is wrong without a word: a flipped bit, a number that is not one, a full memory, a poisoned sample (N1 to N5)."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from recovering import config, final_digest
+
+from meshwright import train
+from meshwright.checkpoint.tensors import numbers, raw
+from meshwright.recover.failures import RanksFailed
+
+
+def test_a_loss_that_is_no_number_stops_all_ranks_at_one_step_and_is_never_published(runs):
+    # N1
+    with pytest.raises(RanksFailed, match=r"step 7: loss nan") as stopped:
+        runs.run("step.backward:rank1:nan@step7")
+    assert stopped.value.exit_code == 7
+    assert len(runs.incidents) == 1  # another attempt would meet it again
+    assert [entry.step for entry in runs.published()] == [6, 3]
+    for entry in runs.published():
+        for name, record in entry.manifest.tensors.items():
+            assert np.isfinite(numbers(raw(entry, name), record.dtype)).all()
+    runs.run()
+    runs.assert_as_if_undisturbed()
+
+
+def test_a_state_that_is_not_finite_is_never_published(runs, small, tmp_path):
+    # N1: whatever put it there, beside the policies on losses.
+    from meshwright.launch.ranks import run_ranks
+
+    name = run_ranks(save_with_nan, 2, tmp_path)
+    assert all("model/b" in said and "is not finite" in said for said in name)
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+def save_with_nan(world, folder):
+    from meshwright.checkpoint.catalogue import Lineage
+    from meshwright.checkpoint.saver import Notes, Saver
+    from meshwright.checkpoint.store import PosixStore
+    from meshwright.config import CheckpointConfig
+
+    state = {"model/a": torch.ones(3), "model/b": torch.tensor([1.0, float("nan")])}
+    facts = {"layout": {}, "identity": {}, "made_by": {}}
+    saver = Saver(CheckpointConfig(), PosixStore(folder), world, Lineage("r", 1, {}), 1, facts, lambda: state)
+    common = {"data": {}, "rng": {}, "schedule": {}, "scaler": {}, "counters": {}}
+    (saved,) = saver.save(Notes(1, common, f"data/{world.rank}", {}), wait=True)
+    assert saved.error is not None
+    assert saved.error.exit_code == 7
+    return str(saved.error)
+
+
+def test_memory_that_is_full_on_one_rank_names_it_and_the_job_goes_on(runs):
+    # N2
+    runs.run("step.forward:rank1:oom@step7")
+    incident = runs.incidents[0]
+    assert (incident.rank, incident.kind, incident.phase) == (1, "MemoryError", "forward")
+    assert "MemoryError" in incident.stack
+    runs.assert_as_if_undisturbed()
+
+
+def test_a_flipped_bit_names_the_odd_replica_and_is_never_published(runs):
+    # N3
+    runs.run("step.fetch:rank1:flip@step7", "--numerics.compare_every=1", "--batch.global=24", ranks=3)
+    incident = runs.incidents[0]
+    assert (incident.rank, incident.kind, incident.step) == (1, "ReplicaError", 7)
+    assert "rank 1 differs from the 3 replicas" in incident.message
+    assert runs.events("restored")[0]["step"] == 6
+    disturbed, runs.folder = runs.folder, runs.folder.with_name("undisturbed")
+    runs.run("", "--batch.global=24", ranks=3)
+    assert final_digest(disturbed) == final_digest(runs.folder)
+
+
+def test_a_flipped_bit_is_found_before_a_checkpoint_even_where_nobody_compares(runs):
+    # N3: two replicas cannot tell which of them is right; that they differ is enough to publish nothing.
+    runs.run("step.fetch:rank1:flip@step7", "--numerics.compare_every=0")
+    assert "replicas hold different parameters" in runs.incidents[0].message
+    assert runs.incidents[0].checkpoint == 6
+    runs.assert_as_if_undisturbed()
+
+
+class Poisoned:
+    """A source in which some samples raise, or never come."""
+
+    def __init__(self, bad: dict[int, str]) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 400
+
+    def fingerprint(self) -> str:
+        return "poisoned"
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        match self.bad.get(index):
+            case "raises":
+                raise ValueError("no such encoding")
+            case "hangs":
+                time.sleep(1e6)
+            case "crashes":
+                import os
+
+                os.abort()
+        return (np.arange(17) * (index + 3)) % 250
+
+
+def go(runs, bad: dict[int, str], *overrides: str):
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Embedding(256, 16), torch.nn.Linear(16, 256))
+
+    def loss(out, y):
+        return torch.nn.functional.cross_entropy(out.flatten(0, 1), y.flatten(), reduction="sum", ignore_index=-100)
+
+    given = {"model": model, "loss": loss, "source": Poisoned(bad)}
+    return train(config("--eval.every=0", *overrides), run=runs.folder, quiet=True, **given)
+
+
+def victim(runs, step: int) -> tuple[int, list[int]]:
+    """The first sample of rank 1 in a step, and all that it has there."""
+    from meshwright.data.contract import contract_of
+
+    go(runs, {})
+    samples = [int(s) for s in contract_of(runs.folder).show(step, 1)["samples"]]
+    runs.folder = runs.folder.with_name("poisoned")
+    return samples[0], samples
+
+
+@pytest.mark.parametrize("how", ["hangs", "crashes"])
+def test_a_sample_that_hangs_or_crashes_twice_stops_the_job_as_data_dependent_and_is_named(runs, how):
+    # N4
+    sample, samples = victim(runs, 7)
+    with pytest.raises(
+        RanksFailed, match=rf"data-dependent: step 7 failed again; look at samples {sample}, "
+    ) as failed:
+        go(runs, {sample: how}, "--launch.hang_timeout=2")
+    assert str(sample) in str(failed.value)
+    first, second = runs.incidents
+    assert first.samples == second.samples == samples
+    assert (second.rank, second.step, second.phase, second.verdict) == (1, 7, "fetch", "data-dependent")
+
+
+def test_a_quarantined_sample_costs_the_same_budget_after_a_restart(runs):
+    # N4: the rule is the same on every rank and resume, and what was counted stays counted.
+    sample, _ = victim(runs, 2)
+    other = sample + 1 if sample % 2 == 0 else sample - 1
+    quarantine = ("--data.on_bad_sample=quarantine", "--data.bad_sample_budget=5")
+    runs.monkeypatch.setenv("MESHWRIGHT_FAULT", "step.forward:rank0:kill@step7")
+    disturbed = go(runs, {sample: "raises", other: "raises"}, *quarantine)
+    runs.folder = runs.folder.with_name("undisturbed")
+    runs.monkeypatch.setenv("MESHWRIGHT_FAULT", "")
+    assert go(runs, {sample: "raises", other: "raises"}, *quarantine).parameters_digest == disturbed.parameters_digest
+    manifests = [sorted(folder.glob("checkpoints/*/manifest.json"))[-1] for folder in (disturbed.folder, runs.folder)]
+    import json
+
+    counted = [json.loads(path.read_bytes())["counters"]["bad_samples"] for path in manifests]
+    assert counted[0] == counted[1] > 0

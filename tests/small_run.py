@@ -1,0 +1,21 @@
+"""A config so small that a step costs milliseconds."""
+
+from __future__ import annotations
+
+from meshwright.config import RunConfig, load
+
+SMALL = [
+    "--model.width=32",
+    "--model.layers=2",
+    "--model.ffn=48",
+    "--data.sequence=16",
+    "--data.kind=synthetic",
+    "--data.samples=500",
+    "--schedule.warmup=2",
+    "--launch.device=cpu",
+    "--launch.step_timeout=60",
+]
+
+
+def small_config(*overrides: str, steps: int = 6, ranks: int = 2) -> RunConfig:
+    return load(overrides=[*SMALL, *overrides], steps=steps, ranks=ranks)
