@@ -13,15 +13,16 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from benchmarks import sampler, throughput
+from benchmarks import checkpoint, recovery, sampler, throughput
 
 RESULT = Path("bench.json")
-PACKAGES = ("meshwright", "torch", "numpy", "accelerate", "lightning-fabric", "torchdata")
+PACKAGES = ("meshwright", "torch", "numpy", "xxhash", "accelerate", "lightning-fabric", "torchdata")
+PARTS = ("throughput", "sampler", "checkpoint", "recovery")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", choices=("throughput", "sampler"))
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
     parser.add_argument("--rounds", type=int, default=120, help="rounds of the throughput, each a step of every loop")
     words = parser.parse_args()
     if words.rounds < 1:
@@ -29,10 +30,14 @@ def main() -> None:
     warnings.simplefilter("ignore")  # what peers say of themselves is no result
     start = time.monotonic()
     result: dict[str, Any] = {"machine": machine()}
-    if words.only != "sampler":
+    if "throughput" in words.only:
         result["throughput"] = throughput.measure(words.rounds)
-    if words.only != "throughput":
+    if "sampler" in words.only:
         result["sampler"] = sampler.measure()
+    if "checkpoint" in words.only:
+        result["checkpoint"] = checkpoint.measure()
+    if "recovery" in words.only:
+        result["recovery"] = recovery.measure()
     result["targets"] = targets(result)
     result["machine"] |= {"load_at_end": round(os.getloadavg()[0], 2), "seconds": round(time.monotonic() - start, 1)}
     text = json.dumps(result, indent=1)
@@ -85,7 +90,24 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
             rows.append(target(f"sampler, us a sample at {length}", value, sampler.MOST_MICROSECONDS, "<="))
         for what, value in result["sampler"]["growth"].items():
             rows.append(target(f"sampler, growth of {what} from 10^6 to 10^12", value, sampler.MOST_GROWTH, "<="))
+    if "checkpoint" in result:
+        rows += targets_of_checkpoint(result["checkpoint"])
+    if "recovery" in result:
+        value = result["recovery"]["ratio_to_cold_start"][recovery.RANK]["median"]
+        rows.append(target(f"recovery, {recovery.RANK} / {recovery.COLD}", value, recovery.MOST, "<="))
     return rows
+
+
+def targets_of_checkpoint(found: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = []
+    for ranks, one in found["ranks"].items():
+        compared = {"stall of a save": one["stall_ratio_to"], "restore": one["restore_ratio_to"]}
+        for what, by_peer in compared.items():
+            for peer, ratio in by_peer.items():
+                name = f"checkpoint, {what} / {peer}, ranks {ranks}"
+                rows.append(target(name, ratio["median"], checkpoint.TARGETS[peer], "<="))
+    share = found["digests"]["share"]["median"]
+    return [*rows, target("checkpoint, digests' share of a save", share, checkpoint.MOST_DIGEST, "<=")]
 
 
 def target(name: str, value: float | None, bound: float, sense: str) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 
     MESHWRIGHT_FAULT="save.after_shard:rank1:kill@step20"
 
-A fault is POINT[:rankN]:ACTION[@stepN][@P%][xTIMES]; several are separated by commas. Without a rank every rank takes
-part, without a step every step. A chance of P percent is decided by MESHWRIGHT_FAULT_SEED, the point, the rank, the
-step and the restart alone, so that a failure repeats from its seed. A fault is armed on the first launch of a job and
-on no restart; `xTIMES` arms it on so many launches.
+A fault is POINT[:rankN]:ACTION[@stepN][@P%][xTIMES][#RESTART]; several are separated by commas. Without a rank every
+rank takes part, without a step every step. A chance of P percent is decided by MESHWRIGHT_FAULT_SEED, the point, the
+rank, the step and the restart alone, so that a failure repeats from its seed. A fault is armed on the first launch of
+a job and on no restart; `xTIMES` arms it on so many launches, `#RESTART` on that restart alone.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ ACTIONS = {
 
 SPELLING = re.compile(
     r"(?P<point>[a-z_.]+)(:rank(?P<rank>\d+))?:(?P<action>[a-z]+)(=(?P<value>[0-9.]+))?"
-    r"((@step(?P<step>\d+))|(@(?P<chance>[0-9.]+)%))?(x(?P<times>\d+))?"
+    r"((@step(?P<step>\d+))|(@(?P<chance>[0-9.]+)%))?(x(?P<times>\d+))?(#(?P<restart>\d+))?"
 )
 
 
@@ -82,13 +82,19 @@ class Fault:
     chance: float = 100.0
     value: float = 0.0
     times: int = 1
+    restart: int | None = None
+
+    def armed(self, rank: int, restart: int) -> bool:
+        launch = restart < self.times if self.restart is None else restart == self.restart
+        return self.rank in (None, rank) and launch
 
     @classmethod
     def parse(cls, text: str) -> Fault:
         match = SPELLING.fullmatch(text.strip())
         if match is None:
             raise ConfigError(
-                f"MESHWRIGHT_FAULT: {text!r} is not understood", "allowed: POINT[:rankN]:ACTION[@stepN][@P%][xTIMES]"
+                f"MESHWRIGHT_FAULT: {text!r} is not understood",
+                "allowed: POINT[:rankN]:ACTION[@stepN][@P%][xTIMES][#RESTART]",
             )
         if match["point"] not in POINTS:
             raise ConfigError(f"MESHWRIGHT_FAULT: no point {match['point']!r}", f"allowed: {', '.join(POINTS)}")
@@ -102,6 +108,7 @@ class Fault:
             float(match["chance"] or 100.0),
             float(match["value"] or 0.0),
             int(match["times"] or 1),
+            int(match["restart"]) if match["restart"] else None,
         )
 
 
@@ -115,11 +122,8 @@ PLACE = {"rank": 0, "restart": 0, "seed": 0}
 
 def arm(rank: int, restart: int, environment: Mapping[str, str] = os.environ) -> None:
     """Reads the environment's faults for this process; from here on its fail points are live."""
-    ARMED[:] = [
-        fault
-        for fault in parse_all(environment.get("MESHWRIGHT_FAULT", ""))
-        if fault.rank in (None, rank) and restart < fault.times
-    ]
+    asked = parse_all(environment.get("MESHWRIGHT_FAULT", ""))
+    ARMED[:] = [fault for fault in asked if fault.armed(rank, restart)]
     PLACE.update(rank=rank, restart=restart, seed=int(environment.get("MESHWRIGHT_FAULT_SEED", "0")))
 
 

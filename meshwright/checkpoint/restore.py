@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright import faults
 from meshwright.checkpoint.catalogue import Entry, Lineage, look, published
@@ -89,10 +90,14 @@ def first_damage(world: World, found: list[Damage]) -> Damage | None:
 
 
 def load(entry: Entry, state: State, world: World) -> None:
-    with torch.no_grad():
-        dcp.load(
-            dict(state),
-            storage_reader=ShardReader(entry, world.page.beat),
-            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            no_dist=world.size == 1,
-        )
+    try:
+        with torch.no_grad():
+            dcp.load(
+                dict(state),
+                storage_reader=ShardReader(entry, world.page.beat),
+                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                no_dist=world.size == 1,
+            )
+    except CheckpointException as failed:
+        rank, (error, _) = min(failed.failures.items())
+        raise CheckpointError(f"rank {rank}: {entry.name} could not be read: {error}") from error

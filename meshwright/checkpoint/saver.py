@@ -6,6 +6,7 @@ At most one save is in flight. Nothing is published unless every rank's copy is 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright import faults
-from meshwright.checkpoint.catalogue import Lineage, folder_of
+from meshwright.checkpoint.catalogue import Lineage, fence_of, folder_of
 from meshwright.checkpoint.manifest import NAME, FileRecord, Manifest, TensorRecord
 from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.shards import ShardWriter
@@ -28,9 +29,11 @@ from meshwright.checkpoint.state import State, content
 from meshwright.checkpoint.store import Store
 from meshwright.checkpoint.verify import header
 from meshwright.config import CheckpointConfig
-from meshwright.errors import CheckpointError, MeshwrightError, NumericsError
+from meshwright.errors import BusyError, CheckpointError, MeshwrightError, NumericsError
 from meshwright.parallel.replicas import odd_ones, replica_error
 from meshwright.parallel.world import World
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process alone is no mistake
 
 
 @dataclass(frozen=True)
@@ -198,7 +201,7 @@ class Saver:
                 saved.deleted = self.retention.apply(self._progress)
         except MeshwrightError as error:
             saved.error = error
-        except Exception as error:  # noqa: BLE001
+        except (Exception, CheckpointException) as error:  # noqa: BLE001  DCP's is no Exception
             saved.error = named(error, saved.folder)
         saved.seconds = time.monotonic() - start
         return saved
@@ -211,7 +214,7 @@ class Saver:
         unsound = next((name for name, tensor in state.items() if not sound(name, tensor)), "")
         digest = xxhash.xxh3_64()
         for name, tensor in state.items():
-            if name.startswith("model/"):
+            if self.group is not None and name.startswith("model/"):  # alone, there is nothing to agree with
                 digest.update(content(tensor))
         own = torch.tensor([bool(unsound), digest.intdigest() - 2**63], dtype=torch.int64)
         said = [own]
@@ -235,6 +238,8 @@ class Saver:
     ) -> None:
         """On the coordinator, once every shard is durable."""
         faults.reach("save.before_manifest", notes.step)
+        if (newest := fence_of(self.store).attempt) > self.attempt:
+            raise BusyError(f"attempt {newest} has taken the run over: nothing of attempt {self.attempt} is published")
         lineage = {"run": self.lineage.run, "timeline": self.lineage.timeline}
         place = {"step": notes.step, "attempt": self.attempt, "ordinal": self.ordinal, "parent": self.parent}
         content = {"owners": owners, "files": files, "tensors": tensors}
@@ -256,11 +261,11 @@ def sound(name: str, tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
-def named(error: Exception, folder: str) -> MeshwrightError:
+def named(error: BaseException, folder: str) -> MeshwrightError:
     """A failed save in one line: which rank, which file, what."""
     rank = None
     if isinstance(error, CheckpointException) and error.failures:
-        rank, (error, _) = min(error.failures.items())  # type: ignore[assignment]
+        rank, (error, _) = min(error.failures.items())
     if isinstance(error, MeshwrightError):
         return error
     what = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"

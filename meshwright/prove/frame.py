@@ -18,7 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.config import RunConfig, fingerprint, identity, placement
+from meshwright.errors import RestartsExhausted
 from meshwright.prove.gradients import check_gradients
+from meshwright.prove.recovery import check_recovery
 from meshwright.prove.stream import check_stream
 from meshwright.record.folder import write_json
 from meshwright.recover.failures import RanksFailed
@@ -27,7 +29,7 @@ from meshwright.version import __version__
 
 Check = Callable[[RunConfig], Iterator[tuple[str, bool, str]]]
 
-CHECKS: dict[str, Check] = {"stream": check_stream, "gradients": check_gradients}
+CHECKS: dict[str, Check] = {"stream": check_stream, "gradients": check_gradients, "recovery": check_recovery}
 """Name -> check. A check yields (promise, kept, what was measured); one that raises has failed."""
 
 
@@ -47,7 +49,7 @@ def findings(config: RunConfig) -> Iterator[Finding]:
             for promise, kept, measured in check(config):
                 yield Finding(name, promise, bool(kept), measured, round(time.monotonic() - start, 3))
                 start = time.monotonic()
-        except RanksFailed as error:
+        except (RanksFailed, RestartsExhausted) as error:
             yield Finding(name, "the check runs to its end", False, str(error), round(time.monotonic() - start, 3))
 
 

@@ -83,6 +83,11 @@ def read_events(path: Path) -> Iterator[Event]:
     yield from Follower(path).new()
 
 
+def ledger(path: Path) -> dict[int, Event]:
+    """The record of every step. Where several attempts made a step, the last that completed it counts."""
+    return {event["step"]: event for event in read_events(path) if event.get("kind") == "step"}
+
+
 def records(lines: list[bytes]) -> Iterator[Event]:
     for line in lines:
         try:

@@ -57,7 +57,13 @@ Begin = Callable[[int, int], Running]
 
 
 def supervise(
-    folder: RunFolder, launch: LaunchConfig, begin: Begin, view: Callable[[int], Viewer], *, fresh: bool = False
+    folder: RunFolder,
+    launch: LaunchConfig,
+    begin: Begin,
+    view: Callable[[int], Viewer],
+    *,
+    fresh: bool = False,
+    say: Callable[[str], None] | None = None,
 ) -> Any:
     """The summary of a finished run. Restarts the whole job from the newest checkpoint after a failure, at most
     `launch.restarts` times without getting further in between.
@@ -84,7 +90,7 @@ def supervise(
             restart, futile = restart + 1, futile + 1
             says = f"{where(incident)}: {incident.message.splitlines()[0]}"
             onwards = f"from step {step}" if step >= 0 else "from the beginning"
-            warn(f"attempt {lease.attempt} failed, {says}; restart {restart}, {onwards}")
+            (say or warn)(f"attempt {lease.attempt} failed, {says}; restart {restart}, {onwards}")
         except MeshwrightError as error:
             outcome = "stopped" if isinstance(error, (Stopped, Killed)) else "failed"
             ended = Incident(lease.attempt, outcome, message=str(error), exit_code=error.exit_code)

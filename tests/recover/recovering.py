@@ -14,6 +14,7 @@ from meshwright.api import Result
 from meshwright.checkpoint.catalogue import published, store_of
 from meshwright.checkpoint.tensors import state_digest
 from meshwright.checkpoint.verify import damages
+from meshwright.record import events
 from meshwright.record.events import read_events
 from meshwright.record.folder import RunFolder
 from meshwright.recover.incidents import Incident, read_incidents
@@ -34,7 +35,7 @@ def config(*overrides: str, ranks: int = 2) -> Any:
 
 def ledger(folder: Path, rank: int = 0) -> dict[int, dict[str, Any]]:
     """The record of every step: where several attempts made it, the last counts."""
-    return {e["step"]: e for e in read_events(RunFolder(folder).events(rank)) if e["kind"] == "step"}
+    return events.ledger(RunFolder(folder).events(rank))
 
 
 def losses(folder: Path) -> list[str]:

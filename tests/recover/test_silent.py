@@ -1,4 +1,4 @@
-"""What is wrong without a word: a flipped bit, a number that is not one, a full memory, a poisoned sample (N1 to N5)."""
+"""What goes wrong without a word: a flipped bit, a number that is none, full memory, a poisoned sample (N1 to N4)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,188 @@
+"""One writer a run: a second is refused, a dead one taken over, what it still writes never listed (L1, L2, L4)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from meshwright.checkpoint.catalogue import everything, leases, published, read_lease, store_of
+from meshwright.checkpoint.manifest import Manifest, digest_of
+from meshwright.errors import BusyError
+from meshwright.record.folder import RunFolder
+from meshwright.record.page import Page
+from meshwright.recover import lease as room
+from meshwright.recover.incidents import Incident
+from meshwright.recover.lease import take, this_process
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder(tmp_path / "run")
+
+
+def rewrite(folder, attempt, **changes):
+    """The lease as another process would have written it."""
+    values = read_lease(store_of(folder), attempt) | changes
+    path = folder.attempt(attempt) / "lease.json"
+    path.write_text(json.dumps(values | {"digest": digest_of(values)}))
+
+
+def manifest(step: int, attempt: int) -> Manifest:
+    empty = {key: {} for key in ("layout", "identity", "made_by", "data", "rng", "schedule", "scaler", "counters")}
+    return Manifest("r", 1, step, attempt, 0, "", **empty, owners={}, files={}, tensors={})
+
+
+def publish(folder, step, attempt):
+    name = f"checkpoints/step-{step:08d}.a{attempt:04d}/manifest.json"
+    assert store_of(folder).publish_if_absent(name, manifest(step, attempt).encode())
+
+
+def test_a_second_job_is_refused_at_once_naming_host_process_and_start(folder):
+    # L1
+    code = "import sys,time; from meshwright.record.folder import RunFolder; from pathlib import Path\n"
+    code += "from meshwright.recover.lease import take; take(RunFolder(Path(sys.argv[1]))); print('held', flush=True)\n"
+    code += "time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", code, str(folder.root)], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout.readline() == b"held\n"
+        lease = read_lease(store_of(folder), 1)
+        with pytest.raises(BusyError) as refused:
+            take(folder)
+        said = str(refused.value)
+        assert f"process {holder.pid} on {lease['host']} since {lease['since']}" in said
+        assert refused.value.exit_code == 9
+    finally:
+        holder.kill()
+        holder.wait()
+    assert take(folder).attempt == 2  # L2: dead, so taken over by the next epoch
+
+
+def test_of_many_that_come_at_once_one_gets_the_run(folder):
+    # L1
+    room.take(folder)
+    Incident(1, "complete").write(folder)
+    results = []
+    code = "import sys; from meshwright.record.folder import RunFolder; from pathlib import Path\n"
+    code += "from meshwright.recover.lease import take; import time\n"
+    code += "sys.stdin.readline(); print(take(RunFolder(Path(sys.argv[1]))).attempt, flush=True); time.sleep(5)"
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(folder.root)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for _ in range(4)
+    ]
+    for job in jobs:
+        job.stdin.write(b"\n")
+        job.stdin.flush()
+    for job in jobs:
+        out, err = job.communicate(timeout=60)
+        results.append(out.strip() or err.splitlines()[-1])
+    assert results.count(b"2") == 1, results
+    assert sum(b"is held by process" in result for result in results) == 3, results
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"started": 1},  # L4: the number belongs to another process by now
+        {"pid": 1 << 22},
+    ],
+)
+def test_a_holder_is_its_process_and_not_the_number_of_one(folder, change):
+    take(folder)
+    rewrite(folder, 1, token="another", **change)
+    assert take(folder).attempt == 2
+
+
+@pytest.mark.parametrize("change", [{"boot": "another"}, {"namespace": "pid:[1]"}, {"host": "elsewhere", "boot": "x"}])
+def test_a_holder_elsewhere_lives_while_its_beat_moves(folder, change):
+    # L4, L2: another boot, another container, another host; its pid means nothing here
+    take(folder)
+    rewrite(folder, 1, token="another", **change)
+    page = Page(folder.page(1, 0))
+    stop = threading.Event()
+
+    def beat():
+        while not stop.wait(0.05):
+            page.beat()
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    try:
+        with pytest.raises(BusyError, match="is held by process"):
+            take(folder, observe=2.0)
+    finally:
+        stop.set()
+        beating.join()
+    assert take(folder, observe=0.5).attempt == 2
+
+
+def test_what_an_old_holder_publishes_after_it_was_taken_over_is_never_listed(folder):
+    # L2
+    take(folder)
+    publish(folder, 10, 1)
+    rewrite(folder, 1, token="another", started=1)
+    take(folder)
+    publish(folder, 20, 1)  # the old holder comes back
+    publish(folder, 15, 2)
+    store = store_of(folder)
+    assert [entry.name for entry in published(store)] == ["step-00000015.a0002", "step-00000010.a0001"]
+    late = next(entry for entry in everything(store) if entry.step == 20)
+    assert late.fenced
+    assert "published by attempt 1 after attempt 2 had taken the run over" in late.problem
+    rewrite(folder, 2, token="another", started=1)
+    take(folder)
+    assert [entry.step for entry in published(store)] == [15, 10]  # nor does a later holder inherit it
+
+
+def test_an_old_holder_that_comes_back_cannot_save(folder):
+    # L2: it notices by itself, before readers have to ignore it
+    import torch
+
+    from meshwright.checkpoint.catalogue import Lineage
+    from meshwright.checkpoint.saver import Notes, Saver
+    from meshwright.config import CheckpointConfig
+    from meshwright.parallel.world import World
+
+    take(folder)
+    facts = {"layout": {}, "identity": {}, "made_by": {}}
+    state = {"model/a": torch.ones(3)}
+    saver = Saver(CheckpointConfig(), store_of(folder), World(), Lineage("r", 1, {}), 1, facts, lambda: state)
+    common = {"data": {}, "rng": {}, "schedule": {}, "scaler": {}, "counters": {}}
+    (first,) = saver.save(Notes(1, common, "data/0", {}), wait=True)
+    assert first.error is None
+    rewrite(folder, 1, token="another", started=1)
+    take(folder)
+    (second,) = saver.save(Notes(2, common, "data/0", {}), wait=True)
+    assert isinstance(second.error, BusyError)
+    assert "attempt 2 has taken the run over" in str(second.error)
+    assert [entry.step for entry in published(store_of(folder))] == [1]
+
+
+def test_an_attempt_that_said_its_end_is_free_at_once(folder):
+    take(folder)
+    rewrite(folder, 1, token="another", boot="another")
+    Incident(1, "complete").write(folder)
+    start = time.monotonic()
+    assert take(folder).attempt == 2
+    assert time.monotonic() - start < 3  # nobody was watched
+
+
+def test_a_torn_lease_was_never_taken(folder):
+    take(folder)
+    (folder.attempt(1) / "lease.json").write_text('{"pid": 1')
+    assert leases(store_of(folder)) == []
+    folder.attempt(1).joinpath("lease.json").unlink()
+    assert take(folder).attempt == 1
+
+
+def test_who_holds_a_run_is_told_by_more_than_a_number():
+    assert {"host", "pid", "started", "boot", "namespace", "token"} <= this_process().keys()

@@ -1,0 +1,142 @@
+"""kill -9 at random instants, of a rank, all ranks, the supervisor, everything: it ends as if undisturbed (K10)."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from recovering import ledger, losses
+from small_run import SMALL
+
+from meshwright.checkpoint.catalogue import published, store_of
+from meshwright.checkpoint.tensors import state_digest
+from meshwright.checkpoint.verify import damages
+from meshwright.record.folder import RunFolder
+from meshwright.record.page import process_start
+from meshwright.recover.incidents import read_incidents, readings
+
+SAVING = ["--checkpoint.seconds=0.15", "--checkpoint.overhead=1", "--checkpoint.keep=2", "--eval.every=0"]
+COMMAND = [sys.executable, "-m", "meshwright", "train", "--restarts=1000", *SMALL, *SAVING]
+
+
+def start(folder: Path, steps: int) -> subprocess.Popen[bytes]:
+    with open(folder.with_suffix(".log"), "ab") as log:
+        return subprocess.Popen([*COMMAND, f"--steps={steps}", "--run", str(folder)], stdout=log, stderr=log)
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """The pids of the newest attempt's ranks that live."""
+    run = RunFolder(folder)
+    pages = readings(run, run.last_attempt()).values()
+    return [page.pid for page in pages if page.started and process_start(page.pid) == page.started]
+
+
+def below(pid: int) -> list[int]:
+    """A process's children, and theirs."""
+    try:
+        text = "".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
+    except OSError:
+        return []
+    return [each for child in map(int, text.split()) for each in (child, *below(child))]
+
+
+def newest(folder: Path) -> int:
+    return next((entry.step for entry in published(store_of(RunFolder(folder)))), -1)
+
+
+def strike(kind: str, job: subprocess.Popen[bytes], folder: Path, rng: random.Random) -> None:
+    ranks = ranks_of(folder)
+    match kind:
+        case "rank":
+            victims = [rng.choice(ranks)] if ranks else []
+        case "ranks":
+            victims = ranks
+        case "supervisor":
+            victims = [job.pid]
+        case _:
+            victims = [job.pid, *below(job.pid)]
+    for pid in victims:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def killed_run(folder: Path, steps: int, kills: int, seed: int) -> list[str]:
+    """A run that is struck so often, each time after it has got a little further or at a random instant."""
+    rng, struck = random.Random(seed), []
+    job = start(folder, steps)
+    try:
+        while True:
+            reached, wait = newest(folder), rng.uniform(0.05, 0.6)
+            end = time.monotonic() + 60
+            while job.poll() is None and newest(folder) <= reached and time.monotonic() < end:
+                time.sleep(0.02)
+            time.sleep(wait)
+            if job.poll() is not None and job.returncode >= 0:
+                assert job.returncode == 0, folder.with_suffix(".log").read_text()[-3000:]
+                return struck
+            if len(struck) < kills:
+                kind = rng.choice(["rank", "ranks", "supervisor", "all"])
+                children = below(job.pid)
+                strike(kind, job, folder, rng)
+                struck.append(kind)
+                if kind in ("supervisor", "all"):
+                    job.wait(timeout=10)
+                    assert gone(children), f"seed {seed}: {kind} left a process behind"
+                    job = start(folder, steps)
+    finally:
+        job.kill()
+        job.wait()
+
+
+def gone(pids: list[int]) -> bool:
+    """Within seconds, the kernel ends what its parent left."""
+    end = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}/stat").exists() and "Z" not in state(pid) for pid in pids):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "Z"
+
+
+def check(tmp_path: Path, steps: int, kills: int, seed: int) -> None:
+    disturbed, undisturbed = tmp_path / "disturbed", tmp_path / "undisturbed"
+    assert start(undisturbed, steps).wait(timeout=200) == 0
+    struck = killed_run(disturbed, steps, kills, seed)
+    assert len(struck) == kills, f"seed {seed}: it was done after {struck}"
+    assert losses(disturbed) == losses(undisturbed), f"seed {seed}"
+    assert sorted(ledger(disturbed)) == list(range(steps)), f"seed {seed}"
+    digests = []
+    for folder in (disturbed, undisturbed):
+        entries = published(store_of(RunFolder(folder)))
+        assert not [damage for entry in entries for damage in damages(entry)]
+        assert entries[0].step == steps
+        digests.append(state_digest(entries[0]))
+    assert digests[0] == digests[1], f"seed {seed}"
+    incidents = read_incidents(RunFolder(disturbed))
+    assert incidents[-1].outcome == "complete"
+    assert len(incidents) >= kills / 2
+
+
+def test_ten_random_kills_change_neither_result_nor_ledger(tmp_path):
+    check(tmp_path, 400, 10, seed=20)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_fifty_random_kills_change_neither_result_nor_ledger(tmp_path):
+    check(tmp_path, 2000, 50, seed=21)
