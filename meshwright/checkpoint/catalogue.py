@@ -52,7 +52,7 @@ class Fence:
     """manifest digest by folder name"""
 
     def admits(self, entry: Entry) -> bool:
-        if not self.attempt or entry.attempt == self.attempt:
+        if entry.attempt >= self.attempt:  # of a newer one the lease is damaged: its checkpoints are none the worse
             return True
         return entry.manifest is None or self.inherited.get(entry.name) == entry.manifest.digest
 
@@ -103,10 +103,10 @@ def published(store: Store, lineage: Lineage | None = None) -> list[Entry]:
 
 
 def look(store: Store, folder: str, step: int, attempt: int) -> Entry:
-    size = store.size(f"{folder}/{NAME}")
-    if size is None:
-        return Entry(store, folder, step, attempt, None, "never published", published=False)
     try:
+        size = store.size(f"{folder}/{NAME}")
+        if size is None:
+            return Entry(store, folder, step, attempt, None, "never published", published=False)
         if size > LARGEST:
             raise Damaged(f"the manifest has {size:,} bytes, over {LARGEST:,}")
         manifest = Manifest.decode(store.read(f"{folder}/{NAME}", 0, size + 1))
@@ -136,7 +136,7 @@ def read_lease(store: Store, attempt: int) -> dict[str, Any] | None:
         values = json.loads(store.read(f"attempts/{attempt:04d}/{LEASE}", 0, LARGEST_JSON))
         said = values.pop("digest")
         return values if digest_of(values) == said else None
-    except (OSError, ValueError, AttributeError, KeyError, RecursionError):
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -58,6 +58,8 @@ class Saved:
     seconds: float = 0.0
     skipped: int = 0
     deleted: list[str] = field(default_factory=list)
+    not_deleted: str = ""
+    """why retention failed, if it did"""
     error: MeshwrightError | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -198,13 +200,20 @@ class Saver:
             )
             self.ordinal += 1
             if self.world.rank == 0:
-                saved.deleted = self.retention.apply(self._progress)
+                self._prune(saved)
         except MeshwrightError as error:
             saved.error = error
         except (Exception, CheckpointException) as error:  # noqa: BLE001  DCP's is no Exception
             saved.error = named(error, saved.folder)
         saved.seconds = time.monotonic() - start
         return saved
+
+    def _prune(self, saved: Saved) -> None:
+        """The checkpoint is there, whatever becomes of older ones."""
+        try:
+            saved.deleted = self.retention.apply(self._progress)
+        except OSError as error:
+            saved.not_deleted = f"older checkpoints could not be deleted: {error.strerror}"
 
     def _progress(self) -> None:
         self.moved += 1

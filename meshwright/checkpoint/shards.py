@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from meshwright import faults
 from meshwright.checkpoint.catalogue import Entry
-from meshwright.checkpoint.manifest import CHUNK, FileRecord, Piece, TensorRecord
+from meshwright.checkpoint.manifest import CHUNK, NAME, FileRecord, Piece, TensorRecord
 from meshwright.checkpoint.state import content, dtype_name
 from meshwright.checkpoint.store import Store
 from meshwright.checkpoint.verify import Digesting
@@ -75,7 +75,10 @@ class ShardWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         faults.reach("save.begin", self.step)
-        sink = Digesting(self.store.create(f"{self.folder}/{self.file}"), self.chunk)
+        path = f"{self.folder}/{self.file}"
+        if self.store.size(path) is not None and self.store.size(f"{self.folder}/{NAME}") is None:
+            self.store.remove(path)  # of a save of this very step that failed
+        sink = Digesting(self.store.create(path), self.chunk)
         results = []
         try:
             sink.write(self.header)

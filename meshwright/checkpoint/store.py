@@ -101,6 +101,8 @@ class PosixStore:
 
     def __init__(self, root: Path, calls: Calls | None = None) -> None:
         self.root, self.calls = str(root), calls or Calls()
+        self.durable: set[str] = set()
+        """folders whose names this store has synced itself; that one exists says nothing of that"""
 
     def path(self, name: str) -> str:
         return os.path.join(self.root, name)
@@ -143,7 +145,7 @@ class PosixStore:
     def size(self, name: str) -> int | None:
         try:
             return self.calls.size(self.path(name))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     def names(self, folder: str) -> list[str]:
@@ -161,21 +163,18 @@ class PosixStore:
         for inner in self.names(name):
             self.calls.remove(self.path(f"{name}/{inner}"))
         self.calls.remove_folder(self.path(name))
+        self.durable.discard(name)
 
     def _folders(self, folder: str) -> None:
-        """Makes a folder and those above it, each one's name durable in the one above."""
-        if not folder:
+        """Makes a folder and those above it, each one's name durable in the one above, whoever has made it."""
+        if not folder or folder in self.durable:
             return
-        try:
+        above = os.path.dirname(folder)
+        self._folders(above)
+        with suppress(FileExistsError):
             self.calls.make_folder(self.path(folder))
-        except FileExistsError:
-            return
-        except FileNotFoundError:
-            if not os.path.dirname(folder):
-                raise
-            self._folders(os.path.dirname(folder))
-            return self._folders(folder)
-        self.calls.sync_folder(self.path(os.path.dirname(folder)))
+        self.calls.sync_folder(self.path(above))
+        self.durable.add(folder)
 
 
 class PosixSink:

@@ -82,13 +82,21 @@ def differences(one: Entry, other: Entry) -> Iterator[Difference]:
 
 
 def compare(name: str, record: TensorRecord, a: NDArray[Any], b: NDArray[Any], unequal: int) -> Difference:
-    x, y = numbers(a, record.dtype), numbers(b, record.dtype)
     with np.errstate(all="ignore"):
-        gap = np.abs(x - y)
-    largest = float(np.nanmax(gap, initial=0.0))
-    scale = float(np.nanmax(np.abs(x), initial=0.0))
+        gap = np.where(a == b, 0.0, gaps(a, b, record.dtype))
+    largest = float(np.max(gap, initial=0.0))  # not a number where one of the two is none
+    scale = float(np.nanmax(np.abs(numbers(a, record.dtype)), initial=0.0))
     what = f"{unequal:,} of {a.size:,} elements"
     return Difference(name, what, unequal, largest, largest / scale if scale else float(largest > 0))
+
+
+def gaps(a: NDArray[Any], b: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """|a - b|; of int64 exactly, since float64 cannot hold them all."""
+    gap: NDArray[Any] = np.abs(numbers(a, dtype) - numbers(b, dtype))
+    if dtype == "int64":
+        x, y = a.view("<i8"), b.view("<i8")
+        gap = (np.maximum(x, y).view("<u8") - np.minimum(x, y).view("<u8")).astype("f8")
+    return gap
 
 
 def numbers(whole: NDArray[Any], dtype: str) -> NDArray[Any]:

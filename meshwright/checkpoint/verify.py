@@ -76,7 +76,7 @@ def whose(store: Store, path: str) -> str:
         line = store.read(path, 0, HEADER).partition(b"\n")[0].removeprefix(b"meshwright shard ")
         facts = json.loads(line)
         return "step {step}, attempt {attempt}, rank {rank} of run {run}".format(**facts)
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
         return ""
 
 
@@ -96,7 +96,11 @@ def file_damages(entry: Entry, name: str, progress: Callable[[], None]) -> Itera
     manifest = entry.manifest
     assert manifest is not None
     path, record = f"{entry.folder}/{name}", manifest.files[name]
-    size = entry.store.size(path)
+    try:
+        size = entry.store.size(path)
+    except OSError as error:
+        yield Damage(name, -1, f"{record.size:,} bytes", f"a read error ({error.strerror})")
+        return
     if size is None:
         yield Damage(name, -1, f"{record.size:,} bytes", "no file")
         return
@@ -125,9 +129,8 @@ def digest_of_range(store: Store, path: str, start: int, length: int) -> str:
 
 
 def stranger(entry: Entry, manifest: Manifest, path: str) -> str:
-    """Says so where the file is a shard of another step, attempt or run."""
+    """Says so where the file is a shard of another step, attempt, rank or run."""
     says = whose(entry.store, path)
-    own = f"step {manifest.step}, attempt {manifest.attempt}"
-    if says and not (says.startswith(own) and says.endswith(f"of run {manifest.run}")):
-        return f" (it is the shard of {says})"
-    return ""
+    rank = path.rpartition("rank-")[2].removesuffix(".shard").lstrip("0") or "0"
+    own = f"step {manifest.step}, attempt {manifest.attempt}, rank {rank} of run {manifest.run}"
+    return f" (it is the shard of {says})" if says and says != own else ""

@@ -20,6 +20,7 @@ from typing import Any
 
 from meshwright.checkpoint.catalogue import LEASE, leases, published, store_of
 from meshwright.checkpoint.manifest import digest_of
+from meshwright.checkpoint.store import Store
 from meshwright.errors import BusyError, ConfigError
 from meshwright.record.folder import RunFolder
 from meshwright.record.page import process_start, read_page
@@ -59,8 +60,7 @@ def take(folder: RunFolder, observe: float = OBSERVE) -> Lease:
     store = store_of(folder)
     while True:
         refuse_while_held(folder, observe)
-        known = leases(store)
-        attempt = known[0][0] + 1 if known else 1
+        attempt = newest_attempt(store) + 1
         values = {
             **this_process(),
             "attempt": attempt,
@@ -75,6 +75,12 @@ def take(folder: RunFolder, observe: float = OBSERVE) -> Lease:
                 f"run folder {folder.root} cannot be written: {error.strerror}",
                 "allowed: --run DIR, a folder that can be written",
             ) from None
+
+
+def newest_attempt(store: Store) -> int:
+    """The newest attempt that has a lease, readable or not: a damaged one has been taken all the same."""
+    numbers = [int(name) for name in store.names("attempts") if name.isdigit()]
+    return max((n for n in numbers if store.size(f"attempts/{n:04d}/{LEASE}") is not None), default=0)
 
 
 def refuse_while_held(folder: RunFolder, observe: float = OBSERVE) -> None:

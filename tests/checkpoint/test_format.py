@@ -1,0 +1,80 @@
+"""A checkpoint that was written when format 1 was new still verifies and reads to the numbers it was written with."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.checkpoint.catalogue import Lineage, published
+from meshwright.checkpoint.manifest import FORMAT
+from meshwright.checkpoint.restore import restore
+from meshwright.checkpoint.store import PosixStore
+from meshwright.checkpoint.tensors import state_digest
+from meshwright.checkpoint.verify import damages
+from meshwright.parallel.world import World
+
+FIXTURES = Path(__file__).parent / "fixtures"
+KEPT = FIXTURES / "format-1"
+FILES = {
+    "manifest.json": "03b6b6c6ab02da706a2c4bbdd0a9f8cd5aa6d311d64ce36444ce9f367526890c",
+    "rank-00000.shard": "5c8d27ca16e4375f2c3333b63a7cde5a4431e1cf90d08db893ff69478bc467ec",
+    "rank-00001.shard": "29d031c1d70d9b0cad74f18ccc562bed364c3654ac079e8bf5f65d7525b75ba7",
+}
+"""SHA-256: a fixture that is made anew holds nobody to anything."""
+
+
+def files_in(root: Path) -> dict[str, str]:
+    folder = root / "checkpoints" / "step-00000003.a0001"
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def test_the_kept_checkpoint_is_the_one_that_was_written_then():
+    assert files_in(KEPT) == FILES
+
+
+def test_the_kept_checkpoint_verifies_and_says_what_it_said(tmp_path):
+    """C8"""
+    (entry,) = published(PosixStore(KEPT))
+    assert damages(entry) == []
+    manifest = entry.manifest
+    assert (manifest.run, manifest.timeline, manifest.step, manifest.attempt) == ("00c0ffee", 1, 3, 1)
+    assert (manifest.ordinal, manifest.parent, manifest.chunk) == (2, "ab" * 32, 1024)
+    assert (manifest.layout, manifest.data, manifest.counters) == ({"replicate": 2}, {"next": 24}, {"tokens": 6144})
+    assert (manifest.rng, manifest.scaler) == ({"data 0": 5, "data 1": 6}, {})
+    assert (manifest.identity, manifest.schedule) == ({"seed": 17, "eps": 1e-08}, {"lr": 0.001})
+    assert manifest.owners == {"data 0": {"noise": [0.1, 0.2]}, "data 1": {}}
+    assert state_digest(entry) == "d36b47c73922cf42a324b313d19a943a482131e33cc25333523cf7c336964475"
+
+
+def test_the_kept_checkpoint_loads_to_known_numbers():
+    """C8"""
+    state = {
+        "model/weight": torch.full((2, 3), torch.nan),
+        "model/half": torch.zeros(3, dtype=torch.bfloat16),
+        "buffer/seen": torch.zeros(2, dtype=torch.int64),
+        "buffer/mask": torch.tensor([False, True]),
+        "optimizer/weight/step": torch.tensor(0.0),
+    }
+    lineage = Lineage("00c0ffee", 1, {})
+    found = restore(PosixStore(KEPT), World(), lineage, state, lambda _: None, fallback=False, say=lambda *_: None)
+    assert found.name == "step-00000003.a0001"
+    assert torch.equal(state["model/weight"], torch.tensor([[0.5, -1.25, 3.0], [1e-8, 2.0**100, 0.0]]))
+    assert state["model/weight"][1, 2].signbit()
+    assert state["model/half"].tolist() == [1.5, -2.0, 0.0078125]
+    assert state["buffer/seen"].tolist() == [2**62 + 1, -7]
+    assert state["buffer/mask"].tolist() == [True, False]
+    assert state["optimizer/weight/step"].item() == 3.0
+
+
+@pytest.mark.skipif(FORMAT != 1, reason="another format is written now")
+def test_as_long_as_the_format_is_the_same_it_is_written_byte_for_byte_the_same(tmp_path, monkeypatch):
+    """C8: a change of the bytes without a new format number would be found here."""
+    monkeypatch.setattr(sys, "path", [str(FIXTURES), *sys.path])
+    from make_format_1 import make
+
+    make(tmp_path)
+    assert files_in(tmp_path) == FILES
