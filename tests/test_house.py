@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 import subprocess
@@ -57,11 +58,17 @@ def test_the_supervising_process_never_imports_torch(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
 
 
-def readme_commands() -> list[str]:
-    """Every command line of the README's shell blocks."""
-    blocks = re.findall(r"```(?:sh|console)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    lines = [line.removeprefix("$ ").split("  #")[0].strip() for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line and not line.startswith("#")]
+DOCUMENTS = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+
+
+def commands() -> list[tuple[str, str]]:
+    """Every command line of the shell blocks of README and docs, with its document."""
+    found = []
+    for document in DOCUMENTS:
+        blocks = re.findall(r"```(?:sh|console)\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+        lines = [line.removeprefix("$ ").split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+        found += [(document, line) for line in lines if line and not line.startswith("#")]
+    return found
 
 
 IN_CI = {"make check", "make test", "make test-all", "make bench"}
@@ -69,30 +76,41 @@ IN_CI = {"make check", "make test", "make test-all", "make bench"}
 
 
 def test_the_readme_has_commands():
-    assert {"make train", "make test"} <= set(readme_commands())
+    assert {("README.md", "make train"), ("README.md", "make test")} <= set(commands())
 
 
-@pytest.mark.parametrize("command", readme_commands() or ["missing"])
-def test_readme_command_works_as_typed(command, readme_folder):
+@pytest.mark.parametrize(("document", "command"), commands() or [("README.md", "missing")])
+def test_command_works_as_typed(document, command, document_folder):
     if command in IN_CI:
         target = command.split()[1]
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return
     words = shlex.split(command)
+    environment = dict(os.environ)
+    while re.match(r"[A-Z_]+=", words[0]):
+        name, _, value = words.pop(0).partition("=")
+        environment[name] = value
     if words[0] == "make":  # the recipe's own line, without making an environment inside a test
         recipe = re.search(rf"^{words[1]}:.*\n\t@?(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert recipe, command
         words = shlex.split(recipe[1].replace("$(BIN)/", ""))
     binaries = Path(sys.executable).parent
     words[0] = str(binaries / words[0]) if (binaries / words[0]).exists() else words[0]
-    done = subprocess.run(words, cwd=readme_folder, capture_output=True, text=True, timeout=200)
+    folder = document_folder(document)
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
-def readme_folder(tmp_path_factory):
-    """One folder for all the README's commands, in their order: later ones speak of what earlier ones made."""
-    folder = tmp_path_factory.mktemp("readme")
-    for name in ("examples", "README.md"):
-        (folder / name).symlink_to(ROOT / name)
-    return folder
+def document_folder(tmp_path_factory):
+    """One folder for all of a document's commands, in their order: later ones speak of what earlier ones made."""
+    made = {}
+
+    def get(document):
+        if document not in made:
+            made[document] = tmp_path_factory.mktemp("document")
+            for name in ("examples", "README.md"):
+                (made[document] / name).symlink_to(ROOT / name)
+        return made[document]
+
+    return get

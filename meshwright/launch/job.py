@@ -87,7 +87,7 @@ def run_here(job: Job, place: Place, listen: Callable[[int], Callable[[Event], N
             raise BusyError(attempt) if world.rank == 0 else PeerError(attempt)
         world = replace(world, page=Page(job.folder.page(attempt, world.rank)))
         listener = listen(attempt) if world.rank == 0 else None
-        job = replace(job, attempt=attempt, restart=int(restart()), listener=listener)
+        job = replace(job, attempt=attempt, restart=int(restart()), listener=listener, watched=False)
         with on_record(job.folder, attempt) if world.rank == 0 else nullcontext():
             return train_rank(job, world)
     finally:  # this process is the user's: it gets back what training changed

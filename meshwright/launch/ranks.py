@@ -11,6 +11,7 @@ import faulthandler
 import multiprocessing as mp
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
@@ -31,11 +32,12 @@ from meshwright.errors import ConfigError
 from meshwright.launch.rendezvous import Place, join, leave
 from meshwright.parallel.world import World
 from meshwright.process import die_with
-from meshwright.record.page import Page
+from meshwright.record.page import Page, process_start
 from meshwright.recover.failures import Failure, RanksFailed
 
 Work = tuple[Callable[..., Any], tuple[Any, ...]]
 
+PREFIX = "meshwright-ranks-"
 GRACE = 10.0
 """Seconds that ranks have to end by themselves once one of them says that it lost another."""
 CAUSE_GRACE = 2.0
@@ -56,7 +58,9 @@ class Ranks:
         pages: Sequence[Path] | None = None,
     ) -> None:
         warm()
-        self._folder = tempfile.TemporaryDirectory(prefix="meshwright-")
+        sweep()
+        own = f"{PREFIX}{os.getpid()}-{process_start(os.getpid())}-"
+        self._folder = tempfile.TemporaryDirectory(prefix=own)
         context: Any = mp.get_context("spawn" if cuda_started() else "fork")
         self._values: dict[int, Any] = {}
         self._failures: dict[int, Failure] = {}
@@ -149,6 +153,14 @@ class Ranks:
         if self._failures:
             raise RanksFailed(list(self._failures.values()))
         return [self._values[rank] for rank in sorted(self._values)]
+
+
+def sweep() -> None:
+    """Removes what launches that were killed left in the folder for temporary files."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*-*"):
+        pid, start, *_ = folder.name.removeprefix(PREFIX).split("-")
+        if pid.isdigit() and start.isdigit() and process_start(int(pid)) != int(start):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def cuda_started() -> bool:

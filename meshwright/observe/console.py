@@ -43,6 +43,7 @@ class Terminal:
         self.recent: deque[Event] = deque(maxlen=WINDOW)
         self.steps = config.steps
         self.live: Live | None = None
+        self.saved = -1
 
     def show(self, event: Event) -> None:
         handler: Callable[[Event], None] | None = getattr(self, f"_{event['kind']}", None)
@@ -68,9 +69,9 @@ class Terminal:
     def _step(self, event: Event) -> None:
         self.recent.append(event)
         if self.live is not None:
-            self.live.update(live_line(list(self.recent), self.steps, self.rich.width))
+            self.live.update(live_line(list(self.recent), self.steps, self.rich.width, self.saved))
         elif event["step"] % self.config.log_every == 0 or event["step"] + 1 == self.steps:
-            self.say(plain_line(list(self.recent), self.steps))
+            self.say(plain_line(list(self.recent), self.steps, self.saved))
 
     def _eval(self, event: Event) -> None:
         loss = f"held-out loss {value(event['loss'], '.4f')} over {event['tokens']:,} tokens"
@@ -85,6 +86,11 @@ class Terminal:
         for damage in event["damages"]:
             what = "{file} chunk {chunk}: expected {expected}, found {found}".format(**damage)
             self.say(f"DAMAGED {event['checkpoint']}: {what.replace(' chunk -1', '')}; passed over", "bold red")
+
+    def _checkpoint(self, event: Event) -> None:
+        self.saved = event["step"]
+        if event["not_deleted"]:
+            self.note(event, event["not_deleted"], "yellow")
 
     def _save_failed(self, event: Event) -> None:
         self.note(event, f"SAVE FAILED: {event['message']}", "bold red")
@@ -139,6 +145,7 @@ def header(config: RunConfig, folder: Path, attempt: int, start: Event) -> list[
     threads = f"{start['threads']} thread{'s' if start['threads'] > 1 else ''} each"
     data = f"{', '.join(start['sources'])}: {start['samples']:,} samples, {start['held_out']:,} held out"
     optimizer = f"AdamW lr {o.lr:g} {config.schedule.kind}, clip {o.clip:g}"
+    watch = [] if start.get("watched", True) else ["  watch   by torchrun: hung and slow ranks are not named here"]
     fingerprints = f"identity {fingerprint(identity(config))}  placement {fingerprint(placement(config))}"
     return [
         f"meshwright {__version__}  run {folder}  attempt {attempt}",
@@ -148,6 +155,7 @@ def header(config: RunConfig, folder: Path, attempt: int, start: Event) -> list[
         f"  train   {config.steps:,} steps, {optimizer}, {config.precision.compute}, seed {config.seed}",
         f"  ranks   {start['ranks']} on {start['device']}, {threads}; {start['layout']}; torch {start['torch']}",
         f"  config  {folder / 'run.toml'}  {fingerprints}",
+        *watch,
     ]
 
 
@@ -171,17 +179,18 @@ def shares(recent: list[Event]) -> dict[str, float]:
     return {phase: seconds / whole for phase, seconds in spent.items()}
 
 
-def plain_line(recent: list[Event], steps: int) -> str:
+def plain_line(recent: list[Event], steps: int, saved: int = -1) -> str:
     event = recent[-1]
     step_seconds, tokens_second = rates(recent)
     phases = " ".join(f"{phase} {share:.0%}" for phase, share in shares(recent).items() if share >= 0.005)
     numbers = f"loss {value(event['loss'], '.4f')}  lr {event['lr']:.2e}  norm {value(event['grad_norm'], '.3f')}"
     left = clock(step_seconds * (steps - event["step"] - 1))
     speed = f"{tokens_second:,.0f} tok/s  {phases}  mem {size(event['memory'])}  eta {left}"
+    speed += f"  saved {saved}" if saved >= 0 else ""
     return f"step {event['step'] + 1:>6}/{steps}  {numbers}  {speed}"
 
 
-def live_line(recent: list[Event], steps: int, width: int) -> Text:
+def live_line(recent: list[Event], steps: int, width: int, saved: int = -1) -> Text:
     """One line for any width: a bar of what is left over, the numbers, the phases with exposed communication in red."""
     event, part = recent[-1], shares(recent)
     step_seconds, rate = rates(recent)
@@ -195,7 +204,7 @@ def live_line(recent: list[Event], steps: int, width: int) -> Text:
         names = {"data": data, "fwd": part["forward"], "bwd": part["backward"], "update": part["update"]}
         text.append("".join(f" {name} {share:.0%}" for name, share in names.items()))
         text.append(f" exposed {part['sync']:.0%}", EXPOSED)
-        text.append(f"  mem {size(event['memory'])}  eta {left}")
+        text.append(f"  mem {size(event['memory'])}  eta {left}" + (f"  saved {saved}" if saved >= 0 else ""))
     else:
         text.append(f" {event['step'] + 1}/{steps} loss {loss}", "bold")
         text.append(f" lr {event['lr']:.0e} g {norm} {rate / 1000:,.1f}k tok/s")

@@ -17,6 +17,8 @@ LOST = (
     "Timed out waiting",
     "Connection refused",
     "Socket closed",
+    "remote process exited",  # NCCL's words
+    "NCCL communicator was aborted",
 )
 """How a rank says that another one left. It is a witness, never the cause."""
 

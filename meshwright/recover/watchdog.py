@@ -21,6 +21,8 @@ from meshwright.recover.incidents import readings
 
 OWN = ("fetch", "copy", "forward", "backward", "update", "save")
 """The phases that are a rank's own; in `sync` it waits for others."""
+STARTING = 10
+"""How many times the bound a rank may take to come to its first step."""
 WINDOW = 20
 """Steps over which ranks are compared."""
 
@@ -73,7 +75,7 @@ class Watchdog:
     def hang(self, pages: dict[int, Reading], now: float) -> Hang | None:
         still = {rank: now - self.seen[rank][1] for rank in pages}
         # One rank alone may hang while the others still beat, on their way to the next collective.
-        stuck = [rank for rank in pages if still[rank] > self.bound]
+        stuck = [rank for rank, page in pages.items() if still[rank] > self.bound * (STARTING if starts(page) else 1)]
         if not stuck:
             return None
         rank = suspect(pages, stuck)
@@ -123,6 +125,11 @@ class Watchdog:
                 phase = max(more, key=lambda name: more[name])
                 found.append(Straggler(rank, pages[rank].step, phase, sum(own.values()) / usual, more[phase]))
         return found
+
+
+def starts(page: Reading) -> bool:
+    """Building a large model, or reading it, may take long without a sign; a process that was stopped does neither."""
+    return page.phase in ("start", "rehearse") and process_stat(page.pid).get("state") not in ("T", "t")
 
 
 def waits(page: Reading) -> bool:

@@ -33,6 +33,7 @@ class Evaluation:
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         for ids in self.cuts:
+            world.page.beat()
             batch = self.decoder[ids]
             if not batch.tensors:
                 bad = bad or str(batch.bad[0])

@@ -57,6 +57,8 @@ class Job:
     """how often this job has been restarted: faults know by it whether they have struck"""
     fork: bool = False
     fallback: bool = True
+    watched: bool = True
+    """whether a supervisor of ours looks on"""
     model: nn.Module | None = None  # a user's own; None is the decoder of the config
     loss: Loss | None = None
     listener: Callable[[Event], None] | None = None
@@ -276,6 +278,7 @@ def start_facts(job: Job, model: nn.Module, stream: Stream, world: World) -> Eve
     return {
         "steps": job.config.steps,
         "restart": job.restart,
+        "watched": job.watched,
         "parameters": sum(p.numel() for p in model.parameters()),
         "decoder": job.model is None,
         "layout": str(job.layout),

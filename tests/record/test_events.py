@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from meshwright.errors import BusyError, ConfigError
-from meshwright.record.events import EventLog, Follower, read_events
+from meshwright.errors import ConfigError
+from meshwright.record.events import EventLog, Follower, ledger, read_events
 from meshwright.record.folder import RunFolder, read_json, write_json
 
 
@@ -64,18 +64,15 @@ def test_a_follower_of_new_records_skips_the_old(tmp_path):
     assert [e["kind"] for e in follower.new()] == ["step"]
 
 
-def test_attempts_are_numbered_once(tmp_path):
-    folder = RunFolder(tmp_path)
-    assert [folder.new_attempt() for _ in range(3)] == [1, 2, 3]
-    assert folder.last_attempt() == 3
-
-
-def test_a_second_holder_of_a_run_folder_is_refused_and_the_first_is_named(tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    with folder.held(), pytest.raises(BusyError, match="is held by process"), folder.held():
-        pass
-    with folder.held():
-        pass
+def test_the_last_attempt_that_made_a_step_is_the_ledger(tmp_path):
+    path = tmp_path / "e.jsonl"
+    for attempt, steps in ((1, (0, 1, 2)), (2, (1, 2))):
+        log = EventLog(path, attempt, 0)
+        for step in steps:
+            log.write("step", step=step)
+        log.write("eval", step=1)
+        log.close()
+    assert {step: event["attempt"] for step, event in ledger(path).items()} == {0: 1, 1: 2, 2: 2}
 
 
 def test_setting_aside_deletes_nothing(tmp_path):

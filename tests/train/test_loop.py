@@ -62,6 +62,7 @@ def test_a_step_record_carries_what_it_promises_on_every_rank(tmp_path, small):
             "step",
             "step",
             "eval",
+            "checkpoint",
             "end",
         ]
         step = events[2]
@@ -274,8 +275,9 @@ def test_another_run_is_refused_entry_with_both_values_and_fresh_sets_it_aside(t
 
 def test_another_layout_may_enter(tmp_path, small):
     run(tmp_path / "r", small(steps=1))
-    result, steps = run(tmp_path / "r", small(steps=1, ranks=1))
-    assert [e["attempt"] for e in steps] == [1, 2]
+    run(tmp_path / "r", small(steps=1, ranks=1))
+    starts = [e for e in read_events(tmp_path / "r" / "events" / "rank-00000.jsonl") if e["kind"] == "start"]
+    assert [(e["attempt"], e["ranks"]) for e in starts] == [(1, 2), (2, 1)]
 
 
 def test_no_steps_is_a_run_too(tmp_path, small):
