@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import xxhash
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -25,12 +24,12 @@ from meshwright.checkpoint.catalogue import Lineage, fence_of, folder_of
 from meshwright.checkpoint.manifest import NAME, FileRecord, Manifest, TensorRecord
 from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.shards import ShardWriter
-from meshwright.checkpoint.state import State, content
+from meshwright.checkpoint.state import State
 from meshwright.checkpoint.store import Store
 from meshwright.checkpoint.verify import header
 from meshwright.config import CheckpointConfig
 from meshwright.errors import BusyError, CheckpointError, MeshwrightError, NumericsError
-from meshwright.parallel.replicas import odd_ones, replica_error
+from meshwright.parallel.replicas import digest_of_words, odd_ones, replica_error, words_of
 from meshwright.parallel.world import World
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process alone is no mistake
@@ -68,18 +67,26 @@ class Saved:
 
 
 class Stager:
-    """Host copies of a state, in buffers that are made once and reused."""
+    """Host copies of what this rank keeps, in buffers that are made once and reused."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, ranks: int, rank: int) -> None:
+        self.names = shares(state, ranks)[rank]
         pinned = any(tensor.is_cuda for tensor in state.values())
-        self.host = {n: torch.zeros(t.shape, dtype=t.dtype, pin_memory=pinned) for n, t in state.items()}
+        self.host = {
+            name: torch.zeros(state[name].shape, dtype=state[name].dtype, pin_memory=pinned) for name in self.names
+        }
+        self.compared = [name for name in state if name.startswith("model/") and ranks > 1]
+        self.words = torch.zeros(len(self.compared), dtype=torch.int64, pin_memory=pinned)
+        """a word of every parameter, kept by this rank or not: replicas are compared by them"""
         self.copied = torch.cuda.Event() if pinned else None
 
     @torch.no_grad()
     def copy(self, state: State) -> State:
         """On CUDA the copies are queued before whatever comes next, and `wait` tells when they are there."""
-        for name, tensor in state.items():
-            self.host[name].copy_(tensor, non_blocking=True)
+        for name, host in self.host.items():
+            host.copy_(state[name], non_blocking=True)
+        if self.compared:
+            self.words.copy_(words_of(state[name] for name in self.compared), non_blocking=True)
         if self.copied is not None:
             self.copied.record()
         return self.host
@@ -87,6 +94,17 @@ class Stager:
     def wait(self) -> None:
         if self.copied is not None:
             self.copied.synchronize()
+
+
+def shares(state: State, ranks: int) -> list[list[str]]:
+    """Which of as many replicas keeps which tensor: the largest first, each to whoever has the least so far."""
+    loads = [0] * ranks
+    kept: list[list[str]] = [[] for _ in range(ranks)]
+    for name in sorted(state, key=lambda name: (-state[name].nbytes, name)):
+        rank = loads.index(min(loads))
+        loads[rank] += state[name].nbytes
+        kept[rank].append(name)
+    return kept
 
 
 class Saver:
@@ -107,7 +125,7 @@ class Saver:
         self.lineage, self.attempt, self.facts = lineage, attempt, facts
         self.group = dist.new_group(backend="gloo") if world.size > 1 else None
         self.retention = Retention(store, attempt, config.keep, config.keep_every, lineage)
-        self.stager: Stager | None = None
+        self.stager = Stager(state(), world.size, world.rank) if config.mode != "off" else None
         self.planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self.flying: Future[Saved] | None = None
@@ -139,11 +157,9 @@ class Saver:
         self.begun = start = time.monotonic()
         self.world.page.enter("save", notes.step)
         faults.reach("save.stage", notes.step)
-        state = self.state()
-        if self.stager is None:
-            self.stager = Stager(state)
-        staged = self.stager.copy(state)
-        self.flying = self.thread.submit(self._run, notes, staged)
+        assert self.stager is not None
+        staged = self.stager.copy(self.state())
+        self.flying = self.thread.submit(self._run, notes, self.stager, staged)
         if wait or self.config.mode == "sync":
             done += self.poll(wait=True)
         self.stall = time.monotonic() - start
@@ -173,14 +189,13 @@ class Saver:
     def close(self) -> None:
         self.thread.shutdown(wait=True)
 
-    def _run(self, notes: Notes, state: State) -> Saved:
+    def _run(self, notes: Notes, stager: Stager, state: State) -> Saved:
         """The thread's whole work. Errors are an outcome: the training thread decides what they mean."""
         start = time.monotonic()
         saved = Saved(notes.step, folder_of(notes.step, self.attempt))
         try:
-            if self.stager is not None:
-                self.stager.wait()
-            self._agree(notes.step, state)
+            stager.wait()
+            self._agree(notes.step, state, stager.words)
             head = header(self.lineage.run, self.lineage.timeline, notes.step, self.attempt, self.world.rank)
             self.writer = ShardWriter(
                 self.store,
@@ -218,14 +233,10 @@ class Saver:
     def _progress(self) -> None:
         self.moved += 1
 
-    def _agree(self, step: int, state: State) -> None:
+    def _agree(self, step: int, state: State, words: torch.Tensor) -> None:
         """Every rank learns the same verdict before any of them writes."""
         unsound = next((name for name, tensor in state.items() if not sound(name, tensor)), "")
-        digest = xxhash.xxh3_64()
-        for name, tensor in state.items():
-            if self.group is not None and name.startswith("model/"):  # alone, there is nothing to agree with
-                digest.update(content(tensor))
-        own = torch.tensor([bool(unsound), digest.intdigest() - 2**63], dtype=torch.int64)
+        own = torch.tensor([bool(unsound), digest_of_words(words)], dtype=torch.int64)
         said = [own]
         if self.group is not None:
             said = [torch.zeros_like(own) for _ in range(self.world.size)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import xxhash
@@ -19,14 +19,22 @@ class ReplicaError(MeshwrightError):
 
 def compare_replicas(model: nn.Module, world: World, step: int) -> None:
     """Raises on every rank if replicas differ, naming the odd rank and the first parameter."""
-    words = [word_of(parameter) for _, parameter in model.named_parameters()]
-    own = xxhash.xxh3_64_intdigest(torch.stack(words).cpu().numpy().tobytes()) - 2**63
-    odd = odd_ones([row[0] for row in world.gather_numbers(own, name="replica digests")])
+    words = words_of(parameter for _, parameter in model.named_parameters()).cpu()
+    odd = odd_ones([row[0] for row in world.gather_numbers(digest_of_words(words), name="replica digests")])
     if odd:
-        rows = world.gather_numbers(*(int(word) for word in words), name="replica words")
+        rows = world.gather_numbers(*words.tolist(), name="replica words")
         columns = zip(*rows, strict=True)
         differing = next(i for i, column in enumerate(columns) if len(set(column)) > 1)
         raise replica_error(world.rank, step, odd, world.size, list(dict(model.named_parameters()))[differing])
+
+
+def words_of(parameters: Iterable[Tensor]) -> Tensor:
+    """A word of each parameter; on a device the work is only queued."""
+    return torch.stack([word_of(parameter) for parameter in parameters])
+
+
+def digest_of_words(words: Tensor) -> int:
+    return int(xxhash.xxh3_64_intdigest(words.numpy().tobytes())) - 2**63
 
 
 def word_of(parameter: Tensor) -> Tensor:
