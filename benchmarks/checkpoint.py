@@ -52,8 +52,8 @@ TARGETS = {TORCH_SAVE: 0.25, ASYNC_SAVE: 1.0, LOAD: 1.25}
 """The most that Meshwright's seconds may be of a peer's: the stall of a save, and a restore with its verification."""
 MOST_DIGEST = 0.05
 """The most of a whole synchronous save that may go into digests."""
-DIGESTS = ("xxh3_64", "xxh3_128", "xxh3_128_hexdigest")
-"""xxhash's functions that a save calls: to compare replicas, to write shards, to read them back."""
+DIGESTS = ("xxh3_64_intdigest", "xxh3_128")
+"""xxhash's functions that a save calls: to compare replicas, and to write shards and read them back."""
 
 Seconds = dict[str, list[float]]
 Finish = Callable[[], object]

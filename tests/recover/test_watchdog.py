@@ -1,0 +1,110 @@
+"""Whom the watchdog suspects, and how it comes by a stack."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from meshwright.launch.ranks import PREFIX, sweep
+from meshwright.record.folder import RunFolder
+from meshwright.record.page import Page, read_page
+from meshwright.recover.watchdog import WINDOW, Watchdog, mismatch, suspect, take_stack
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.attempt(1).mkdir(parents=True)
+    return folder
+
+
+def pages(folder, count):
+    return [Page(folder.page(1, rank)) for rank in range(count)]
+
+
+def seen(folder, count):
+    return {rank: read_page(folder.page(1, rank)) for rank in range(count)}
+
+
+def test_a_rank_that_waits_is_never_the_suspect(folder):
+    waiting, busy, late = pages(folder, 3)
+    waiting.enter("sync", 5)
+    busy.enter("forward", 5)
+    late.enter("fetch", 6)
+    late.waiting(True)
+    assert suspect(seen(folder, 3), [0, 1, 2]) == 1
+
+
+def test_where_all_wait_the_one_furthest_behind_is_the_suspect(folder):
+    for rank, page in enumerate(pages(folder, 3)):
+        for _ in range(3 - (rank == 2)):
+            page.collective("sum")
+        page.enter("sync", 5)
+    assert suspect(seen(folder, 3), [0, 1, 2]) == 2
+
+
+def test_the_first_collective_that_differs_is_found_though_ranks_went_on(folder):
+    for rank, page in enumerate(pages(folder, 3)):
+        for number in range(10):
+            page.collective("stray" if (rank, number) == (1, 6) else f"sum {number}")
+    assert "the 7th is 'stray' on rank 1 and 'sum 6' on rank(s) 0, 2" in mismatch(seen(folder, 3))
+
+
+def test_a_slow_rank_is_named_with_the_phase_that_makes_it_slow_and_waiting_is_not_slowness(folder):
+    made = pages(folder, 3)
+    dog = Watchdog(folder, 1, bound=100, straggler=1.5)
+
+    def work(steps):
+        for rank, page in enumerate(made):
+            for _ in range(steps):
+                own = {"fetch": 0.3 if rank == 2 else 0.01, "forward": 0.1, "sync": 0.0 if rank == 2 else 0.29}
+                page.settle(own)
+                page.enter("update", page.settled)
+
+    dog.look()
+    work(WINDOW)
+    assert dog.look()[1] == []  # the first window holds start-up
+    work(WINDOW)
+    (straggler,) = dog.look()[1]
+    assert (straggler.rank, straggler.phase) == (2, "fetch")
+    assert 3.4 < straggler.factor < 3.8
+    assert "rank 2 is slow: 3.6 times the others" in str(straggler)
+
+
+def test_a_stack_comes_from_py_spy_where_it_is(folder, tmp_path, monkeypatch):
+    spy = tmp_path / "py-spy"
+    spy.write_text('#!/bin/sh\necho "stack of $4"\n')
+    spy.chmod(spy.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    pages(folder, 1)
+    assert take_stack(seen(folder, 1)[0], tmp_path / "log") == f"stack of {os.getpid()}\n"
+
+
+def test_a_process_that_has_taken_a_dead_rank_s_number_is_not_touched(folder, tmp_path):
+    from dataclasses import replace
+
+    pages(folder, 1)
+    stranger = replace(seen(folder, 1)[0], started=1)
+    assert take_stack(stranger, tmp_path / "log") == ""
+
+
+def test_what_a_killed_launch_left_in_the_temporary_folder_is_removed_by_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left, own = tmp_path / f"{PREFIX}{dead.pid}-12345-abc", tmp_path / f"{PREFIX}{os.getpid()}-{seen_start()}-abc"
+    other = tmp_path / "meshwright-something-else"
+    for each in (left, own, other):
+        each.mkdir()
+    sweep()
+    assert (left.exists(), own.exists(), other.exists()) == (False, True, True)
+
+
+def seen_start():
+    from meshwright.record.page import process_start
+
+    return process_start(os.getpid())

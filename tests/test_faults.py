@@ -1,0 +1,76 @@
+"""Fail points: spelled once, refused when misspelt, off unless asked for, and the same again from the same seed."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright import faults
+from meshwright.errors import ConfigError
+from meshwright.faults import ACTIONS, POINTS, Fault, InjectedFault
+
+
+@pytest.fixture(autouse=True)
+def disarmed():
+    yield
+    faults.ARMED.clear()
+
+
+def arm(text, rank=0, restart=0, seed="0"):
+    faults.arm(rank, restart, {"MESHWRIGHT_FAULT": text, "MESHWRIGHT_FAULT_SEED": seed})
+
+
+def test_the_spelling_of_the_handbook():
+    assert Fault.parse("save.after_shard:rank1:kill@step20") == Fault("save.after_shard", "kill", 1, 20)
+    assert Fault.parse("step.forward:slow=0.5@25%x3") == Fault("step.forward", "slow", chance=25.0, value=0.5, times=3)
+    assert Fault.parse("end:raise#4") == Fault("end", "raise", restart=4)
+
+
+@pytest.mark.parametrize(
+    "text", ["", " , ", "step.forwards:kill", "step.forward:explode", "step.forward", "kill@step20", "a b", ":::"]
+)
+def test_a_misspelt_fault_is_refused_with_what_is_allowed(text):
+    if not text.strip(" ,"):
+        assert faults.parse_all(text) == []
+        return
+    with pytest.raises(ConfigError, match="allowed: "):
+        faults.parse_all(text)
+
+
+def test_nothing_happens_unless_it_is_asked_for():
+    arm("")
+    assert all(faults.reach(point, 3) == "" for point in POINTS)
+
+
+def test_a_fault_strikes_its_rank_its_step_and_its_launch_alone():
+    for rank, restart, step, strikes in [(1, 0, 5, True), (0, 0, 5, False), (1, 1, 5, False), (1, 0, 6, False)]:
+        arm("step.update:rank1:raise@step5", rank, restart)
+        if strikes:
+            with pytest.raises(InjectedFault, match=r"injected at step.update, rank 1, step 5"):
+                faults.reach("step.update", step)
+        else:
+            assert faults.reach("step.update", step) == ""
+
+
+def test_times_and_restart_say_on_which_launches():
+    assert [Fault.parse("end:killx3").armed(0, restart) for restart in range(5)] == [True, True, True, False, False]
+    assert [Fault.parse("end:kill#2").armed(0, restart) for restart in range(4)] == [False, False, True, False]
+
+
+def test_a_chance_is_drawn_from_the_seed_and_the_place_alone():
+    def struck(seed):
+        arm("step.fetch:nan@30%", seed=seed)
+        return [faults.reach("step.fetch", step) == "nan" for step in range(2000)]
+
+    assert struck("1") == struck("1") != struck("2")
+    assert 500 < sum(struck("1")) < 700
+
+
+def test_every_action_that_can_be_survived_does_what_it_says():
+    for action, error in {"raise": InjectedFault, "oom": MemoryError, "enospc": OSError, "eio": OSError}.items():
+        arm(f"end:{action}")
+        with pytest.raises(error):
+            faults.reach("end", 0)
+    for action in ("nan", "flip", "desync"):
+        arm(f"end:{action}")
+        assert faults.reach("end", 0) == action
+    assert set(ACTIONS) >= {"kill", "exit", "term", "stop", "hang", "spin", "slow"}
