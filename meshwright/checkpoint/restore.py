@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -54,7 +53,9 @@ def restore(
     for folder, step, attempt in candidates:
         world.page.enter("restore", step)
         entry = look(store, folder, step, attempt)
-        found = damages(entry, progress=world.page.beat)
+        # Every file is verified by some rank before any rank copies; each then verifies again what it reads itself.
+        own = sorted(entry.manifest.files)[world.rank :: world.size] if entry.manifest is not None else None
+        found = damages(entry, own, world.page.beat)
         if worst := first_damage(world, found):
             say(entry.name, [worst])
             passed.append((entry.name, [worst]))
@@ -85,8 +86,7 @@ def first_damage(world: World, found: list[Damage]) -> Damage | None:
     finders = [rank for rank, row in enumerate(world.gather_numbers(len(found), name="damage")) if row[0]]
     if not finders:
         return None
-    told: dict[str, Any] = world.tell(found[0].to_json() if found else {}, "damage told")
-    return Damage(**told) if told else Damage(f"as rank {finders[0]} reads it", -1, "intact", "damaged")
+    return Damage(**world.tell(found[0].to_json() if found else None, "damage told", speaker=finders[0]))
 
 
 def load(entry: Entry, state: State, world: World) -> None:

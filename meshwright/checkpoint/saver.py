@@ -26,7 +26,7 @@ from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.shards import ShardWriter
 from meshwright.checkpoint.state import State
 from meshwright.checkpoint.store import Store
-from meshwright.checkpoint.verify import header
+from meshwright.checkpoint.verify import header, read_back
 from meshwright.config import CheckpointConfig
 from meshwright.errors import BusyError, CheckpointError, MeshwrightError, NumericsError
 from meshwright.parallel.replicas import digest_of_words, odd_ones, replica_error, words_of
@@ -134,7 +134,7 @@ class Saver:
         self.begun = time.monotonic()
         self.stall = 0.0
         self.skipped = 0
-        self.moved = 0
+        self.moved = self.seen = 0
 
     def due(self, step: int) -> bool:
         """Whether to save once `step` steps are done. Asked on rank 0 alone: clocks differ, the answer must not."""
@@ -173,8 +173,8 @@ class Saver:
         while not self.flying.done():
             with suppress(TimeoutError):
                 self.flying.exception(timeout=0.2)
-            if (moved := self.moved + (self.writer.written if self.writer else 0)) != getattr(self, "_seen", -1):
-                self._seen = moved
+            if (moved := self.moved + (self.writer.written if self.writer else 0)) != self.seen:
+                self.seen = moved
                 self.world.page.beat()
         saved, self.flying = self.flying.result(), None
         saved.stall, saved.skipped, self.skipped = self.stall, self.skipped, 0
@@ -214,6 +214,7 @@ class Saver:
                 no_dist=self.group is None,
             )
             self.ordinal += 1
+            self._read_back(saved.folder, self.writer)
             if self.world.rank == 0:
                 self._prune(saved)
         except MeshwrightError as error:
@@ -223,8 +224,28 @@ class Saver:
         saved.seconds = time.monotonic() - start
         return saved
 
+    def _read_back(self, folder: str, writer: ShardWriter) -> None:
+        """Every rank reads its own shard again; only then may older checkpoints go."""
+        path = f"{folder}/{writer.file}"
+        found = next(read_back(self.store, path, writer.record, writer.chunk, self._progress), None)
+        bad = [rank for rank, (flag,) in enumerate(self._gather(found is not None)) if flag]
+        if bad:
+            raise CheckpointError(
+                f"rank {bad[0]}: {folder} reads back other than it was written: {found or 'its shard'}"
+            )
+
+    def _gather(self, *numbers: int) -> list[list[int]]:
+        """Every rank's numbers, by rank, over the saver's own group."""
+        own = torch.tensor(numbers, dtype=torch.int64)
+        said = [own]
+        if self.group is not None:
+            said = [torch.zeros_like(own) for _ in range(self.world.size)]
+            dist.all_gather(said, own, group=self.group)
+        return [one.tolist() for one in said]
+
     def _prune(self, saved: Saved) -> None:
         """The checkpoint is there, whatever becomes of older ones."""
+        self.retention.verified.add(saved.folder.rpartition("/")[2])
         try:
             saved.deleted = self.retention.apply(self._progress)
         except OSError as error:
@@ -236,12 +257,7 @@ class Saver:
     def _agree(self, step: int, state: State, words: torch.Tensor) -> None:
         """Every rank learns the same verdict before any of them writes."""
         unsound = next((name for name, tensor in state.items() if not sound(name, tensor)), "")
-        own = torch.tensor([bool(unsound), digest_of_words(words)], dtype=torch.int64)
-        said = [own]
-        if self.group is not None:
-            said = [torch.zeros_like(own) for _ in range(self.world.size)]
-            dist.all_gather(said, own, group=self.group)
-        flags, digests = zip(*(one.tolist() for one in said), strict=True)
+        flags, digests = zip(*self._gather(bool(unsound), digest_of_words(words)), strict=True)
         if bad := [rank for rank, flag in enumerate(flags) if flag]:
             what = f"rank {bad[0]} step {step}: {unsound or 'its state'} is not finite"
             raise NumericsError(f"{what}, and was not published", "look at the steps before in events/")

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 import torch
+import xxhash
 from torch.distributed.checkpoint import StorageReader, StorageWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -26,6 +27,7 @@ from meshwright.checkpoint.manifest import CHUNK, NAME, FileRecord, Piece, Tenso
 from meshwright.checkpoint.state import content, dtype_name
 from meshwright.checkpoint.store import Store
 from meshwright.checkpoint.verify import Digesting
+from meshwright.errors import CheckpointError
 
 ALIGN = 64
 Publish = Callable[[dict[str, FileRecord], dict[str, TensorRecord], dict[str, dict[str, Any]]], None]
@@ -60,6 +62,7 @@ class ShardWriter(StorageWriter):
         self.file = f"rank-{rank:05d}.shard"
         self.owner, self.publish, self.chunk = owner, publish, chunk
         self.written = 0
+        self.record = FileRecord(0, ())
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -96,7 +99,8 @@ class ShardWriter(StorageWriter):
         finally:
             sink.sink.abandon()
         faults.reach("save.after_shard", self.step)
-        shard = Shard(self.file, FileRecord(sink.size, tuple(sink.chunks)), *self.owner)
+        self.record = FileRecord(sink.size, tuple(sink.chunks))
+        shard = Shard(self.file, self.record, *self.owner)
         results.append(WriteResult(MetadataIndex(self.file), sink.size, shard))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -135,7 +139,8 @@ class ShardReader(StorageReader):
     def __init__(self, entry: Entry, progress: Callable[[], None]) -> None:
         self.entry, self.progress = entry, progress
         assert entry.manifest is not None
-        self.tensors = entry.manifest.tensors
+        self.manifest, self.tensors = entry.manifest, entry.manifest.tensors
+        self.chunk: tuple[str, int, memoryview] = ("", -1, memoryview(b""))
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -159,12 +164,11 @@ class ShardReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            record = self.tensors[item.storage_index.fqn]
-            piece = next(p for p in record.pieces if p.offset == tuple(item.storage_index.offset or ()))
+        """Piece after piece as they lie in the files, so that each chunk is read and verified once."""
+        for piece, item in sorted(((self._piece(item), item) for item in plan.items), key=lambda pair: place(pair[0])):
             target = planner.resolve_tensor(item).detach()
             if prod(piece.shape):
-                block = self._block(piece, record.dtype)
+                block = self._block(piece, self.tensors[item.storage_index.fqn].dtype)
                 for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                     block = block.narrow(dim, start, length)
                 target.copy_(block)
@@ -174,13 +178,40 @@ class ShardReader(StorageReader):
         done.set_result(None)
         return done
 
+    def _piece(self, item: ReadItem) -> Piece:
+        pieces = self.tensors[item.storage_index.fqn].pieces
+        return next(piece for piece in pieces if piece.offset == tuple(item.storage_index.offset or ()))
+
     def _block(self, piece: Piece, dtype: str) -> torch.Tensor:
-        raw = bytearray(self.entry.store.read(f"{self.entry.folder}/{piece.file}", piece.start, piece.length))
+        raw, size = bytearray(piece.length), self.manifest.chunk
+        filled = 0
+        while filled < piece.length:
+            index, begin = divmod(piece.start + filled, size)
+            part = self._verified(piece.file, index)[begin : begin + piece.length - filled]
+            raw[filled : filled + len(part)] = part
+            filled += len(part)
         return torch.frombuffer(raw, dtype=getattr(torch, dtype)).reshape(piece.shape)
+
+    def _verified(self, file: str, index: int) -> memoryview:
+        """A chunk, read into memory and verified there; what is copied is what was verified."""
+        if self.chunk[:2] != (file, index):
+            size = self.manifest.chunk
+            content = self.entry.store.read(f"{self.entry.folder}/{file}", index * size, size)
+            if (found := xxhash.xxh3_128_hexdigest(content)) != (expected := self.manifest.files[file].chunks[index]):
+                raise CheckpointError(
+                    f"{self.entry.name} changed while it was read: {file} chunk {index}: expected "
+                    f"{expected}, found {found}"
+                )
+            self.chunk = (file, index, memoryview(content))
+        return self.chunk[2]
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003
         return False
+
+
+def place(piece: Piece) -> tuple[str, int]:
+    return piece.file, piece.start
 
 
 def mismatches(state: dict[str, torch.Tensor], tensors: dict[str, TensorRecord]) -> list[str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import xxhash
 
 from meshwright.checkpoint.catalogue import Entry
-from meshwright.checkpoint.manifest import NAME, Manifest
+from meshwright.checkpoint.manifest import NAME, FileRecord, Manifest
 from meshwright.checkpoint.store import Buffer, Sink, Store
 
 HEADER = 4096
@@ -84,7 +84,8 @@ def damages(entry: Entry, files: list[str] | None = None, progress: Callable[[],
     """Everything wrong with a published checkpoint (or with some of its files); an intact one gives nothing."""
     if entry.manifest is None:
         return [Damage(NAME, -1, "a whole manifest", entry.problem)]
-    found = [damage for name in files or entry.manifest.files for damage in file_damages(entry, name, progress)]
+    names = list(entry.manifest.files) if files is None else files
+    found = [damage for name in names for damage in file_damages(entry, name, progress)]
     known = {*entry.manifest.files, NAME}
     for name in entry.store.names(entry.folder):
         if name not in known and not name.startswith("."):
@@ -95,27 +96,32 @@ def damages(entry: Entry, files: list[str] | None = None, progress: Callable[[],
 def file_damages(entry: Entry, name: str, progress: Callable[[], None]) -> Iterator[Damage]:
     manifest = entry.manifest
     assert manifest is not None
-    path, record = f"{entry.folder}/{name}", manifest.files[name]
+    path = f"{entry.folder}/{name}"
+    for damage in read_back(entry.store, path, manifest.files[name], manifest.chunk, progress):
+        yield replace(damage, found=damage.found + stranger(entry, manifest, path))
+
+
+def read_back(
+    store: Store, path: str, record: FileRecord, chunk: int, progress: Callable[[], None] = lambda: None
+) -> Iterator[Damage]:
+    """How a file on disk differs from what was written."""
+    name = path.rpartition("/")[2]
     try:
-        size = entry.store.size(path)
+        size = store.size(path)
     except OSError as error:
         yield Damage(name, -1, f"{record.size:,} bytes", f"a read error ({error.strerror})")
         return
-    if size is None:
-        yield Damage(name, -1, f"{record.size:,} bytes", "no file")
-        return
     if size != record.size:
-        yield Damage(name, -1, f"{record.size:,} bytes", f"{size:,} bytes" + stranger(entry, manifest, path))
+        yield Damage(name, -1, f"{record.size:,} bytes", "no file" if size is None else f"{size:,} bytes")
         return
     for index, expected in enumerate(record.chunks):
         progress()
         try:
-            found = digest_of_range(entry.store, path, index * manifest.chunk, manifest.chunk)
+            found = digest_of_range(store, path, index * chunk, chunk)
         except OSError as error:
-            yield Damage(name, index, expected, f"a read error ({error.strerror})")
-            continue
+            found = f"a read error ({error.strerror})"
         if found != expected:
-            yield Damage(name, index, expected, found + stranger(entry, manifest, path))
+            yield Damage(name, index, expected, found)
 
 
 def digest_of_range(store: Store, path: str, start: int, length: int) -> str:

@@ -43,12 +43,12 @@ class World:
         own[self.rank] = torch.tensor(numbers, dtype=torch.int64)
         return self.sum(own, name).wait().tolist()
 
-    def tell(self, value: Any, name: str) -> Any:
-        """What rank 0 gives here, as JSON, on every rank."""
-        text = json.dumps(value).encode() if self.rank == 0 else b""
+    def tell(self, value: Any, name: str, speaker: int = 0) -> Any:
+        """What one rank gives here, as JSON, on every rank."""
+        text = json.dumps(value).encode() if self.rank == speaker else b""
         length = int(self.sum_numbers(len(text), name=name).wait())
         carried = torch.zeros(length, dtype=torch.uint8)
-        if self.rank == 0:
+        if self.rank == speaker:
             carried[:] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         return json.loads(self.sum(carried, name).wait().numpy().tobytes())
 
