@@ -65,11 +65,11 @@ def train(
     place = torchrun_place()
     if place is not None:
         show = screen or partial(Terminal, config, folder.root)
-        summary = run_here(dataclasses.replace(job, fork=fork), place, lambda attempt: show(attempt).show, fresh)
+        summary = run_here(job, place, lambda attempt: show(attempt).show, fresh, fork)
         return Result(folder.root, **dataclasses.asdict(summary))
 
     def begin(attempt: int, restart: int) -> Running:
-        return start(dataclasses.replace(job, attempt=attempt, restart=restart, fork=fork and restart == 0))
+        return start(dataclasses.replace(job, attempt=attempt, restart=restart, fork=fork * (attempt - restart)))
 
     return result_of(folder, supervise(folder, config.launch, begin, viewing(config, folder, screen), fresh=fresh))
 

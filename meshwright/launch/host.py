@@ -33,7 +33,7 @@ class Nursery:
         if self._process is None or self._process.poll() is not None:
             self._start()
         self._result, self._asked = b"", 0
-        self._say({"attempt": attempt, "restart": restart, "fork": self._fork and restart == 0})
+        self._say({"attempt": attempt, "restart": restart, "fork": self._fork * (attempt - restart)})
         return self
 
     def _start(self) -> None:

@@ -71,7 +71,9 @@ def start(job: Job) -> Ranks:
     return Ranks(_train, job.layout.ranks, (job,), job.config.launch, facts_of(job), logs, pages)
 
 
-def run_here(job: Job, place: Place, listen: Callable[[int], Callable[[Event], None]], fresh: bool) -> Summary:
+def run_here(
+    job: Job, place: Place, listen: Callable[[int], Callable[[Event], None]], fresh: bool, fork: bool
+) -> Summary:
     """This process is one rank; torchrun (or the like) started it. `listen` gives rank 0 a listener for its attempt."""
     if place.size != job.layout.ranks:
         raise ConfigError(
@@ -87,7 +89,9 @@ def run_here(job: Job, place: Place, listen: Callable[[int], Callable[[Event], N
             raise BusyError(attempt) if world.rank == 0 else PeerError(attempt)
         world = replace(world, page=Page(job.folder.page(attempt, world.rank)))
         listener = listen(attempt) if world.rank == 0 else None
-        job = replace(job, attempt=attempt, restart=int(restart()), listener=listener, watched=False)
+        before_this = int(restart())
+        job = replace(job, attempt=attempt, restart=before_this, fork=fork * (attempt - before_this))
+        job = replace(job, listener=listener, watched=False)
         with on_record(job.folder, attempt) if world.rank == 0 else nullcontext():
             return train_rank(job, world)
     finally:  # this process is the user's: it gets back what training changed

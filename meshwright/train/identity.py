@@ -37,11 +37,11 @@ def describe(config: RunConfig, sources: list[Source], stream: Stream, user_mode
     }
 
 
-def enter(folder: RunFolder, config: RunConfig, record: dict[str, Any], fork: bool, newest: int) -> None:
+def enter(folder: RunFolder, config: RunConfig, record: dict[str, Any], fork: int, newest: int) -> None:
     """Writes run.toml and identity.json, or refuses a folder that holds another run, with both values. A fork is let
-    in as a new timeline: what came before counts up to the `newest` step, and what follows is its own.
+    in as a new timeline, once: what came before counts up to the `newest` step, and what follows is its own.
     """
-    lineage: dict[str, Any] = {"run": secrets.token_hex(8), "timeline": 1, "until": {}}
+    lineage: dict[str, Any] = {"run": secrets.token_hex(8), "timeline": 1, "until": {}, "forked_by": 0}
     if folder.identity_file.exists():
         before = read_json(folder.identity_file)
         if not fork and (differs := differing(before.get("identity", {}), record["identity"])):
@@ -50,9 +50,9 @@ def enter(folder: RunFolder, config: RunConfig, record: dict[str, Any], fork: bo
                 "give another --run DIR, --fresh to set the old one aside, or --fork to go on from it on purpose",
             )
         lineage = {key: before.get(key, value) for key, value in lineage.items()}
-        if fork:
+        if fork and lineage["forked_by"] != fork:
             until = lineage["until"] | {str(lineage["timeline"]): newest}
-            lineage |= {"timeline": lineage["timeline"] + 1, "until": until}
+            lineage |= {"timeline": lineage["timeline"] + 1, "until": until, "forked_by": fork}
     folder.run_file.write_text(as_toml(config))
     write_json(folder.identity_file, record | lineage)
 

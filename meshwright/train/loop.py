@@ -55,7 +55,8 @@ class Job:
     attempt: int = 0
     restart: int = 0
     """how often this job has been restarted: faults know by it whether they have struck"""
-    fork: bool = False
+    fork: int = 0
+    """the attempt with which this job began, where it is to begin a new timeline: its restarts stay on that one"""
     fallback: bool = True
     watched: bool = True
     """whether a supervisor of ours looks on"""
@@ -209,11 +210,8 @@ class Training:
 
     def _tell(self, saves: list[Saved], must: bool = False) -> None:
         for saved in saves:
-            facts = {key: value for key, value in vars(saved).items() if key != "error"}
             if saved.error is None:
-                self.log.write(
-                    "checkpoint", **facts | {"stall": round(saved.stall, 4), "seconds": round(saved.seconds, 4)}
-                )
+                self.log.write("checkpoint", **saved.to_json())
                 continue
             self.log.write("save_failed", step=saved.step, message=str(saved.error))
             stops = must or self.job.config.checkpoint.on_failure == "stop"

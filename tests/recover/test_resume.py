@@ -146,6 +146,13 @@ def test_a_fork_goes_on_as_a_new_timeline_and_its_restarts_stay_on_it(runs):
     assert newest.identity["optimizer.lr"] == 0.001
 
 
+def test_a_fork_that_is_killed_before_it_began_is_still_made_and_made_once(runs):
+    stopped_at(runs, 6)
+    runs.run("start.begin:rank0:kill#0,start.restored:rank1:kill#1", "--optimizer.lr=0.001", fork=True)
+    assert json.loads((runs.folder / "identity.json").read_text())["timeline"] == 2
+    assert runs.published()[0].manifest.timeline == 2
+
+
 def test_a_fork_does_not_see_what_its_parent_did_after_it(runs):
     runs.run("", "--checkpoint.keep=10")
     for step in (9, 12):
