@@ -132,7 +132,7 @@ def savers(world: World, folder: Path, state: State, group: Any) -> dict[str, Ca
         saver.save(notes(number + 1))
 
         def finish() -> None:
-            for saved in saver.poll(wait=True):
+            for saved in saver.settle():
                 if saved.error is not None:
                     raise saved.error
 

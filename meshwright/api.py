@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.config import RunConfig, from_dict, to_dict
+from meshwright.errors import ConfigError
 from meshwright.launch.host import Nursery
 from meshwright.observe.console import Screen, Terminal
 from meshwright.record.events import Follower
@@ -59,7 +60,7 @@ def train(
     from meshwright.launch.job import make_job, run_here, start, torchrun_place
 
     config = from_dict(to_dict(config or RunConfig()))  # checked as if it came from a file
-    folder = RunFolder(Path(run) if run is not None else Path("runs") / config.preset)
+    folder = run_folder(run, config)
     screen = (lambda _attempt: Quiet()) if quiet else screen
     job = make_job(config, folder, model=model, loss=loss, source=source, fallback=fallback)
     place = torchrun_place()
@@ -69,7 +70,7 @@ def train(
         return Result(folder.root, **dataclasses.asdict(summary))
 
     def begin(attempt: int, restart: int) -> Running:
-        return start(dataclasses.replace(job, attempt=attempt, restart=restart, fork=fork * (attempt - restart)))
+        return start(job.as_attempt(attempt, restart, fork))
 
     return result_of(folder, supervise(folder, config.launch, begin, viewing(config, folder, screen), fresh=fresh))
 
@@ -84,13 +85,20 @@ def train_from_cold(
     fallback: bool = True,
 ) -> Result:
     """The same from a process that has not imported torch and need not."""
-    folder = RunFolder(run if run is not None else Path("runs") / config.preset)
+    folder = run_folder(run, config)
     nursery = Nursery(config, folder, fork, fallback)
     try:
         view = viewing(config, folder, screen)
         return result_of(folder, supervise(folder, config.launch, nursery.begin, view, fresh=fresh))
     finally:
         nursery.close()
+
+
+def run_folder(run: str | Path | None, config: RunConfig) -> RunFolder:
+    """Resolved once: neither a link nor a change of the working folder may lead elsewhere later."""
+    if run is not None and not str(run):
+        raise ConfigError("--run is empty", "allowed: --run DIR")
+    return RunFolder((Path(run) if run is not None else Path("runs") / config.preset).resolve())
 
 
 def result_of(folder: RunFolder, summary: Any) -> Result:

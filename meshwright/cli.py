@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -195,12 +196,15 @@ VERBS: dict[str, Callable[..., None]] = {
 
 
 def tell(as_json: bool, answer: dict[str, Any], text: str) -> None:
-    print(json.dumps(answer) if as_json else text)
+    """Text may quote a stranger's file: what is no printable character is not sent to the terminal."""
+    shown = "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+    print(json.dumps(answer) if as_json else shown)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Runs a verb; a mistake of the user's is one line on standard error and its own exit code."""
     words = sys.argv[1:] if argv is None else argv
+    open_missing()
     try:
         run_verb(words)
     except MeshwrightError as error:
@@ -210,9 +214,21 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(130) from None
     except OSError as error:  # a full disk, a closed pipe: what and where, in one line
         with contextlib.suppress(OSError):
-            print(f"meshwright: {error.strerror}: {error.filename or 'standard output'}", file=sys.stderr)
+            where = error.filename or ("standard output" if error.errno == errno.EPIPE else "the run folder")
+            print(f"meshwright: {error.strerror}: {where}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter would fail once more when it flushes
         raise SystemExit(1) from None
+
+
+def open_missing() -> None:
+    """A standard stream that was closed by whoever started us is opened to nowhere: another file must not take its
+    place.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
 
 
 def run_verb(words: list[str]) -> None:

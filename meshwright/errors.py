@@ -59,6 +59,29 @@ class PeerError(MeshwrightError):
     exit_code = 8
 
 
+LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "Connection refused",
+    "Socket closed",
+    "remote process exited",  # NCCL's words
+    "NCCL communicator was aborted",
+)
+
+
+def lost(error: BaseException) -> bool:
+    """Whether a rank says no more than that another one left, in the words of Gloo or NCCL. It is a witness, never the
+    cause.
+    """
+    text = str(error)
+    from_torch = type(error).__name__.startswith("Dist") or any(
+        name in text.lower() for name in ("gloo", "nccl", "c10d")
+    )
+    return not isinstance(error, MeshwrightError) and from_torch and any(sign in text for sign in LOST)
+
+
 class BusyError(MeshwrightError):
     """Another job holds the run folder."""
 
@@ -72,6 +95,16 @@ class Stopped(MeshwrightError):
         super().__init__(f"stopped by signal {signal_number} before step {step}, on every rank")
         self.exit_code = 128 + signal_number
         self.args = (signal_number, step)  # so that it survives the trip from a rank to its launcher
+
+
+class StoppedEarly(MeshwrightError):
+    """A signal came before there were ranks to tell."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(
+            f"stopped by signal {signal_number} before step 1 of this launch; checkpoints are as they were"
+        )
+        self.exit_code = 128 + signal_number
 
 
 class Killed(MeshwrightError):

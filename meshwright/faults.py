@@ -52,7 +52,8 @@ ACTIONS = {
     "term": "send this process SIGTERM",
     "stop": "stop this process with SIGSTOP",
     "hang": "sleep for ever",
-    "spin": "loop for ever, holding the interpreter's lock",
+    "spin": "loop for ever",
+    "lock": "sleep for ever in native code that keeps the interpreter's lock",
     "slow": "sleep so many seconds (slow=0.1)",
     "raise": "raise an error",
     "oom": "fail as if memory were full",
@@ -63,9 +64,12 @@ ACTIONS = {
     "desync": "step.collective: enter another collective than the other ranks",
 }
 
+ONLY_AT = {"nan": "step.backward", "flip": "step.fetch", "desync": "step.collective"}
+"""Actions that the place itself has to do."""
+
 SPELLING = re.compile(
-    r"(?P<point>[a-z_.]+)(:rank(?P<rank>\d+))?:(?P<action>[a-z]+)(=(?P<value>[0-9.]+))?"
-    r"((@step(?P<step>\d+))|(@(?P<chance>[0-9.]+)%))?(x(?P<times>\d+))?(#(?P<restart>\d+))?"
+    r"(?P<point>[a-z_.]+)(:rank(?P<rank>\d+))?:(?P<action>[a-z]+)(=(?P<value>\d+(\.\d+)?))?"
+    r"((@step(?P<step>\d+))|(@(?P<chance>\d+(\.\d+)?)%))?(x(?P<times>\d+))?(#(?P<restart>\d+))?"
 )
 
 
@@ -100,6 +104,10 @@ class Fault:
             raise ConfigError(f"MESHWRIGHT_FAULT: no point {match['point']!r}", f"allowed: {', '.join(POINTS)}")
         if match["action"] not in ACTIONS:
             raise ConfigError(f"MESHWRIGHT_FAULT: no action {match['action']!r}", f"allowed: {', '.join(ACTIONS)}")
+        if (only := ONLY_AT.get(match["action"], match["point"])) != match["point"]:
+            raise ConfigError(
+                f"MESHWRIGHT_FAULT: {match['action']} at {match['point']} does nothing", f"allowed: {only}"
+            )
         return cls(
             match["point"],
             match["action"],
@@ -117,14 +125,14 @@ def parse_all(text: str) -> list[Fault]:
 
 
 ARMED: list[Fault] = []
-PLACE = {"rank": 0, "restart": 0, "seed": 0}
+PLACE: dict[str, int | str] = {"rank": 0, "restart": 0, "seed": "0"}
 
 
 def arm(rank: int, restart: int, environment: Mapping[str, str] = os.environ) -> None:
     """Reads the environment's faults for this process; from here on its fail points are live."""
     asked = parse_all(environment.get("MESHWRIGHT_FAULT", ""))
     ARMED[:] = [fault for fault in asked if fault.armed(rank, restart)]
-    PLACE.update(rank=rank, restart=restart, seed=int(environment.get("MESHWRIGHT_FAULT_SEED", "0")))
+    PLACE.update(rank=rank, restart=restart, seed=environment.get("MESHWRIGHT_FAULT_SEED", "0"))
 
 
 def reach(point: str, step: int) -> str:
@@ -157,6 +165,9 @@ def act(fault: Fault, step: int) -> str:
         case "hang":
             time.sleep(1e6)
         case "spin":
+            while True:
+                pass
+        case "lock":
             while True:
                 ctypes.PyDLL(None).sleep(1_000_000)  # PyDLL does not let go of the interpreter's lock
         case "slow":

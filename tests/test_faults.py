@@ -6,7 +6,7 @@ import pytest
 
 from meshwright import faults
 from meshwright.errors import ConfigError
-from meshwright.faults import ACTIONS, POINTS, Fault, InjectedFault
+from meshwright.faults import ACTIONS, ONLY_AT, POINTS, Fault, InjectedFault
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +58,8 @@ def test_times_and_restart_say_on_which_launches():
 
 def test_a_chance_is_drawn_from_the_seed_and_the_place_alone():
     def struck(seed):
-        arm("step.fetch:nan@30%", seed=seed)
-        return [faults.reach("step.fetch", step) == "nan" for step in range(2000)]
+        arm("step.fetch:flip@30%", seed=seed)
+        return [faults.reach("step.fetch", step) == "flip" for step in range(2000)]
 
     assert struck("1") == struck("1") != struck("2")
     assert 500 < sum(struck("1")) < 700
@@ -70,7 +70,9 @@ def test_every_action_that_can_be_survived_does_what_it_says():
         arm(f"end:{action}")
         with pytest.raises(error):
             faults.reach("end", 0)
-    for action in ("nan", "flip", "desync"):
-        arm(f"end:{action}")
-        assert faults.reach("end", 0) == action
-    assert set(ACTIONS) >= {"kill", "exit", "term", "stop", "hang", "spin", "slow"}
+    for action, point in ONLY_AT.items():
+        arm(f"{point}:{action}")
+        assert faults.reach(point, 0) == action
+        with pytest.raises(ConfigError, match=f"allowed: {point}"):
+            faults.parse_all(f"end:{action}")
+    assert set(ACTIONS) >= {"kill", "exit", "term", "stop", "hang", "spin", "lock", "slow"}

@@ -54,7 +54,7 @@ class Fence:
     def admits(self, entry: Entry) -> bool:
         if entry.attempt >= self.attempt:  # of a newer one the lease is damaged: its checkpoints are none the worse
             return True
-        return entry.manifest is None or self.inherited.get(entry.name) == entry.manifest.digest
+        return entry.manifest is None or self.inherited.get(entry.name) in ("", entry.manifest.digest)
 
 
 @dataclass(frozen=True)
@@ -124,23 +124,27 @@ def fenced(entry: Entry, fence: Fence) -> Entry:
 
 def leases(store: Store) -> list[tuple[int, dict[str, Any]]]:
     """(attempt, lease) of every attempt that took the run, newest first; a torn one was never taken."""
-    found = []
-    for name in store.names("attempts"):
-        if name.isdigit() and (lease := read_lease(store, int(name))):
-            found.append((int(name), lease))
-    return sorted(found, key=lambda pair: pair[0], reverse=True)
+    return [(attempt, lease) for attempt in attempts(store) if (lease := read_lease(store, attempt))]
+
+
+def attempts(store: Store) -> list[int]:
+    """The numbers of the attempts that have a folder, newest first."""
+    names = store.names("attempts")
+    return sorted((int(name) for name in names if re.fullmatch(r"[0-9]{4,9}", name)), reverse=True)
 
 
 def read_lease(store: Store, attempt: int) -> dict[str, Any] | None:
     try:
         values = json.loads(store.read(f"attempts/{attempt:04d}/{LEASE}", 0, LARGEST_JSON))
         said = values.pop("digest")
-        return values if digest_of(values) == said else None
+        sane = isinstance(values["inherited"], dict) and type(values["pid"]) is int and values["pid"] > 0
+        return values if sane and digest_of(values) == said else None
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return None
 
 
 def fence_of(store: Store) -> Fence:
-    for attempt, lease in leases(store)[:1]:
-        return Fence(attempt, dict(lease.get("inherited", {})))
+    for attempt in attempts(store):
+        if lease := read_lease(store, attempt):
+            return Fence(attempt, lease["inherited"])
     return Fence(0, {})

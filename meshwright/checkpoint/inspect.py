@@ -14,7 +14,7 @@ from meshwright.errors import CheckpointError, ConfigError
 
 def entries_of(path: Path) -> list[Entry]:
     """Every checkpoint of a run folder, newest first, or the one that a checkpoint's own folder is."""
-    if match := SPELLING.fullmatch(path.resolve().name):
+    if (match := SPELLING.fullmatch(path.resolve().name)) and len(path.resolve().parents) > 1:
         store = PosixStore(path.resolve().parents[1])
         return [look(store, f"{FOLDER}/{match[0]}", int(match[1]), int(match[2]))]
     if not path.is_dir():

@@ -193,12 +193,13 @@ def check_tensor(name: str, tensor: TensorRecord, files: dict[str, FileRecord]) 
 
 
 def overlap(pieces: tuple[Piece, ...]) -> bool:
-    """Whether two blocks share an element: swept along the first axis, so that the blocks of a grid stay quick."""
+    """Whether two blocks share an element: swept along the axis that is cut most, so that shards stay quick."""
     if pieces and not pieces[0].shape:
         return len(pieces) > 1
+    axis = max(range(len(pieces[0].shape)), key=lambda axis: len({p.offset[axis] for p in pieces})) if pieces else 0
     reaching: list[Piece] = []
-    for piece in sorted((p for p in pieces if prod(p.shape)), key=lambda p: p.offset):
-        reaching = [other for other in reaching if other.offset[0] + other.shape[0] > piece.offset[0]]
+    for piece in sorted((p for p in pieces if prod(p.shape)), key=lambda p: p.offset[axis]):
+        reaching = [other for other in reaching if other.offset[axis] + other.shape[axis] > piece.offset[axis]]
         for other in reaching:
             edges = zip(piece.offset, piece.shape, other.offset, other.shape, strict=True)
             if all(o < p + q and p < o + s for o, s, p, q in edges):

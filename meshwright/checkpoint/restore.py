@@ -44,7 +44,7 @@ def restore(
 ) -> Restored | None:
     """Loads the newest intact checkpoint into `state`, in place; None where the run has none at all.
 
-    `check` refuses a manifest of another run before anything is read. A damaged checkpoint is said loudly and passed
+    `check` refuses a manifest of another run before anything is copied. A damaged checkpoint is said loudly and passed
     over, or, without fallback, ends the run.
     """
     start = time.monotonic()
@@ -70,9 +70,23 @@ def restore(
             more = f" and {len(differs) - 3} more" if len(differs) > 3 else ""
             raise IdentityError(f"checkpoint {entry.name} holds another model: {'; '.join(differs[:3])}{more}")
         faults.reach("start.restore", step)
-        load(entry, state, world)
+        try:
+            load(entry, state, world)
+        except Unreadable as error:  # heard by every rank alike
+            say(entry.name, [error.damage])
+            passed.append((entry.name, [error.damage]))
+            if not fallback:
+                raise CheckpointError(str(error)) from None
+            continue
         faults.reach("start.restored", step)
         return Restored(entry.manifest, entry.name, time.monotonic() - start, passed)
+    foreign = world.tell([entry.name for entry in published(store)] if not candidates else [], "foreign")
+    if foreign:
+        raise CheckpointError(
+            f"{len(foreign)} checkpoint(s) are there and none is this run's (the newest is {foreign[0]}): was "
+            "identity.json lost or changed?",
+            "put it back, or begin anew with --fresh",
+        )
     if passed:
         raise CheckpointError(
             f"none of {len(passed)} checkpoint(s) is intact; the newest, {passed[0][0]}: {passed[0][1][0]}",
@@ -100,4 +114,12 @@ def load(entry: Entry, state: State, world: World) -> None:
             )
     except CheckpointException as failed:
         rank, (error, _) = min(failed.failures.items())
-        raise CheckpointError(f"rank {rank}: {entry.name} could not be read: {error}") from error
+        raise Unreadable(entry.name, Damage(f"as rank {rank} reads it", -1, "what was verified", str(error))) from error
+
+
+class Unreadable(Exception):
+    """A checkpoint that verified and could then not be read."""
+
+    def __init__(self, name: str, damage: Damage) -> None:
+        super().__init__(f"checkpoint {name} is damaged: {damage}")
+        self.damage = damage

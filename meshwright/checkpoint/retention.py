@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from meshwright import faults
-from meshwright.checkpoint.catalogue import Entry, Lineage, everything
+from meshwright.checkpoint.catalogue import Entry, Lineage, everything, fence_of
 from meshwright.checkpoint.manifest import NAME
 from meshwright.checkpoint.store import Store
 from meshwright.checkpoint.verify import damages
@@ -20,7 +20,9 @@ class Retention:
         self.verified: set[str] = set()
 
     def apply(self, progress: Callable[[], None] = lambda: None) -> list[str]:
-        """Deletes what may go and gives its names; nothing goes unless `keep` newer ones verify from disk."""
+        """Deletes what may go and gives its names; nothing goes unless `keep` newer ones verify. What cannot be deleted
+        stays for the next time, and is raised at the end.
+        """
         entries = everything(self.store)
         listed = [entry for entry in entries if entry.published and not entry.fenced and self.lineage.has(entry)]
         kept = 0
@@ -31,11 +33,22 @@ class Retention:
                 cut = index + 1
                 break
         gone = [entry for entry in listed[cut:] if not self._for_good(entry)]
-        # What earlier attempts never published, or published too late, was never part of the run.
-        gone += [e for e in entries if e.attempt < self.attempt and (e.fenced or not e.published)]
+        # What earlier attempts never published was never part of the run; nor was what they published too late, which
+        # all the same goes only where enough is left.
+        late = kept >= self.keep
+        gone += [e for e in entries if e.attempt < self.attempt and (not e.published or (e.fenced and late))]
+        deleted, trouble = [], None
         for entry in gone:
-            self.delete(entry)
-        return [entry.name for entry in gone]
+            if fence_of(self.store).attempt > self.attempt:
+                break  # another has taken the run over: what goes is its to say
+            try:
+                self.delete(entry)
+                deleted.append(entry.name)
+            except OSError as error:
+                trouble = error
+        if trouble is not None:
+            raise trouble
+        return deleted
 
     def _verifies(self, entry: Entry, progress: Callable[[], None]) -> bool:
         if entry.name not in self.verified and not damages(entry, progress=progress):

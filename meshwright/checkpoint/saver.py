@@ -5,6 +5,7 @@ At most one save is in flight. Nothing is published unless every rank's copy is 
 
 from __future__ import annotations
 
+import json
 import time
 import warnings
 from collections.abc import Callable
@@ -21,14 +22,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright import faults
 from meshwright.checkpoint.catalogue import Lineage, fence_of, folder_of
-from meshwright.checkpoint.manifest import NAME, FileRecord, Manifest, TensorRecord
+from meshwright.checkpoint.manifest import LARGEST, NAME, FileRecord, Manifest, TensorRecord
 from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.shards import ShardWriter
 from meshwright.checkpoint.state import State
 from meshwright.checkpoint.store import Store
 from meshwright.checkpoint.verify import header, read_back
 from meshwright.config import CheckpointConfig
-from meshwright.errors import BusyError, CheckpointError, MeshwrightError, NumericsError
+from meshwright.errors import BusyError, CheckpointError, MeshwrightError, NumericsError, PeerError, lost
 from meshwright.parallel.replicas import digest_of_words, odd_ones, replica_error, words_of
 from meshwright.parallel.world import World
 
@@ -78,11 +79,13 @@ class Stager:
         self.compared = [name for name in state if name.startswith("model/") and ranks > 1]
         self.words = torch.zeros(len(self.compared), dtype=torch.int64, pin_memory=pinned)
         """a word of every parameter, kept by this rank or not: replicas are compared by them"""
-        self.copied = torch.cuda.Event() if pinned else None
+        self.begun, self.copied = (torch.cuda.Event(enable_timing=True) if pinned else None for _ in range(2))
 
     @torch.no_grad()
     def copy(self, state: State) -> State:
         """On CUDA the copies are queued before whatever comes next, and `wait` tells when they are there."""
+        if self.begun is not None:
+            self.begun.record()
         for name, host in self.host.items():
             host.copy_(state[name], non_blocking=True)
         if self.compared:
@@ -91,9 +94,12 @@ class Stager:
             self.copied.record()
         return self.host
 
-    def wait(self) -> None:
-        if self.copied is not None:
-            self.copied.synchronize()
+    def wait(self) -> float:
+        """The seconds of the device that the copies took."""
+        if self.begun is None or self.copied is None:
+            return 0.0
+        self.copied.synchronize()
+        return float(self.begun.elapsed_time(self.copied)) / 1e3
 
 
 def shares(state: State, ranks: int) -> list[list[str]]:
@@ -101,14 +107,15 @@ def shares(state: State, ranks: int) -> list[list[str]]:
     loads = [0] * ranks
     kept: list[list[str]] = [[] for _ in range(ranks)]
     for name in sorted(state, key=lambda name: (-state[name].nbytes, name)):
-        rank = loads.index(min(loads))
+        # Buffers (BatchNorm's) may differ between replicas until DDP spreads those of rank 0, which are the run's.
+        rank = 0 if name.startswith("buffer/") else loads.index(min(loads))
         loads[rank] += state[name].nbytes
         kept[rank].append(name)
     return kept
 
 
 class Saver:
-    """One rank's side of saving. Rank 0 says when (`due`); every rank then calls `save` at the same step."""
+    """One rank's side of saving. Rank 0 has the `news`; every rank then calls `save` or `settle` at the same step."""
 
     def __init__(
         self,
@@ -119,8 +126,11 @@ class Saver:
         attempt: int,
         facts: dict[str, Any],
         state: Callable[[], State],
+        patience: float = 300.0,
     ) -> None:
-        """`facts` are the manifest's fields layout, identity and made_by."""
+        """`facts` are the manifest's fields layout, identity and made_by; a save that has not moved for `patience`
+        seconds is told.
+        """
         self.config, self.store, self.world, self.state = config, store, world, state
         self.lineage, self.attempt, self.facts = lineage, attempt, facts
         self.group = dist.new_group(backend="gloo") if world.size > 1 else None
@@ -134,10 +144,18 @@ class Saver:
         self.begun = time.monotonic()
         self.stall = 0.0
         self.skipped = 0
-        self.moved = self.seen = 0
+        self.patience = patience
+        self.moved, self.seen = 0, (0, time.monotonic())
+        self.waits = False
+        """whether this rank's part is done and the others' is not"""
+
+    def news(self, step: int) -> tuple[bool, bool]:
+        """(whether to save once `step` steps are done, whether a save has ended that nobody has asked for). Rank 0
+        alone says it and all hear it, so that all act on it at one step.
+        """
+        return self.due(step), self.flying is not None and self.flying.done()
 
     def due(self, step: int) -> bool:
-        """Whether to save once `step` steps are done. Asked on rank 0 alone: clocks differ, the answer must not."""
         if self.config.mode == "off" or step == self.newest:
             return False
         waited = time.monotonic() - self.begun
@@ -152,35 +170,59 @@ class Saver:
         return True
 
     def save(self, notes: Notes, wait: bool = False) -> list[Saved]:
-        """Begins a save; gives what became of saves that are done by now, this one too where it was waited for."""
-        done = self.poll(wait=True)  # rank 0 found its own done; another rank's is at most a message behind
+        """Begins a save; gives what became of the one before, and of this one where it was waited for."""
+        done = self.settle()  # rank 0 found its own ended; another rank's is at most a message behind
         self.begun = start = time.monotonic()
+        self.seen = (self.moved, start)
         self.world.page.enter("save", notes.step)
         faults.reach("save.stage", notes.step)
         assert self.stager is not None
         staged = self.stager.copy(self.state())
+        self.stall = time.monotonic() - start
         self.flying = self.thread.submit(self._run, notes, self.stager, staged)
         if wait or self.config.mode == "sync":
-            done += self.poll(wait=True)
-        self.stall = time.monotonic() - start
+            done += self.settle()
+            self.stall = done[-1].stall = time.monotonic() - start
         self.world.page.add({"save": self.stall})
         return done
 
-    def poll(self, wait: bool = False) -> list[Saved]:
-        """The save that ended since the last call, if one did; `wait` for it, showing life as long as bytes move."""
-        if self.flying is None or not (wait or self.flying.done()):
+    def settle(self) -> list[Saved]:
+        """The save that is in flight, waited for. The page shows life as long as bytes move, and says so where only
+        other ranks' bytes are still missing.
+        """
+        if self.flying is None:
             return []
         while not self.flying.done():
             with suppress(TimeoutError):
                 self.flying.exception(timeout=0.2)
-            if (moved := self.moved + (self.writer.written if self.writer else 0)) != self.seen:
-                self.seen = moved
+            self.world.page.waiting(self.waits)
+            if self._moves():
                 self.world.page.beat()
+        self.world.page.waiting(False)
         saved, self.flying = self.flying.result(), None
-        saved.stall, saved.skipped, self.skipped = self.stall, self.skipped, 0
+        saved.stall = self.stall = max(self.stall, saved.stall)
+        saved.skipped, self.skipped = self.skipped, 0
         if saved.error is None:
             self.newest = saved.step
         return [saved]
+
+    def stuck(self) -> str:
+        """Says so, once in `patience` seconds, where the save in flight does not move; no other begins meanwhile."""
+        if self.flying is None or self.flying.done() or self._moves() or self.waits:
+            return ""
+        still = time.monotonic() - self.seen[1]
+        if still < self.patience:
+            return ""
+        self.seen = (self.seen[0], time.monotonic())
+        return f"the save that began {time.monotonic() - self.begun:.0f} s ago has not moved for {still:.0f} s"
+
+    def _moves(self) -> bool:
+        """Whether bytes went either way since the last time somebody asked."""
+        moved = self.moved + (self.writer.written if self.writer else 0)
+        if moved == self.seen[0]:
+            return False
+        self.seen = (moved, time.monotonic())
+        return True
 
     def follow(self, manifest: Manifest) -> None:
         """The next checkpoint is the child of this one, which the run was restored from."""
@@ -194,7 +236,7 @@ class Saver:
         start = time.monotonic()
         saved = Saved(notes.step, folder_of(notes.step, self.attempt))
         try:
-            stager.wait()
+            saved.stall = stager.wait()
             self._agree(notes.step, state, stager.words)
             head = header(self.lineage.run, self.lineage.timeline, notes.step, self.attempt, self.world.rank)
             self.writer = ShardWriter(
@@ -205,6 +247,7 @@ class Saver:
                 head,
                 (notes.owner, notes.owned),
                 lambda files, tensors, owners: self._publish(notes, saved, files, tensors, owners),
+                written=self._written,
             )
             dcp.save(
                 dict(state),
@@ -213,6 +256,7 @@ class Saver:
                 process_group=self.group,
                 no_dist=self.group is None,
             )
+            self.waits = False
             self.ordinal += 1
             self._read_back(saved.folder, self.writer)
             if self.world.rank == 0:
@@ -221,8 +265,13 @@ class Saver:
             saved.error = error
         except (Exception, CheckpointException) as error:  # noqa: BLE001  DCP's is no Exception
             saved.error = named(error, saved.folder)
+        self.waits = False
         saved.seconds = time.monotonic() - start
         return saved
+
+    def _written(self) -> None:
+        """This rank's shard is durable: from here on it waits for the others'."""
+        self.waits = True
 
     def _read_back(self, folder: str, writer: ShardWriter) -> None:
         """Every rank reads its own shard again; only then may older checkpoints go."""
@@ -240,7 +289,9 @@ class Saver:
         said = [own]
         if self.group is not None:
             said = [torch.zeros_like(own) for _ in range(self.world.size)]
+            self.waits = True
             dist.all_gather(said, own, group=self.group)
+            self.waits = False
         return [one.tolist() for one in said]
 
     def _prune(self, saved: Saved) -> None:
@@ -248,8 +299,8 @@ class Saver:
         self.retention.verified.add(saved.folder.rpartition("/")[2])
         try:
             saved.deleted = self.retention.apply(self._progress)
-        except OSError as error:
-            saved.not_deleted = f"older checkpoints could not be deleted: {error.strerror}"
+        except Exception as error:  # noqa: BLE001  of this rank alone: it must not make the save one that failed
+            saved.not_deleted = f"older checkpoints could not be deleted: {error}"
 
     def _progress(self) -> None:
         self.moved += 1
@@ -259,7 +310,8 @@ class Saver:
         unsound = next((name for name, tensor in state.items() if not sound(name, tensor)), "")
         flags, digests = zip(*self._gather(bool(unsound), digest_of_words(words)), strict=True)
         if bad := [rank for rank, flag in enumerate(flags) if flag]:
-            what = f"rank {bad[0]} step {step}: {unsound or 'its state'} is not finite"
+            where = unsound if self.world.rank == bad[0] else "its state"
+            what = f"rank {bad[0]} step {step}: {where} is not finite"
             raise NumericsError(f"{what}, and was not published", "look at the steps before in events/")
         if odd := odd_ones(list(digests)):
             raise replica_error(self.world.rank, step, odd, self.world.size, "")
@@ -273,6 +325,7 @@ class Saver:
         owners: dict[str, dict[str, Any]],
     ) -> None:
         """On the coordinator, once every shard is durable."""
+        self.waits = False
         faults.reach("save.before_manifest", notes.step)
         if (newest := fence_of(self.store).attempt) > self.attempt:
             raise BusyError(f"attempt {newest} has taken the run over: nothing of attempt {self.attempt} is published")
@@ -282,11 +335,13 @@ class Saver:
         manifest = Manifest(**lineage, **place, **self.facts, **notes.common, **content)  # type: ignore[arg-type]
         manifest.check()
         raw = manifest.encode()
+        if len(raw) > LARGEST:
+            raise CheckpointError(f"the manifest of {saved.folder} has {len(raw):,} bytes, over {LARGEST:,}")
         reached = lambda: faults.reach("save.before_publish", notes.step)  # noqa: E731
         if not self.store.publish_if_absent(f"{saved.folder}/{NAME}", raw, reached):
             raise CheckpointError(f"{saved.folder} exists already and is not written over")
         faults.reach("save.after_publish", notes.step)
-        self.parent = Manifest.decode(raw).digest
+        self.parent = json.loads(raw[raw.rindex(b":") + 1 : -2])  # the digest is the last key
         saved.bytes = manifest.total
 
 
@@ -304,6 +359,8 @@ def named(error: BaseException, folder: str) -> MeshwrightError:
         rank, (error, _) = min(error.failures.items())
     if isinstance(error, MeshwrightError):
         return error
+    if lost(error):
+        return PeerError(f"{folder} was not saved: another rank was lost ({str(error).splitlines()[0][:120]})")
     what = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
     who = f"rank {rank}: " if rank is not None else ""
     return CheckpointError(f"{who}{folder} was not saved: {what}", "earlier checkpoints are untouched")

@@ -57,10 +57,11 @@ class ShardWriter(StorageWriter):
         owner: tuple[str, dict[str, Any]],
         publish: Publish,
         chunk: int = CHUNK,
+        written: Callable[[], None] = lambda: None,
     ) -> None:
         self.store, self.folder, self.step, self.header = store, folder, step, header
         self.file = f"rank-{rank:05d}.shard"
-        self.owner, self.publish, self.chunk = owner, publish, chunk
+        self.owner, self.publish, self.on_written, self.chunk = owner, publish, written, chunk
         self.written = 0
         self.record = FileRecord(0, ())
 
@@ -100,6 +101,7 @@ class ShardWriter(StorageWriter):
             sink.sink.abandon()
         faults.reach("save.after_shard", self.step)
         self.record = FileRecord(sink.size, tuple(sink.chunks))
+        self.on_written()
         shard = Shard(self.file, self.record, *self.owner)
         results.append(WriteResult(MetadataIndex(self.file), sink.size, shard))
         done: Future[list[WriteResult]] = Future()
@@ -140,6 +142,7 @@ class ShardReader(StorageReader):
         self.entry, self.progress = entry, progress
         assert entry.manifest is not None
         self.manifest, self.tensors = entry.manifest, entry.manifest.tensors
+        self.pieces = {(n, piece.offset): piece for n, record in self.tensors.items() for piece in record.pieces}
         self.chunk: tuple[str, int, memoryview] = ("", -1, memoryview(b""))
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -179,8 +182,7 @@ class ShardReader(StorageReader):
         return done
 
     def _piece(self, item: ReadItem) -> Piece:
-        pieces = self.tensors[item.storage_index.fqn].pieces
-        return next(piece for piece in pieces if piece.offset == tuple(item.storage_index.offset or ()))
+        return self.pieces[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
 
     def _block(self, piece: Piece, dtype: str) -> torch.Tensor:
         raw, size = bytearray(piece.length), self.manifest.chunk

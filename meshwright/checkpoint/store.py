@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -61,9 +62,18 @@ class Calls:
         return os.stat(path).st_size
 
     def read(self, path: str, start: int, length: int) -> bytes:
-        with open(path, "rb", buffering=0) as file:
-            file.seek(start)
-            return file.read(length)
+        # Neither a pipe that never answers nor a link to somewhere else is a file of ours.
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise OSError(errno.EINVAL, "no plain file", path)
+            parts = []
+            while length > 0 and (part := os.pread(file, length, start)):  # a call may give less than was asked for
+                parts.append(part)
+                start, length = start + len(part), length - len(part)
+            return b"".join(parts) if len(parts) != 1 else parts[0]
+        finally:
+            os.close(file)
 
 
 class Sink(Protocol):
@@ -109,7 +119,12 @@ class PosixStore:
 
     def create(self, name: str) -> Sink:
         self._folders(os.path.dirname(name))
-        return PosixSink(self.calls, self.path(name))
+        try:
+            return PosixSink(self.calls, self.path(name))
+        except FileNotFoundError:  # somebody has removed a folder that was there
+            self.durable.clear()
+            self._folders(os.path.dirname(name))
+            return PosixSink(self.calls, self.path(name))
 
     def publish_if_absent(self, name: str, content: bytes, before: Callable[[], object] = lambda: None) -> bool:
         """Whether this call put it there. Durable when it returns True; `before` runs just before the name appears."""

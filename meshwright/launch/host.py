@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from meshwright.config import RunConfig, to_dict
-from meshwright.errors import MeshwrightError, Stopped
+from meshwright.errors import MeshwrightError, StoppedEarly
 from meshwright.record.folder import RunFolder
 from meshwright.recover.failures import Failure, RanksFailed
 
@@ -33,7 +33,7 @@ class Nursery:
         if self._process is None or self._process.poll() is not None:
             self._start()
         self._result, self._asked = b"", 0
-        self._say({"attempt": attempt, "restart": restart, "fork": self._fork * (attempt - restart)})
+        self._say({"attempt": attempt, "restart": restart, "fork": self._fork})
         return self
 
     def _start(self) -> None:
@@ -71,7 +71,7 @@ class Nursery:
             if not block:
                 self._process.wait()
                 return True
-        return self._result.endswith(b"\n")
+        return self._result.endswith(b"\n")  # one that it was killed in the middle of is none
 
     def signal(self, number: int) -> None:
         assert self._process is not None
@@ -95,14 +95,15 @@ class Nursery:
 
     def results(self) -> list[Any]:
         assert self._process is not None
+        self._result = self._result if self._result.endswith(b"\n") else b""
         if not self._result and self._asked:
-            raise Stopped(self._asked, 0)  # it had not come to listen for signals yet
+            raise StoppedEarly(self._asked)  # it had not come to listen for signals yet
         if not self._result:
             lines = self._log.read_text(errors="replace").splitlines()[-15:] if self._log.exists() else []
             said = Failure.silent(0, self._process.returncode).message.removeprefix("rank 0 ")
             what = f"the process that starts the ranks {said}"
             kind = "Killed" if "signal" in said else "Exited"
-            raise RanksFailed([Failure(0, kind, what, 1, 0.0, detail="\n".join(lines))])
+            raise RanksFailed([Failure(-1, kind, what, 1, 0.0, detail="\n".join(lines))])
         result = json.loads(self._result)
         if "error" in result:
             error = MeshwrightError(result["error"])

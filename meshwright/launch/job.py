@@ -24,8 +24,8 @@ from meshwright.record.events import Event
 from meshwright.record.folder import RunFolder
 from meshwright.record.page import Page
 from meshwright.recover.incidents import Incident
-from meshwright.recover.lease import refuse_while_held, take
-from meshwright.recover.supervisor import account_for_lost
+from meshwright.recover.lease import Lease, refuse_while_held, take
+from meshwright.recover.supervisor import account_for_lost, newest_step
 from meshwright.train.identity import code_fingerprint
 from meshwright.train.loop import Job, Summary, train_rank, user_modules
 from meshwright.train.objective import Loss
@@ -84,15 +84,16 @@ def run_here(
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     try:
-        attempt = world.tell(take_attempt(job.folder, fresh) if world.rank == 0 else None, "attempt")
+        restarts = int(restart())
+        lease = take_lease(job.folder, fresh and not restarts) if world.rank == 0 else None
+        attempt = world.tell(lease.attempt if isinstance(lease, Lease) else lease, "attempt")
         if isinstance(attempt, str):
             raise BusyError(attempt) if world.rank == 0 else PeerError(attempt)
         world = replace(world, page=Page(job.folder.page(attempt, world.rank)))
         listener = listen(attempt) if world.rank == 0 else None
-        before_this = int(restart())
-        job = replace(job, attempt=attempt, restart=before_this, fork=fork * (attempt - before_this))
+        job = job.as_attempt(attempt, restarts, fork)
         job = replace(job, listener=listener, watched=False)
-        with on_record(job.folder, attempt) if world.rank == 0 else nullcontext():
+        with on_record(lease) if isinstance(lease, Lease) else nullcontext():
             return train_rank(job, world)
     finally:  # this process is the user's: it gets back what training changed
         leave()
@@ -102,24 +103,28 @@ def run_here(
         torch.set_num_threads(threads)
 
 
-def take_attempt(folder: RunFolder, fresh: bool) -> int | str:
-    """The next attempt's number, or why there is none: the other ranks must hear of it too."""
+def take_lease(folder: RunFolder, fresh: bool) -> Lease | str:
+    """The next attempt's lease, or why there is none: the other ranks must hear of it too."""
     try:
         if fresh:
             refuse_while_held(folder)
             folder.set_aside()
         lease = take(folder)
         account_for_lost(folder, lease.attempt)
-        return lease.attempt
+        return lease
     except BusyError as held:
         return str(held)
 
 
 @contextmanager
-def on_record(folder: RunFolder, attempt: int) -> Iterator[None]:
-    """Where torchrun is the supervisor, rank 0 writes down how the attempt ended, as far as it can tell."""
+def on_record(lease: Lease) -> Iterator[None]:
+    """Where torchrun is the supervisor, rank 0 holds the lease and writes down how the attempt ended, as far as it can
+    tell.
+    """
+    folder, attempt = lease.folder, lease.attempt
     try:
-        yield
+        with lease.beating():
+            yield
     except MeshwrightError as error:
         outcome = "stopped" if isinstance(error, Stopped) else "failed"
         Incident(attempt, outcome, message=str(error), exit_code=error.exit_code).write(folder)
@@ -127,7 +132,7 @@ def on_record(folder: RunFolder, attempt: int) -> Iterator[None]:
     except Exception as error:
         Incident(attempt, "failed", message=str(error), exit_code=1).write(folder)
         raise
-    Incident(attempt, "complete").write(folder)
+    Incident(attempt, "complete", checkpoint=newest_step(folder)).write(folder)
 
 
 def facts_of(job: Job) -> dict[str, Any]:

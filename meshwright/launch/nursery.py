@@ -28,6 +28,7 @@ class Nurse:
     def __init__(self, order: dict[str, Any]) -> None:
         self.order = order
         self.job: Any = None
+        self.signals: list[int] = []
 
     def attempt(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Starts the ranks and stays until they have ended."""
@@ -38,13 +39,12 @@ class Nurse:
             self.job = make_job(
                 from_dict(self.order["config"]), RunFolder(Path(self.order["folder"])), fallback=self.order["fallback"]
             )
-        signals: list[int] = []
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda got, _frame: signals.append(got))
-        ranks = start(dataclasses.replace(self.job, **asked))
+            signal.signal(number, lambda got, _frame: self.signals.append(got))
+        ranks = start(self.job.as_attempt(**asked))
         while not ranks.poll(0.2):
-            if signals:
-                ranks.signal(signals.pop())
+            if self.signals:
+                ranks.signal(self.signals.pop())
         return dataclasses.asdict(ranks.results()[0])
 
 

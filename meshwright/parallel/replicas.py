@@ -38,12 +38,16 @@ def digest_of_words(words: Tensor) -> int:
 
 
 def word_of(parameter: Tensor) -> Tensor:
-    """One integer of a parameter's bits, computed where it lies; one flipped bit always changes it."""
+    """One integer of a parameter's bits, computed where it lies. One flipped bit always changes it; on a device it is a
+    plain sum, which two errors may balance.
+    """
     flat = parameter.detach().reshape(-1)
     if flat.device.type == "cpu":
         bits = flat.view(torch.uint8).numpy().data if flat.numel() else b""
         return torch.tensor(xxhash.xxh3_64_intdigest(bits) - 2**63)
-    return flat.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[flat.element_size()]).sum(dtype=torch.int64)
+    return flat.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[flat.element_size()]).sum(
+        dtype=torch.int64
+    )
 
 
 def odd_ones(digests: Sequence[int]) -> list[int]:
@@ -60,7 +64,7 @@ def replica_error(rank: int, step: int, odd: list[int], size: int, parameter: st
     """The odd rank is to blame; the others are witnesses. Two replicas cannot tell which of them is right."""
     who = f"rank {odd[0]} differs from" if len(odd) < size else "all differ among"
     where = f", first in {parameter}" if parameter else ""
-    what = f"step {step}: replicas hold different parameters: {who} the {size} replicas{where}; nothing was published"
+    what = f"step {step}: replicas hold different parameters: {who} the {size} replicas{where}"
     if rank in odd:
         return ReplicaError(what, "look for faulty memory or a faulty device on that rank")
     return PeerError(what)

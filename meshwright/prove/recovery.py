@@ -126,7 +126,7 @@ def run(config: RunConfig, folder: RunFolder) -> None:
     job = make_job(config, folder)
 
     def begin(attempt: int, restart: int) -> Running:
-        return start(replace(job, attempt=attempt, restart=restart))
+        return start(job.as_attempt(attempt, restart, fork=False))
 
     supervise(folder, config.launch, begin, lambda _attempt: Unseen(), say=lambda _text: None)
 

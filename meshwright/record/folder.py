@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,12 @@ class RunFolder:
         return self.attempt(attempt) / f"rank-{rank:05d}.log"
 
     def last_attempt(self) -> int:
-        return max((int(p.name) for p in (self.root / "attempts").glob("[0-9]*") if p.name.isdigit()), default=0)
+        return max(self.attempts(), default=0)
+
+    def attempts(self) -> list[int]:
+        """The numbers of the attempts that have a folder, in order."""
+        names = [path.name for path in (self.root / "attempts").glob("[0-9]*")]
+        return sorted(int(name) for name in names if re.fullmatch(r"[0-9]{4,9}", name))
 
     def set_aside(self) -> None:
         """Moves what the folder holds to the first free NAME.old-K beside it; nothing is deleted."""
@@ -57,12 +63,24 @@ class RunFolder:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces a JSON file whole: a reader sees the old one or the new one."""
+    """Replaces a JSON file whole and durably: a reader sees the old one or the new one, also after a power loss."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        part.write_text(json.dumps(value, indent=1) + "\n")
+        with open(part, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(part, path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except OSError:
         part.unlink(missing_ok=True)
         raise

@@ -36,7 +36,7 @@ class Page:
         self.memory: bytearray | mmap.mmap = bytearray(SIZE)
         if path is not None:
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            os.ftruncate(file, SIZE)
+            os.posix_fallocate(file, 0, SIZE)  # or a write to the page on a full disk would end this process
             self.memory = mmap.mmap(file, SIZE)
             os.close(file)
         self.beats = self.calls = self.settled = 0

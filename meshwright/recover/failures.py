@@ -8,19 +8,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshwright.errors import ConfigError, MeshwrightError, PeerError, Stopped
-
-LOST = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Timed out waiting",
-    "Connection refused",
-    "Socket closed",
-    "remote process exited",  # NCCL's words
-    "NCCL communicator was aborted",
-)
-"""How a rank says that another one left. It is a witness, never the cause."""
+from meshwright.errors import ConfigError, MeshwrightError, PeerError, Stopped, lost
 
 
 @dataclass(frozen=True)
@@ -37,36 +25,51 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        message = str(error)
-        lost = not isinstance(error, MeshwrightError) and any(sign in message for sign in LOST)
-        witness = isinstance(error, PeerError) or lost
+        message = spoken(error)
+        left = lost(error)
+        witness = isinstance(error, PeerError) or left
         own = isinstance(error, MeshwrightError)
         return cls(
             rank,
             type(error).__name__,
-            f"rank {rank} lost another rank ({message.splitlines()[0][:120]})" if lost else message,
+            f"rank {rank} lost another rank ({message.splitlines()[0][:120]})" if left else message,
             error.exit_code if isinstance(error, MeshwrightError) else 8 if witness else 1,
             time.monotonic(),
             witness,
-            "" if own or lost else "".join(traceback.format_exception(error)),
+            "" if own else "".join(traceback.format_exception(error)),
         )
 
     @classmethod
     def silent(cls, rank: int, exit_status: int) -> Failure:
         """A rank that ended without a word."""
         if exit_status < 0:
-            name = signal.Signals(-exit_status).name
+            name = signal_name(-exit_status)
             return cls(rank, "Killed", f"rank {rank} was ended by signal {-exit_status} ({name})", 8, time.monotonic())
         return cls(
             rank,
             "Exited",
             f"rank {rank} exited with status {exit_status} and no report",
-            exit_status or 1,
+            1,
             time.monotonic(),
         )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def spoken(error: BaseException) -> str:
+    """What an error says; one that says nothing is known by its name."""
+    try:
+        return str(error).strip() or type(error).__name__
+    except Exception:  # noqa: BLE001  a user's error may fail to say even that
+        return type(error).__name__
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIG{number}"
 
 
 class RanksFailed(MeshwrightError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ class Incident:
 def read_incidents(folder: RunFolder) -> list[Incident]:
     """Every attempt's incident, oldest first; one that cannot be read is left out."""
     found = []
-    for attempt in range(1, folder.last_attempt() + 1):
+    for attempt in folder.attempts():
         if folder.incident(attempt).exists():
             try:
                 found.append(Incident(**read_json(folder.incident(attempt))))
@@ -63,7 +64,8 @@ def read_incidents(folder: RunFolder) -> list[Incident]:
 
 
 def readings(folder: RunFolder, attempt: int) -> dict[int, Reading]:
-    pages = {int(p.name.removeprefix("page-")): read_page(p) for p in sorted(folder.attempt(attempt).glob("page-*"))}
+    paths = [path for path in folder.attempt(attempt).glob("page-*") if re.fullmatch(r"page-[0-9]{5,9}", path.name)]
+    pages = {int(path.name.removeprefix("page-")): read_page(path) for path in sorted(paths)}
     return {rank: page for rank, page in pages.items() if page is not None}
 
 
@@ -75,7 +77,7 @@ def describe(folder: RunFolder, attempt: int, first: Failure, checkpoint: int, p
     return Incident(
         attempt,
         "failed",
-        first.rank,
+        first.rank if first.rank >= 0 else None,
         step,
         phase,
         first.exit_code,

@@ -12,15 +12,18 @@ import json
 import os
 import secrets
 import socket
+import threading
 import time
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.catalogue import LEASE, leases, published, store_of
+from meshwright.checkpoint.catalogue import LEASE, attempts, everything, leases, published, store_of
 from meshwright.checkpoint.manifest import digest_of
-from meshwright.checkpoint.store import Store
+from meshwright.checkpoint.store import Calls, Store
 from meshwright.errors import BusyError, ConfigError
 from meshwright.record.folder import RunFolder
 from meshwright.record.page import process_start, read_page
@@ -36,16 +39,26 @@ class Lease:
 
     folder: RunFolder
     attempt: int
-    beats: int = 0
-    beaten: float = field(default_factory=time.monotonic)
 
-    def beat(self) -> None:
-        """A sign of life for other hosts; at most one a second is written."""
-        now = time.monotonic()
-        if now - self.beaten >= BEAT_EVERY:
-            self.beaten, self.beats = now, self.beats + 1
-            with suppress(OSError):  # a full disk is the save's to report
-                (self.folder.attempt(self.attempt) / "beat").write_text(str(self.beats))
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Signs of life for other hosts, from a thread: a lease says that its process lives, no more."""
+        over = threading.Event()
+
+        def beat() -> None:
+            for beats in count():
+                with suppress(OSError):  # a full disk is the save's to report
+                    (self.folder.attempt(self.attempt) / "beat").write_text(str(beats))
+                if over.wait(BEAT_EVERY):
+                    return
+
+        thread = threading.Thread(target=beat, name="lease", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
 
 def take(folder: RunFolder, observe: float = OBSERVE) -> Lease:
@@ -58,13 +71,15 @@ def take(folder: RunFolder, observe: float = OBSERVE) -> Lease:
             "allowed: --run DIR, a folder that can be written",
         ) from None
     store = store_of(folder)
+    Calls().sync_folder(str(folder.root.resolve().parent))
     while True:
         refuse_while_held(folder, observe)
         attempt = newest_attempt(store) + 1
         values = {
             **this_process(),
             "attempt": attempt,
-            "inherited": {e.name: e.manifest.digest for e in published(store) if e.manifest is not None},
+            # By name alone where one cannot be read just now: names are never used twice.
+            "inherited": {e.name: e.manifest.digest if e.manifest is not None else "" for e in published(store)},
         }
         content = json.dumps(values | {"digest": digest_of(values)}, indent=1).encode() + b"\n"
         try:
@@ -79,15 +94,16 @@ def take(folder: RunFolder, observe: float = OBSERVE) -> Lease:
 
 def newest_attempt(store: Store) -> int:
     """The newest attempt that has a lease, readable or not: a damaged one has been taken all the same."""
-    numbers = [int(name) for name in store.names("attempts") if name.isdigit()]
-    return max((n for n in numbers if store.size(f"attempts/{n:04d}/{LEASE}") is not None), default=0)
+    taken = [n for n in attempts(store) if store.size(f"attempts/{n:04d}/{LEASE}") is not None]
+    wrote = [entry.attempt for entry in everything(store)]  # also where the attempts' own folders are gone
+    return max([*taken, *wrote], default=0)
 
 
 def refuse_while_held(folder: RunFolder, observe: float = OBSERVE) -> None:
     for attempt, lease in leases(store_of(folder))[:1]:
         if folder.incident(attempt).exists():
             return  # ended, and said so
-        if lease.get("token") != TOKEN and alive(lease, folder.attempt(attempt), observe):
+        if lease.get("token") != token() and alive(lease, folder.attempt(attempt), observe):
             raise BusyError(
                 f"run folder {folder.root} is held by process {lease['pid']} on {lease['host']} since {lease['since']} "
                 f"(attempt {attempt})",
@@ -96,7 +112,11 @@ def refuse_while_held(folder: RunFolder, observe: float = OBSERVE) -> None:
 
 
 TOKEN = secrets.token_hex(8)
-"""This process, for as long as it lives."""
+
+
+def token() -> str:
+    """This process, for as long as it lives; a fork is another."""
+    return f"{TOKEN}-{os.getpid()}"
 
 
 def this_process() -> dict[str, Any]:
@@ -106,7 +126,7 @@ def this_process() -> dict[str, Any]:
         "started": process_start(os.getpid()),
         "boot": read_first("/proc/sys/kernel/random/boot_id"),
         "namespace": namespace(),
-        "token": TOKEN,
+        "token": token(),
         "since": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),  # for people; nothing reads it
     }
 

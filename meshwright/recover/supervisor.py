@@ -11,23 +11,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from meshwright.checkpoint.catalogue import leases, published, store_of
 from meshwright.config import LaunchConfig
-from meshwright.errors import Killed, MeshwrightError, RestartsExhausted, Stopped
+from meshwright.errors import Killed, MeshwrightError, RestartsExhausted, Stopped, StoppedEarly
 from meshwright.record.events import EventLog
 from meshwright.record.folder import RunFolder
-from meshwright.record.page import process_start
+from meshwright.record.page import Reading, process_start
 from meshwright.recover.failures import RanksFailed
-from meshwright.recover.incidents import Incident, describe, judge, read_incidents, readings
+from meshwright.recover.incidents import Incident, describe, judge, readings
 from meshwright.recover.lease import Lease, refuse_while_held, take
 from meshwright.recover.watchdog import Hang, Watchdog, mismatch
 
 FINAL = (2, 3, 4, 6, 7, 9)
 """Exit codes of errors that another attempt would only meet again."""
 LOOK_EVERY = 0.5
+AFTER_A_HANG = 20.0
+"""Seconds that the ranks have to end once the one that hangs was killed."""
 
 
 class Running(Protocol):
@@ -72,7 +75,7 @@ def supervise(
         refuse_while_held(folder)
         folder.set_aside()
     restart = futile = 0
-    reached = newest_step(folder)
+    history: list[Incident] = []
     while True:
         lease = take(folder)
         account_for_lost(folder, lease.attempt)
@@ -82,17 +85,20 @@ def supervise(
             Incident(lease.attempt, "complete", checkpoint=newest_step(folder)).write(folder)
             return summary
         except RanksFailed as failed:
-            incident = attempt.incident(failed)
-            step = incident.checkpoint
-            futile = 0 if step > reached else futile
-            reached = max(step, reached)
+            incident = attempt.incident(failed, history)
+            history.append(incident)
+            if attempt.signalled:  # it was to end, and has ended: not as it should, but for good
+                failed.exit_code = 128 + attempt.signalled
+                raise
+            futile = 0 if attempt.got_further() else futile
             final(failed, incident, futile, launch.restarts)
             restart, futile = restart + 1, futile + 1
             says = f"{where(incident)}: {incident.message.splitlines()[0]}"
+            step = incident.checkpoint
             onwards = f"from step {step}" if step >= 0 else "from the beginning"
             (say or warn)(f"attempt {lease.attempt} failed, {says}; restart {restart}, {onwards}")
         except MeshwrightError as error:
-            outcome = "stopped" if isinstance(error, (Stopped, Killed)) else "failed"
+            outcome = "stopped" if isinstance(error, (Stopped, StoppedEarly, Killed, GraceOver)) else "failed"
             ended = Incident(lease.attempt, outcome, message=str(error), exit_code=error.exit_code)
             replace(ended, checkpoint=newest_step(folder)).write(folder)
             raise
@@ -127,13 +133,18 @@ class Attempt:
     hang: Hang | None = None
     signalled: int = 0
     deadline: float = float("inf")
+    last: float = float("inf")
 
     def run(self, restart: int) -> Any:
         viewer = self.view(self.lease.attempt)
         self.log = EventLog(self.folder.root / "events" / "supervisor.jsonl", self.lease.attempt, -1, viewer.show)
-        self.watchdog = Watchdog(self.folder, self.lease.attempt, self.launch.hang_timeout, self.launch.straggler)
+        # Before a collective's own timeout, or whoever waits would be the first to fail.
+        bound = min(self.launch.hang_timeout, 0.8 * self.launch.step_timeout)
+        self.watchdog = Watchdog(self.folder, self.lease.attempt, bound, self.launch.straggler)
         try:
-            return self.attend(self.begin(self.lease.attempt, restart), viewer)[0]
+            running = self.begin(self.lease.attempt, restart)
+            with self.lease.beating():  # a thread, so not before ranks were forked
+                return self.attend(running, viewer)[0]
         finally:
             self.log.close()
             viewer.close()
@@ -150,7 +161,6 @@ class Attempt:
         try:
             while not running.poll(0.1):
                 viewer.tick()
-                self.lease.beat()
                 if time.monotonic() - looked > LOOK_EVERY:
                     self.look()
                     looked = time.monotonic()
@@ -162,6 +172,8 @@ class Attempt:
                 elif len(asked) > 1:
                     running.kill()
                     raise Killed(asked[-1])
+                if time.monotonic() > self.last:
+                    running.kill()  # whoever should have ended the other ranks hangs as well
                 if time.monotonic() > self.deadline:
                     running.kill()
                     raise GraceOver(self.signalled, self.launch.stop_grace, newest_step(self.folder))
@@ -179,35 +191,47 @@ class Attempt:
             self.signalled, self.deadline = number, time.monotonic() + self.launch.stop_grace
 
     def look(self) -> None:
-        hang, slow, seen = self.watchdog.look()
+        if self.hang is not None:
+            return
+        self.hang, slow, seen = self.watchdog.look()
+        if self.hang is not None:
+            self.last = time.monotonic() + AFTER_A_HANG
         for straggler in slow:
-            self.log.write("straggler", **vars(straggler) | {"rank": straggler.rank, "message": str(straggler)})
+            self.tell("straggler", **vars(straggler), message=str(straggler))
         if seen:
             self.grace(seen)
-        if hang is not None and self.hang is None:
-            self.hang = hang
-            self.log.write("hang", rank=hang.rank, message=hang.message)
-            page = hang.pages[hang.rank]
-            if process_start(page.pid) == page.started:
-                os.kill(page.pid, signal.SIGKILL)  # the others then lose it, and end
+        if self.hang is not None:
+            self.tell("hang", rank=self.hang.rank, message=self.hang.message)
+            end_rank(self.hang.pages[self.hang.rank])  # the others then lose it, and end
 
-    def incident(self, failed: RanksFailed) -> Incident:
-        """Written down and judged."""
+    def tell(self, kind: str, **fields: Any) -> None:
+        with suppress(OSError):  # a full disk must not end the run
+            self.log.write(kind, **fields)
+
+    def got_further(self) -> bool:
+        """Whether this attempt published anything: that is always beyond where it began."""
+        return any(entry.attempt == self.lease.attempt for entry in published(store_of(self.folder)))
+
+    def incident(self, failed: RanksFailed, before: list[Incident]) -> Incident:
+        """Written down, and judged by what came before in this job."""
         first = failed.first
         if self.hang is not None:
             first = next((f for f in failed.failures if f.rank == self.hang.rank), first)
             first = replace(first, message=self.hang.message, detail=self.hang.stack, witness=False, exit_code=8)
             failed.failures = [first, *(f for f in failed.failures if f.rank != first.rank)]
-        before = read_incidents(self.folder)
         pages = self.hang.pages if self.hang is not None else readings(self.folder, self.lease.attempt)
         incident = describe(self.folder, self.lease.attempt, first, newest_step(self.folder), pages)
         if self.hang is not None:
             incident = replace(incident, outcome="hang")
-        elif said := mismatch(pages):
-            incident = replace(incident, message=f"{said}; then {incident.message}")
+        elif (odd := mismatch(pages)) is not None:
+            incident = replace(incident, message=f"{odd[1]}; then {incident.message}")
+        for page in pages.values():  # one that came too late to be looked at
+            if page.signal:
+                self.grace(page.signal)
         stopped = first.kind == Stopped.__name__
         incident = replace(incident, outcome="stopped") if stopped else judge(incident, before)
-        incident.write(self.folder)
+        with suppress(OSError):  # on a full disk the failure itself is still told
+            incident.write(self.folder)
         return incident
 
 
@@ -233,10 +257,20 @@ def newest_step(folder: RunFolder) -> int:
     return next((entry.step for entry in published(store_of(folder)) if entry.manifest is not None), -1)
 
 
+def end_rank(page: Reading) -> None:
+    """Kills the rank that a page is of, and nobody who may have its number by now."""
+    if page.pid > 1 and page.started and process_start(page.pid) == page.started:
+        with suppress(ProcessLookupError):
+            os.kill(page.pid, signal.SIGKILL)
+
+
 def where(incident: Incident) -> str:
+    if incident.rank is None:
+        return "the process that starts the ranks"
     step = f", step {incident.step}" if incident.step is not None else ""
     return f"rank {incident.rank}{step}, {incident.phase}"
 
 
 def warn(text: str) -> None:
-    print(f"meshwright: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError, ValueError):  # whoever was reading has left; the run goes on
+        print(f"meshwright: {text}", file=sys.stderr, flush=True)

@@ -60,11 +60,11 @@ class Watchdog:
         """beats and when they last moved, by rank"""
         self.ticks: dict[int, int] = {}
         self.marks: dict[int, Reading] = {}
-        self.named: dict[int, int] = {}
 
     def look(self) -> tuple[Hang | None, list[Straggler], int]:
         """(who hangs, who is slow, the signal that a rank has seen)."""
-        pages, now = readings(self.folder, self.attempt), time.monotonic()
+        found, now = readings(self.folder, self.attempt), time.monotonic()
+        pages = {rank: page for rank, page in found.items() if page.phase != "end"}  # whoever is done owes no sign
         for rank, page in pages.items():
             if rank not in self.seen or self.seen[rank][0] != page.beats:
                 self.seen[rank] = (page.beats, now)
@@ -78,13 +78,17 @@ class Watchdog:
         stuck = [rank for rank, page in pages.items() if still[rank] > self.bound * (STARTING if starts(page) else 1)]
         if not stuck:
             return None
+        if all(waits(pages[rank]) for rank in stuck) and len(stuck) < len(pages):
+            return None  # somebody still moves, and these wait for it
         rank = suspect(pages, stuck)
+        odd = mismatch(pages)
+        rank = rank if odd is None else odd[0]
         page = pages[rank]
         others = sorted({p.collective for r, p in pages.items() if r != rank and waits(p)})
         state = self.state(page, self.ticks.get(rank, 0))
         said = f"rank {rank} has shown no sign of life for {still[rank]:.1f} s: {state}, {page.where}"
-        if odd := mismatch(pages):
-            said = odd
+        if odd is not None:
+            said = odd[1]
         elif others:
             said += f"; the other ranks wait in {', '.join(others)}"
         stack = take_stack(page, self.folder.log(self.attempt, rank))
@@ -108,10 +112,11 @@ class Watchdog:
                 self.marks[rank] = page
         if len(pages) < 2 or any(page.settled - self.marks[r].settled < WINDOW for r, page in pages.items()):
             return []
-        spent = {
-            rank: {phase: (page.spent[phase] - self.marks[rank].spent[phase]) / WINDOW for phase in OWN}
-            for rank, page in pages.items()
-        }
+        spent = {}
+        for rank, page in pages.items():
+            mark = self.marks[rank]
+            steps = page.settled - mark.settled
+            spent[rank] = {phase: (page.spent[phase] - mark.spent[phase]) / steps for phase in OWN}
         first = {rank for rank, mark in self.marks.items() if mark.settled == 0}
         self.marks = dict(pages)
         if first:
@@ -141,26 +146,26 @@ def suspect(pages: dict[int, Reading], stuck: list[int]) -> int:
     return min(stuck, key=lambda rank: (waits(pages[rank]), pages[rank].calls, pages[rank].step, rank))
 
 
-def mismatch(pages: dict[int, Reading]) -> str:
-    """The first collective that ranks did not enter alike, with who entered what."""
+def mismatch(pages: dict[int, Reading]) -> tuple[int, str] | None:
+    """(the odd rank, what was entered) of the first collective that ranks did not enter alike."""
     if len(pages) < 2:
-        return ""
+        return None
     common = set.intersection(*(set(page.history) for page in pages.values()))
     for count in sorted(common):
         names = {rank: page.history[count] for rank, page in pages.items()}
         if len(set(names.values())) > 1:
             usual = statistics.mode(names.values())
             odd = next(rank for rank, name in names.items() if name != usual)
-            return (
+            return odd, (
                 f"ranks entered different collectives: the {count}th is {names[odd]!r} on rank {odd} and {usual!r} on "
                 f"rank(s) {', '.join(str(rank) for rank, name in names.items() if name == usual)}"
             )
-    return ""
+    return None
 
 
 def take_stack(page: Reading, log: Path, patience: float = 2.0) -> str:
     """A rank's Python stack, by py-spy where it is, else by the rank's own faulthandler into its log."""
-    if process_start(page.pid) != page.started:
+    if page.pid <= 1 or not page.started or process_start(page.pid) != page.started:
         return ""
     if spy := shutil.which("py-spy"):
         try:

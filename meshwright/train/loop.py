@@ -6,7 +6,7 @@ import copy
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 import torch
@@ -64,6 +64,10 @@ class Job:
     loss: Loss | None = None
     listener: Callable[[Event], None] | None = None
 
+    def as_attempt(self, attempt: int, restart: int, fork: bool) -> Job:
+        """This job's next attempt. A fork is known by the attempt that the job began with, so that it is made once."""
+        return replace(self, attempt=attempt, restart=restart, fork=attempt - restart if fork else 0)
+
 
 @dataclass
 class Summary:
@@ -118,7 +122,16 @@ class Training:
         replicated = Replicated(self.model, config.replicate, world)
         store = store_of(job.folder)
         self.state = partial(tensors_of, self.model, optimizer.adamw)
-        self.saver = Saver(config.checkpoint, store, world, lineage, job.attempt, self.resume.facts(), self.state)
+        self.saver = Saver(
+            config.checkpoint,
+            store,
+            world,
+            lineage,
+            job.attempt,
+            self.resume.facts(),
+            self.state,
+            config.launch.hang_timeout,
+        )
         coordinate = job.layout.data_coordinate(world.rank)
         self.step = Step(
             replicated,
@@ -129,7 +142,7 @@ class Training:
             coordinate=coordinate,
             quarantine=config.data.on_bad_sample == "quarantine",
             signal_seen=self.signals.seen,
-            save_due=self.saver.due if world.rank == 0 else lambda _done: False,
+            saving=self.saver.news if world.rank == 0 else lambda _done: (False, False),
         )
         source = Concatenated(job.sources)
         loader = Loader(source, self.stream, job.batch, coordinate, config.data)
@@ -177,7 +190,7 @@ class Training:
         self.ledger.take(outcome)
         faults.reach("step.updated", self.done)
         self.done += 1
-        self.save_is_due = outcome.agreement.save
+        self.agreed = outcome.agreement
         every = self.job.config.numerics.compare_every
         if every and self.done % every == 0 and self.world.size > 1:
             compare_replicas(self.model, self.world, self.done - 1)
@@ -196,15 +209,18 @@ class Training:
 
     def keep(self) -> None:
         """Saves where all ranks agreed to, and says what became of the save before."""
-        if self.save_is_due:
+        if self.agreed.save:
             self.ledger.settle()
             self._tell(self.saver.save(self.resume.notes(self.done, self.ledger, self.precision)))
-        else:
-            self._tell(self.saver.poll())
+        elif self.agreed.saved:
+            self._tell(self.saver.settle())
+        elif said := self.saver.stuck():
+            self.log.write("save_failed", step=self.done, message=said)
 
     def save(self) -> None:
         """A checkpoint of this very step, before anything else happens."""
-        self._tell(self.saver.poll(wait=True))
+        self.world.page.enter("save")
+        self._tell(self.saver.settle())
         if self.saver.newest != self.done and self.job.config.checkpoint.mode != "off":
             self._tell(self.saver.save(self.resume.notes(self.done, self.ledger, self.precision), wait=True), must=True)
 

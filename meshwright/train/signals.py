@@ -34,8 +34,9 @@ class SignalWatch:
 
     def close(self) -> None:
         signal.set_wakeup_fd(self._before)
+        os.write(self._writer, b"\0")  # a worker may hold the writer too, so that closing it would end nothing
+        self._thread.join()
         os.close(self._writer)
-        self._thread.join(1.0)
         os.close(self._reader)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
@@ -43,7 +44,7 @@ class SignalWatch:
         self.page.signalled(number)
 
     def _listen(self) -> None:
-        while numbers := os.read(self._reader, 64):
+        while 0 not in (numbers := os.read(self._reader, 64)):
             for number in numbers:
                 if number in STOPS:
                     self._note(number, None)

@@ -30,6 +30,8 @@ class Agreement:
     bad_samples: int
     save: bool = False
     """a checkpoint is due once this step is done"""
+    saved: bool = False
+    """the save before has ended"""
 
 
 @dataclass
@@ -61,11 +63,12 @@ class Step:
         coordinate: int,
         quarantine: bool = False,
         signal_seen: Callable[[], int] = lambda: 0,
-        save_due: Callable[[int], bool] = lambda _done: False,
+        saving: Callable[[int], tuple[bool, bool]] = lambda _done: (False, False),
     ) -> None:
         self.replicated, self.optimizer, self.precision, self.world = replicated, optimizer, precision, world
         self.seed, self.coordinate = seed, coordinate
-        self.quarantine, self.signal_seen, self.save_due = quarantine, signal_seen, save_due
+        self.quarantine, self.signal_seen, self.saving = quarantine, signal_seen, saving
+        self.stateful = any(True for _ in replicated.module.buffers())
 
     def run(self, step: int, lr: float, stream: Iterator[list[MicroBatch]]) -> Outcome:
         """Fetches the step's micro-batches, computes the gradient of the global mean, and updates once."""
@@ -99,8 +102,9 @@ class Step:
             self.world.sum(torch.zeros(7), "a stray sum").wait()
         asked = self.world.sum_numbers(*self._say(step, batches), name="control sum")  # travels during the forward
         agreement: Agreement | None = None
-        if not all(batch.tensors for batch in batches):
-            self._agree(step, batches, asked.wait())  # raises: nothing to compute on
+        if self.stateful or not all(batch.tensors for batch in batches):
+            # A forward pass may change buffers, so that one must not begin which is not to be finished.
+            agreement = self._agree(step, batches, asked.wait())  # raises where there is nothing to compute on
         clock.enter("copy")
         inputs = [tuple(map(self.world.to_device, batch.tensors)) for batch in batches]
         total = torch.zeros((), device=self.world.device, dtype=self.precision.weights)
@@ -169,11 +173,11 @@ class Step:
         bad = sum(len(batch.bad) for batch in batches)
         seen = self.signal_seen()
         stops = [seen == signal.SIGINT, seen == signal.SIGTERM]
-        return [sum(b.valid for b in batches), bad, int(bad > 0), *stops, self.save_due(step + 1)]
+        return [sum(b.valid for b in batches), bad, int(bad > 0), *stops, *self.saving(step + 1)]
 
     def _agree(self, step: int, batches: list[MicroBatch], sums: Tensor) -> Agreement:
         """Every rank hears the same sums, so every rank stops at the same step or none does."""
-        tokens, bad, bad_ranks, interrupted, terminated, save = sums.tolist()
+        tokens, bad, bad_ranks, interrupted, terminated, save, saved = sums.tolist()
         if bad and not self.quarantine:
             own: list[BadSample] = [sample for batch in batches for sample in batch.bad]
             if own:
@@ -186,7 +190,7 @@ class Step:
             )
         if interrupted or terminated:
             raise Stopped(signal.SIGINT if interrupted else signal.SIGTERM, step)
-        return Agreement(tokens, bad, bool(save))
+        return Agreement(tokens, bad, bool(save), bool(saved))
 
 
 def step_seed(seed: int, step: int, coordinate: int) -> int:

@@ -133,7 +133,7 @@ def test_what_an_old_holder_publishes_after_a_take_over_is_never_listed_and_goes
     found = restore(store, World(), LINEAGE, state, lambda _: None, fallback=False, say=lambda *_: None)
     assert found.manifest.step == 1
     assert parameters_digest(state.items()) == digest_at(1)
-    saved = save(3, store, attempt=2, keep=9, parent=newest(store))
+    saved = save(3, store, attempt=2, keep=2, parent=newest(store))
     assert saved.deleted == ["step-00000002.a0001"]
     assert names(store) == ["step-00000001.a0001", "step-00000003.a0002"]
 

@@ -196,7 +196,7 @@ def test_on_slow_storage_one_save_is_in_flight_and_the_skipped_ones_are_counted(
     assert not any(saver.due(step) for step in (2, 3, 4))
     assert not (tmp_path / "checkpoints" / "step-00000001.a0001" / "manifest.json").exists()
     calls.go.set()
-    (saved,) = saver.poll(wait=True)
+    (saved,) = saver.settle()
     assert (saved.step, saved.skipped, saved.error) == (1, 3, None)
     assert saver.due(5)
     saver.save(notes_at(5), wait=True)

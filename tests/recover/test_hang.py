@@ -14,7 +14,8 @@ WATCHED = ("--launch.hang_timeout=3",)
     ("fault", "state", "phase"),
     [
         ("step.forward:rank1:stop@step7", "its process is stopped", "forward"),  # S3
-        ("step.backward:rank1:spin@step7", "its process sleeps", "backward"),  # S4: native code that keeps the lock
+        ("step.backward:rank1:spin@step7", "its process spins", "backward"),  # S4
+        ("step.update:rank1:lock@step7", "its process sleeps", "update"),  # S4: native code that keeps the lock
         ("step.fetch:rank1:hang@step7", "its process sleeps", "fetch"),
     ],
 )
@@ -97,4 +98,44 @@ def test_where_the_grace_is_too_short_nothing_partial_is_published(runs):
     assert over.value.exit_code == 143
     assert [entry.step for entry in runs.published()] == [6, 3]
     runs.run()
+    runs.assert_as_if_undisturbed()
+
+
+def test_a_job_that_was_told_to_stop_does_not_come_back_when_it_then_fails(runs):
+    with pytest.raises(RanksFailed) as failed:
+        runs.run("step.forward:rank0:term@step6,save.stage:rank1:raise@step7")
+    assert failed.value.exit_code == 143
+    assert len(runs.incidents) == 1
+    runs.run()
+    runs.assert_as_if_undisturbed()
+
+
+@pytest.mark.parametrize("fault", ["save.begin:rank1:kill@step12", "save.after_shard:rank1:kill@step12"])
+def test_a_rank_lost_in_the_last_save_is_the_one_to_blame_and_the_job_goes_on(runs, fault):
+    runs.run(fault)
+    assert (runs.incidents[0].rank, runs.incidents[0].kind) == (1, "Killed")
+    runs.assert_as_if_undisturbed()
+
+
+def test_a_save_that_does_not_move_while_training_goes_on_is_told(runs):
+    from small_run import small_config
+
+    from meshwright import train
+
+    saving = ("--checkpoint.every=2", "--checkpoint.seconds=0", "--launch.hang_timeout=1")
+    runs.monkeypatch.setenv("MESHWRIGHT_FAULT", "save.begin:rank0:slow=3@step2,step.update:slow=0.05")
+    train(small_config(*saving, steps=110), run=runs.folder, quiet=True)
+    assert "has not moved for" in runs.events("save_failed")[0]["message"]
+    assert [incident.outcome for incident in runs.incidents] == ["complete"]
+
+
+def test_in_a_save_the_rank_that_hangs_is_named_and_not_those_that_wait_for_it(runs):
+    runs.run("save.after_shard:rank1:hang@step6", *WATCHED)
+    assert (runs.incidents[0].rank, runs.incidents[0].phase) == (1, "save")
+    runs.assert_as_if_undisturbed()
+
+
+def test_a_rank_whose_share_of_a_save_is_slow_is_no_hang_and_neither_is_who_waits_for_it(runs):
+    runs.run("save.write:rank1:slow=0.4@step6", *WATCHED)
+    assert [incident.outcome for incident in runs.incidents] == ["complete"]
     runs.assert_as_if_undisturbed()

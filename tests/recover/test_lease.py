@@ -68,8 +68,8 @@ def test_of_many_that_come_at_once_one_gets_the_run(folder):
     Incident(1, "complete").write(folder)
     results = []
     code = "import sys; from meshwright.record.folder import RunFolder; from pathlib import Path\n"
-    code += "from meshwright.recover.lease import take; import time\n"
-    code += "sys.stdin.readline(); print(take(RunFolder(Path(sys.argv[1]))).attempt, flush=True); time.sleep(5)"
+    code += "from meshwright.recover.lease import take\n"
+    code += "sys.stdin.readline(); print(take(RunFolder(Path(sys.argv[1]))).attempt, flush=True); sys.stdin.read()"
     jobs = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(folder.root)],
@@ -82,9 +82,10 @@ def test_of_many_that_come_at_once_one_gets_the_run(folder):
     for job in jobs:
         job.stdin.write(b"\n")
         job.stdin.flush()
+    for job in jobs:  # whoever holds it holds it until all have been told
+        results.append(job.stdout.readline().strip() or job.stderr.read().splitlines()[-1])
     for job in jobs:
-        out, err = job.communicate(timeout=60)
-        results.append(out.strip() or err.splitlines()[-1])
+        job.communicate(timeout=60)
     assert results.count(b"2") == 1, results
     assert sum(b"is held by process" in result for result in results) == 3, results
 

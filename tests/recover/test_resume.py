@@ -275,3 +275,29 @@ def test_a_checkpoint_that_was_saved_while_training_went_on_is_that_of_its_own_s
     exact = {entry.step: state_digest(entry) for entry in runs.published()}
     for entry in published(store_of(RunFolder(sync))):
         assert state_digest(entry) == exact[entry.step]
+
+
+def test_checkpoints_without_their_identity_are_not_silently_left_behind(runs):
+    stopped_at(runs, 6)
+    (runs.folder / "identity.json").unlink()
+    with pytest.raises(RanksFailed, match=r"2 checkpoint\(s\) are there and none is this run's") as ended:
+        runs.run()
+    assert ended.value.exit_code == 4
+
+
+def test_a_read_error_while_the_run_is_taken_over_costs_no_checkpoint(runs, monkeypatch):
+    stopped_at(runs, 6)
+    from meshwright.checkpoint.store import Calls
+    from meshwright.recover.lease import take
+
+    real = Calls.read
+
+    def broken(self, path, start, length):
+        if path.endswith("manifest.json"):
+            raise OSError(5, "Input/output error")
+        return real(self, path, start, length)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Calls, "read", broken)
+        take(RunFolder(runs.folder))
+    assert [entry.step for entry in runs.published()] == [6, 3]

@@ -158,3 +158,39 @@ def test_a_quarantined_sample_costs_the_same_budget_after_a_restart(runs):
 
     counted = [json.loads(path.read_bytes())["counters"]["bad_samples"] for path in manifests]
     assert counted[0] == counted[1] > 0
+
+
+class Stateful(torch.nn.Module):
+    """A model with statistics of its own: BatchNorm over the tokens of a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(256, 16)
+        self.norm = torch.nn.BatchNorm1d(16)
+        self.head = torch.nn.Linear(16, 256)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        return self.head(self.norm(hidden.flatten(0, 1)).reshape(hidden.shape))
+
+
+@pytest.mark.parametrize("fault", ["step.forward:rank1:kill@step7", "step.forward:rank0:term@step7"])
+def test_buffers_that_a_forward_changes_resume_bitwise_after_a_kill_and_after_a_signal(runs, fault):
+    def run():
+        torch.manual_seed(1)
+
+        def loss(out, y):
+            return torch.nn.functional.cross_entropy(out.flatten(0, 1), y.flatten(), reduction="sum")
+
+        given = {"model": Stateful(), "loss": loss, "source": Poisoned({})}
+        return train(config("--eval.every=0"), run=runs.folder, quiet=True, **given)
+
+    run()
+    undisturbed, runs.folder = final_digest(runs.folder), runs.folder.with_name("disturbed")
+    runs.monkeypatch.setenv("MESHWRIGHT_FAULT", fault)
+    if "term" in fault:
+        with pytest.raises(RanksFailed, match="stopped by signal 15"):
+            run()
+        runs.monkeypatch.setenv("MESHWRIGHT_FAULT", "")
+    run()
+    assert final_digest(runs.folder) == undisturbed

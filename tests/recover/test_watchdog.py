@@ -51,7 +51,8 @@ def test_the_first_collective_that_differs_is_found_though_ranks_went_on(folder)
     for rank, page in enumerate(pages(folder, 3)):
         for number in range(10):
             page.collective("stray" if (rank, number) == (1, 6) else f"sum {number}")
-    assert "the 7th is 'stray' on rank 1 and 'sum 6' on rank(s) 0, 2" in mismatch(seen(folder, 3))
+    assert "the 7th is 'stray' on rank 1 and 'sum 6' on rank(s) 0, 2" in mismatch(seen(folder, 3))[1]
+    assert mismatch(seen(folder, 3))[0] == 1
 
 
 def test_a_slow_rank_is_named_with_the_phase_that_makes_it_slow_and_waiting_is_not_slowness(folder):
