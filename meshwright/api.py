@@ -65,7 +65,7 @@ def train(
     job = make_job(config, folder, model=model, loss=loss, source=source, fallback=fallback)
     place = torchrun_place()
     if place is not None:
-        show = screen or partial(Terminal, config, folder.root)
+        show = screen or partial(Terminal, config, shown(folder))
         summary = run_here(job, place, lambda attempt: show(attempt).show, fresh, fork)
         return Result(folder.root, **dataclasses.asdict(summary))
 
@@ -101,12 +101,18 @@ def run_folder(run: str | Path | None, config: RunConfig) -> RunFolder:
     return RunFolder((Path(run) if run is not None else Path("runs") / config.preset).resolve())
 
 
+def shown(folder: RunFolder) -> Path:
+    """As a person would write it from here."""
+    here = Path.cwd()
+    return folder.root.relative_to(here) if folder.root != here and folder.root.is_relative_to(here) else folder.root
+
+
 def result_of(folder: RunFolder, summary: Any) -> Result:
     return Result(folder.root, **(summary if isinstance(summary, dict) else dataclasses.asdict(summary)))
 
 
 def viewing(config: RunConfig, folder: RunFolder, screen: Callable[[int], Screen] | None) -> Callable[[int], Spectator]:
-    show = screen or partial(Terminal, config, folder.root)
+    show = screen or partial(Terminal, config, shown(folder))
     return lambda attempt: Spectator(show(attempt), Follower(folder.events(0), only_new=True))
 
 

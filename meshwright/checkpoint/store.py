@@ -118,13 +118,15 @@ class PosixStore:
         return os.path.join(self.root, name)
 
     def create(self, name: str) -> Sink:
-        self._folders(os.path.dirname(name))
         try:
-            return PosixSink(self.calls, self.path(name))
+            return self._create(name)
         except FileNotFoundError:  # somebody has removed a folder that was there
             self.durable.clear()
-            self._folders(os.path.dirname(name))
-            return PosixSink(self.calls, self.path(name))
+            return self._create(name)
+
+    def _create(self, name: str) -> Sink:
+        self._folders(os.path.dirname(name))
+        return PosixSink(self.calls, self.path(name))
 
     def publish_if_absent(self, name: str, content: bytes, before: Callable[[], object] = lambda: None) -> bool:
         """Whether this call put it there. Durable when it returns True; `before` runs just before the name appears."""

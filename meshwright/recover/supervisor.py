@@ -202,7 +202,10 @@ class Attempt:
             self.grace(seen)
         if self.hang is not None:
             self.tell("hang", rank=self.hang.rank, message=self.hang.message)
-            end_rank(self.hang.pages[self.hang.rank])  # the others then lose it, and end
+            if self.hang.rank in self.hang.pages:
+                end_rank(self.hang.pages[self.hang.rank])  # the others then lose it, and end
+            else:
+                self.last = time.monotonic()
 
     def tell(self, kind: str, **fields: Any) -> None:
         with suppress(OSError):  # a full disk must not end the run

@@ -30,6 +30,7 @@ WINDOW = 20
 @dataclass(frozen=True)
 class Hang:
     rank: int
+    """-1 for the process that starts the ranks"""
     message: str
     stack: str
     pages: dict[int, Reading]
@@ -60,11 +61,17 @@ class Watchdog:
         """beats and when they last moved, by rank"""
         self.ticks: dict[int, int] = {}
         self.marks: dict[int, Reading] = {}
+        self.over = float("inf")
+        """since when every rank is at its end"""
 
     def look(self) -> tuple[Hang | None, list[Straggler], int]:
         """(who hangs, who is slow, the signal that a rank has seen)."""
         found, now = readings(self.folder, self.attempt), time.monotonic()
         pages = {rank: page for rank, page in found.items() if page.phase != "end"}  # whoever is done owes no sign
+        self.over = min(self.over, now) if found and not pages else float("inf")
+        if now - self.over > self.bound:
+            said = "every rank has come to its end and the process that started them says nothing"
+            return Hang(-1, said, "", found), [], 0
         for rank, page in pages.items():
             if rank not in self.seen or self.seen[rank][0] != page.beats:
                 self.seen[rank] = (page.beats, now)
