@@ -26,13 +26,14 @@ class Nursery:
         self._reader = -1
         self._result = b""
         self._asked = 0
+        self._busy = False
 
     def begin(self, attempt: int, restart: int) -> Nursery:
         """Asks for the ranks of an attempt; this object then stands for them."""
         self._log = self._folder.attempt(attempt) / "nursery.log"
         if self._process is None or self._process.poll() is not None:
             self._start()
-        self._result, self._asked = b"", 0
+        self._result, self._asked, self._busy = b"", 0, True
         self._say({"attempt": attempt, "restart": restart, "fork": self._fork})
         return self
 
@@ -70,8 +71,10 @@ class Nursery:
             self._result += block
             if not block:
                 self._process.wait()
+                self._busy = False
                 return True
-        return self._result.endswith(b"\n")  # one that it was killed in the middle of is none
+        self._busy = not self._result.endswith(b"\n")
+        return not self._busy  # one that it was killed in the middle of is none
 
     def signal(self, number: int) -> None:
         assert self._process is not None
@@ -86,8 +89,10 @@ class Nursery:
             self._process.wait()
 
     def close(self) -> None:
-        """Lets the nursery go: it ends when nobody can ask it for more."""
+        """Lets the nursery go: it ends when nobody can ask it for more. One that is still at an attempt is ended."""
         if self._process is not None and self._process.stdin is not None:
+            if self._busy:
+                self.kill()
             self._process.stdin.close()
             self._process.wait()
             os.close(self._reader)

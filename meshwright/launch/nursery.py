@@ -34,7 +34,6 @@ class Nurse:
         """Starts the ranks and stays until they have ended."""
         from meshwright.launch.job import make_job, start  # brings torch: seconds in which a signal finds its default
 
-        die_with(self.order["parent"])
         if self.job is None:
             self.job = make_job(
                 from_dict(self.order["config"]), RunFolder(Path(self.order["folder"])), fallback=self.order["fallback"]
@@ -51,6 +50,7 @@ class Nurse:
 def main(result_file: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until ranks live, a signal simply ends this process
     nurse = Nurse(json.loads(sys.stdin.readline()))
+    die_with(nurse.order["parent"])
     with os.fdopen(result_file, "w") as out:
         for line in sys.stdin:
             out.write(json.dumps(outcome(nurse, json.loads(line))) + "\n")

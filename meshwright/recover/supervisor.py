@@ -141,21 +141,24 @@ class Attempt:
         # Before a collective's own timeout, or whoever waits would be the first to fail.
         bound = min(self.launch.hang_timeout, 0.8 * self.launch.step_timeout)
         self.watchdog = Watchdog(self.folder, self.lease.attempt, bound, self.launch.straggler)
+        asked: list[int] = []
+        numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        # Before there are ranks: a signal that comes while they start must find somebody who passes it on.
+        before = {number: signal.signal(number, lambda got, _frame: asked.append(got)) for number in numbers}
         try:
             running = self.begin(self.lease.attempt, restart)
             with self.lease.beating():  # a thread, so not before ranks were forked
-                return self.attend(running, viewer)[0]
+                return self.attend(running, viewer, asked)[0]
         finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
             self.log.close()
             viewer.close()
 
-    def attend(self, running: Running, viewer: Viewer) -> list[Any]:
+    def attend(self, running: Running, viewer: Viewer, asked: list[int]) -> list[Any]:
         """Waits for the end, watching meanwhile. A first signal asks the ranks to stop at one step, a second ends
         them.
         """
-        asked: list[int] = []
-        numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-        before = {number: signal.signal(number, lambda got, _frame: asked.append(got)) for number in numbers}
         told = False
         looked = time.monotonic()
         try:
@@ -181,9 +184,8 @@ class Attempt:
         except BaseException:
             running.kill()
             raise
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        if asked:  # also one that came with the last of the ranks
+            self.grace(asked[0])
         return running.results()
 
     def grace(self, number: int) -> None:
