@@ -26,9 +26,23 @@ SMALL = [
 ]
 
 
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """A test that fails leaves no job behind to slow the others down."""
+    yield
+    for job in STARTED:
+        job.kill()
+    STARTED.clear()
+
+
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     command = [str(BIN / "meshwright"), "train", "--run", str(folder), *SMALL, *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    pipe = subprocess.PIPE
+    STARTED.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True))
+    return STARTED[-1]
 
 
 def wait_for_steps(folder: Path, count: int, seconds: float = 60, attempt: int = 1) -> None:

@@ -54,10 +54,22 @@ def test_attempts_that_did_not_fail_are_no_evidence():
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_rank_that_only_lost_its_connection_is_never_blamed(order):
-    witness = Failure.of(0, RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:4242"))
+    said = "[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242"
+    witness = Failure.of(0, RuntimeError(said))
     cause = Failure.silent(1, -11)
     failures = [(witness, cause)[index] for index in order]
     assert RanksFailed(failures).first.rank == 1
+
+
+def test_a_users_own_error_about_a_connection_is_an_error_and_keeps_its_stack():
+    failure = Failure.of(0, RuntimeError("database: Connection refused"))
+    assert (failure.witness, failure.exit_code) == (False, 1)
+    assert "RuntimeError: database: Connection refused" in failure.detail
+
+
+def test_an_error_that_says_nothing_is_known_by_its_name():
+    assert Failure.of(0, AssertionError()).message == "AssertionError"
+    assert Failure.silent(0, -40).message == "rank 0 was ended by signal 40 (SIG40)"
 
 
 def test_an_error_of_the_program_in_the_same_step_stops_the_job_with_the_verdict(runs):
