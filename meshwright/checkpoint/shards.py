@@ -26,7 +26,7 @@ from meshwright.checkpoint.catalogue import Entry
 from meshwright.checkpoint.manifest import CHUNK, NAME, FileRecord, Piece, TensorRecord
 from meshwright.checkpoint.state import content, dtype_name
 from meshwright.checkpoint.store import Store
-from meshwright.checkpoint.verify import Digesting
+from meshwright.checkpoint.verify import STEP, Digesting
 from meshwright.errors import CheckpointError
 
 ALIGN = 64
@@ -143,7 +143,11 @@ class ShardReader(StorageReader):
         assert entry.manifest is not None
         self.manifest, self.tensors = entry.manifest, entry.manifest.tensors
         self.pieces = {(n, piece.offset): piece for n, record in self.tensors.items() for piece in record.pieces}
-        self.chunk: tuple[str, int, memoryview] = ("", -1, memoryview(b""))
+        self.buffer = bytearray(
+            min(entry.manifest.chunk, max((f.size for f in entry.manifest.files.values()), default=0))
+        )
+        self.held = ("", -1, 0)
+        """the chunk that the buffer holds: its file, its number, its bytes"""
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -185,27 +189,33 @@ class ShardReader(StorageReader):
         return self.pieces[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
 
     def _block(self, piece: Piece, dtype: str) -> torch.Tensor:
-        raw, size = bytearray(piece.length), self.manifest.chunk
-        filled = 0
-        while filled < piece.length:
-            index, begin = divmod(piece.start + filled, size)
-            part = self._verified(piece.file, index)[begin : begin + piece.length - filled]
-            raw[filled : filled + len(part)] = part
-            filled += len(part)
+        index, begin = divmod(piece.start, self.manifest.chunk)
+        raw: bytearray | memoryview = self._verified(piece.file, index)[begin : begin + piece.length]
+        if len(raw) < piece.length:  # it goes on in the next chunks
+            raw = bytearray(raw)
+            while len(raw) < piece.length:
+                index += 1
+                raw += self._verified(piece.file, index)[: piece.length - len(raw)]
         return torch.frombuffer(raw, dtype=getattr(torch, dtype)).reshape(piece.shape)
 
     def _verified(self, file: str, index: int) -> memoryview:
         """A chunk, read into memory and verified there; what is copied is what was verified."""
-        if self.chunk[:2] != (file, index):
-            size = self.manifest.chunk
-            content = self.entry.store.read(f"{self.entry.folder}/{file}", index * size, size)
-            if (found := xxhash.xxh3_128_hexdigest(content)) != (expected := self.manifest.files[file].chunks[index]):
-                raise CheckpointError(
-                    f"{self.entry.name} changed while it was read: {file} chunk {index}: expected "
-                    f"{expected}, found {found}"
-                )
-            self.chunk = (file, index, memoryview(content))
-        return self.chunk[2]
+        if self.held[:2] != (file, index):
+            self.held = ("", -1, 0)
+            size, state, filled = self.manifest.chunk, xxhash.xxh3_128(), 0
+            path, expected = f"{self.entry.folder}/{file}", self.manifest.files[file].chunks[index]
+            while filled < size:  # in steps that stay in the processor's cache between their reading and their digest
+                content = self.entry.store.read(path, index * size + filled, min(STEP, size - filled))
+                self.buffer[filled : filled + len(content)] = content
+                state.update(content)
+                filled += len(content)
+                if len(content) < STEP:
+                    break
+            if (found := state.hexdigest()) != expected:
+                what = f"{self.entry.name} changed while it was read: {file} chunk {index}"
+                raise CheckpointError(f"{what}: expected {expected}, found {found}")
+            self.held = (file, index, filled)
+        return memoryview(self.buffer)[: self.held[2]]
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003
