@@ -122,9 +122,9 @@ def test_a_save_that_does_not_move_while_training_goes_on_is_told(runs):
 
     from meshwright import train
 
-    saving = ("--checkpoint.every=2", "--checkpoint.seconds=0", "--launch.hang_timeout=1")
-    runs.monkeypatch.setenv("MESHWRIGHT_FAULT", "save.begin:rank0:slow=3@step2,step.update:slow=0.05")
-    train(small_config(*saving, steps=110), run=runs.folder, quiet=True)
+    saving = ("--checkpoint.every=2", "--checkpoint.seconds=0", "--launch.hang_timeout=2")
+    runs.monkeypatch.setenv("MESHWRIGHT_FAULT", "save.begin:rank0:slow=5@step2,step.update:slow=0.05")
+    train(small_config(*saving, steps=150), run=runs.folder, quiet=True)
     assert "has not moved for" in runs.events("save_failed")[0]["message"]
     assert [incident.outcome for incident in runs.incidents] == ["complete"]
 
