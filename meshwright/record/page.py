@@ -100,6 +100,11 @@ class Reading:
     """the last collectives by their count"""
 
     @property
+    def lives(self) -> bool:
+        """Whether its process still runs, and not another that has its number by now."""
+        return self.pid > 1 and self.started > 0 and process_start(self.pid) == self.started
+
+    @property
     def where(self) -> str:
         step = f"step {self.step}, " if self.step >= 0 else ""
         return f"{step}{self.phase}" + (f", waiting in {self.collective}" if self.waits else "")

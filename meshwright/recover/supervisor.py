@@ -20,7 +20,7 @@ from meshwright.config import LaunchConfig
 from meshwright.errors import Killed, MeshwrightError, RestartsExhausted, Stopped, StoppedEarly
 from meshwright.record.events import EventLog
 from meshwright.record.folder import RunFolder
-from meshwright.record.page import Reading, process_start
+from meshwright.record.page import Reading
 from meshwright.recover.failures import RanksFailed
 from meshwright.recover.incidents import Incident, describe, judge, readings
 from meshwright.recover.lease import Lease, refuse_while_held, take
@@ -134,6 +134,7 @@ class Attempt:
     signalled: int = 0
     deadline: float = float("inf")
     last: float = float("inf")
+    """when whatever still runs after a hang is ended"""
 
     def run(self, restart: int) -> Any:
         viewer = self.view(self.lease.attempt)
@@ -196,18 +197,16 @@ class Attempt:
         if self.hang is not None:
             return
         self.hang, slow, seen = self.watchdog.look()
-        if self.hang is not None:
-            self.last = time.monotonic() + AFTER_A_HANG
         for straggler in slow:
             self.tell("straggler", **vars(straggler), message=str(straggler))
         if seen:
             self.grace(seen)
         if self.hang is not None:
             self.tell("hang", rank=self.hang.rank, message=self.hang.message)
+            self.last = time.monotonic()
             if self.hang.rank in self.hang.pages:
                 end_rank(self.hang.pages[self.hang.rank])  # the others then lose it, and end
-            else:
-                self.last = time.monotonic()
+                self.last += AFTER_A_HANG
 
     def tell(self, kind: str, **fields: Any) -> None:
         with suppress(OSError):  # a full disk must not end the run
@@ -263,8 +262,8 @@ def newest_step(folder: RunFolder) -> int:
 
 
 def end_rank(page: Reading) -> None:
-    """Kills the rank that a page is of, and nobody who may have its number by now."""
-    if page.pid > 1 and page.started and process_start(page.pid) == page.started:
+    """Kills the rank that a page is of, if it is still that one."""
+    if page.lives:
         with suppress(ProcessLookupError):
             os.kill(page.pid, signal.SIGKILL)
 

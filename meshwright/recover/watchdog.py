@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.record.folder import RunFolder
-from meshwright.record.page import Reading, process_start, process_stat
+from meshwright.record.page import Reading, process_stat
 from meshwright.recover.incidents import readings
 
 OWN = ("fetch", "copy", "forward", "backward", "update", "save")
@@ -172,7 +172,7 @@ def mismatch(pages: dict[int, Reading]) -> tuple[int, str] | None:
 
 def take_stack(page: Reading, log: Path, patience: float = 2.0) -> str:
     """A rank's Python stack, by py-spy where it is, else by the rank's own faulthandler into its log."""
-    if page.pid <= 1 or not page.started or process_start(page.pid) != page.started:
+    if not page.lives:
         return ""
     if spy := shutil.which("py-spy"):
         try:

@@ -6,6 +6,8 @@ import logging
 from pathlib import Path
 
 import pytest
+from simulated_disk import SimulatedDisk, store_on
+from small_checkpoints import save
 
 from meshwright.checkpoint.store import PosixSink
 
@@ -27,3 +29,11 @@ def quiet_dcp(monkeypatch):
 @pytest.fixture
 def small_writes(monkeypatch):
     monkeypatch.setattr(PosixSink, "GATHER", 256)
+
+
+@pytest.fixture
+def disk(small_writes):
+    """A run's disk with the checkpoint of step 1 on it, all of it durable."""
+    disk = SimulatedDisk()
+    save(1, store_on(disk))
+    return disk.crash(1)

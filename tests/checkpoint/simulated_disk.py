@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from meshwright.checkpoint.store import Buffer, Calls
+from meshwright.checkpoint.store import Buffer, Calls, PosixStore
 
 SECTOR = 512
 """Bytes that are written or zero together when a page was on its way at power loss."""
@@ -251,3 +251,7 @@ class Remains:
         if self.seed < 2:
             return outcomes[-self.seed]
         return self.rng.choice(outcomes)
+
+
+def store_on(disk: SimulatedDisk) -> PosixStore:
+    return PosixStore("/", disk)

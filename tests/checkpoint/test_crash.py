@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from simulated_disk import PowerLoss, SimulatedDisk, Trouble
+from simulated_disk import PowerLoss, SimulatedDisk, Trouble, store_on
 from small_checkpoints import LINEAGE, digest_at, intact_steps, newest, save, save_on_two_ranks
 
 from meshwright import faults
@@ -19,18 +19,6 @@ from meshwright.recover import lease
 OUTCOMES = range(6)
 """Seeds of a power loss; 0 loses all that was not synced, 1 nothing."""
 RANKS = {"1 rank": save} | {f"2 ranks, order {seed}": partial(save_on_two_ranks, seed=seed) for seed in range(3)}
-
-
-@pytest.fixture
-def disk(small_writes):
-    """A run's disk with the checkpoint of step 1 on it, all of it durable."""
-    disk = SimulatedDisk()
-    save(1, store_on(disk))
-    return disk.crash(1)
-
-
-def store_on(disk: SimulatedDisk) -> PosixStore:
-    return PosixStore("/", disk)
 
 
 def calls_of(disk: SimulatedDisk, work) -> tuple[list[str], int]:

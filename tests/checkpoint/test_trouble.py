@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from simulated_disk import SimulatedDisk, Trouble
+from simulated_disk import SimulatedDisk, Trouble, store_on
 from small_checkpoints import LINEAGE, intact_steps, newest, notes_at, save, save_on_two_ranks, saver_at, state_of
 
 from meshwright.checkpoint.restore import restore
@@ -22,18 +22,6 @@ from meshwright.parallel.world import World
 READS = ("names", "size", "read")
 TROUBLES = [("error", errno.ENOSPC), ("error", errno.EIO), ("late", errno.EIO), ("part", errno.ENOSPC)]
 RANKS = {"1 rank": save, "2 ranks": partial(save_on_two_ranks, seed=1)}
-
-
-@pytest.fixture
-def disk(small_writes):
-    """A run's disk with the checkpoint of step 1 on it, all of it durable."""
-    disk = SimulatedDisk()
-    save(1, store_on(disk))
-    return disk.crash(1)
-
-
-def store_on(disk: SimulatedDisk) -> PosixStore:
-    return PosixStore("/", disk)
 
 
 def calls_of(disk: SimulatedDisk, work) -> list[str]:

@@ -18,7 +18,6 @@ from meshwright.checkpoint.catalogue import published, store_of
 from meshwright.checkpoint.tensors import state_digest
 from meshwright.checkpoint.verify import damages
 from meshwright.record.folder import RunFolder
-from meshwright.record.page import process_start
 from meshwright.recover.incidents import read_incidents, readings
 
 SAVING = ["--checkpoint.seconds=0.15", "--checkpoint.overhead=1", "--checkpoint.keep=2", "--eval.every=0"]
@@ -34,7 +33,7 @@ def ranks_of(folder: Path) -> list[int]:
     """The pids of the newest attempt's ranks that live."""
     run = RunFolder(folder)
     pages = readings(run, run.last_attempt()).values()
-    return [page.pid for page in pages if page.started and process_start(page.pid) == page.started]
+    return [page.pid for page in pages if page.lives]
 
 
 def below(pid: int) -> list[int]:
