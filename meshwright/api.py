@@ -22,6 +22,8 @@ from meshwright.recover.supervisor import Running, supervise
 if TYPE_CHECKING:
     from torch import nn
 
+    from meshwright.parallel.parts import Parts
+
 
 @dataclass(frozen=True)
 class Result:
@@ -41,6 +43,7 @@ def train(
     model: nn.Module | None = None,
     loss: Callable[[Any, Any], Any] | None = None,
     source: Any = None,
+    parts: Parts | None = None,
     run: str | Path | None = None,
     fresh: bool = False,
     fork: bool = False,
@@ -51,7 +54,8 @@ def train(
     """Trains, from wherever the run folder's newest checkpoint stands, and returns when it is done.
 
     `model`, `loss` and `source` may be your own (a loss returns the sum over what counts, see
-    `meshwright.train.objective`); the weights of `model` are then the trained ones. Ranks are forked from this
+    `meshwright.train.objective`); the weights of `model` are then the trained ones. `parts` says what its blocks are
+    and how they are cut, where the config shards, cuts, recomputes or compiles it. Ranks are forked from this
     process; under torchrun this process is one of them, and what watches the ranks is torchrun's.
     `fresh` sets an earlier run aside, `fork` goes on from it with other settings, as a new timeline; without `fallback`
     a damaged checkpoint ends the run. `screen` shows the events of an attempt (default: the terminal); `quiet` shows
@@ -62,7 +66,7 @@ def train(
     config = from_dict(to_dict(config or RunConfig()))  # checked as if it came from a file
     folder = run_folder(run, config)
     screen = (lambda _attempt: Quiet()) if quiet else screen
-    job = make_job(config, folder, model=model, loss=loss, source=source, fallback=fallback)
+    job = make_job(config, folder, model=model, loss=loss, source=source, parts=parts, fallback=fallback)
     place = torchrun_place()
     if place is not None:
         show = screen or partial(Terminal, config, shown(folder))

@@ -36,7 +36,7 @@ RunFile = Annotated[Path | None, Positional, word("[RUN.toml]", "settings of the
 # torchrun takes --run for one of its own options: there, say --run-dir.
 RunDir = Annotated[Path | None, word("DIR", "run folder (default: runs/PRESET)", "--run-dir")]
 Run = Annotated[Path, Positional, word("RUN", "a run folder, or a run file")]
-Ranks = Annotated[str | None, word("N", "ranks on this host (layout.replicate)")]
+Ranks = Annotated[str | None, word("N", "ranks on this host (decides layout.replicate)")]
 Steps = Annotated[str | None, word("N", "optimizer steps of the whole run")]
 AtStep = Annotated[int | None, word("N", "the checkpoint of this many steps (default: the newest)")]
 Json = Annotated[bool, flag("for machines: JSON on standard output")]
@@ -58,14 +58,14 @@ def train(
     """Train: the main job. Settings come from the preset, then the run file, then --KEY=VALUE words."""
     from meshwright import api, faults
     from meshwright.config import load
-    from meshwright.config.derive import check
     from meshwright.launch.environment import started_by_torchrun
+    from meshwright.layout import checked
     from meshwright.observe.console import JsonLines
 
     if restarts is not None:
         overrides = (*overrides, f"--launch.restarts={restarts}")
     config = load(file, overrides, ranks, steps)
-    check(config, config.layout.replicate)
+    checked(config)
     faults.parse_all(os.environ.get("MESHWRIGHT_FAULT", ""))  # a misspelt fault is refused here, in one line
     screen = JsonLines if json else None
     if started_by_torchrun():
@@ -84,11 +84,11 @@ def prove(
 ) -> None:
     """Prove: check the contracts of a config on this machine, and write a certificate."""
     from meshwright.config import load
-    from meshwright.config.derive import check
+    from meshwright.layout import checked
     from meshwright.prove.frame import prove as prove_config
 
     config = load(file, overrides, ranks)
-    check(config, config.layout.replicate)
+    checked(config)
     if not prove_config(config, out, as_json=json):
         raise SystemExit(1)
 

@@ -1,22 +1,44 @@
-"""Who is where: the axes of the mesh, their order and degrees, and which ranks form which group. Torch-free."""
+"""Who is where: the axes of the mesh, their order and degrees, which ranks form which group, and what is refused.
+
+Torch-free: everything that speaks of ranks asks here.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 
-AXES = ("replicate",)
-"""Outermost first: neighbours in rank are neighbours on the last axis, so the chattiest axis comes last."""
+from meshwright.config import Batch, LayoutConfig, RunConfig, batch_algebra
+from meshwright.config.tree import nearest
+from meshwright.errors import ConfigError
 
-DATA_AXES = ("replicate",)
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+"""Outermost first: neighbours in rank are neighbours on the last axis, so the chattiest axis has the fastest links."""
+
+DATA_AXES = ("replicate", "shard")
 """The axes along which ranks read different samples."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A degree for every axis; ranks are numbered in row-major order over AXES."""
+    """A degree for every axis; ranks are numbered in row-major order over AXES. `expert` has no ranks of its own: it
+    folds over the innermost data ranks.
+    """
 
+    pipeline: int = 1
     replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    @classmethod
+    def of(cls, config: LayoutConfig) -> Layout:
+        """Sharding without a degree of its own divides the replicas, and makes no copies."""
+        if config.shard == "none" or config.shard_degree is not None:
+            return cls(replicate=config.replicate, shard=config.shard_degree or 1, tensor=config.tensor)
+        return cls(shard=config.replicate, tensor=config.tensor)
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -30,6 +52,11 @@ class Layout:
     def data_degree(self) -> int:
         """How many ways the global batch is split."""
         return prod(getattr(self, axis) for axis in DATA_AXES)
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """The axes that more than one rank stands on."""
+        return tuple(axis for axis in AXES if getattr(self, axis) > 1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank stands on every axis."""
@@ -47,10 +74,140 @@ class Layout:
             index = index * getattr(self, axis) + place[axis]
         return index
 
-    def group(self, rank: int, axis: str) -> list[int]:
-        """The ranks that differ from this one on the axis alone, in order."""
-        here = self.coordinates(rank) | {axis: None}
-        return [r for r in range(self.ranks) if self.coordinates(r) | {axis: None} == here]
+    def reader(self, data_coordinate: int) -> int:
+        """The first of the ranks that read a slice of the global batch."""
+        return next(rank for rank in range(self.ranks) if self.data_coordinate(rank) == data_coordinate)
+
+    def speaks(self, rank: int) -> bool:
+        """Whether a rank is the one of those that compute the same loss whose loss and tokens count."""
+        return self.first(rank, (axis for axis in AXES if axis not in DATA_AXES))
+
+    def first(self, rank: int, axes: Iterable[str]) -> bool:
+        """Whether a rank stands at the beginning of all these axes: the one of its likes that counts."""
+        place = self.coordinates(rank)
+        return all(place[axis] == 0 for axis in axes)
+
+    def group(self, rank: int, *axes: str) -> list[int]:
+        """The ranks that differ from this one on these axes alone, in order."""
+        if axes == ("expert",):
+            return self._expert_group(rank)
+        here = self.coordinates(rank) | dict.fromkeys(axes, 0)
+        return [r for r in range(self.ranks) if self.coordinates(r) | dict.fromkeys(axes, 0) == here]
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """Every group of an axis, in the order of their first ranks."""
+        found = dict.fromkeys(tuple(self.group(rank, axis)) for rank in range(self.ranks))
+        return [list(group) for group in found]
+
+    def _expert_group(self, rank: int) -> list[int]:
+        """Experts are spread over so many neighbours among the ranks that read different samples."""
+        peers = self.group(rank, *DATA_AXES)
+        start = peers.index(rank) // self.expert * self.expert
+        return peers[start : start + self.expert]
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.used) or "replicate 1"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A combination that is not possible, or not right, and why."""
+
+    what: str
+    why: str
+    applies: Callable[[Layout, RunConfig], str]
+    """'' where it does not, else what would be possible instead"""
+
+
+def _divides(number: Callable[[RunConfig], int]) -> Callable[[Layout, RunConfig], str]:
+    def applies(layout: Layout, config: RunConfig) -> str:
+        whole = number(config)
+        if whole % layout.tensor == 0:
+            return ""
+        fits = [n for n in range(1, min(whole, 4 * layout.tensor, 4096) + 1) if whole % n == 0]
+        return f"layout.tensor = {nearest(fits, layout.tensor)} (it must divide {whole})"
+
+    return applies
+
+
+def _spread(layout: Layout) -> bool:
+    """Whether something beyond whole copies by DDP is asked for."""
+    return bool(set(layout.used) - {"replicate"})
+
+
+REFUSED = (
+    Refused(
+        "tensor does not divide model.kv_heads",
+        "each rank attends with whole heads, keys and values included",
+        _divides(lambda config: config.model.kv_heads),
+    ),
+    Refused(
+        "tensor does not divide model.ffn",
+        "each rank holds an equal part of the feed-forward",
+        _divides(lambda config: config.model.ffn),
+    ),
+    Refused(
+        "tensor does not divide model.vocab",
+        "each rank holds an equal part of the vocabulary: pad it",
+        _divides(lambda config: config.model.vocab),
+    ),
+    Refused(
+        "tensor does not divide data.sequence",
+        "between the matrices each rank holds an equal part of the sequence",
+        _divides(lambda config: config.data.sequence),
+    ),
+    Refused(
+        "tensor with experts",
+        "an expert's own matrices are not cut",
+        lambda layout, config: "layout.tensor = 1" if layout.tensor > 1 and config.model.experts else "",
+    ),
+    Refused(
+        "replicate.static_graph or replicate.unused with shard or tensor",
+        "they are promises to DDP, which such a layout does not use",
+        lambda layout, config: (
+            "false" if _spread(layout) and (config.replicate.static_graph or config.replicate.unused) else ""
+        ),
+    ),
+    Refused(
+        "shard.keep does not divide the shard degree",
+        "after the forward pass a part of the shard group holds the parameters",
+        lambda layout, config: (
+            nearest([n for n in range(1, layout.shard + 1) if layout.shard % n == 0], _keep(config))
+            if layout.shard % _keep(config)
+            else ""
+        ),
+    ),
+    Refused(
+        "compute.segment without compute.recompute = full",
+        "only whole blocks are recomputed together",
+        lambda _layout, config: (
+            "compute.segment = 1, or compute.recompute = full"
+            if config.compute.segment > 1 and config.compute.recompute != "full"
+            else ""
+        ),
+    ),
+)
+"""The table of what is refused. A user's own model brings its own cuts: only the rules without a model hold for it."""
+
+OF_THE_DECODER = REFUSED[:5]
+
+
+def _keep(config: RunConfig) -> int:
+    return config.shard.keep or 1
+
+
+def checked(config: RunConfig, own_model: bool = False) -> tuple[Layout, Batch]:
+    """The layout and the batch algebra of a config, or a refusal that names what would be possible."""
+    layout = Layout.of(config.layout)
+    for rule in REFUSED:
+        if own_model and rule in OF_THE_DECODER:
+            continue
+        if instead := rule.applies(layout, config):
+            raise ConfigError(f"layout {layout}: {rule.what}: {rule.why}", f"allowed: {instead}")
+    batch = batch_algebra(config.batch, layout.data_degree)
+    if config.replicate.static_graph and batch.accumulation > 1:
+        raise ConfigError(
+            f"replicate.static_graph = true with accumulation {batch.accumulation}: DDP fails on a first pass unsynced",
+            f"allowed: replicate.static_graph = false, or batch.micro = {batch.local}",
+        )
+    return layout, batch

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright import faults
 from meshwright.checkpoint.catalogue import Entry, Lineage, look, published
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.shards import ShardReader, mismatches
+from meshwright.checkpoint.shards import LoadPlans, ShardReader, held, mismatches
 from meshwright.checkpoint.state import State
 from meshwright.checkpoint.store import Store
 from meshwright.checkpoint.verify import Damage, damages
@@ -107,9 +106,9 @@ def load(entry: Entry, state: State, world: World) -> None:
     try:
         with torch.no_grad():
             dcp.load(
-                dict(state),
+                held(state),
                 storage_reader=ShardReader(entry, world.page.beat),
-                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                planner=LoadPlans(),
                 no_dist=world.size == 1,
             )
     except CheckpointException as failed:

@@ -8,29 +8,31 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright import faults
 from meshwright.checkpoint.catalogue import Lineage, fence_of, folder_of
 from meshwright.checkpoint.manifest import LARGEST, NAME, FileRecord, Manifest, TensorRecord
 from meshwright.checkpoint.retention import Retention
-from meshwright.checkpoint.shards import ShardWriter
+from meshwright.checkpoint.shards import SavePlans, ShardWriter, held
 from meshwright.checkpoint.state import State
 from meshwright.checkpoint.store import Store
 from meshwright.checkpoint.verify import header, read_back
 from meshwright.config import CheckpointConfig
 from meshwright.errors import BusyError, CheckpointError, MeshwrightError, NumericsError, PeerError, lost
-from meshwright.parallel.replicas import digest_of_words, odd_ones, replica_error, words_of
+from meshwright.layout import AXES, Layout
+from meshwright.parallel.blocks import Block, block_of
+from meshwright.parallel.replicas import Replicas, words_of
 from meshwright.parallel.world import World
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process alone is no mistake
@@ -70,26 +72,30 @@ class Saved:
 class Stager:
     """Host copies of what this rank keeps, in buffers that are made once and reused."""
 
-    def __init__(self, state: State, ranks: int, rank: int) -> None:
-        self.names = shares(state, ranks)[rank]
-        pinned = any(tensor.is_cuda for tensor in state.values())
+    def __init__(self, state: State, layout: Layout, rank: int) -> None:
+        blocks = {name: block_of(tensor) for name, tensor in state.items()}
+        pinned = any(block.local.is_cuda for block in blocks.values())
         self.host = {
-            name: torch.zeros(state[name].shape, dtype=state[name].dtype, pin_memory=pinned) for name in self.names
+            name: blocks[name].like(
+                torch.zeros(blocks[name].local.shape, dtype=blocks[name].local.dtype, pin_memory=pinned)
+            )
+            for name in share(blocks, layout, rank)
         }
-        self.compared = [name for name in state if name.startswith("model/") and ranks > 1]
-        self.words = torch.zeros(len(self.compared), dtype=torch.int64, pin_memory=pinned)
-        """a word of every parameter, kept by this rank or not: replicas are compared by them"""
+        self.replicas = Replicas({name: b for name, b in blocks.items() if name.startswith("model/")}, layout)
+        self.words = torch.zeros(len(self.replicas.names), dtype=torch.int64, pin_memory=pinned)
+        """a word of every parameter that others hold too, kept by this rank or not: replicas are compared by them"""
         self.begun, self.copied = (torch.cuda.Event(enable_timing=True) if pinned else None for _ in range(2))
 
     @torch.no_grad()
-    def copy(self, state: State) -> State:
+    def copy(self, state: State) -> dict[str, Block]:
         """On CUDA the copies are queued before whatever comes next, and `wait` tells when they are there."""
         if self.begun is not None:
             self.begun.record()
         for name, host in self.host.items():
-            host.copy_(state[name], non_blocking=True)
-        if self.compared:
-            self.words.copy_(words_of(state[name] for name in self.compared), non_blocking=True)
+            host.local.copy_(block_of(state[name]).local, non_blocking=True)
+        if self.replicas.names:
+            words = words_of(block_of(state[name]).local for name in self.replicas.names)
+            self.words.copy_(words, non_blocking=True)
         if self.copied is not None:
             self.copied.record()
         return self.host
@@ -102,15 +108,21 @@ class Stager:
         return float(self.begun.elapsed_time(self.copied)) / 1e3
 
 
-def shares(state: State, ranks: int) -> list[list[str]]:
-    """Which of as many replicas keeps which tensor: the largest first, each to whoever has the least so far."""
-    loads = [0] * ranks
-    kept: list[list[str]] = [[] for _ in range(ranks)]
-    for name in sorted(state, key=lambda name: (-state[name].nbytes, name)):
+def share(blocks: Mapping[str, Block], layout: Layout, rank: int) -> list[str]:
+    """Which blocks this rank keeps. Of those that hold the same block one does: the largest first, each to whoever has
+    the least so far, which all of them work out alike.
+    """
+    kept = []
+    groups = {cut: layout.group(rank, *(a for a in AXES if a not in cut)) for cut in {b.cut for b in blocks.values()}}
+    loads = {cut: [0] * len(group) for cut, group in groups.items()}
+    sizes = {name: prod(block.shape) * block.local.element_size() for name, block in blocks.items()}
+    for name in sorted(blocks, key=lambda name: (-sizes[name], name)):
+        group, load = groups[blocks[name].cut], loads[blocks[name].cut]
         # Buffers (BatchNorm's) may differ between replicas until DDP spreads those of rank 0, which are the run's.
-        rank = 0 if name.startswith("buffer/") else loads.index(min(loads))
-        loads[rank] += state[name].nbytes
-        kept[rank].append(name)
+        keeper = 0 if name.startswith("buffer/") else load.index(min(load))
+        load[keeper] += sizes[name]
+        if group[keeper] == rank:
+            kept.append(name)
     return kept
 
 
@@ -127,16 +139,18 @@ class Saver:
         facts: dict[str, Any],
         state: Callable[[], State],
         patience: float = 300.0,
+        layout: Layout | None = None,
     ) -> None:
         """`facts` are the manifest's fields layout, identity and made_by; a save that has not moved for `patience`
-        seconds is told.
+        seconds is told. Without a `layout` every rank holds everything.
         """
         self.config, self.store, self.world, self.state = config, store, world, state
         self.lineage, self.attempt, self.facts = lineage, attempt, facts
         self.group = dist.new_group(backend="gloo") if world.size > 1 else None
         self.retention = Retention(store, attempt, config.keep, config.keep_every, lineage)
-        self.stager = Stager(state(), world.size, world.rank) if config.mode != "off" else None
-        self.planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        layout = layout or Layout(replicate=world.size)
+        self.stager = Stager(state(), layout, world.rank) if config.mode != "off" else None
+        self.planner = SavePlans()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self.flying: Future[Saved] | None = None
         self.parent, self.ordinal, self.newest = "", 0, -1
@@ -231,13 +245,13 @@ class Saver:
     def close(self) -> None:
         self.thread.shutdown(wait=True)
 
-    def _run(self, notes: Notes, stager: Stager, state: State) -> Saved:
+    def _run(self, notes: Notes, stager: Stager, state: dict[str, Block]) -> Saved:
         """The thread's whole work. Errors are an outcome: the training thread decides what they mean."""
         start = time.monotonic()
         saved = Saved(notes.step, folder_of(notes.step, self.attempt))
         try:
             saved.stall = stager.wait()
-            self._agree(notes.step, state, stager.words)
+            self._agree(notes.step, state, stager)
             head = header(self.lineage.run, self.lineage.timeline, notes.step, self.attempt, self.world.rank)
             self.writer = ShardWriter(
                 self.store,
@@ -250,7 +264,7 @@ class Saver:
                 written=self._written,
             )
             dcp.save(
-                dict(state),
+                held(dict(state)),
                 storage_writer=self.writer,
                 planner=self.planner,
                 process_group=self.group,
@@ -305,16 +319,17 @@ class Saver:
     def _progress(self) -> None:
         self.moved += 1
 
-    def _agree(self, step: int, state: State, words: torch.Tensor) -> None:
+    def _agree(self, step: int, state: dict[str, Block], stager: Stager) -> None:
         """Every rank learns the same verdict before any of them writes."""
-        unsound = next((name for name, tensor in state.items() if not sound(name, tensor)), "")
-        flags, digests = zip(*self._gather(bool(unsound), digest_of_words(words)), strict=True)
+        unsound = next((name for name, block in state.items() if not sound(name, block.local)), "")
+        rows = self._gather(bool(unsound), *stager.replicas.digests(stager.words))
+        flags, digests = [row[0] for row in rows], [row[1:] for row in rows]
         if bad := [rank for rank, flag in enumerate(flags) if flag]:
             where = unsound if self.world.rank == bad[0] else "its state"
             what = f"rank {bad[0]} step {step}: {where} is not finite"
             raise NumericsError(f"{what}, and was not published", "look at the steps before in events/")
-        if odd := odd_ones(list(digests)):
-            raise replica_error(self.world.rank, step, odd, self.world.size, "")
+        if odd := stager.replicas.odd(digests):
+            raise odd.error(self.world.rank, step)
 
     def _publish(
         self,

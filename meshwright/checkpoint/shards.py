@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import xxhash
-from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, StorageReader, StorageWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -17,17 +17,27 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from meshwright import faults
 from meshwright.checkpoint.catalogue import Entry
 from meshwright.checkpoint.manifest import CHUNK, NAME, FileRecord, Piece, TensorRecord
-from meshwright.checkpoint.state import content, dtype_name
+from meshwright.checkpoint.state import State, content, dtype_name
 from meshwright.checkpoint.store import Store
 from meshwright.checkpoint.verify import STEP, Digesting
 from meshwright.errors import CheckpointError
+from meshwright.parallel.blocks import Block, block_of
 
 ALIGN = 64
 Publish = Callable[[dict[str, FileRecord], dict[str, TensorRecord], dict[str, dict[str, Any]]], None]
@@ -226,12 +236,64 @@ def place(piece: Piece) -> tuple[str, int]:
     return piece.file, piece.start
 
 
-def mismatches(state: dict[str, torch.Tensor], tensors: dict[str, TensorRecord]) -> list[str]:
+class Held:
+    """A block as DCP's planners want to see it: they ask for items and chunks by these names."""
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.chunk = ChunkStorageMetadata(torch.Size(block.offset), block.local.shape)
+
+    def size(self) -> torch.Size:
+        return torch.Size(self.block.shape)
+
+    def __create_write_items__(self, name: str, _held: Held) -> list[WriteItem]:
+        if not self.block.local.numel() and self.size().numel():
+            return []  # more ranks than rows: this one has nothing of it
+        data = TensorWriteData(self.chunk, TensorProperties.create_from_tensor(self.block.local), self.size())
+        return [WriteItem(MetadataIndex(name, self.chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self.chunk] if self.block.local.numel() or not self.size().numel() else []
+
+
+class SavePlans(DefaultSavePlanner):
+    """DCP's planner over `Held` blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.state_dict[index.fqn].block.local
+
+
+class LoadPlans(DefaultLoadPlanner):
+    """DCP's planner over `Held` blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Without looking for tensors on the meta device: DCP drops what it does not know on the way."""
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self.state_dict[index.fqn].block.local  # type: ignore[no-any-return]
+
+
+def held(state: State) -> dict[str, Any]:
+    return {name: Held(block_of(tensor)) for name, tensor in state.items()}
+
+
+def mismatches(state: State, tensors: dict[str, TensorRecord]) -> list[str]:
     """How a model differs from a checkpoint: DCP would ignore, cast or fail halfway."""
     found = [f"{name} is missing in the checkpoint" for name in sorted(state.keys() - tensors.keys())]
     found += [f"{name} is only in the checkpoint" for name in sorted(tensors.keys() - state.keys())]
     for name in sorted(state.keys() & tensors.keys()):
-        here, there = (dtype_name(state[name]), tuple(state[name].shape)), (tensors[name].dtype, tensors[name].shape)
+        block = block_of(state[name])
+        here, there = (dtype_name(block.local), block.shape), (tensors[name].dtype, tensors[name].shape)
         if here != there:
             found.append(f"{name} is {there[0]} {list(there[1])} in the checkpoint and {here[0]} {list(here[1])} here")
     return found

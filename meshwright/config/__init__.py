@@ -10,6 +10,7 @@ from meshwright.config.tree import (
     LARGEST_BATCH,
     BatchConfig,
     CheckpointConfig,
+    ComputeConfig,
     DataConfig,
     EvalConfig,
     LaunchConfig,
@@ -21,6 +22,7 @@ from meshwright.config.tree import (
     ReplicateConfig,
     RunConfig,
     ScheduleConfig,
+    ShardConfig,
     SourceConfig,
 )
 
@@ -31,6 +33,7 @@ __all__ = [
     "Batch",
     "BatchConfig",
     "CheckpointConfig",
+    "ComputeConfig",
     "DataConfig",
     "EvalConfig",
     "LaunchConfig",
@@ -42,6 +45,7 @@ __all__ = [
     "ReplicateConfig",
     "RunConfig",
     "ScheduleConfig",
+    "ShardConfig",
     "SourceConfig",
     "as_toml",
     "batch_algebra",

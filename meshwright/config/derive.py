@@ -87,14 +87,3 @@ def settings(node: Any, path: str = "") -> list[tuple[str, Any, bool]]:
 def fingerprint(values: dict[str, Any]) -> str:
     """Sixteen hex digits of a canonical JSON text."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def check(config: RunConfig, replicas: int) -> Batch:
-    """The batch algebra of a whole config, and what only the whole config can tell is impossible."""
-    batch = batch_algebra(config.batch, replicas)
-    if config.replicate.static_graph and batch.accumulation > 1:
-        raise ConfigError(
-            f"replicate.static_graph = true with accumulation {batch.accumulation}: DDP fails on a first pass unsynced",
-            f"allowed: replicate.static_graph = false, or batch.micro = {batch.local}",
-        )
-    return batch

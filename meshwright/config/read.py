@@ -15,10 +15,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from meshwright.config.presets import PRESETS
-from meshwright.config.tree import Range, RunConfig
+from meshwright.config.tree import Count, Range, RunConfig
 from meshwright.errors import ConfigError
 
 MAX_TOML_BYTES = 1 << 20  # a run file is a page of settings; more than this is a mistake or an attack
+
+
+SPELLINGS = {"zero-0": "none", "zero-1": "optimizer", "zero-2": "gradients", "zero-3": "parameters"}
+"""Other names of the same things."""
 
 
 class Word(str):
@@ -40,11 +44,13 @@ def load(
         if not separator:
             raise ConfigError(f"{word!r} has no value", f"allowed: --{key}=VALUE")
         put(tree, key, Word(value))
-    if ranks is not None:
-        put(tree, "layout.replicate", Word(ranks))
     if steps is not None:
         put(tree, "steps", Word(steps))
-    return from_dict(tree)
+    config = from_dict(tree)
+    if ranks is None:
+        return config
+    count = convert(Count, Word(ranks), "--ranks")
+    return dataclasses.replace(config, layout=config.layout.on(count))
 
 
 def from_dict(tree: Mapping[str, Any]) -> RunConfig:
@@ -134,6 +140,7 @@ def convert(kind: Any, value: Any, where: str) -> Any:
             return None
         return convert(next(a for a in args if a is not type(None)), value, where)
     if origin is Literal:
+        value = SPELLINGS.get(value, value) if isinstance(value, str) and SPELLINGS.get(value) in args else value
         if value not in args:
             raise ConfigError(f"{where} = {show(value)} is not known", f"allowed: {', '.join(map(str, args))}")
         return str(value)

@@ -6,7 +6,7 @@ A key that is a Python keyword carries a trailing underscore here and none in TO
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from meshwright.errors import ConfigError
@@ -254,7 +254,32 @@ class LayoutConfig:
     """How many ranks, and along which axes."""
 
     replicate: Annotated[Count, PLACEMENT] = 2
-    """data-parallel degree: ranks that hold the whole model"""
+    """data-parallel ranks, each with a copy of the model unless shard divides it among them"""
+    shard: Annotated[Literal["none", "optimizer", "gradients", "parameters"], PLACEMENT] = "none"
+    """what is divided among data-parallel ranks instead of held by each (also zero-0, zero-1, zero-2, zero-3)"""
+    shard_degree: Annotated[Count | None, PLACEMENT] = None
+    """ranks that one copy is divided among, with replicate such copies; unset: replicate's ranks, and one copy"""
+    tensor: Annotated[Count, PLACEMENT] = 1
+    """ranks that each matrix is divided among; the sequence is, between the matrices"""
+
+    def __post_init__(self) -> None:
+        if self.shard == "none" and self.shard_degree not in (None, 1):
+            raise ConfigError(
+                f"layout.shard_degree = {self.shard_degree} with layout.shard = none, which divides nothing",
+                "allowed: layout.shard = optimizer, gradients or parameters",
+            )
+
+    def on(self, ranks: int) -> LayoutConfig:
+        """The same on so many ranks in all: copies, or shards where they have no degree of their own, are what
+        changes.
+        """
+        unit = self.tensor * (self.shard_degree or 1)
+        if ranks % unit:
+            below = ranks // unit * unit
+            fits = " or ".join(str(n) for n in (below, below + unit) if n)
+            factors = f"tensor {self.tensor}" + (f" x shard {self.shard_degree}" if self.shard_degree else "")
+            raise ConfigError(f"{ranks} ranks do not divide over {factors}", f"allowed: {fits} ranks")
+        return replace(self, replicate=ranks // unit)
 
 
 @dataclass(frozen=True)
@@ -271,6 +296,32 @@ class ReplicateConfig:
     """allow parameters that a step does not use, at the price of walking the graph each step"""
     compress: Literal["none", "bf16"] = "none"
     """reduce gradients in bf16: half the bytes, other numbers"""
+
+
+@dataclass(frozen=True)
+class ShardConfig:
+    """Sharding by FSDP2: a unit (a block) of the model is gathered when it is used."""
+
+    prefetch: Annotated[int, Range(least=1, most=64), PLACEMENT] = 1
+    """units that are gathered ahead of use: more hides latency, and takes their memory"""
+    keep: Annotated[Count | None, PLACEMENT] = None
+    """shard = parameters: ranks that hold a unit together between forward and backward, such as those of one host;
+    unset: all, 1: each holds it whole
+    """
+
+
+@dataclass(frozen=True)
+class ComputeConfig:
+    """Time traded for memory, and memory for time."""
+
+    recompute: Annotated[Literal["none", "full", "selective"], PLACEMENT] = "none"
+    """what backward computes again: nothing, whole blocks, or all of a block but its matrix products and attention"""
+    segment: Annotated[Count, PLACEMENT] = 1
+    """full: blocks that are recomputed together; about the square root of their number holds the least"""
+    compile: Annotated[bool, PLACEMENT] = False
+    """compile each block by torch.compile; may change the last bits"""
+    offload: Annotated[bool, PLACEMENT] = False
+    """keep the optimizer's state, and run the optimizer, in host memory"""
 
 
 @dataclass(frozen=True)
@@ -318,6 +369,8 @@ class RunConfig:
     checkpoint: Annotated[CheckpointConfig, PLACEMENT] = field(default_factory=CheckpointConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     replicate: ReplicateConfig = field(default_factory=ReplicateConfig)
+    shard: ShardConfig = field(default_factory=ShardConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
 

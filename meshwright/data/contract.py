@@ -10,11 +10,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import Batch, BatchConfig, RunConfig, batch_algebra, load
+from meshwright.config import Batch, BatchConfig, RunConfig, batch_algebra, from_dict, load
 from meshwright.data.files import open_sources
 from meshwright.data.source import Source
 from meshwright.data.stream import Stream
 from meshwright.errors import ConfigError
+from meshwright.layout import Layout, checked
 from meshwright.record.folder import RunFolder, read_json
 
 MOST_EPOCHS = 1000
@@ -24,6 +25,7 @@ MOST_EPOCHS = 1000
 class Contract:
     stream: Stream
     batch: Batch
+    layout: Layout
     sources: list[str]
 
     def show(self, step: int, rank: int | None = None) -> dict[str, Any]:
@@ -32,12 +34,12 @@ class Contract:
             raise ConfigError(f"--step {step} is before the first", "allowed: at least 0")
         if rank is None:
             return {"step": step, "samples": self.stream.step(step).tolist()}
-        if not 0 <= rank < self.batch.replicas:
+        if not 0 <= rank < self.layout.ranks:
             raise ConfigError(
-                f"--rank {rank} is not one of the run's {self.batch.replicas}",
-                f"allowed: from 0 to {self.batch.replicas - 1}",
+                f"--rank {rank} is not one of the run's {self.layout.ranks}",
+                f"allowed: from 0 to {self.layout.ranks - 1}",
             )
-        ids = self.stream.slice(step, rank, self.batch.replicas)
+        ids = self.stream.slice(step, self.layout.data_coordinate(rank), self.batch.replicas)
         return {
             "step": step,
             "rank": rank,
@@ -52,7 +54,8 @@ class Contract:
         source, index = self.stream.source_of(sample)
         places = []
         for place in islice(self.stream.find(sample), epochs):
-            rank, within = divmod(place.index, self.batch.local)
+            coordinate, within = divmod(place.index, self.batch.local)
+            rank = self.layout.reader(coordinate)
             places.append(asdict(place) | {"rank": rank, "micro_step": within // self.batch.micro})
         return {
             "sample": sample,
@@ -69,13 +72,15 @@ def contract_of(run: Path) -> Contract:
         record = read_json(RunFolder(run).identity_file)
         try:
             stream = Stream.from_json(record["stream"])
-            micro, replicate = record["placement"]["batch.micro"], record["placement"]["layout.replicate"]
+            micro, layout = record["placement"]["batch.micro"], layout_in(record["placement"])
             names = [str(source["name"]) for source in record["sources"]]
-            if type(replicate) is not int or replicate < 1 or type(micro) not in (int, type(None)) or micro == 0:
+            if type(micro) not in (int, type(None)) or micro == 0:
                 raise ValueError("impossible batch")
             if len(names) != len(stream.parts):
                 raise ValueError("sources and stream differ")
-            return Contract(stream, batch_algebra(BatchConfig(stream.global_batch, micro), replicate), names)
+            return Contract(
+                stream, batch_algebra(BatchConfig(stream.global_batch, micro), layout.data_degree), layout, names
+            )
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             raise ConfigError(
                 f"{RunFolder(run).identity_file} is not an identity record ({error!r})", "give a run folder"
@@ -84,9 +89,14 @@ def contract_of(run: Path) -> Contract:
         raise ConfigError(f"{run} is neither a run folder nor a run file", "give one of the two")
     config = load(run)
     sources = open_sources(config.data, config.model.vocab)
-    return Contract(
-        stream_of(config, sources), batch_algebra(config.batch, config.layout.replicate), [s.name for s in sources]
-    )
+    layout, batch = checked(config)
+    return Contract(stream_of(config, sources), batch, layout, [s.name for s in sources])
+
+
+def layout_in(placement: dict[str, Any]) -> Layout:
+    """The layout that a run's record speaks of; one that a stranger made up is refused as a run file's would be."""
+    said = {key.removeprefix("layout."): value for key, value in placement.items() if key.startswith("layout.")}
+    return Layout.of(from_dict({"layout": {key: value for key, value in said.items() if value is not None}}).layout)
 
 
 def stream_of(config: RunConfig, sources: Sequence[Source]) -> Stream:

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from meshwright.config import RunConfig, fingerprint, identity, placement
-from meshwright.config.derive import check
 from meshwright.data.files import open_sources
 from meshwright.data.source import Indexable
 from meshwright.errors import BusyError, ConfigError, MeshwrightError, PeerError, Stopped
 from meshwright.launch.ranks import Ranks, refuse_while_spawning
 from meshwright.launch.rendezvous import Place, join, leave, restart
-from meshwright.layout import Layout
+from meshwright.layout import checked
+from meshwright.parallel.parts import Parts
 from meshwright.record.events import Event
 from meshwright.record.folder import RunFolder
 from meshwright.record.page import Page
@@ -38,12 +38,12 @@ def make_job(
     model: nn.Module | None = None,
     loss: Loss | None = None,
     source: Any = None,
+    parts: Parts | None = None,
     fallback: bool = True,
 ) -> Job:
     """A checked job, its sources opened: forked ranks share what this process has mapped."""
     refuse_while_spawning()
-    layout = Layout(replicate=config.layout.replicate)
-    batch = check(config, layout.data_degree)
+    layout, batch = checked(config, own_model=model is not None)
     if (model is None) != (loss is None):
         raise ConfigError(
             "a model of your own and its loss come together", "allowed: train(config, model=..., loss=...)"
@@ -54,7 +54,7 @@ def make_job(
         sources = open_sources(config.data, config.model.vocab)
     else:
         sources = [source if is_source(source) else Indexable(source)]
-    return Job(config, batch, layout, sources, folder, fallback=fallback, model=model, loss=loss)
+    return Job(config, batch, layout, sources, folder, fallback=fallback, model=model, loss=loss, parts=parts)
 
 
 def is_source(thing: Any) -> bool:
@@ -77,8 +77,8 @@ def run_here(
     """This process is one rank; torchrun (or the like) started it. `listen` gives rank 0 a listener for its attempt."""
     if place.size != job.layout.ranks:
         raise ConfigError(
-            f"layout.replicate = {job.layout.replicate} and {place.size} ranks were started",
-            f"allowed: layout.replicate = {place.size}, or {job.layout.ranks} ranks",
+            f"the layout {job.layout} has {job.layout.ranks} ranks and {place.size} ranks were started",
+            f"allowed: --ranks {place.size}, or {job.layout.ranks} ranks",
         )
     world = join(place, job.config.launch, facts_of(job))
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -1,11 +1,14 @@
 """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU. Free of any parallelism.
 
 Everything that a way of parallelism may want to replace is a submodule of its own: `attend` (the attention
-itself, after projection and rotation), `ffn` (dense or experts) and the head (see loss.py). Nothing here casts
+itself, after projection and rotation), `ffn` (dense or experts), `stack` (the way through the blocks) and the head
+(see loss.py). Nothing here casts
 below the precision of its input, so the whole model runs in float64 when its parameters are.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -88,6 +91,15 @@ class Block(nn.Module):
         return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]
 
 
+class Stack(nn.Module):
+    """One block after the other."""
+
+    def forward(self, blocks: Iterable[nn.Module], x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        for block in blocks:
+            x = block(x, rotary)
+        return x
+
+
 class Decoder(nn.Module):
     """Token ids to hidden states; the head is the loss module's."""
 
@@ -95,6 +107,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(config.vocab, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.stack = Stack()
         self.norm = RMSNorm(config.width, config.norm_eps)
         self.head_size = config.width // config.heads
         self.rope_theta = config.rope_theta
@@ -104,9 +117,7 @@ class Decoder(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         rotary = rotary_tables(positions, self.head_size, self.rope_theta, x.dtype)
-        for block in self.blocks:
-            x = block(x, rotary)
-        return self.norm(x)  # type: ignore[no-any-return]
+        return self.norm(self.stack(self.blocks, x, rotary))  # type: ignore[no-any-return]
 
 
 class LanguageModel(nn.Module):

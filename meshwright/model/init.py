@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.config import ModelConfig
-from meshwright.model.decoder import LanguageModel, RMSNorm
+from meshwright.model.decoder import LanguageModel
 
 ROWS = 1024
 """Rows generated from one key: a rank that holds part of a matrix generates the blocks it needs, and no more."""
@@ -19,29 +20,40 @@ ROWS = 1024
 STD = 0.02
 
 
+def outline(config: ModelConfig, dtype: torch.dtype) -> LanguageModel:
+    """The language model without its weights, on the meta device."""
+    with torch.device("meta"):
+        return LanguageModel(config).to(dtype)
+
+
 def build(
     config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> LanguageModel:
-    """The language model with its initial weights, made on the meta device and filled parameter by parameter."""
-    with torch.device("meta"):
-        model = LanguageModel(config).to(dtype)
-    model.to_empty(device=device)
+    """The language model with its initial weights, whole."""
+    model = outline(config, dtype).to_empty(device=device)
     if config.tie:  # to_empty gives each owner its own storage
         model.tie()
-    fill(model, config, seed)
+    for name, parameter in model.named_parameters():
+        fill(parameter.detach(), name, parameter.shape, (0,) * parameter.ndim, config, seed)
     return model
 
 
-@torch.no_grad()
-def fill(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, RMSNorm)}
-    for name, parameter in model.named_parameters():
-        if name in norms:
-            parameter.fill_(1.0)
-            continue
-        for start in range(0, parameter.shape[0], ROWS):
-            stop = min(start + ROWS, parameter.shape[0])
-            parameter[start:stop].copy_(initial_rows(seed, name, parameter.shape, start, stop, std_of(name, config)))
+def fill(local: Tensor, name: str, shape: Sequence[int], offset: Sequence[int], config: ModelConfig, seed: int) -> None:
+    """Writes into `local` the block of a parameter of this name and shape that begins at `offset`."""
+    if "norm" in name.split(".")[-2]:
+        local.fill_(1.0)
+        return
+    if not local.numel():
+        return
+    first, end = offset[0], offset[0] + local.shape[0]
+    for start in range(first // ROWS * ROWS, end, ROWS):
+        stop = min(start + ROWS, shape[0])
+        rows = initial_rows(seed, name, shape, start, stop, std_of(name, config))
+        below, above = max(start, first), min(stop, end)
+        block = rows[below - start : above - start]
+        for dim in range(1, len(shape)):
+            block = block.narrow(dim, offset[dim], local.shape[dim])
+        local[below - first : above - first].copy_(block)
 
 
 def std_of(name: str, config: ModelConfig) -> float:
@@ -50,7 +62,7 @@ def std_of(name: str, config: ModelConfig) -> float:
     return STD / math.sqrt(2 * config.layers) if back_into_residual else STD
 
 
-def initial_rows(seed: int, name: str, shape: torch.Size, start: int, stop: int, std: float) -> Tensor:
+def initial_rows(seed: int, name: str, shape: Sequence[int], start: int, stop: int, std: float) -> Tensor:
     """Rows [start, stop) of a parameter's initial value, in float32 on the CPU; start is a multiple of ROWS."""
     digest = hashlib.sha256(f"{seed}/{name}/{start // ROWS}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))

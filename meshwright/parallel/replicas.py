@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.errors import MeshwrightError, PeerError
+from meshwright.layout import Layout
+from meshwright.parallel.blocks import Block
 from meshwright.parallel.world import World
 
 
@@ -17,20 +20,65 @@ class ReplicaError(MeshwrightError):
     """A replica holds other parameters than the rest: a silent fault of memory, of a kernel or of a link."""
 
 
-def compare_replicas(model: nn.Module, world: World, step: int) -> None:
-    """Raises on every rank if replicas differ, naming the odd rank and the first parameter."""
-    words = words_of(parameter for _, parameter in model.named_parameters()).cpu()
-    odd = odd_ones([row[0] for row in world.gather_numbers(digest_of_words(words), name="replica digests")])
-    if odd:
+class Replicas:
+    """Which blocks are held by more than one rank, and by whom: those are compared, kind by kind of cut."""
+
+    def __init__(self, blocks: Mapping[str, Block], layout: Layout) -> None:
+        self.layout = layout
+        held = {name: block.cut for name, block in blocks.items() if set(layout.used) - block.cut}
+        self.cuts = sorted(set(held.values()), key=sorted)
+        self.names = sorted(held, key=lambda name: self.cuts.index(held[name]))
+        """of everything compared, one kind of cut after the other"""
+        self.spans = [[i for i, name in enumerate(self.names) if held[name] == cut] for cut in self.cuts]
+
+    def digests(self, words: Tensor) -> list[int]:
+        """One number for each kind of cut, from the words of `names`."""
+        return [digest_of_words(words[span]) for span in self.spans]
+
+    def odd(self, rows: Sequence[Sequence[int]]) -> Odd | None:
+        """The first group of holders that disagree, from every rank's `digests`."""
+        for kind, cut in enumerate(self.cuts):
+            for group in holders(self.layout, cut):
+                if strange := odd_ones([rows[rank][kind] for rank in group]):
+                    return Odd([group[i] for i in strange], group, kind)
+        return None
+
+
+@dataclass(frozen=True)
+class Odd:
+    ranks: list[int]
+    group: list[int]
+    kind: int
+
+    def error(self, rank: int, step: int, parameter: str = "") -> MeshwrightError:
+        return replica_error(rank, step, self.ranks, len(self.group), parameter)
+
+
+def holders(layout: Layout, cut: frozenset[str]) -> list[list[int]]:
+    """Groups of ranks that hold the same block of whatever is cut along these axes."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(layout.ranks):
+        place = layout.coordinates(rank)
+        groups.setdefault(tuple(place[axis] for axis in sorted(cut)), []).append(rank)
+    return list(groups.values())
+
+
+def compare_replicas(blocks: Mapping[str, Block], layout: Layout, world: World, step: int) -> None:
+    """Raises on every rank if holders of the same block differ, naming the odd rank and the first parameter."""
+    replicas = Replicas(blocks, layout)
+    words = words_of(blocks[name].local for name in replicas.names).cpu()
+    odd = replicas.odd(world.gather_numbers(*replicas.digests(words), name="replica digests"))
+    if odd is not None:
         rows = world.gather_numbers(*words.tolist(), name="replica words")
-        columns = zip(*rows, strict=True)
-        differing = next(i for i, column in enumerate(columns) if len(set(column)) > 1)
-        raise replica_error(world.rank, step, odd, world.size, list(dict(model.named_parameters()))[differing])
+        span = replicas.spans[odd.kind]
+        differing = next(i for i in span if len({rows[rank][i] for rank in odd.group}) > 1)
+        raise odd.error(world.rank, step, replicas.names[differing].removeprefix("model/"))
 
 
 def words_of(parameters: Iterable[Tensor]) -> Tensor:
     """A word of each parameter; on a device the work is only queued."""
-    return torch.stack([word_of(parameter) for parameter in parameters])
+    words = [word_of(parameter) for parameter in parameters]
+    return torch.stack(words) if words else torch.zeros(0, dtype=torch.int64)
 
 
 def digest_of_words(words: Tensor) -> int:

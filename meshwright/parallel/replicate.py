@@ -6,9 +6,8 @@ whole global batch, so the right reduction is the plain sum; the hook below make
 
 # No postponed annotations here: DDP reads the hook's own at run time.
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -16,54 +15,38 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.config import ReplicateConfig
+from meshwright.parallel.spread import GradientTraffic, Spread
 from meshwright.parallel.world import World
 
 
-@dataclass
-class GradientTraffic:
-    """What the reduction of one step sent, and the square of this rank's own gradient before it met the others."""
-
-    buckets: int = 0
-    message_bytes: int = 0
-    local_square: Tensor | None = None
-
-
-class Replicated:
-    """A module whose gradients are the sum over all ranks after each synchronised backward."""
+class Replicated(Spread):
+    """Copies of the whole module, whose gradients are summed over all ranks by DDP."""
 
     def __init__(self, module: nn.Module, config: ReplicateConfig, world: World) -> None:
-        self.module = module
+        super().__init__(module)
         self.world = world
         self.compress = config.compress == "bf16"
         self.traffic = GradientTraffic()
-        self.on_last_bucket: Callable[[], object] = lambda: None
-        self._ddp: DistributedDataParallel | None = None
-        if world.size > 1:
-            self._ddp = DistributedDataParallel(
-                module,
-                bucket_cap_mb=config.bucket_mb,
-                gradient_as_bucket_view=config.bucket_view,
-                static_graph=config.static_graph,
-                find_unused_parameters=config.unused,
-            )
-            self._ddp.register_comm_hook(self, reduce_bucket)
+        self.ddp = DistributedDataParallel(
+            module,
+            bucket_cap_mb=config.bucket_mb,
+            gradient_as_bucket_view=config.bucket_view,
+            static_graph=config.static_graph,
+            find_unused_parameters=config.unused,
+        )
+        self.ddp.register_comm_hook(self, reduce_bucket)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        return (self._ddp or self.module)(*inputs)  # type: ignore[no-any-return]
+        return self.ddp(*inputs)  # type: ignore[no-any-return]
 
-    def synchronised(self, yes: bool) -> AbstractContextManager[None]:
-        """Forward and backward inside; gradients meet the other ranks' only if yes."""
-        return nullcontext() if yes or self._ddp is None else self._ddp.no_sync()
+    @contextmanager
+    def micro_step(self, last: bool) -> Iterator[None]:
+        with nullcontext() if last else self.ddp.no_sync():
+            yield
 
     def take_traffic(self) -> GradientTraffic:
-        """The traffic since the last call."""
         taken, self.traffic = self.traffic, GradientTraffic()
         return taken
-
-
-def wire_bytes(message: int, ranks: int) -> int:
-    """What one rank sends in a ring all-reduce: 2 (n - 1) / n times the message."""
-    return 2 * (ranks - 1) * message // ranks
 
 
 def reduce_bucket(state: Replicated, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

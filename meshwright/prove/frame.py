@@ -19,7 +19,7 @@ from rich.table import Table
 
 from meshwright.config import RunConfig, fingerprint, identity, placement
 from meshwright.errors import RestartsExhausted
-from meshwright.prove.gradients import check_gradients
+from meshwright.prove.layouts import check_layouts
 from meshwright.prove.recovery import check_recovery
 from meshwright.prove.stream import check_stream
 from meshwright.record.folder import write_json
@@ -29,7 +29,7 @@ from meshwright.version import __version__
 
 Check = Callable[[RunConfig], Iterator[tuple[str, bool, str]]]
 
-CHECKS: dict[str, Check] = {"stream": check_stream, "gradients": check_gradients, "recovery": check_recovery}
+CHECKS: dict[str, Check] = {"stream": check_stream, "layout": check_layouts, "recovery": check_recovery}
 """Name -> check. A check yields (promise, kept, what was measured); one that raises has failed."""
 
 

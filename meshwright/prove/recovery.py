@@ -13,9 +13,9 @@ from typing import Any
 from meshwright.checkpoint.catalogue import Entry, published, store_of
 from meshwright.checkpoint.tensors import differences, state_digest
 from meshwright.config import CheckpointConfig, RunConfig
-from meshwright.config.derive import check
 from meshwright.launch.job import make_job, start
-from meshwright.prove.gradients import shrunk
+from meshwright.layout import checked
+from meshwright.prove.scale import shrunk
 from meshwright.record.events import ledger
 from meshwright.record.folder import RunFolder
 from meshwright.recover.incidents import Incident, read_incidents
@@ -118,7 +118,7 @@ def scaled(config: RunConfig, ranks: int, steps: int) -> tuple[RunConfig, str]:
     )
     if config.replicate.static_graph:  # DDP's static graph never accumulates
         proof = replace(proof, batch=replace(proof.batch, micro=2))
-    check(proof, ranks)
+    checked(proof)
     return proof, f"; {steps} steps of {2 * ranks} x {sequence} tokens on CPU" + (f", model {note}" if note else "")
 
 

@@ -3,44 +3,48 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
-from meshwright.config import Batch, DataConfig
+from meshwright.config import Batch
 from meshwright.data.loader import Decoder
 from meshwright.data.source import Concatenated
 from meshwright.data.stream import Stream
+from meshwright.parallel.spread import Spread
 from meshwright.parallel.world import World
 from meshwright.train.precision import Precision
 
 
 class Evaluation:
-    """The same held-out samples every time, split over ranks; shares need not be equal, since sums are summed."""
+    """The same held-out samples every time, split over ranks; shares need not be equal, since sums are summed. Every
+    rank makes as many passes, though: where the model is spread over ranks, they make each pass together.
+    """
 
-    def __init__(
-        self, source: Concatenated, stream: Stream, samples: int, batch: Batch, coordinate: int, config: DataConfig
-    ) -> None:
+    def __init__(self, source: Concatenated, stream: Stream, samples: int, batch: Batch, coordinate: int) -> None:
         ids = stream.evaluation(samples)
         own = ids[coordinate :: batch.replicas]
         self.samples = len(ids)
         self.cuts = [own[start : start + batch.micro] for start in range(0, len(own), batch.micro)]
-        self.decoder = Decoder(source, quarantine=config.on_bad_sample == "quarantine")
+        self.passes = -(-len(ids[:: batch.replicas]) // batch.micro)  # of the first coordinate, whose share is largest
+        self.filler = ids[:1]
+        self.decoder = Decoder(source, quarantine=True)
 
     @torch.no_grad()
-    def run(self, model: nn.Module, precision: Precision, world: World) -> tuple[float, int, str]:
+    def run(self, spread: Spread, precision: Precision, world: World, speaks: bool) -> tuple[float, int, str]:
         """(loss, valid tokens, what this rank could not decode) over all ranks' shares."""
         sums = torch.zeros(2, dtype=torch.float64, device=world.device)
-        bad = ""
+        bad, model = "", spread.module
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
-        for ids in self.cuts:
+        for index in range(self.passes):
             world.page.beat()
-            batch = self.decoder[ids]
-            if not batch.tensors:
+            counts = speaks and index < len(self.cuts)
+            batch = self.decoder[self.cuts[index] if index < len(self.cuts) else self.filler]
+            if batch.bad and index < len(self.cuts):
                 bad = bad or str(batch.bad[0])
-                continue
-            with precision.autocast():
+            with precision.autocast(), spread.micro_step(last=True):
                 total, _ = model(*map(world.to_device, batch.tensors))
-            sums += torch.stack([total.double(), torch.tensor(float(batch.valid), device=world.device)])
+            if counts:
+                sums += torch.stack([total.double(), torch.tensor(float(batch.valid), device=world.device)])
+        spread.settle()
         for module, mode in modes:  # a user may have frozen some
             module.training = mode
         total_loss, tokens = world.sum(sums, "evaluation sum").wait().tolist()

@@ -9,13 +9,13 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import nn
 
 from meshwright.config import Batch, RunConfig
 from meshwright.errors import DataError, NumericsError, PeerError
-from meshwright.parallel.replicate import wire_bytes
+from meshwright.parallel.spread import Spread
 from meshwright.parallel.world import World
 from meshwright.record.events import EventLog
+from meshwright.record.wire import wire_bytes
 from meshwright.train.numerics import NoiseScale, first_nonfinite
 from meshwright.train.precision import Precision
 from meshwright.train.step import Outcome
@@ -27,10 +27,10 @@ class Ledger:
     """
 
     def __init__(
-        self, config: RunConfig, batch: Batch, world: World, model: nn.Module, precision: Precision, log: EventLog
+        self, config: RunConfig, batch: Batch, world: World, spread: Spread, precision: Precision, log: EventLog
     ) -> None:
         self.config, self.batch, self.world = config, batch, world
-        self.model, self.precision, self.log = model, precision, log
+        self.spread, self.precision, self.log = spread, precision, log
         self.noise = NoiseScale(batch.global_, batch.replicas)
         self.waiting: Outcome | None = None
         self.bad_samples = self.skipped = self.in_a_row = 0
@@ -87,7 +87,7 @@ class Ledger:
             communication={
                 "buckets": traffic.buckets,
                 "message_bytes": traffic.message_bytes,
-                "wire_bytes": wire_bytes(traffic.message_bytes, self.world.size),
+                "wire_bytes": wire_bytes("all_reduce", traffic.message_bytes, self.world.size),
                 "exposed_seconds": phases["sync"],
             },
             noise_scale=number(noise),
@@ -127,7 +127,7 @@ class Ledger:
         if self.precision.scaler is not None and math.isfinite(loss):
             return  # fp16 found its scale too high: the scaler's business, not a fault
         self.in_a_row += 1
-        where = first_nonfinite(self.model, outcome.batches, self.world.device, self.precision.autocast)
+        where = first_nonfinite(self.spread, outcome.batches, self.world.device, self.precision.autocast)
         self.log.write("nonfinite", step=outcome.step, loss=number(loss), module=where)
         numerics = self.config.numerics
         if numerics.on_nonfinite == "skip" and self.in_a_row <= numerics.skip_budget:

@@ -26,9 +26,13 @@ from meshwright.data.source import Concatenated, Source
 from meshwright.data.stream import Stream
 from meshwright.errors import CheckpointError, Stopped
 from meshwright.layout import Layout
-from meshwright.model.init import build
+from meshwright.model.init import fill, outline
+from meshwright.parallel.apply import apply
+from meshwright.parallel.blocks import Block, block_of, whole_of
+from meshwright.parallel.parts import Parts
 from meshwright.parallel.replicas import compare_replicas
-from meshwright.parallel.replicate import Replicated
+from meshwright.parallel.spread import Spread
+from meshwright.parallel.tensor import DECODER
 from meshwright.parallel.world import World
 from meshwright.record.events import Event, EventLog
 from meshwright.record.folder import RunFolder, read_json
@@ -62,6 +66,8 @@ class Job:
     """whether a supervisor of ours looks on"""
     model: nn.Module | None = None  # a user's own; None is the decoder of the config
     loss: Loss | None = None
+    parts: Parts | None = None
+    """what a layout must know of a user's own model"""
     listener: Callable[[Event], None] | None = None
 
     def as_attempt(self, attempt: int, restart: int, fork: bool) -> Job:
@@ -109,19 +115,20 @@ class Training:
         self.signals = SignalWatch(world.page)
         decide_bits(config, world)
         self.precision = Precision(config.precision, world.device)
-        self.model = build_model(job, self.precision, world)
+        self.spread = spread_model(job, self.precision, world)
+        self.model = self.spread.module
         self.stream = stream_of(config, job.sources)
         identity = describe(config, job.sources, self.stream, job.model)
         lineage = self._enter(identity)
         listener = job.listener if world.rank == 0 else None
         self.log = EventLog(job.folder.events(world.rank), job.attempt, world.rank, listener)
         self.log.write("start", **start_facts(job, self.model, self.stream, world))
-        self.ledger = Ledger(config, job.batch, world, self.model, self.precision, self.log)
+        self.ledger = Ledger(config, job.batch, world, self.spread, self.precision, self.log)
         self.resume = Resume(config, job.batch, job.layout, self.stream, identity["identity"], lineage, world)
-        optimizer = Optimizer(self.model, config.optimizer)
-        replicated = Replicated(self.model, config.replicate, world)
+        self.optimizer = Optimizer(self.model, config.optimizer, job.layout, world, config.compute.offload)
         store = store_of(job.folder)
-        self.state = partial(tensors_of, self.model, optimizer.adamw)
+        self.parameters = dict(self.model.named_parameters())  # as they are between steps
+        self.state = partial(tensors_of, self.model, self.optimizer.moments())
         self.saver = Saver(
             config.checkpoint,
             store,
@@ -131,22 +138,25 @@ class Training:
             self.resume.facts(),
             self.state,
             config.launch.hang_timeout,
+            job.layout,
         )
         coordinate = job.layout.data_coordinate(world.rank)
+        self.speaks = job.layout.speaks(world.rank)
         self.step = Step(
-            replicated,
-            optimizer,
+            self.spread,
+            self.optimizer,
             self.precision,
             world,
             seed=config.seed,
             coordinate=coordinate,
+            speaks=self.speaks,
             quarantine=config.data.on_bad_sample == "quarantine",
             signal_seen=self.signals.seen,
             saving=self.saver.news if world.rank == 0 else lambda _done: (False, False),
         )
         source = Concatenated(job.sources)
         loader = Loader(source, self.stream, job.batch, coordinate, config.data)
-        self.evaluation = Evaluation(source, self.stream, config.eval.samples, job.batch, coordinate, config.data)
+        self.evaluation = Evaluation(source, self.stream, config.eval.samples, job.batch, coordinate)
         self.step.rehearse(loader.first)
         self.done = self._restore(store, lineage)
         self.began = self.done
@@ -173,6 +183,7 @@ class Training:
         if found is None:
             return 0
         manifest = found.manifest
+        self.optimizer.reload()
         self.resume.apply(manifest, self.ledger, self.precision)
         self.saver.follow(manifest)
         self.log.write(
@@ -193,7 +204,8 @@ class Training:
         self.agreed = outcome.agreement
         every = self.job.config.numerics.compare_every
         if every and self.done % every == 0 and self.world.size > 1:
-            compare_replicas(self.model, self.world, self.done - 1)
+            blocks = {name: block_of(parameter) for name, parameter in self.parameters.items()}
+            compare_replicas(blocks, self.job.layout, self.world, self.done - 1)
 
     def evaluation_is_due(self) -> bool:
         cadence = self.job.config.eval
@@ -205,7 +217,7 @@ class Training:
         self.world.page.enter("evaluate")
         faults.reach("evaluate", self.done - 1)
         self.ledger.settle()
-        self.ledger.evaluated(self.done - 1, *self.evaluation.run(self.model, self.precision, self.world))
+        self.ledger.evaluated(self.done - 1, *self.evaluation.run(self.spread, self.precision, self.world, self.speaks))
 
     def keep(self) -> None:
         """Saves where all ranks agreed to, and says what became of the save before."""
@@ -240,22 +252,33 @@ class Training:
         self.save()
         self.world.page.enter("end")
         self.saver.close()
-        digest = parameters_digest(self.model.named_parameters()) if self.world.rank == 0 else ""
+        whole = self.world.rank == 0 or self.spread.mesh is not None  # blocks are put together by all of their holders
+        digest = parameters_digest(self.parameters.items()) if whole else ""
         summary = Summary(self.done, self.ledger.loss, self.ledger.skipped, digest, self.ledger.evaluations)
         complete = self.began == self.done > 0
         self.log.write("end", **asdict(summary) | {"loss": number(summary.loss), "was_complete": complete})
         self.log.close()
-        if isinstance(self.model, Objective) and (self.world.rank == 0 or not in_shared_memory(self.job)):
-            give_back(self.model, self.job)
+        if isinstance(self.model, Objective):
+            give_back(self.model, self.job, self.world.rank == 0 or not in_shared_memory(self.job))
         return summary
 
 
-def build_model(job: Job, precision: Precision, world: World) -> nn.Module:
+def spread_model(job: Job, precision: Precision, world: World) -> Spread:
     if job.model is None or job.loss is None:
-        return build(job.config.model, job.config.seed, precision.weights, world.device)
+        return spread_decoder(job.config, job.layout, precision, world)
     # The user's modules may live in memory that all ranks share: train on copies, and give the weights back at the end.
     model, loss = copy.deepcopy(job.model), copy.deepcopy(job.loss) if isinstance(job.loss, nn.Module) else job.loss
-    return Objective(model.to(world.device, precision.weights), loss).to(world.device)
+    objective = Objective(model.to(world.device, precision.weights), loss).to(world.device)
+    return apply(objective, job.config, job.layout, world, job.parts.of_objective() if job.parts else None)
+
+
+def spread_decoder(config: RunConfig, layout: Layout, precision: Precision, world: World) -> Spread:
+    """The config's own model with its initial weights, each rank's part made by itself."""
+
+    def weights(block: Block, name: str) -> None:
+        fill(block.local, name, block.shape, block.offset, config.model, config.seed)
+
+    return apply(outline(config.model, precision.weights), config, layout, world, DECODER, weights)
 
 
 def in_shared_memory(job: Job) -> bool:
@@ -269,10 +292,14 @@ def user_modules(job: Job) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def give_back(trained: Objective, job: Job) -> None:
+def give_back(trained: Objective, job: Job, write: bool) -> None:
+    """Blocks are put together by all of their holders; some of these write."""
     for mine, theirs in zip((trained.model, trained.loss), user_modules(job), strict=False):
+        state = mine.state_dict()
         for name, value in theirs.state_dict().items():
-            value.copy_(mine.state_dict()[name])
+            whole = whole_of(state[name])
+            if write:
+                value.copy_(whole)
 
 
 def decide_bits(config: RunConfig, world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.data.loader import MicroBatch
+from meshwright.parallel.blocks import local_of
+from meshwright.parallel.spread import Spread
 
 
 class NoiseScale:
@@ -32,7 +35,7 @@ class NoiseScale:
 
     def update(self, norm: float, local_square: float) -> float | None:
         """The smoothed estimate, or None where one rank alone cannot tell or no signal is left."""
-        if self.replicas == 1:
+        if self.replicas == 1 or not math.isfinite(local_square):
             return None
         big = norm**2
         small = local_square
@@ -45,14 +48,16 @@ class NoiseScale:
 
 
 def first_nonfinite(
-    model: nn.Module,
+    spread: Spread,
     batches: list[MicroBatch],
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[None]],
 ) -> str | None:
     """The first module, in the order of computation, whose output is not finite on these batches; else whose weight
-    has such a gradient.
+    has such a gradient. Where ranks make each pass together, none of them may end early, and gradients are not looked
+    at.
     """
+    model, together = spread.module, spread.mesh is not None
     found: list[str] = []
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -66,9 +71,11 @@ def first_nonfinite(
     handles = [module.register_forward_hook(watch(name or type(module).__name__)) for name, module in leaves]
     handles.append(model.register_forward_hook(watch("the loss")))
     try:
-        with autocast():
+        with autocast(), spread.micro_step(last=True):
             for batch in batches:
                 total, _ = model(*(t.to(device) for t in batch.tensors))
+                if together:
+                    continue
                 if found:
                     return found[0]
                 names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
@@ -81,11 +88,13 @@ def first_nonfinite(
     finally:
         for handle in handles:
             handle.remove()
-    return None
+    spread.settle()
+    return found[0] if found else None
 
 
 def all_finite(value: Any) -> bool:
     if isinstance(value, Tensor):
+        value = local_of(value)
         return bool(torch.isfinite(value).all()) if value.is_floating_point() else True
     if isinstance(value, (tuple, list)):
         return all(all_finite(v) for v in value)

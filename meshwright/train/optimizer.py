@@ -6,8 +6,12 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshwright.config import OptimizerConfig, ScheduleConfig
+from meshwright.layout import AXES, Layout
+from meshwright.parallel.blocks import Block, block_of, local_of
+from meshwright.parallel.world import World
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
@@ -23,16 +27,32 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
 
 
 class Optimizer:
-    """`update` scales, clips and steps in one pass over the gradients; a gradient that is not finite changes
-    nothing.
+    """AdamW over the blocks that this rank holds; it is elementwise, so no block needs another. `update` scales, clips
+    and steps in one pass over the gradients; a gradient that is not finite changes nothing.
     """
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
-        self.clip = config.clip
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        layout: Layout | None = None,
+        world: World | None = None,
+        offload: bool = False,
+    ) -> None:
+        self.clip, self.offload = config.clip, offload
         self.fused = config.implementation == "fused"
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        matrices = [p for p in self.parameters if p.ndim >= 2]
-        vectors = [p for p in self.parameters if p.ndim < 2]
+        self.world = world or World()
+        self.layout = layout or Layout(replicate=self.world.size)
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.names, self.parameters = list(named), list(named.values())
+        self.blocks = [block_of(parameter) for parameter in self.parameters]
+        self.owned = [self._own(p, block) for p, block in zip(self.parameters, self.blocks, strict=True)]
+        """what AdamW works on: the parameters, the blocks of those that are cut, or copies in host memory"""
+        uncut = [set(AXES) - block.cut for block in self.blocks]
+        self.counted = [self.layout.first(self.world.rank, axes) for axes in uncut]
+        """whether this rank is the one of those holding the same block that counts it"""
+        matrices = [p for p in self.owned if p.ndim >= 2]
+        vectors = [p for p in self.owned if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
@@ -41,31 +61,84 @@ class Optimizer:
             eps=config.eps,
             **({"fused": True} if self.fused else {"foreach": True}),
         )
-        for parameter in self.parameters:  # what AdamW makes at its first step: a checkpoint always has a place to go
+        for parameter in self.owned:  # what AdamW makes at its first step: a checkpoint always has a place to go
             self.adamw.state[parameter] = {
                 "step": torch.zeros((), device=parameter.device if self.fused else "cpu"),
                 "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
                 "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
             }
 
+    def _own(self, parameter: nn.Parameter, block: Block) -> nn.Parameter:
+        if self.offload:
+            host = torch.empty(block.local.shape, dtype=block.local.dtype, pin_memory=block.local.is_cuda)
+            return nn.Parameter(host.copy_(block.local))
+        return nn.Parameter(block.local) if isinstance(parameter, DTensor) else parameter
+
+    def moments(self) -> dict[str, Block]:
+        """AdamW's state, cut as the parameters are, by parameter name and key."""
+        return {
+            f"{name}/{key}": block.like(value) if value.ndim or not block.shape else block_of(value)
+            for name, block, owned in zip(self.names, self.blocks, self.owned, strict=True)
+            for key, value in self.adamw.state[owned].items()
+        }
+
+    def reload(self) -> None:
+        """The parameters were changed from outside: copies in host memory follow."""
+        if self.offload:
+            with torch.no_grad():
+                for owned, block in zip(self.owned, self.blocks, strict=True):
+                    owned.copy_(block.local)
+
+    def gradients(self) -> list[tuple[Tensor, bool]]:
+        """This rank's blocks of the gradients, and whether it counts them."""
+        pairs = zip(self.parameters, self.counted, strict=True)
+        return [(local_of(p.grad), counted) for p, counted in pairs if p.grad is not None]
+
     def gradient_norm(self) -> Tensor:
-        """The norm over all parameters, of gradients that are already the sum over ranks."""
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients, foreach=True)
+        """The norm over all parameters, each counted once, of gradients that are already the sum over ranks."""
+        gradients = self.gradients()
+        if not any(block.cut for block in self.blocks):
+            return torch.nn.utils.get_total_norm([gradient for gradient, _ in gradients], foreach=True)
+        own = [gradient for gradient, counted in gradients if counted]
+        square = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        if own:
+            square += torch.stack(torch._foreach_norm(own)).double().square().sum()
+        return self.world.sum(square, "gradient norm").wait().sqrt().to(gradients[0][0].dtype)
 
     def update(self, lr: float, norm: Tensor, scale: Tensor, finite: Tensor) -> None:
         """One step. `norm` is that of the true gradient; the stored one is `scale` times it."""
+        self._take_gradients()
         divisor = scale * torch.clamp(norm / self.clip, min=1.0) if self.clip else scale * torch.ones_like(norm)
+        if self.offload:
+            divisor, finite = divisor.cpu(), finite.cpu()  # the host waits for the gradients, too
         for group in self.adamw.param_groups:
             group["lr"] = lr
         if self.fused:
             # The fused kernels take both as device scalars: no pass of its own for clipping, no wait for `finite`.
             self.adamw.grad_scale = divisor.float()  # type: ignore[attr-defined]
             self.adamw.found_inf = 1.0 - finite.float()  # type: ignore[attr-defined]
+            if divisor.dtype == torch.float64:  # the kernels know it in float32 alone
+                self._divide(divisor)
+                self.adamw.grad_scale = None  # type: ignore[attr-defined]
             self.adamw.step()
         elif bool(finite):
-            torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], 1.0 / divisor)
+            self._divide(divisor)
             self.adamw.step()
+        if self.offload:
+            with torch.no_grad():
+                for owned, block in zip(self.owned, self.blocks, strict=True):
+                    block.local.copy_(owned, non_blocking=True)
+
+    def _divide(self, divisor: Tensor) -> None:
+        torch._foreach_mul_([p.grad for p in self.owned if p.grad is not None], 1.0 / divisor)
+
+    def _take_gradients(self) -> None:
+        for parameter, owned in zip(self.parameters, self.owned, strict=True):
+            if parameter is not owned and parameter.grad is not None:
+                gradient = local_of(parameter.grad)
+                owned.grad = gradient.to("cpu", non_blocking=True) if self.offload else gradient
 
     def zero(self) -> None:
         self.adamw.zero_grad(set_to_none=True)
+        for parameter in self.parameters:
+            parameter.grad = None

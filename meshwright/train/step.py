@@ -15,7 +15,9 @@ from torch import Tensor
 from meshwright import faults
 from meshwright.data.loader import BadSample, MicroBatch
 from meshwright.errors import DataError, PeerError, Stopped
-from meshwright.parallel.replicate import GradientTraffic, Replicated
+from meshwright.parallel.blocks import local_of
+from meshwright.parallel.replicate import Replicated
+from meshwright.parallel.spread import GradientTraffic, Spread
 from meshwright.parallel.world import World
 from meshwright.record.clock import StepClock
 from meshwright.train.optimizer import Optimizer
@@ -54,27 +56,29 @@ class Step:
 
     def __init__(
         self,
-        replicated: Replicated,
+        spread: Spread,
         optimizer: Optimizer,
         precision: Precision,
         world: World,
         *,
         seed: int,
         coordinate: int,
+        speaks: bool = True,
         quarantine: bool = False,
         signal_seen: Callable[[], int] = lambda: 0,
         saving: Callable[[int], tuple[bool, bool]] = lambda _done: (False, False),
     ) -> None:
-        self.replicated, self.optimizer, self.precision, self.world = replicated, optimizer, precision, world
-        self.seed, self.coordinate = seed, coordinate
+        """Of the ranks that share a `coordinate`, and with it their samples, one `speaks` for them in sums."""
+        self.spread, self.optimizer, self.precision, self.world = spread, optimizer, precision, world
+        self.seed, self.coordinate, self.speaks = seed, coordinate, speaks
         self.quarantine, self.signal_seen, self.saving = quarantine, signal_seen, saving
-        self.stateful = any(True for _ in replicated.module.buffers())
+        self.stateful = any(True for _ in spread.module.buffers())
 
     def run(self, step: int, lr: float, stream: Iterator[list[MicroBatch]]) -> Outcome:
         """Fetches the step's micro-batches, computes the gradient of the global mean, and updates once."""
         clock = StepClock(self.world.device, self.world.page, step)
         if clock.enter("fetch") == "flip":
-            flip_bit(self.replicated.module)
+            flip_bit(self.spread.module)
         batches = next(stream)
         agreement, loss = self.gradient(step, batches, clock)
         clock.enter("update")
@@ -85,7 +89,7 @@ class Step:
         self.optimizer.zero()
         if self.precision.scaler:
             self.precision.scaler.update(finite)
-        traffic = self.replicated.take_traffic()
+        traffic = self.spread.take_traffic()
         local = self._local_square(traffic, agreement, batches, norm) / scale**2
         numbers = torch.stack([t.double() for t in (loss, norm, local, finite, scale)])
         on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
@@ -110,10 +114,10 @@ class Step:
         total = torch.zeros((), device=self.world.device, dtype=self.precision.weights)
         for index, micro_batch in enumerate(inputs):
             last = index == len(inputs) - 1
-            with self.replicated.synchronised(last):
+            with self.spread.micro_step(last):
                 clock.enter("forward")
                 with self.precision.autocast():
-                    losses, _ = self.replicated(*micro_batch)
+                    losses, _ = self.spread(*micro_batch)
                 if agreement is None:
                     clock.enter("sync")
                     agreement = self._agree(step, batches, asked.wait())
@@ -121,32 +125,33 @@ class Step:
                     losses = losses * float("nan")
                 # Divided by the count over all ranks and micro-steps, here and nowhere else; ranks are summed.
                 mean = losses / max(1, agreement.tokens)
-                total += mean.detach()
+                if self.speaks:
+                    total += mean.detach()
                 if last:
                     summing = self.world.sum(total, "loss sum")  # travels while the last backward runs
-                    self.replicated.on_last_bucket = lambda: clock.enter("sync")
+                    self.spread.on_last_bucket = lambda: clock.enter("sync")
                 (mean * self.precision.scale).backward()
         clock.enter("sync")
         assert agreement is not None
         return agreement, summing.wait()
 
     def rehearse(self, first: Callable[[], MicroBatch]) -> None:
-        """A backward pass that is thrown away. DDP settles its buckets, and with them the order of its sums, after its
-        first: a resumed run must begin with the order in which an uninterrupted one would go on.
+        """Where there is DDP, a backward pass that is thrown away. DDP settles its buckets, and with them the order of
+        its sums, after its first: a resumed run must begin with the order in which an uninterrupted one would go on.
         """
         self.world.page.enter("rehearse")
-        if self.world.size == 1:
+        if not isinstance(self.spread, Replicated):
             return
-        batch, module = first(), self.replicated.module
+        batch, module = first(), self.spread.module
         if not all(row[0] for row in self.world.gather_numbers(bool(batch.tensors), name="rehearsal")):
             return  # a sample that cannot be decoded: the first step will say so
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         self._seed(0)
         with self.precision.autocast():
-            losses, _ = self.replicated(*map(self.world.to_device, batch.tensors))
+            losses, _ = self.spread(*map(self.world.to_device, batch.tensors))
         losses.backward()
         self.optimizer.zero()
-        self.replicated.take_traffic()
+        self.spread.take_traffic()
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -154,9 +159,11 @@ class Step:
     def _local_square(
         self, traffic: GradientTraffic, agreement: Agreement, batches: list[MicroBatch], norm: Tensor
     ) -> Tensor:
-        """The square of this rank's own mean gradient, before it met the others'."""
+        """The square of this rank's own mean gradient, before it met the others'; not a number where only their sum is
+        known.
+        """
         if traffic.local_square is None:
-            return norm.square()
+            return torch.full_like(norm, float("nan"))
         own = sum(batch.valid for batch in batches)
         return traffic.local_square * (agreement.tokens / max(1, own)) ** 2
 
@@ -173,7 +180,8 @@ class Step:
         bad = sum(len(batch.bad) for batch in batches)
         seen = self.signal_seen()
         stops = [seen == signal.SIGINT, seen == signal.SIGTERM]
-        return [sum(b.valid for b in batches), bad, int(bad > 0), *stops, *self.saving(step + 1)]
+        own = [sum(b.valid for b in batches), bad, int(bad > 0)] if self.speaks else [0, 0, 0]
+        return [*own, *stops, *self.saving(step + 1)]
 
     def _agree(self, step: int, batches: list[MicroBatch], sums: Tensor) -> Agreement:
         """Every rank hears the same sums, so every rank stops at the same step or none does."""
@@ -200,6 +208,6 @@ def step_seed(seed: int, step: int, coordinate: int) -> int:
 
 def flip_bit(module: torch.nn.Module) -> None:
     """A silent fault, when asked for: one bit of the first parameter."""
-    first = next(module.parameters()).detach().reshape(-1)
+    first = local_of(next(module.parameters())).reshape(-1)
     bits = first.view({8: torch.int64, 4: torch.int32}[first.element_size()])
     bits[0] ^= 1 << 12

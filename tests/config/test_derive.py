@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.config import Batch, BatchConfig, batch_algebra, fingerprint, identity, load, placement, to_dict
-from meshwright.config.derive import check
 from meshwright.errors import ConfigError
+from meshwright.layout import checked
 
 
 @given(st.integers(1, 500), st.integers(1, 50), st.none() | st.integers(1, 50))
@@ -79,4 +79,4 @@ def test_every_key_is_identity_or_placement():
 
 def test_a_static_graph_with_accumulation_is_refused():
     with pytest.raises(ConfigError, match="static_graph"):
-        check(load(overrides=["--replicate.static_graph=true", "--batch.micro=4"]), 2)
+        checked(load(overrides=["--replicate.static_graph=true", "--batch.micro=4"]))

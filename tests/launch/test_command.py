@@ -210,7 +210,7 @@ def test_another_number_of_ranks_than_torchruns_is_refused(tmp_path):
     command = [str(BIN / "meshwright"), "train", "--run", str(tmp_path / "r"), *SMALL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 2
-    assert "layout.replicate = 2 and 1 ranks were started" in done.stderr
+    assert "the layout replicate 2 has 2 ranks and 1 ranks were started" in done.stderr
 
 
 def test_a_reader_that_leaves_does_not_end_the_training(tmp_path):

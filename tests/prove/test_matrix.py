@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.config import PRESETS, from_dict, load
-from meshwright.prove.gradients import check_gradients
+from meshwright.prove.layouts import check_layouts
 from meshwright.prove.stream import check_stream
 
 
@@ -18,7 +18,7 @@ def test_every_presets_gradients_on_every_rank_count(preset, ranks, bucket_mb):
     config = from_dict(
         {"preset": preset, "batch": batch, "layout": {"replicate": ranks}, "replicate": {"bucket_mb": bucket_mb}}
     )
-    assert [(promise, measured) for promise, kept, measured in check_gradients(config) if not kept] == []
+    assert [(promise, measured) for promise, kept, measured in check_layouts(config) if not kept] == []
 
 
 @pytest.mark.long

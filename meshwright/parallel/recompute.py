@@ -1,0 +1,77 @@
+"""Activations that backward computes again instead of finding them in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from meshwright.config import ComputeConfig
+from meshwright.errors import ConfigError
+from meshwright.parallel.parts import Parts, blocks_of
+
+KEPT = (
+    "mm",
+    "bmm",
+    "addmm",
+    "linear",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+"""What selective recomputation keeps: products and attention, which are dear to compute and no larger than the rest."""
+
+
+def recompute(model: nn.Module, parts: Parts, config: ComputeConfig) -> None:
+    if config.recompute == "none":
+        return
+    if config.segment > 1:
+        stacks = [module for module in model.modules() if hasattr(module, "stack")]
+        if not stacks:
+            raise ConfigError(
+                "compute.segment > 1 recomputes several blocks together, and the model has no stack to go through them",
+                "allowed: compute.segment = 1",
+            )
+        for module in stacks:
+            module.stack = Segments(config.segment)
+        return
+    for block in blocks_of(model, parts):
+        wrap(block, config.recompute)
+
+
+def wrap(block: nn.Module, mode: Literal["full", "selective"]) -> None:
+    """The module's own forward alone: names stay, and hooks of other axes run around it, once."""
+    context: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, keep)}
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False, **(context if mode == "selective" else {}))
+
+
+def keep(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    name = operation.__name__.partition(".")[0] if operation.namespace == "aten" else ""
+    return CheckpointPolicy.MUST_SAVE if name in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Segments(nn.Module):
+    """The way through the blocks that keeps only what enters every so many of them."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, blocks: Iterable[nn.Module], x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        whole = list(blocks)
+        for start in range(0, len(whole), self.size):
+            through = partial(self.through, whole[start : start + self.size])
+            x = checkpoint(through, x, rotary, use_reentrant=False) if torch.is_grad_enabled() else through(x, rotary)
+        return x
+
+    @staticmethod
+    def through(blocks: list[nn.Module], x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        for block in blocks:
+            x = block(x, rotary)
+        return x

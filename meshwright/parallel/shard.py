@@ -1,0 +1,105 @@
+"""Sharding by FSDP2: each unit of the model is gathered for its use, its gradients are summed once and scattered.
+
+| what is divided | between forward and backward | gradients meet | held in full meanwhile |
+|---|---|---|---|
+| optimizer  | stays gathered    | once a step       | parameters and gradients |
+| gradients  | stays gathered    | every micro-step  | parameters |
+| parameters | gathered again    | every micro-step  | the units in use |
+
+With copies beside shards (replicate x shard) the copies' gradients meet once a step. FSDP2's default is the mean over
+ranks, by another path in float32 than in float64; the step has divided already, so a plain sum is forced on both.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from meshwright.config import RunConfig
+from meshwright.parallel.parts import Parts, units_of
+from meshwright.parallel.spread import Spread
+
+# FSDP2 warns of in-place changes to what a unit gives on. Ours makes none; a user's own unit is still warned of.
+OURS = "Embedding|RMSNorm, FSDPHeadLoss|Block|LanguageModel"
+warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \(FSDP({OURS})\) returned a view tensor")
+
+What = Literal["none", "optimizer", "gradients", "parameters"]
+COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Sharded(Spread):
+    """A module whose units are sharded over the mesh's data axes; `ready` fills a unit's weights just before."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parts: Parts,
+        config: RunConfig,
+        mesh: DeviceMesh,
+        ready: Callable[[nn.Module], None],
+    ) -> None:
+        super().__init__(module)
+        self.what: What = config.layout.shard
+        # One shard beside copies is no shard: letting go of a unit costs nothing to get back.
+        reshard: bool | int = self.what in ("parameters", "none")
+        if self.what == "parameters" and config.shard.keep is not None:
+            reshard = config.shard.keep if config.shard.keep > 1 else False
+        data = mesh[tuple(axis for axis in mesh.mesh_dim_names or () if axis in ("replicate", "shard"))]
+        units = units_of(module, parts)
+        for index, unit in enumerate(units):
+            for piece in unit:
+                ready(piece)
+            fully_shard(unit, mesh=data, reshard_after_forward=reshard, mp_policy=policy(config, first=index == 0))
+        ready(module)  # what is in no unit
+        fully_shard(module, mesh=data, reshard_after_forward=reshard, mp_policy=policy(config, first=True))
+        self.root = fsdp(module)
+        for part in self.units():
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+        self._prefetch([fsdp(unit[0]) for unit in units], config.shard.prefetch)
+
+    def units(self) -> list[FSDPModule]:
+        return [fsdp(part) for part in self.module.modules() if isinstance(part, FSDPModule)]
+
+    def _prefetch(self, units: list[FSDPModule], ahead: int) -> None:
+        if ahead == 1:
+            return  # FSDP2's own way, which follows the order that it sees
+        for index, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + ahead])
+            unit.set_modules_to_backward_prefetch(units[max(0, index - ahead) : index][::-1])
+
+    @contextmanager
+    def micro_step(self, last: bool) -> Iterator[None]:
+        self.root.set_requires_gradient_sync(last or self.what in ("gradients", "parameters"))
+        self.root.set_requires_all_reduce(last)
+        self.root.set_reshard_after_backward(last or self.what == "parameters")
+        with super().micro_step(last):
+            yield
+
+    def settle(self) -> None:
+        for part in self.units():
+            part.reshard()
+
+
+def policy(config: RunConfig, first: bool) -> MixedPrecisionPolicy:
+    """Units are gathered in the precision of compute. The first holds the embedding, which sets the precision of the
+    residual stream: it is gathered as it is. Gradients are summed in that of the weights, or as `compress` says.
+    """
+    summed = torch.float64 if config.precision.compute == "fp64" else torch.float32
+    return MixedPrecisionPolicy(
+        param_dtype=None if first else COMPUTE.get(config.precision.compute),
+        reduce_dtype=torch.bfloat16 if config.replicate.compress == "bf16" else summed,
+        cast_forward_inputs=False,
+    )
+
+
+def fsdp(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module

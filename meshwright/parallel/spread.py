@@ -1,0 +1,55 @@
+"""What a step sees of a model that is spread over ranks: forward, backward, and when gradients meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel
+
+from meshwright.parallel.tensor import sum_partial
+
+
+@dataclass
+class GradientTraffic:
+    """What DDP's reduction of one step sent, and the square of this rank's own gradient before it met the others."""
+
+    buckets: int = 0
+    message_bytes: int = 0
+    local_square: Tensor | None = None
+
+
+class Spread:
+    """A module after all axes were applied. After the last micro-step every gradient is the sum over the ranks that
+    read other samples. This one is not spread over samples at all; each way of doing so is a subclass.
+    """
+
+    mesh: DeviceMesh | None = None
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.on_last_bucket: Callable[[], object] = lambda: None
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return self.module(*inputs)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def micro_step(self, last: bool) -> Iterator[None]:
+        """Forward and backward go inside; after the last, gradients have met."""
+        if self.mesh is None or "tensor" not in (self.mesh.mesh_dim_names or ()):
+            yield
+            return
+        with loss_parallel():  # a loss over a cut vocabulary, in backward too
+            yield
+        if last:
+            sum_partial(self.module.parameters(), self.mesh["tensor"])
+
+    def settle(self) -> None:
+        """Lets go of what was gathered, where somebody looked at the model between steps."""
+
+    def take_traffic(self) -> GradientTraffic:
+        """What was sent since the last call, where this way of spreading counts it at every step."""
+        return GradientTraffic()

@@ -1,0 +1,140 @@
+"""Tensor and sequence parallelism: matrices cut by DTensor, the sequence cut between them, the vocabulary in the loss.
+
+A block's first matrices are cut by columns and its last by rows. Going in, the pieces of the sequence are gathered once
+for all of q, k and v (once for gate and up); coming out, the partial sums are added and scattered over the sequence in
+one collective. So everything between the matrices, norms and residuals, works on a piece of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from meshwright.parallel.parts import Parts, owned_parameters
+
+SEQUENCE = 1
+"""The dimension of the sequence in (batch, sequence, width)."""
+
+
+class VocabularyEmbedding(ParallelStyle):
+    """Each rank looks up the tokens of its own rows; the sum over ranks is scattered over the sequence."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        cut_rows(module, device_mesh)
+        module.forward = partial(self.look_up, module, device_mesh)
+        return module
+
+    @staticmethod
+    def look_up(module: nn.Module, mesh: DeviceMesh, tokens: Tensor) -> Tensor:
+        weight = module.weight
+        assert isinstance(weight, DTensor)
+        rows = weight.to_local()
+        index = tokens - len(rows) * mesh.get_local_rank()
+        foreign = (index < 0) | (index >= len(rows))
+        found = F.embedding(index.masked_fill(foreign, 0), rows).masked_fill(foreign[..., None], 0.0)
+        whole = DTensor.from_local(found, mesh, [Partial()], run_check=False)
+        return whole.redistribute(placements=[Shard(SEQUENCE)]).to_local()
+
+
+class VocabularyHead(ParallelStyle):
+    """The head and its loss: each rank has its part of the vocabulary, all of the sequence, and comes to the whole
+    loss.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        cut_rows(module, device_mesh)
+        module.register_forward_pre_hook(partial(self.gather, device_mesh))
+        module.register_forward_hook(self.whole)
+        return module
+
+    @staticmethod
+    def gather(mesh: DeviceMesh, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, *rest = inputs
+        if not isinstance(hidden, DTensor):
+            hidden = DTensor.from_local(hidden, mesh, [Shard(SEQUENCE)], run_check=False)
+        return hidden.redistribute(placements=[Replicate()]), *rest
+
+    @staticmethod
+    def whole(_module: nn.Module, _inputs: Any, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        total, count = outputs
+        return total.to_local() if isinstance(total, DTensor) else total, count
+
+
+def cut_rows(module: nn.Module, mesh: DeviceMesh) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        rows = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(rows, parameter.requires_grad))
+
+
+def decoder_cuts() -> Mapping[str, ParallelStyle]:
+    """How the decoder is cut."""
+    pieces, whole = Shard(SEQUENCE), Replicate()
+    attention = PrepareModuleInput(
+        input_layouts=(pieces, None), desired_input_layouts=(whole, None), use_local_output=False
+    )
+    feed_forward = PrepareModuleInput(input_layouts=(pieces,), desired_input_layouts=(whole,), use_local_output=False)
+    columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=pieces)
+    block = "decoder.blocks.*"
+    return {
+        "decoder.embedding": VocabularyEmbedding(),
+        f"{block}.attention_norm": SequenceParallel(),
+        f"{block}.attention": attention,
+        **{f"{block}.attention.{name}": columns for name in ("q", "k", "v")},
+        f"{block}.attention.out": rows,
+        f"{block}.ffn_norm": SequenceParallel(),
+        f"{block}.ffn": feed_forward,
+        **{f"{block}.ffn.{name}": columns for name in ("gate", "up")},
+        f"{block}.ffn.down": rows,
+        "decoder.norm": SequenceParallel(),
+        "head": VocabularyHead(),
+    }
+
+
+def cut(model: nn.Module, parts: Parts, mesh: DeviceMesh) -> None:
+    """Cuts the matrices, each rank from its own copy, and keeps shared ones shared."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module, name, parameter in owned_parameters(model):
+        owners.setdefault(id(parameter), []).append((module, name))
+    parallelize_module(model, mesh, dict(parts.cuts()), src_data_rank=None)
+    for (first, name), *others in owners.values():
+        for module, other in others:
+            module._parameters[other] = first._parameters[name]
+
+
+@torch.no_grad()
+def sum_partial(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
+    """Adds up gradients of which each rank has a part: those of norms, which saw a piece of the sequence each. DTensor
+    leaves them so after backward, and whoever reads the local tensor has a wrong one. One collective for all.
+    """
+    parts = [
+        (p, p.grad)
+        for p in parameters
+        if isinstance(p.grad, DTensor) and any(placement.is_partial() for placement in p.grad.placements)
+    ]
+    if not parts:
+        return
+    flat = torch.cat([gradient.to_local().reshape(-1) for _, gradient in parts])
+    dist.all_reduce(flat, group=mesh.get_group())
+    for (parameter, gradient), whole in zip(parts, flat.split([g.numel() for _, g in parts]), strict=True):
+        assert isinstance(parameter, DTensor)
+        parameter.grad = DTensor.from_local(whole.view(gradient.shape), mesh, parameter.placements, run_check=False)
+
+
+DECODER = Parts(blocks="decoder.blocks.*", ends=(("decoder.embedding",), ("decoder.norm", "head")), cuts=decoder_cuts)
+"""What a layout must know of our own decoder."""

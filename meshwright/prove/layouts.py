@@ -1,0 +1,92 @@
+"""A layout against one process: loss, every gradient, their norm, three optimizer steps and an evaluation, with unequal
+masks, accumulation and weights both tied and not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+from meshwright.config import RunConfig
+from meshwright.launch.ranks import run_ranks
+from meshwright.layout import Layout, checked
+from meshwright.prove.scale import few_ranks, shrunk
+from meshwright.prove.trail import SEQUENCE, Trail, alone, for_proof, together
+from meshwright.prove.verdict import Tolerance, first_off
+
+TOLERANCE: dict[Literal["fp64", "fp32"], Tolerance] = {
+    "fp64": Tolerance(1e-10, 1e-10),
+    "fp32": Tolerance(2e-5, 1e-4),
+}
+"""float64 leaves 1e6 roundings of room; float32 about 300, which sums in another order may use, and five times as many
+after three steps."""
+
+ACCUMULATION = 3
+MICRO = 2
+
+
+def check_layouts(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
+    proofs, note = variants(config)
+    # Both in processes of their own: autograd in this one would start CUDA, where there is one, and spoil the fork.
+    [expected] = run_ranks(alone, 1, proofs, launch=proofs[0].launch)
+    layout = Layout.of(proofs[0].layout)
+    found = run_ranks(together, layout.ranks, proofs, launch=proofs[0].launch, timeout=300.0)
+    for index, proof in enumerate(proofs):
+        yield compared(proof, expected[index], [trails[index] for trails in found], note)
+
+
+def variants(config: RunConfig) -> tuple[list[RunConfig], str]:
+    """The proofs of one config: in both precisions, which take different paths in torch, and with weights tied and
+    not.
+    """
+    spread, fewer = few_ranks(config.layout)
+    model, scaled = shrunk(config.model, spread.tensor)
+    layout = Layout.of(spread)
+    # DDP's static graph cannot skip a synchronisation in its first pass: such a config never accumulates.
+    accumulation = 1 if config.replicate.static_graph else ACCUMULATION
+    proof = replace(
+        for_proof(config),
+        model=model,
+        layout=spread,
+        data=replace(config.data, sequence=SEQUENCE),
+        batch=replace(config.batch, global_=layout.data_degree * accumulation * MICRO, micro=MICRO),
+        shard=replace(config.shard, keep=2 if config.shard.keep not in (None, 1) and layout.shard % 2 == 0 else None),
+    )
+    said = [f"layout {fewer}" if fewer else "", f"model {scaled}" if scaled else ""]
+    note = "; on CPU" + "".join(f", {text}" for text in said if text)
+    if config.replicate.compress != "none":
+        note += f", without replicate.compress = {config.replicate.compress}, which rounds"
+    if config.precision.compute not in TOLERANCE:
+        note += f", not in {config.precision.compute}, which rounds"
+    other = replace(model, tie=not model.tie)
+    compute = {name: replace(config.precision, compute=name) for name in TOLERANCE}
+    return [
+        replace(proof, precision=compute["fp64"]),
+        replace(proof, precision=compute["fp32"]),
+        replace(proof, precision=compute["fp64"], model=other),
+    ], note
+
+
+def compared(proof: RunConfig, expected: Trail, found: list[Trail], note: str) -> tuple[str, bool, str]:
+    layout, batch = checked(proof)
+    tolerance = TOLERANCE[proof.precision.compute]  # type: ignore[index]
+    tied = "tied" if proof.model.tie else "untied"
+    promise = (
+        f"{layout}{kind(proof)}, accumulation {batch.accumulation} = one process ({proof.precision.compute}, {tied})"
+    )
+    off, worst = first_off(expected, found, layout, batch.accumulation, tolerance)
+    what = f"loss, {len(expected.gradients)} gradients, norm, {len(expected.losses)} steps, evaluation"
+    measured = f"{what}: worst {worst:.1e} (allowed {tolerance.later:g})" if off is None else str(off)
+    return promise, off is None, measured + note
+
+
+def kind(config: RunConfig) -> str:
+    """What a layout's degrees do not say."""
+    said: list[str] = [config.layout.shard] if config.layout.shard != "none" else []
+    if config.compute.recompute != "none":
+        segment = f" by {config.compute.segment}" if config.compute.segment > 1 else ""
+        said.append(f"recompute {config.compute.recompute}{segment}")
+    said += ["compiled"] if config.compute.compile else []
+    said += ["optimizer offloaded"] if config.compute.offload else []
+    return f" ({', '.join(said)})" if said else ""

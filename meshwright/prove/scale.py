@@ -1,0 +1,48 @@
+"""A config at a size that fits anywhere: structure and axes kept, sizes and degrees small, and what was scaled said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from meshwright.config import LayoutConfig, ModelConfig
+from meshwright.layout import Layout
+
+RANKS = 8
+"""At most so many processes for a proof."""
+
+
+def shrunk(model: ModelConfig, tensor: int = 1) -> tuple[ModelConfig, str]:
+    """The same structure, still divisible by `tensor`; rows of the matrices do not divide evenly among shards, so that
+    padding is proven too.
+    """
+    ratio = min(model.heads // model.kv_heads, 4 if tensor < 4 else 2)
+    kv_heads = min(model.kv_heads, max(1, 4 // ratio)) if tensor == 1 else tensor
+    heads = kv_heads * ratio
+    small: dict[str, Any] = {
+        "vocab": min(model.vocab, -(-250 // tensor) * tensor),
+        "width": min(model.width // heads // 2 * 2, 16 if heads <= 4 else 4) * heads or 2 * heads,
+        "layers": min(model.layers, 2),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "ffn": min(model.ffn, -(-90 // tensor) * tensor),
+        "experts": min(model.experts, 4),
+        "experts_active": min(model.experts_active, 4, model.experts or 4),
+    }
+    return replace(model, **small), changed(model, small)
+
+
+def few_ranks(config: LayoutConfig) -> tuple[LayoutConfig, str]:
+    """The same axes on at most RANKS ranks; one rank alone proves nothing of ranks, and becomes two."""
+    layout = Layout.of(config)
+    small: dict[str, Any] = {}
+    if layout.ranks > RANKS:
+        small = {axis: 2 for axis in ("replicate", "shard_degree", "tensor") if (getattr(config, axis) or 1) > 1}
+    elif layout.ranks == 1:
+        small = {"replicate": 2}
+    return replace(config, **small), changed(config, small)
+
+
+def changed(before: Any, values: dict[str, Any]) -> str:
+    pairs = [(key, getattr(before, key), value) for key, value in values.items()]
+    return ", ".join(f"{key} {old} to {new}" for key, old, new in pairs if old != new)

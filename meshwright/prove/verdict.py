@@ -1,0 +1,134 @@
+"""From numbers that differ to a name: the first thing that is off, by what factor, and what usually causes that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isclose, isfinite
+
+from torch import Tensor
+
+from meshwright.layout import Layout
+from meshwright.prove.trail import Trail
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest error, relative to the largest entry of the same tensor: of one pass, and of what steps build on it."""
+
+    first: float
+    later: float
+
+
+@dataclass(frozen=True)
+class Off:
+    """What is off: `what` is a quantity, or the gradient or the steps of a parameter."""
+
+    what: str
+    error: float
+    factor: float
+    cause: str = ""
+    later: bool = False
+    """whether roundings had steps to grow in"""
+
+    def __str__(self) -> str:
+        cause = f": {self.cause}" if self.cause else ""
+        return f"{self.what} is off by {self.error:.1e}, {self.factor:.4g} times the right one{cause}"
+
+
+def first_off(
+    expected: Trail, found: list[Trail], layout: Layout, accumulation: int, tolerance: Tolerance
+) -> tuple[Off | None, float]:
+    """(the first thing that is off in the order of a step, or None; the largest error met)."""
+    worst = 0.0
+    offs: list[Off] = []
+    for off in measured(expected, found):
+        worst = max(worst, off.error) if isfinite(off.error) else float("inf")
+        if not off.error <= (tolerance.later if off.later else tolerance.first):
+            offs.append(off)
+    if not offs:
+        return None, worst
+    cause = cause_of(offs, expected, found, layout, accumulation)
+    return Off(offs[0].what, offs[0].error, offs[0].factor, cause), worst
+
+
+def measured(expected: Trail, found: list[Trail]) -> Iterator[Off]:
+    """Everything compared, in the order in which a step computes it."""
+    first = found[0]
+    yield numbers("loss of step 0", expected.losses[0], first.losses[0])
+    for name, right in expected.gradients.items():
+        yield tensors(f"gradient of {name}", right, first.gradients.get(name))
+    for step, (norm, got) in enumerate(zip(expected.norms, first.norms, strict=True)):
+        if step:
+            yield numbers(f"loss of step {step}", expected.losses[step], first.losses[step], later=True)
+        yield numbers(f"gradient norm of step {step}", norm, got, later=step > 0)
+    for name, right in expected.moved.items():
+        yield tensors(f"way of {name} in {len(expected.losses)} steps", right, first.moved.get(name), later=True)
+    yield numbers("evaluation loss", expected.evaluation, first.evaluation, later=True)
+    for rank, trail in enumerate(found):
+        if (trail.losses, trail.norms, trail.evaluation) != (first.losses, first.norms, first.evaluation):
+            yield Off(f"what rank {rank} says of loss and norm, against rank 0,", float("inf"), float("nan"))
+
+
+def numbers(what: str, right: float, got: float, later: bool = False) -> Off:
+    error = abs(got - right) / max(abs(right), 1e-300)
+    return Off(what, error, got / right if right else float("nan"), later=later)
+
+
+def tensors(what: str, right: Tensor, got: Tensor | None, later: bool = False) -> Off:
+    if got is None or got.shape != right.shape:
+        return Off(what, float("inf"), 0.0, "it is not there")
+    error = float((got - right).abs().max() / right.abs().max().clamp_min(1e-300))
+    factor = float((got * right).sum() / (right * right).sum().clamp_min(1e-300))
+    return Off(what, error, factor, later=later)
+
+
+def cause_of(offs: list[Off], expected: Trail, found: list[Trail], layout: Layout, accumulation: int) -> str:
+    """What a pattern of errors usually comes from; '' where it fits none."""
+    names = [off.what for off in offs]
+    gradients = [off for off in offs if off.what.startswith("gradient of")]
+    if gradients:
+        return gradient_cause(gradients, names, layout, accumulation, len(expected.gradients))
+    first = offs[0]
+    if first.what.startswith("loss of step 0"):
+        return (
+            f"the loss alone is: {clean_factor(first.factor, layout, accumulation) or 'it is not the sum over ranks'}"
+        )
+    if first.what.startswith("gradient norm"):
+        inflated = "weights that ranks hold alike are counted more than once"
+        return inflated if first.factor > 1 else "not every rank's part is counted"
+    if first.what.startswith("loss of step 1") and isclose(found[0].losses[1], expected.stale, rel_tol=1e-6):
+        return "stale parameters: the step before did not reach what was gathered"
+    if first.what.startswith("loss of step") or first.what.startswith("way of"):
+        return "gradients and norm are right, the update is not: clipping, decay or moments"
+    if first.what.startswith("evaluation"):
+        return "training is right, evaluation does not weigh every token once"
+    return ""
+
+
+def gradient_cause(gradients: list[Off], names: list[str], layout: Layout, accumulation: int, count: int) -> str:
+    factors = [off.factor for off in gradients]
+    if len(gradients) == count and all(isclose(factor, factors[0], rel_tol=1e-3) for factor in factors):
+        return clean_factor(factors[0], layout, accumulation)
+    if all("norm" in off.what for off in gradients) and layout.tensor > 1:
+        return "norm weights are not summed over the pieces of the sequence (tensor)"
+    if names[0].startswith("loss"):
+        return "forward and backward are: wrong rows, positions or masks"
+    if all(word in " ".join(names) for word in ("embedding",)) and len(gradients) <= 2:
+        return "the two uses of a tied weight, or the vocabulary's rows, are not put together"
+    return "gradients of ranks or micro-steps are not all there, or not each once"
+
+
+def clean_factor(factor: float, layout: Layout, accumulation: int) -> str:
+    degrees = {f"{axis} ({getattr(layout, axis)})": getattr(layout, axis) for axis in layout.used}
+    degrees |= {f"the {layout.data_degree} data-parallel ranks": layout.data_degree} if layout.data_degree > 1 else {}
+    for name, degree in degrees.items():
+        if isclose(factor * degree, 1, rel_tol=1e-3):
+            return f"averaged over {name} once too often"
+        if isclose(factor, degree, rel_tol=1e-3):
+            return f"summed over {name} once too often"
+    if accumulation > 1 and isclose(factor * accumulation, 1, rel_tol=1e-3):
+        return f"divided by the {accumulation} micro-steps"
+    if accumulation > 1 and isclose(factor, accumulation, rel_tol=1e-3):
+        return f"not divided by the {accumulation} micro-steps"
+    return ""
