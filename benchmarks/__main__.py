@@ -13,11 +13,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from benchmarks import checkpoint, recovery, sampler, throughput
+from benchmarks import checkpoint, layouts, recovery, sampler, throughput
+from benchmarks.throughput import PLAIN
 
 RESULT = Path("bench.json")
 PACKAGES = ("meshwright", "torch", "numpy", "xxhash", "accelerate", "lightning-fabric", "torchdata")
-PARTS = ("throughput", "sampler", "checkpoint", "recovery")
+PARTS = ("throughput", "layouts", "sampler", "checkpoint", "recovery")
 
 
 def main() -> None:
@@ -32,6 +33,8 @@ def main() -> None:
     result: dict[str, Any] = {"machine": machine()}
     if "throughput" in words.only:
         result["throughput"] = throughput.measure(words.rounds)
+    if "layouts" in words.only:
+        result["layouts"] = layouts.measure()
     if "sampler" in words.only:
         result["sampler"] = sampler.measure()
     if "checkpoint" in words.only:
@@ -84,6 +87,9 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
             compared = result["throughput"]["ratio_to"][peer]
             value = compared["median"] if compared else None
             rows.append(target(f"throughput / {peer}", value, least, ">="))
+    if "layouts" in result:
+        for name, one in result["layouts"]["layouts"].items():
+            rows.append(target(f"layout / {PLAIN}, {name}", one["ratio_to_plain"]["median"], layouts.LEAST, ">="))
     if "sampler" in result:
         for length in ("10^6", "10^12"):
             value = result["sampler"]["stream"][length]["microseconds_a_sample"]

@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -27,13 +28,15 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import own, plain_torch, with_accelerate, with_fabric
-from benchmarks.ordinary import READ_EVERY
+from benchmarks.ordinary import READ_EVERY, Run
 from meshwright.config import BatchConfig, EvalConfig, ModelConfig, RunConfig, load
 from meshwright.launch.job import make_job
 from meshwright.launch.ranks import run_ranks
 from meshwright.parallel.world import World
 from meshwright.record.folder import RunFolder
 from meshwright.train.loop import Job
+
+Contender = Callable[[Job, World], Run]
 
 RANKS = 2
 MICRO = 8
@@ -63,11 +66,12 @@ def measure(rounds: int) -> dict[str, Any]:
     missing = {name: reason for name, (_, package) in PEERS.items() if (reason := why_missing(package))}
     names = [OWN, *(name for name in PEERS if name not in missing)]
     config = settings()
-    seconds, losses = raced(config, names, rounds, 1)
+    contenders = {name: (own if name == OWN else PEERS[name][0]).contender for name in names}
+    seconds, losses = raced(config, contenders, rounds, 1)
     tokens = config.batch.global_ * config.data.sequence
     compared = {name: None if name in missing else spread(seconds[OWN], seconds[name]) for name in TARGETS}
     bare = replace(config, model=BARE_MODEL, data=replace(config.data, sequence=BARE_SEQUENCE))
-    bare_seconds, _ = raced(bare, names, rounds, BARE_STEPS)
+    bare_seconds, _ = raced(bare, contenders, rounds, BARE_STEPS)
     return {
         "ranks": RANKS,
         "micro_batch": MICRO,
@@ -77,7 +81,7 @@ def measure(rounds: int) -> dict[str, Any]:
         "loss_read": {OWN: "every step, over all ranks, recorded", "peers": f"every {READ_EVERY} steps, own rank's"},
         "tokens_per_second": {name: round(tokens / statistics.median(seconds[name])) for name in names},
         "step_ms": {name: round(statistics.median(seconds[name]) * 1e3, 2) for name in names},
-        "last_loss": losses,
+        "last_loss": {name: values[-1] for name, values in losses.items()},
         "ratio_to": compared,
         "missing": missing,
         "noise": spread(seconds[AGAIN], seconds[PLAIN]),
@@ -96,14 +100,16 @@ def settings() -> RunConfig:
 
 
 def raced(
-    config: RunConfig, names: list[str], rounds: int, steps: int
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Each contender's seconds a step in every counted round, and its last loss."""
+    config: RunConfig, contenders: dict[str, Contender], rounds: int, steps: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Each contender's seconds a step in every counted round, and its losses by round, the mean over ranks."""
     config = replace(config, steps=(rounds + WARM_UP) * steps)
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
         job = make_job(config, RunFolder(Path(folder)))
-        seconds, losses = run_ranks(race, RANKS, job, names, steps, timeout=900.0, launch=config.launch)[0]
-    return {name: [value / steps for value in values[WARM_UP:]] for name, values in seconds.items()}, losses
+        found = run_ranks(race, RANKS, job, contenders, steps, timeout=900.0, launch=config.launch)
+    seconds = {name: [value / steps for value in values[WARM_UP:]] for name, values in found[0][0].items()}
+    by_rank = {name: zip(*(losses[name] for _, losses in found), strict=True) for name in contenders}
+    return seconds, {name: [round(statistics.mean(one), 6) for one in values] for name, values in by_rank.items()}
 
 
 def why_missing(package: str) -> str:
@@ -115,17 +121,19 @@ def why_missing(package: str) -> str:
     return ""
 
 
-def race(world: World, job: Job, names: list[str], steps: int) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """On each rank: every contender's seconds by round, and its last loss."""
+def race(
+    world: World, job: Job, contenders: dict[str, Contender], steps: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """On each rank: every contender's seconds by round, and the loss that it read last by then."""
     os.dup2(2, 1)  # standard output is for the result alone, whatever a peer prints
     speak_as_torchrun(world)
-    runs = {name: (own if name == OWN else PEERS[name][0]).contender(job, world) for name in names}
+    runs = {name: contender(job, world) for name, contender in contenders.items()}
     torch.set_num_threads(job.config.launch.threads)  # whatever a peer has set
     gc.collect()
     gc.freeze()  # no contender pays for walking what the others have imported
-    order = list(names)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    losses: dict[str, float] = {}
+    order = list(contenders)
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    losses: dict[str, list[float]] = {name: [] for name in contenders}
     rounds = job.config.steps // steps
     for number in range(rounds):
         random.Random(number).shuffle(order)  # the same on every rank; no contender always follows the same other
@@ -134,9 +142,10 @@ def race(world: World, job: Job, names: list[str], steps: int) -> tuple[dict[str
             torch.use_deterministic_algorithms(name == OWN, warn_only=True)
             dist.barrier()
             start = time.perf_counter()
-            losses[name] = round(runs[name](steps), 4)
+            loss = runs[name](steps)
             dist.barrier()
             seconds[name].append(time.perf_counter() - start)
+            losses[name].append(loss)
         if world.rank == 0 and (number + 1) % 20 == 0:
             shown = ", ".join(f"{name} {statistics.median(s[-20:]) / steps * 1e3:.1f}" for name, s in seconds.items())
             print(f"round {number + 1} of {rounds}, ms a step: {shown}", file=sys.stderr, flush=True)

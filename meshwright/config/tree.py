@@ -358,6 +358,8 @@ class RunConfig:
     """optimizer steps of the whole run"""
     log_every: Annotated[Count, PLACEMENT] = 10
     """steps between printed lines where there is no terminal"""
+    ledger_every: Annotated[Natural, PLACEMENT] = 1000
+    """steps between those, slower, that count bytes sent and held, beside the second of an attempt; 0 never"""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)

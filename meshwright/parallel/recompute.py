@@ -25,7 +25,9 @@ KEPT = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-"""What selective recomputation keeps: products and attention, which are dear to compute and no larger than the rest."""
+"""What selective recomputation keeps: products and attention, dear to compute and no larger than the rest; and beside
+them (see `keep`) sums that were scattered, which are dear to send and smaller.
+"""
 
 
 def recompute(model: nn.Module, parts: Parts, config: ComputeConfig) -> None:
@@ -52,8 +54,9 @@ def wrap(block: nn.Module, mode: Literal["full", "selective"]) -> None:
 
 
 def keep(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    name = operation.__name__.partition(".")[0] if operation.namespace == "aten" else ""
-    return CheckpointPolicy.MUST_SAVE if name in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    name = operation.__name__.partition(".")[0]
+    kept = name in KEPT if operation.namespace == "aten" else name == "reduce_scatter_tensor"
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Segments(nn.Module):

@@ -6,7 +6,7 @@ whole global batch, so the right reduction is the plain sum; the hook below make
 
 # No postponed annotations here: DDP reads the hook's own at run time.
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -26,7 +26,10 @@ class Replicated(Spread):
         super().__init__(module)
         self.world = world
         self.compress = config.compress == "bf16"
+        # A parameter that a step does not use must have no gradient rather than one of zero.
+        self.in_place = config.bucket_view and not config.unused
         self.traffic = GradientTraffic()
+        self.buckets: dict[int, Tensor] = {}
         self.ddp = DistributedDataParallel(
             module,
             bucket_cap_mb=config.bucket_mb,
@@ -44,6 +47,13 @@ class Replicated(Spread):
         with nullcontext() if last else self.ddp.no_sync():
             yield
 
+    @property
+    def outermost(self) -> nn.Module:
+        return self.ddp
+
+    def held(self) -> Iterable[tuple[str, Tensor]]:
+        return [("gradient", bucket) for bucket in self.buckets.values()]
+
     def take_traffic(self) -> GradientTraffic:
         taken, self.traffic = self.traffic, GradientTraffic()
         return taken
@@ -57,6 +67,9 @@ def reduce_bucket(state: Replicated, bucket: dist.GradBucket) -> torch.futures.F
     traffic = state.traffic
     square = torch.linalg.vector_norm(gradient).square()
     traffic.local_square = square if traffic.local_square is None else traffic.local_square + square
+    if bucket.index() == 0:
+        state.buckets.clear()  # DDP makes new ones after its first pass
+    state.buckets[bucket.index()] = gradient
     sent = gradient.bfloat16() if state.compress else gradient
     traffic.buckets += 1
     traffic.message_bytes += sent.numel() * sent.element_size()

@@ -13,16 +13,17 @@ ranks, by another path in float32 than in float64; the step has divided already,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from meshwright.config import RunConfig
+from meshwright.parallel.internals import fsdp_tensors
 from meshwright.parallel.parts import Parts, units_of
 from meshwright.parallel.spread import Spread
 
@@ -47,8 +48,9 @@ class Sharded(Spread):
     ) -> None:
         super().__init__(module)
         self.what: What = config.layout.shard
-        # One shard beside copies is no shard: letting go of a unit costs nothing to get back.
-        reshard: bool | int = self.what in ("parameters", "none")
+        # Where copies are all there is beside tensor, a unit that is let go costs a copy in memory to get back.
+        self.lets_go = self.what in ("parameters", "none")
+        reshard: bool | int = self.lets_go
         if self.what == "parameters" and config.shard.keep is not None:
             reshard = config.shard.keep if config.shard.keep > 1 else False
         data = mesh[tuple(axis for axis in mesh.mesh_dim_names or () if axis in ("replicate", "shard"))]
@@ -79,9 +81,12 @@ class Sharded(Spread):
     def micro_step(self, last: bool) -> Iterator[None]:
         self.root.set_requires_gradient_sync(last or self.what in ("gradients", "parameters"))
         self.root.set_requires_all_reduce(last)
-        self.root.set_reshard_after_backward(last or self.what == "parameters")
+        self.root.set_reshard_after_backward(last or self.lets_go)
         with super().micro_step(last):
             yield
+
+    def held(self) -> Iterable[tuple[str, Tensor]]:
+        return fsdp_tensors(self.module)
 
     def settle(self) -> None:
         for part in self.units():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,6 +28,8 @@ class Spread:
     """
 
     mesh: DeviceMesh | None = None
+    in_place = False
+    """whether gradients of micro-steps that do not meet would lie beside a buffer that is there anyway"""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -46,6 +48,15 @@ class Spread:
             yield
         if last:
             sum_partial(self.module.parameters(), self.mesh["tensor"])
+
+    @property
+    def outermost(self) -> nn.Module:
+        """The module that is called."""
+        return self.module
+
+    def held(self) -> Iterable[tuple[str, Tensor]]:
+        """(class, tensor) of what the module itself does not show: gathered parameters, buckets of gradients."""
+        return ()
 
     def settle(self) -> None:
         """Lets go of what was gathered, where somebody looked at the model between steps."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.record.page import Page
+from meshwright.record.traffic import small_talk
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,10 @@ class World:
     def sum(self, tensor: torch.Tensor, name: str = "sum") -> Summing:
         """Starts summing a small tensor over all ranks, in place; `wait` gives it. A host tensor stays on the host."""
         self.page.collective(name)
-        return Summing(tensor, dist.all_reduce(tensor, async_op=True) if self.size > 1 else None, self.page)
+        if self.size == 1:
+            return Summing(tensor, None, self.page)
+        with small_talk():
+            return Summing(tensor, dist.all_reduce(tensor, async_op=True), self.page)
 
     def sum_numbers(self, *numbers: int, name: str) -> Summing:
         return self.sum(torch.tensor(numbers, dtype=torch.int64), name)

@@ -22,6 +22,7 @@ from meshwright.errors import RestartsExhausted
 from meshwright.prove.layouts import check_layouts
 from meshwright.prove.recovery import check_recovery
 from meshwright.prove.stream import check_stream
+from meshwright.prove.traffic import check_traffic
 from meshwright.record.folder import write_json
 from meshwright.recover.failures import RanksFailed
 from meshwright.train.identity import code_fingerprint
@@ -29,7 +30,12 @@ from meshwright.version import __version__
 
 Check = Callable[[RunConfig], Iterator[tuple[str, bool, str]]]
 
-CHECKS: dict[str, Check] = {"stream": check_stream, "layout": check_layouts, "recovery": check_recovery}
+CHECKS: dict[str, Check] = {
+    "stream": check_stream,
+    "layout": check_layouts,
+    "traffic": check_traffic,
+    "recovery": check_recovery,
+}
 """Name -> check. A check yields (promise, kept, what was measured); one that raises has failed."""
 
 

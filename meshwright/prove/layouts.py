@@ -51,7 +51,7 @@ def variants(config: RunConfig) -> tuple[list[RunConfig], str]:
         layout=spread,
         data=replace(config.data, sequence=SEQUENCE),
         batch=replace(config.batch, global_=layout.data_degree * accumulation * MICRO, micro=MICRO),
-        shard=replace(config.shard, keep=2 if config.shard.keep not in (None, 1) and layout.shard % 2 == 0 else None),
+        shard=replace(config.shard, keep=fitting(config.shard.keep, layout.shard)),
     )
     said = [f"layout {fewer}" if fewer else "", f"model {scaled}" if scaled else ""]
     note = "; on CPU" + "".join(f", {text}" for text in said if text)
@@ -66,6 +66,11 @@ def variants(config: RunConfig) -> tuple[list[RunConfig], str]:
         replace(proof, precision=compute["fp32"]),
         replace(proof, precision=compute["fp64"], model=other),
     ], note
+
+
+def fitting(keep: int | None, shard: int) -> int | None:
+    """`shard.keep` on fewer ranks: as it is where it divides them, else the half."""
+    return keep if keep is None or shard % keep == 0 else max(1, shard // 2)
 
 
 def compared(proof: RunConfig, expected: Trail, found: list[Trail], note: str) -> tuple[str, bool, str]:

@@ -12,10 +12,11 @@ from typing import Any
 
 from meshwright.checkpoint.catalogue import Entry, published, store_of
 from meshwright.checkpoint.tensors import differences, state_digest
-from meshwright.config import CheckpointConfig, RunConfig
+from meshwright.config import CheckpointConfig, LayoutConfig, RunConfig
 from meshwright.launch.job import make_job, start
-from meshwright.layout import checked
-from meshwright.prove.scale import shrunk
+from meshwright.layout import Layout, checked
+from meshwright.prove.layouts import fitting, kind
+from meshwright.prove.scale import few_ranks, shrunk
 from meshwright.record.events import ledger
 from meshwright.record.folder import RunFolder
 from meshwright.recover.incidents import Incident, read_incidents
@@ -24,6 +25,7 @@ from meshwright.recover.supervisor import Running, supervise
 PHASES = ("fetch", "copy", "forward", "backward", "sync", "update", "updated")
 SAVES = ("stage", "begin", "write", "after_shard", "before_manifest", "before_publish", "after_publish")
 BY_RANK_0 = ("save.before_manifest", "save.before_publish", "save.after_publish", "retain.unpublished")
+MOST_RANKS = 4
 LONGEST = 32
 """Tokens a sample, at most: the proof is about state, not about size."""
 
@@ -51,9 +53,10 @@ def plan(ranks: int) -> tuple[str, int]:
 
 
 def check_recovery(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
-    ranks = min(4, max(2, config.layout.replicate))
+    layout, _ = few_ranks(config.layout, MOST_RANKS)
+    ranks = Layout.of(layout).ranks
     faults, steps = plan(ranks)
-    proof, note = scaled(config, ranks, steps)
+    proof, note = scaled(config, layout, steps)
     with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as base:
         calm, struck = RunFolder(Path(base) / "calm"), RunFolder(Path(base) / "struck")
         run(proof, calm)
@@ -64,7 +67,7 @@ def check_recovery(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
         same = state_digest(last) == state_digest(expected)
         off = "" if same else f"; first off: {next(differences(expected, last), 'nothing')}"
         yield (
-            f"{ranks} ranks killed with -9 at {len(points())} points = never killed, every bit",
+            f"{Layout.of(layout)}{kind(proof)} killed with -9 at {len(points())} points = never killed, every bit",
             same and len(kills) == len(points()),
             f"{len(kills)} kills ({places(kills)}); state {state_digest(last)[:16]} and {state_digest(expected)[:16]}"
             f"{off}{note}",
@@ -100,18 +103,20 @@ def damaged(config: RunConfig, folder: RunFolder, expected: str) -> tuple[str, b
     )
 
 
-def scaled(config: RunConfig, ranks: int, steps: int) -> tuple[RunConfig, str]:
+def scaled(config: RunConfig, layout: LayoutConfig, steps: int) -> tuple[RunConfig, str]:
     """The config with its structure kept and its sizes small, and what was made smaller."""
-    model, note = shrunk(config.model)
+    model, note = shrunk(config.model, layout.tensor)
+    samples = 2 * Layout.of(layout).data_degree
     sequence = min(config.data.sequence, LONGEST)
     proof = replace(
         config,
         steps=steps,
         model=model,
         data=replace(config.data, sequence=sequence),
-        batch=replace(config.batch, global_=2 * ranks, micro=1),
+        batch=replace(config.batch, global_=samples, micro=1),
         schedule=replace(config.schedule, warmup=min(config.schedule.warmup, 3)),
-        layout=replace(config.layout, replicate=ranks),
+        layout=layout,
+        shard=replace(config.shard, keep=fitting(config.shard.keep, Layout.of(layout).shard)),
         eval=replace(config.eval, every=5, samples=4),
         checkpoint=CheckpointConfig(mode="sync", seconds=0, every=1, keep=2),
         launch=replace(config.launch, device="cpu", restarts=3),
@@ -119,7 +124,7 @@ def scaled(config: RunConfig, ranks: int, steps: int) -> tuple[RunConfig, str]:
     if config.replicate.static_graph:  # DDP's static graph never accumulates
         proof = replace(proof, batch=replace(proof.batch, micro=2))
     checked(proof)
-    return proof, f"; {steps} steps of {2 * ranks} x {sequence} tokens on CPU" + (f", model {note}" if note else "")
+    return proof, f"; {steps} steps of {samples} x {sequence} tokens on CPU" + (f", model {note}" if note else "")
 
 
 def run(config: RunConfig, folder: RunFolder) -> None:

@@ -32,12 +32,14 @@ def shrunk(model: ModelConfig, tensor: int = 1) -> tuple[ModelConfig, str]:
     return replace(model, **small), changed(model, small)
 
 
-def few_ranks(config: LayoutConfig) -> tuple[LayoutConfig, str]:
-    """The same axes on at most RANKS ranks; one rank alone proves nothing of ranks, and becomes two."""
+def few_ranks(config: LayoutConfig, most: int = RANKS) -> tuple[LayoutConfig, str]:
+    """The same axes on at most so many ranks; one rank alone proves nothing of ranks, and becomes two."""
     layout = Layout.of(config)
     small: dict[str, Any] = {}
-    if layout.ranks > RANKS:
+    if layout.ranks > most:
         small = {axis: 2 for axis in ("replicate", "shard_degree", "tensor") if (getattr(config, axis) or 1) > 1}
+        if 2 ** len(small) > most:
+            small["replicate"] = 1
     elif layout.ranks == 1:
         small = {"replicate": 2}
     return replace(config, **small), changed(config, small)

@@ -5,6 +5,7 @@ for them.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -17,8 +18,14 @@ PHASES = ("fetch", "copy", "forward", "backward", "sync", "update")
 class StepClock:
     """Stamps of one step. `seconds` may be asked once the device has passed the last stamp."""
 
-    def __init__(self, device: torch.device, page: Page | None = None, step: int = 0) -> None:
-        self._page, self._step = page or Page(), step
+    def __init__(
+        self,
+        device: torch.device,
+        page: Page | None = None,
+        step: int = 0,
+        watch: Callable[[str], None] = lambda _phase: None,
+    ) -> None:
+        self._page, self._step, self._watch = page or Page(), step, watch
         self._cuda = device.type == "cuda"
         self._stamps: list[tuple[str, float | torch.cuda.Event]] = []
 
@@ -28,6 +35,7 @@ class StepClock:
         """
         self._stamps.append((phase, self._now()))
         self._page.enter(phase, self._step)
+        self._watch(phase)
         return faults.reach(f"step.{phase}", self._step)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -36,6 +37,21 @@ SILENT = ("recv", "irecv")
 """A message is counted where it is sent."""
 
 
+CONTROL = "control"
+"""The axis of the few numbers that ranks agree on at each step: they use the group of an axis and are none of its."""
+TALK: list[None] = []
+
+
+@contextmanager
+def small_talk() -> Iterator[None]:
+    """Collectives inside count as control."""
+    TALK.append(None)
+    try:
+        yield
+    finally:
+        TALK.pop()
+
+
 @dataclass(frozen=True, order=True)
 class Row:
     """All calls of one collective on one axis. Bytes are sums over the calls."""
@@ -56,11 +72,13 @@ class TrafficLedger(TorchDispatchMode):
     def __init__(self, axes: dict[str, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._axes = axes
-        self._sums: dict[tuple[str, str, int], tuple[int, int, int]] = {}
+        self._sums: dict[tuple[str, str, int], tuple[int, int]] = {}
 
     def rows(self) -> list[Row]:
-        found = self._sums.items()
-        return sorted(Row(axis, collective, *sums, ranks) for (axis, collective, ranks), sums in found)
+        return sorted(
+            Row(axis, collective, calls, message, wire_bytes(collective, message, ranks), ranks)
+            for (axis, collective, ranks), (calls, message) in self._sums.items()
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_wrappers(types):
@@ -72,11 +90,10 @@ class TrafficLedger(TorchDispatchMode):
 
     def _count(self, collective: str, func: OpOverload, args: tuple[Any, ...], result: Any) -> None:
         group = group_of(func, args)
-        axis, ranks = self._axes.get(group.group_name, "other"), group.size()
+        axis, ranks = CONTROL if TALK else self._axes.get(group.group_name, "other"), group.size()
         message = 0 if collective == "barrier" else max(map(bytes_in, (*args, result)))
-        calls, messages, wires = self._sums.get((axis, collective, ranks), (0, 0, 0))
-        wire = wire_bytes(collective, message, ranks)
-        self._sums[axis, collective, ranks] = (calls + 1, messages + message, wires + wire)
+        calls, messages = self._sums.get((axis, collective, ranks), (0, 0))
+        self._sums[axis, collective, ranks] = (calls + 1, messages + message)
 
 
 def has_wrappers(types: Any) -> bool:

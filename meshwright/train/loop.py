@@ -36,6 +36,7 @@ from meshwright.parallel.tensor import DECODER
 from meshwright.parallel.world import World
 from meshwright.record.events import Event, EventLog
 from meshwright.record.folder import RunFolder, read_json
+from meshwright.train.count import counting
 from meshwright.train.evaluate import Evaluation
 from meshwright.train.identity import describe, enter
 from meshwright.train.ledger import Ledger, number
@@ -197,7 +198,12 @@ class Training:
 
     def advance(self) -> None:
         lr = self.resume.rate(self.done)
-        outcome = self.step.run(self.done, lr, self.batches)
+        if self.counting_is_due():
+            with counting(self.spread, self.optimizer) as counted:
+                outcome = self.step.run(self.done, lr, self.batches, counted.enter)
+            self.log.write("ledger", step=self.done, **counted.to_json())
+        else:
+            outcome = self.step.run(self.done, lr, self.batches)
         self.ledger.take(outcome)
         faults.reach("step.updated", self.done)
         self.done += 1
@@ -206,6 +212,11 @@ class Training:
         if every and self.done % every == 0 and self.world.size > 1:
             blocks = {name: block_of(parameter) for name, parameter in self.parameters.items()}
             compare_replicas(blocks, self.job.layout, self.world, self.done - 1)
+
+    def counting_is_due(self) -> bool:
+        """The second step of every attempt, when everything has been made that is made once; then at a cadence."""
+        every = self.job.config.ledger_every
+        return every > 0 and (self.done == self.began + 1 or (self.done > self.began and self.done % every == 0))
 
     def evaluation_is_due(self) -> bool:
         cadence = self.job.config.eval

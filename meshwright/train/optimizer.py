@@ -138,7 +138,11 @@ class Optimizer:
                 gradient = local_of(parameter.grad)
                 owned.grad = gradient.to("cpu", non_blocking=True) if self.offload else gradient
 
-    def zero(self) -> None:
+    def zero(self, in_place: bool = False) -> None:
+        """Lets go of the gradients, or writes zeros where they lie."""
+        if in_place:
+            torch._foreach_zero_([p.grad for p in self.parameters if p.grad is not None])
+            return
         self.adamw.zero_grad(set_to_none=True)
         for parameter in self.parameters:
             parameter.grad = None

@@ -74,9 +74,17 @@ class Step:
         self.quarantine, self.signal_seen, self.saving = quarantine, signal_seen, saving
         self.stateful = any(True for _ in spread.module.buffers())
 
-    def run(self, step: int, lr: float, stream: Iterator[list[MicroBatch]]) -> Outcome:
-        """Fetches the step's micro-batches, computes the gradient of the global mean, and updates once."""
-        clock = StepClock(self.world.device, self.world.page, step)
+    def run(
+        self,
+        step: int,
+        lr: float,
+        stream: Iterator[list[MicroBatch]],
+        watch: Callable[[str], None] = lambda _phase: None,
+    ) -> Outcome:
+        """Fetches the step's micro-batches, computes the gradient of the global mean, and updates once. `watch` hears
+        of every phase.
+        """
+        clock = StepClock(self.world.device, self.world.page, step, watch)
         if clock.enter("fetch") == "flip":
             flip_bit(self.spread.module)
         batches = next(stream)
@@ -86,7 +94,7 @@ class Step:
         norm = self.optimizer.gradient_norm() / scale
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         self.optimizer.update(lr, norm, scale, finite)
-        self.optimizer.zero()
+        self.optimizer.zero(in_place=self.spread.in_place and len(batches) > 1)
         if self.precision.scaler:
             self.precision.scaler.update(finite)
         traffic = self.spread.take_traffic()

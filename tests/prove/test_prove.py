@@ -55,7 +55,7 @@ def test_prove_prints_a_table_and_writes_a_certificate(tmp_path, capsys):
     said = capsys.readouterr().out
     certificate = json.loads((tmp_path / "c.json").read_text())
     assert certificate["kept"]
-    assert {f["check"] for f in certificate["findings"]} == {"stream", "layout", "recovery"}
+    assert {f["check"] for f in certificate["findings"]} == {"stream", "layout", "traffic", "recovery"}
     assert f"{len(certificate['findings'])} of {len(certificate['findings'])} promises kept" in said
 
 

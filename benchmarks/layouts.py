@@ -1,0 +1,93 @@
+"""The training step under each layout beside plain torch's way to the same layout: same model, samples and optimizer.
+
+The race is the throughput benchmark's: a step of each contender a round, in a shuffled order, the plain loop twice to
+say what is noise. Before anything is reported both sides must have come to the same first loss.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from benchmarks import own, plain_layouts
+from benchmarks.ordinary import READ_EVERY, Run, Samples, adamw, share_of_peak
+from benchmarks.plain_layouts import RANKS, Given
+from benchmarks.throughput import AGAIN, OWN, PLAIN, raced, settings, spread
+from meshwright.config import BatchConfig, LayoutConfig, ModelConfig
+from meshwright.data.contract import stream_of
+from meshwright.model.init import build
+from meshwright.parallel.world import World
+from meshwright.train.loop import Job
+
+MODEL = ModelConfig(vocab=1024, width=192, layers=4, heads=6, kv_heads=2, ffn=512)
+SEQUENCE = 128
+GLOBAL = 8
+ROUNDS = 60
+LEAST = 0.98
+"""The least that Meshwright's tokens a second may be of plain torch's on the same layout."""
+SAME_LOSS = 1e-4
+
+LAYOUTS: dict[str, tuple[LayoutConfig, Callable[[Given], Run]]] = {
+    "replicate 2 (DDP)": (LayoutConfig(2), plain_layouts.ddp),
+    "shard optimizer 2 (FSDP2, kept gathered)": (
+        LayoutConfig(2, "optimizer"),
+        partial(plain_layouts.fsdp, reshard=False),
+    ),
+    "shard parameters 2 (FSDP2)": (LayoutConfig(2, "parameters"), partial(plain_layouts.fsdp, reshard=True)),
+    "tensor 2 (DTensor, sequence parallel)": (LayoutConfig(1, tensor=2), plain_layouts.tensor),
+}
+"""Each layout, and plain torch's step on it."""
+
+
+def measure() -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "ranks": RANKS,
+        "model": f"width {MODEL.width}, layers {MODEL.layers}, vocabulary {MODEL.vocab}",
+        "global_batch": GLOBAL,
+        "sequence": SEQUENCE,
+        "rounds": ROUNDS,
+    }
+    return result | {"layouts": {name: one_layout(name, *how) for name, how in LAYOUTS.items()}}
+
+
+def one_layout(name: str, layout: LayoutConfig, step: Callable[[Given], Run]) -> dict[str, Any]:
+    print(f"layouts: {name}", file=sys.stderr, flush=True)
+    config = settings()
+    data = replace(config.data, kind="synthetic", sequence=SEQUENCE)
+    config = replace(config, model=MODEL, data=data, layout=layout, batch=BatchConfig(GLOBAL))
+    plain = partial(contender, step)
+    seconds, losses = raced(config, {OWN: own.contender, PLAIN: plain, AGAIN: plain}, ROUNDS, 1)
+    first = {who: values[0] for who, values in losses.items()}
+    assert max(first.values()) - min(first.values()) < SAME_LOSS, f"{name}: not the same first loss: {first}"
+    tokens = GLOBAL * SEQUENCE
+    return {
+        "tokens_per_second": {who: round(tokens / statistics.median(values)) for who, values in seconds.items()},
+        "step_ms": {who: round(statistics.median(values) * 1e3, 2) for who, values in seconds.items()},
+        "first_loss": first,
+        "last_loss": {who: values[-1] for who, values in losses.items()},
+        "ratio_to_plain": spread(seconds[OWN], seconds[PLAIN]),
+        "noise": spread(seconds[AGAIN], seconds[PLAIN]),
+    }
+
+
+def contender(step: Callable[[Given], Run], job: Job, world: World) -> Run:
+    """Plain torch on the samples that Meshwright reads, in its order."""
+    config, stream = job.config, stream_of(job.config, job.sources)
+    coordinate, degree = job.layout.data_coordinate(world.rank), job.layout.data_degree
+    ids = [stream.slice(number, coordinate, degree).tolist() for number in range(config.steps)]
+    return step(
+        Given(
+            build(config.model, config.seed),
+            iter(DataLoader(Samples(job.sources[0]), batch_sampler=ids)),
+            lambda model: adamw(model, config.optimizer),
+            share_of_peak(job),
+            config.optimizer.clip,
+            READ_EVERY,
+        )
+    )

@@ -1,0 +1,76 @@
+"""A step of the layout under the ledgers: counted bytes against the formulas, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.config import DataConfig, RunConfig
+from meshwright.data.loader import Loader
+from meshwright.data.source import Concatenated
+from meshwright.launch.ranks import run_ranks
+from meshwright.layout import checked
+from meshwright.parallel.world import World
+from meshwright.plan.memory import Held, held
+from meshwright.plan.traffic import Sent, traffic
+from meshwright.prove.layouts import kind, variants
+from meshwright.prove.trail import LR, real_step, source_of, stream_of
+from meshwright.train.count import counting
+
+Counts = tuple[list[Sent], Held]
+
+
+def check_traffic(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
+    """In float32, as a run would be."""
+    proofs, note = variants(config)
+    proof = next(proof for proof in proofs if proof.precision.compute == "fp32")
+    layout, batch = checked(proof)
+    found: list[Counts] = run_ranks(counted, layout.ranks, proof, launch=proof.launch)
+    expected = traffic(proof, layout, batch)
+    differing = [line for rank, (sent, _) in enumerate(found) for line in differences(rank, expected, sent)]
+    total = sum(row.wire_bytes for row in expected)
+    rows = ", ".join(f"{row.axis} {row.collective} {row.message_bytes:,}" for row in expected if row.axis != "control")
+    yield (
+        f"{layout}{kind(proof)}: bytes counted on a real step = the formulas, exactly",
+        not differing,
+        "; ".join(differing) if differing else f"{rows}; {total:,} bytes on the wire a rank and step{note}",
+    )
+    wrong = [
+        f"rank {rank}: {name} {getattr(got, name):,} bytes at peak, by the formula {getattr(want, name):,}"
+        for rank, (_, got) in enumerate(found)
+        for want in [held(proof, layout, batch, rank)]
+        for name in ("parameter", "gradient", "optimizer")
+        if getattr(got, name) != getattr(want, name)
+    ]
+    first = found[0][1]
+    yield (
+        f"{layout}{kind(proof)}: peak bytes of parameters, gradients and optimizer = the formulas, exactly",
+        not wrong,
+        "; ".join(wrong)
+        if wrong
+        else f"rank 0: parameter {first.parameter:,}, gradient {first.gradient:,}, optimizer {first.optimizer:,}{note}",
+    )
+
+
+def counted(world: World, config: RunConfig) -> Counts:
+    """The third step, when everything has been made that is made once."""
+    layout, batch = checked(config)
+    step = real_step(world, config, layout)
+    source, coordinate = Concatenated([source_of(config)]), layout.data_coordinate(world.rank)
+    loader = Loader(source, stream_of(config), batch, coordinate, DataConfig(workers=0))
+    step.rehearse(loader.first)
+    batches = loader.steps(0, 3)
+    for number in range(2):
+        step.run(number, LR, batches)
+    with counting(step.spread, step.optimizer) as ledgers:
+        step.run(2, LR, batches, ledgers.enter)
+    sent = [Sent(row.axis, row.collective, row.message_bytes, row.wire_bytes) for row in ledgers.rows()]
+    peak = ledgers.memory.peak
+    return sent, Held(peak["parameter"], peak["gradient"], peak["optimizer"])
+
+
+def differences(rank: int, expected: list[Sent], found: list[Sent]) -> Iterator[str]:
+    want, got = ({(row.axis, row.collective): row for row in rows} for rows in (expected, found))
+    for key in sorted(want.keys() | got.keys()):
+        if want.get(key) != got.get(key):
+            said = [f"{row.message_bytes:,}" if row else "nothing" for row in (got.get(key), want.get(key))]
+            yield f"rank {rank}: {key[0]} {key[1]} sends {said[0]} bytes, by the formula {said[1]}"

@@ -1,0 +1,55 @@
+"""A step under the ledgers: what it sent on every axis, and what it held of every class at its peak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from meshwright.parallel.mesh import group_names
+from meshwright.parallel.spread import Spread
+from meshwright.record.memory import MemoryLedger
+from meshwright.record.traffic import Row, TrafficLedger
+from meshwright.train.optimizer import Optimizer
+
+
+@dataclass
+class Counted:
+    """The ledgers of one step, to be read once it is over."""
+
+    memory: MemoryLedger
+    traffic: TrafficLedger
+
+    def enter(self, phase: str) -> None:
+        self.memory.phase = phase
+
+    def rows(self) -> list[Row]:
+        return self.traffic.rows()
+
+    def to_json(self) -> dict[str, Any]:
+        memory = self.memory
+        return {
+            "traffic": [asdict(row) for row in self.rows()],
+            "memory": {
+                "peak": memory.peak,
+                "at_peak": memory.at_peak,
+                "peak_total": memory.peak_total,
+                "after": memory.now,
+            },
+        }
+
+
+@contextmanager
+def counting(spread: Spread, optimizer: Optimizer) -> Iterator[Counted]:
+    """Everything inside is counted: several times slower where tensors are small, and bitwise the same."""
+    axes = group_names(spread.mesh)
+    if spread.mesh is None and dist.is_initialized() and dist.group.WORLD is not None:
+        axes = {dist.group.WORLD.group_name: "replicate"}
+    moments = [block.local for block in optimizer.moments().values()]
+    copies = optimizer.owned if optimizer.offload else []
+    memory = MemoryLedger(spread.outermost, [*moments, *copies], spread.held)
+    with memory, TrafficLedger(axes) as traffic:
+        yield Counted(memory, traffic)
