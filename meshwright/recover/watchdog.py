@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import time
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from pathlib import Path
 
 from meshwright.record.folder import RunFolder
@@ -60,6 +61,8 @@ class Watchdog:
         self.seen: dict[int, tuple[int, float]] = {}
         """beats and when they last moved, by rank"""
         self.ticks: dict[int, int] = {}
+        self.asked: dict[int, tuple[int, float, bool]] = {}
+        """beats, when a rank's stack was taken, and whether it ended in a collective"""
         self.marks: dict[int, Reading] = {}
         self.over = float("inf")
         """since when every rank is at its end"""
@@ -85,13 +88,17 @@ class Watchdog:
         stuck = [rank for rank, page in pages.items() if still[rank] > self.bound * (STARTING if starts(page) else 1)]
         if not stuck:
             return None
-        if all(waits(pages[rank]) for rank in stuck) and len(stuck) < len(pages):
+        waiting = {rank for rank in stuck if waits(pages[rank])}
+        if len(pages) - len(waiting) > 1:
+            # Gathers within forward and backward leave no mark on the page: the stacks tell who waits in one.
+            waiting |= {rank for rank in stuck if rank not in waiting and self.waits_inside(rank, pages[rank], now)}
+        if len(waiting) == len(stuck) < len(pages):
             return None  # somebody still moves, and these wait for it
-        rank = suspect(pages, stuck)
+        rank = suspect(pages, stuck, waiting)
         odd = mismatch(pages)
         rank = rank if odd is None else odd[0]
         page = pages[rank]
-        others = sorted({p.collective for r, p in pages.items() if r != rank and waits(p)})
+        others = sorted({p.collective if waits(p) else p.phase for r, p in pages.items() if r in waiting and r != rank})
         state = self.state(page, self.ticks.get(rank, 0))
         said = f"rank {rank} has shown no sign of life for {still[rank]:.1f} s: {state}, {page.where}"
         if odd is not None:
@@ -100,6 +107,16 @@ class Watchdog:
             said += f"; the other ranks wait in {', '.join(others)}"
         stack = take_stack(page, self.folder.log(self.attempt, rank))
         return Hang(rank, said, stack, pages)
+
+    def waits_inside(self, rank: int, page: Reading, now: float) -> bool:
+        """Whether a rank's stack ends in a collective; asked at most once in `bound` seconds while it does not move."""
+        if process_stat(page.pid).get("state") in ("T", "t"):
+            return False
+        asked = self.asked.get(rank)
+        if asked is None or asked[0] != page.beats or now - asked[1] > self.bound:
+            stack = take_stack(page, self.folder.log(self.attempt, rank), last=False)
+            self.asked[rank] = asked = (page.beats, now, in_collective(stack))
+        return asked[2]
 
     def state(self, page: Reading, ticks: int) -> str:
         stat = process_stat(page.pid)
@@ -148,9 +165,20 @@ def waits(page: Reading) -> bool:
     return page.waits or page.phase == "sync"
 
 
-def suspect(pages: dict[int, Reading], stuck: list[int]) -> int:
+def suspect(pages: dict[int, Reading], stuck: list[int], waiting: set[int]) -> int:
     """Among ranks that are still, one that does not wait; else the one that is furthest behind."""
-    return min(stuck, key=lambda rank: (waits(pages[rank]), pages[rank].calls, pages[rank].step, rank))
+    return min(stuck, key=lambda rank: (rank in waiting, pages[rank].calls, pages[rank].step, rank))
+
+
+def in_collective(stack: str) -> bool:
+    """Whether the main thread's innermost frames are torch's own distributed code: in faulthandler's spelling or in
+    py-spy's.
+    """
+    _, _, main = stack.rpartition("Current thread")
+    if not main or "MainThread" in stack:
+        main = stack.partition("MainThread")[2]
+    innermost = takewhile(lambda frame: "torch/" in frame, (line for line in main.splitlines()[1:] if line.strip()))
+    return any("torch/distributed/" in frame for frame in islice(innermost, 8))
 
 
 def mismatch(pages: dict[int, Reading]) -> tuple[int, str] | None:
@@ -170,8 +198,10 @@ def mismatch(pages: dict[int, Reading]) -> tuple[int, str] | None:
     return None
 
 
-def take_stack(page: Reading, log: Path, patience: float = 2.0) -> str:
-    """A rank's Python stack, by py-spy where it is, else by the rank's own faulthandler into its log."""
+def take_stack(page: Reading, log: Path, patience: float = 2.0, last: bool = True) -> str:
+    """A rank's Python stack, by py-spy where it is, else by the rank's own faulthandler into its log; where it is the
+    `last` that is asked of the rank, it goes no further.
+    """
     if not page.lives:
         return ""
     if spy := shutil.which("py-spy"):
@@ -186,12 +216,14 @@ def take_stack(page: Reading, log: Path, patience: float = 2.0) -> str:
     before = log.stat().st_size if log.exists() else 0
     try:
         os.kill(page.pid, signal.SIGUSR1)
-        os.kill(page.pid, signal.SIGCONT)  # one that is stopped answers once it goes on
+        if last:
+            os.kill(page.pid, signal.SIGCONT)  # one that is stopped answers once it goes on
         end = time.monotonic() + patience
         while time.monotonic() < end and (not log.exists() or log.stat().st_size == before):
             time.sleep(0.002)
         time.sleep(0.02)  # the last lines
-        os.kill(page.pid, signal.SIGSTOP)  # and goes no further: it is about to be ended
+        if last:
+            os.kill(page.pid, signal.SIGSTOP)  # it is about to be ended
         with open(log, "rb") as file:
             file.seek(before)
             return file.read(65536).decode(errors="replace")

@@ -69,7 +69,7 @@ def fault(layout: tuple[str, ...], *says: str, proofs: tuple[int, ...] = (FP64,)
     return enter
 
 
-def found(words, proofs, patch):
+def found(words, proofs, patch, small=SMALL):
     """What is found by those proofs alone that are asked for. What one process does knows nothing of the fault, and is
     computed once.
     """
@@ -88,7 +88,7 @@ def found(words, proofs, patch):
 
     patch.setattr(layouts, "variants", fewer)
     patch.setattr(layouts, "run_ranks", once)
-    return list(layouts.check_layouts(load(overrides=[*SMALL, *words])))
+    return list(layouts.check_layouts(load(overrides=[*small, *words])))
 
 
 def wrap(patch, owner, name, wrong):
