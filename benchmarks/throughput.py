@@ -37,6 +37,8 @@ from meshwright.record.folder import RunFolder
 from meshwright.train.loop import Job
 
 Contender = Callable[[Job, World], Run]
+Rounds = dict[str, list[float]]
+"""A contender's figures by round."""
 
 RANKS = 2
 MICRO = 8
@@ -67,11 +69,11 @@ def measure(rounds: int) -> dict[str, Any]:
     names = [OWN, *(name for name in PEERS if name not in missing)]
     config = settings()
     contenders = {name: (own if name == OWN else PEERS[name][0]).contender for name in names}
-    seconds, losses = raced(config, contenders, rounds, 1)
+    seconds, _, losses = raced(config, contenders, rounds, 1)
     tokens = config.batch.global_ * config.data.sequence
     compared = {name: None if name in missing else spread(seconds[OWN], seconds[name]) for name in TARGETS}
     bare = replace(config, model=BARE_MODEL, data=replace(config.data, sequence=BARE_SEQUENCE))
-    bare_seconds, _ = raced(bare, contenders, rounds, BARE_STEPS)
+    bare_seconds, _, _ = raced(bare, contenders, rounds, BARE_STEPS)
     return {
         "ranks": RANKS,
         "micro_batch": MICRO,
@@ -101,15 +103,21 @@ def settings() -> RunConfig:
 
 def raced(
     config: RunConfig, contenders: dict[str, Contender], rounds: int, steps: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Each contender's seconds a step in every counted round, and its losses by round, the mean over ranks."""
+) -> tuple[Rounds, Rounds, Rounds]:
+    """Of each contender: seconds a step and processor seconds a step (of rank 0) in every counted round, and its losses
+    by round (the mean over ranks).
+    """
     config = replace(config, steps=(rounds + WARM_UP) * steps)
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
         job = make_job(config, RunFolder(Path(folder)))
         found = run_ranks(race, RANKS, job, contenders, steps, timeout=900.0, launch=config.launch)
-    seconds = {name: [value / steps for value in values[WARM_UP:]] for name, values in found[0][0].items()}
-    by_rank = {name: zip(*(losses[name] for _, losses in found), strict=True) for name in contenders}
-    return seconds, {name: [round(statistics.mean(one), 6) for one in values] for name, values in by_rank.items()}
+    seconds, processor = (
+        {name: [value / steps for value in values[WARM_UP:]] for name, values in timed.items()}
+        for timed in found[0][:2]
+    )
+    by_rank = {name: zip(*(losses[name] for _, _, losses in found), strict=True) for name in contenders}
+    losses = {name: [round(statistics.mean(one), 6) for one in values] for name, values in by_rank.items()}
+    return seconds, processor, losses
 
 
 def why_missing(package: str) -> str:
@@ -121,10 +129,8 @@ def why_missing(package: str) -> str:
     return ""
 
 
-def race(
-    world: World, job: Job, contenders: dict[str, Contender], steps: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """On each rank: every contender's seconds by round, and the loss that it read last by then."""
+def race(world: World, job: Job, contenders: dict[str, Contender], steps: int) -> tuple[Rounds, Rounds, Rounds]:
+    """On each rank, of every contender by round: seconds, processor seconds, and the loss that it read last by then."""
     os.dup2(2, 1)  # standard output is for the result alone, whatever a peer prints
     speak_as_torchrun(world)
     runs = {name: contender(job, world) for name, contender in contenders.items()}
@@ -132,8 +138,9 @@ def race(
     gc.collect()
     gc.freeze()  # no contender pays for walking what the others have imported
     order = list(contenders)
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    losses: dict[str, list[float]] = {name: [] for name in contenders}
+    seconds: Rounds = {name: [] for name in contenders}
+    processor: Rounds = {name: [] for name in contenders}
+    losses: Rounds = {name: [] for name in contenders}
     rounds = job.config.steps // steps
     for number in range(rounds):
         random.Random(number).shuffle(order)  # the same on every rank; no contender always follows the same other
@@ -141,15 +148,15 @@ def race(
             # Meshwright asks for deterministic kernels and pays for them; a peer's loop does not ask.
             torch.use_deterministic_algorithms(name == OWN, warn_only=True)
             dist.barrier()
-            start = time.perf_counter()
-            loss = runs[name](steps)
+            start, used = time.perf_counter(), time.process_time()
+            losses[name].append(runs[name](steps))
             dist.barrier()
             seconds[name].append(time.perf_counter() - start)
-            losses[name].append(loss)
+            processor[name].append(time.process_time() - used)
         if world.rank == 0 and (number + 1) % 20 == 0:
             shown = ", ".join(f"{name} {statistics.median(s[-20:]) / steps * 1e3:.1f}" for name, s in seconds.items())
             print(f"round {number + 1} of {rounds}, ms a step: {shown}", file=sys.stderr, flush=True)
-    return seconds, losses
+    return seconds, processor, losses
 
 
 def speak_as_torchrun(world: World) -> None:

@@ -17,5 +17,5 @@ SMALL = [
 ]
 
 
-def small_config(*overrides: str, steps: int = 6, ranks: int = 2) -> RunConfig:
+def small_config(*overrides: str, steps: int = 6, ranks: int | None = 2) -> RunConfig:
     return load(overrides=[*SMALL, *overrides], steps=steps, ranks=ranks)

@@ -67,6 +67,7 @@ def join(place: Place, launch: LaunchConfig, facts: Mapping[str, Any], page: Pag
     if place.size == 1:
         return World(0, 1, device, page or Page())
     store = dist.PrefixStore(f"{restart()}/{next(JOINS)}", meet(place, launch.join_timeout))
+    store.set(f"host/{place.rank}", socket.gethostname())
     compare(
         store,
         place,
@@ -87,7 +88,8 @@ def join(place: Place, launch: LaunchConfig, facts: Mapping[str, Any], page: Pag
         world_size=place.size,
         timeout=timedelta(seconds=launch.step_timeout),
     )
-    return World(place.rank, place.size, device, page or Page())
+    hosts = tuple(store.get(f"host/{rank}").decode() for rank in range(place.size if place.rank == 0 else 0))
+    return World(place.rank, place.size, device, page or Page(), hosts)
 
 
 JOINS = count()

@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Protocol, TextIO, TypeVar
 
 from rich.console import Console as Rich
 from rich.live import Live
@@ -22,6 +22,9 @@ from meshwright.version import __version__
 WINDOW = 20
 """Steps that the shown rates are averaged over."""
 
+Item = TypeVar("Item")
+MOST_GROUPS = 8
+"""Groups of an axis, or hosts, that are listed."""
 EXPOSED = "red"
 """The colour of time in which a rank waits for others."""
 
@@ -72,6 +75,16 @@ class Terminal:
             self.live.update(live_line(list(self.recent), self.steps, self.rich.width, self.saved))
         elif event["step"] % self.config.log_every == 0 or event["step"] + 1 == self.steps:
             self.say(plain_line(list(self.recent), self.steps, self.saved))
+
+    def _ledger(self, event: Event) -> None:
+        rows = [row for row in event["traffic"] if row["axis"] != "control"]
+        sent = ", ".join(f"{row['axis']} {row['collective']} {size(row['message_bytes'])}" for row in rows)
+        memory = event["memory"]
+        classes = sorted(memory["at_peak"].items(), key=lambda item: -item[1])
+        held = ", ".join(f"{kind} {size(count)}" for kind, count in classes if count)
+        self.note(
+            event, f"rank 0 sent {sent or 'nothing'}; held {size(memory['peak_total'])} at its peak: {held}", "dim"
+        )
 
     def _eval(self, event: Event) -> None:
         loss = f"held-out loss {value(event['loss'], '.4f')} over {event['tokens']:,} tokens"
@@ -154,14 +167,42 @@ def header(config: RunConfig, folder: Path, attempt: int, start: Event) -> list[
         f"  batch   {start['batch']}" + (f" ({tokens:,} tokens a step)" if start["decoder"] else ""),
         f"  train   {config.steps:,} steps, {optimizer}, {config.precision.compute}, seed {config.seed}",
         f"  ranks   {start['ranks']} on {start['device']}, {threads}; {start['layout']}; torch {start['torch']}",
+        *mesh_lines(start),
         f"  config  {folder / 'run.toml'}  {fingerprints}",
         *watch,
     ]
 
 
+def mesh_lines(start: Event) -> list[str]:
+    """Which ranks form which group, and on which hosts they are."""
+    groups: dict[str, list[list[int]]] = start.get("groups", {})
+    hosts: dict[str, list[int]] = {}
+    for rank, host in enumerate(start.get("hosts", ())):
+        hosts.setdefault(host, []).append(rank)
+    where = "; ".join(f"{host} has {span(ranks)}" for host, ranks in few(list(hosts.items())))
+    lines: list[str] = []
+    for axis, members in groups.items():
+        what = f" ({start['shard']})" if axis == "shard" else ""
+        shown = " ".join(f"[{span(ranks)}]" for ranks in few(members))
+        more = f" and {len(members) - MOST_GROUPS} more" if len(members) > MOST_GROUPS else ""
+        lines.append(f"  {'mesh' if not lines else '':<7} {axis} {len(members[0])}{what}: {shown}{more}")
+    return lines + ([f"  hosts   {where}"] if where else [])
+
+
+def few(items: list[Item]) -> list[Item]:
+    return items[:MOST_GROUPS]
+
+
+def span(ranks: list[int]) -> str:
+    """Ranks as a person would write them: 0-7, or 0,8,..,56."""
+    if len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ",".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]},{ranks[1]},..,{ranks[-1]}"
+
+
 def warm(recent: list[Event]) -> list[Event]:
-    """The window without the first step, which pays for warming up, unless it is alone."""
-    return recent[1:] if len(recent) > 1 and recent[0]["step"] == 0 else recent
+    """The window without the first step, which pays for warming up, and those that were counted, unless all are."""
+    return [event for event in recent if event["step"] and not event.get("counted")] or recent
 
 
 def rates(recent: list[Event]) -> tuple[float, float]:

@@ -23,6 +23,8 @@ class World:
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     page: Page = field(default_factory=Page)
+    hosts: tuple[str, ...] = ()
+    """where each rank runs; rank 0 alone knows"""
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy that the host does not wait for; from pageable memory it would wait for all that is queued before."""

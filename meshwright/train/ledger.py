@@ -71,7 +71,9 @@ class Ledger:
         traffic, phases = outcome.traffic, outcome.clock.seconds()
         self.world.page.settle(phases)
         noise = self.noise.update(norm, local_square) if finite else None
-        extra = {"skipped": True} if not finite else {}
+        extra: dict[str, Any] = {"skipped": True} if not finite else {}
+        if outcome.counted:
+            extra["counted"] = True
         if self.precision.scaler is not None:
             extra["loss_scale"] = scale
         self.log.write(

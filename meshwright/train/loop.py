@@ -201,6 +201,7 @@ class Training:
         if self.counting_is_due():
             with counting(self.spread, self.optimizer) as counted:
                 outcome = self.step.run(self.done, lr, self.batches, counted.enter)
+            outcome.counted = True
             self.log.write("ledger", step=self.done, **counted.to_json())
         else:
             outcome = self.step.run(self.done, lr, self.batches)
@@ -334,6 +335,9 @@ def start_facts(job: Job, model: nn.Module, stream: Stream, world: World) -> Eve
         "parameters": sum(p.numel() for p in model.parameters()),
         "decoder": job.model is None,
         "layout": str(job.layout),
+        "shard": job.config.layout.shard,
+        "groups": {axis: job.layout.groups(axis) for axis in job.layout.used} if world.rank == 0 else {},
+        "hosts": world.hosts,
         "ranks": world.size,
         "batch": str(job.batch),
         "device": device_name(world.device),

@@ -49,6 +49,8 @@ class Outcome:
     traffic: GradientTraffic
     clock: StepClock
     batches: list[MicroBatch]
+    counted: bool = False
+    """whether the ledgers were on, which makes a step slower"""
 
 
 class Step:

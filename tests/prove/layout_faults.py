@@ -69,9 +69,9 @@ def fault(layout: tuple[str, ...], *says: str, proofs: tuple[int, ...] = (FP64,)
     return enter
 
 
-def found(words, proofs, patch, small=SMALL):
-    """What is found by those proofs alone that are asked for. What one process does knows nothing of the fault, and is
-    computed once.
+def found(words, proofs, patch, sow=lambda _patch: None, small=SMALL):
+    """What is found by those proofs alone that are asked for. What one process does is computed once, before a fault is
+    sown; the ranks are forked after.
     """
     variants, run_ranks = layouts.variants, layouts.run_ranks
 
@@ -81,6 +81,7 @@ def found(words, proofs, patch, small=SMALL):
 
     def once(work, count, configs, **options):
         if work is not layouts.alone:
+            sow(patch)
             return run_ranks(work, count, configs, **options)
         if (key := repr(configs)) not in ALONE:
             ALONE[key] = run_ranks(work, count, configs, **options)

@@ -259,8 +259,7 @@ def test_without_a_fault_a_layout_keeps_its_promises(layout, monkeypatch):
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_seeded_fault_is_caught_and_named(name, monkeypatch):
     seeded = FAULTS[name]
-    seeded.sow(monkeypatch)
-    for promise, kept, measured in found(seeded.layout, seeded.proofs, monkeypatch):
+    for promise, kept, measured in found(seeded.layout, seeded.proofs, monkeypatch, seeded.sow):
         print(f"{name} | {promise} | {measured}")
         assert not kept, f"not caught: {promise}"
         assert all(words in measured for words in seeded.says), measured

@@ -1,0 +1,135 @@
+"""A checkpoint of any layout, loaded in any other: every tensor bitwise the same, the optimizer's included."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+from small_checkpoints import FACTS, LINEAGE, notes_at
+from small_run import small_config
+
+from meshwright import train
+from meshwright.checkpoint.catalogue import published
+from meshwright.checkpoint.restore import restore
+from meshwright.checkpoint.saver import Saver
+from meshwright.checkpoint.state import tensors_of
+from meshwright.checkpoint.store import PosixStore
+from meshwright.checkpoint.tensors import state_digest
+from meshwright.config import CheckpointConfig, RunConfig
+from meshwright.layout import Layout
+from meshwright.parallel.blocks import block_of
+from meshwright.record.events import ledger
+from meshwright.record.folder import RunFolder
+from meshwright.testing import run_ranks
+from meshwright.train.loop import spread_decoder
+from meshwright.train.optimizer import Optimizer
+from meshwright.train.precision import Precision
+
+UNEVEN = ("--model.vocab=250", "--model.ffn=46", "--model.kv_heads=2", "--batch.global=24")
+LAYOUTS = {
+    "one": ("--layout.replicate=1",),
+    "replicate 2": ("--layout.replicate=2",),
+    "shard 3": ("--layout.replicate=3", "--layout.shard=parameters"),
+    "optimizer 2": ("--layout.replicate=2", "--layout.shard=optimizer"),
+    "tensor 2": ("--layout.replicate=1", "--layout.tensor=2"),
+    "replicate 2 x shard 2": ("--layout.replicate=2", "--layout.shard=gradients", "--layout.shard_degree=2"),
+    "shard 2 x tensor 2": ("--layout.replicate=2", "--layout.shard=parameters", "--layout.tensor=2"),
+    "replicate 2 x tensor 2": ("--layout.replicate=2", "--layout.tensor=2"),
+}
+ROUTE = (
+    "one",
+    "shard 3",
+    "shard 2 x tensor 2",
+    "replicate 2",
+    "tensor 2",
+    "replicate 2 x shard 2",
+    "replicate 2 x tensor 2",
+    "optimizer 2",
+    "one",
+)
+
+
+def config_of(name: str, *more: str) -> RunConfig:
+    return small_config(*UNEVEN, *more, *LAYOUTS[name], ranks=None)
+
+
+def carry(world, config: RunConfig, source: str, target: str) -> None:
+    """Loads what is in one folder and saves it in another; without a source, numbers that are all different."""
+    layout = Layout.of(config.layout)
+    spread = spread_decoder(config, layout, Precision(config.precision, world.device), world)
+    optimizer = Optimizer(spread.module, config.optimizer, layout, world)
+    state = tensors_of(spread.module, optimizer.moments())
+    if source:
+        found = restore(
+            PosixStore(source), world, LINEAGE, state, lambda _: None, fallback=False, say=lambda *_: None
+        )
+        assert found is not None
+    else:
+        for number, (name, tensor) in enumerate(sorted(state.items())):
+            local = block_of(tensor).local
+            if name.startswith("optimizer"):
+                local += number + (0 if not local.ndim else local.new_tensor(range(local.numel())).view_as(local) / 7)
+    mode = CheckpointConfig(mode="sync")
+    saver = Saver(mode, PosixStore(target), world, LINEAGE, 1, FACTS, lambda: state, layout=layout)
+    (saved,) = saver.save(notes_at(1))
+    saver.close()
+    if saved.error is not None:
+        raise saved.error
+
+
+def digest(folder) -> str:
+    return state_digest(published(PosixStore(folder))[0])
+
+
+def carried(source: str, config: RunConfig, target) -> str:
+    target.mkdir(parents=True)
+    run_ranks(carry, Layout.of(config.layout).ranks, config, source, str(target))
+    return digest(target)
+
+
+@pytest.mark.parametrize("tie", ["false", "true"])
+def test_through_every_kind_of_layout_and_back_the_digest_stays(tmp_path, tie):
+    more = (f"--model.tie={tie}",)
+    first = carried("", config_of("one", *more), tmp_path / "0")
+    for leg, name in enumerate(ROUTE, 1):
+        assert carried(str(tmp_path / str(leg - 1)), config_of(name, *more), tmp_path / str(leg)) == first, name
+
+
+@pytest.mark.long
+def test_from_each_layout_into_each_other(tmp_path):
+    start = carried("", config_of("one"), tmp_path / "start")
+    for name in LAYOUTS:
+        assert carried(str(tmp_path / "start"), config_of(name), tmp_path / name) == start
+    for one, other in permutations(LAYOUTS, 2):
+        assert carried(str(tmp_path / one), config_of(other), tmp_path / f"{one} to {other}") == start
+
+
+def test_each_block_is_kept_by_one_of_its_holders_and_everything_is_kept(tmp_path):
+    carried("", config_of("replicate 2 x tensor 2"), tmp_path / "saved")
+    manifest = published(PosixStore(tmp_path / "saved"))[0].manifest
+    assert manifest is not None
+    assert len(manifest.files) == 4
+    sizes = [file.size for file in manifest.files.values()]
+    assert max(sizes) < 1.5 * min(sizes)
+
+
+def test_a_run_goes_on_where_another_layout_left_it(tmp_path):
+    """The losses are those of a run that never changed its layout."""
+    names = ("shard 3", "shard 2 x tensor 2", "replicate 2")
+    exact = ("--precision.compute=fp64", "--data.samples=500", "--schedule.kind=constant")
+    whole = small_config(*UNEVEN, *exact, *LAYOUTS["replicate 2"], ranks=None, steps=6)
+    train(whole, run=tmp_path / "whole", quiet=True)
+    for leg, name in enumerate(names, 1):
+        config = small_config(*UNEVEN, *exact, *LAYOUTS[name], ranks=None, steps=6)
+        train(stopping(config, 2 * leg), run=tmp_path / "legs", quiet=True, fork=leg > 1)
+    expected, found = (ledger(RunFolder(tmp_path / name).events(0)) for name in ("whole", "legs"))
+    assert sorted(found) == list(range(6))
+    for step, record in found.items():
+        for key in ("loss", "grad_norm"):
+            assert record[key] == pytest.approx(expected[step][key], rel=1e-10), (step, key)
+
+
+def stopping(config: RunConfig, steps: int) -> RunConfig:
+    from dataclasses import replace
+
+    return replace(config, steps=steps)
