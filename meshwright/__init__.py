@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.version import __version__
 
-__all__ = ["RunConfig", "__version__", "train"]
+__all__ = ["Parts", "RunConfig", "__version__", "train"]
 
 if TYPE_CHECKING:
     from meshwright.api import train
     from meshwright.config import RunConfig
+    from meshwright.parallel.parts import Parts
 
 
 def __getattr__(name: str) -> Any:
@@ -21,6 +22,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("meshwright.train")
     if name == "RunConfig":
         return importlib.import_module("meshwright.config").RunConfig
+    if name == "Parts":
+        return importlib.import_module("meshwright.parallel.parts").Parts
     raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
 
 

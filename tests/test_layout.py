@@ -1,10 +1,12 @@
-"""Ranks, coordinates and groups."""
+"""Ranks, coordinates and groups; what is refused, and what is said instead."""
 
 from __future__ import annotations
 
 import pytest
 
-from meshwright.layout import Layout
+from meshwright.config import LayoutConfig, load
+from meshwright.errors import ConfigError
+from meshwright.layout import AXES, REFUSED, Layout, checked
 
 
 def test_every_rank_has_its_own_place():
@@ -18,3 +20,97 @@ def test_every_rank_has_its_own_place():
 def test_a_rank_outside_is_refused():
     with pytest.raises(ValueError, match="rank 4 is not one of 4"):
         Layout(replicate=4).coordinates(4)
+
+
+CUBE = Layout(pipeline=2, replicate=2, shard=2, context=2, tensor=2)
+
+
+def test_tensor_is_innermost_and_pipeline_outermost():
+    assert CUBE.ranks == 32
+    assert CUBE.group(0, "tensor") == [0, 1]
+    assert CUBE.group(0, "context") == [0, 2]
+    assert CUBE.group(0, "shard") == [0, 4]
+    assert CUBE.group(0, "replicate") == [0, 8]
+    assert CUBE.group(0, "pipeline") == [0, 16]
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_the_groups_of_an_axis_hold_every_rank_once(axis):
+    groups = CUBE.groups(axis)
+    assert sorted(rank for group in groups for rank in group) == list(range(32))
+    for group in groups:
+        for rank in group:
+            assert CUBE.group(rank, axis) == group
+
+
+def test_ranks_that_differ_on_tensor_or_context_alone_read_the_same_samples():
+    assert CUBE.data_degree == 4
+    for rank in range(CUBE.ranks):
+        peers = CUBE.group(rank, "tensor", "context", "pipeline")
+        assert {CUBE.data_coordinate(peer) for peer in peers} == {CUBE.data_coordinate(rank)}
+        assert sum(CUBE.speaks(peer) for peer in peers) == 1
+    readers = [CUBE.reader(c) for c in range(4)]
+    assert [CUBE.data_coordinate(rank) for rank in readers] == [0, 1, 2, 3]
+    assert all(CUBE.speaks(rank) for rank in readers)
+
+
+def test_experts_fold_over_neighbouring_data_ranks():
+    layout = Layout(replicate=2, shard=4, tensor=2, expert=4)
+    assert layout.ranks == 16
+    assert layout.group(0, "expert") == [0, 2, 4, 6]
+    assert layout.group(9, "expert") == [9, 11, 13, 15]
+
+
+def test_sharding_without_a_degree_divides_the_replicas():
+    assert Layout.of(LayoutConfig(replicate=4, shard="parameters")) == Layout(shard=4)
+    assert Layout.of(LayoutConfig(replicate=2, shard="optimizer", shard_degree=4)) == Layout(replicate=2, shard=4)
+    assert Layout.of(LayoutConfig(replicate=2, tensor=2)) == Layout(replicate=2, tensor=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "layout"),
+    [
+        ([], 4, Layout(replicate=4)),
+        (["--layout.shard=zero-3"], 4, Layout(shard=4)),
+        (["--layout.tensor=2"], 4, Layout(replicate=2, tensor=2)),
+        (["--layout.shard=zero-1", "--layout.shard_degree=2", "--layout.tensor=2"], 8, Layout(1, 2, 2, 1, 2)),
+    ],
+)
+def test_ranks_decide_how_many_copies_there_are(words, ranks, layout):
+    assert Layout.of(load(overrides=words, ranks=ranks).layout) == layout
+
+
+def test_ranks_that_do_not_divide_are_refused_with_those_that_do():
+    with pytest.raises(ConfigError, match=r"6 ranks do not divide over tensor 4; allowed: 4 or 8 ranks"):
+        load(overrides=["--layout.tensor=4"], ranks=6)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--layout.tensor=3"], "tensor does not divide model.kv_heads.*layout.tensor = 1, 2"),
+        (["--layout.tensor=2", "--model.ffn=351"], "tensor does not divide model.ffn.*must divide 351"),
+        (["--layout.tensor=2", "--model.vocab=257"], "tensor does not divide model.vocab.*pad it"),
+        (["--layout.tensor=2", "--data.sequence=127"], "tensor does not divide data.sequence"),
+        (["--layout.tensor=2", "--model.experts=4"], "tensor with experts.*allowed: layout.tensor = 1"),
+        (["--layout.shard=zero-3", "--replicate.static_graph=true"], "promises to DDP"),
+        (["--layout.tensor=2", "--replicate.unused=true"], "promises to DDP"),
+        (["--layout.shard=zero-3", "--layout.replicate=4", "--shard.keep=3"], "shard.keep does not divide.*2, 4"),
+        (["--compute.segment=2"], "compute.segment without.*compute.recompute = full"),
+        (["--layout.shard_degree=2"], "layout.shard_degree = 2 with layout.shard = none"),
+        (["--layout.shard=zero-4"], "layout.shard = zero-4 is not known.*none, optimizer, gradients, parameters"),
+    ],
+)
+def test_what_is_impossible_is_refused_with_what_is_possible(words, said):
+    with pytest.raises(ConfigError, match=said):
+        checked(load(overrides=["--batch.global=24", *words]))
+
+
+def test_the_table_says_of_every_refusal_why():
+    assert len({rule.what for rule in REFUSED}) == len(REFUSED)
+    assert all(rule.why and not rule.applies(Layout(replicate=2), load()) for rule in REFUSED)
+
+
+def test_a_users_own_model_brings_its_own_cuts():
+    config = load(overrides=["--layout.tensor=3", "--layout.replicate=1"])
+    assert checked(config, own_model=True)[0].tensor == 3

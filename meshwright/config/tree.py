@@ -317,7 +317,9 @@ class ComputeConfig:
     recompute: Annotated[Literal["none", "full", "selective"], PLACEMENT] = "none"
     """what backward computes again: nothing, whole blocks, or all of a block but its matrix products and attention"""
     segment: Annotated[Count, PLACEMENT] = 1
-    """full: blocks that are recomputed together; about the square root of their number holds the least"""
+    """full: blocks that are recomputed together; least is held where a segment's blocks take as much as all inputs
+    kept, at the square root of layers x input / block
+    """
     compile: Annotated[bool, PLACEMENT] = False
     """compile each block by torch.compile; may change the last bits"""
     offload: Annotated[bool, PLACEMENT] = False

@@ -19,6 +19,7 @@ from meshwright.errors import BusyError, ConfigError, MeshwrightError, PeerError
 from meshwright.launch.ranks import Ranks, refuse_while_spawning
 from meshwright.launch.rendezvous import Place, join, leave, restart
 from meshwright.layout import checked
+from meshwright.parallel.apply import needed
 from meshwright.parallel.parts import Parts
 from meshwright.record.events import Event
 from meshwright.record.folder import RunFolder
@@ -48,6 +49,8 @@ def make_job(
         raise ConfigError(
             "a model of your own and its loss come together", "allowed: train(config, model=..., loss=...)"
         )
+    if model is not None:
+        needed(parts, layout, config)
     if source is not None and config.data.mixture:
         raise ConfigError("data.mixture is set and a source of your own is given", "allowed: one of the two")
     if source is None:

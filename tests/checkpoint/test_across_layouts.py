@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -60,9 +61,7 @@ def carry(world, config: RunConfig, source: str, target: str) -> None:
     optimizer = Optimizer(spread.module, config.optimizer, layout, world)
     state = tensors_of(spread.module, optimizer.moments())
     if source:
-        found = restore(
-            PosixStore(source), world, LINEAGE, state, lambda _: None, fallback=False, say=lambda *_: None
-        )
+        found = restore(PosixStore(source), world, LINEAGE, state, lambda _: None, fallback=False, say=lambda *_: None)
         assert found is not None
     else:
         for number, (name, tensor) in enumerate(sorted(state.items())):
@@ -121,15 +120,9 @@ def test_a_run_goes_on_where_another_layout_left_it(tmp_path):
     train(whole, run=tmp_path / "whole", quiet=True)
     for leg, name in enumerate(names, 1):
         config = small_config(*UNEVEN, *exact, *LAYOUTS[name], ranks=None, steps=6)
-        train(stopping(config, 2 * leg), run=tmp_path / "legs", quiet=True, fork=leg > 1)
+        train(replace(config, steps=2 * leg), run=tmp_path / "legs", quiet=True, fork=leg > 1)
     expected, found = (ledger(RunFolder(tmp_path / name).events(0)) for name in ("whole", "legs"))
     assert sorted(found) == list(range(6))
     for step, record in found.items():
         for key in ("loss", "grad_norm"):
             assert record[key] == pytest.approx(expected[step][key], rel=1e-10), (step, key)
-
-
-def stopping(config: RunConfig, steps: int) -> RunConfig:
-    from dataclasses import replace
-
-    return replace(config, steps=steps)

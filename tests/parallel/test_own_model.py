@@ -1,0 +1,102 @@
+"""A model of the user's own on every axis: the trained weights are those of one process."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright import Parts, train
+from meshwright.config import from_dict
+from meshwright.errors import ConfigError
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_parts.py"
+spec = importlib.util.spec_from_file_location("own_parts", EXAMPLE)
+assert spec is not None
+own_parts = importlib.util.module_from_spec(spec)
+assert spec.loader is not None
+spec.loader.exec_module(own_parts)
+
+SETTINGS = {
+    "steps": 3,
+    "batch": {"global": 8, "micro": 2},
+    "precision": {"compute": "fp64"},
+    "optimizer": {"lr": 0.01},
+    "eval": {"holdout": 0.1, "every": 3, "samples": 5},
+    "launch": {"device": "cpu", "step_timeout": 60.0},
+}
+LAYOUTS = {
+    "DDP": {"replicate": 2},
+    "sharded": {"replicate": 2, "shard": "parameters"},
+    "cut": {"replicate": 1, "tensor": 2},
+    "sharded and cut": {"replicate": 2, "shard": "gradients", "tensor": 2},
+}
+
+
+def trained(folder, layout: dict, parts: Parts | None = own_parts.PARTS, **more) -> nn.Module:
+    torch.manual_seed(0)
+    model = own_parts.Residual(width=8, depth=2).double()
+    config = from_dict(SETTINGS | {"layout": layout} | more)
+    train(config, model=model, loss=own_parts.squares, source=own_parts.Waves(), parts=parts, run=folder, quiet=True)
+    return model
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict[str, torch.Tensor]:
+    return trained(tmp_path_factory.mktemp("alone") / "run", {"replicate": 1}).state_dict()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_trained_weights_are_those_of_one_process(layout, alone, tmp_path):
+    found = trained(tmp_path / "run", LAYOUTS[layout]).state_dict()
+    for name, right in alone.items():
+        assert torch.allclose(found[name], right, rtol=1e-10, atol=1e-12), name
+
+
+def test_recomputation_gives_the_same_bits(alone, tmp_path):
+    found = trained(tmp_path / "run", {"replicate": 1}, compute={"recompute": "full"}).state_dict()
+    assert all(torch.equal(found[name], right) for name, right in alone.items())
+
+
+@pytest.mark.parametrize(
+    ("layout", "more", "parts", "said"),
+    [
+        ({"replicate": 2, "shard": "parameters"}, {}, None, "nothing says which the blocks of your model are"),
+        ({"replicate": 1, "tensor": 2}, {}, None, "layout.tensor = 2 works block by block"),
+        ({"replicate": 1}, {"compute": {"recompute": "full"}}, None, "compute.recompute = full works block by block"),
+        ({"replicate": 1}, {"compute": {"compile": True}}, None, "compute.compile = true works block by block"),
+        ({"replicate": 1, "tensor": 2}, {}, Parts(blocks="blocks.*"), "Parts.cuts says nothing"),
+        ({"replicate": 2, "shard": "parameters"}, {}, Parts(blocks="layers.*"), "no module of the model is called"),
+        (
+            {"replicate": 1},
+            {"compute": {"recompute": "full", "segment": 2}},
+            own_parts.PARTS,
+            "the model has no stack to go through them",
+        ),
+    ],
+)
+def test_what_is_not_known_is_not_guessed(layout, more, parts, said, tmp_path):
+    with pytest.raises(Exception, match=said):
+        trained(tmp_path / "run", layout, parts, **more)
+
+
+def test_blocks_that_share_a_parameter_are_refused(tmp_path):
+    torch.manual_seed(0)
+    model = own_parts.Residual(width=8, depth=2)
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    config = from_dict(SETTINGS | {"layout": {"replicate": 2, "shard": "parameters"}})
+    with pytest.raises(Exception, match="share a parameter"):
+        train(
+            config, model=model, loss=own_parts.squares, source=own_parts.Waves(), parts=own_parts.PARTS,
+            run=tmp_path / "run", quiet=True,
+        )  # fmt: skip
+
+
+def test_the_decoders_own_rules_do_not_hold_for_a_users_model(tmp_path):
+    """The preset's heads do not divide by 3 and need not."""
+    trained(tmp_path / "run", {"replicate": 3, "shard": "parameters"}, batch={"global": 6})
+    with pytest.raises(ConfigError, match="does not divide"):
+        trained(tmp_path / "other", {"replicate": 3, "shard": "parameters"}, batch={"global": 8})
