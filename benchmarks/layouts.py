@@ -1,7 +1,7 @@
 """The training step under each layout beside plain torch's way to the same layout: same model, samples and optimizer.
 
 The race is the throughput benchmark's: a step of each contender a round, in a shuffled order, the plain loop twice to
-say what is noise. Before anything is reported both sides must have come to the same first loss. On a busy host the
+say what is noise. Before anything is reported both sides must have come to the same first loss and last. On a busy host the
 ratio of processor seconds is the steadier one: it does not see who else ran, nor what a rank waited for.
 """
 
@@ -64,15 +64,16 @@ def one_layout(name: str, layout: LayoutConfig, step: Callable[[Given], Run]) ->
     config = replace(config, model=MODEL, data=data, layout=layout, batch=BatchConfig(GLOBAL))
     plain = partial(contender, step)
     seconds, processor, losses = raced(config, {OWN: own.contender, PLAIN: plain, AGAIN: plain}, ROUNDS, 1)
-    first = {who: values[0] for who, values in losses.items()}
     last = (len(losses[OWN]) - 1) // READ_EVERY * READ_EVERY  # the last step whose loss plain torch's loop reads
-    assert max(first.values()) - min(first.values()) < SAME_LOSS, f"{name}: not the same first loss: {first}"
+    read = {number: {who: values[number] for who, values in losses.items()} for number in (0, last)}
+    for number, found in read.items():
+        apart = max(found.values()) - min(found.values())
+        assert apart < SAME_LOSS, f"{name}: not the same loss at step {number}: {found}"
     tokens = GLOBAL * SEQUENCE
     return {
         "tokens_per_second": {who: round(tokens / statistics.median(values)) for who, values in seconds.items()},
         "step_ms": {who: round(statistics.median(values) * 1e3, 2) for who, values in seconds.items()},
-        "first_loss": first,
-        "last_loss": {who: values[last] for who, values in losses.items()},
+        "loss_at_step": read,
         "ratio_to_plain": spread(seconds[OWN], seconds[PLAIN]),
         "ratio_of_processor_seconds": spread(processor[OWN], processor[PLAIN]),
         "noise": spread(seconds[AGAIN], seconds[PLAIN]),

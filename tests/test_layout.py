@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from meshwright.config import LayoutConfig, load
@@ -114,3 +116,8 @@ def test_the_table_says_of_every_refusal_why():
 def test_a_users_own_model_brings_its_own_cuts():
     config = load(overrides=["--layout.tensor=3", "--layout.replicate=1"])
     assert checked(config, own_model=True)[0].tensor == 3
+
+
+def test_the_documentation_has_the_table_of_what_is_refused():
+    text = (Path(__file__).parents[1] / "docs" / "layouts.md").read_text()
+    assert all(f"| {rule.what} | {rule.why} |" in text for rule in REFUSED)

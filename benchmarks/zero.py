@@ -1,0 +1,48 @@
+"""What sharding saves and costs: peak bytes by class and wire bytes a step, counted on real steps, in units of the
+parameters' bytes.
+
+Counts, not times: the same on every machine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.config import RunConfig, load
+from meshwright.data.loader import Loader
+from meshwright.data.source import Concatenated
+from meshwright.layout import checked
+from meshwright.parallel.world import World
+from meshwright.plan.shapes import decoder_shapes
+from meshwright.prove.trail import LR, real_step, source_of, stream_of
+from meshwright.testing import run_ranks
+from meshwright.train.count import counting
+
+RANKS = 4
+KINDS = {"none": "ZeRO-0", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "ZeRO-3"}
+SHAPE = ["--model.width=64", "--model.layers=8", "--model.ffn=176", "--model.vocab=256", "--data.sequence=16"]
+
+
+def measure() -> dict[str, Any]:
+    table = {}
+    for accumulation in (1, 4):
+        for kind, name in KINDS.items():
+            words = [*SHAPE, f"--layout.shard={kind}", f"--batch.global={RANKS * accumulation}", "--batch.micro=1"]
+            table[f"{name}, {accumulation} micro-steps"] = run_ranks(row, RANKS, load(overrides=words, ranks=RANKS))[0]
+    return {"ranks": RANKS, "in units of": "the parameters' bytes", "table": table}
+
+
+def row(world: World, config: RunConfig) -> dict[str, float]:
+    layout, batch = checked(config)
+    step = real_step(world, config, layout)
+    source, coordinate = Concatenated([source_of(config)]), layout.data_coordinate(world.rank)
+    loader = Loader(source, stream_of(config), batch, coordinate, config.data)
+    step.rehearse(loader.first)
+    batches = loader.steps(0, 2)
+    step.run(0, LR, batches)
+    with counting(step.spread, step.optimizer) as counted:
+        step.run(1, LR, batches, counted.enter)
+    whole = sum(shape.elements() for shape in decoder_shapes(config.model)) * 4
+    wire = sum(row.wire_bytes for row in counted.rows() if row.axis != "control")
+    held = {kind: round(counted.memory.peak[kind] / whole, 3) for kind in ("parameter", "gradient", "optimizer")}
+    return held | {"wire x n / (n - 1)": round(wire / whole * RANKS / (RANKS - 1), 3)}
