@@ -1,7 +1,7 @@
 """The training step under each layout beside plain torch's way to the same layout: same model, samples and optimizer.
 
 The race is the throughput benchmark's: a step of each contender a round, in a shuffled order, the plain loop twice to
-say what is noise. Before anything is reported both sides must have come to the same first loss and last. On a busy host the
+say what is noise. Nothing is reported unless both sides came to the same losses, first and last. On a busy host the
 ratio of processor seconds is the steadier one: it does not see who else ran, nor what a rank waited for.
 """
 

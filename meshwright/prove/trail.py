@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshwright.config import IGNORED, DataConfig, RunConfig
 from meshwright.data.loader import Decoder, Loader
@@ -14,7 +15,7 @@ from meshwright.data.source import Concatenated, Sample, Synthetic
 from meshwright.data.stream import Stream
 from meshwright.layout import Layout, checked
 from meshwright.model.init import build
-from meshwright.parallel.blocks import whole_of
+from meshwright.parallel.blocks import local_of, whole_of
 from meshwright.parallel.world import World
 from meshwright.record.clock import StepClock
 from meshwright.train.evaluate import Evaluation
@@ -136,7 +137,7 @@ def _together(world: World, config: RunConfig) -> Trail:
     trail = Trail()
     step.rehearse(loader.first)
     step.gradient(0, next(loader.steps(0, 1)), StepClock(world.device))
-    trail.gradients = {name: whole_of(p.grad).clone() for name, p in named.items() if p.grad is not None}
+    trail.gradients = {name: as_taken(p, p.grad).clone() for name, p in named.items() if p.grad is not None}
     step.optimizer.zero()
     step.spread.take_traffic()
     batches = loader.steps(0, STEPS)
@@ -148,6 +149,19 @@ def _together(world: World, config: RunConfig) -> Trail:
     evaluation = Evaluation(source, stream, held_out(layout), batch, coordinate)
     trail.evaluation, *_ = evaluation.run(step.spread, step.precision, world, step.speaks)
     return trail if world.rank == 0 else Trail(trail.losses, trail.norms, evaluation=trail.evaluation)
+
+
+def as_taken(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """The whole of a gradient as the optimizer takes it: each rank's own block. What is still a sum to be made must
+    show here; `whole_of` the gradient itself would make it.
+    """
+    if not isinstance(parameter, DTensor):
+        return whole_of(gradient)
+    shape, stride = parameter.shape, parameter.stride()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return whole_of(
+        DTensor.from_local(local_of(gradient), mesh, placements, run_check=False, shape=shape, stride=stride)
+    )
 
 
 def real_step(world: World, config: RunConfig, layout: Layout) -> Step:

@@ -85,10 +85,9 @@ def tensors(what: str, right: Tensor, got: Tensor | None, later: bool = False) -
 
 def cause_of(offs: list[Off], expected: Trail, found: list[Trail], layout: Layout, accumulation: int) -> str:
     """What a pattern of errors usually comes from; '' where it fits none."""
-    names = [off.what for off in offs]
     gradients = [off for off in offs if off.what.startswith("gradient of")]
     if gradients:
-        return gradient_cause(gradients, names, layout, accumulation, len(expected.gradients))
+        return gradient_cause(gradients, offs[0], layout, accumulation, list(expected.gradients))
     first = offs[0]
     if first.what.startswith("loss of step 0"):
         return (
@@ -106,16 +105,26 @@ def cause_of(offs: list[Off], expected: Trail, found: list[Trail], layout: Layou
     return ""
 
 
-def gradient_cause(gradients: list[Off], names: list[str], layout: Layout, accumulation: int, count: int) -> str:
+def gradient_cause(gradients: list[Off], first: Off, layout: Layout, accumulation: int, names: list[str]) -> str:
+    """`names` are those of all gradients, in the order in which the forward pass uses the parameters."""
     factors = [off.factor for off in gradients]
-    if len(gradients) == count and all(isclose(factor, factors[0], rel_tol=1e-3) for factor in factors):
-        return clean_factor(factors[0], layout, accumulation)
-    if all("norm" in off.what for off in gradients) and layout.tensor > 1:
+    off_names = [off.what.removeprefix("gradient of ") for off in gradients]
+    if off_names == names and all(isclose(factor, factors[0], rel_tol=1e-3) for factor in factors):
+        clean = clean_factor(factors[0], layout, accumulation)
+        if clean:
+            return clean
+    if all("norm" in name for name in off_names) and layout.tensor > 1:
         return "norm weights are not summed over the pieces of the sequence (tensor)"
-    if names[0].startswith("loss"):
-        return "forward and backward are: wrong rows, positions or masks"
-    if all(word in " ".join(names) for word in ("embedding",)) and len(gradients) <= 2:
+    if first.what.startswith("loss"):
+        return "forward and backward are: wrong samples, rows, positions or masks, or tokens not weighed alike"
+    if all(off.error < 0.02 and abs(off.factor - 1) < 0.01 for off in gradients):
+        return "all there, but rounded: a sum in lower precision"
+    tied = not any(name.startswith("head") for name in names)
+    if all(name.startswith(("decoder.embedding", "head")) for name in off_names) and (tied or layout.tensor > 1):
         return "the two uses of a tied weight, or the vocabulary's rows, are not put together"
+    if off_names == names[: len(off_names)] and len(off_names) < len(names):
+        right = names[len(off_names)]
+        return f"backward is right down to {right} and not below: a bucket, a recomputation or a sum over tensor"
     return "gradients of ranks or micro-steps are not all there, or not each once"
 
 

@@ -103,7 +103,7 @@ class Optimizer:
         square = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if own:
             square += torch.stack(torch._foreach_norm(own)).double().square().sum()
-        return self.world.sum(square, "gradient norm").wait().sqrt().to(gradients[0][0].dtype)
+        return self.world.sum(square, "gradient norm").wait().sqrt().to(self.blocks[0].local.dtype)
 
     def update(self, lr: float, norm: Tensor, scale: Tensor, finite: Tensor) -> None:
         """One step. `norm` is that of the true gradient; the stored one is `scale` times it."""
@@ -130,7 +130,8 @@ class Optimizer:
                     block.local.copy_(owned, non_blocking=True)
 
     def _divide(self, divisor: Tensor) -> None:
-        torch._foreach_mul_([p.grad for p in self.owned if p.grad is not None], 1.0 / divisor)
+        if gradients := [p.grad for p in self.owned if p.grad is not None]:
+            torch._foreach_mul_(gradients, 1.0 / divisor)
 
     def _take_gradients(self) -> None:
         for parameter, owned in zip(self.parameters, self.owned, strict=True):
