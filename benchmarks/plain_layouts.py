@@ -68,19 +68,16 @@ def tensor(given: Given) -> Callable[[int], float]:
     model, mesh = given.model, init_device_mesh("cpu", (RANKS,))
     pieces, whole = Shard(1), Replicate()
     rows = RowwiseParallel(output_layouts=pieces)
-    into_attention = PrepareModuleInput(
+    into_whole = PrepareModuleInput(
         input_layouts=(pieces, None), desired_input_layouts=(whole, None), use_local_output=False
     )
     into_ffn = PrepareModuleInput(input_layouts=(pieces,), desired_input_layouts=(whole,), use_local_output=False)
-    into_head = PrepareModuleInput(
-        input_layouts=(pieces, None), desired_input_layouts=(whole, None), use_local_output=False
-    )
     block = "decoder.blocks.*"
     model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh, [Shard(0)]))
     plan = {
         "decoder.embedding": RowwiseParallel(input_layouts=whole, output_layouts=pieces),
         f"{block}.attention_norm": SequenceParallel(),
-        f"{block}.attention": into_attention,
+        f"{block}.attention": into_whole,
         **{f"{block}.attention.{name}": ColwiseParallel() for name in ("q", "k", "v")},
         f"{block}.attention.out": rows,
         f"{block}.ffn_norm": SequenceParallel(),
@@ -88,7 +85,7 @@ def tensor(given: Given) -> Callable[[int], float]:
         **{f"{block}.ffn.{name}": ColwiseParallel() for name in ("gate", "up")},
         f"{block}.ffn.down": rows,
         "decoder.norm": SequenceParallel(),
-        "head": into_head,
+        "head": into_whole,
     }
     parallelize_module(model, mesh, plan)
     norms = [p for p in model.parameters() if p.ndim == 1]

@@ -18,7 +18,7 @@ from tyro.conf import FlagConversionOff, FlagCreatePairsOff, Positional, arg
 from meshwright.errors import ConfigError, MeshwrightError
 
 OVERRIDE = re.compile(
-    r"^--(?P<key>[a-z][a-z0-9_-]*(\.[a-z0-9_-]+)+|preset|seed|log[_-]every)(?P<value>=.*)?$", re.DOTALL
+    r"^--(?P<key>[a-z][a-z0-9_-]*(\.[a-z0-9_-]+)+|preset|seed|(log|ledger)[_-]every)(?P<value>=.*)?$", re.DOTALL
 )
 """`--a.b=c`, and the few keys at the top of the tree: words for the config, not for the verb."""
 

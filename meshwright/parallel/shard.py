@@ -48,6 +48,7 @@ class Sharded(Spread):
     ) -> None:
         super().__init__(module)
         self.what: What = config.layout.shard
+        self.last: bool | None = None
         # Where copies are all there is beside tensor, a unit that is let go costs a copy in memory to get back.
         self.lets_go = self.what in ("parameters", "none")
         reshard: bool | int = self.lets_go
@@ -79,9 +80,11 @@ class Sharded(Spread):
 
     @contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
-        self.root.set_requires_gradient_sync(last or self.what in ("gradients", "parameters"))
-        self.root.set_requires_all_reduce(last)
-        self.root.set_reshard_after_backward(last or self.lets_go)
+        if last != self.last:  # each of these walks all modules
+            self.last = last
+            self.root.set_requires_gradient_sync(last or self.what in ("gradients", "parameters"))
+            self.root.set_requires_all_reduce(last)
+            self.root.set_reshard_after_backward(last or self.lets_go)
         with super().micro_step(last):
             yield
 

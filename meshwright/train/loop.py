@@ -202,10 +202,11 @@ class Training:
             with counting(self.spread, self.optimizer) as counted:
                 outcome = self.step.run(self.done, lr, self.batches, counted.enter)
             outcome.counted = True
+            self.ledger.take(outcome)
             self.log.write("ledger", step=self.done, **counted.to_json())
         else:
             outcome = self.step.run(self.done, lr, self.batches)
-        self.ledger.take(outcome)
+            self.ledger.take(outcome)
         faults.reach("step.updated", self.done)
         self.done += 1
         self.agreed = outcome.agreement

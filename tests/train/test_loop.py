@@ -56,6 +56,7 @@ def test_a_step_record_carries_what_it_promises_on_every_rank(tmp_path, small):
             "start",
             "step",
             "step",
+            "ledger",
             "step",
             "eval",
             "step",
