@@ -13,12 +13,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from benchmarks import checkpoint, layouts, recovery, sampler, throughput
+from benchmarks import checkpoint, layouts, recovery, sampler, throughput, zero
 from benchmarks.throughput import PLAIN
 
 RESULT = Path("bench.json")
 PACKAGES = ("meshwright", "torch", "numpy", "xxhash", "accelerate", "lightning-fabric", "torchdata")
-PARTS = ("throughput", "layouts", "sampler", "checkpoint", "recovery")
+PARTS = ("throughput", "layouts", "zero", "sampler", "checkpoint", "recovery")
 
 
 def main() -> None:
@@ -35,6 +35,8 @@ def main() -> None:
         result["throughput"] = throughput.measure(words.rounds)
     if "layouts" in words.only:
         result["layouts"] = layouts.measure()
+    if "zero" in words.only:
+        result["zero"] = zero.measure()
     if "sampler" in words.only:
         result["sampler"] = sampler.measure()
     if "checkpoint" in words.only:
