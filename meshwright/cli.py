@@ -136,7 +136,7 @@ def checkpoint_list(run: Run, json: Json = False) -> None:
     rows = list_rows(run)
     lines = [
         f"{row['name']}  timeline {row['timeline']}  {row['bytes']:,} bytes in {row['files']} files  "
-        + " x ".join(f"{axis} {degree}" for axis, degree in row["layout"].items())
+        + (" x ".join(f"{axis} {degree}" for axis, degree in row["layout"].items() if degree > 1) or "one rank")
         + f"  {row['status']}"
         if "bytes" in row
         else f"{row['name']}  {row['status']}"

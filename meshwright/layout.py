@@ -5,7 +5,7 @@ Torch-free: everything that speaks of ranks asks here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -76,7 +76,15 @@ class Layout:
 
     def reader(self, data_coordinate: int) -> int:
         """The first of the ranks that read a slice of the global batch."""
-        return next(rank for rank in range(self.ranks) if self.data_coordinate(rank) == data_coordinate)
+        rank = 0
+        for axis in reversed(DATA_AXES):
+            data_coordinate, place = divmod(data_coordinate, getattr(self, axis))
+            rank += place * self.stride(axis)
+        return rank
+
+    def stride(self, axis: str) -> int:
+        """How far apart in rank neighbours on an axis are."""
+        return prod(self.degrees[AXES.index(axis) + 1 :])
 
     def speaks(self, rank: int) -> bool:
         """Whether a rank is the one of those that compute the same loss whose loss and tokens count."""
@@ -91,13 +99,16 @@ class Layout:
         """The ranks that differ from this one on these axes alone, in order."""
         if axes == ("expert",):
             return self._expert_group(rank)
-        here = self.coordinates(rank) | dict.fromkeys(axes, 0)
-        return [r for r in range(self.ranks) if self.coordinates(r) | dict.fromkeys(axes, 0) == here]
+        place = self.coordinates(rank)
+        members = [rank - sum(place[axis] * self.stride(axis) for axis in axes)]
+        for axis in axes:
+            steps = range(0, getattr(self, axis) * self.stride(axis), self.stride(axis))
+            members = [member + step for member in members for step in steps]
+        return sorted(members)
 
-    def groups(self, axis: str) -> list[list[int]]:
+    def groups(self, axis: str) -> Iterator[list[int]]:
         """Every group of an axis, in the order of their first ranks."""
-        found = dict.fromkeys(tuple(self.group(rank, axis)) for rank in range(self.ranks))
-        return [list(group) for group in found]
+        return (self.group(rank, axis) for rank in range(self.ranks) if self.first(rank, [axis]))
 
     def _expert_group(self, rank: int) -> list[int]:
         """Experts are spread over so many neighbours among the ranks that read different samples."""

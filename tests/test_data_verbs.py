@@ -9,6 +9,7 @@ import pytest
 
 from meshwright import train
 from meshwright.cli import main
+from meshwright.data.contract import contract_of
 
 
 def answer(capsys, *words: str):
@@ -82,3 +83,13 @@ def test_a_broken_identity_is_named_not_a_stack_trace(run, content, capsys, tmp_
         main(["data", "show", run, "--step", "0"])
     assert stop.value.code == 2
     assert "identity.json" in capsys.readouterr().err
+
+
+def test_ranks_that_differ_on_tensor_alone_show_the_same_samples(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[data]\nkind = "synthetic"\nsamples = 500\n[layout]\nshard = "parameters"\ntensor = 2\n')
+    contract = contract_of(file)
+    shown = [contract.show(3, rank)["samples"] for rank in range(4)]
+    assert shown[0] == shown[1] != shown[2] == shown[3]
+    assert shown[0] + shown[2] == contract.show(3)["samples"]
+    assert contract.find(shown[2][0], 1)["places"][0]["rank"] == 2

@@ -38,7 +38,7 @@ def test_tensor_is_innermost_and_pipeline_outermost():
 
 @pytest.mark.parametrize("axis", AXES)
 def test_the_groups_of_an_axis_hold_every_rank_once(axis):
-    groups = CUBE.groups(axis)
+    groups = list(CUBE.groups(axis))
     assert sorted(rank for group in groups for rank in group) == list(range(32))
     for group in groups:
         for rank in group:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import nn
@@ -46,6 +47,9 @@ from meshwright.train.precision import Precision
 from meshwright.train.resume import Resume
 from meshwright.train.signals import SignalWatch
 from meshwright.train.step import Step
+
+GROUPS_TOLD = 64
+"""Groups of an axis that the start of a run lists."""
 
 
 @dataclass(frozen=True)
@@ -337,7 +341,7 @@ def start_facts(job: Job, model: nn.Module, stream: Stream, world: World) -> Eve
         "decoder": job.model is None,
         "layout": str(job.layout),
         "shard": job.config.layout.shard,
-        "groups": {axis: job.layout.groups(axis) for axis in job.layout.used} if world.rank == 0 else {},
+        "groups": {axis: list(islice(job.layout.groups(axis), GROUPS_TOLD)) for axis in job.layout.used},
         "hosts": world.hosts,
         "ranks": world.size,
         "batch": str(job.batch),

@@ -46,6 +46,9 @@ class Resume:
             "python": ".".join(map(str, sys.version_info[:2])),
             "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
             "threads": config.launch.threads,
+            "sharding": config.layout.shard,
+            "compile": config.compute.compile,
+            "offload": config.compute.offload,
         }
 
     def facts(self) -> dict[str, Any]:
@@ -99,7 +102,10 @@ class Resume:
         """What may change the last bits without being another run: said, not refused."""
         before = manifest.made_by | manifest.layout
         now = self.made_by | self.facts()["layout"]
-        return [f"{key} was {before.get(key)} and is {value}" for key, value in now.items() if before.get(key) != value]
+        # What an older version did not write down was as it is by default.
+        return [
+            f"{key} was {before[key]} and is {value}" for key, value in now.items() if before.get(key, value) != value
+        ]
 
     def cursor(self, done: int) -> dict[str, Any]:
         position = done * self.batch.global_
