@@ -15,6 +15,7 @@ from meshwright.checkpoint.tensors import digest_of_lines, state_digest, tensor_
 from meshwright.config import fingerprint
 from meshwright.launch.job import make_job
 from meshwright.launch.ranks import run_ranks
+from meshwright.parallel.blocks import block_of
 from meshwright.record.events import read_events
 from meshwright.record.folder import RunFolder
 from meshwright.recover.failures import RanksFailed
@@ -61,7 +62,8 @@ def test_a_complete_run_is_complete_and_makes_no_step(runs):
 
 def unsharded(world, job):
     training = Training(job, world)
-    lines = [tensor_line(name, dtype_name(t), t.shape, content(t)) for name, t in training.state().items()]
+    state = {name: block_of(tensor).local for name, tensor in training.state().items()}
+    lines = [tensor_line(name, dtype_name(t), t.shape, content(t)) for name, t in state.items()]
     training.signals.close()
     return training.done, digest_of_lines(lines)
 
