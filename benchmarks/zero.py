@@ -9,14 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.config import RunConfig, load
-from meshwright.data.loader import Loader
-from meshwright.data.source import Concatenated
-from meshwright.layout import checked
 from meshwright.parallel.world import World
 from meshwright.plan.shapes import decoder_shapes
-from meshwright.prove.trail import LR, real_step, source_of, stream_of
+from meshwright.prove.traffic import third_step
 from meshwright.testing import run_ranks
-from meshwright.train.count import counting
 
 RANKS = 4
 KINDS = {"none": "ZeRO-0", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "ZeRO-3"}
@@ -33,15 +29,7 @@ def measure() -> dict[str, Any]:
 
 
 def row(world: World, config: RunConfig) -> dict[str, float]:
-    layout, batch = checked(config)
-    step = real_step(world, config, layout)
-    source, coordinate = Concatenated([source_of(config)]), layout.data_coordinate(world.rank)
-    loader = Loader(source, stream_of(config), batch, coordinate, config.data)
-    step.rehearse(loader.first)
-    batches = loader.steps(0, 2)
-    step.run(0, LR, batches)
-    with counting(step.spread, step.optimizer) as counted:
-        step.run(1, LR, batches, counted.enter)
+    counted = third_step(world, config)
     whole = sum(shape.elements() for shape in decoder_shapes(config.model)) * 4
     wire = sum(row.wire_bytes for row in counted.rows() if row.axis != "control")
     held = {kind: round(counted.memory.peak[kind] / whole, 3) for kind in ("parameter", "gradient", "optimizer")}

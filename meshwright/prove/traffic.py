@@ -14,7 +14,7 @@ from meshwright.plan.memory import Held, held
 from meshwright.plan.traffic import Sent, traffic
 from meshwright.prove.layouts import kind, variants
 from meshwright.prove.trail import LR, real_step, source_of, stream_of
-from meshwright.train.count import counting
+from meshwright.train.count import Counted, counting
 
 Counts = tuple[list[Sent], Held]
 
@@ -52,7 +52,14 @@ def check_traffic(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
 
 
 def counted(world: World, config: RunConfig) -> Counts:
-    """The third step, when everything has been made that is made once."""
+    ledgers = third_step(world, config)
+    sent = [Sent(row.axis, row.collective, row.message_bytes, row.wire_bytes) for row in ledgers.rows()]
+    peak = ledgers.memory.peak
+    return sent, Held(peak["parameter"], peak["gradient"], peak["optimizer"])
+
+
+def third_step(world: World, config: RunConfig) -> Counted:
+    """Its ledgers: by then everything has been made that is made once."""
     layout, batch = checked(config)
     step = real_step(world, config, layout)
     source, coordinate = Concatenated([source_of(config)]), layout.data_coordinate(world.rank)
@@ -63,9 +70,7 @@ def counted(world: World, config: RunConfig) -> Counts:
         step.run(number, LR, batches)
     with counting(step.spread, step.optimizer) as ledgers:
         step.run(2, LR, batches, ledgers.enter)
-    sent = [Sent(row.axis, row.collective, row.message_bytes, row.wire_bytes) for row in ledgers.rows()]
-    peak = ledgers.memory.peak
-    return sent, Held(peak["parameter"], peak["gradient"], peak["optimizer"])
+    return ledgers
 
 
 def differences(rank: int, expected: list[Sent], found: list[Sent]) -> Iterator[str]:
