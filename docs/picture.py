@@ -11,6 +11,8 @@ from meshwright.observe.console import Terminal, live_line
 from meshwright.record.events import read_events
 from meshwright.record.folder import RunFolder
 
+SHOWN = ("ledger", "eval", "checkpoint")
+
 
 def main(folder: RunFolder) -> None:
     events = [e for e in read_events(folder.events(0)) if e["attempt"] == folder.last_attempt()]
@@ -20,9 +22,9 @@ def main(folder: RunFolder) -> None:
     terminal.config = load(folder.run_file, ["--log_every=100000"])  # the live line stands for the plain ones
     middle = [e for e in events if e["kind"] == "step"][: round(0.7 * terminal.steps)]
     for event in events:
-        if event["kind"] == "start" or (event["kind"] == "eval" and event["step"] < middle[-1]["step"]):
+        if event["kind"] == "start" or (event["kind"] in SHOWN and event["step"] < middle[-1]["step"]):
             terminal.show(event)
-    terminal.rich.print(live_line(middle[-20:], terminal.steps, 150))
+    terminal.rich.print(live_line(middle[-20:], terminal.steps, 150, terminal.saved))
     terminal.rich.save_svg("docs/run.svg", title="meshwright")
 
 

@@ -81,7 +81,7 @@ class Terminal:
         sent = ", ".join(f"{row['axis']} {row['collective']} {size(row['message_bytes'])}" for row in rows)
         memory = event["memory"]
         classes = sorted(memory["at_peak"].items(), key=lambda item: -item[1])
-        held = ", ".join(f"{kind} {size(count)}" for kind, count in classes if count)
+        held = ", ".join(f"{kind} {size(count)}" for kind, count in classes if count * 20 >= memory["peak_total"])
         self.note(
             event, f"rank 0 sent {sent or 'nothing'}; held {size(memory['peak_total'])} at its peak: {held}", "dim"
         )
