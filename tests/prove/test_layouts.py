@@ -15,6 +15,7 @@ from meshwright.launch.ranks import run_ranks
 from meshwright.layout import Layout, checked
 from meshwright.parallel.blocks import local_of
 from meshwright.prove.layouts import check_layouts, variants
+from meshwright.prove.traffic import check_traffic
 from meshwright.prove.trail import LR, Concatenated, DataConfig, Loader, real_step, source_of, stream_of
 
 RANKS = 8
@@ -56,6 +57,15 @@ def test_there_are_65_layouts_of_up_to_eight_ranks():
 def test_every_layout_is_one_process(layout):
     promises = list(check_layouts(load(overrides=words(layout))))
     assert len(promises) == 3
+    assert broken(promises) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tie", ["false", "true"])
+@pytest.mark.parametrize("layout", every_layout(), ids=lambda layout: f"{Layout.of(layout)} {layout.shard}")
+def test_every_layout_sends_and_holds_what_the_formulas_say(layout, tie):
+    promises = list(check_traffic(load(overrides=[*words(layout), f"--model.tie={tie}"])))
+    assert len(promises) == 2
     assert broken(promises) == []
 
 
