@@ -173,18 +173,25 @@ REFUSED = (
         lambda layout, config: "layout.tensor = 1" if layout.tensor > 1 and config.model.experts else "",
     ),
     Refused(
-        "replicate.static_graph or replicate.unused with shard or tensor",
-        "they are promises to DDP, which such a layout does not use",
+        "replicate.static_graph with shard or tensor",
+        "it is a promise to DDP, which such a layout does not use",
         lambda layout, config: (
-            "false" if _spread(layout) and (config.replicate.static_graph or config.replicate.unused) else ""
+            "replicate.static_graph = false" if _spread(layout) and config.replicate.static_graph else ""
+        ),
+    ),
+    Refused(
+        "replicate.compress with shard or tensor",
+        "FSDP2 would round at every micro-step what DDP rounds once",
+        lambda layout, config: (
+            "replicate.compress = none" if _spread(layout) and config.replicate.compress != "none" else ""
         ),
     ),
     Refused(
         "shard.keep does not divide the shard degree",
         "after the forward pass a part of the shard group holds the parameters",
         lambda layout, config: (
-            nearest([n for n in range(1, layout.shard + 1) if layout.shard % n == 0], _keep(config))
-            if layout.shard % _keep(config)
+            f"shard.keep = {nearest([n for n in range(1, layout.shard + 1) if layout.shard % n == 0], _keep(config))}"
+            if config.layout.shard == "parameters" and layout.shard % _keep(config)
             else ""
         ),
     ),

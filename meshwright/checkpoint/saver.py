@@ -47,6 +47,8 @@ class Notes:
     """the manifest's fields data, rng, schedule, scaler and counters: the same on every rank"""
     owner: str
     owned: dict[str, Any]
+    used: int = 0
+    """a word of which parameters the last step used: nothing is published unless ranks agree on it"""
 
 
 @dataclass
@@ -251,7 +253,7 @@ class Saver:
         saved = Saved(notes.step, folder_of(notes.step, self.attempt))
         try:
             saved.stall = stager.wait()
-            self._agree(notes.step, state, stager)
+            self._agree(notes, state, stager)
             head = header(self.lineage.run, self.lineage.timeline, notes.step, self.attempt, self.world.rank)
             self.writer = ShardWriter(
                 self.store,
@@ -319,11 +321,17 @@ class Saver:
     def _progress(self) -> None:
         self.moved += 1
 
-    def _agree(self, step: int, state: dict[str, Block], stager: Stager) -> None:
+    def _agree(self, notes: Notes, state: dict[str, Block], stager: Stager) -> None:
         """Every rank learns the same verdict before any of them writes."""
+        step = notes.step
         unsound = next((name for name, block in state.items() if not sound(name, block.local)), "")
-        rows = self._gather(bool(unsound), *stager.replicas.digests(stager.words))
-        flags, digests = [row[0] for row in rows], [row[1:] for row in rows]
+        rows = self._gather(bool(unsound), notes.used, *stager.replicas.digests(stager.words))
+        flags, digests = [row[0] for row in rows], [row[2:] for row in rows]
+        if len({row[1] for row in rows}) > 1:
+            raise NumericsError(
+                f"step {step - 1}: ranks did not use the same parameters, and nothing was published",
+                "set replicate.unused = true",
+            )
         if bad := [rank for rank, flag in enumerate(flags) if flag]:
             where = unsound if self.world.rank == bad[0] else "its state"
             what = f"rank {bad[0]} step {step}: {where} is not finite"

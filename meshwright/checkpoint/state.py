@@ -14,11 +14,11 @@ State = dict[str, Tensor | Block]
 """Name -> a whole tensor, or this rank's block of one."""
 
 
-def tensors_of(model: nn.Module, moments: Mapping[str, Block]) -> State:
-    """Every tensor that a resumed run needs, under a name that no layout changes. `moments` are the optimizer's, as
-    parameter name / key.
+def tensors_of(model: nn.Module, parameters: Mapping[str, Tensor], moments: Mapping[str, Block]) -> State:
+    """Every tensor that a resumed run needs, under a name that no layout changes. `parameters` are the model's as they
+    are between steps, whatever is gathered just now; `moments` are the optimizer's, as parameter name / key.
     """
-    state: State = {f"model/{name}": block_of(parameter) for name, parameter in model.named_parameters()}
+    state: State = {f"model/{name}": block_of(parameter) for name, parameter in parameters.items()}
     kept = model.state_dict(keep_vars=True)
     state |= {f"buffer/{name}": buffer for name, buffer in model.named_buffers() if name in kept}
     return state | {f"optimizer/{name}": block for name, block in moments.items()}
@@ -35,6 +35,13 @@ def content(tensor: Tensor) -> memoryview:
 
 
 @torch.no_grad()
-def parameters_digest(named: Iterable[tuple[str, Tensor]]) -> str:
-    """One digest of every parameter's name, shape and bytes; ranks that hold blocks of one must all ask."""
-    return digest_of_lines(tensor_line(n, dtype_name(p), p.shape, content(whole_of(p).cpu())) for n, p in named)
+def parameters_digest(named: Iterable[tuple[str, Tensor]], wanted: bool = True) -> str:
+    """One digest of every parameter's name, shape and bytes; '' where it is not `wanted`. Ranks that hold blocks of one
+    must all ask.
+    """
+    lines = []
+    for name, parameter in named:
+        whole = whole_of(parameter)
+        if wanted:
+            lines.append(tensor_line(name, dtype_name(parameter), parameter.shape, content(whole.cpu())))
+    return digest_of_lines(lines) if wanted else ""

@@ -268,6 +268,11 @@ class LayoutConfig:
                 f"layout.shard_degree = {self.shard_degree} with layout.shard = none, which divides nothing",
                 "allowed: layout.shard = optimizer, gradients or parameters",
             )
+        if self.shard != "none" and self.shard_degree == 1:
+            raise ConfigError(
+                f"layout.shard = {self.shard} with layout.shard_degree = 1 divides nothing",
+                "allowed: layout.shard = none, or layout.shard_degree of at least 2",
+            )
 
     def on(self, ranks: int) -> LayoutConfig:
         """The same on so many ranks in all: copies, or shards where they have no degree of their own, are what

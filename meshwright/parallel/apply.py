@@ -3,7 +3,7 @@
 1. tensor     matrices become DTensors: whatever comes later sees a rank's own part of them
 2. recompute  wraps each block's own forward: its collectives over tensor are inside, those of shard outside
 3. compile    each block's forward, recomputation included: one graph serves all blocks
-4. weights    on the meta device until here, then made unit by unit: no rank ever holds the whole model
+4. weights    on the meta device until here: memory comes unit by unit, content once a rank has its own rows alone
 5. shard      FSDP2 over replicate x shard: gathers around what 1 to 3 made
    replicate  or, where copies are all there is, DDP
 """
@@ -46,9 +46,11 @@ def apply(
     weights = Weights(model, fill, world.device)
     spread: Spread
     if mesh is not None and layout.data_degree > 1:
-        spread = Sharded(model, parts, config, mesh, weights)
+        spread = Sharded(model, parts, config, mesh, weights.ready)
+        weights.fill()
     else:
-        weights(model)
+        weights.ready(model)
+        weights.fill()
         spread = Replicated(model, config.replicate, world) if layout.replicate > 1 else Spread(model)
     spread.mesh = mesh
     return spread

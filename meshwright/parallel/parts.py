@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -51,24 +52,38 @@ def matching(model: nn.Module, pattern: str) -> list[nn.Module]:
     return [m for name, m in model.named_modules() if name.count(".") == depth and fnmatchcase(name, pattern)]
 
 
-def units_of(model: nn.Module, parts: Parts) -> list[list[nn.Module]]:
-    """What is gathered together, in the order of use. Groups that share a parameter are left to the whole: FSDP2 would
-    take the gradient of one use for the whole gradient.
+Unit = list[nn.Module]
+
+
+def units_of(model: nn.Module, parts: Parts) -> tuple[list[Unit], Unit | None]:
+    """(what is gathered together, in the order of use; the one of them that leads into the blocks). An end that shares
+    a parameter with anything is left to the whole: FSDP2 would take the gradient of one use for the whole gradient.
     """
-    groups = [[m for name in group for m in matching(model, name)] for group in parts.ends]
-    held = [parameters_of(group) for group in groups]
-    apart = [g for i, g in enumerate(groups) if not any(held[i] & other for j, other in enumerate(held) if j != i)]
+    ends = [named(model, group) for group in parts.ends]
     blocks = [[block] for block in blocks_of(model, parts)]
-    units = apart[:1] + blocks + apart[1:]
-    seen: set[int] = set()
-    for unit in units:
-        if seen & parameters_of(unit):
+    held = Counter(id(p) for _, _, p in owned_parameters(model))
+    shared = {parameter for parameter, places in held.items() if places > 1}
+    apart = [end for end in ends if not parameters_of(end) & shared]
+    leading = ends[0] if ends and ends[0] in apart else None
+    for block in blocks:
+        inside = Counter(id(p) for _, _, p in owned_parameters(block[0]))
+        if any(inside[parameter] < held[parameter] for parameter in inside):
             raise ConfigError(
-                "two blocks of the model share a parameter and cannot be gathered one by one",
-                "allowed: parameters shared outside of the blocks alone",
+                "a block of the model shares a parameter with another part and cannot be gathered by itself",
+                "allowed: parameters shared outside of the blocks, or within one",
             )
-        seen |= parameters_of(unit)
-    return units
+    if any(parameter.ndim == 0 for parameter in model.parameters()):
+        raise ConfigError(
+            "a parameter of the model is a single number, which has no rows to divide", "allowed: shape (1,)"
+        )
+    return ([leading] if leading else []) + blocks + [end for end in apart if end is not leading], leading
+
+
+def named(model: nn.Module, names: tuple[str, ...]) -> Unit:
+    found = [(name, matching(model, name)) for name in names]
+    if missing := [name.removeprefix("model.") for name, modules in found if not modules]:
+        raise ConfigError(f"no module of the model is called {missing[0]}, as Parts says", "allowed: names of modules")
+    return [module for _, modules in found for module in modules]
 
 
 def parameters_of(modules: list[nn.Module]) -> set[int]:

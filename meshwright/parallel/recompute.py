@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshwright.config import ComputeConfig
 from meshwright.errors import ConfigError
+from meshwright.model.decoder import Stack
 from meshwright.parallel.parts import Parts, blocks_of
 
 KEPT = (
@@ -34,7 +35,7 @@ def recompute(model: nn.Module, parts: Parts, config: ComputeConfig) -> None:
     if config.recompute == "none":
         return
     if config.segment > 1:
-        stacks = [module for module in model.modules() if hasattr(module, "stack")]
+        stacks = [module for module in model.modules() if isinstance(getattr(module, "stack", None), Stack)]
         if not stacks:
             raise ConfigError(
                 "compute.segment > 1 recomputes several blocks together, and the model has no stack to go through them",

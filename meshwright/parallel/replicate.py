@@ -38,6 +38,7 @@ class Replicated(Spread):
             find_unused_parameters=config.unused,
         )
         self.ddp.register_comm_hook(self, reduce_bucket)
+        self.groups = [self.ddp.process_group]
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         return self.ddp(*inputs)  # type: ignore[no-any-return]

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from meshwright.config import RunConfig
+from meshwright.errors import ConfigError
 from meshwright.parallel.internals import fsdp_tensors
 from meshwright.parallel.parts import Parts, units_of
 from meshwright.parallel.spread import Spread
@@ -55,17 +56,20 @@ class Sharded(Spread):
         if self.what == "parameters" and config.shard.keep is not None:
             reshard = config.shard.keep if config.shard.keep > 1 else False
         data = mesh[tuple(axis for axis in mesh.mesh_dim_names or () if axis in ("replicate", "shard"))]
-        units = units_of(module, parts)
-        for index, unit in enumerate(units):
+        units, leading = units_of(module, parts)
+        for unit in units:
             for piece in unit:
                 ready(piece)
-            fully_shard(unit, mesh=data, reshard_after_forward=reshard, mp_policy=policy(config, first=index == 0))
+            fully_shard(unit, mesh=data, reshard_after_forward=reshard, mp_policy=policy(config, first=unit is leading))
         ready(module)  # what is in no unit
         fully_shard(module, mesh=data, reshard_after_forward=reshard, mp_policy=policy(config, first=True))
         self.root = fsdp(module)
         for part in self.units():
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
+            if config.replicate.unused:
+                allow_unused(part)
+        self.groups = [data.get_group(axis) for axis in reversed(data.mesh_dim_names or ())]
         self._prefetch([fsdp(unit[0]) for unit in units], config.shard.prefetch)
 
     def units(self) -> list[FSDPModule]:
@@ -85,6 +89,7 @@ class Sharded(Spread):
             self.root.set_requires_gradient_sync(last or self.what in ("gradients", "parameters"))
             self.root.set_requires_all_reduce(last)
             self.root.set_reshard_after_backward(last or self.lets_go)
+        self.share_buffers()  # as DDP does
         with super().micro_step(last):
             yield
 
@@ -96,14 +101,21 @@ class Sharded(Spread):
             part.reshard()
 
 
+def allow_unused(part: FSDPModule) -> None:
+    """Else FSDP2 packs what has a gradient here, and ranks add up gradients of different parameters."""
+    if not hasattr(part, "set_reduce_scatter_unused_params"):
+        raise ConfigError("replicate.unused with shard needs torch 2.13", "allowed: replicate.unused = false")
+    part.set_reduce_scatter_unused_params(True)
+
+
 def policy(config: RunConfig, first: bool) -> MixedPrecisionPolicy:
     """Units are gathered in the precision of compute. The first holds the embedding, which sets the precision of the
-    residual stream: it is gathered as it is. Gradients are summed in that of the weights, or as `compress` says.
+    residual stream: it is gathered as it is. Gradients are summed in that of the weights.
     """
     summed = torch.float64 if config.precision.compute == "fp64" else torch.float32
     return MixedPrecisionPolicy(
         param_dtype=None if first else COMPUTE.get(config.precision.compute),
-        reduce_dtype=torch.bfloat16 if config.replicate.compress == "bf16" else summed,
+        reduce_dtype=summed,
         cast_forward_inputs=False,
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
@@ -33,6 +34,8 @@ class Spread:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.groups: list[dist.ProcessGroup] = []
+        """of ranks that read other samples, the outermost axis last"""
         self.on_last_bucket: Callable[[], object] = lambda: None
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,6 +51,12 @@ class Spread:
             yield
         if last:
             sum_partial(self.module.parameters(), self.mesh["tensor"])
+
+    def share_buffers(self) -> None:
+        """Those of the first rank are the run's: ranks that read other samples would come to others."""
+        for buffer in self.module.buffers():
+            for group in self.groups:
+                dist.broadcast(buffer, group=group, group_src=0)
 
     @property
     def outermost(self) -> nn.Module:

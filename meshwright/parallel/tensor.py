@@ -20,13 +20,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
 
-from meshwright.parallel.parts import Parts, owned_parameters
+from meshwright.parallel.parts import Parts, named, owned_parameters
 
 SEQUENCE = 1
 """The dimension of the sequence in (batch, sequence, width)."""
@@ -52,15 +51,11 @@ class VocabularyEmbedding(ParallelStyle):
         return whole.redistribute(placements=[Shard(SEQUENCE)]).to_local()
 
 
-class VocabularyHead(ParallelStyle):
-    """The head and its loss: each rank has its part of the vocabulary, all of the sequence, and comes to the whole
-    loss.
-    """
+class Gathered(ParallelStyle):
+    """A module whose first input comes in pieces of the sequence, and is gathered once for everything inside."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        cut_rows(module, device_mesh)
         module.register_forward_pre_hook(partial(self.gather, device_mesh))
-        module.register_forward_hook(self.whole)
         return module
 
     @staticmethod
@@ -68,7 +63,20 @@ class VocabularyHead(ParallelStyle):
         hidden, *rest = inputs
         if not isinstance(hidden, DTensor):
             hidden = DTensor.from_local(hidden, mesh, [Shard(SEQUENCE)], run_check=False)
+        if torch.is_autocast_enabled(hidden.device.type):  # what comes next computes in it: half the bytes
+            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         return hidden.redistribute(placements=[Replicate()]), *rest
+
+
+class VocabularyHead(Gathered):
+    """The head and its loss: each rank has its part of the vocabulary, all of the sequence, and comes to the whole
+    loss.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        cut_rows(module, device_mesh)
+        module.register_forward_hook(self.whole)
+        return super()._apply(module, device_mesh)
 
     @staticmethod
     def whole(_module: nn.Module, _inputs: Any, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -84,21 +92,16 @@ def cut_rows(module: nn.Module, mesh: DeviceMesh) -> None:
 
 def decoder_cuts() -> Mapping[str, ParallelStyle]:
     """How the decoder is cut."""
-    pieces, whole = Shard(SEQUENCE), Replicate()
-    attention = PrepareModuleInput(
-        input_layouts=(pieces, None), desired_input_layouts=(whole, None), use_local_output=False
-    )
-    feed_forward = PrepareModuleInput(input_layouts=(pieces,), desired_input_layouts=(whole,), use_local_output=False)
-    columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=pieces)
+    columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(SEQUENCE))
     block = "decoder.blocks.*"
     return {
         "decoder.embedding": VocabularyEmbedding(),
         f"{block}.attention_norm": SequenceParallel(),
-        f"{block}.attention": attention,
+        f"{block}.attention": Gathered(),
         **{f"{block}.attention.{name}": columns for name in ("q", "k", "v")},
         f"{block}.attention.out": rows,
         f"{block}.ffn_norm": SequenceParallel(),
-        f"{block}.ffn": feed_forward,
+        f"{block}.ffn": Gathered(),
         **{f"{block}.ffn.{name}": columns for name in ("gate", "up")},
         f"{block}.ffn.down": rows,
         "decoder.norm": SequenceParallel(),
@@ -111,7 +114,9 @@ def cut(model: nn.Module, parts: Parts, mesh: DeviceMesh) -> None:
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module, name, parameter in owned_parameters(model):
         owners.setdefault(id(parameter), []).append((module, name))
-    parallelize_module(model, mesh, dict(parts.cuts()), src_data_rank=None)
+    cuts = dict(parts.cuts())
+    named(model, tuple(cuts))  # torch would only warn of one that is not there
+    parallelize_module(model, mesh, cuts, src_data_rank=None)
     for (first, name), *others in owners.values():
         for module, other in others:
             module._parameters[other] = first._parameters[name]

@@ -15,20 +15,22 @@ Fill = Callable[[Block, str], None]
 
 
 class Weights:
-    """Call it with a module once its parameters have the form that they are to keep."""
+    """Memory for modules one by one (`ready`), then what it holds (`fill`), once each rank has its own rows alone."""
 
     def __init__(self, model: nn.Module, fill: Fill | None, device: torch.device) -> None:
-        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.fill, self.device = fill, device
+        self.model, self.content, self.device = model, fill, device
 
-    @torch.no_grad()
-    def __call__(self, module: nn.Module) -> None:
+    def ready(self, module: nn.Module) -> None:
         made: dict[int, nn.Parameter] = {}
         for owner, name, parameter in owned_parameters(module):
-            if not parameter.is_meta or self.fill is None:
-                continue
-            if id(parameter) not in made:  # a shared parameter stays shared
-                real = nn.Parameter(torch.empty_like(parameter, device=self.device), parameter.requires_grad)
-                self.fill(block_of(real), self.names[id(parameter)])
-                made[id(parameter)] = real
-            owner._parameters[name] = made[id(parameter)]
+            if parameter.is_meta:
+                if id(parameter) not in made:  # a shared parameter stays shared
+                    real = torch.empty_like(parameter, device=self.device)
+                    made[id(parameter)] = nn.Parameter(real, parameter.requires_grad)
+                owner._parameters[name] = made[id(parameter)]
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        if self.content is not None:
+            for name, parameter in self.model.named_parameters():
+                self.content(block_of(parameter), name)

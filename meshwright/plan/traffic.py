@@ -27,8 +27,8 @@ from meshwright.layout import Layout
 from meshwright.plan.shapes import BYTES, Shape, decoder_shapes, units_of
 from meshwright.record.wire import wire_bytes
 
-CONTROL_SUM = 7 * 8
-"""Tokens, bad samples, their ranks, two signals, two words on saving."""
+CONTROL_SUM = 9 * 8
+"""Tokens, bad samples, their ranks, two signals, two words on saving, two on the parameters that were used."""
 
 
 @dataclass(frozen=True, order=True)
@@ -90,7 +90,7 @@ def gathers(config: RunConfig, layout: Layout, accumulation: int) -> int:
 
 def sharded(config: RunConfig, layout: Layout, batch: Batch, shapes: list[Shape]) -> Counter[tuple[str, str]]:
     messages: Counter[tuple[str, str]] = Counter()
-    summed = 2 if config.replicate.compress == "bf16" else weight_bytes(config)
+    summed = weight_bytes(config)
     scatters = batch.accumulation if config.layout.shard in ("gradients", "parameters") else 1
     for index, (unit, members) in enumerate(units_of(shapes).items()):
         padded = sum(shape.padded(layout.tensor, layout.shard) for shape in members)
@@ -118,6 +118,7 @@ def recomputed(config: RunConfig) -> tuple[int, int]:
 def cut(config: RunConfig, layout: Layout, batch: Batch, shapes: list[Shape]) -> Counter[tuple[str, str]]:
     tokens, layers = batch.micro * config.data.sequence, config.model.layers
     activation = tokens * config.model.width * BYTES[config.precision.compute]
+    embedded = tokens * config.model.width * weight_bytes(config)  # the embedding's sum, and its gradient coming back
     norms = sum(shape.elements() for shape in shapes if shape.cut is None) * weight_bytes(config)
     meetings = (
         batch.accumulation if layout.data_degree > 1 and config.layout.shard in ("gradients", "parameters") else 1
@@ -127,8 +128,8 @@ def cut(config: RunConfig, layout: Layout, batch: Batch, shapes: list[Shape]) ->
     gathers, scatters = recomputed(config)
     return Counter(
         {
-            ("tensor", "all_gather"): batch.accumulation * (4 * layers + 2 + gathers) * activation,
-            ("tensor", "reduce_scatter"): batch.accumulation * (4 * layers + 2 + scatters) * activation,
+            ("tensor", "all_gather"): batch.accumulation * ((4 * layers + 1 + gathers) * activation + embedded),
+            ("tensor", "reduce_scatter"): batch.accumulation * ((4 * layers + 1 + scatters) * activation + embedded),
             ("tensor", "all_reduce"): batch.accumulation * loss + meetings * norms,
         }
     )

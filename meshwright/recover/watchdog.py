@@ -174,10 +174,11 @@ def in_collective(stack: str) -> bool:
     """Whether the main thread's innermost frames are torch's own distributed code: in faulthandler's spelling or in
     py-spy's.
     """
-    _, _, main = stack.rpartition("Current thread")
-    if not main or "MainThread" in stack:
-        main = stack.partition("MainThread")[2]
-    innermost = takewhile(lambda frame: "torch/" in frame, (line for line in main.splitlines()[1:] if line.strip()))
+    mark = "MainThread" if "MainThread" in stack else "Current thread"
+    main = stack.partition(mark)[2]
+    # The ledgers stand between torch and its distributed code while a step is counted.
+    frames = (line for line in main.splitlines()[1:] if line.strip() and "meshwright/record/" not in line)
+    innermost = takewhile(lambda frame: "torch/" in frame, frames)
     return any("torch/distributed/" in frame for frame in islice(innermost, 8))
 
 

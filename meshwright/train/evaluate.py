@@ -34,6 +34,7 @@ class Evaluation:
         bad, model = "", spread.module
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
+        spread.share_buffers()
         for index in range(self.passes):
             world.page.beat()
             counts = speaks and index < len(self.cuts)

@@ -16,7 +16,7 @@ from torch import nn
 from meshwright import faults
 from meshwright.checkpoint.catalogue import Lineage, published, store_of
 from meshwright.checkpoint.restore import restore
-from meshwright.checkpoint.saver import Saved, Saver
+from meshwright.checkpoint.saver import Notes, Saved, Saver
 from meshwright.checkpoint.state import parameters_digest, tensors_of
 from meshwright.checkpoint.store import Store
 from meshwright.checkpoint.verify import Damage
@@ -103,6 +103,7 @@ def train_rank(job: Job, world: World) -> Summary:
                 training.evaluate()
             training.keep()
     except Stopped:
+        training.spread.settle()
         training.ledger.settle()  # the last whole step is on record
         training.save()
         raise
@@ -133,7 +134,7 @@ class Training:
         self.optimizer = Optimizer(self.model, config.optimizer, job.layout, world, config.compute.offload)
         store = store_of(job.folder)
         self.parameters = dict(self.model.named_parameters())  # as they are between steps
-        self.state = partial(tensors_of, self.model, self.optimizer.moments())
+        self.state = partial(tensors_of, self.model, self.parameters, self.optimizer.moments())
         self.saver = Saver(
             config.checkpoint,
             store,
@@ -220,9 +221,15 @@ class Training:
             compare_replicas(blocks, self.job.layout, self.world, self.done - 1)
 
     def counting_is_due(self) -> bool:
-        """The second step of every attempt, when everything has been made that is made once; then at a cadence."""
+        """The second step of every attempt, when everything has been made that is made once; then at a cadence. Never
+        where blocks are compiled: under a ledger they would run as they are written, with other last bits.
+        """
         every = self.job.config.ledger_every
-        return every > 0 and (self.done == self.began + 1 or (self.done > self.began and self.done % every == 0))
+        return (
+            every > 0
+            and not self.job.config.compute.compile
+            and (self.done == self.began + 1 or (self.done > self.began and self.done % every == 0))
+        )
 
     def evaluation_is_due(self) -> bool:
         cadence = self.job.config.eval
@@ -236,11 +243,14 @@ class Training:
         self.ledger.settle()
         self.ledger.evaluated(self.done - 1, *self.evaluation.run(self.spread, self.precision, self.world, self.speaks))
 
+    def notes(self) -> Notes:
+        return self.resume.notes(self.done, self.ledger, self.precision, self.optimizer.used)
+
     def keep(self) -> None:
         """Saves where all ranks agreed to, and says what became of the save before."""
         if self.agreed.save:
             self.ledger.settle()
-            self._tell(self.saver.save(self.resume.notes(self.done, self.ledger, self.precision)))
+            self._tell(self.saver.save(self.notes()))
         elif self.agreed.saved:
             self._tell(self.saver.settle())
         elif said := self.saver.stuck():
@@ -251,7 +261,7 @@ class Training:
         self.world.page.enter("save")
         self._tell(self.saver.settle())
         if self.saver.newest != self.done and self.job.config.checkpoint.mode != "off":
-            self._tell(self.saver.save(self.resume.notes(self.done, self.ledger, self.precision), wait=True), must=True)
+            self._tell(self.saver.save(self.notes(), wait=True), must=True)
 
     def _tell(self, saves: list[Saved], must: bool = False) -> None:
         for saved in saves:
@@ -270,7 +280,7 @@ class Training:
         self.world.page.enter("end")
         self.saver.close()
         whole = self.world.rank == 0 or self.spread.mesh is not None  # blocks are put together by all of their holders
-        digest = parameters_digest(self.parameters.items()) if whole else ""
+        digest = parameters_digest(self.parameters.items(), self.world.rank == 0) if whole else ""
         summary = Summary(self.done, self.ledger.loss, self.ledger.skipped, digest, self.ledger.evaluations)
         complete = self.began == self.done > 0
         self.log.write("end", **asdict(summary) | {"loss": number(summary.loss), "was_complete": complete})

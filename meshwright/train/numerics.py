@@ -71,7 +71,7 @@ def first_nonfinite(
     handles = [module.register_forward_hook(watch(name or type(module).__name__)) for name, module in leaves]
     handles.append(model.register_forward_hook(watch("the loss")))
     try:
-        with autocast(), spread.micro_step(last=True):
+        with autocast(), spread.micro_step(last=True), torch.set_grad_enabled(not together):
             for batch in batches:
                 total, _ = model(*(t.to(device) for t in batch.tensors))
                 if together:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,8 @@ class Optimizer:
         self.blocks = [block_of(parameter) for parameter in self.parameters]
         self.owned = [self._own(p, block) for p, block in zip(self.parameters, self.blocks, strict=True)]
         """what AdamW works on: the parameters, the blocks of those that are cut, or copies in host memory"""
+        self.used = 0
+        """a word of which parameters had a gradient: ranks must agree on it"""
         uncut = [set(AXES) - block.cut for block in self.blocks]
         self.counted = [self.layout.first(self.world.rank, axes) for axes in uncut]
         """whether this rank is the one of those holding the same block that counts it"""
@@ -97,6 +100,7 @@ class Optimizer:
     def gradient_norm(self) -> Tensor:
         """The norm over all parameters, each counted once, of gradients that are already the sum over ranks."""
         gradients = self.gradients()
+        self.used = zlib.crc32(bytes(p.grad is not None for p in self.parameters))
         if not any(block.cut for block in self.blocks):
             return torch.nn.utils.get_total_norm([gradient for gradient, _ in gradients], foreach=True)
         own = [gradient for gradient, counted in gradients if counted]

@@ -22,6 +22,9 @@ from meshwright.train.precision import Precision
 from meshwright.train.step import step_seed
 from meshwright.version import __version__
 
+OLDER: dict[str, Any] = dict.fromkeys(AXES, 1) | {"sharding": "none", "compile": False, "offload": False}
+"""What a checkpoint was made with where it does not say so, being older than the word."""
+
 
 class Resume:
     """The run as a checkpoint knows it: positions and small state, each under its logical owner."""
@@ -59,7 +62,7 @@ class Resume:
             "made_by": self.made_by,
         }
 
-    def notes(self, done: int, ledger: Ledger, precision: Precision) -> Notes:
+    def notes(self, done: int, ledger: Ledger, precision: Precision, used: int) -> Notes:
         common = {
             "data": self.cursor(done),
             "rng": self.seeds(done),
@@ -67,7 +70,7 @@ class Resume:
             "scaler": precision.scaler.to_json() if precision.scaler is not None else {},
             "counters": ledger.counters(),
         }
-        return Notes(done, common, self.owner, {"noise": ledger.noise.to_json()})
+        return Notes(done, common, self.owner, {"noise": ledger.noise.to_json()}, used)
 
     def apply(self, manifest: Manifest, ledger: Ledger, precision: Precision) -> None:
         """Puts small state back. What belongs to a data coordinate is only meaningful among as many of them."""
@@ -102,10 +105,8 @@ class Resume:
         """What may change the last bits without being another run: said, not refused."""
         before = manifest.made_by | manifest.layout
         now = self.made_by | self.facts()["layout"]
-        # What an older version did not write down was as it is by default.
-        return [
-            f"{key} was {before[key]} and is {value}" for key, value in now.items() if before.get(key, value) != value
-        ]
+        before = OLDER | before
+        return [f"{key} was {before.get(key)} and is {value}" for key, value in now.items() if before.get(key) != value]
 
     def cursor(self, done: int) -> dict[str, Any]:
         position = done * self.batch.global_

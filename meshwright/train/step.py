@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright import faults
 from meshwright.data.loader import BadSample, MicroBatch
-from meshwright.errors import DataError, PeerError, Stopped
+from meshwright.errors import DataError, NumericsError, PeerError, Stopped
 from meshwright.parallel.blocks import local_of
 from meshwright.parallel.replicate import Replicated
 from meshwright.parallel.spread import GradientTraffic, Spread
@@ -162,6 +162,7 @@ class Step:
         losses.backward()
         self.optimizer.zero()
         self.spread.take_traffic()
+        self.spread.buckets.clear()  # DDP makes others now
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -191,11 +192,14 @@ class Step:
         seen = self.signal_seen()
         stops = [seen == signal.SIGINT, seen == signal.SIGTERM]
         own = [sum(b.valid for b in batches), bad, int(bad > 0)] if self.speaks else [0, 0, 0]
-        return [*own, *stops, *self.saving(step + 1)]
+        used = self.optimizer.used & 0xFFFF
+        return [*own, *stops, *self.saving(step + 1), used, used**2]
 
     def _agree(self, step: int, batches: list[MicroBatch], sums: Tensor) -> Agreement:
         """Every rank hears the same sums, so every rank stops at the same step or none does."""
-        tokens, bad, bad_ranks, interrupted, terminated, save, saved = sums.tolist()
+        tokens, bad, bad_ranks, interrupted, terminated, save, saved, used, squares = sums.tolist()
+        if squares * self.world.size != used**2:  # equal on all ranks, or not
+            raise used_differently(self.world.rank, step - 1)
         if bad and not self.quarantine:
             own: list[BadSample] = [sample for batch in batches for sample in batch.bad]
             if own:
@@ -209,6 +213,14 @@ class Step:
         if interrupted or terminated:
             raise Stopped(signal.SIGINT if interrupted else signal.SIGTERM, step)
         return Agreement(tokens, bad, bool(save), bool(saved))
+
+
+def used_differently(rank: int, step: int) -> NumericsError:
+    """FSDP2 has then added up gradients of different parameters; DDP would have waited for ever."""
+    return NumericsError(
+        f"rank {rank} step {step}: ranks did not use the same parameters, and gradients of different ones were summed",
+        "set replicate.unused = true",
+    )
 
 
 def step_seed(seed: int, step: int, coordinate: int) -> int:

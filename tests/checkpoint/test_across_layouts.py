@@ -59,7 +59,7 @@ def carry(world, config: RunConfig, source: str, target: str) -> None:
     layout = Layout.of(config.layout)
     spread = spread_decoder(config, layout, Precision(config.precision, world.device), world)
     optimizer = Optimizer(spread.module, config.optimizer, layout, world)
-    state = tensors_of(spread.module, optimizer.moments())
+    state = tensors_of(spread.module, dict(spread.module.named_parameters()), optimizer.moments())
     if source:
         found = restore(PosixStore(source), world, LINEAGE, state, lambda _: None, fallback=False, say=lambda *_: None)
         assert found is not None

@@ -88,7 +88,7 @@ def test_blocks_that_share_a_parameter_are_refused(tmp_path):
     model = own_parts.Residual(width=8, depth=2)
     model.blocks[1].up.weight = model.blocks[0].up.weight
     config = from_dict(SETTINGS | {"layout": {"replicate": 2, "shard": "parameters"}})
-    with pytest.raises(Exception, match="share a parameter"):
+    with pytest.raises(Exception, match="shares a parameter"):
         train(
             config, model=model, loss=own_parts.squares, source=own_parts.Waves(), parts=own_parts.PARTS,
             run=tmp_path / "run", quiet=True,
@@ -100,3 +100,78 @@ def test_the_decoders_own_rules_do_not_hold_for_a_users_model(tmp_path):
     trained(tmp_path / "run", {"replicate": 3, "shard": "parameters"}, batch={"global": 6})
     with pytest.raises(ConfigError, match="does not divide"):
         trained(tmp_path / "other", {"replicate": 3, "shard": "parameters"}, batch={"global": 8})
+
+
+class Branching(own_parts.Residual):
+    """Which of two matrices a sample goes through depends on the sample, so ranks may use different ones."""
+
+    def __init__(self) -> None:
+        super().__init__(width=8, depth=1)
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        x = self.one(x) if float(x.detach().sum()) > 0 else self.other(x)
+        return self.leave(self.blocks[0](x)).squeeze(-1)
+
+
+def branched(folder, layout: dict, unused: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Branching().double()
+    settings = SETTINGS | {"batch": {"global": 8, "micro": 1}, "layout": layout, "replicate": {"unused": unused}}
+    parts = Parts(blocks="blocks.*")
+    train(
+        from_dict(settings), model=model, loss=own_parts.squares, source=own_parts.Waves(), parts=parts, run=folder,
+        quiet=True,
+    )  # fmt: skip
+    return model.state_dict()
+
+
+def test_ranks_that_use_different_parameters_are_right_where_that_is_said(tmp_path):
+    right = branched(tmp_path / "alone", {"replicate": 1}, False)
+    found = branched(tmp_path / "sharded", {"replicate": 4, "shard": "parameters"}, True)
+    for name, value in right.items():
+        assert torch.allclose(found[name], value, rtol=1e-10, atol=1e-12), name
+
+
+def test_ranks_that_use_different_parameters_are_stopped_where_it_is_not_said(tmp_path):
+    with pytest.raises(Exception, match=r"did not use the same parameters.*set replicate.unused = true"):
+        branched(tmp_path / "sharded", {"replicate": 4, "shard": "parameters"}, False)
+    assert not list((tmp_path / "sharded").glob("checkpoints/*/manifest.json"))
+
+
+class Normalised(own_parts.Residual):
+    def __init__(self) -> None:
+        super().__init__(width=8, depth=1)
+        self.batch_norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.leave(self.blocks[0](self.batch_norm(self.enter(x)))).squeeze(-1)
+
+
+def test_buffers_are_the_first_ranks_on_every_rank_as_under_ddp(tmp_path):
+    found = {}
+    for name, layout in (("copies", {"replicate": 2}), ("shards", {"replicate": 2, "shard": "parameters"})):
+        torch.manual_seed(0)
+        model = Normalised().double()
+        settings = from_dict(SETTINGS | {"layout": layout, "eval": {"holdout": 0.1, "every": 3, "samples": 6}})
+        result = train(
+            settings, model=model, loss=own_parts.squares, source=own_parts.Waves(), parts=own_parts.PARTS,
+            run=tmp_path / name, quiet=True,
+        )  # fmt: skip
+        found[name] = (model.batch_norm.running_mean, result.evaluations)
+    assert torch.allclose(found["copies"][0], found["shards"][0], rtol=1e-10)
+    assert found["copies"][1][0][1] == pytest.approx(found["shards"][1][0][1], rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (Parts(blocks="blocks.*", ends=(("entry",),)), "no module of the model is called entry"),
+        (Parts(blocks="blocks.*", cuts=lambda: {"blocks.*.upp": own_parts.ColwiseParallel()}), "called blocks.*.upp"),
+    ],
+)
+def test_a_name_that_is_not_there_is_refused(parts, said, tmp_path):
+    layout = {"replicate": 2, "shard": "parameters"} if parts.ends else {"replicate": 1, "tensor": 2}
+    with pytest.raises(Exception, match=said.replace("*", r"\*")):
+        trained(tmp_path / "run", layout, parts)

@@ -53,6 +53,21 @@ def test_counted_bytes_are_those_of_the_formulas(case, found):
     assert kept == held(CASES[case], layout, batch, rank=1)
 
 
+def test_in_bf16_the_bytes_sent_are_those_of_the_formulas_too():
+    """Units are gathered in bf16 but for the one with the embedding; so are activations but for the embedding's sum."""
+    words = ["--precision.compute=bf16", *EVEN]
+    cases = [
+        load(overrides=[*words, *more], ranks=RANKS)
+        for more in (
+            ["--layout.shard=parameters"],
+            ["--layout.shard=parameters", "--model.tie=true"],
+            ["--layout.tensor=2"],
+        )
+    ]
+    for case, (sent, _) in zip(cases, run_ranks(each, RANKS, cases)[0], strict=True):
+        assert sent == traffic(case, *checked(case))
+
+
 def parameters() -> int:
     return sum(shape.elements() for shape in decoder_shapes(CASES["none", 1, "false"].model)) * 4
 

@@ -13,8 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.config import load
 from meshwright.parallel import parts, replicate, shard
+from meshwright.parallel.blocks import block_of
 from meshwright.parallel.replicate import Replicated
 from meshwright.parallel.shard import Sharded
+from meshwright.parallel.weights import Weights
 from meshwright.parallel.world import Summing, World
 from meshwright.prove import layouts
 from meshwright.train.optimizer import Optimizer
@@ -277,9 +279,15 @@ def gradients_are_summed_in_bf16(patch):
 def a_tied_weight_is_gathered_in_two_units(patch):
     def units(model, of):
         first, *rest = ([m for name in group for m in parts.matching(model, name)] for group in of.ends)
-        return [first, *([block] for block in parts.blocks_of(model, of)), *rest]
+        return [first, *([block] for block in parts.blocks_of(model, of)), *rest], first
 
     patch.setattr(shard, "units_of", units)
+    after(patch, Weights, "fill", both_ends_begin_alike)
+
+
+def both_ends_begin_alike(_result, weights):
+    """With the values that they should share."""
+    weights.content(block_of(weights.model.head.weight), "decoder.embedding.weight")
 
 
 # The norm.

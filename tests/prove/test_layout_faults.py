@@ -20,8 +20,10 @@ from layout_faults import (
     TIED,
     TOO_OFTEN,
     TWO_USES,
+    after,
     all_count,
     born,
+    both_ends_begin_alike,
     fault,
     found,
     sums,
@@ -215,11 +217,8 @@ def a_tied_weight_is_torn_by_the_cut(patch):
     def cut(model, of, mesh):
         parallelize_module(model, mesh, dict(of.cuts()), src_data_rank=None)
 
-    def alike(self, model, *_):
-        self.names[id(model.head.weight)] = "decoder.embedding.weight"
-
     patch.setattr(apply, "cut", cut)
-    born(patch, Weights, alike)
+    after(patch, Weights, "fill", both_ends_begin_alike)
 
 
 # Evaluation.
