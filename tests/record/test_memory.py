@@ -9,12 +9,12 @@ from contextlib import contextmanager, nullcontext, suppress
 import pytest
 import torch
 import torch.distributed as dist
-from meshwright.parallel.internals import fsdp_tensors
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from meshwright.parallel.internals import fsdp_tensors
 from meshwright.record.memory import KINDS, MemoryLedger
 from meshwright.record.traffic import TrafficLedger
 from meshwright.testing import run_ranks
