@@ -86,7 +86,7 @@ def carried(source: str, config: RunConfig, target) -> str:
     return digest(target)
 
 
-@pytest.mark.parametrize("tie", ["false", "true"])
+@pytest.mark.parametrize("tie", ["false", pytest.param("true", marks=pytest.mark.long)])
 def test_through_every_kind_of_layout_and_back_the_digest_stays(tmp_path, tie):
     more = (f"--model.tie={tie}",)
     first = carried("", config_of("one", *more), tmp_path / "0")
