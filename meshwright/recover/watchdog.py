@@ -179,7 +179,7 @@ def in_collective(stack: str) -> bool:
     # The ledgers stand between torch and its distributed code while a step is counted.
     frames = (line for line in main.splitlines()[1:] if line.strip() and "meshwright/record/" not in line)
     innermost = takewhile(lambda frame: "torch/" in frame, frames)
-    return any("torch/distributed/" in frame for frame in islice(innermost, 8))
+    return any("torch/distributed/" in frame for frame in islice(innermost, 24))
 
 
 def mismatch(pages: dict[int, Reading]) -> tuple[int, str] | None:
