@@ -49,7 +49,9 @@ def blocks_of(model: nn.Module, parts: Parts) -> list[nn.Module]:
 
 def matching(model: nn.Module, pattern: str) -> list[nn.Module]:
     depth = pattern.count(".")
-    return [m for name, m in model.named_modules() if name.count(".") == depth and fnmatchcase(name, pattern)]
+    everywhere = model.named_modules(remove_duplicate=False)
+    found = [module for name, module in everywhere if name.count(".") == depth and fnmatchcase(name, pattern)]
+    return list(dict.fromkeys(found))  # a module may stand in several places
 
 
 Unit = list[nn.Module]
@@ -64,10 +66,13 @@ def units_of(model: nn.Module, parts: Parts) -> tuple[list[Unit], Unit | None]:
     held = Counter(id(p) for _, _, p in owned_parameters(model))
     shared = {parameter for parameter, places in held.items() if places > 1}
     apart = [end for end in ends if not parameters_of(end) & shared]
+    if any(parameters_of(end) & parameters_of(block) for end in ends for block in blocks):
+        raise ConfigError("Parts.ends names a block, or a part of one", "allowed: what lies outside of the blocks")
     leading = ends[0] if ends and ends[0] in apart else None
     for block in blocks:
         inside = Counter(id(p) for _, _, p in owned_parameters(block[0]))
-        if any(inside[parameter] < held[parameter] for parameter in inside):
+        places = sum(module is block[0] for _, module in model.named_modules(remove_duplicate=False))
+        if any(inside[parameter] * places < held[parameter] for parameter in inside):
             raise ConfigError(
                 "a block of the model shares a parameter with another part and cannot be gathered by itself",
                 "allowed: parameters shared outside of the blocks, or within one",
@@ -92,7 +97,7 @@ def parameters_of(modules: list[nn.Module]) -> set[int]:
 
 def owned_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Every place that holds a parameter; one that is shared comes more than once."""
-    for module in model.modules():
+    for _, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 yield module, name, parameter

@@ -12,6 +12,7 @@ from torch import nn
 from meshwright import Parts, train
 from meshwright.config import from_dict
 from meshwright.errors import ConfigError
+from meshwright.parallel.parts import units_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_parts.py"
 spec = importlib.util.spec_from_file_location("own_parts", EXAMPLE)
@@ -175,3 +176,26 @@ def test_a_name_that_is_not_there_is_refused(parts, said, tmp_path):
     layout = {"replicate": 2, "shard": "parameters"} if parts.ends else {"replicate": 1, "tensor": 2}
     with pytest.raises(Exception, match=said.replace("*", r"\*")):
         trained(tmp_path / "run", layout, parts)
+
+
+@pytest.mark.parametrize(
+    ("shared", "said"),
+    [
+        (lambda model: setattr(model.blocks[1], "up", model.blocks[0].up), "shares a parameter"),
+        (lambda model: setattr(model, "leave_norm", model.blocks[0].norm), "shares a parameter"),
+        (lambda model: model.blocks.append(model.blocks[0]), ""),
+    ],
+)
+def test_a_module_in_several_places_is_seen_in_all_of_them(shared, said):
+    model = own_parts.Residual(width=8, depth=2)
+    shared(model)
+    if not said:
+        assert len(units_of(model, own_parts.PARTS)[0]) == 2
+        return
+    with pytest.raises(ConfigError, match=said):
+        units_of(model, own_parts.PARTS)
+
+
+def test_an_end_is_no_block():
+    with pytest.raises(ConfigError, match="names a block"):
+        units_of(own_parts.Residual(width=8, depth=2), Parts(blocks="blocks.*", ends=(("enter", "blocks.0"),)))
