@@ -120,7 +120,7 @@ def share(blocks: Mapping[str, Block], layout: Layout, rank: int) -> list[str]:
     sizes = {name: prod(block.shape) * block.local.element_size() for name, block in blocks.items()}
     for name in sorted(blocks, key=lambda name: (-sizes[name], name)):
         group, load = groups[blocks[name].cut], loads[blocks[name].cut]
-        # Buffers (BatchNorm's) may differ between replicas until DDP spreads those of rank 0, which are the run's.
+        # Buffers (BatchNorm's) differ between replicas until the next pass spreads those of rank 0: they are the run's.
         keeper = 0 if name.startswith("buffer/") else load.index(min(load))
         load[keeper] += sizes[name]
         if group[keeper] == rank:
@@ -266,7 +266,7 @@ class Saver:
                 written=self._written,
             )
             dcp.save(
-                held(dict(state)),
+                held(state),
                 storage_writer=self.writer,
                 planner=self.planner,
                 process_group=self.group,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -283,7 +283,7 @@ class LoadPlans(DefaultLoadPlanner):
         return self.state_dict[index.fqn].block.local  # type: ignore[no-any-return]
 
 
-def held(state: State) -> dict[str, Any]:
+def held(state: Mapping[str, torch.Tensor | Block]) -> dict[str, Any]:
     return {name: Held(block_of(tensor)) for name, tensor in state.items()}
 
 

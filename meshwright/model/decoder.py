@@ -2,8 +2,8 @@
 
 Everything that a way of parallelism may want to replace is a submodule of its own: `attend` (the attention
 itself, after projection and rotation), `ffn` (dense or experts), `stack` (the way through the blocks) and the head
-(see loss.py). Nothing here casts
-below the precision of its input, so the whole model runs in float64 when its parameters are.
+(see loss.py). Nothing here casts below the precision of its input, so the whole model runs in float64 when its
+parameters are.
 """
 
 from __future__ import annotations

@@ -38,8 +38,7 @@ def apply(
     if layout.tensor > 1:
         assert mesh is not None
         cut(model, parts, mesh["tensor"])
-    if config.compute.recompute != "none":
-        recompute(model, parts, config.compute)
+    recompute(model, parts, config.compute)
     if config.compute.compile:
         for block in blocks_of(model, parts):
             block.forward = torch.compile(block.forward)

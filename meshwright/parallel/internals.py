@@ -1,4 +1,4 @@
-"""The only file that uses torch's private names: what FSDP2 holds, by class, for the memory ledger."""
+"""FSDP2's private names, all in this file: what it holds, by class, for the memory ledger."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def keep(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class Segments(nn.Module):
+class Segments(Stack):
     """The way through the blocks that keeps only what enters every so many of them."""
 
     def __init__(self, size: int) -> None:
@@ -70,12 +70,6 @@ class Segments(nn.Module):
     def forward(self, blocks: Iterable[nn.Module], x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         whole = list(blocks)
         for start in range(0, len(whole), self.size):
-            through = partial(self.through, whole[start : start + self.size])
+            through = partial(super().forward, whole[start : start + self.size])
             x = checkpoint(through, x, rotary, use_reentrant=False) if torch.is_grad_enabled() else through(x, rotary)
-        return x
-
-    @staticmethod
-    def through(blocks: list[nn.Module], x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        for block in blocks:
-            x = block(x, rotary)
         return x

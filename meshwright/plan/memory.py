@@ -19,8 +19,8 @@ from itertools import accumulate
 
 from meshwright.config import Batch, RunConfig
 from meshwright.layout import Layout
-from meshwright.plan.shapes import BYTES, Shape, decoder_shapes, units_of
-from meshwright.plan.traffic import kept, weight_bytes
+from meshwright.plan.shapes import Shape, decoder_shapes, units_of
+from meshwright.plan.traffic import gathered_bytes, kept, weight_bytes
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,7 @@ def held(config: RunConfig, layout: Layout, batch: Batch, rank: int = 0) -> Held
 
 
 def gathered_units(config: RunConfig, layout: Layout, units: dict[str, list[Shape]]) -> int:
-    sizes = {}
-    for index, (unit, members) in enumerate(units.items()):
-        bytes_each = weight_bytes(config) if index == 0 or unit == "whole" else BYTES[config.precision.compute]
-        sizes[unit] = sum(s.padded(layout.tensor, layout.shard) for s in members) * bytes_each
+    sizes = gathered_bytes(config, layout, units)
     keep = kept(config, layout)
     if config.layout.shard in ("optimizer", "gradients") or keep == 1:
         return sum(sizes.values())

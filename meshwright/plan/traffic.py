@@ -77,7 +77,7 @@ def weight_bytes(config: RunConfig) -> int:
 
 def control(config: RunConfig, layout: Layout) -> int:
     """The sums that ranks agree by: what the step is made of, its loss, and the norm where parameters are cut."""
-    norm = 8 if layout.used != ("replicate",) and (layout.shard > 1 or layout.tensor > 1) else 0
+    norm = 8 if layout.shard > 1 or layout.tensor > 1 else 0
     return CONTROL_SUM + weight_bytes(config) + norm
 
 
@@ -88,20 +88,28 @@ def gathers(config: RunConfig, layout: Layout, accumulation: int) -> int:
     return accumulation * (1 if kept(config, layout) else 2)
 
 
+def gathered_bytes(config: RunConfig, layout: Layout, units: dict[str, list[Shape]]) -> dict[str, int]:
+    """Each unit once it is gathered: in the precision of compute, but for the one with the embedding, which comes
+    first.
+    """
+    first = next(iter(units))
+    each = {unit: weight_bytes(config) if unit == first else BYTES[config.precision.compute] for unit in units}
+    return {unit: sum(s.padded(layout.tensor, layout.shard) for s in units[unit]) * each[unit] for unit in units}
+
+
 def sharded(config: RunConfig, layout: Layout, batch: Batch, shapes: list[Shape]) -> Counter[tuple[str, str]]:
     messages: Counter[tuple[str, str]] = Counter()
     summed = weight_bytes(config)
     scatters = batch.accumulation if config.layout.shard in ("gradients", "parameters") else 1
-    for index, (unit, members) in enumerate(units_of(shapes).items()):
-        padded = sum(shape.padded(layout.tensor, layout.shard) for shape in members)
-        gathered = weight_bytes(config) if index == 0 or unit == "whole" else BYTES[config.precision.compute]
-        if layout.shard > 1:
-            messages["shard", "all_gather"] += gathers(config, layout, batch.accumulation) * padded * gathered
-            if kept(config, layout) > 1:
-                messages["other", "all_gather"] += batch.accumulation * padded * gathered
-            messages["shard", "reduce_scatter"] += scatters * padded * summed
-        if layout.replicate > 1:
-            messages["replicate", "all_reduce"] += padded // layout.shard * summed
+    padded = sum(shape.padded(layout.tensor, layout.shard) for shape in shapes)
+    gathered = sum(gathered_bytes(config, layout, units_of(shapes)).values())
+    if layout.shard > 1:
+        messages["shard", "all_gather"] += gathers(config, layout, batch.accumulation) * gathered
+        if kept(config, layout) > 1:
+            messages["other", "all_gather"] += batch.accumulation * gathered
+        messages["shard", "reduce_scatter"] += scatters * padded * summed
+    if layout.replicate > 1:
+        messages["replicate", "all_reduce"] += padded // layout.shard * summed
     return messages
 
 

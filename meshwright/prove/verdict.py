@@ -48,7 +48,7 @@ def first_off(
             offs.append(off)
     if not offs:
         return None, worst
-    cause = cause_of(offs, expected, found, layout, accumulation)
+    cause = offs[0].cause or cause_of(offs, expected, found, layout, accumulation)
     return Off(offs[0].what, offs[0].error, offs[0].factor, cause), worst
 
 

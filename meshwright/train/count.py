@@ -44,7 +44,9 @@ class Counted:
 
 @contextmanager
 def counting(spread: Spread, optimizer: Optimizer) -> Iterator[Counted]:
-    """Everything inside is counted: several times slower where tensors are small, and bitwise the same."""
+    """Everything inside is counted: several times slower where tensors are small, and, unless blocks are compiled,
+    bitwise the same.
+    """
     axes = group_names(spread.mesh)
     if spread.mesh is None and dist.is_initialized() and dist.group.WORLD is not None:
         axes = {dist.group.WORLD.group_name: "replicate"}
