@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from meshwright.config import Batch, LayoutConfig, RunConfig, batch_algebra
-from meshwright.config.tree import nearest
+from meshwright.config.kinds import nearest
 from meshwright.errors import ConfigError
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")

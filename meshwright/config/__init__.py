@@ -3,26 +3,29 @@ fingerprints.
 """
 
 from meshwright.config.derive import Batch, batch_algebra, fingerprint, identity, placement
+from meshwright.config.kinds import IGNORED, LARGEST_BATCH
+from meshwright.config.model import ModelConfig
 from meshwright.config.presets import PRESETS
 from meshwright.config.read import as_toml, from_dict, load, to_dict
+from meshwright.config.spread import (
+    ComputeConfig,
+    ContextConfig,
+    LayoutConfig,
+    PipelineConfig,
+    ReplicateConfig,
+    ShardConfig,
+)
 from meshwright.config.tree import (
-    IGNORED,
-    LARGEST_BATCH,
     BatchConfig,
     CheckpointConfig,
-    ComputeConfig,
     DataConfig,
     EvalConfig,
     LaunchConfig,
-    LayoutConfig,
-    ModelConfig,
     NumericsConfig,
     OptimizerConfig,
     PrecisionConfig,
-    ReplicateConfig,
     RunConfig,
     ScheduleConfig,
-    ShardConfig,
     SourceConfig,
 )
 
@@ -34,6 +37,7 @@ __all__ = [
     "BatchConfig",
     "CheckpointConfig",
     "ComputeConfig",
+    "ContextConfig",
     "DataConfig",
     "EvalConfig",
     "LaunchConfig",
@@ -41,6 +45,7 @@ __all__ = [
     "ModelConfig",
     "NumericsConfig",
     "OptimizerConfig",
+    "PipelineConfig",
     "PrecisionConfig",
     "ReplicateConfig",
     "RunConfig",

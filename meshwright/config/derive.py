@@ -7,7 +7,8 @@ import hashlib
 import json
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from meshwright.config.tree import BatchConfig, Placement, RunConfig, nearest
+from meshwright.config.kinds import Placement, nearest
+from meshwright.config.tree import BatchConfig, RunConfig
 from meshwright.errors import ConfigError
 
 

@@ -14,8 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from meshwright.config.kinds import Count, Range
 from meshwright.config.presets import PRESETS
-from meshwright.config.tree import Count, Range, RunConfig
+from meshwright.config.tree import RunConfig
 from meshwright.errors import ConfigError
 
 MAX_TOML_BYTES = 1 << 20  # a run file is a page of settings; more than this is a mistake or an attack

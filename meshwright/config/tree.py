@@ -6,97 +6,20 @@ A key that is a Python keyword carries a trailing underscore here and none in TO
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from meshwright.config.kinds import LARGEST_BATCH, PLACEMENT, Count, Natural, Positive, Range, Seconds, Share
+from meshwright.config.model import ModelConfig
+from meshwright.config.spread import (
+    ComputeConfig,
+    ContextConfig,
+    LayoutConfig,
+    PipelineConfig,
+    ReplicateConfig,
+    ShardConfig,
+)
 from meshwright.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Range:
-    """The values a number may take, both ends included; `above` excludes its end."""
-
-    least: float | None = None
-    most: float | None = None
-    above: float | None = None
-
-    def allows(self, value: float) -> bool:
-        return (
-            (self.least is None or value >= self.least)
-            and (self.most is None or value <= self.most)
-            and (self.above is None or value > self.above)
-        )
-
-    def __str__(self) -> str:
-        if self.least is not None and self.most is not None:
-            return f"from {self.least:,} to {self.most:,}"
-        if self.above is not None:
-            return f"above {self.above:,}" + (f" and at most {self.most:,}" if self.most is not None else "")
-        return f"at least {self.least:,}" if self.least is not None else f"at most {self.most:,}"
-
-
-class Placement:
-    """Marks a field that may differ between two attempts at the same run without changing its numbers."""
-
-
-PLACEMENT = Placement()
-IGNORED = -100
-"""The target that counts for nothing, in data and loss alike (torch's own default)."""
-
-LARGEST_BATCH = 1 << 24
-"""Samples an optimizer step, at most: their ids are held in memory at once."""
-Count = Annotated[int, Range(least=1, most=1 << 31)]
-Natural = Annotated[int, Range(least=0, most=1 << 48)]
-Positive = Annotated[float, Range(above=0, most=1e12)]
-Seconds = Annotated[float, Range(above=0, most=1e6)]
-Share = Annotated[float, Range(least=0, most=1)]
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The decoder's shape."""
-
-    vocab: Annotated[int, Range(least=2, most=1 << 24)] = 256
-    """size of the vocabulary; every token id must be below it"""
-    width: Count = 128
-    """width of the residual stream"""
-    layers: Count = 4
-    """number of decoder blocks"""
-    heads: Count = 4
-    """query heads; must divide width into even head sizes"""
-    kv_heads: Count = 2
-    """key and value heads (grouped-query attention); must divide heads"""
-    ffn: Count = 352
-    """inner width of the SwiGLU feed-forward"""
-    rope_theta: Positive = 10_000.0
-    """base of the rotary position frequencies"""
-    norm_eps: Positive = 1e-5
-    """epsilon of RMSNorm"""
-    tie: bool = False
-    """share one matrix between embedding and head"""
-    experts: Natural = 0
-    """experts a layer; 0 is a dense feed-forward"""
-    experts_active: Count = 2
-    """experts that each token visits"""
-
-    def __post_init__(self) -> None:
-        if self.width % self.heads or (self.width // self.heads) % 2:
-            fits = [h for h in range(1, min(self.width, 4096) + 1) if self.width % (2 * h) == 0]
-            raise ConfigError(
-                f"model.heads = {self.heads} does not divide model.width = {self.width} into even head sizes",
-                f"allowed: {nearest(fits, self.heads) or 'none; make the width even'}",
-            )
-        if self.heads % self.kv_heads:
-            fits = [k for k in range(1, min(self.heads, 4096) + 1) if self.heads % k == 0]
-            raise ConfigError(
-                f"model.kv_heads = {self.kv_heads} does not divide model.heads = {self.heads}",
-                f"allowed: {nearest(fits, self.kv_heads)}",
-            )
-        if self.experts and self.experts_active > self.experts:
-            raise ConfigError(
-                f"model.experts_active = {self.experts_active} exceeds model.experts = {self.experts}",
-                f"allowed: from 1 to {self.experts}",
-            )
 
 
 @dataclass(frozen=True)
@@ -250,88 +173,6 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
-class LayoutConfig:
-    """How many ranks, and along which axes."""
-
-    replicate: Annotated[Count, PLACEMENT] = 2
-    """data-parallel ranks, each with a copy of the model unless shard divides it among them"""
-    shard: Annotated[Literal["none", "optimizer", "gradients", "parameters"], PLACEMENT] = "none"
-    """what is divided among data-parallel ranks instead of held by each (also zero-0, zero-1, zero-2, zero-3)"""
-    shard_degree: Annotated[Count | None, PLACEMENT] = None
-    """ranks that one copy is divided among, with replicate such copies; unset: replicate's ranks, and one copy"""
-    tensor: Annotated[Count, PLACEMENT] = 1
-    """ranks that each matrix is divided among; the sequence is, between the matrices"""
-
-    def __post_init__(self) -> None:
-        if self.shard == "none" and self.shard_degree not in (None, 1):
-            raise ConfigError(
-                f"layout.shard_degree = {self.shard_degree} with layout.shard = none, which divides nothing",
-                "allowed: layout.shard = optimizer, gradients or parameters",
-            )
-        if self.shard != "none" and self.shard_degree == 1:
-            raise ConfigError(
-                f"layout.shard = {self.shard} with layout.shard_degree = 1 divides nothing",
-                "allowed: layout.shard = none, or layout.shard_degree of at least 2",
-            )
-
-    def on(self, ranks: int) -> LayoutConfig:
-        """The same on so many ranks in all: copies, or shards where they have no degree of their own, are what
-        changes.
-        """
-        unit = self.tensor * (self.shard_degree or 1)
-        if ranks % unit:
-            below = ranks // unit * unit
-            fits = " or ".join(str(n) for n in (below, below + unit) if n)
-            factors = f"tensor {self.tensor}" + (f" x shard {self.shard_degree}" if self.shard_degree else "")
-            raise ConfigError(f"{ranks} ranks do not divide over {factors}", f"allowed: {fits} ranks")
-        return replace(self, replicate=ranks // unit)
-
-
-@dataclass(frozen=True)
-class ReplicateConfig:
-    """Data parallelism by DDP."""
-
-    bucket_mb: Annotated[float, Range(above=0, most=1e6), PLACEMENT] = 25.0
-    """size of a gradient bucket; small overlaps earlier, large has less latency"""
-    bucket_view: Annotated[bool, PLACEMENT] = True
-    """gradients live inside the buckets: one copy less"""
-    static_graph: Annotated[bool, PLACEMENT] = False
-    """promise that every step uses the same parameters"""
-    unused: Annotated[bool, PLACEMENT] = False
-    """allow parameters that a step does not use, at the price of walking the graph each step"""
-    compress: Literal["none", "bf16"] = "none"
-    """reduce gradients in bf16: half the bytes, other numbers"""
-
-
-@dataclass(frozen=True)
-class ShardConfig:
-    """Sharding by FSDP2: a unit (a block) of the model is gathered when it is used."""
-
-    prefetch: Annotated[int, Range(least=1, most=64), PLACEMENT] = 1
-    """units that are gathered ahead of use: more hides latency, and takes their memory"""
-    keep: Annotated[Count | None, PLACEMENT] = None
-    """shard = parameters: ranks that hold a unit together between forward and backward, such as those of one host;
-    unset: all, 1: each holds it whole
-    """
-
-
-@dataclass(frozen=True)
-class ComputeConfig:
-    """Time traded for memory, and memory for time."""
-
-    recompute: Annotated[Literal["none", "full", "selective"], PLACEMENT] = "none"
-    """what backward computes again: nothing, whole blocks, or all of a block but its matrix products and attention"""
-    segment: Annotated[Count, PLACEMENT] = 1
-    """full: blocks that are recomputed together; least is held where a segment's blocks take as much as all inputs
-    kept, at the square root of layers x input / block
-    """
-    compile: Annotated[bool, PLACEMENT] = False
-    """compile each block by torch.compile; may change the last bits"""
-    offload: Annotated[bool, PLACEMENT] = False
-    """keep the optimizer's state, and run the optimizer, in host memory"""
-
-
-@dataclass(frozen=True)
 class LaunchConfig:
     """How ranks come to life."""
 
@@ -379,10 +220,7 @@ class RunConfig:
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     replicate: ReplicateConfig = field(default_factory=ReplicateConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
-
-
-def nearest(values: list[int], wanted: int, most: int = 6) -> str:
-    """The few values closest to the wanted one, in order, as text."""
-    return ", ".join(str(v) for v in sorted(sorted(values, key=lambda v: (abs(v - wanted), v))[:most]))

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshwright.config import ComputeConfig
 from meshwright.errors import ConfigError
-from meshwright.model.decoder import Stack
+from meshwright.model.decoder import Stack, Where
 from meshwright.parallel.parts import Parts, blocks_of
 
 KEPT = (
@@ -67,9 +67,9 @@ class Segments(Stack):
         super().__init__()
         self.size = size
 
-    def forward(self, blocks: Iterable[nn.Module], x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, blocks: Iterable[nn.Module], x: Tensor, where: Where) -> Tensor:
         whole = list(blocks)
         for start in range(0, len(whole), self.size):
             through = partial(super().forward, whole[start : start + self.size])
-            x = checkpoint(through, x, rotary, use_reentrant=False) if torch.is_grad_enabled() else through(x, rotary)
+            x = checkpoint(through, x, where, use_reentrant=False) if torch.is_grad_enabled() else through(x, where)
         return x

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.config import IGNORED, PRESETS, ModelConfig, from_dict
-from meshwright.model.decoder import LanguageModel, rotary_tables, rotate
+from meshwright.model.decoder import LanguageModel, Where, rotary_tables, rotate
 from meshwright.model.init import ROWS, build, initial_rows, std_of
 from meshwright.model.loss import HeadLoss
 
@@ -67,14 +67,14 @@ def test_grouped_query_attention_equals_repeated_heads():
     model = build(SMALL, 0, torch.float64)
     attention = model.decoder.blocks[0].attention
     x = torch.randn(2, 9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    rotary = rotary_tables(torch.arange(9), 8, 10_000.0, torch.float64)
+    where = model.decoder.places(9, torch.float64, x.device, None)
     q, k, v = (p(x).view(2, 9, -1, 8).transpose(1, 2) for p in (attention.q, attention.k, attention.v))
-    q, k = rotate(q, rotary), rotate(k, rotary)
+    q, k = rotate(q, where), rotate(k, where)
     k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
     scores = (q @ k.transpose(-1, -2)) / 8**0.5
     scores = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf"))
     expected = attention.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(2, 9, 32))
-    assert torch.allclose(attention(x, rotary), expected, atol=1e-13)
+    assert torch.allclose(attention(x, where), expected, atol=1e-13)
 
 
 def test_rotation_depends_on_distance_alone():
@@ -82,7 +82,8 @@ def test_rotation_depends_on_distance_alone():
 
     def score(i: int, j: int) -> float:
         cos, sin = rotary_tables(torch.tensor([i, j]), 8, 10_000.0, torch.float64)
-        return float(rotate(q, (cos[0], sin[0])) @ rotate(k, (cos[1], sin[1])))
+        at = [Where(cos[i], sin[i], None) for i in (0, 1)]
+        return float(rotate(q, at[0]) @ rotate(k, at[1]))
 
     assert score(3, 1) == pytest.approx(score(103, 101), rel=1e-12)
     assert score(3, 1) != pytest.approx(score(3, 2), rel=1e-3)

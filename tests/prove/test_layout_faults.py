@@ -83,9 +83,9 @@ def recomputation_sees_other_inputs(patch):
     def wrong(block, _mode):
         right = block.forward
 
-        def forward(x, rotary):
+        def forward(x, where):
             again = torch._C._current_graph_task_id() != -1  # inside backward
-            return right(x.flip(0) if again else x, rotary)
+            return right(x.flip(0) if again else x, where)
 
         block.forward = partial(checkpoint, forward, use_reentrant=False)
 
