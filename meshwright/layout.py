@@ -5,13 +5,18 @@ Torch-free: everything that speaks of ranks asks here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 
+from meshwright import schedule
 from meshwright.config import Batch, LayoutConfig, RunConfig, batch_algebra
+from meshwright.config.derive import multiples
 from meshwright.config.kinds import nearest
 from meshwright.errors import ConfigError
+
+SPLIT = ("zero-bubble", "zbv", "dualpipev")
+"""Schedules that compute the gradients of weights later than those of inputs."""
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """Outermost first: neighbours in rank are neighbours on the last axis, so the chattiest axis has the fastest links."""
@@ -23,7 +28,7 @@ DATA_AXES = ("replicate", "shard")
 @dataclass(frozen=True)
 class Layout:
     """A degree for every axis; ranks are numbered in row-major order over AXES. `expert` has no ranks of its own: it
-    folds over the innermost data ranks.
+    folds over neighbours among those that see different tokens and share parameters (`folded`).
     """
 
     pipeline: int = 1
@@ -36,9 +41,15 @@ class Layout:
     @classmethod
     def of(cls, config: LayoutConfig) -> Layout:
         """Sharding without a degree of its own divides the replicas, and makes no copies."""
-        if config.shard == "none" or config.shard_degree is not None:
-            return cls(replicate=config.replicate, shard=config.shard_degree or 1, tensor=config.tensor)
-        return cls(shard=config.replicate, tensor=config.tensor)
+        apart = config.shard == "none" or config.shard_degree is not None
+        return cls(
+            pipeline=config.pipeline,
+            replicate=config.replicate if apart else 1,
+            shard=(config.shard_degree or 1) if apart else config.replicate,
+            context=config.context,
+            tensor=config.tensor,
+            expert=config.expert,
+        )
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -58,14 +69,49 @@ class Layout:
         """The axes that more than one rank stands on."""
         return tuple(axis for axis in AXES if getattr(self, axis) > 1)
 
+    @property
+    def folded(self) -> tuple[str, str]:
+        """The axes over which experts are spread: shards where there are any, else copies, and pieces of sequences."""
+        return ("shard" if self.shard > 1 else "replicate", "context")
+
+    @property
+    def fold(self) -> int:
+        return prod(getattr(self, axis) for axis in self.folded)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Those in use, with the one that has no ranks of its own."""
+        return (*self.used, "expert") if self.expert > 1 else self.used
+
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on every axis."""
+        """Where a rank stands on every axis; where experts are spread, also among those that share experts, and which
+        of the groups of these it is in (expert_shard).
+        """
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank {rank} is not one of {self.ranks}")
         place = {}
         for axis, degree in zip(reversed(AXES), reversed(self.degrees), strict=True):
             rank, place[axis] = divmod(rank, degree)
+        if self.expert > 1:
+            first, second = self.folded
+            among = place[first] * getattr(self, second) + place[second]
+            place["expert_shard"], place["expert"] = divmod(among, self.expert)
         return place
+
+    def alike(self, rank: int, cut: Collection[str]) -> list[int]:
+        """The ranks that hold the same block as this one of what is cut along these axes. No stage of a pipeline holds
+        anything of another.
+        """
+        place = self.coordinates(rank)
+        near = self.group(rank, *(axis for axis in AXES if axis != "pipeline" and axis not in cut))
+        return [other for other in near if all(self.coordinates(other)[axis] == place[axis] for axis in cut)]
+
+    def holders(self, cut: Collection[str]) -> Iterator[list[int]]:
+        """Every group of ranks that hold the same block."""
+        for rank in range(self.ranks):
+            group = self.alike(rank, cut)
+            if group[0] == rank:
+                yield group
 
     def data_coordinate(self, rank: int) -> int:
         """Which slice of the global batch a rank reads."""
@@ -106,18 +152,18 @@ class Layout:
             members = [member + step for member in members for step in steps]
         return sorted(members)
 
-    def groups(self, axis: str) -> Iterator[list[int]]:
-        """Every group of an axis, in the order of their first ranks."""
-        return (self.group(rank, axis) for rank in range(self.ranks) if self.first(rank, [axis]))
+    def groups(self, *axes: str) -> Iterator[list[int]]:
+        """Every group of an axis, or of several together, in the order of their first ranks."""
+        return (group for rank in range(self.ranks) if (group := self.group(rank, *axes))[0] == rank)
 
     def _expert_group(self, rank: int) -> list[int]:
-        """Experts are spread over so many neighbours among the ranks that read different samples."""
-        peers = self.group(rank, *DATA_AXES)
+        """Experts are spread over so many neighbours."""
+        peers = self.group(rank, *self.folded)
         start = peers.index(rank) // self.expert * self.expert
         return peers[start : start + self.expert]
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.used) or "replicate 1"
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.axes) or "replicate 1"
 
 
 @dataclass(frozen=True)
@@ -143,7 +189,48 @@ def _divides(number: Callable[[RunConfig], int]) -> Callable[[Layout, RunConfig]
 
 def _spread(layout: Layout) -> bool:
     """Whether something beyond whole copies by DDP is asked for."""
-    return bool(set(layout.used) - {"replicate"})
+    return bool(set(layout.axes) - {"replicate", "context"})
+
+
+def _pieces(layout: Layout, config: RunConfig) -> str:
+    """A ring gives each rank two chunks, an early one and a late one, and tensor divides what a rank has again."""
+    chunks = layout.context * (lcm(2, layout.tensor) if config.context.method == "ring" else layout.tensor)
+    if layout.context == 1 or config.data.sequence % chunks == 0:
+        return ""
+    return f"data.sequence = {multiples(config.data.sequence, chunks)}"
+
+
+def _heads(layout: Layout, config: RunConfig) -> str:
+    parts = layout.context * layout.tensor
+    if layout.context == 1 or config.context.method != "all-to-all" or config.model.heads % parts == 0:
+        return ""
+    return f"context.method = ring, or model.heads = {multiples(config.model.heads, parts)}"
+
+
+def _expert_count(layout: Layout, config: RunConfig) -> str:
+    experts = config.model.experts
+    if layout.expert == 1 or (experts and experts % layout.expert == 0):
+        return ""
+    fits = [n for n in range(1, min(experts, 4096) + 1) if experts % n == 0]
+    return f"layout.expert = {nearest(fits or [1], layout.expert)}"
+
+
+def _expert_fold(layout: Layout, config: RunConfig) -> str:  # noqa: ARG001
+    if layout.fold % layout.expert == 0:
+        return ""
+    fits = [n for n in range(1, min(layout.fold, 4096) + 1) if layout.fold % n == 0]
+    return f"layout.expert = {nearest(fits, layout.expert)} (it must divide {' x '.join(layout.folded)})"
+
+
+def _blocks(layout: Layout, config: RunConfig) -> str:
+    stages = layout.pipeline * stages_each(config)
+    if layout.pipeline == 1 or stages <= config.model.layers:
+        return ""
+    return f"layout.pipeline x pipeline.stages of at most {config.model.layers}"
+
+
+def _deferred(layout: Layout, config: RunConfig) -> bool:
+    return layout.pipeline > 1 and config.pipeline.schedule in SPLIT
 
 
 REFUSED = (
@@ -168,19 +255,57 @@ REFUSED = (
         _divides(lambda config: config.data.sequence),
     ),
     Refused(
-        "tensor with experts",
-        "an expert's own matrices are not cut",
-        lambda layout, config: "layout.tensor = 1" if layout.tensor > 1 and config.model.experts else "",
+        "context does not divide data.sequence",
+        "each rank has equal pieces of every sequence: by ring two, an early and a late one",
+        _pieces,
     ),
     Refused(
-        "replicate.static_graph with shard or tensor",
+        "context by all-to-all does not divide model.heads",
+        "each rank attends with whole heads",
+        _heads,
+    ),
+    Refused(
+        "expert does not divide model.experts",
+        "each rank holds equally many experts",
+        _expert_count,
+    ),
+    Refused(
+        "more stages of a pipeline than blocks",
+        "each stage has at least one",
+        _blocks,
+    ),
+    Refused(
+        "expert does not divide the ranks that it folds over",
+        "experts are spread over neighbours among shards (copies, where nothing is sharded) and pieces of sequences",
+        _expert_fold,
+    ),
+    Refused(
+        "pipeline with shard = gradients",
+        "a schedule adds up whole gradients over its micro-batches: nothing more is divided than by optimizer",
+        lambda layout, config: (
+            "layout.shard = optimizer or parameters"
+            if layout.pipeline > 1 and layout.shard > 1 and config.layout.shard == "gradients"
+            else ""
+        ),
+    ),
+    Refused(
+        "compute.compile with schedules that defer weight gradients",
+        "a compiled block computes all of its gradients at once, and nothing would be deferred",
+        lambda layout, config: (
+            "compute.compile = false, or pipeline.schedule = 1f1b or interleaved"
+            if _deferred(layout, config) and config.compute.compile
+            else ""
+        ),
+    ),
+    Refused(
+        "replicate.static_graph with more than copies",
         "it is a promise to DDP, which such a layout does not use",
         lambda layout, config: (
             "replicate.static_graph = false" if _spread(layout) and config.replicate.static_graph else ""
         ),
     ),
     Refused(
-        "replicate.compress with shard or tensor",
+        "replicate.compress with more than copies",
         "FSDP2 would round at every micro-step what DDP rounds once",
         lambda layout, config: (
             "replicate.compress = none" if _spread(layout) and config.replicate.compress != "none" else ""
@@ -207,7 +332,15 @@ REFUSED = (
 )
 """The table of what is refused. A user's own model brings its own cuts: only the rules without a model hold for it."""
 
-OF_THE_DECODER = REFUSED[:5]
+OF_THE_DECODER = REFUSED[:8]
+
+OF_THE_DECODER_ALONE = ("pipeline", "context", "expert")
+"""Axes that must know more of a model than the parts that a user's own brings."""
+
+
+def stages_each(config: RunConfig) -> int:
+    """Stages of a pipeline on every rank."""
+    return config.pipeline.stages or schedule.usual_stages(config.pipeline.schedule)
 
 
 def _keep(config: RunConfig) -> int:
@@ -222,7 +355,14 @@ def checked(config: RunConfig, own_model: bool = False) -> tuple[Layout, Batch]:
             continue
         if instead := rule.applies(layout, config):
             raise ConfigError(f"layout {layout}: {rule.what}: {rule.why}", f"allowed: {instead}")
+    if own_model and (asked := [axis for axis in OF_THE_DECODER_ALONE if getattr(layout, axis) > 1]):
+        raise ConfigError(
+            f"layout {layout}: {asked[0]} with a model of your own: it must know its inside",
+            f"allowed: layout.{asked[0]} = 1, or the decoder of a run file",
+        )
     batch = batch_algebra(config.batch, layout.data_degree)
+    if layout.pipeline > 1:
+        schedule.check(config.pipeline.schedule, layout.pipeline, batch.accumulation, stages_each(config))
     if config.replicate.static_graph and batch.accumulation > 1:
         raise ConfigError(
             f"replicate.static_graph = true with accumulation {batch.accumulation}: DDP fails on a first pass unsynced",

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright import faults
 from meshwright.checkpoint.catalogue import Entry, Lineage, look, published
-from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.manifest import Manifest, TensorRecord
 from meshwright.checkpoint.shards import LoadPlans, ShardReader, held, mismatches
 from meshwright.checkpoint.state import State
 from meshwright.checkpoint.store import Store
@@ -65,7 +65,7 @@ def restore(
             continue
         assert entry.manifest is not None
         check(entry.manifest)
-        if differs := mismatches(state, entry.manifest.tensors):
+        if differs := all_mismatches(state, entry.manifest.tensors, world):
             more = f" and {len(differs) - 3} more" if len(differs) > 3 else ""
             raise IdentityError(f"checkpoint {entry.name} holds another model: {'; '.join(differs[:3])}{more}")
         faults.reach("start.restore", step)
@@ -92,6 +92,16 @@ def restore(
             "mend the storage, or begin anew with --fresh",
         )
     return None
+
+
+def all_mismatches(state: State, tensors: dict[str, TensorRecord], world: World) -> list[str]:
+    """How the model, of which each rank may hold a part alone, differs from a checkpoint: the same on every rank."""
+    own = mismatches(state, tensors)
+    names = sorted(tensors)
+    holders = world.sum_numbers(*(name in state for name in names), name="holders of tensors").wait().tolist()
+    own += [f"{name} is only in the checkpoint" for name, count in zip(names, holders, strict=True) if not count]
+    finders = [rank for rank, row in enumerate(world.gather_numbers(len(own), name="mismatches")) if row[0]]
+    return world.tell(own, "mismatches told", speaker=finders[0]) if finders else []
 
 
 def first_damage(world: World, found: list[Damage]) -> Damage | None:

@@ -30,7 +30,7 @@ from meshwright.checkpoint.store import Store
 from meshwright.checkpoint.verify import header, read_back
 from meshwright.config import CheckpointConfig
 from meshwright.errors import BusyError, CheckpointError, MeshwrightError, NumericsError, PeerError, lost
-from meshwright.layout import AXES, Layout
+from meshwright.layout import Layout
 from meshwright.parallel.blocks import Block, block_of
 from meshwright.parallel.replicas import Replicas, words_of
 from meshwright.parallel.world import World
@@ -115,7 +115,7 @@ def share(blocks: Mapping[str, Block], layout: Layout, rank: int) -> list[str]:
     the least so far, which all of them work out alike.
     """
     kept = []
-    groups = {cut: layout.group(rank, *(a for a in AXES if a not in cut)) for cut in {b.cut for b in blocks.values()}}
+    groups = {cut: layout.alike(rank, cut) for cut in {block.cut for block in blocks.values()}}
     loads = {cut: [0] * len(group) for cut, group in groups.items()}
     sizes = {name: prod(block.shape) * block.local.element_size() for name, block in blocks.items()}
     for name in sorted(blocks, key=lambda name: (-sizes[name], name)):

@@ -288,9 +288,8 @@ def held(state: Mapping[str, torch.Tensor | Block]) -> dict[str, Any]:
 
 
 def mismatches(state: State, tensors: dict[str, TensorRecord]) -> list[str]:
-    """How a model differs from a checkpoint: DCP would ignore, cast or fail halfway."""
+    """How what a rank holds differs from a checkpoint: DCP would ignore, cast or fail halfway."""
     found = [f"{name} is missing in the checkpoint" for name in sorted(state.keys() - tensors.keys())]
-    found += [f"{name} is only in the checkpoint" for name in sorted(tensors.keys() - state.keys())]
     for name in sorted(state.keys() & tensors.keys()):
         block = block_of(state[name])
         here, there = (dtype_name(block.local), block.shape), (tensors[name].dtype, tensors[name].shape)

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.tensors import digest_of_lines, tensor_line
+from meshwright.layout import AXES, Layout
 from meshwright.parallel.blocks import Block, block_of, whole_of
+from meshwright.parallel.world import World
 
 State = dict[str, Tensor | Block]
 """Name -> a whole tensor, or this rank's block of one."""
@@ -34,14 +36,30 @@ def content(tensor: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
 
 
-@torch.no_grad()
-def parameters_digest(named: Iterable[tuple[str, Tensor]], wanted: bool = True) -> str:
-    """One digest of every parameter's name, shape and bytes; '' where it is not `wanted`. Ranks that hold blocks of one
-    must all ask.
+def parameters_digest(named: Iterable[tuple[str, Tensor]]) -> str:
+    """One digest of every parameter's name, shape and bytes."""
+    return digest_of_lines(parameter_lines(named))
+
+
+def run_digest(named: Mapping[str, Tensor], layout: Layout, world: World, together: bool) -> str:
+    """The same of a model that is spread over ranks, on rank 0: blocks are put together by all of their holders, stages
+    of a pipeline one after the other.
     """
+    leads = layout.first(world.rank, [axis for axis in AXES if axis != "pipeline"])
+    lines = parameter_lines(named.items(), leads) if leads or together else []
+    for stage in range(1, layout.pipeline):
+        leader = stage * layout.stride("pipeline")
+        told = world.tell(lines if world.rank == leader else None, "digest of a stage", leader)
+        lines += told if world.rank == 0 else []
+    return digest_of_lines(lines) if world.rank == 0 else ""
+
+
+@torch.no_grad()
+def parameter_lines(named: Iterable[tuple[str, Tensor]], wanted: bool = True) -> list[str]:
+    """What is digested of each; none where it is not `wanted`. Ranks that hold blocks of one must all ask."""
     lines = []
     for name, parameter in named:
         whole = whole_of(parameter)
         if wanted:
             lines.append(tensor_line(name, dtype_name(parameter), parameter.shape, content(whole.cpu())))
-    return digest_of_lines(lines) if wanted else ""
+    return lines

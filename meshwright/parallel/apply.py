@@ -1,10 +1,12 @@
 """The one order in which the axes are applied to a model. Read from top to bottom; there is no other.
 
-1. tensor     matrices become DTensors: whatever comes later sees a rank's own part of them
-2. recompute  wraps each block's own forward: its collectives over tensor are inside, those of shard outside
-3. compile    each block's forward, recomputation included: one graph serves all blocks
-4. weights    on the meta device until here: memory comes unit by unit, content once a rank has its own rows alone
-5. shard      FSDP2 over replicate x shard: gathers around what 1 to 3 made
+1. pipeline   a rank lets go of all blocks but those of its own stages
+2. tensor     matrices become DTensors: whatever comes later sees a rank's own part of them
+3. context    attention and positions are those of a piece of each sequence
+4. recompute  wraps each block's own forward: its collectives over tensor and context are inside, those of shard outside
+5. compile    each block's forward, recomputation included: one graph serves all blocks
+6. weights    on the meta device until here: memory comes unit by unit, content once a rank has its own rows alone
+7. shard      FSDP2 over those that see other tokens: gathers around what 2 to 5 made, each stage by itself
    replicate  or, where copies are all there is, DDP
 """
 
@@ -13,18 +15,23 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from meshwright.config import RunConfig
+from meshwright.config import RunConfig, batch_algebra
 from meshwright.errors import ConfigError
-from meshwright.layout import Layout
-from meshwright.parallel.mesh import mesh_of
+from meshwright.layout import Layout, stages_each
+from meshwright.model.decoder import LanguageModel
+from meshwright.parallel.mesh import Meshes, meshes_of
 from meshwright.parallel.parts import Parts, blocks_of
+from meshwright.parallel.pipeline import Piped, Plan
 from meshwright.parallel.recompute import recompute
 from meshwright.parallel.replicate import Replicated
 from meshwright.parallel.shard import Sharded
 from meshwright.parallel.spread import Spread
+from meshwright.parallel.stages import Stage, Tie, keep_stages, parts_of
 from meshwright.parallel.tensor import cut
 from meshwright.parallel.weights import Fill, Weights
 from meshwright.parallel.world import World
+from meshwright.plan.stages import spans
+from meshwright.schedule import holder, stages_of
 
 
 def apply(
@@ -33,26 +40,94 @@ def apply(
     """The model spread over the layout's mesh. `fill` gives weights to a model that comes on the meta device; `parts`
     may be missing where nothing asks for them.
     """
-    mesh = mesh_of(layout, world.device.type)
+    meshes = meshes_of(layout, world.device.type)
     parts = needed(parts, layout, config)
-    if layout.tensor > 1:
-        assert mesh is not None
-        cut(model, parts, mesh["tensor"])
+    pipe = Pipe(config, layout, world.rank) if layout.pipeline > 1 else None
+    if pipe is not None:
+        assert isinstance(model, LanguageModel)
+        keep_stages(model, [pipe.spans[stage] for stage in pipe.mine], pipe.first in pipe.mine, pipe.last in pipe.mine)
+        parts = parts.within(model)
+    if tensor := meshes.axis("tensor"):
+        cut(model, parts, tensor)
     recompute(model, parts, config.compute)
     if config.compute.compile:
         for block in blocks_of(model, parts):
             block.forward = torch.compile(block.forward)
     weights = Weights(model, fill, world.device)
-    spread: Spread
-    if mesh is not None and layout.data_degree > 1:
-        spread = Sharded(model, parts, config, mesh, weights.ready)
-        weights.fill()
+    if pipe is not None and config.model.tie:
+        weights.copies["head.weight"] = "decoder.embedding.weight"
+    if pipe is None:
+        spread = over_tokens(model, parts, config, layout, world, meshes, weights)
     else:
-        weights.ready(model)
-        weights.fill()
-        spread = Replicated(model, config.replicate, world) if layout.replicate > 1 else Spread(model)
-    spread.mesh = mesh
+        assert isinstance(model, LanguageModel)
+        spread = in_stages(model, pipe, config, layout, world, meshes, weights)
+    spread.meshes = meshes
     return spread
+
+
+def over_tokens(
+    module: nn.Module,
+    parts: Parts,
+    config: RunConfig,
+    layout: Layout,
+    world: World,
+    meshes: Meshes,
+    weights: Weights,
+) -> Spread:
+    """A module, or a stage, whose copies see other tokens."""
+    others = layout.data_degree * layout.context > 1
+    if others and meshes.dense is not None:
+        spread = Sharded(module, parts, config, meshes, weights.ready)
+        weights.fill(module)
+        return spread
+    weights.ready(module)
+    weights.fill(module)
+    return Replicated(module, config.replicate, world) if others else Spread(module)
+
+
+class Pipe:
+    """Which stages this rank holds, and which blocks each of them has."""
+
+    def __init__(self, config: RunConfig, layout: Layout, rank: int) -> None:
+        self.kind, self.ranks = config.pipeline.schedule, layout.pipeline
+        self.rank = layout.coordinates(rank)["pipeline"]
+        each = stages_each(config)
+        self.mine = stages_of(self.kind, self.ranks, self.rank, each)
+        self.first, self.last = 0, each * self.ranks - 1
+        self.spans = spans(config.model, config.data.sequence, each * self.ranks)
+
+    def holder(self, stage: int) -> int:
+        return holder(self.kind, self.ranks, stage)
+
+
+def in_stages(
+    model: LanguageModel,
+    pipe: Pipe,
+    config: RunConfig,
+    layout: Layout,
+    world: World,
+    meshes: Meshes,
+    weights: Weights,
+) -> Spread:
+    assert meshes.dense is not None
+    stages = {}
+    for index in pipe.mine:
+        stage = Stage(model, pipe.spans[index], first=index == pipe.first, last=index == pipe.last)
+        stages[index] = over_tokens(stage, parts_of(stage), config, layout, world, meshes, weights)
+    batch = batch_algebra(config.batch, layout.data_degree)
+    group = meshes.dense.get_group("pipeline")
+    pieces = layout.context * layout.tensor
+    plan = Plan(
+        pipe.kind,
+        pipe.ranks,
+        pipe.rank,
+        pipe.last + 1,
+        batch.accumulation,
+        (batch.micro, config.data.sequence // pieces, config.model.width),
+        torch.float64 if config.precision.compute == "fp64" else torch.float32,
+    )
+    tie = Tie(model, pipe.holder(pipe.first), pipe.holder(pipe.last), group) if config.model.tie else None
+    return Piped(model, stages, plan, group, tie, world.device)
 
 
 def needed(parts: Parts | None, layout: Layout, config: RunConfig) -> Parts:

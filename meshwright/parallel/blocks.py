@@ -53,7 +53,7 @@ def block_of(tensor: Tensor | Block) -> Block:
         offset[dim] += start
         size[dim] = min(each, size[dim] - start)
         if mesh.size(index) > 1:
-            cut.add(names[index])
+            cut.update(names[index].split("+"))  # axes that share one dimension of a mesh
     local = local_of(tensor)
     if tuple(local.shape) != tuple(size):
         raise ValueError(f"a block of {tuple(local.shape)} lies where one of {tuple(size)} of {shape} should")

@@ -1,25 +1,117 @@
-"""The layout as torch's DeviceMesh: one group of ranks for every axis in use."""
+"""The layout as torch's DeviceMeshes, and as the groups of ranks that nothing but a message needs.
+
+Parameters live on one mesh. To them a rank with another piece of a sequence is as good as one with other samples: both
+bring gradients of the same weights. So context has no dimension of its own there, and is folded into the shards, or
+into the copies where nothing is sharded. Experts live on a mesh of the same ranks, in which the same dimension is
+divided again: into groups that share the experts, and ranks that hold the same of them.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshwright.layout import AXES, Layout
+from meshwright.layout import Layout
+
+COPIES = "replicate"
+COPIES_IN_PIECES = "replicate+context"
+SHARDS = "shard"
+SHARDS_IN_PIECES = "shard+context"
+EXPERT_COPIES = "expert_replicate"
+EXPERT_SHARDS = "expert_shard"
 
 
-def mesh_of(layout: Layout, device: str) -> DeviceMesh | None:
-    """None where the one group of all ranks is enough: whole copies, or one rank alone."""
-    used = set(layout.used)
-    if used <= {"replicate"}:
+@dataclass(frozen=True)
+class Meshes:
+    """`dense` is None where the one group of all ranks is enough: whole copies, or one rank alone."""
+
+    dense: DeviceMesh | None
+    experts: DeviceMesh | None = None
+    context: dist.ProcessGroup | None = None
+    pieces: dist.ProcessGroup | None = None
+    """all ranks with pieces of the same sequences: context and tensor together"""
+
+    @property
+    def data(self) -> DeviceMesh:
+        """Over which FSDP2 spreads parameters: copies beside shards, or shards alone."""
+        assert self.dense is not None
+        return part(self.dense, (COPIES, COPIES_IN_PIECES, SHARDS, SHARDS_IN_PIECES))
+
+    @property
+    def expert_data(self) -> DeviceMesh:
+        assert self.experts is not None
+        return part(self.experts, (EXPERT_COPIES, EXPERT_SHARDS))
+
+    def axis(self, name: str) -> DeviceMesh | None:
+        """One dimension of the dense mesh, where it is in use."""
+        return self.dense[name] if self.dense is not None and name in (self.dense.mesh_dim_names or ()) else None
+
+    def group_names(self) -> dict[str, str]:
+        """Process group name -> axis."""
+        names: dict[str, str] = {}
+        if self.context is not None:
+            names[self.context.group_name] = "context"
+        if self.pieces is not None:
+            names.setdefault(self.pieces.group_name, "context+tensor")
+        for mesh in (self.experts, self.dense):
+            for axis in (mesh.mesh_dim_names or ()) if mesh is not None else ():
+                names[mesh.get_group(axis).group_name] = axis  # type: ignore[union-attr]
+        if self.dense is None and dist.is_initialized() and dist.group.WORLD is not None:
+            names[dist.group.WORLD.group_name] = COPIES if self.context is None else COPIES_IN_PIECES
+        return names
+
+
+def part(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[tuple(axis for axis in mesh.mesh_dim_names or () if axis in names)]
+
+
+def meshes_of(layout: Layout, device: str, experts: bool = False) -> Meshes:
+    """`experts`: whether the model has any. Every rank makes all of them, in one order."""
+    context = group_of(layout, "context")
+    pieces = group_of(layout, "context", "tensor") if experts else None
+    if set(layout.used) <= {"replicate", "context"} and layout.expert == 1:
+        return Meshes(None, None, context, pieces)
+    dense = mesh_of(dense_dimensions(layout), device)
+    spread = mesh_of(expert_dimensions(layout), device) if layout.expert > 1 else None
+    return Meshes(dense, spread, context, pieces)
+
+
+def dense_dimensions(layout: Layout) -> dict[str, int]:
+    folded = layout.context > 1
+    shards = {SHARDS_IN_PIECES if folded else SHARDS: layout.shard * layout.context}
+    if layout.shard == 1:
+        copies = {COPIES_IN_PIECES if folded else COPIES: layout.replicate * layout.context}
+        shards = {SHARDS: 1} if layout.replicate * layout.context > 1 else {}
+    else:
+        copies = {COPIES: layout.replicate}
+    # FSDP2 speaks of copies only as copies of shards, be it one shard.
+    return used({"pipeline": layout.pipeline} | copies) | shards | used({"tensor": layout.tensor})
+
+
+def expert_dimensions(layout: Layout) -> dict[str, int]:
+    rest = layout.fold // layout.expert
+    copies, shards = (layout.replicate, rest) if layout.shard > 1 else (rest, 1)
+    return (
+        used({"pipeline": layout.pipeline, EXPERT_COPIES: copies})
+        | {EXPERT_SHARDS: shards, "expert": layout.expert}
+        | used({"tensor": layout.tensor})
+    )
+
+
+def used(dimensions: dict[str, int]) -> dict[str, int]:
+    return {name: degree for name, degree in dimensions.items() if degree > 1}
+
+
+def mesh_of(dimensions: dict[str, int], device: str) -> DeviceMesh:
+    return init_device_mesh(device, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+
+
+def group_of(layout: Layout, *axes: str) -> dist.ProcessGroup | None:
+    """This rank's group of an axis, or of several together; None where it would be alone."""
+    groups = [ranks for ranks in layout.groups(*axes) if len(ranks) > 1]
+    if not groups:
         return None
-    if "replicate" in used:
-        used.add("shard")  # FSDP2 speaks of copies only as copies of shards, be it one shard
-    axes = [axis for axis in AXES if axis in used]
-    return init_device_mesh(device, tuple(getattr(layout, axis) for axis in axes), mesh_dim_names=tuple(axes))
-
-
-def group_names(mesh: DeviceMesh | None) -> dict[str, str]:
-    """Process group name -> axis."""
-    if mesh is None:
-        return {}
-    return {mesh.get_group(axis).group_name: axis for axis in mesh.mesh_dim_names or ()}
+    own, _ = dist.new_subgroups_by_enumeration(groups)
+    return own  # type: ignore[no-any-return]

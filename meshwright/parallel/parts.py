@@ -37,6 +37,12 @@ class Parts:
         cuts = self.cuts
         return Parts(f"model.{self.blocks}", ends, lambda: {f"model.{name}": style for name, style in cuts().items()})
 
+    def within(self, model: nn.Module) -> Parts:
+        """The same of a model of which only a part is left."""
+        ends = (tuple(name for name in group if matching(model, name)) for group in self.ends)
+        cuts = {name: style for name, style in self.cuts().items() if matching(model, name)}
+        return Parts(self.blocks, tuple(group for group in ends if group), lambda: cuts)
+
 
 def blocks_of(model: nn.Module, parts: Parts) -> list[nn.Module]:
     found = matching(model, parts.blocks)

@@ -25,7 +25,8 @@ class Replicas:
 
     def __init__(self, blocks: Mapping[str, Block], layout: Layout) -> None:
         self.layout = layout
-        held = {name: block.cut for name, block in blocks.items() if set(layout.used) - block.cut}
+        shared = {cut for cut in {block.cut for block in blocks.values()} if len(layout.alike(0, cut)) > 1}
+        held = {name: block.cut for name, block in blocks.items() if block.cut in shared}
         self.cuts = sorted(set(held.values()), key=sorted)
         self.names = sorted(held, key=lambda name: self.cuts.index(held[name]))
         """of everything compared, one kind of cut after the other"""
@@ -38,7 +39,7 @@ class Replicas:
     def odd(self, rows: Sequence[Sequence[int]]) -> Odd | None:
         """The first group of holders that disagree, from every rank's `digests`."""
         for kind, cut in enumerate(self.cuts):
-            for group in holders(self.layout, cut):
+            for group in self.layout.holders(cut):
                 if strange := odd_ones([rows[rank][kind] for rank in group]):
                     return Odd([group[i] for i in strange], group, kind)
         return None
@@ -54,25 +55,18 @@ class Odd:
         return replica_error(rank, step, self.ranks, len(self.group), parameter)
 
 
-def holders(layout: Layout, cut: frozenset[str]) -> list[list[int]]:
-    """Groups of ranks that hold the same block of whatever is cut along these axes."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(layout.ranks):
-        place = layout.coordinates(rank)
-        groups.setdefault(tuple(place[axis] for axis in sorted(cut)), []).append(rank)
-    return list(groups.values())
-
-
 def compare_replicas(blocks: Mapping[str, Block], layout: Layout, world: World, step: int) -> None:
     """Raises on every rank if holders of the same block differ, naming the odd rank and the first parameter."""
     replicas = Replicas(blocks, layout)
     words = words_of(blocks[name].local for name in replicas.names).cpu()
     odd = replicas.odd(world.gather_numbers(*replicas.digests(words), name="replica digests"))
     if odd is not None:
-        rows = world.gather_numbers(*words.tolist(), name="replica words")
+        most = max(row[0] for row in world.gather_numbers(len(words), name="replica names"))  # stages have not as many
+        rows = world.gather_numbers(*words.tolist(), *[0] * (most - len(words)), name="replica words")
         span = replicas.spans[odd.kind]
-        differing = next(i for i in span if len({rows[rank][i] for rank in odd.group}) > 1)
-        raise odd.error(world.rank, step, replicas.names[differing].removeprefix("model/"))
+        differing = next((i for i in span if len({rows[rank][i] for rank in odd.group}) > 1), 0)
+        known = replicas.names[differing].removeprefix("model/") if world.rank in odd.group else ""
+        raise odd.error(world.rank, step, known)
 
 
 def words_of(parameters: Iterable[Tensor]) -> Tensor:

@@ -19,17 +19,18 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError
+from meshwright.parallel.expert import banks_of
 from meshwright.parallel.internals import fsdp_tensors
+from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.parts import Parts, units_of
 from meshwright.parallel.spread import Spread
 
 # FSDP2 warns of in-place changes to what a unit gives on. Ours makes none; a user's own unit is still warned of.
-OURS = "Embedding|RMSNorm, FSDPHeadLoss|Block|LanguageModel"
+OURS = "Embedding|RMSNorm, FSDPHeadLoss|Block|LanguageModel|Stage|Bank"
 warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \(FSDP({OURS})\) returned a view tensor")
 
 What = Literal["none", "optimizer", "gradients", "parameters"]
@@ -44,7 +45,7 @@ class Sharded(Spread):
         module: nn.Module,
         parts: Parts,
         config: RunConfig,
-        mesh: DeviceMesh,
+        meshes: Meshes,
         ready: Callable[[nn.Module], None],
     ) -> None:
         super().__init__(module)
@@ -55,8 +56,11 @@ class Sharded(Spread):
         reshard: bool | int = self.lets_go
         if self.what == "parameters" and config.shard.keep is not None:
             reshard = config.shard.keep if config.shard.keep > 1 else False
-        data = mesh[tuple(axis for axis in mesh.mesh_dim_names or () if axis in ("replicate", "shard"))]
+        data = meshes.data
         units, leading = units_of(module, parts)
+        for bank in banks_of(module) if meshes.experts is not None else []:  # gathered among fewer ranks
+            ready(bank)
+            fully_shard(bank, mesh=meshes.expert_data, reshard_after_forward=reshard, mp_policy=policy(config, False))
         for unit in units:
             for piece in unit:
                 ready(piece)

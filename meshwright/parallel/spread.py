@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
+from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.tensor import sum_partial
+
+Take = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
 @dataclass
@@ -25,18 +27,33 @@ class GradientTraffic:
 
 class Spread:
     """A module after all axes were applied. After the last micro-step every gradient is the sum over the ranks that
-    read other samples. This one is not spread over samples at all; each way of doing so is a subclass.
+    see other tokens. This one is not spread over tokens at all; each way of doing so is a subclass.
     """
 
-    mesh: DeviceMesh | None = None
+    meshes = Meshes(None)
+    has_loss = True
+    """whether this rank computes a loss, or only a part of the way there"""
+    copies: frozenset[str] = frozenset()
+    """parameters that follow another's value and are nobody's to update or to keep"""
     in_place = False
     """whether gradients of micro-steps that do not meet would lie beside a buffer that is there anyway"""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.groups: list[dist.ProcessGroup] = []
-        """of ranks that read other samples, the outermost axis last"""
+        """of ranks that see other tokens, the outermost axis last"""
         self.on_last_bucket: Callable[[], object] = lambda: None
+        self.take: Take = lambda inputs: inputs
+        """what this rank is given of a micro-batch"""
+
+    @property
+    def together(self) -> bool:
+        """Whether a pass through the model is made by several ranks, none of which can make it alone."""
+        return self.meshes.dense is not None or self.meshes.context is not None
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What this rank has to update and to keep, as it is between steps."""
+        return {name: p for name, p in self.module.named_parameters() if name not in self.copies}
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         return self.module(*inputs)  # type: ignore[no-any-return]
@@ -44,13 +61,22 @@ class Spread:
     @contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
         """Forward and backward go inside; after the last, gradients have met."""
-        if self.mesh is None or "tensor" not in (self.mesh.mesh_dim_names or ()):
+        tensor = self.meshes.axis("tensor")
+        if tensor is None:
             yield
             return
         with loss_parallel():  # a loss over a cut vocabulary, in backward too
             yield
         if last:
-            sum_partial(self.module.parameters(), self.mesh["tensor"])
+            sum_partial(self.module.parameters(), tensor)
+
+    def infer(self, *inputs: Tensor) -> Tensor:
+        """The sum of losses by a forward pass alone."""
+        total, _ = self.module(*inputs)
+        return total  # type: ignore[no-any-return]
+
+    def updated(self) -> None:
+        """Parameters have new values."""
 
     def share_buffers(self) -> None:
         """Those of the first rank are the run's: ranks that read other samples would come to others."""

@@ -19,6 +19,8 @@ class Weights:
 
     def __init__(self, model: nn.Module, fill: Fill | None, device: torch.device) -> None:
         self.model, self.content, self.device = model, fill, device
+        self.copies: dict[str, str] = {}
+        """parameters that begin with what another one holds"""
 
     def ready(self, module: nn.Module) -> None:
         made: dict[int, nn.Parameter] = {}
@@ -30,7 +32,10 @@ class Weights:
                 owner._parameters[name] = made[id(parameter)]
 
     @torch.no_grad()
-    def fill(self) -> None:
+    def fill(self, module: nn.Module) -> None:
+        """A module of the model, under the names of the whole."""
         if self.content is not None:
-            for name, parameter in self.model.named_parameters():
-                self.content(block_of(parameter), name)
+            names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+            for parameter in module.parameters():
+                name = names[id(parameter)]
+                self.content(block_of(parameter), self.copies.get(name, name))

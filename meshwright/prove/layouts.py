@@ -6,14 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from typing import Literal
 
-from meshwright.config import RunConfig
+from meshwright.config import PipelineConfig, RunConfig
 from meshwright.launch.ranks import run_ranks
-from meshwright.layout import Layout, checked
+from meshwright.layout import Layout, checked, stages_each
 from meshwright.prove.scale import few_ranks, shrunk
 from meshwright.prove.trail import SEQUENCE, Trail, alone, for_proof, together
 from meshwright.prove.verdict import Tolerance, first_off
+from meshwright.schedule import fewest_micros, usual_stages
 
 TOLERANCE: dict[Literal["fp64", "fp32"], Tolerance] = {
     "fp64": Tolerance(1e-10, 1e-10),
@@ -41,10 +43,10 @@ def variants(config: RunConfig) -> tuple[list[RunConfig], str]:
     not.
     """
     spread, fewer = few_ranks(config.layout)
-    model, scaled = shrunk(config.model, spread.tensor)
     layout = Layout.of(spread)
-    # DDP's static graph cannot skip a synchronisation in its first pass: such a config never accumulates.
-    accumulation = 1 if config.replicate.static_graph else ACCUMULATION
+    config = replace(config, pipeline=fewer_stages(config))
+    model, scaled = shrunk(config, layout)
+    accumulation = micro_steps(config, layout)
     proof = replace(
         for_proof(config),
         model=model,
@@ -68,6 +70,22 @@ def variants(config: RunConfig) -> tuple[list[RunConfig], str]:
     ], note
 
 
+def fewer_stages(config: RunConfig) -> PipelineConfig:
+    usual = usual_stages(config.pipeline.schedule)
+    return replace(config.pipeline, stages=min(config.pipeline.stages or usual, usual))
+
+
+def micro_steps(config: RunConfig, layout: Layout) -> int:
+    """As many as a schedule can do with, and more than one. DDP's static graph cannot skip a synchronisation in its
+    first pass: such a config never accumulates.
+    """
+    if layout.pipeline == 1:
+        return 1 if config.replicate.static_graph else ACCUMULATION
+    kind, ranks = config.pipeline.schedule, layout.pipeline
+    least = max(ACCUMULATION, fewest_micros(kind, ranks))
+    return next(m for m in count(least) if m % max(1, m // ranks) == 0)
+
+
 def fitting(keep: int | None, shard: int) -> int | None:
     """`shard.keep` on fewer ranks: as it is where it divides them, else the half."""
     return keep if keep is None or shard % keep == 0 else max(1, shard // 2)
@@ -89,6 +107,10 @@ def compared(proof: RunConfig, expected: Trail, found: list[Trail], note: str) -
 def kind(config: RunConfig) -> str:
     """What a layout's degrees do not say."""
     said: list[str] = [config.layout.shard] if config.layout.shard != "none" else []
+    if config.layout.pipeline > 1:
+        said.append(f"{config.pipeline.schedule}, {stages_each(config)} stages a rank")
+    if config.layout.context > 1:
+        said.append(f"context by {config.context.method}")
     if config.compute.recompute != "none":
         segment = f" by {config.compute.segment}" if config.compute.segment > 1 else ""
         said.append(f"recompute {config.compute.recompute}{segment}")

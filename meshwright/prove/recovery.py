@@ -15,7 +15,7 @@ from meshwright.checkpoint.tensors import differences, state_digest
 from meshwright.config import CheckpointConfig, LayoutConfig, RunConfig
 from meshwright.launch.job import make_job, start
 from meshwright.layout import Layout, checked
-from meshwright.prove.layouts import fitting, kind
+from meshwright.prove.layouts import fewer_stages, fitting, kind, micro_steps
 from meshwright.prove.scale import few_ranks, shrunk
 from meshwright.record.events import ledger
 from meshwright.record.folder import RunFolder
@@ -105,8 +105,10 @@ def damaged(config: RunConfig, folder: RunFolder, expected: str) -> tuple[str, b
 
 def scaled(config: RunConfig, layout: LayoutConfig, steps: int) -> tuple[RunConfig, str]:
     """The config with its structure kept and its sizes small, and what was made smaller."""
-    model, note = shrunk(config.model, layout.tensor)
-    samples = 2 * Layout.of(layout).data_degree
+    mesh = Layout.of(layout)
+    config = replace(config, pipeline=fewer_stages(config))
+    model, note = shrunk(config, mesh)
+    samples = (micro_steps(config, mesh) if mesh.pipeline > 1 else 2) * mesh.data_degree
     sequence = min(config.data.sequence, LONGEST)
     proof = replace(
         config,
@@ -116,7 +118,7 @@ def scaled(config: RunConfig, layout: LayoutConfig, steps: int) -> tuple[RunConf
         batch=replace(config.batch, global_=samples, micro=1),
         schedule=replace(config.schedule, warmup=min(config.schedule.warmup, 3)),
         layout=layout,
-        shard=replace(config.shard, keep=fitting(config.shard.keep, Layout.of(layout).shard)),
+        shard=replace(config.shard, keep=fitting(config.shard.keep, mesh.shard)),
         eval=replace(config.eval, every=5, samples=4),
         checkpoint=CheckpointConfig(mode="sync", seconds=0, every=1, keep=2),
         launch=replace(config.launch, device="cpu", restarts=3),

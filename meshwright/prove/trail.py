@@ -13,13 +13,13 @@ from meshwright.config import IGNORED, DataConfig, RunConfig
 from meshwright.data.loader import Decoder, Loader
 from meshwright.data.source import Concatenated, Sample, Synthetic
 from meshwright.data.stream import Stream
-from meshwright.layout import Layout, checked
+from meshwright.layout import AXES, Layout, checked
 from meshwright.model.init import build
 from meshwright.parallel.blocks import local_of, whole_of
 from meshwright.parallel.world import World
 from meshwright.record.clock import StepClock
 from meshwright.train.evaluate import Evaluation
-from meshwright.train.loop import spread_decoder
+from meshwright.train.loop import spread_decoder, weighs
 from meshwright.train.optimizer import Optimizer
 from meshwright.train.precision import Precision
 from meshwright.train.step import Step
@@ -132,7 +132,7 @@ def _together(world: World, config: RunConfig) -> Trail:
     step, stream = real_step(world, config, layout), stream_of(config)
     source, coordinate = Concatenated([source_of(config)]), layout.data_coordinate(world.rank)
     loader = Loader(source, stream, batch, coordinate, DataConfig(workers=0))
-    named = dict(step.spread.module.named_parameters())
+    named = step.spread.parameters()
     before = {name: whole_of(p).clone() for name, p in named.items()}
     trail = Trail()
     step.rehearse(loader.first)
@@ -147,8 +147,10 @@ def _together(world: World, config: RunConfig) -> Trail:
         trail.norms.append(norm)
     trail.moved = {name: whole_of(p) - before[name] for name, p in named.items()}
     evaluation = Evaluation(source, stream, held_out(layout), batch, coordinate)
-    trail.evaluation, *_ = evaluation.run(step.spread, step.precision, world, step.speaks)
-    return trail if world.rank == 0 else Trail(trail.losses, trail.norms, evaluation=trail.evaluation)
+    trail.evaluation, *_ = evaluation.run(step.spread, step.precision, world, step.speaks, step.weighs)
+    if not layout.first(world.rank, [axis for axis in AXES if axis != "pipeline"]):
+        trail.gradients, trail.moved = {}, {}  # somebody else has the same
+    return trail
 
 
 def as_taken(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
@@ -169,10 +171,11 @@ def real_step(world: World, config: RunConfig, layout: Layout) -> Step:
     spread = spread_decoder(config, layout, precision, world)
     return Step(
         spread,
-        Optimizer(spread.module, config.optimizer, layout, world, config.compute.offload),
+        Optimizer(spread.parameters(), config.optimizer, layout, world, config.compute.offload),
         precision,
         world,
         seed=config.seed,
         coordinate=layout.data_coordinate(world.rank),
         speaks=layout.speaks(world.rank),
+        weighs=weighs(spread, layout, world.rank),
     )

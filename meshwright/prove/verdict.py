@@ -55,15 +55,17 @@ def first_off(
 def measured(expected: Trail, found: list[Trail]) -> Iterator[Off]:
     """Everything compared, in the order in which a step computes it."""
     first = found[0]
+    gradients = {name: gradient for trail in found for name, gradient in trail.gradients.items()}  # stage by stage
+    moved = {name: way for trail in found for name, way in trail.moved.items()}
     yield numbers("loss of step 0", expected.losses[0], first.losses[0])
     for name, right in expected.gradients.items():
-        yield tensors(f"gradient of {name}", right, first.gradients.get(name))
+        yield tensors(f"gradient of {name}", right, gradients.get(name))
     for step, (norm, got) in enumerate(zip(expected.norms, first.norms, strict=True)):
         if step:
             yield numbers(f"loss of step {step}", expected.losses[step], first.losses[step], later=True)
         yield numbers(f"gradient norm of step {step}", norm, got, later=step > 0)
     for name, right in expected.moved.items():
-        yield tensors(f"way of {name} in {len(expected.losses)} steps", right, first.moved.get(name), later=True)
+        yield tensors(f"way of {name} in {len(expected.losses)} steps", right, moved.get(name), later=True)
     yield numbers("evaluation loss", expected.evaluation, first.evaluation, later=True)
     for rank, trail in enumerate(found):
         if (trail.losses, trail.norms, trail.evaluation) != (first.losses, first.norms, first.evaluation):

@@ -7,9 +7,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch.distributed as dist
-
-from meshwright.parallel.mesh import group_names
 from meshwright.parallel.spread import Spread
 from meshwright.record.memory import MemoryLedger
 from meshwright.record.traffic import Row, TrafficLedger
@@ -47,11 +44,8 @@ def counting(spread: Spread, optimizer: Optimizer) -> Iterator[Counted]:
     """Everything inside is counted: several times slower where tensors are small, and, unless blocks are compiled,
     bitwise the same.
     """
-    axes = group_names(spread.mesh)
-    if spread.mesh is None and dist.is_initialized() and dist.group.WORLD is not None:
-        axes = {dist.group.WORLD.group_name: "replicate"}
     moments = [block.local for block in optimizer.moments().values()]
     copies = optimizer.owned if optimizer.offload else []
     memory = MemoryLedger(spread.outermost, [*moments, *copies], spread.held)
-    with memory, TrafficLedger(axes) as traffic:
+    with memory, TrafficLedger(spread.meshes.group_names()) as traffic:
         yield Counted(memory, traffic)

@@ -28,8 +28,12 @@ class Evaluation:
         self.decoder = Decoder(source, quarantine=True)
 
     @torch.no_grad()
-    def run(self, spread: Spread, precision: Precision, world: World, speaks: bool) -> tuple[float, int, str]:
-        """(loss, valid tokens, what this rank could not decode) over all ranks' shares."""
+    def run(
+        self, spread: Spread, precision: Precision, world: World, speaks: bool, weighs: bool
+    ) -> tuple[float, int, str]:
+        """(loss, valid tokens, what this rank could not decode) over all ranks' shares. Of the ranks that share samples
+        one `speaks` for their number, and of those that come to the same loss one `weighs`.
+        """
         sums = torch.zeros(2, dtype=torch.float64, device=world.device)
         bad, model = "", spread.module
         modes = [(module, module.training) for module in model.modules()]
@@ -37,14 +41,14 @@ class Evaluation:
         spread.share_buffers()
         for index in range(self.passes):
             world.page.beat()
-            counts = speaks and index < len(self.cuts)
             batch = self.decoder[self.cuts[index] if index < len(self.cuts) else self.filler]
             if batch.bad and index < len(self.cuts):
                 bad = bad or str(batch.bad[0])
             with precision.autocast(), spread.micro_step(last=True):
-                total, _ = model(*map(world.to_device, batch.tensors))
-            if counts:
-                sums += torch.stack([total.double(), torch.tensor(float(batch.valid), device=world.device)])
+                total = spread.infer(*map(world.to_device, spread.take(batch.tensors)))
+            if index < len(self.cuts):
+                own = [total.double() if weighs else torch.zeros((), device=world.device, dtype=torch.float64)]
+                sums += torch.stack([*own, torch.tensor(float(batch.valid) * speaks, device=world.device)])
         spread.settle()
         for module, mode in modes:  # a user may have frozen some
             module.training = mode

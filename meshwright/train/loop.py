@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import islice
 
 import torch
 from torch import nn
@@ -17,14 +15,13 @@ from meshwright import faults
 from meshwright.checkpoint.catalogue import Lineage, published, store_of
 from meshwright.checkpoint.restore import restore
 from meshwright.checkpoint.saver import Notes, Saved, Saver
-from meshwright.checkpoint.state import parameters_digest, tensors_of
+from meshwright.checkpoint.state import run_digest, tensors_of
 from meshwright.checkpoint.store import Store
 from meshwright.checkpoint.verify import Damage
 from meshwright.config import Batch, RunConfig
 from meshwright.data.contract import stream_of
 from meshwright.data.loader import Loader
 from meshwright.data.source import Concatenated, Source
-from meshwright.data.stream import Stream
 from meshwright.errors import CheckpointError, Stopped
 from meshwright.layout import Layout
 from meshwright.model.init import fill, outline
@@ -39,6 +36,7 @@ from meshwright.record.events import Event, EventLog
 from meshwright.record.folder import RunFolder, read_json
 from meshwright.train.count import counting
 from meshwright.train.evaluate import Evaluation
+from meshwright.train.facts import start_facts
 from meshwright.train.identity import describe, enter
 from meshwright.train.ledger import Ledger, number
 from meshwright.train.objective import Loss, Objective
@@ -47,9 +45,6 @@ from meshwright.train.precision import Precision
 from meshwright.train.resume import Resume
 from meshwright.train.signals import SignalWatch
 from meshwright.train.step import Step
-
-GROUPS_TOLD = 64
-"""Groups of an axis that the start of a run lists."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +123,12 @@ class Training:
         lineage = self._enter(identity)
         listener = job.listener if world.rank == 0 else None
         self.log = EventLog(job.folder.events(world.rank), job.attempt, world.rank, listener)
-        self.log.write("start", **start_facts(job, self.model, self.stream, world))
+        self.log.write("start", **start_facts(job, self.spread, self.stream, world))
         self.ledger = Ledger(config, job.batch, world, self.spread, self.precision, self.log)
         self.resume = Resume(config, job.batch, job.layout, self.stream, identity["identity"], lineage, world)
-        self.optimizer = Optimizer(self.model, config.optimizer, job.layout, world, config.compute.offload)
+        self.parameters = self.spread.parameters()
+        self.optimizer = Optimizer(self.parameters, config.optimizer, job.layout, world, config.compute.offload)
         store = store_of(job.folder)
-        self.parameters = dict(self.model.named_parameters())  # as they are between steps
         self.state = partial(tensors_of, self.model, self.parameters, self.optimizer.moments())
         self.saver = Saver(
             config.checkpoint,
@@ -148,6 +143,7 @@ class Training:
         )
         coordinate = job.layout.data_coordinate(world.rank)
         self.speaks = job.layout.speaks(world.rank)
+        self.weighs = weighs(self.spread, job.layout, world.rank)
         self.step = Step(
             self.spread,
             self.optimizer,
@@ -156,6 +152,7 @@ class Training:
             seed=config.seed,
             coordinate=coordinate,
             speaks=self.speaks,
+            weighs=self.weighs,
             quarantine=config.data.on_bad_sample == "quarantine",
             signal_seen=self.signals.seen,
             saving=self.saver.news if world.rank == 0 else lambda _done: (False, False),
@@ -190,6 +187,7 @@ class Training:
             return 0
         manifest = found.manifest
         self.optimizer.reload()
+        self.spread.updated()
         self.resume.apply(manifest, self.ledger, self.precision)
         self.saver.follow(manifest)
         self.log.write(
@@ -241,7 +239,8 @@ class Training:
         self.world.page.enter("evaluate")
         faults.reach("evaluate", self.done - 1)
         self.ledger.settle()
-        self.ledger.evaluated(self.done - 1, *self.evaluation.run(self.spread, self.precision, self.world, self.speaks))
+        found = self.evaluation.run(self.spread, self.precision, self.world, self.speaks, self.weighs)
+        self.ledger.evaluated(self.done - 1, *found)
 
     def notes(self) -> Notes:
         return self.resume.notes(self.done, self.ledger, self.precision, self.optimizer.used)
@@ -279,8 +278,7 @@ class Training:
         self.save()
         self.world.page.enter("end")
         self.saver.close()
-        whole = self.world.rank == 0 or self.spread.mesh is not None  # blocks are put together by all of their holders
-        digest = parameters_digest(self.parameters.items(), self.world.rank == 0) if whole else ""
+        digest = run_digest(self.parameters, self.job.layout, self.world, self.spread.together)
         summary = Summary(self.done, self.ledger.loss, self.ledger.skipped, digest, self.ledger.evaluations)
         complete = self.began == self.done > 0
         self.log.write("end", **asdict(summary) | {"loss": number(summary.loss), "was_complete": complete})
@@ -288,6 +286,11 @@ class Training:
         if isinstance(self.model, Objective):
             give_back(self.model, self.job, self.world.rank == 0 or not in_shared_memory(self.job))
         return summary
+
+
+def weighs(spread: Spread, layout: Layout, rank: int) -> bool:
+    """Whether a rank's loss counts: ranks of the tensor axis come to the same, and not every stage to any."""
+    return spread.has_loss and layout.first(rank, ["tensor"])
 
 
 def spread_model(job: Job, precision: Precision, world: World) -> Spread:
@@ -340,32 +343,3 @@ def decide_bits(config: RunConfig, world: World) -> None:
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
     # Meant for finding bugs: it would write every new tensor twice.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def start_facts(job: Job, model: nn.Module, stream: Stream, world: World) -> Event:
-    return {
-        "steps": job.config.steps,
-        "restart": job.restart,
-        "watched": job.watched,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "decoder": job.model is None,
-        "layout": str(job.layout),
-        "shard": job.config.layout.shard,
-        "groups": {axis: list(islice(job.layout.groups(axis), GROUPS_TOLD)) for axis in job.layout.used},
-        "hosts": world.hosts,
-        "ranks": world.size,
-        "batch": str(job.batch),
-        "device": device_name(world.device),
-        "precision": job.config.precision.compute,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "sources": [s.name for s in job.sources],
-        "samples": stream.samples,
-        "held_out": sum(part.held_out for part in stream.parts),
-        "epoch_steps": round(sum(part.trained for part in stream.parts) / stream.global_batch, 2),
-        "time": time.time(),
-    }
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

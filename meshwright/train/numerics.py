@@ -57,7 +57,7 @@ def first_nonfinite(
     has such a gradient. Where ranks make each pass together, none of them may end early, and gradients are not looked
     at.
     """
-    model, together = spread.module, spread.mesh is not None
+    model, together = spread.module, spread.together
     found: list[str] = []
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -73,7 +73,7 @@ def first_nonfinite(
     try:
         with autocast(), spread.micro_step(last=True), torch.set_grad_enabled(not together):
             for batch in batches:
-                total, _ = model(*(t.to(device) for t in batch.tensors))
+                total = spread.infer(*(t.to(device) for t in spread.take(batch.tensors)))
                 if together:
                     continue
                 if found:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.config import OptimizerConfig, ScheduleConfig
-from meshwright.layout import AXES, Layout
+from meshwright.layout import Layout
 from meshwright.parallel.blocks import Block, block_of, local_of
 from meshwright.parallel.world import World
 
@@ -34,7 +35,7 @@ class Optimizer:
 
     def __init__(
         self,
-        model: nn.Module,
+        named: Mapping[str, nn.Parameter],
         config: OptimizerConfig,
         layout: Layout | None = None,
         world: World | None = None,
@@ -44,15 +45,17 @@ class Optimizer:
         self.fused = config.implementation == "fused"
         self.world = world or World()
         self.layout = layout or Layout(replicate=self.world.size)
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.names, self.parameters = list(named), list(named.values())
+        self.names = [name for name, p in named.items() if p.requires_grad]
+        self.parameters = [named[name] for name in self.names]
         self.blocks = [block_of(parameter) for parameter in self.parameters]
         self.owned = [self._own(p, block) for p, block in zip(self.parameters, self.blocks, strict=True)]
         """what AdamW works on: the parameters, the blocks of those that are cut, or copies in host memory"""
         self.used = 0
         """a word of which parameters had a gradient: ranks must agree on it"""
-        uncut = [set(AXES) - block.cut for block in self.blocks]
-        self.counted = [self.layout.first(self.world.rank, axes) for axes in uncut]
+        self.cut = self.layout.pipeline > 1 or any(block.cut for block in self.blocks)
+        """whether any rank holds what another does not"""
+        leads = {cut: self.layout.alike(self.world.rank, cut)[0] for cut in {block.cut for block in self.blocks}}
+        self.counted = [leads[block.cut] == self.world.rank for block in self.blocks]
         """whether this rank is the one of those holding the same block that counts it"""
         matrices = [p for p in self.owned if p.ndim >= 2]
         vectors = [p for p in self.owned if p.ndim < 2]
@@ -100,8 +103,9 @@ class Optimizer:
     def gradient_norm(self) -> Tensor:
         """The norm over all parameters, each counted once, of gradients that are already the sum over ranks."""
         gradients = self.gradients()
-        self.used = zlib.crc32(bytes(p.grad is not None for p in self.parameters))
-        if not any(block.cut for block in self.blocks):
+        have = bytes(p.grad is not None for p in self.parameters)
+        self.used = 0 if all(have) else zlib.crc32(have)  # stages do not have as many
+        if not self.cut:
             return torch.nn.utils.get_total_norm([gradient for gradient, _ in gradients], foreach=True)
         own = [gradient for gradient, counted in gradients if counted]
         square = torch.zeros((), dtype=torch.float64, device=self.world.device)

@@ -16,6 +16,7 @@ from meshwright import faults
 from meshwright.data.loader import BadSample, MicroBatch
 from meshwright.errors import DataError, NumericsError, PeerError, Stopped
 from meshwright.parallel.blocks import local_of
+from meshwright.parallel.pipeline import Pace, Piped
 from meshwright.parallel.replicate import Replicated
 from meshwright.parallel.spread import GradientTraffic, Spread
 from meshwright.parallel.world import World
@@ -66,15 +67,20 @@ class Step:
         seed: int,
         coordinate: int,
         speaks: bool = True,
+        weighs: bool = True,
         quarantine: bool = False,
         signal_seen: Callable[[], int] = lambda: 0,
         saving: Callable[[int], tuple[bool, bool]] = lambda _done: (False, False),
     ) -> None:
-        """Of the ranks that share a `coordinate`, and with it their samples, one `speaks` for them in sums."""
+        """Of the ranks that share a `coordinate`, and with it their samples, one `speaks` for their number; of those
+        that come to the same loss one `weighs`.
+        """
         self.spread, self.optimizer, self.precision, self.world = spread, optimizer, precision, world
-        self.seed, self.coordinate, self.speaks = seed, coordinate, speaks
+        self.seed, self.coordinate, self.speaks, self.weighs = seed, coordinate, speaks, weighs
         self.quarantine, self.signal_seen, self.saving = quarantine, signal_seen, saving
         self.stateful = any(True for _ in spread.module.buffers())
+        self.pace: Pace | None = None
+        """of the last step, where there is a pipeline"""
 
     def run(
         self,
@@ -96,6 +102,7 @@ class Step:
         norm = self.optimizer.gradient_norm() / scale
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         self.optimizer.update(lr, norm, scale, finite)
+        self.spread.updated()
         self.optimizer.zero(in_place=self.spread.in_place and len(batches) > 1)
         if self.precision.scaler:
             self.precision.scaler.update(finite)
@@ -116,12 +123,17 @@ class Step:
             self.world.sum(torch.zeros(7), "a stray sum").wait()
         asked = self.world.sum_numbers(*self._say(step, batches), name="control sum")  # travels during the forward
         agreement: Agreement | None = None
-        if self.stateful or not all(batch.tensors for batch in batches):
+        if self.stateful or isinstance(self.spread, Piped) or not all(batch.tensors for batch in batches):
             # A forward pass may change buffers, so that one must not begin which is not to be finished.
             agreement = self._agree(step, batches, asked.wait())  # raises where there is nothing to compute on
         clock.enter("copy")
-        inputs = [tuple(map(self.world.to_device, batch.tensors)) for batch in batches]
+        inputs = [tuple(map(self.world.to_device, self.spread.take(batch.tensors))) for batch in batches]
         total = torch.zeros((), device=self.world.device, dtype=self.precision.weights)
+        if isinstance(self.spread, Piped):
+            assert agreement is not None
+            self._through_stages(self.spread, inputs, agreement, total, clock)
+            clock.enter("sync")
+            return agreement, self.world.sum(total, "loss sum").wait()
         for index, micro_batch in enumerate(inputs):
             last = index == len(inputs) - 1
             with self.spread.micro_step(last):
@@ -135,7 +147,7 @@ class Step:
                     losses = losses * float("nan")
                 # Divided by the count over all ranks and micro-steps, here and nowhere else; ranks are summed.
                 mean = losses / max(1, agreement.tokens)
-                if self.speaks:
+                if self.weighs:
                     total += mean.detach()
                 if last:
                     summing = self.world.sum(total, "loss sum")  # travels while the last backward runs
@@ -144,6 +156,26 @@ class Step:
         clock.enter("sync")
         assert agreement is not None
         return agreement, summing.wait()
+
+    def _through_stages(
+        self, pipe: Piped, inputs: list[tuple[Tensor, ...]], agreement: Agreement, total: Tensor, clock: StepClock
+    ) -> None:
+        """Forward and backward of all micro-batches, in the order of a schedule."""
+        poison = 1.0
+
+        def enter(phase: str) -> None:
+            nonlocal poison
+            if clock.enter(phase) == "nan":
+                poison = float("nan")
+
+        def weigh(losses: Tensor) -> Tensor:
+            mean = losses * poison / max(1, agreement.tokens)
+            if self.weighs:
+                total.add_(mean.detach().sum())
+            return mean * self.precision.scale
+
+        with pipe.micro_step(last=True):
+            self.pace = pipe.run(inputs, weigh, enter, self.precision.autocast)
 
     def rehearse(self, first: Callable[[], MicroBatch]) -> None:
         """Where there is DDP, a backward pass that is thrown away. DDP settles its buckets, and with them the order of

@@ -58,7 +58,7 @@ def carry(world, config: RunConfig, source: str, target: str) -> None:
     """Loads what is in one folder and saves it in another; without a source, numbers that are all different."""
     layout = Layout.of(config.layout)
     spread = spread_decoder(config, layout, Precision(config.precision, world.device), world)
-    optimizer = Optimizer(spread.module, config.optimizer, layout, world)
+    optimizer = Optimizer(spread.parameters(), config.optimizer, layout, world)
     state = tensors_of(spread.module, dict(spread.module.named_parameters()), optimizer.moments())
     if source:
         found = restore(PosixStore(source), world, LINEAGE, state, lambda _: None, fallback=False, say=lambda *_: None)

@@ -16,7 +16,9 @@ from meshwright.train.precision import LossScale, Precision
 def trained(implementation: str, clip: float, finite: bool = True, scale: float = 1.0) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Linear(5, 3).double()
-    optimizer = Optimizer(model, OptimizerConfig(lr=0.1, clip=clip, implementation=implementation))
+    optimizer = Optimizer(
+        dict(model.named_parameters()), OptimizerConfig(lr=0.1, clip=clip, implementation=implementation)
+    )
     for step in range(4):
         for p in model.parameters():
             p.grad = scale * torch.full_like(p, 0.5 + step)

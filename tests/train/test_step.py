@@ -44,7 +44,7 @@ def one_step(world: World, *overrides: str) -> dict:
     config = load(overrides=["--model.width=32", "--model.layers=2", "--model.ffn=48", *overrides])
     precision = Precision(config.precision, world.device)
     model = build(config.model, 0, precision.weights)
-    optimizer = Optimizer(model, config.optimizer)
+    optimizer = Optimizer(dict(model.named_parameters()), config.optimizer)
     spread = Replicated(model, config.replicate, world) if world.size > 1 else Spread(model)
     step = Step(spread, optimizer, precision, world, seed=0, coordinate=world.rank)
     micro = config.batch.micro or 8
@@ -113,7 +113,7 @@ def test_a_step_without_one_valid_token_is_a_step_with_a_zero_gradient():
     precision, world = Precision(CONFIG.precision, torch.device("cpu")), World()
     step = Step(
         Spread(model),
-        Optimizer(model, CONFIG.optimizer),
+        Optimizer(dict(model.named_parameters()), CONFIG.optimizer),
         precision,
         world,
         seed=0,

@@ -1,0 +1,100 @@
+"""The part of a decoder that one rank of a pipeline has, and a weight that two stages use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.model.decoder import LanguageModel
+from meshwright.parallel.blocks import local_of
+from meshwright.parallel.parts import Parts
+
+STAGE = Parts(blocks="blocks.*", ends=(("embedding",), ("norm", "head")))
+
+
+class Stage(nn.Module):
+    """A run of blocks, with the embedding in front if it is the first and the head behind if it is the last. It shares
+    its modules with the model that they were taken from, where they keep their names.
+    """
+
+    def __init__(self, model: LanguageModel, blocks: range, first: bool, last: bool) -> None:
+        super().__init__()
+        decoder = model.decoder
+        self.blocks = nn.ModuleDict({str(index): decoder.blocks[str(index)] for index in blocks})  # type: ignore[call-overload]
+        self.stack, self.places = decoder.stack, decoder.places
+        self.embedding = decoder.embedding if first else None
+        self.norm = decoder.norm if last else None
+        self.head = model.head if last else None
+        self.autocast: Callable[[], AbstractContextManager[None]] = nullcontext
+        """around forward alone: a schedule runs backward in the same call"""
+
+    def forward(self, x: Tensor, labels: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Tokens or hidden states to hidden states, or to the sum of token losses."""
+        with self.autocast():
+            if self.embedding is not None:
+                x = self.embedding(x)
+            where = self.places(labels.shape[1], x.dtype, x.device, documents)
+            x = self.stack(self.blocks.values(), x, where)
+            if self.norm is None or self.head is None:
+                return x
+            total, _ = self.head(self.norm(x), labels)
+            return total.reshape(1)  # type: ignore[no-any-return]
+
+
+def parts_of(stage: Stage) -> Parts:
+    """What of a stage is gathered together."""
+    there = tuple(tuple(name for name in group if getattr(stage, name) is not None) for group in STAGE.ends)
+    return Parts(STAGE.blocks, tuple(group for group in there if group))
+
+
+def keep_stages(model: LanguageModel, mine: list[range], first: bool, last: bool) -> None:
+    """Lets go of all blocks but these, and of the ends unless they are here. A tied head becomes a copy."""
+    decoder = model.decoder
+    decoder.blocks = nn.ModuleDict({str(i): decoder.blocks[i] for blocks in mine for i in blocks})  # type: ignore[assignment]
+    if last and model.head.weight is getattr(decoder.embedding, "weight", None):
+        model.head.weight = nn.Parameter(torch.empty_like(model.head.weight))
+    if not first:
+        decoder.embedding = None  # type: ignore[assignment]
+    if not last:
+        decoder.norm = model.head = None  # type: ignore[assignment]
+
+
+class Tie:
+    """One weight for embedding and head, on the stages of both. The first owns it: the head's gradient goes there, and
+    after each update the new value comes back.
+    """
+
+    def __init__(self, model: LanguageModel, owner: int, user: int, group: dist.ProcessGroup) -> None:
+        self.owned = model.decoder.embedding.weight if model.decoder.embedding is not None else None
+        self.copy = model.head.weight if model.head is not None else None
+        self.owner, self.user, self.group = owner, user, group
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        if self.copy is not None:
+            assert self.copy.grad is not None
+            used = local_of(self.copy.grad)
+            self.copy.grad = None
+            if self.owned is None:
+                dist.send(used.contiguous(), group=self.group, group_dst=self.owner)
+                return
+        if self.owned is not None:
+            assert self.owned.grad is not None
+            own = local_of(self.owned.grad)
+            if self.copy is None:
+                used = torch.empty_like(own)
+                dist.recv(used, group=self.group, group_src=self.user)
+            own += used
+
+    @torch.no_grad()
+    def share_value(self) -> None:
+        if self.owned is not None and self.copy is not None:
+            local_of(self.copy).copy_(local_of(self.owned))
+        elif self.owned is not None:
+            dist.send(local_of(self.owned).contiguous(), group=self.group, group_dst=self.user)
+        elif self.copy is not None:
+            dist.recv(local_of(self.copy), group=self.group, group_src=self.owner)

@@ -1,0 +1,57 @@
+"""What a run says of itself at its start."""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import torch
+
+from meshwright.data.stream import Stream
+from meshwright.parallel.spread import Spread
+from meshwright.parallel.world import World
+from meshwright.plan.shapes import decoder_shapes
+from meshwright.record.events import Event
+
+if TYPE_CHECKING:
+    from meshwright.train.loop import Job
+
+GROUPS_TOLD = 64
+"""Groups of an axis that the start of a run lists."""
+
+
+def start_facts(job: Job, spread: Spread, stream: Stream, world: World) -> Event:
+    return {
+        "steps": job.config.steps,
+        "restart": job.restart,
+        "watched": job.watched,
+        "parameters": parameter_count(job, spread),
+        "decoder": job.model is None,
+        "layout": str(job.layout),
+        "shard": job.config.layout.shard,
+        "groups": {axis: list(islice(job.layout.groups(axis), GROUPS_TOLD)) for axis in job.layout.axes},
+        "hosts": world.hosts,
+        "ranks": world.size,
+        "batch": str(job.batch),
+        "device": device_name(world.device),
+        "precision": job.config.precision.compute,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "sources": [s.name for s in job.sources],
+        "samples": stream.samples,
+        "held_out": sum(part.held_out for part in stream.parts),
+        "epoch_steps": round(sum(part.trained for part in stream.parts) / stream.global_batch, 2),
+        "time": time.time(),
+    }
+
+
+def parameter_count(job: Job, spread: Spread) -> int:
+    """Of the whole model: a rank of a pipeline has a part of it."""
+    if job.model is None:
+        return sum(shape.elements() for shape in decoder_shapes(job.config.model))
+    return sum(p.numel() for p in spread.module.parameters())
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
