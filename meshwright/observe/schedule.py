@@ -21,15 +21,30 @@ MOST_LINES = 200
 """Of a picture; what is longer is cut, and said to be."""
 
 
+MOST_SLOTS = 16
+"""Of one action, in a picture."""
+
+
+def whole_slots(forward: int, backward_input: int, weight: int) -> Costs:
+    """Costs that can be drawn."""
+    costs = Costs(forward, backward_input, weight)
+    for name, slots in vars(costs).items():
+        if slots > MOST_SLOTS:
+            raise ConfigError(f"{name} takes {slots} slots", f"allowed: 1 to {MOST_SLOTS}")
+    return costs
+
+
 def describe(timeline: Timeline, costs: Costs) -> list[str]:
     """What the picture shows, in numbers."""
     size = f"{timeline.ranks} ranks x {timeline.makespan} slots"
     exact = formula(timeline.kind, timeline.ranks, timeline.micros, timeline.each, costs)
     known = f"; formula {exact[0]} = {exact[1]}" if exact else "; no closed form here"
-    held = f", {', '.join(decimal(h) for h in spread(timeline.held))} times all its layers" if timeline.each > 1 else ""
+    peaks = " ".join(map(str, spread(timeline.peaks)))
+    whole = " ".join(map(decimal, spread(timeline.held)))
+    share = f" of 1/{timeline.each} of a rank's layers = {whole} of all of them" if timeline.each > 1 else ""
     return [
         f"bubble {float(timeline.bubble):.1%} = {timeline.bubble} of {size}{known}",
-        f"most micro-batches held at once, by rank: {' '.join(map(str, spread(timeline.peaks)))}{held}",
+        f"most micro-batches held at once, by rank: {peaks}{share}",
     ]
 
 
@@ -64,12 +79,14 @@ def legend(timeline: Timeline) -> Text:
         if timeline.each > 1:
             text.append(f" {what.lower()} ", LATER[what])
         text.append(f" {MEANINGS[what]}   ")
-    text.append(". waiting")
-    if timeline.each > 1:
-        text.append("; small letters: the rank's second stage" + (", fourth, ..." if timeline.each > 2 else ""))
-    if timeline.kind == "dualpipev":
-        text.append("; underlined: run as a pair")
-    return text
+    return text.append(". waiting")
+
+
+def notes(timeline: Timeline) -> str:
+    """How a rank's stages, and pairs, are told from each other."""
+    small = "the rank's second stage" + (", fourth, ..." if timeline.each > 2 else "")
+    pairs = "; underlined: run as a pair" if timeline.kind == "dualpipev" else ""
+    return f"small letters: {small}{pairs}" if timeline.each > 1 else ""
 
 
 def drawn(timeline: Timeline, row: list[Slot], slots: int, wide: int) -> Text:
@@ -93,7 +110,7 @@ def picture(timeline: Timeline, width: int) -> list[Text]:
     wide = len(str(timeline.micros - 1)) + 2
     margin = len(f"rank {timeline.ranks - 1}  ")
     slots = int(timeline.makespan)
-    across = max(1, (width - margin) // wide)
+    across = max(5, (width - margin) // wide // 5 * 5)
     bands = min(-(-slots // across), max(1, MOST_LINES // (timeline.ranks + 2)))
     rows = [drawn(timeline, row, min(slots, bands * across), wide) for row in timeline.rows]
     cuts = [band * across * wide for band in range(1, bands)]
@@ -114,7 +131,8 @@ def picture(timeline: Timeline, width: int) -> list[Text]:
 
 def show(timeline: Timeline, costs: Costs, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
-    lines = [Text(title(timeline), "bold"), legend(timeline), Text(), *picture(timeline, console.width)]
+    head = [Text(title(timeline), "bold"), legend(timeline), *filter(None, [Text(notes(timeline), "dim")])]
+    lines = [*head, Text(), *picture(timeline, console.width)]
     for line in [*lines, *map(Text, describe(timeline, costs))]:
         line.rstrip()
         console.print(line, soft_wrap=True)
@@ -124,17 +142,18 @@ def show_all(found: dict[str, Timeline | ConfigError], console: Console | None =
     """One row a kind."""
     console = console or Console(highlight=False)
     table = Table(box=None, pad_edge=False)
-    for name in ("schedule", "stages a rank", "bubble", "slots", "held, first rank", "last rank", ""):
-        table.add_column(name, justify="left" if name in ("schedule", "") else "right")
+    for name in ("schedule", "stages a rank", "bubble", "slots", "held, first rank", "last rank"):
+        table.add_column(name, justify="left" if name == "schedule" else "right")
     for kind, row in found.items():
         if isinstance(row, Timeline):
             held = (decimal(row.held[0]), decimal(row.held[-1]))
             # A stage of V on a rank is a V-th of its layers, so its slot is a V-th as long.
             slots = Fraction(row.makespan) / row.each
-            table.add_row(kind, str(row.each), f"{float(row.bubble):.1%}", decimal(slots), *held, "")
-        else:
-            table.add_row(kind, "", "", "", "", "", f"{row}")
-    console.print(table)
+            table.add_row(kind, str(row.each), f"{float(row.bubble):.1%}", decimal(slots), *held)
+    if table.row_count:
+        console.print(table)
+    for refused in (row for row in found.values() if isinstance(row, ConfigError)):
+        console.print(Text(f"none: {refused}"), soft_wrap=True)
     console.print(
         "slots: until the last rank is done, a slot being what a rank's layers need for F of one micro-batch\n"
         "held: the most micro-batches whose activations a rank holds at once, in units of all its layers",

@@ -7,14 +7,13 @@ An action is a forward pass (F), a whole backward pass (B), or a backward pass i
 |---|---|---|
 | gpipe | 1 | every F, then every B |
 | 1f1b | 1 | as many F as there are ranks behind, then F and B in turn, then what is left of B |
-| interleaved | 2 or more, in a loop | the same by rounds of about one micro-batch a rank, the stages of a rank in turn |
-| zero-bubble | 1 or more, in a loop | the same with half the F ahead, B in two parts, and each W as many turns late as \
-the rank's number |
+| interleaved | 2 or more, in a loop | the same by rounds of micro-batches, the stages of a rank taking turns |
+| zero-bubble | 1 or more, in a loop | fewer F ahead, B in two parts, and W later by the rank's number of turns |
 | zbv | 2, in a V | F of the way down ahead, then all six actions of both stages in turn |
 | dualpipev | 2, in a V | F of one stage and B of the other overlap |
 
 Sources: GPipe arXiv:1811.06965, 1F1B arXiv:1806.03377, interleaving arXiv:2104.04473, zero bubble and ZB-V
-arXiv:2401.10241, DualPipe arXiv:2412.19437. That the orders are those torch runs is held by tests/plan/test_schedule.py.
+arXiv:2401.10241, DualPipe arXiv:2412.19437. tests/plan/test_schedule.py holds the orders against torch's own.
 """
 
 from __future__ import annotations

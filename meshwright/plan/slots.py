@@ -1,9 +1,9 @@
 """When each action of a pipeline schedule runs: the timeline, its bubble, and what is held meanwhile. Torch-free.
 
-An action begins when its rank is free and what it needs is there: F of a stage after F of the stage before, B or I after
-that of the stage behind and after its own F, W after its own I. Messages take no time. A pair is one thing: it begins
-when what both need is there, takes as long as both, and both results leave at its end. Time is counted in slots; B takes
-as long as I and W together.
+An action begins when its rank is free and what it needs is there: F of a stage after F of the stage before, B or I
+after that of the stage behind and after its own F, W after its own I. Messages take no time. A pair is one thing: it
+begins when what both need is there, takes as long as both, and both results leave at its end, as torch sends them.
+Time is counted in slots; B takes as long as I and W together.
 
 A stage holds what a micro-batch's backward pass needs from the begin of its F to the end of its B, or of its W where B
 is in two parts: W needs the layers' inputs.
@@ -108,6 +108,7 @@ def compare(
     ranks: int, micros: int, each: int | None = None, costs: Costs | None = None
 ) -> dict[str, Timeline | ConfigError]:
     """Every kind's timeline, or why it has none."""
+    check("gpipe", ranks, micros, 1)
     check_size(ranks, micros, 1)
     found: dict[str, Timeline | ConfigError] = {}
     for kind in KINDS:
@@ -129,7 +130,8 @@ def formula(kind: str, ranks: int, micros: int, each: int, costs: Costs | None =
         return "(P-1)/(M+P-1)", Fraction(waits, micros + waits)
     if kind == "interleaved" and micros >= ranks:
         return "(P-1)/(V*M+P-1)", Fraction(waits, each * micros + waits)
-    if even and (kind == "zero-bubble" and micros >= ranks or kind == "zbv" and micros >= 2 * ranks - 1):
+    fill = {"zero-bubble": ranks, "zbv": 2 * ranks - 1}.get(kind)
+    if even and fill is not None and micros >= fill:
         return "(P-1)/(3*V*M+P-1)", Fraction(waits, 3 * each * micros + waits)
     if even and kind == "dualpipev":
         return "(P-1)/(3*M+P-1)", Fraction(waits, 3 * micros + waits)
