@@ -13,9 +13,10 @@ from meshwright.errors import ConfigError
 from meshwright.observe.schedule import MEANINGS, describe, second, title
 from meshwright.plan.slots import Costs, Slot, Timeline
 
-LEFT, TOP, ROW, CELL = 64, 84, 28, 22
-"""Where the rows begin, and how high and wide a slot is."""
-NARROWEST = 760
+LEFT, TOP, ROW = 72, 84, 28
+"""Where the rows begin, and how high they are."""
+NARROWEST = 1100
+"""The legend has to fit."""
 
 STYLE = """
 svg { --page: #ffffff; --ink: #1b1f24; --faint: #66707c; --line: #d7dce1; --wait: #f1f3f5;
@@ -36,8 +37,8 @@ text { font: 12px system-ui, sans-serif; fill: var(--ink); }
 
 def svg(timeline: Timeline, costs: Costs) -> Iterator[str]:
     """Line by line: a large picture is never held whole."""
-    slots = int(timeline.makespan)
-    width = max(NARROWEST, LEFT + slots * CELL + 16)
+    slots, wide = int(timeline.makespan), slot_width(timeline)
+    width = max(NARROWEST, LEFT + slots * wide + 16)
     bottom = TOP + timeline.ranks * ROW
     told = describe(timeline, costs)
     height = bottom + 30 + 18 * len(told)
@@ -48,11 +49,11 @@ def svg(timeline: Timeline, costs: Costs) -> Iterator[str]:
     yield f'<text class="title" x="16" y="26">{name}</text>\n'
     yield from legend(timeline)
     for mark in range(0, slots, 5):
-        yield f'<text class="faint" x="{LEFT + mark * CELL + 2}" y="{TOP - 8}">{mark}</text>\n'
+        yield f'<text class="faint" x="{LEFT + mark * wide + 2}" y="{TOP - 8}">{mark}</text>\n'
     for rank, row in enumerate(timeline.rows):
         top = TOP + rank * ROW
         yield f'<text x="16" y="{top + 18}">rank {rank}</text>\n'
-        yield f'<rect class="wait" x="{LEFT}" y="{top}" width="{slots * CELL}" height="{ROW - 4}"/>\n'
+        yield f'<rect class="wait" x="{LEFT}" y="{top}" width="{slots * wide}" height="{ROW - 4}"/>\n'
         for slot in row:
             yield cell(timeline, slot, top)
     for line, text in enumerate(told):
@@ -60,10 +61,16 @@ def svg(timeline: Timeline, costs: Costs) -> Iterator[str]:
     yield "</svg>\n"
 
 
+def slot_width(timeline: Timeline) -> int:
+    """Room for the largest number of a micro-batch."""
+    return 8 + 7 * max(2, len(str(timeline.micros - 1)))
+
+
 def cell(timeline: Timeline, slot: Slot, top: int) -> str:
     action = slot.action
     kind = action.what.lower() if second(timeline, slot) else action.what
-    left, wide = LEFT + int(slot.start) * CELL, int(slot.end - slot.start) * CELL
+    width = slot_width(timeline)
+    left, wide = LEFT + int(slot.start) * width, int(slot.end - slot.start) * width
     pair = " pair" if slot.paired else ""
     told = f"stage {action.stage}, {MEANINGS[action.what]} of micro-batch {action.micro}{', of a pair' if pair else ''}"
     return (
@@ -85,7 +92,8 @@ def legend(timeline: Timeline) -> Iterator[str]:
         left += 7 * len(text) + 16
     if timeline.each > 1:
         pairs = "; framed: a pair" if timeline.kind == "dualpipev" else ""
-        yield f'<text class="faint" x="{left}" y="52">pale: second stage of a rank{pairs}</text>\n'
+        stages = "second stage" + (", fourth, ..." if timeline.each > 2 else "")
+        yield f'<text class="faint" x="{left}" y="52">pale: a rank\'s {stages}{pairs}</text>\n'
 
 
 def write_svg(timeline: Timeline, costs: Costs, path: Path) -> None:
