@@ -147,7 +147,7 @@ def show_all(found: dict[str, Timeline | ConfigError], console: Console | None =
     for kind, row in found.items():
         if isinstance(row, Timeline):
             held = (decimal(row.held[0]), decimal(row.held[-1]))
-            # A stage of V on a rank is a V-th of its layers, so its slot is a V-th as long.
+            # One of V stages is a V-th of a rank's layers, so its slot is a V-th as long.
             slots = Fraction(row.makespan) / row.each
             table.add_row(kind, str(row.each), f"{float(row.bubble):.1%}", decimal(slots), *held)
     if table.row_count:
@@ -155,7 +155,7 @@ def show_all(found: dict[str, Timeline | ConfigError], console: Console | None =
     for refused in (row for row in found.values() if isinstance(row, ConfigError)):
         console.print(Text(f"none: {refused}"), soft_wrap=True)
     console.print(
-        "slots: until the last rank is done, a slot being what a rank's layers need for F of one micro-batch\n"
+        "slots: until the last rank is done; a slot of one of V stages a rank counts 1/V, so that kinds compare\n"
         "held: the most micro-batches whose activations a rank holds at once, in units of all its layers",
         style="dim",
         soft_wrap=True,
