@@ -183,9 +183,43 @@ def checkpoint_diff(
         raise SystemExit(1)
 
 
+def plan_schedule(
+    kind: Annotated[
+        str | None, Positional, word("[KIND]", "a schedule, to draw it (default: compare them all)")
+    ] = None,
+    ranks: Annotated[int, arg(metavar="P", help="ranks of the pipeline")] = 4,
+    micro: Annotated[int, arg(metavar="M", help="micro-batches of a step")] = 8,
+    stages: Annotated[
+        int | None, word("V", "stages a rank (default: 2 where the schedule takes more than one)")
+    ] = None,
+    forward: Annotated[int, arg(metavar="N", help="slots of a forward pass through one stage")] = 1,
+    backward_input: Annotated[int, arg(metavar="N", help="slots of the input's gradient")] = 1,
+    weight: Annotated[int, arg(metavar="N", help="slots of the weights' gradient")] = 1,
+    svg: Annotated[Path | None, word("FILE", "write the picture there, too")] = None,
+    json: Json = False,
+) -> None:
+    """Plan schedule: a pipeline schedule slot by slot, its bubble and what each rank holds; or all kinds compared."""
+    from meshwright.observe import schedule
+    from meshwright.observe.schedule_picture import write_svg
+    from meshwright.plan.slots import compare, timeline
+
+    costs = schedule.whole_slots(forward, backward_input, weight)
+    if kind is None:
+        if svg is not None:
+            raise ConfigError("--svg draws one schedule", "allowed: meshwright plan schedule KIND --svg FILE")
+        found = compare(ranks, micro, stages, costs)
+        tell(True, schedule.answers(found, costs), "") if json else schedule.show_all(found)
+        return
+    drawn = timeline(kind, ranks, micro, stages, costs)
+    if svg is not None:
+        write_svg(drawn, costs, svg)
+    tell(True, schedule.answer(drawn, costs), "") if json else schedule.show(drawn, costs)
+
+
 VERBS: dict[str, Callable[..., None]] = {
     "train": train,
     "prove": prove,
+    "plan schedule": plan_schedule,
     "data show": data_show,
     "data find": data_find,
     "checkpoint list": checkpoint_list,

@@ -1,1 +1,1 @@
-"""What people look at: the terminal."""
+"""What people look at: the terminal, and pictures."""

@@ -1,1 +1,1 @@
-"""The control plane, pure arithmetic: what a layout sends and holds. Torch-free."""
+"""The control plane, pure arithmetic: what a layout sends and holds, and how a pipeline is scheduled. Torch-free."""

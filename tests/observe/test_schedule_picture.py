@@ -1,0 +1,133 @@
+"""`meshwright plan schedule`: the picture is the timeline, wherever it is shown, and no torch is needed to draw it."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from meshwright.cli import main
+from meshwright.observe.schedule import show
+from meshwright.plan.schedule import KINDS
+from meshwright.plan.slots import Costs, timeline
+
+
+def shown(kind: str, width: int, colour: bool = False, **size: int) -> str:
+    stream = io.StringIO()
+    console = Console(
+        file=stream, width=width, force_terminal=colour, highlight=False, color_system="256" if colour else None
+    )
+    show(timeline(kind, **{"ranks": 4, "micros": 8} | size), Costs(), console)
+    return stream.getvalue()
+
+
+def test_a_row_reads_as_the_rank_runs():
+    text = shown("1f1b", 120)
+    assert "\x1b" not in text
+    assert "rank 3  .  .  .  F0 B0--- F1 B1--- F2 B2---" in text
+    assert "bubble 27.3% = 3/11 of 4 ranks x 33 slots; formula (P-1)/(M+P-1) = 3/11" in text
+    assert "held at once, by rank: 4 3 2 1" in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_every_action_is_in_the_picture_once_and_no_row_is_wider_than_the_terminal(kind, width):
+    rows = [line for line in shown(kind, width).splitlines() if line.startswith("rank ")]
+    assert max(map(len, rows)) <= width
+    for rank, slots in enumerate(timeline(kind, 4, 8).rows):
+        line = "".join(row.partition("  ")[2].ljust(3) for row in rows if row.startswith(f"rank {rank} "))
+        assert re.sub(r"[^FBIW0-9]", "", line.upper()) == "".join(f"{s.action.what}{s.action.micro}" for s in slots)
+
+
+def test_colour_marks_what_a_cell_is():
+    assert "\x1b[37;44mF0" in shown("1f1b", 120, colour=True)
+
+
+def test_what_is_too_long_to_show_is_said():
+    text = shown("gpipe", 80, ranks=16, micros=512)
+    assert len(text.splitlines()) < 220
+    assert "are not shown: fewer --micro, a wider terminal, or --svg FILE" in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_svg_has_every_action_and_fetches_nothing(kind, tmp_path, capsys):
+    path = tmp_path / "picture.svg"
+    main(["plan", "schedule", kind, "--svg", str(path)])
+    tree = ElementTree.parse(path)
+    space = "{http://www.w3.org/2000/svg}"
+    cells = [text.text for text in tree.iter(f"{space}text") if text.get("class", "").startswith("cell")]
+    assert cells == [str(slot.action.micro) for row in timeline(kind, 4, 8).rows for slot in row]
+    assert not list(tree.iter(f"{space}script"))
+    assert re.findall(r"https?://[^\"]*", path.read_text()) == ["http://www.w3.org/2000/svg"]
+    assert "prefers-color-scheme: dark" in path.read_text()
+    assert kind in capsys.readouterr().out
+    assert [p.name for p in tmp_path.iterdir()] == ["picture.svg"]
+
+
+def test_json_is_the_timeline(capsys):
+    main(["plan", "schedule", "dualpipev", "--ranks", "2", "--micro", "4", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    found = timeline("dualpipev", 2, 4)
+    assert told["bubble"] == told["formula"] == float(found.bubble)
+    assert told["peak_live"] == found.peaks
+    assert [[cell["action"] for cell in row] for row in told["rows"]] == [
+        [str(slot.action) for slot in row] for row in found.rows
+    ]
+
+
+def test_without_a_kind_all_are_compared_and_refusals_told(capsys):
+    main(["plan", "schedule", "--ranks", "4", "--micro", "6", "--json"])
+    rows = json.loads(capsys.readouterr().out)["schedules"]
+    assert [row["schedule"] for row in rows] == list(KINDS)
+    assert [row["schedule"] for row in rows if "refused" in row] == ["dualpipev"]
+    main(["plan", "schedule", "--ranks", "4", "--micro", "6"])
+    text = capsys.readouterr().out
+    assert re.search(r"^1f1b +1 +33\.3% +27 +4 +1$", text, re.MULTILINE)
+    assert "none: schedule dualpipev on 4 ranks" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["wave"], "unknown schedule 'wave'; allowed: gpipe"),
+        (["gpipe", "--ranks", "257"], "too large; allowed: up to 256"),
+        (["--micro", "0"], "make no pipeline"),
+        (["gpipe", "--forward", "17"], "forward takes 17 slots; allowed: 1 to 16"),
+        (["gpipe", "--svg", "/nowhere/picture.svg"], "cannot be written; allowed: a file in a folder that exists"),
+        (["--svg", "picture.svg"], "--svg draws one schedule"),
+        (["gpipe", "--ranks", "many"], "--ranks"),
+    ],
+)
+def test_a_wrong_word_is_refused_in_one_line(given, said, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "schedule", *given])
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def test_no_torch_is_imported_to_draw(tmp_path):
+    code = (
+        "import sys; from meshwright.cli import main\n"
+        "main(['plan', 'schedule'])\n"
+        f"main(['plan', 'schedule', 'zbv', '--svg', {str(tmp_path / 'picture.svg')!r}])\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_the_numbers_of_the_handbook_are_what_the_command_prints(capsys):
+    main(["plan", "schedule", "--ranks", "4", "--micro", "8"])
+    printed = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(KINDS)]
+    page = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in page.splitlines()]
+    told = [row for row in rows if row[0] in KINDS and len(row) == 6]
+    assert told == printed
