@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from meshwright.errors import ConfigError
-from meshwright.plan.schedule import KINDS, Action, Order, actions_of, check, orders, usual_stages
+from meshwright.schedule import KINDS, Action, Order, actions_of, check, orders, usual_stages
 
 Number = int | float | Fraction
 Key = tuple[str, int, int]

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from meshwright.cli import main
 from meshwright.observe.schedule import show
-from meshwright.plan.schedule import KINDS
 from meshwright.plan.slots import Costs, timeline
+from meshwright.schedule import KINDS
 
 
 def shown(kind: str, width: int, colour: bool = False, **size: int) -> str:

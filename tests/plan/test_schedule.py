@@ -11,8 +11,8 @@ from torch.distributed.pipelining import schedules as torchs
 from torch.distributed.pipelining.stage import PipelineStage
 
 from meshwright.errors import ConfigError
-from meshwright.plan.schedule import KINDS, Action, actions_of, check, holder, orders, stages_of
 from meshwright.plan.slots import Costs, compare, formula, run, timeline
+from meshwright.schedule import KINDS, Action, actions_of, check, holder, orders, stages_of
 
 TORCHS = {
     "gpipe": torchs.ScheduleGPipe,
