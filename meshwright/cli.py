@@ -59,8 +59,8 @@ def train(
     from meshwright import api, faults
     from meshwright.config import load
     from meshwright.launch.environment import started_by_torchrun
-    from meshwright.layout import checked
     from meshwright.observe.console import JsonLines
+    from meshwright.refused import checked
 
     if restarts is not None:
         overrides = (*overrides, f"--launch.restarts={restarts}")
@@ -84,8 +84,8 @@ def prove(
 ) -> None:
     """Prove: check the contracts of a config on this machine, and write a certificate."""
     from meshwright.config import load
-    from meshwright.layout import checked
     from meshwright.prove.frame import prove as prove_config
+    from meshwright.refused import checked
 
     config = load(file, overrides, ranks)
     checked(config)

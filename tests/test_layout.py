@@ -8,7 +8,8 @@ import pytest
 
 from meshwright.config import LayoutConfig, load
 from meshwright.errors import ConfigError
-from meshwright.layout import AXES, REFUSED, Layout, checked
+from meshwright.layout import AXES, Layout
+from meshwright.refused import REFUSED, checked
 
 
 def test_every_rank_has_its_own_place():
@@ -87,6 +88,9 @@ def test_ranks_that_do_not_divide_are_refused_with_those_that_do():
         load(overrides=["--layout.tensor=4"], ranks=6)
 
 
+PIPED = ["--layout.pipeline=2", "--batch.micro=2"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -94,7 +98,17 @@ def test_ranks_that_do_not_divide_are_refused_with_those_that_do():
         (["--layout.tensor=2", "--model.ffn=351"], "tensor does not divide model.ffn.*must divide 351"),
         (["--layout.tensor=2", "--model.vocab=257"], "tensor does not divide model.vocab.*pad it"),
         (["--layout.tensor=2", "--data.sequence=127"], "tensor does not divide data.sequence"),
-        (["--layout.tensor=2", "--model.experts=4"], "tensor with experts.*allowed: layout.tensor = 1"),
+        (["--layout.context=2", "--data.sequence=126"], "context does not divide data.sequence.*= 124 or 128"),
+        (["--layout.context=8", "--context.method=all-to-all"], "does not divide model.heads.*context.method = ring"),
+        (["--layout.expert=2"], "expert does not divide model.experts.*layout.expert = 1"),
+        (["--layout.expert=3", "--model.experts=4"], "expert does not divide model.experts.*layout.expert = 1, 2, 4"),
+        (["--layout.expert=4", "--model.experts=4"], "ranks that it folds over.*= 1, 2 .it must divide replicate x"),
+        (["--layout.pipeline=8"], "more stages of a pipeline than blocks.*at most 4"),
+        ([*PIPED, "--layout.shard=zero-2"], "pipeline with shard = gradients.*optimizer or parameters"),
+        ([*PIPED, "--pipeline.schedule=zbv", "--compute.compile=true"], "nothing would be deferred.*compile = false"),
+        ([*PIPED, "--pipeline.schedule=zbv", "--compute.recompute=selective"], "for one backward pass alone"),
+        ([*PIPED, "--pipeline.schedule=zbv", "--pipeline.stages=1"], "zbv cannot have 1 stages a rank; allowed: 2"),
+        (["--layout.pipeline=2"], "schedule 1f1b on 2 ranks cannot fill its stages with 1 micro-batches; allowed: 2"),
         (["--layout.shard=zero-3", "--replicate.static_graph=true"], "promise to DDP.*static_graph = false"),
         (["--layout.tensor=2", "--replicate.compress=bf16"], "rounds once.*replicate.compress = none"),
         (["--layout.shard=zero-3", "--layout.replicate=4", "--shard.keep=3"], "shard.keep = 1, 2, 4"),

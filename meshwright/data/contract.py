@@ -15,8 +15,9 @@ from meshwright.data.files import open_sources
 from meshwright.data.source import Source
 from meshwright.data.stream import Stream
 from meshwright.errors import ConfigError
-from meshwright.layout import Layout, checked
+from meshwright.layout import Layout
 from meshwright.record.folder import RunFolder, read_json
+from meshwright.refused import checked
 
 MOST_EPOCHS = 1000
 

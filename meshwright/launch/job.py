@@ -18,7 +18,6 @@ from meshwright.data.source import Indexable
 from meshwright.errors import BusyError, ConfigError, MeshwrightError, PeerError, Stopped
 from meshwright.launch.ranks import Ranks, refuse_while_spawning
 from meshwright.launch.rendezvous import Place, join, leave, restart
-from meshwright.layout import checked
 from meshwright.parallel.apply import needed
 from meshwright.parallel.parts import Parts
 from meshwright.record.events import Event
@@ -27,6 +26,7 @@ from meshwright.record.page import Page
 from meshwright.recover.incidents import Incident
 from meshwright.recover.lease import Lease, refuse_while_held, take
 from meshwright.recover.supervisor import account_for_lost, newest_step
+from meshwright.refused import checked
 from meshwright.train.identity import code_fingerprint
 from meshwright.train.loop import Job, Summary, train_rank, user_modules
 from meshwright.train.objective import Loss

@@ -82,6 +82,8 @@ class Terminal:
         memory = event["memory"]
         classes = sorted(memory["at_peak"].items(), key=lambda item: -item[1])
         held = ", ".join(f"{kind} {size(count)}" for kind, count in classes if count * 20 >= memory["peak_total"])
+        if pipe := self.recent[-1].get("pipeline") if self.recent else None:
+            self.note(event, f"rank 0 held {pipe['live']} live micro-batches, idle {pipe['idle']:.0%}", "dim")
         self.note(
             event, f"rank 0 sent {sent or 'nothing'}; held {size(memory['peak_total'])} at its peak: {held}", "dim"
         )
@@ -168,6 +170,7 @@ def header(config: RunConfig, folder: Path, attempt: int, start: Event) -> list[
         f"  train   {config.steps:,} steps, {optimizer}, {config.precision.compute}, seed {config.seed}",
         f"  ranks   {start['ranks']} on {start['device']}, {threads}; {start['layout']}; torch {start['torch']}",
         *mesh_lines(start),
+        *pipeline_lines(start),
         f"  config  {folder / 'run.toml'}  {fingerprints}",
         *watch,
     ]
@@ -187,6 +190,15 @@ def mesh_lines(start: Event) -> list[str]:
         more = f" and {len(members) - MOST_GROUPS} more" if len(members) > MOST_GROUPS else ""
         lines.append(f"  {'mesh' if not lines else '':<7} {axis} {len(members[0])}{what}: {shown}{more}")
     return lines + ([f"  hosts   {where}"] if where else [])
+
+
+def pipeline_lines(start: Event) -> list[str]:
+    """The schedule, and what it promises to rank 0: steps record what was measured."""
+    if not (pipe := start.get("pipeline")):
+        return []
+    stages = ", ".join(f"{stage} (blocks {first}-{last})" for stage, (first, last) in pipe["stages"].items())
+    bubble = f"; idle {pipe['bubble']:.0%} by the schedule alone" if pipe["bubble"] is not None else ""
+    return [f"  pipe    {pipe['schedule']}: rank 0 has stages {stages}, {pipe['live']} live micro-batches{bubble}"]
 
 
 def few(items: list[Item]) -> list[Item]:

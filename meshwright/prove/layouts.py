@@ -11,10 +11,11 @@ from typing import Literal
 
 from meshwright.config import PipelineConfig, RunConfig
 from meshwright.launch.ranks import run_ranks
-from meshwright.layout import Layout, checked, stages_each
+from meshwright.layout import Layout, stages_each
 from meshwright.prove.scale import few_ranks, shrunk
 from meshwright.prove.trail import SEQUENCE, Trail, alone, for_proof, together
 from meshwright.prove.verdict import Tolerance, first_off
+from meshwright.refused import checked
 from meshwright.schedule import fewest_micros, usual_stages
 
 TOLERANCE: dict[Literal["fp64", "fp32"], Tolerance] = {

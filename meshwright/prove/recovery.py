@@ -14,13 +14,14 @@ from meshwright.checkpoint.catalogue import Entry, published, store_of
 from meshwright.checkpoint.tensors import differences, state_digest
 from meshwright.config import CheckpointConfig, LayoutConfig, RunConfig
 from meshwright.launch.job import make_job, start
-from meshwright.layout import Layout, checked
+from meshwright.layout import Layout
 from meshwright.prove.layouts import fewer_stages, fitting, kind, micro_steps
 from meshwright.prove.scale import few_ranks, shrunk
 from meshwright.record.events import ledger
 from meshwright.record.folder import RunFolder
 from meshwright.recover.incidents import Incident, read_incidents
 from meshwright.recover.supervisor import Running, supervise
+from meshwright.refused import checked
 
 PHASES = ("fetch", "copy", "forward", "backward", "sync", "update", "updated")
 SAVES = ("stage", "begin", "write", "after_shard", "before_manifest", "before_publish", "after_publish")

@@ -8,12 +8,12 @@ from meshwright.config import DataConfig, RunConfig
 from meshwright.data.loader import Loader
 from meshwright.data.source import Concatenated
 from meshwright.launch.ranks import run_ranks
-from meshwright.layout import checked
 from meshwright.parallel.world import World
 from meshwright.plan.memory import Held, held
 from meshwright.plan.traffic import Sent, traffic
 from meshwright.prove.layouts import kind, variants
 from meshwright.prove.trail import LR, real_step, source_of, stream_of
+from meshwright.refused import checked
 from meshwright.train.count import Counted, counting
 
 Counts = tuple[list[Sent], Held]

@@ -13,11 +13,12 @@ from meshwright.config import IGNORED, DataConfig, RunConfig
 from meshwright.data.loader import Decoder, Loader
 from meshwright.data.source import Concatenated, Sample, Synthetic
 from meshwright.data.stream import Stream
-from meshwright.layout import AXES, Layout, checked
+from meshwright.layout import AXES, Layout
 from meshwright.model.init import build
 from meshwright.parallel.blocks import local_of, whole_of
 from meshwright.parallel.world import World
 from meshwright.record.clock import StepClock
+from meshwright.refused import checked
 from meshwright.train.evaluate import Evaluation
 from meshwright.train.loop import spread_decoder, weighs
 from meshwright.train.optimizer import Optimizer

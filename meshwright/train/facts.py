@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from meshwright.data.stream import Stream
+from meshwright.layout import stages_each
 from meshwright.parallel.spread import Spread
 from meshwright.parallel.world import World
 from meshwright.plan.shapes import decoder_shapes
+from meshwright.plan.slots import formula, held_together
+from meshwright.plan.stages import spans
 from meshwright.record.events import Event
+from meshwright.schedule import orders, stages_of
 
 if TYPE_CHECKING:
     from meshwright.train.loop import Job
@@ -30,6 +34,7 @@ def start_facts(job: Job, spread: Spread, stream: Stream, world: World) -> Event
         "decoder": job.model is None,
         "layout": str(job.layout),
         "shard": job.config.layout.shard,
+        "pipeline": pipeline_facts(job, world.rank),
         "groups": {axis: list(islice(job.layout.groups(axis), GROUPS_TOLD)) for axis in job.layout.axes},
         "hosts": world.hosts,
         "ranks": world.size,
@@ -44,6 +49,22 @@ def start_facts(job: Job, spread: Spread, stream: Stream, world: World) -> Event
         "epoch_steps": round(sum(part.trained for part in stream.parts) / stream.global_batch, 2),
         "time": time.time(),
     }
+
+
+def pipeline_facts(job: Job, rank: int) -> Event | None:
+    """What the schedule promises, to be held against what steps record."""
+    layout, kind = job.layout, job.config.pipeline.schedule
+    if layout.pipeline == 1:
+        return None
+    each, place = stages_each(job.config), layout.coordinates(rank)["pipeline"]
+    blocks = spans(job.config.model, job.config.data.sequence, layout.pipeline * each)
+    facts: Event = {
+        "schedule": kind,
+        "stages": {s: [blocks[s].start, blocks[s].stop - 1] for s in stages_of(kind, layout.pipeline, place, each)},
+        "live": held_together(orders(kind, layout.pipeline, job.batch.accumulation, each)[place]),
+    }
+    known = formula(kind, layout.pipeline, job.batch.accumulation, each)
+    return facts | {"bubble": round(float(known[1]), 4) if known is not None else None}
 
 
 def parameter_count(job: Job, spread: Spread) -> int:

@@ -76,6 +76,8 @@ class Ledger:
             extra["counted"] = True
         if self.precision.scaler is not None:
             extra["loss_scale"] = scale
+        if outcome.pace is not None:
+            extra["pipeline"] = {"live": outcome.pace.most, "live_by_stage": outcome.pace.peak, "idle": idle(phases)}
         self.log.write(
             "step",
             step=outcome.step,
@@ -143,6 +145,12 @@ class Ledger:
             "lower optimizer.lr, look at the samples with `meshwright data show`, or skip such steps "
             '(numerics.on_nonfinite = "skip")',
         )
+
+
+def idle(phases: dict[str, float]) -> float:
+    """The share of the time in a pipeline that a rank waited for its neighbours, or for messages on their way."""
+    busy = phases["forward"] + phases["backward"]
+    return round(phases["sync"] / max(1e-9, busy + phases["sync"]), 4)
 
 
 def memory_bytes(device: torch.device) -> int:

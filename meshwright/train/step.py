@@ -52,6 +52,8 @@ class Outcome:
     batches: list[MicroBatch]
     counted: bool = False
     """whether the ledgers were on, which makes a step slower"""
+    pace: Pace | None = None
+    """what this rank held while a pipeline's schedule ran"""
 
 
 class Step:
@@ -112,7 +114,7 @@ class Step:
         on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
         on_host.copy_(numbers, non_blocking=True)
         clock.close()
-        return Outcome(step, lr, agreement, on_host, traffic, clock, batches)
+        return Outcome(step, lr, agreement, on_host, traffic, clock, batches, pace=self.pace)
 
     def gradient(self, step: int, batches: list[MicroBatch], clock: StepClock) -> tuple[Agreement, Tensor]:
         """Leaves in every parameter the gradient of (sum of token losses) / (count of valid tokens) over the whole

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from meshwright.config import Batch, BatchConfig, batch_algebra, fingerprint, identity, load, placement, to_dict
 from meshwright.errors import ConfigError
-from meshwright.layout import checked
+from meshwright.refused import checked
 
 
 @given(st.integers(1, 500), st.integers(1, 50), st.none() | st.integers(1, 50))

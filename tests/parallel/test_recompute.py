@@ -12,9 +12,9 @@ import torch
 from meshwright.config import RunConfig, load
 from meshwright.data.loader import Loader
 from meshwright.data.source import Concatenated
-from meshwright.layout import checked
 from meshwright.parallel.world import World
 from meshwright.prove.trail import LR, real_step, source_of, stream_of
+from meshwright.refused import checked
 from meshwright.train.count import counting
 
 LAYERS = 36

@@ -8,13 +8,14 @@ from fractions import Fraction
 import pytest
 
 from meshwright.config import RunConfig, load
-from meshwright.layout import Layout, checked
+from meshwright.layout import Layout
 from meshwright.model.init import build
 from meshwright.plan.memory import Held, held
 from meshwright.plan.shapes import decoder_shapes
 from meshwright.plan.traffic import traffic
 from meshwright.prove.layouts import variants
 from meshwright.prove.traffic import counted
+from meshwright.refused import checked
 from meshwright.testing import run_ranks
 
 KINDS = ("none", "optimizer", "gradients", "parameters")

@@ -12,11 +12,12 @@ from layout_faults import COPIES, FP32, FP64, GRADIENTS, OPTIMIZER, PARAMETERS, 
 
 from meshwright.config import LayoutConfig, load
 from meshwright.launch.ranks import run_ranks
-from meshwright.layout import Layout, checked
+from meshwright.layout import Layout
 from meshwright.parallel.blocks import local_of
 from meshwright.prove.layouts import check_layouts, variants
 from meshwright.prove.traffic import check_traffic
 from meshwright.prove.trail import LR, Concatenated, DataConfig, Loader, real_step, source_of, stream_of
+from meshwright.refused import checked
 
 RANKS = 8
 
