@@ -9,15 +9,17 @@ from math import lcm
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwright.config import IGNORED, ComputeConfig, ModelConfig
 from meshwright.errors import ConfigError
 from meshwright.model.decoder import Attend, documents_of
 from meshwright.model.init import build
 from meshwright.parallel.context import AllToAllAttend, Pieces, RingAttend, divide_sequences, piece_of, seen
-from meshwright.parallel.recompute import keep, nothing_kept, recompute
-from meshwright.parallel.tensor import DECODER
+from meshwright.parallel.recompute import recompute
+from meshwright.parallel.tensor import DECODER, cut, sum_partial
+from meshwright.record.memory import MemoryLedger
 from meshwright.record.traffic import Row, TrafficLedger
 from meshwright.testing import run_ranks
 
@@ -107,8 +109,8 @@ def differences(group, method: str, kv_heads: int, kind: str, dtype: torch.dtype
     pieces = Pieces(method, group.size(), group.rank())
     attend = RingAttend(group) if method == "ring" else AllToAllAttend(group, Attend())
     found = []
-    for module, cut in ((Attend(), lambda t: t), (attend, lambda t: pieces.take(t, 2))):
-        *made, grad = (cut(t) for t in inputs(kv_heads, dtype))
+    for module, own in ((Attend(), lambda t: t), (attend, lambda t: pieces.take(t, 2))):
+        *made, grad = (own(t) for t in inputs(kv_heads, dtype))
         q, k, v = (t.clone().requires_grad_() for t in made)
         out = module(q, k, v, documents(kind))
         found.append([out.detach(), *torch.autograd.grad(out, (q, k, v), grad)])
@@ -202,30 +204,35 @@ def divided(group, method: str, separator: int | None, dtype: torch.dtype, again
     model = build(ModelConfig(**{**MODEL.__dict__, "separator": separator}), 0, dtype)
     pieces = divide_sequences(model, group, method)
     recompute(model, DECODER, ComputeConfig(recompute=again))
-    with TrafficLedger({group.group_name: "context"}) as ledger:
+    with MemoryLedger(model) as memory, TrafficLedger({group.group_name: "context"}) as ledger:
         total, count = model(*piece_of(batch(number), pieces, separator))
+        kept = memory.now["activation"] + memory.now["communication"] + memory.now["temporary"]
         total.backward()
     found = {"loss": total.detach(), "count": count, **{name: p.grad for name, p in model.named_parameters()}}
     for tensor in found.values():
         dist.all_reduce(tensor, group=group)
-    return found, ledger.rows()
+    return found, ledger.rows(), kept
 
 
 def two_groups(world):
     groups = [dist.new_group(members) for members in ([3, 1], [0, 2])]  # neighbours in a group are not neighbours
     number = 1 - world.rank % 2
     own = groups[number]
-    errors, sent = {}, {}
+    errors, sent, kept = {}, {}, {}
     ways = [(m, s, torch.float64, r) for m, s, r in product(METHODS, (None, 3), ("none", "full", "selective"))]
     ways += [(method, 3, torch.float32, "none") for method in METHODS]
     for method, separator, dtype, again in ways:
-        ours, sent[method, separator, again, dtype] = divided(own, method, separator, dtype, again, number)
+        way = method, separator, again, dtype
+        ours, sent[way], kept[way] = divided(own, method, separator, dtype, again, number)
         theirs = one_process(separator, dtype, number)
         assert ours.keys() == theirs.keys()
-        errors[method, separator, again, dtype] = max(
-            float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()) for name in theirs
-        )
-    return errors, sent
+        errors[way] = relative(ours, theirs)
+    return errors, sent, kept
+
+
+def relative(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """The largest difference, to the largest number of its tensor."""
+    return max(float((ours[name] - one).abs().max() / one.abs().max()) for name, one in theirs.items())
 
 
 @pytest.fixture(scope="module")
@@ -234,14 +241,14 @@ def decoders():
 
 
 def test_two_groups_of_ranks_train_the_decoder_as_one_process_each(decoders):
-    for errors, _ in decoders:
+    for errors, _, _ in decoders:
         assert len(errors) == 14
         assert not {way: error for way, error in errors.items() if not error < TOLERANCE[way[-1]]}
 
 
 def test_recomputation_sends_a_forward_s_messages_again(decoders):
     forwards = {"none": 1, "full": 2, "selective": 2}
-    for (_, sent), separator, (again, times) in product(decoders, (None, 3), forwards.items()):
+    for (_, sent, _), separator, (again, times) in product(decoders, (None, 3), forwards.items()):
         token = MODEL.layers * 2 * SEQUENCE // 2 * (MODEL.width // MODEL.heads) * 8
         ring = token * 2 * MODEL.kv_heads
         (row,) = sent["ring", separator, again, torch.float64]
@@ -250,11 +257,36 @@ def test_recomputation_sends_a_forward_s_messages_again(decoders):
         assert (row.collective, row.message_bytes) == ("all_to_all", (times + 1) * token * 2 * (MODEL.heads + 2))
 
 
-def test_selective_recomputation_keeps_no_block_s_scores():
-    assert keep(None, torch.ops.aten.bmm.default) == CheckpointPolicy.MUST_SAVE
-    with nothing_kept():
-        assert keep(None, torch.ops.aten.bmm.default) == CheckpointPolicy.PREFER_RECOMPUTE
-    assert keep(None, torch.ops.aten.bmm.default) == CheckpointPolicy.MUST_SAVE
+def test_selective_recomputation_keeps_the_products_and_nothing_of_the_ring(decoders):
+    kv_width = MODEL.kv_heads * MODEL.width // MODEL.heads
+    products = 3 * MODEL.width + 2 * kv_width + 2 * MODEL.ffn  # q, out and down; k and v; gate and up
+    for (_, _, kept), separator in product(decoders, (None, 3)):
+        selective, full = (kept["ring", separator, again, torch.float64] for again in ("selective", "full"))
+        assert selective - full == MODEL.layers * 2 * SEQUENCE // 2 * products * 8
+
+
+def with_tensor(world):
+    """Sequences divided over one axis of a mesh, matrices over the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "tensor"))
+    group, errors = mesh.get_group("context"), []
+    for method in METHODS:
+        model = build(MODEL, 0, torch.float64)
+        cut(model, DECODER, mesh["tensor"])
+        pieces = divide_sequences(model, group, method)
+        with loss_parallel():
+            total, count = model(*piece_of(batch(0), pieces, 3))
+            total.backward()
+        sum_partial(model.parameters(), mesh["tensor"])
+        found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        found |= {"loss": total.detach().clone(), "count": count}
+        for tensor in found.values():
+            dist.all_reduce(tensor, group=group)
+        errors.append(relative(found, one_process(3, torch.float64, 0)))
+    return errors
+
+
+def test_heads_may_be_divided_among_other_ranks_too():
+    assert max(error for errors in run_ranks(with_tensor, 4) for error in errors) < 1e-12
 
 
 # What is given, and what is refused.
