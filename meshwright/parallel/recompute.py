@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -54,7 +55,22 @@ def wrap(block: nn.Module, mode: Literal["full", "selective"]) -> None:
     block.forward = partial(checkpoint, block.forward, use_reentrant=False, **(context if mode == "selective" else {}))
 
 
+PASSING: list[None] = []
+
+
+@contextmanager
+def nothing_kept() -> Iterator[None]:
+    """Operations inside are computed again, dear or not: attention in blocks would keep each block's scores."""
+    PASSING.append(None)
+    try:
+        yield
+    finally:
+        PASSING.pop()
+
+
 def keep(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    if PASSING:
+        return CheckpointPolicy.PREFER_RECOMPUTE
     name = operation.__name__.partition(".")[0]
     kept = name in KEPT if operation.namespace == "aten" else name == "reduce_scatter_tensor"
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.config import IGNORED, PRESETS, ModelConfig, from_dict
-from meshwright.model.decoder import LanguageModel, Where, rotary_tables, rotate
+from meshwright.model.decoder import LanguageModel, Where, documents_of, rotary_tables, rotate
 from meshwright.model.init import ROWS, build, initial_rows, std_of
 from meshwright.model.loss import HeadLoss
 
@@ -61,6 +61,42 @@ def test_a_token_never_sees_a_later_one():
     before, after = model.decoder(early), model.decoder(late)
     assert torch.equal(before[:, :6], after[:, :6])
     assert not torch.equal(before[:, 6:], after[:, 6:])
+
+
+def test_a_separator_ends_its_document():
+    rows = torch.tensor([[5, 0, 5, 5, 0, 0, 5], [0, 5, 5, 5, 5, 5, 0]])
+    assert documents_of(rows, 0).tolist() == [[0, 0, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
+    assert documents_of(rows, None) is None
+    assert documents_of(rows, 7).tolist() == [[0] * 7] * 2
+
+
+def test_a_token_never_sees_another_document():
+    model = build(SMALL, 0, torch.float64)
+    one = tokens()
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 2]])
+    before = model.decoder(one, documents)
+    for other in range(3):
+        changed = torch.where(documents == other, (one + 1) % SMALL.vocab, one)
+        same = (model.decoder(changed, documents) == before).all(-1)
+        assert torch.equal(same, documents != other)
+
+
+def test_documents_together_are_the_documents_apart():
+    """Rotation knows distances alone, so a document that begins later comes to the same, but for rounding."""
+    separator = 7
+    model = build(ModelConfig(**{**SMALL.__dict__, "separator": separator}), 0, torch.float64)
+    row = torch.tensor([[1, 2, 3, separator, separator, 4, 5, 6, 8, separator, 9, 10]])
+    apart = [row[:, :4], row[:, 4:5], row[:, 5:10], row[:, 10:]]
+    together, _ = model(row, row.roll(1))
+    together.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    labels = row.roll(1).split([4, 1, 5, 2], dim=1)
+    alone = sum(model(part, label)[0] for part, label in zip(apart, labels, strict=True))
+    alone.backward()
+    assert torch.allclose(together, alone, rtol=1e-13)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(gradients[name], parameter.grad, atol=1e-12), name
 
 
 def test_grouped_query_attention_equals_repeated_heads():

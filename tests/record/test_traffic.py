@@ -99,9 +99,14 @@ def plain_collectives(world):
         dist.all_gather_into_tensor(torch.empty(8), a)
         dist.reduce_scatter_tensor(torch.empty(4), b)
         dist.all_to_all_single(torch.empty(8), b)
+        dist.all_to_all([torch.empty(4), torch.empty(4)], [a, a])
         dist.broadcast(a, 0)
         dist.barrier()
         dist.reduce(a, 0)
+        other = 1 - world.rank  # each sends one and receives one, both on their way at once
+        both = [dist.P2POp(dist.isend, a, other), dist.P2POp(dist.irecv, torch.empty(4), other)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
         if world.rank == 0:
             dist.send(b, 1)
         else:
@@ -178,14 +183,14 @@ def test_collectives_of_every_kind_are_counted_on_their_axis(pair):
         row("other", "all_reduce", 1, 16, 2),
         row("world", "all_gather", 2, 32, 2),
         Row("world", "all_reduce", 2, 16 + 48, 16 + 48, 2),
-        row("world", "all_to_all", 1, 32, 2),
+        row("world", "all_to_all", 2, 32, 2),
         Row("world", "barrier", 1, 0, 0, 2),
         row("world", "broadcast", 1, 16, 2),
         row("world", "other", 1, 16, 2),
         row("world", "reduce_scatter", 1, 32, 2),
     ]
-    assert pair[0][0] == [*common, row("world", "send", 1, 32, 2)]
-    assert pair[1][0] == common
+    assert pair[0][0] == [*common, Row("world", "send", 2, 16 + 32, 16 + 32, 2)]
+    assert pair[1][0] == [*common, row("world", "send", 1, 16, 2)]
     assert common[0].wire_bytes == 0
 
 
