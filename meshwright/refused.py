@@ -158,6 +158,15 @@ REFUSED = (
         ),
     ),
     Refused(
+        "shard = parameters with schedules that defer weight gradients",
+        "they look for a stage's weights after forward has let go of them, and would find none to compute",
+        lambda layout, config: (
+            "layout.shard = optimizer, shard.keep = 1, or pipeline.schedule = 1f1b or interleaved"
+            if _deferred(layout, config) and config.layout.shard == "parameters" and config.shard.keep != 1
+            else ""
+        ),
+    ),
+    Refused(
         "replicate.static_graph with more than copies",
         "it is a promise to DDP, which such a layout does not use",
         lambda layout, config: (

@@ -107,6 +107,7 @@ PIPED = ["--layout.pipeline=2", "--batch.micro=2"]
         ([*PIPED, "--layout.shard=zero-2"], "pipeline with shard = gradients.*optimizer or parameters"),
         ([*PIPED, "--pipeline.schedule=zbv", "--compute.compile=true"], "nothing would be deferred.*compile = false"),
         ([*PIPED, "--pipeline.schedule=zbv", "--compute.recompute=selective"], "for one backward pass alone"),
+        ([*PIPED, "--pipeline.schedule=zbv", "--layout.shard=zero-3"], "has let go of them.*shard.keep = 1"),
         ([*PIPED, "--pipeline.schedule=zbv", "--pipeline.stages=1"], "zbv cannot have 1 stages a rank; allowed: 2"),
         (["--layout.pipeline=2"], "schedule 1f1b on 2 ranks cannot fill its stages with 1 micro-batches; allowed: 2"),
         (["--layout.shard=zero-3", "--replicate.static_graph=true"], "promise to DDP.*static_graph = false"),

@@ -12,6 +12,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -19,6 +21,7 @@ from meshwright.config import RunConfig, batch_algebra
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout, stages_each
 from meshwright.model.decoder import LanguageModel
+from meshwright.parallel.context import divide_sequences, piece_of
 from meshwright.parallel.mesh import Meshes, meshes_of
 from meshwright.parallel.parts import Parts, blocks_of
 from meshwright.parallel.pipeline import Piped, Plan
@@ -49,6 +52,7 @@ def apply(
         parts = parts.within(model)
     if tensor := meshes.axis("tensor"):
         cut(model, parts, tensor)
+    pieces = divide_sequences(model, meshes.context, config.context.method) if meshes.context is not None else None
     recompute(model, parts, config.compute)
     if config.compute.compile:
         for block in blocks_of(model, parts):
@@ -62,6 +66,8 @@ def apply(
         assert isinstance(model, LanguageModel)
         spread = in_stages(model, pipe, config, layout, world, meshes, weights)
     spread.meshes = meshes
+    if pieces is not None or layout.pipeline > 1:
+        spread.take = partial(piece_of, pieces=pieces, separator=config.model.separator)
     return spread
 
 

@@ -71,14 +71,14 @@ class Pieces:
         return Pieces(self.method, self.ranks, rank)
 
 
-def piece_of(
-    batch: tuple[Tensor, Tensor], pieces: Pieces, separator: int | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(tokens, labels) of whole sequences -> the rank's tokens and labels, and the documents of the whole: all that a
-    LanguageModel is given.
+def piece_of(batch: tuple[Tensor, ...], pieces: Pieces | None, separator: int | None) -> tuple[Tensor, ...]:
+    """(tokens, labels) of whole sequences -> the rank's tokens and labels, and the documents of the whole where there
+    are any: all that a LanguageModel is given, or a stage that never sees the tokens.
     """
     tokens, labels = batch
-    return pieces.take(tokens), pieces.take(labels), documents_of(tokens, separator)
+    documents = documents_of(tokens, separator)
+    own = (tokens, labels) if pieces is None else (pieces.take(tokens), pieces.take(labels))
+    return own if documents is None else (*own, documents)
 
 
 def divide_sequences(model: nn.Module, group: dist.ProcessGroup, method: Method) -> Pieces:

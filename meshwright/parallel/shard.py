@@ -51,8 +51,9 @@ class Sharded(Spread):
         super().__init__(module)
         self.what: What = config.layout.shard
         self.last: bool | None = None
-        # Where copies are all there is beside tensor, a unit that is let go costs a copy in memory to get back.
-        self.lets_go = self.what in ("parameters", "none")
+        # Where copies are all there is beside tensor, a unit that is let go costs a copy in memory to get back. Stages of
+        # a pipeline keep theirs: schedules that split backward look for weights between its halves.
+        self.lets_go = self.what == "parameters" or (self.what == "none" and config.layout.pipeline == 1)
         reshard: bool | int = self.lets_go
         if self.what == "parameters" and config.shard.keep is not None:
             reshard = config.shard.keep if config.shard.keep > 1 else False

@@ -62,7 +62,8 @@ def variants(config: RunConfig) -> tuple[list[RunConfig], str]:
         note += f", without replicate.compress = {config.replicate.compress}, which rounds"
     if config.precision.compute not in TOLERANCE:
         note += f", not in {config.precision.compute}, which rounds"
-    other = replace(model, tie=not model.tie)
+    separator = 0 if model.separator is None and layout.context > 1 else model.separator
+    other = replace(model, tie=not model.tie, separator=separator)
     compute = {name: replace(config.precision, compute=name) for name in TOLERANCE}
     return [
         replace(proof, precision=compute["fp64"]),
@@ -95,7 +96,7 @@ def fitting(keep: int | None, shard: int) -> int | None:
 def compared(proof: RunConfig, expected: Trail, found: list[Trail], note: str) -> tuple[str, bool, str]:
     layout, batch = checked(proof)
     tolerance = TOLERANCE[proof.precision.compute]  # type: ignore[index]
-    tied = "tied" if proof.model.tie else "untied"
+    tied = ("tied" if proof.model.tie else "untied") + (", documents" if proof.model.separator is not None else "")
     promise = (
         f"{layout}{kind(proof)}, accumulation {batch.accumulation} = one process ({proof.precision.compute}, {tied})"
     )

@@ -28,6 +28,7 @@ def shrunk(config: RunConfig, layout: Layout) -> tuple[ModelConfig, str]:
         "heads": heads,
         "kv_heads": kv_heads,
         "ffn": min(model.ffn, -(-90 // tensor) * tensor),
+        "separator": None if model.separator is None else 0,
         "experts": min(model.experts, -(-4 // layout.expert) * layout.expert),
         "experts_active": min(model.experts_active, 4, model.experts or 4),
     }

@@ -30,14 +30,23 @@ LR = 0.05
 SAMPLES = 1000
 SEQUENCE = 16
 HELD_OUT = 0.05
+DOCUMENT = 6
+"""Tokens, on average."""
 
 
 class Masked(Synthetic):
-    """Synthetic samples of which a part, another for every sample, does not count."""
+    """Synthetic samples of which a part, another for every sample, does not count. With a `separator` they are cut into
+    documents of a few tokens.
+    """
+
+    separator: int | None = None
 
     def __getitem__(self, index: int) -> Sample:
         tokens, labels = super().__getitem__(index)
-        valid = np.random.Generator(np.random.Philox(key=[index, 1])).integers(0, len(labels) + 1)
+        draws = np.random.Generator(np.random.Philox(key=[index, 1]))
+        valid = draws.integers(0, len(labels) + 1)
+        if self.separator is not None:
+            tokens = np.where(draws.random(len(tokens)) < 1 / DOCUMENT, self.separator, tokens)
         return tokens, np.where(np.arange(len(labels)) < valid, labels, IGNORED)
 
 
@@ -67,7 +76,9 @@ def for_proof(config: RunConfig) -> RunConfig:
 
 
 def source_of(config: RunConfig) -> Masked:
-    return Masked(SAMPLES, SEQUENCE, config.model.vocab)
+    source = Masked(SAMPLES, SEQUENCE, config.model.vocab)
+    source.separator = config.model.separator
+    return source
 
 
 def stream_of(config: RunConfig) -> Stream:
