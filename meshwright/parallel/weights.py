@@ -11,7 +11,7 @@ from meshwright.parallel.blocks import Block, block_of
 from meshwright.parallel.parts import owned_parameters
 
 Fill = Callable[[Block, str], None]
-"""Writes into a block what a parameter of this name holds there."""
+"""Writes into a block what a parameter or buffer of this name holds there."""
 
 
 class Weights:
@@ -28,9 +28,13 @@ class Weights:
                     real = torch.empty_like(parameter, device=self.device)
                     made[id(parameter)] = nn.Parameter(real, parameter.requires_grad)
                 owner._parameters[name] = made[id(parameter)]
+        for owner in module.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    owner._buffers[name] = torch.empty_like(buffer, device=self.device)
 
     @torch.no_grad()
     def fill(self) -> None:
         if self.content is not None:
-            for name, parameter in self.model.named_parameters():
-                self.content(block_of(parameter), name)
+            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+                self.content(block_of(tensor), name)
