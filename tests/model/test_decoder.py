@@ -31,6 +31,14 @@ def test_a_preset_has_the_published_number_of_parameters(preset):
     assert sum(p.numel() for p in model.parameters()) == PUBLISHED[preset]
 
 
+def test_deepseek_moe_preset_is_the_published_model_but_for_its_first_layer():
+    config = from_dict({"preset": "deepseek-moe-16b"}).model
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    ours, first = (sum(p.numel() for p in part.parameters()) for part in (model, model.decoder.blocks[0].ffn))
+    assert ours - first + 3 * config.width * 10944 == 16_375_728_128
+
+
 def test_gpt2_preset_is_of_gpt2_size():
     with torch.device("meta"):
         model = LanguageModel(from_dict({"preset": "gpt2-124m"}).model)

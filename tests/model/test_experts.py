@@ -11,8 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.config import ModelConfig
 from meshwright.model.bank import Bank, fits, grouped, looped
+from meshwright.model.decoder import Places
 from meshwright.model.experts import Experts, Router, rebalance
 from meshwright.model.init import build, fill, initial_rows, outline, std_of
+from meshwright.parallel.recompute import wrap
 from meshwright.parallel.weights import Weights
 
 WIDTH, INNER, COUNT, ACTIVE = 16, 24, 6, 2
@@ -156,6 +158,21 @@ def test_a_pass_that_is_recomputed_counts_once(reentrant):
     checkpoint(module, again, use_reentrant=reentrant).square().sum().backward()
     assert torch.equal(again.grad, wanted)
     assert torch.equal(module.take()[0], plain.take()[0])
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_a_compiled_block_goes_around_its_experts(mode):
+    plain, compiled = (build(CONFIG, 0).decoder.blocks[0] for _ in range(2))
+    if mode != "none":
+        wrap(compiled, mode)
+    compiled.forward = torch.compile(compiled.forward, backend="aot_eager")  # no kernels of its own: they take a minute
+    found = []
+    for block in (plain, compiled):
+        block.ffn.pull = torch.tensor(0.1)
+        x = inputs(dtype=torch.float32)
+        block(x, Places(CONFIG)(7, x.dtype, x.device, None)).square().sum().backward()
+        found.append((x.grad, block.ffn.take()[0], *(p.grad for p in block.parameters())))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))
 
 
 def test_beyond_its_capacity_an_expert_takes_the_first_tokens_alone():
