@@ -73,4 +73,23 @@ PRESETS: dict[str, dict[str, Any]] = {
         "data": {"sequence": 4096},
         "batch": {"global": 1024},
     },
+    # Every layer has experts here; the original's first has a dense feed-forward of 10944 instead.
+    "deepseek-moe-16b": _LARGE_RUN
+    | {
+        "model": {
+            "vocab": 102400,
+            "width": 2048,
+            "layers": 28,
+            "heads": 16,
+            "kv_heads": 16,
+            "ffn": 1408,
+            "norm_eps": 1e-6,
+            "experts": 64,
+            "experts_active": 6,
+            "experts_shared": 2,
+        },
+        "data": {"sequence": 4096},
+        "batch": {"global": 4608},
+        "optimizer": {"lr": 4.2e-4},
+    },
 }

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.config import ModelConfig
 from meshwright.model.experts import Experts
+from meshwright.model.feedforward import FeedForward
 from meshwright.model.loss import HeadLoss
 
 
@@ -75,31 +76,13 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, sequence, -1))  # type: ignore[no-any-return]
 
 
-class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(width, inner, bias=False)
-        self.up = nn.Linear(width, inner, bias=False)
-        self.down = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
-
-
 class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.width, config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = RMSNorm(config.width, config.norm_eps)
-        self.ffn: nn.Module
-        if config.experts:
-            experts = [FeedForward(config.width, config.ffn) for _ in range(config.experts)]
-            self.ffn = Experts(config.width, experts, config.experts_active)
-        else:
-            self.ffn = FeedForward(config.width, config.ffn)
+        self.ffn = Experts(config) if config.experts else FeedForward(config.width, config.ffn)
 
     def forward(self, x: Tensor, where: Where) -> Tensor:
         x = x + self.attention(self.attention_norm(x), where)

@@ -33,22 +33,31 @@ def build(
     model = outline(config, dtype).to_empty(device=device)
     if config.tie:  # to_empty gives each owner its own storage
         model.tie()
-    for name, parameter in model.named_parameters():
-        fill(parameter.detach(), name, parameter.shape, (0,) * parameter.ndim, config, seed)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        fill(tensor.detach(), name, tensor.shape, (0,) * tensor.ndim, config, seed)
     return model
 
 
 def fill(local: Tensor, name: str, shape: Sequence[int], offset: Sequence[int], config: ModelConfig, seed: int) -> None:
-    """Writes into `local` the block of a parameter of this name and shape that begins at `offset`."""
+    """Writes into `local` the block of a parameter or buffer of this name and shape that begins at `offset`."""
     if "norm" in name.split(".")[-2]:
         local.fill_(1.0)
-        return
+    elif name.endswith("router.bias"):
+        local.zero_()
+    elif len(shape) == 3:  # one matrix an expert, each with a key of its own: a rank makes those it holds
+        for expert, matrix in enumerate(local, offset[0]):
+            fill_matrix(matrix, f"{name}.{expert}", shape[1:], offset[1:], std_of(name, config), seed)
+    else:
+        fill_matrix(local, name, shape, offset, std_of(name, config), seed)
+
+
+def fill_matrix(local: Tensor, name: str, shape: Sequence[int], offset: Sequence[int], std: float, seed: int) -> None:
     if not local.numel():
         return
     first, end = offset[0], offset[0] + local.shape[0]
     for start in range(first // ROWS * ROWS, end, ROWS):
         stop = min(start + ROWS, shape[0])
-        rows = initial_rows(seed, name, shape, start, stop, std_of(name, config))
+        rows = initial_rows(seed, name, shape, start, stop, std)
         below, above = max(start, first), min(stop, end)
         block = rows[below - start : above - start]
         for dim in range(1, len(shape)):
@@ -58,7 +67,7 @@ def fill(local: Tensor, name: str, shape: Sequence[int], offset: Sequence[int], 
 
 def std_of(name: str, config: ModelConfig) -> float:
     """Projections back into the residual stream are smaller with depth, so that its variance stays of order one."""
-    back_into_residual = name.endswith(("attention.out.weight", "down.weight"))
+    back_into_residual = name.endswith(("attention.out.weight", "down.weight", "bank.down"))
     return STD / math.sqrt(2 * config.layers) if back_into_residual else STD
 
 

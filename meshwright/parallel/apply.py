@@ -2,11 +2,12 @@
 
 1. pipeline   a rank lets go of all blocks but those of its own stages
 2. tensor     matrices become DTensors: whatever comes later sees a rank's own part of them
-3. context    attention and positions are those of a piece of each sequence
-4. recompute  wraps each block's own forward: its collectives over tensor and context are inside, those of shard outside
-5. compile    each block's forward, recomputation included: one graph serves all blocks
-6. weights    on the meta device until here: memory comes unit by unit, content once a rank has its own rows alone
-7. shard      FSDP2 over those that see other tokens: gathers around what 2 to 5 made, each stage by itself
+3. expert     a rank keeps its own experts, and tokens travel to theirs
+4. context    attention and positions are those of a piece of each sequence
+5. recompute  wraps each block's own forward: its collectives over tensor and context are inside, those of shard outside
+6. compile    each block's forward, recomputation included: one graph serves all blocks
+7. weights    on the meta device until here: memory comes unit by unit, content once a rank has its own rows alone
+8. shard      FSDP2 over those that see other tokens: gathers around what 2 to 6 made, each stage by itself
    replicate  or, where copies are all there is, DDP
 """
 
@@ -22,6 +23,7 @@ from meshwright.errors import ConfigError
 from meshwright.layout import Layout, stages_each
 from meshwright.model.decoder import LanguageModel
 from meshwright.parallel.context import divide_sequences, piece_of
+from meshwright.parallel.expert import divide_experts
 from meshwright.parallel.mesh import Meshes, meshes_of
 from meshwright.parallel.parts import Parts, blocks_of
 from meshwright.parallel.pipeline import Piped, Plan
@@ -43,7 +45,7 @@ def apply(
     """The model spread over the layout's mesh. `fill` gives weights to a model that comes on the meta device; `parts`
     may be missing where nothing asks for them.
     """
-    meshes = meshes_of(layout, world.device.type)
+    meshes = meshes_of(layout, world.device.type, experts=bool(config.model.experts) and fill is not None)
     parts = needed(parts, layout, config)
     pipe = Pipe(config, layout, world.rank) if layout.pipeline > 1 else None
     if pipe is not None:
@@ -52,6 +54,7 @@ def apply(
         parts = parts.within(model)
     if tensor := meshes.axis("tensor"):
         cut(model, parts, tensor)
+    divide_experts(model, meshes)
     pieces = divide_sequences(model, meshes.context, config.context.method) if meshes.context is not None else None
     recompute(model, parts, config.compute)
     if config.compute.compile:

@@ -21,6 +21,7 @@ KEPT = (
     "bmm",
     "addmm",
     "linear",
+    "_grouped_mm",
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention",

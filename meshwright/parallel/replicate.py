@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.config import ReplicateConfig
-from meshwright.parallel.spread import GradientTraffic, Spread
+from meshwright.parallel.spread import GradientTraffic, Spread, changing_buffers
 from meshwright.parallel.world import World
 
 
@@ -36,6 +36,7 @@ class Replicated(Spread):
             gradient_as_bucket_view=config.bucket_view,
             static_graph=config.static_graph,
             find_unused_parameters=config.unused,
+            broadcast_buffers=any(True for _ in changing_buffers(module)),
         )
         self.ddp.register_comm_hook(self, reduce_bucket)
         self.groups = [self.ddp.process_group]

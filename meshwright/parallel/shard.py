@@ -51,8 +51,8 @@ class Sharded(Spread):
         super().__init__(module)
         self.what: What = config.layout.shard
         self.last: bool | None = None
-        # Where copies are all there is beside tensor, a unit that is let go costs a copy in memory to get back. Stages of
-        # a pipeline keep theirs: schedules that split backward look for weights between its halves.
+        # Where copies are all there is beside tensor, a unit that is let go costs a copy in memory to get back. Stages
+        # keep theirs: schedules that split backward look for weights between its halves.
         self.lets_go = self.what == "parameters" or (self.what == "none" and config.layout.pipeline == 1)
         reshard: bool | int = self.lets_go
         if self.what == "parameters" and config.shard.keep is not None:

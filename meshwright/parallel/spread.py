@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
+from meshwright.model.experts import Router
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.tensor import sum_partial
 
@@ -23,6 +24,15 @@ class GradientTraffic:
     buckets: int = 0
     message_bytes: int = 0
     local_square: Tensor | None = None
+
+
+def changing_buffers(module: nn.Module) -> Iterator[Tensor]:
+    """Those that a forward pass may change, differently on ranks with other tokens. A router's bias is moved by the
+    step, alike on all ranks.
+    """
+    for part in module.modules():
+        if not isinstance(part, Router):
+            yield from part.buffers(recurse=False)
 
 
 class Spread:
@@ -80,7 +90,7 @@ class Spread:
 
     def share_buffers(self) -> None:
         """Those of the first rank are the run's: ranks that read other samples would come to others."""
-        for buffer in self.module.buffers():
+        for buffer in changing_buffers(self.module):
             for group in self.groups:
                 dist.broadcast(buffer, group=group, group_src=0)
 

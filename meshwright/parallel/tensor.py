@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from meshwright.config import ModelConfig
 from meshwright.parallel.parts import Parts, named, owned_parameters
 
 SEQUENCE = 1
@@ -68,6 +69,19 @@ class Gathered(ParallelStyle):
         return hidden.redistribute(placements=[Replicate()]), *rest
 
 
+class InPieces(ParallelStyle):
+    """A module that works on a rank's own piece of the sequence, token by token."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:  # noqa: ARG002
+        module.register_forward_pre_hook(self.own)
+        return module
+
+    @staticmethod
+    def own(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, *rest = inputs
+        return hidden.to_local() if isinstance(hidden, DTensor) else hidden, *rest
+
+
 class VocabularyHead(Gathered):
     """The head and its loss: each rank has its part of the vocabulary, all of the sequence, and comes to the whole
     loss.
@@ -90,10 +104,13 @@ def cut_rows(module: nn.Module, mesh: DeviceMesh) -> None:
         module.register_parameter(name, nn.Parameter(rows, parameter.requires_grad))
 
 
-def decoder_cuts() -> Mapping[str, ParallelStyle]:
-    """How the decoder is cut."""
+def decoder_cuts(model: ModelConfig) -> Mapping[str, ParallelStyle]:
+    """How the decoder is cut. Of experts only those that every token visits are: the others take the tokens of a rank's
+    own piece of the sequence.
+    """
     columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(SEQUENCE))
     block = "decoder.blocks.*"
+    dense = [f"{block}.ffn"] if not model.experts else [f"{block}.ffn.shared"] if model.experts_shared else []
     return {
         "decoder.embedding": VocabularyEmbedding(),
         f"{block}.attention_norm": SequenceParallel(),
@@ -101,9 +118,10 @@ def decoder_cuts() -> Mapping[str, ParallelStyle]:
         **{f"{block}.attention.{name}": columns for name in ("q", "k", "v")},
         f"{block}.attention.out": rows,
         f"{block}.ffn_norm": SequenceParallel(),
-        f"{block}.ffn": Gathered(),
-        **{f"{block}.ffn.{name}": columns for name in ("gate", "up")},
-        f"{block}.ffn.down": rows,
+        **({f"{block}.ffn": InPieces()} if model.experts else {}),
+        **dict.fromkeys(dense, Gathered()),
+        **{f"{ffn}.{name}": columns for ffn in dense for name in ("gate", "up")},
+        **{f"{ffn}.down": rows for ffn in dense},
         "decoder.norm": SequenceParallel(),
         "head": VocabularyHead(),
     }
@@ -141,5 +159,7 @@ def sum_partial(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
         parameter.grad = DTensor.from_local(whole.view(gradient.shape), mesh, parameter.placements, run_check=False)
 
 
-DECODER = Parts(blocks="decoder.blocks.*", ends=(("decoder.embedding",), ("decoder.norm", "head")), cuts=decoder_cuts)
-"""What a layout must know of our own decoder."""
+def decoder_parts(model: ModelConfig) -> Parts:
+    """What a layout must know of our own decoder."""
+    ends = (("decoder.embedding",), ("decoder.norm", "head"))
+    return Parts(blocks="decoder.blocks.*", ends=ends, cuts=partial(decoder_cuts, model))

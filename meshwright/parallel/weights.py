@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.parallel.blocks import Block, block_of
 from meshwright.parallel.parts import owned_parameters
 
 Fill = Callable[[Block, str], None]
-"""Writes into a block what a parameter of this name holds there."""
+"""Writes into a block what a parameter or buffer of this name holds there."""
 
 
 class Weights:
@@ -30,12 +30,21 @@ class Weights:
                     real = torch.empty_like(parameter, device=self.device)
                     made[id(parameter)] = nn.Parameter(real, parameter.requires_grad)
                 owner._parameters[name] = made[id(parameter)]
+        for owner in module.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    owner._buffers[name] = torch.empty_like(buffer, device=self.device)
 
     @torch.no_grad()
     def fill(self, module: nn.Module) -> None:
         """A module of the model, under the names of the whole."""
         if self.content is not None:
-            names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-            for parameter in module.parameters():
-                name = names[id(parameter)]
-                self.content(block_of(parameter), self.copies.get(name, name))
+            names = {id(tensor): name for name, tensor in tensors_of(self.model)}
+            for _, tensor in tensors_of(module):
+                name = names[id(tensor)]
+                self.content(block_of(tensor), self.copies.get(name, name))
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()

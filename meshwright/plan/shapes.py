@@ -10,6 +10,10 @@ from meshwright.config import ModelConfig
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
+Rows = dict[str, tuple[tuple[int, ...], int | None]]
+"""Name -> (shape, the dimension that the tensor axis cuts)."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """A parameter. `cut` is the dimension that the tensor axis divides; None: every rank of it holds it whole."""
@@ -47,35 +51,42 @@ def decoder_shapes(model: ModelConfig) -> list[Shape]:
     shapes = [Shape("decoder.embedding.weight", (model.vocab, width), first, 0)]
     for layer in range(model.layers):
         block = f"decoder.blocks.{layer}"
-        rows = {
-            "attention_norm": ((width,), None),
-            "attention.q": ((width, width), 0),
-            "attention.k": ((kv, width), 0),
-            "attention.v": ((kv, width), 0),
-            "attention.out": ((width, width), 1),
-            "ffn_norm": ((width,), None),
+        rows: Rows = {
+            "attention_norm.weight": ((width,), None),
+            "attention.q.weight": ((width, width), 0),
+            "attention.k.weight": ((kv, width), 0),
+            "attention.v.weight": ((kv, width), 0),
+            "attention.out.weight": ((width, width), 1),
+            "ffn_norm.weight": ((width,), None),
         }
-        rows |= feed_forward("ffn", model)
-        shapes += [Shape(f"{block}.{name}.weight", dims, block, cut) for name, (dims, cut) in rows.items()]
+        rows |= experts("ffn", model) if model.experts else feed_forward("ffn", width, model.ffn)
+        shapes += [Shape(f"{block}.{name}", dims, block, cut) for name, (dims, cut) in rows.items()]
     shapes.append(Shape("decoder.norm.weight", (width,), last, None))
     if not model.tie:
         shapes.append(Shape("head.weight", (model.vocab, width), last, 0))
     return shapes
 
 
-def feed_forward(name: str, model: ModelConfig) -> dict[str, tuple[tuple[int, ...], int | None]]:
-    width, inner = model.width, model.ffn
-    if not model.experts:
-        return {
-            f"{name}.gate": ((inner, width), 0),
-            f"{name}.up": ((inner, width), 0),
-            f"{name}.down": ((width, inner), 1),
-        }
-    rows: dict[str, tuple[tuple[int, ...], int | None]] = {f"{name}.router": ((model.experts, width), None)}
-    for index in range(model.experts):
-        expert = f"{name}.experts.{index}"
-        rows[f"{expert}.gate"] = rows[f"{expert}.up"] = ((inner, width), None)
-        rows[f"{expert}.down"] = ((width, inner), None)
+def feed_forward(name: str, width: int, inner: int) -> Rows:
+    return {
+        f"{name}.gate.weight": ((inner, width), 0),
+        f"{name}.up.weight": ((inner, width), 0),
+        f"{name}.down.weight": ((width, inner), 1),
+    }
+
+
+def experts(name: str, model: ModelConfig) -> Rows:
+    """The tensor axis cuts only what every token visits."""
+    count, width, inner = model.experts, model.width, model.ffn
+    rows: Rows = {
+        f"{name}.router.weight": ((count, width), None),
+        f"{name}.bank.gate": ((count, inner, width), None),
+        f"{name}.bank.up": ((count, inner, width), None),
+        f"{name}.bank.down": ((count, width, inner), None),
+    }
+    if model.experts_shared:
+        shared = feed_forward(f"{name}.shared", width, model.experts_shared * inner)
+        rows |= shared
     return rows
 
 

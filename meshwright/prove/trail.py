@@ -14,11 +14,13 @@ from meshwright.data.loader import Decoder, Loader
 from meshwright.data.source import Concatenated, Sample, Synthetic
 from meshwright.data.stream import Stream
 from meshwright.layout import AXES, Layout
+from meshwright.model.experts import Experts, rebalance
 from meshwright.model.init import build
 from meshwright.parallel.blocks import local_of, whole_of
 from meshwright.parallel.world import World
 from meshwright.record.clock import StepClock
 from meshwright.refused import checked
+from meshwright.train.balance import Balance
 from meshwright.train.evaluate import Evaluation
 from meshwright.train.loop import spread_decoder, weighs
 from meshwright.train.optimizer import Optimizer
@@ -98,8 +100,11 @@ def alone(_world: World, configs: list[RunConfig]) -> list[Trail]:
 def _alone(config: RunConfig) -> Trail:
     dtype = torch.float64 if config.precision.compute == "fp64" else torch.float32
     model = build(config.model, config.seed, dtype)
-    named = dict(model.named_parameters())
-    before = {name: p.detach().clone() for name, p in named.items()}
+    named, biases = dict(model.named_parameters()), dict(model.named_buffers())
+    before = {name: p.detach().clone() for name, p in (named | biases).items()}
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    for each in experts:
+        each.explicit = True  # its balance loss is added to the loss here, and pulls nothing by itself
     rates = config.optimizer
     groups = [
         {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": rates.weight_decay},
@@ -113,11 +118,17 @@ def _alone(config: RunConfig) -> Trail:
         total, count = model(*decoder[ids].tensors)
         return total / count  # type: ignore[no-any-return]
 
+    def balance_of(ids: np.ndarray) -> Tensor:
+        of_all = sum((each.auxiliary for each in experts if each.auxiliary is not None), torch.zeros((), dtype=dtype))
+        return config.model.experts_auxiliary * of_all / len(ids)
+
     with torch.no_grad():
         trail.stale = float(loss_of(stream.step(1)))
     for step in range(STEPS):
+        for each in experts:
+            each.take()
         loss = loss_of(stream.step(step))
-        loss.backward()
+        (loss + balance_of(stream.step(step))).backward()
         if step == 0:
             trail.gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
         trail.losses.append(float(loss.detach()))
@@ -128,7 +139,9 @@ def _alone(config: RunConfig) -> Trail:
                 p.grad /= torch.clamp(norm / rates.clip, min=1.0)
         adamw.step()
         adamw.zero_grad()
-    trail.moved = {name: p.detach() - before[name] for name, p in named.items()}
+        for each in experts:
+            each.router.bias.copy_(rebalance(each.router.bias, each.take()[0], config.model.experts_bias))
+    trail.moved = {name: p.detach() - before[name] for name, p in (named | biases).items()}
     with torch.no_grad():
         trail.evaluation = float(loss_of(stream.evaluation(held_out(Layout.of(config.layout)))))
     return trail
@@ -145,10 +158,12 @@ def _together(world: World, config: RunConfig) -> Trail:
     source, coordinate = Concatenated([source_of(config)]), layout.data_coordinate(world.rank)
     loader = Loader(source, stream, batch, coordinate, DataConfig(workers=0))
     named = step.spread.parameters()
-    before = {name: whole_of(p).clone() for name, p in named.items()}
+    biases = dict(step.spread.module.named_buffers())
+    before = {name: whole_of(p).clone() for name, p in (named | biases).items()}
     trail = Trail()
     step.rehearse(loader.first)
     step.gradient(0, next(loader.steps(0, 1)), StepClock(world.device))
+    step.balance.forget()
     trail.gradients = {name: as_taken(p, p.grad).clone() for name, p in named.items() if p.grad is not None}
     step.optimizer.zero()
     step.spread.take_traffic()
@@ -157,7 +172,7 @@ def _together(world: World, config: RunConfig) -> Trail:
         loss, norm, *_ = step.run(number, LR, batches).numbers.tolist()
         trail.losses.append(loss)
         trail.norms.append(norm)
-    trail.moved = {name: whole_of(p) - before[name] for name, p in named.items()}
+    trail.moved = {name: whole_of(p) - before[name] for name, p in (named | biases).items()}
     evaluation = Evaluation(source, stream, held_out(layout), batch, coordinate)
     trail.evaluation, *_ = evaluation.run(step.spread, step.precision, world, step.speaks, step.weighs)
     if not layout.first(world.rank, [axis for axis in AXES if axis != "pipeline"]):
@@ -186,6 +201,7 @@ def real_step(world: World, config: RunConfig, layout: Layout) -> Step:
         Optimizer(spread.parameters(), config.optimizer, layout, world, config.compute.offload),
         precision,
         world,
+        balance=Balance(spread.module, config, world),
         seed=config.seed,
         coordinate=layout.data_coordinate(world.rank),
         speaks=layout.speaks(world.rank),

@@ -16,6 +16,7 @@ from meshwright.parallel.spread import Spread
 from meshwright.parallel.world import World
 from meshwright.record.events import EventLog
 from meshwright.record.wire import wire_bytes
+from meshwright.train.balance import imbalance
 from meshwright.train.numerics import NoiseScale, first_nonfinite
 from meshwright.train.precision import Precision
 from meshwright.train.step import Outcome
@@ -78,6 +79,9 @@ class Ledger:
             extra["loss_scale"] = scale
         if outcome.pace is not None:
             extra["pipeline"] = {"live": outcome.pace.most, "live_by_stage": outcome.pace.peak, "idle": idle(phases)}
+        if outcome.loads is not None:
+            loads = outcome.loads.cpu()
+            extra["experts"] = {"imbalance": imbalance(loads), "dropped": int(loads[:, -1].sum())}
         self.log.write(
             "step",
             step=outcome.step,
@@ -98,6 +102,8 @@ class Ledger:
             memory=memory_bytes(self.world.device),
             **extra,
         )
+        if outcome.loads is not None and self.world.rank == 0 and outcome.step % self.config.log_every == 0:
+            self.log.write("experts", step=outcome.step, loads=loads[:, :-1].tolist(), dropped=loads[:, -1].tolist())
         self._bad_samples(outcome)
         self._nonfinite(outcome, loss, bool(finite))
 

@@ -30,10 +30,11 @@ from meshwright.parallel.blocks import Block, block_of, whole_of
 from meshwright.parallel.parts import Parts
 from meshwright.parallel.replicas import compare_replicas
 from meshwright.parallel.spread import Spread
-from meshwright.parallel.tensor import DECODER
+from meshwright.parallel.tensor import decoder_parts
 from meshwright.parallel.world import World
 from meshwright.record.events import Event, EventLog
 from meshwright.record.folder import RunFolder, read_json
+from meshwright.train.balance import Balance
 from meshwright.train.count import counting
 from meshwright.train.evaluate import Evaluation
 from meshwright.train.facts import start_facts
@@ -149,6 +150,7 @@ class Training:
             self.optimizer,
             self.precision,
             world,
+            balance=Balance(self.model, config, world),
             seed=config.seed,
             coordinate=coordinate,
             speaks=self.speaks,
@@ -308,7 +310,7 @@ def spread_decoder(config: RunConfig, layout: Layout, precision: Precision, worl
     def weights(block: Block, name: str) -> None:
         fill(block.local, name, block.shape, block.offset, config.model, config.seed)
 
-    return apply(outline(config.model, precision.weights), config, layout, world, DECODER, weights)
+    return apply(outline(config.model, precision.weights), config, layout, world, decoder_parts(config.model), weights)
 
 
 def in_shared_memory(job: Job) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.data.loader import MicroBatch
+from meshwright.model.experts import Experts
 from meshwright.parallel.blocks import local_of
 from meshwright.parallel.spread import Spread
 
@@ -89,6 +90,9 @@ def first_nonfinite(
         for handle in handles:
             handle.remove()
     spread.settle()
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.take()  # this pass was no part of a step
     return found[0] if found else None
 
 

@@ -18,9 +18,10 @@ from meshwright.errors import DataError, NumericsError, PeerError, Stopped
 from meshwright.parallel.blocks import local_of
 from meshwright.parallel.pipeline import Pace, Piped
 from meshwright.parallel.replicate import Replicated
-from meshwright.parallel.spread import GradientTraffic, Spread
+from meshwright.parallel.spread import GradientTraffic, Spread, changing_buffers
 from meshwright.parallel.world import World
 from meshwright.record.clock import StepClock
+from meshwright.train.balance import Balance
 from meshwright.train.optimizer import Optimizer
 from meshwright.train.precision import Precision
 
@@ -54,6 +55,8 @@ class Outcome:
     """whether the ledgers were on, which makes a step slower"""
     pace: Pace | None = None
     """what this rank held while a pipeline's schedule ran"""
+    loads: Tensor | None = None
+    """tokens of every expert over all ranks, see Balance"""
 
 
 class Step:
@@ -66,6 +69,7 @@ class Step:
         precision: Precision,
         world: World,
         *,
+        balance: Balance,
         seed: int,
         coordinate: int,
         speaks: bool = True,
@@ -78,9 +82,10 @@ class Step:
         that come to the same loss one `weighs`.
         """
         self.spread, self.optimizer, self.precision, self.world = spread, optimizer, precision, world
+        self.balance = balance
         self.seed, self.coordinate, self.speaks, self.weighs = seed, coordinate, speaks, weighs
         self.quarantine, self.signal_seen, self.saving = quarantine, signal_seen, saving
-        self.stateful = any(True for _ in spread.module.buffers())
+        self.stateful = any(True for _ in changing_buffers(spread.module))
         self.pace: Pace | None = None
         """of the last step, where there is a pipeline"""
 
@@ -106,6 +111,7 @@ class Step:
         self.optimizer.update(lr, norm, scale, finite)
         self.spread.updated()
         self.optimizer.zero(in_place=self.spread.in_place and len(batches) > 1)
+        loads = self.balance.end(finite)
         if self.precision.scaler:
             self.precision.scaler.update(finite)
         traffic = self.spread.take_traffic()
@@ -114,13 +120,14 @@ class Step:
         on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
         on_host.copy_(numbers, non_blocking=True)
         clock.close()
-        return Outcome(step, lr, agreement, on_host, traffic, clock, batches, pace=self.pace)
+        return Outcome(step, lr, agreement, on_host, traffic, clock, batches, pace=self.pace, loads=loads)
 
     def gradient(self, step: int, batches: list[MicroBatch], clock: StepClock) -> tuple[Agreement, Tensor]:
         """Leaves in every parameter the gradient of (sum of token losses) / (count of valid tokens) over the whole
         global batch, and gives that loss.
         """
         self._seed(step)
+        self.balance.begin(self.precision.scale, self.precision.weights)
         if faults.reach("step.collective", step) == "desync":
             self.world.sum(torch.zeros(7), "a stray sum").wait()
         asked = self.world.sum_numbers(*self._say(step, batches), name="control sum")  # travels during the forward
@@ -195,6 +202,7 @@ class Step:
             losses, _ = self.spread(*map(self.world.to_device, batch.tensors))
         losses.backward()
         self.optimizer.zero()
+        self.balance.forget()
         self.spread.take_traffic()
         self.spread.buckets.clear()  # DDP makes others now
         with torch.no_grad():

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from meshwright.config import IGNORED, PRESETS, ModelConfig, from_dict
 from meshwright.model.decoder import LanguageModel, Where, documents_of, rotary_tables, rotate
+from meshwright.model.feedforward import FeedForward
 from meshwright.model.init import ROWS, build, initial_rows, std_of
 from meshwright.model.loss import HeadLoss
 
@@ -28,6 +29,14 @@ def test_a_preset_has_the_published_number_of_parameters(preset):
     with torch.device("meta"):
         model = LanguageModel(from_dict({"preset": preset}).model)
     assert sum(p.numel() for p in model.parameters()) == PUBLISHED[preset]
+
+
+def test_deepseek_moe_preset_is_the_published_model_but_for_its_first_layer():
+    config = from_dict({"preset": "deepseek-moe-16b"}).model
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    ours, first = (sum(p.numel() for p in part.parameters()) for part in (model, model.decoder.blocks[0].ffn))
+    assert ours - first + 3 * config.width * 10944 == 16_375_728_128
 
 
 def test_gpt2_preset_is_of_gpt2_size():
@@ -149,10 +158,13 @@ def test_a_batch_with_no_valid_token_has_a_zero_sum_and_zero_gradients():
 def test_experts_that_are_all_alike_are_one_dense_feed_forward():
     config = ModelConfig(**{**SMALL.__dict__, "experts": 4})
     block = build(config, 0, torch.float64).decoder.blocks[0]
-    for expert in block.ffn.experts:
-        expert.load_state_dict(block.ffn.experts[0].state_dict())
+    dense = FeedForward(config.width, config.ffn).double()
+    with torch.no_grad():
+        for name, stacked in block.ffn.bank.named_parameters():
+            stacked.copy_(stacked[0].expand_as(stacked))
+            dense.get_submodule(name).weight.copy_(stacked[0])
     x = torch.randn(2, 9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-    assert torch.allclose(block.ffn(x), block.ffn.experts[0](x), atol=1e-14)
+    assert torch.allclose(block.ffn(x), dense(x), atol=1e-14)
 
 
 def test_an_expert_nobody_chose_has_a_zero_gradient_not_none():

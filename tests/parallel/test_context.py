@@ -18,7 +18,7 @@ from meshwright.model.decoder import Attend, documents_of
 from meshwright.model.init import build
 from meshwright.parallel.context import AllToAllAttend, Pieces, RingAttend, divide_sequences, piece_of, seen
 from meshwright.parallel.recompute import recompute
-from meshwright.parallel.tensor import DECODER, cut, sum_partial
+from meshwright.parallel.tensor import cut, decoder_parts, sum_partial
 from meshwright.record.memory import MemoryLedger
 from meshwright.record.traffic import Row, TrafficLedger
 from meshwright.testing import run_ranks
@@ -203,7 +203,7 @@ def divided(group, method: str, separator: int | None, dtype: torch.dtype, again
     """The same, summed over a context group's ranks."""
     model = build(ModelConfig(**{**MODEL.__dict__, "separator": separator}), 0, dtype)
     pieces = divide_sequences(model, group, method)
-    recompute(model, DECODER, ComputeConfig(recompute=again))
+    recompute(model, decoder_parts(MODEL), ComputeConfig(recompute=again))
     with MemoryLedger(model) as memory, TrafficLedger({group.group_name: "context"}) as ledger:
         total, count = model(*piece_of(batch(number), pieces, separator))
         kept = memory.now["activation"] + memory.now["communication"] + memory.now["temporary"]
@@ -271,7 +271,7 @@ def with_tensor(world):
     group, errors = mesh.get_group("context"), []
     for method in METHODS:
         model = build(MODEL, 0, torch.float64)
-        cut(model, DECODER, mesh["tensor"])
+        cut(model, decoder_parts(MODEL), mesh["tensor"])
         pieces = divide_sequences(model, group, method)
         with loss_parallel():
             total, count = model(*piece_of(batch(0), pieces, 3))

@@ -97,8 +97,11 @@ def test_what_a_rank_holds_falls_from_none_to_parameters(found):
     assert kept["parameters"].parameter == whole // RANKS + block
 
 
+SHARED = ["--model.experts=4", "--model.experts_shared=2"]
+
+
 def test_shapes_are_those_of_the_model():
-    for words in ([], ["--model.tie=true"], ["--model.experts=3", "--model.ffn=5"]):
+    for words in ([], ["--model.tie=true"], ["--model.experts=3", "--model.ffn=5"], SHARED):
         config = load(overrides=[*EVEN, *words])
         real = {name: tuple(p.shape) for name, p in build(config.model, 0).named_parameters()}
         assert {shape.name: shape.dims for shape in decoder_shapes(config.model)} == real

@@ -1,0 +1,135 @@
+"""Expert parallelism: the experts are divided among ranks, and rows travel to their experts and back by all-to-all.
+
+Of n ranks and E experts, rank i holds experts [i E / n, (i + 1) E / n). A pass sends, forward: how many rows are meant
+for each expert, the rows, and what their experts made of them; backward: the gradients of the last two. Every rank
+makes each of these calls in the same order, also one that has nothing to send or to receive.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from meshwright.model.bank import Bank, Matrices
+from meshwright.model.experts import Dispatch, Experts, Whole
+from meshwright.parallel.mesh import Meshes
+
+
+class AllToAll(Dispatch):
+    """Rows, sorted by expert, to the ranks of `group` that hold their experts, through the bank, and back."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, bank: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
+        ranks = self.group.size()
+        meant = torch.empty_like(counts)
+        dist.all_to_all_single(meant, counts.contiguous(), group=self.group)
+        both = torch.stack((counts, meant)).view(2, ranks, -1)  # (which way, rank, local expert)
+        # The one place where the host waits for the device: it must know how many rows go to and come from each rank.
+        going, coming = both.sum(dim=2).tolist()
+        here = exchange(rows, going, coming, self.group)
+        order = by_expert(both[1], sum(coming))
+        made = bank(here.index_select(0, order), both[1].sum(dim=0))
+        back = made.new_zeros(made.shape).index_copy(0, order, made)
+        return exchange(back, coming, going, self.group)
+
+
+def by_expert(counts: Tensor, rows: int) -> Tensor:
+    """The order that sorts rows by local expert. They come by rank, and of each rank by expert; `counts` says how many
+    of each, (rank, local expert).
+    """
+    ranks, local = counts.shape
+    expert = torch.arange(local, device=counts.device).repeat(ranks)
+    return expert.repeat_interleave(counts.flatten(), output_size=rows).argsort(stable=True)
+
+
+def exchange(rows: Tensor, going: list[int], coming: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Sends the first rows to the group's first rank and so on; gives what came, in the order of ranks."""
+    came: Tensor = Exchange.apply(rows, going, coming, group)  # type: ignore[no-untyped-call]
+    return came
+
+
+class Exchange(torch.autograd.Function):
+    """An all-to-all whose backward is the same the other way round. torch's own loses the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, going: list[int], coming: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.way = going, coming, group
+        return sent(rows, going, coming, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        going, coming, group = ctx.way
+        return sent(gradient, coming, going, group), None, None, None
+
+
+def sent(rows: Tensor, going: list[int], coming: list[int], group: dist.ProcessGroup) -> Tensor:
+    came = rows.new_empty(sum(coming), *rows.shape[1:])
+    dist.all_to_all_single(came, rows.contiguous(), coming, going, group=group)
+    return came
+
+
+class SumOver(Whole):
+    """How often each sequence chose each expert, where the ranks of `group` hold pieces of the same sequences."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, counts: Tensor) -> Tensor:
+        total = counts.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+
+def divide_experts(model: nn.Module, meshes: Meshes) -> None:
+    """Each rank of the expert axis keeps its own experts. Ranks of the tensor axis, which have pieces of the sequence
+    between matrices, hold the same experts and routers, and their gradients are parts of a sum.
+    """
+    tensor = meshes.axis("tensor")
+    for experts in (module for module in model.modules() if isinstance(module, Experts)):
+        if meshes.experts is not None:
+            names = tuple(axis for axis in meshes.experts.mesh_dim_names or () if axis in ("expert", "tensor"))
+            on_mesh(experts.bank, meshes.experts[names], [Shard(0), Replicate()][: len(names)])
+            experts.dispatch = AllToAll(meshes.experts.get_group("expert"))
+        elif tensor is not None:
+            on_mesh(experts.bank, tensor, [Replicate()])
+        if tensor is not None:
+            on_mesh(experts.router, tensor, [Replicate()])
+        bank, router = experts.bank, experts.router
+        bank.weights = partial(local_matrices, bank)  # type: ignore[method-assign]
+        router.matrix = partial(local, router, "weight")  # type: ignore[method-assign]
+        if meshes.pieces is not None:
+            experts.whole = SumOver(meshes.pieces)
+
+
+def on_mesh(module: nn.Module, mesh: DeviceMesh, placements: list[Placement]) -> None:
+    """A module's own parameters as DTensors, each rank from its own copy."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        spread = distribute_tensor(parameter, mesh, placements, src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(spread, parameter.requires_grad))
+
+
+def local_matrices(bank: Bank) -> Matrices:
+    return local(bank, "gate"), local(bank, "up"), local(bank, "down")
+
+
+def local(module: nn.Module, name: str) -> Tensor:
+    """With its graph. Along an axis on which ranks hold the same weight each sees other tokens."""
+    weight = getattr(module, name)
+    if not isinstance(weight, DTensor):
+        return weight  # type: ignore[no-any-return]
+    parts = [Partial() if placement.is_replicate() else placement for placement in weight.placements]
+    return weight.to_local(grad_placements=parts)
+
+
+def banks_of(model: nn.Module) -> list[Bank]:
+    return [module for module in model.modules() if isinstance(module, Bank)]
