@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from meshwright.errors import ConfigError
 from meshwright.model.decoder import Attend, Places, documents_of
 from meshwright.parallel.attention import Mask, Result, attend_block, attend_block_backward, merge, wide
+from meshwright.parallel.exchange import exchange
 from meshwright.parallel.recompute import nothing_kept
 
 Method = Literal["ring", "all-to-all"]
@@ -247,27 +248,6 @@ class RingAttend(nn.Module):
             return RingAttention.apply(q, k, v, documents, self.ring)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class Exchange(torch.autograd.Function):
-    """Part i of a rank's tensor, by its first dimension, goes to rank i; the collective by itself has no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return exchange(parts, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return exchange(grad, ctx.group), None
-
-
-def exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = parts.contiguous()
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
-    return received
-
-
 class AllToAllAttend(nn.Module):
     """Attend, of a rank's piece: an exchange gives each rank some heads of the whole sequence, and another brings the
     results back (Jacobs 2023, DeepSpeed-Ulysses).
@@ -294,14 +274,11 @@ class AllToAllAttend(nn.Module):
             k, v = (tensor.repeat_interleave(copies, dim=1) for tensor in (k, v))
         split = [tensor.unflatten(1, (ranks, -1)) for tensor in (q, k, v)]  # (batch, ranks, heads of one, piece, size)
         counts = [tensor.shape[2] for tensor in split]
-        received = self.exchange(torch.cat(split, dim=2).movedim(1, 0))
+        received = exchange(torch.cat(split, dim=2).movedim(1, 0), self.group)
         whole = received.movedim(0, 2).flatten(2, 3)  # (batch, heads of this rank, sequence, size)
         mixed = self.attend(*whole.split(counts, dim=1), documents)
-        returned = self.exchange(mixed.unflatten(2, (ranks, -1)).movedim(2, 0))
+        returned = exchange(mixed.unflatten(2, (ranks, -1)).movedim(2, 0), self.group)
         return returned.movedim(0, 1).flatten(1, 2)
-
-    def exchange(self, parts: Tensor) -> Tensor:
-        return Exchange.apply(parts, self.group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def check(documents: Tensor | None, sequence: int) -> None:

@@ -8,7 +8,6 @@ makes each of these calls in the same order, also one that has nothing to send o
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from meshwright.model.bank import Bank, Matrices
 from meshwright.model.experts import Dispatch, Experts, Whole
+from meshwright.parallel.exchange import exchange
 from meshwright.parallel.mesh import Meshes
 
 
@@ -35,11 +35,11 @@ class AllToAll(Dispatch):
         both = torch.stack((counts, meant)).view(2, ranks, -1)  # (which way, rank, local expert)
         # The one place where the host waits for the device: it must know how many rows go to and come from each rank.
         going, coming = both.sum(dim=2).tolist()
-        here = exchange(rows, going, coming, self.group)
+        here = exchange(rows, self.group, going, coming)
         order = by_expert(both[1], sum(coming))
         made = bank(here.index_select(0, order), both[1].sum(dim=0))
         back = made.new_zeros(made.shape).index_copy(0, order, made)
-        return exchange(back, coming, going, self.group)
+        return exchange(back, self.group, coming, going)
 
 
 def by_expert(counts: Tensor, rows: int) -> Tensor:
@@ -49,32 +49,6 @@ def by_expert(counts: Tensor, rows: int) -> Tensor:
     ranks, local = counts.shape
     expert = torch.arange(local, device=counts.device).repeat(ranks)
     return expert.repeat_interleave(counts.flatten(), output_size=rows).argsort(stable=True)
-
-
-def exchange(rows: Tensor, going: list[int], coming: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Sends the first rows to the group's first rank and so on; gives what came, in the order of ranks."""
-    came: Tensor = Exchange.apply(rows, going, coming, group)  # type: ignore[no-untyped-call]
-    return came
-
-
-class Exchange(torch.autograd.Function):
-    """An all-to-all whose backward is the same the other way round. torch's own loses the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, going: list[int], coming: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.way = going, coming, group
-        return sent(rows, going, coming, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        going, coming, group = ctx.way
-        return sent(gradient, coming, going, group), None, None, None
-
-
-def sent(rows: Tensor, going: list[int], coming: list[int], group: dist.ProcessGroup) -> Tensor:
-    came = rows.new_empty(sum(coming), *rows.shape[1:])
-    dist.all_to_all_single(came, rows.contiguous(), coming, going, group=group)
-    return came
 
 
 class SumOver(Whole):
