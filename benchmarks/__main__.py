@@ -13,12 +13,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from benchmarks import checkpoint, layouts, recovery, sampler, throughput, zero
+from benchmarks import checkpoint, layouts, pipeline, recovery, sampler, throughput, zero
 from benchmarks.throughput import PLAIN
 
 RESULT = Path("bench.json")
 PACKAGES = ("meshwright", "torch", "numpy", "xxhash", "accelerate", "lightning-fabric", "torchdata")
-PARTS = ("throughput", "layouts", "zero", "sampler", "checkpoint", "recovery")
+PARTS = ("throughput", "layouts", "zero", "pipeline", "sampler", "checkpoint", "recovery")
 
 
 def main() -> None:
@@ -37,6 +37,8 @@ def main() -> None:
         result["layouts"] = layouts.measure()
     if "zero" in words.only:
         result["zero"] = zero.measure()
+    if "pipeline" in words.only:
+        result["pipeline"] = pipeline.measure()
     if "sampler" in words.only:
         result["sampler"] = sampler.measure()
     if "checkpoint" in words.only:

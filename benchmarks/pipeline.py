@@ -1,0 +1,71 @@
+"""What pipeline schedules hold and how long they wait, on real steps: live micro-batches and peak bytes of activations
+of every rank, and the share of time in which it waited, beside what the schedule alone promises.
+
+What is held is counted, the same on every machine. Waiting is timed, and means little where ranks outnumber cores.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from meshwright.config import RunConfig, load
+from meshwright.parallel.world import World
+from meshwright.plan.slots import timeline
+from meshwright.prove.traffic import third_step
+from meshwright.prove.trail import LR, Concatenated, DataConfig, Loader, real_step, source_of, stream_of
+from meshwright.refused import checked
+from meshwright.schedule import KINDS, usual_stages
+from meshwright.testing import run_ranks
+from meshwright.train.ledger import idle
+
+SHAPE = ["--model.width=64", "--model.layers=8", "--model.ffn=176", "--model.vocab=64", "--data.sequence=16"]
+STEPS = 12
+
+
+def measure() -> dict[str, Any]:
+    """Counts on four ranks; waiting on two, one for each of two cores."""
+    few = len(os.sched_getaffinity(0)) < 4
+    tables = {f"{ranks} ranks, 8 micro-batches": table(ranks, 8, timed=ranks == 2 or not few) for ranks in (2, 4)}
+    return {"in units of": "bytes of activations of one process without a pipeline", "tables": tables}
+
+
+def table(ranks: int, micros: int, timed: bool) -> dict[str, Any]:
+    words = [*SHAPE, f"--batch.global={micros}", "--batch.micro=1", "--layout.replicate=1"]
+    alone = load(overrides=words)
+    [whole] = run_ranks(activation, 1, alone)
+    rows = {}
+    for kind in KINDS:
+        config = replace(
+            alone,
+            layout=replace(alone.layout, pipeline=ranks),
+            pipeline=replace(alone.pipeline, schedule=kind, stages=usual_stages(kind)),
+        )
+        promised = timeline(kind, ranks, micros)
+        found = run_ranks(row, ranks, config)
+        rows[kind] = {
+            "bubble in slots": round(float(promised.bubble), 4),
+            "live promised": promised.peaks,
+            "live measured": [one["live"] for one in found],
+            "activations": [round(one["activation"] / whole, 3) for one in found],
+        }
+        if timed:
+            rows[kind]["waiting measured"] = [one["idle"] for one in found]
+    return rows
+
+
+def activation(world: World, config: RunConfig) -> int:
+    return third_step(world, config).memory.peak["activation"]
+
+
+def row(world: World, config: RunConfig) -> dict[str, Any]:
+    layout, batch = checked(config)
+    step = real_step(world, config, layout)
+    loader = Loader(Concatenated([source_of(config)]), stream_of(config), batch, 0, DataConfig(workers=0))
+    batches = loader.steps(0, STEPS)
+    outcomes = [step.run(number, LR, batches) for number in range(STEPS)][2:]
+    live = {outcome.pace.most for outcome in outcomes if outcome.pace is not None}
+    waited = [idle(outcome.clock.seconds()) for outcome in outcomes]
+    return {"live": max(live), "idle": round(median(waited), 3), "activation": activation(world, config)}
