@@ -213,9 +213,9 @@ class Step:
         self, traffic: GradientTraffic, agreement: Agreement, batches: list[MicroBatch], norm: Tensor
     ) -> Tensor:
         """The square of this rank's own mean gradient, before it met the others'; not a number where only their sum is
-        known.
+        known, or the rank had a piece of its samples alone.
         """
-        if traffic.local_square is None:
+        if traffic.local_square is None or self.spread.together:
             return torch.full_like(norm, float("nan"))
         own = sum(batch.valid for batch in batches)
         return traffic.local_square * (agreement.tokens / max(1, own)) ** 2
