@@ -18,25 +18,22 @@ from functools import partial
 import torch
 from torch import nn
 
-from meshwright.config import RunConfig, batch_algebra
+from meshwright.config import RunConfig
 from meshwright.errors import ConfigError
-from meshwright.layout import Layout, stages_each
-from meshwright.model.decoder import LanguageModel
+from meshwright.layout import Layout
 from meshwright.parallel.context import divide_sequences, piece_of
 from meshwright.parallel.expert import divide_experts
 from meshwright.parallel.mesh import Meshes, meshes_of
 from meshwright.parallel.parts import Parts, blocks_of
-from meshwright.parallel.pipeline import Piped, Plan
+from meshwright.parallel.pipeline import Piped
 from meshwright.parallel.recompute import recompute
 from meshwright.parallel.replicate import Replicated
 from meshwright.parallel.shard import Sharded
 from meshwright.parallel.spread import Spread
-from meshwright.parallel.stages import Stage, Tie, keep_stages, parts_of
+from meshwright.parallel.stages import TIED, keep_stages, parts_of, plan_of, stages_in
 from meshwright.parallel.tensor import cut
 from meshwright.parallel.weights import Fill, Weights
 from meshwright.parallel.world import World
-from meshwright.plan.stages import spans
-from meshwright.schedule import holder, stages_of
 
 
 def apply(
@@ -47,10 +44,9 @@ def apply(
     """
     meshes = meshes_of(layout, world.device.type, experts=bool(config.model.experts) and fill is not None)
     parts = needed(parts, layout, config)
-    pipe = Pipe(config, layout, world.rank) if layout.pipeline > 1 else None
-    if pipe is not None:
-        assert isinstance(model, LanguageModel)
-        keep_stages(model, [pipe.spans[stage] for stage in pipe.mine], pipe.first in pipe.mine, pipe.last in pipe.mine)
+    plan = plan_of(config, layout, world.rank) if layout.pipeline > 1 else None
+    if plan is not None:
+        keep_stages(model, plan)
         parts = parts.within(model)
     if tensor := meshes.axis("tensor"):
         cut(model, parts, tensor)
@@ -61,15 +57,15 @@ def apply(
         for block in blocks_of(model, parts):
             block.forward = torch.compile(block.forward)
     weights = Weights(model, fill, world.device)
-    if pipe is not None and config.model.tie:
-        weights.copies["head.weight"] = "decoder.embedding.weight"
-    if pipe is None:
-        spread = over_tokens(model, parts, config, layout, world, meshes, weights)
+    among = partial(over_tokens, config=config, layout=layout, world=world, meshes=meshes, weights=weights)
+    if plan is None:
+        spread = among(model, parts)
     else:
-        assert isinstance(model, LanguageModel)
-        spread = in_stages(model, pipe, config, layout, world, meshes, weights)
+        weights.copies |= TIED if config.model.tie else {}
+        stages = {index: among(stage, parts_of(stage)) for index, stage in stages_in(model, plan).items()}
+        spread = Piped(model, stages, plan, meshes, world.device, tied=config.model.tie)
     spread.meshes = meshes
-    if pieces is not None or layout.pipeline > 1:
+    if pieces is not None or plan is not None:
         spread.take = partial(piece_of, pieces=pieces, separator=config.model.separator)
     return spread
 
@@ -92,51 +88,6 @@ def over_tokens(
     weights.ready(module)
     weights.fill(module)
     return Replicated(module, config.replicate, world) if others else Spread(module)
-
-
-class Pipe:
-    """Which stages this rank holds, and which blocks each of them has."""
-
-    def __init__(self, config: RunConfig, layout: Layout, rank: int) -> None:
-        self.kind, self.ranks = config.pipeline.schedule, layout.pipeline
-        self.rank = layout.coordinates(rank)["pipeline"]
-        each = stages_each(config)
-        self.mine = stages_of(self.kind, self.ranks, self.rank, each)
-        self.first, self.last = 0, each * self.ranks - 1
-        self.spans = spans(config.model, config.data.sequence, each * self.ranks)
-
-    def holder(self, stage: int) -> int:
-        return holder(self.kind, self.ranks, stage)
-
-
-def in_stages(
-    model: LanguageModel,
-    pipe: Pipe,
-    config: RunConfig,
-    layout: Layout,
-    world: World,
-    meshes: Meshes,
-    weights: Weights,
-) -> Spread:
-    assert meshes.dense is not None
-    stages = {}
-    for index in pipe.mine:
-        stage = Stage(model, pipe.spans[index], first=index == pipe.first, last=index == pipe.last)
-        stages[index] = over_tokens(stage, parts_of(stage), config, layout, world, meshes, weights)
-    batch = batch_algebra(config.batch, layout.data_degree)
-    group = meshes.dense.get_group("pipeline")
-    pieces = layout.context * layout.tensor
-    plan = Plan(
-        pipe.kind,
-        pipe.ranks,
-        pipe.rank,
-        pipe.last + 1,
-        batch.accumulation,
-        (batch.micro, config.data.sequence // pieces, config.model.width),
-        torch.float64 if config.precision.compute == "fp64" else torch.float32,
-    )
-    tie = Tie(model, pipe.holder(pipe.first), pipe.holder(pipe.last), group) if config.model.tie else None
-    return Piped(model, stages, plan, group, tie, world.device)
 
 
 def needed(parts: Parts | None, layout: Layout, config: RunConfig) -> Parts:

@@ -29,9 +29,9 @@ from torch.distributed.pipelining import (
 )
 
 from meshwright.config.spread import Schedule
+from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.spread import Spread
-from meshwright.parallel.stages import Stage, Tie
-from meshwright.schedule import holder
+from meshwright.parallel.stages import TIED, Plan, Stage, Tie
 
 SCHEDULES: dict[Schedule, type] = {
     "gpipe": ScheduleGPipe,
@@ -89,21 +89,6 @@ class Paced(PipelineStage):
         self.pace.enter("sync")
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How a pipeline runs: its schedule, its ranks, which stages this one holds, and what passes between stages."""
-
-    kind: Schedule
-    ranks: int
-    rank: int
-    stages: int
-    """in all"""
-    micros: int
-    hidden: tuple[int, ...]
-    """the shape of a micro-batch between stages"""
-    dtype: torch.dtype
-
-
 class Piped(Spread):
     """Stages of a pipeline on this rank, each spread over tokens by itself. `module` holds what all of them have, under
     the names of the whole model.
@@ -114,15 +99,18 @@ class Piped(Spread):
         module: nn.Module,
         stages: dict[int, Spread],
         plan: Plan,
-        group: dist.ProcessGroup,
-        tie: Tie | None,
+        meshes: Meshes,
         device: torch.device,
+        tied: bool,
     ) -> None:
         super().__init__(module)
-        self.stages, self.plan, self.group, self.tie, self.device = stages, plan, group, tie, device
+        assert meshes.dense is not None
+        self.stages, self.plan, self.device = stages, plan, device
+        self.group = meshes.dense.get_group("pipeline")
+        self.tie = Tie(module, plan, self.group) if tied else None
         self.groups = next(iter(stages.values())).groups
-        self.has_loss = plan.stages - 1 in stages
-        self.copies = frozenset(["head.weight"]) if tie is not None and tie.copy is not None else frozenset()
+        self.has_loss = plan.last in stages
+        self.copies = frozenset(TIED) if tied else frozenset()
         self.pace = Pace()
         self.weigh: Callable[[Tensor], Tensor] = lambda loss: loss
         self.schedule = self._schedule()
@@ -143,10 +131,10 @@ class Piped(Spread):
         stage = Paced(
             self.stages[index].module,
             index,
-            plan.stages,
+            len(plan.spans),
             self.device,
             input_args=(tokens if index == 0 else hidden,),
-            output_args=(loss if index == plan.stages - 1 else hidden,),
+            output_args=(loss if index == plan.last else hidden,),
             group=self.group,
         )
         stage.pace = self.pace
@@ -181,19 +169,16 @@ class Piped(Spread):
         tokens, labels, *rest = inputs
         x, total = tokens, torch.zeros((), dtype=self.plan.dtype, device=tokens.device)
         for index in sorted(self.stages):
-            if index and (source := self._holder(index - 1)) != self.plan.rank:
+            if index and (source := self.plan.holder(index - 1)) != self.plan.rank:
                 shape = (len(tokens), *self.plan.hidden[1:])
                 x = torch.empty(shape, dtype=self.plan.dtype, device=self.device)
                 dist.recv(x, group=self.group, group_src=source)
             x = self.stages[index].module(x, labels, *rest)
-            if index == self.plan.stages - 1:
+            if index == self.plan.last:
                 total = x.sum()
-            elif (target := self._holder(index + 1)) != self.plan.rank:
+            elif (target := self.plan.holder(index + 1)) != self.plan.rank:
                 dist.send(x.contiguous(), group=self.group, group_dst=target)
         return total
-
-    def _holder(self, stage: int) -> int:
-        return holder(self.plan.kind, self.plan.ranks, stage)
 
     def share_buffers(self) -> None:
         for stage in self.stages.values():

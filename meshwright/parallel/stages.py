@@ -4,16 +4,65 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.config import RunConfig, batch_algebra
+from meshwright.config.spread import Schedule
+from meshwright.layout import Layout, stages_each
 from meshwright.model.decoder import LanguageModel
 from meshwright.parallel.blocks import local_of
 from meshwright.parallel.parts import Parts
+from meshwright.plan.stages import spans
+from meshwright.schedule import holder, stages_of
+
+TIED = {"head.weight": "decoder.embedding.weight"}
+"""Under a pipeline the head's own weight, where it is tied, is a copy of the embedding's."""
 
 STAGE = Parts(blocks="blocks.*", ends=(("embedding",), ("norm", "head")))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a pipeline runs: its schedule, which stages this rank holds, and what passes between stages."""
+
+    kind: Schedule
+    ranks: int
+    rank: int
+    mine: list[int]
+    spans: list[range]
+    """the blocks of every stage"""
+    micros: int
+    hidden: tuple[int, ...]
+    """the shape of a micro-batch between stages"""
+    dtype: torch.dtype
+
+    @property
+    def last(self) -> int:
+        return len(self.spans) - 1
+
+    def holder(self, stage: int) -> int:
+        """The rank of the pipeline that holds a stage."""
+        return holder(self.kind, self.ranks, stage)
+
+
+def plan_of(config: RunConfig, layout: Layout, rank: int) -> Plan:
+    kind, place, each = config.pipeline.schedule, layout.coordinates(rank)["pipeline"], stages_each(config)
+    batch = batch_algebra(config.batch, layout.data_degree)
+    piece = config.data.sequence // (layout.context * layout.tensor)
+    return Plan(
+        kind,
+        layout.pipeline,
+        place,
+        stages_of(kind, layout.pipeline, place, each),
+        spans(config.model, config.data.sequence, layout.pipeline * each),
+        batch.accumulation,
+        (batch.micro, piece, config.model.width),
+        torch.float64 if config.precision.compute == "fp64" else torch.float32,
+    )
 
 
 class Stage(nn.Module):
@@ -51,16 +100,24 @@ def parts_of(stage: Stage) -> Parts:
     return Parts(STAGE.blocks, tuple(group for group in there if group))
 
 
-def keep_stages(model: LanguageModel, mine: list[range], first: bool, last: bool) -> None:
-    """Lets go of all blocks but these, and of the ends unless they are here. A tied head becomes a copy."""
+def keep_stages(model: nn.Module, plan: Plan) -> None:
+    """Lets go of all blocks but those of this rank's stages, and of ends that are not here. A tied head becomes a copy."""
+    assert isinstance(model, LanguageModel)
     decoder = model.decoder
-    decoder.blocks = nn.ModuleDict({str(i): decoder.blocks[i] for blocks in mine for i in blocks})  # type: ignore[assignment]
-    if last and model.head.weight is getattr(decoder.embedding, "weight", None):
+    blocks = {str(index): decoder.blocks[index] for stage in plan.mine for index in plan.spans[stage]}
+    decoder.blocks = nn.ModuleDict(blocks)  # type: ignore[assignment]
+    if plan.last in plan.mine and model.head.weight is decoder.embedding.weight:
         model.head.weight = nn.Parameter(torch.empty_like(model.head.weight))
-    if not first:
+    if 0 not in plan.mine:
         decoder.embedding = None  # type: ignore[assignment]
-    if not last:
+    if plan.last not in plan.mine:
         decoder.norm = model.head = None  # type: ignore[assignment]
+
+
+def stages_in(model: nn.Module, plan: Plan) -> dict[int, Stage]:
+    """This rank's stages, of a model that has kept them."""
+    assert isinstance(model, LanguageModel)
+    return {index: Stage(model, plan.spans[index], first=index == 0, last=index == plan.last) for index in plan.mine}
 
 
 class Tie:
@@ -68,10 +125,11 @@ class Tie:
     after each update the new value comes back.
     """
 
-    def __init__(self, model: LanguageModel, owner: int, user: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, group: dist.ProcessGroup) -> None:
+        assert isinstance(model, LanguageModel)
         self.owned = model.decoder.embedding.weight if model.decoder.embedding is not None else None
         self.copy = model.head.weight if model.head is not None else None
-        self.owner, self.user, self.group = owner, user, group
+        self.owner, self.user, self.group = plan.holder(0), plan.holder(plan.last), group
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
