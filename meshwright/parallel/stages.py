@@ -101,7 +101,7 @@ def parts_of(stage: Stage) -> Parts:
 
 
 def keep_stages(model: nn.Module, plan: Plan) -> None:
-    """Lets go of all blocks but those of this rank's stages, and of ends that are not here. A tied head becomes a copy."""
+    """Lets go of all that is no part of this rank's stages. A tied head becomes a copy."""
     assert isinstance(model, LanguageModel)
     decoder = model.decoder
     blocks = {str(index): decoder.blocks[index] for stage in plan.mine for index in plan.spans[stage]}
