@@ -168,6 +168,7 @@ class Piped(Spread):
         self.weigh = weigh
         tokens, *rest = (torch.cat(column) for column in zip(*micro_batches, strict=True))
         named = dict(zip(("labels", "documents"), rest, strict=False))
+        enter("sync")  # all but the first stage wait for its first micro-batch
         self.schedule.step(*((tokens,) if 0 in self.stages else ()), target=rest[0], return_outputs=False, **named)
         if self.tie is not None:
             self.tie.sum_gradients()

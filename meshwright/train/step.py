@@ -185,6 +185,7 @@ class Step:
 
         with pipe.micro_step(last=True):
             self.pace = pipe.run(inputs, weigh, enter, self.precision.autocast)
+        total.mul_(poison)  # also where no loss is computed, or all losses were before the first backward
 
     def rehearse(self, first: Callable[[], MicroBatch]) -> None:
         """Where there is DDP, a backward pass that is thrown away. DDP settles its buckets, and with them the order of
@@ -213,9 +214,9 @@ class Step:
         self, traffic: GradientTraffic, agreement: Agreement, batches: list[MicroBatch], norm: Tensor
     ) -> Tensor:
         """The square of this rank's own mean gradient, before it met the others'; not a number where only their sum is
-        known.
+        known, or where the rank has pieces of its samples alone.
         """
-        if traffic.local_square is None:
+        if traffic.local_square is None or self.spread.meshes.context is not None:
             return torch.full_like(norm, float("nan"))
         own = sum(batch.valid for batch in batches)
         return traffic.local_square * (agreement.tokens / max(1, own)) ** 2
