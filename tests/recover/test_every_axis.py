@@ -121,3 +121,16 @@ def test_what_is_not_finite_is_skipped_on_every_rank(layout, rank, runs):
     assert (result.steps, result.skipped) == (STEPS, 1)
     for each in (0, 1):
         assert [e["step"] for e in runs.events("step", each) if e.get("skipped")] == [4]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["step.forward:rank1:raise@step7", pytest.param("step.backward:rank2:raise@step7", marks=pytest.mark.long)],
+)
+def test_a_rank_that_fails_is_blamed_and_not_one_that_lost_it_inside_a_stage(fault, runs):
+    """torch wraps what happens there, and a lost neighbour of a ring happens there."""
+    with pytest.raises(RanksFailed, match="injected at") as failed:
+        runs.run(fault, *LAYOUTS["pipeline"], "--layout.context=2", "--launch.restarts=0", ranks=4)
+    rank = int(fault.split(":rank")[1][0])
+    assert (runs.incidents[0].rank, runs.incidents[0].kind) == (rank, "InjectedFault")
+    assert [f.rank for f in failed.value.failures if not f.witness] == [rank], failed.value.failures

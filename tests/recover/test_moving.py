@@ -9,8 +9,8 @@ from recovering import STEPS, ledger
 from meshwright.checkpoint.catalogue import published, store_of
 from meshwright.checkpoint.inspect import list_rows
 from meshwright.checkpoint.tensors import numbers, raw
-from meshwright.recover.failures import RanksFailed
 from meshwright.record.folder import RunFolder
+from meshwright.recover.failures import RanksFailed
 
 EXACT = ("--precision.compute=fp64", "--model.layers=4", "--model.tie=true", "--eval.every=4", "--batch.micro=2")
 EXPERTS = ("--model.experts=4", "--model.experts_bias=0.01")
@@ -69,6 +69,7 @@ def test_stopped_and_gone_on_elsewhere_it_is_the_run_that_never_moved(case, runs
             runs.run("", *EXACT, *model, *words, ranks=ranks)
     changes = [change for event in runs.events("restored") for change in event["changes"]]
     assert any(change.startswith("pipeline was") for change in changes)
+    assert any(change.startswith("expert was") for change in changes) == bool(model)
     moved, runs.folder = runs.folder, runs.folder.with_name("never moved")
     runs.run("", *EXACT, *model, ranks=1)
     ours, theirs = ledger(moved), ledger(runs.folder)

@@ -20,6 +20,7 @@ LAYOUTS = {
     "pipeline x experts": (*PIPELINE, *EXPERTS),
     "pipeline x ring": (*PIPELINE, "--layout.context=2"),
 }
+WILD = ("--optimizer.lr=5e18", "--schedule.warmup=0", "--checkpoint.mode=off", "--eval.every=0")
 RANKS = {"pipeline x experts": 4, "pipeline x ring": 4}
 
 
@@ -28,13 +29,21 @@ RANKS = {"pipeline x experts": 4, "pipeline x ring": 4}
 )
 def test_where_a_number_stopped_being_finite_is_found_by_all_ranks_together(layout, runs):
     """After one update at such a rate the products of queries and keys overflow."""
-    wild = ("--optimizer.lr=5e18", "--schedule.warmup=0", "--checkpoint.mode=off", "--eval.every=0")
     with pytest.raises(RanksFailed, match=r"step [123]: loss nan or its gradient is not finite, first in ") as stopped:
-        runs.run("", *LAYOUTS[layout], *wild, ranks=RANKS.get(layout, 2))
+        runs.run("", *LAYOUTS[layout], *WILD, ranks=RANKS.get(layout, 2))
     assert stopped.value.exit_code == 7
     told = [event for rank in range(RANKS.get(layout, 2)) for event in runs.events("nonfinite", rank)]
     assert len(told) == RANKS.get(layout, 2)
     assert any("decoder." in (event["module"] or "") for event in told), told
+
+
+@pytest.mark.parametrize("words", [EXPERTS[:1], pytest.param(EXPERTS, marks=pytest.mark.long)])
+def test_looking_for_what_is_not_finite_counts_for_no_expert(words, runs):
+    """Every step from the second on is skipped, and looked into by a pass of its own."""
+    wild = (*WILD, "--numerics.on_nonfinite=skip", "--numerics.skip_budget=100", "--log_every=1")
+    assert runs.run("", *words, *wild).skipped > 5
+    loads = [event["loads"] for event in runs.events("experts")]
+    assert {sum(block) for step in loads for block in step} == {16 * 16 * 2}  # each token visits two
 
 
 class Poisoned:
