@@ -9,8 +9,8 @@ schedule must not (`scale_grads`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -89,6 +89,19 @@ class Paced(PipelineStage):
         self.pace.enter("sync")
 
 
+@contextmanager
+def as_raised() -> Iterator[None]:
+    """torch wraps whatever is raised within a stage in an error of its own. What it was decides who is to blame: a full
+    memory is this rank's failure, a lost neighbour is not.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if error.__cause__ is None:
+            raise
+        raise error.__cause__ from None
+
+
 class Piped(Spread):
     """Stages of a pipeline on this rank, each spread over tokens by itself. `module` holds what all of them have, under
     the names of the whole model.
@@ -156,7 +169,9 @@ class Piped(Spread):
         self.weigh = weigh
         tokens, *rest = (torch.cat(column) for column in zip(*micro_batches, strict=True))
         named = dict(zip(("labels", "documents"), rest, strict=False))
-        self.schedule.step(*((tokens,) if 0 in self.stages else ()), target=rest[0], return_outputs=False, **named)
+        enter("sync")  # all but the first stage wait for its first micro-batch
+        with as_raised():
+            self.schedule.step(*((tokens,) if 0 in self.stages else ()), target=rest[0], return_outputs=False, **named)
         if self.tie is not None:
             self.tie.sum_gradients()
         return self.pace

@@ -7,6 +7,7 @@ spinning, asleep, or in another collective than the rest.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -89,9 +90,12 @@ class Watchdog:
         if not stuck:
             return None
         waiting = {rank for rank in stuck if waits(pages[rank])}
-        if len(pages) - len(waiting) > 1:
-            # Gathers within forward and backward leave no mark on the page: the stacks tell who waits in one.
-            waiting |= {rank for rank in stuck if rank not in waiting and self.waits_inside(rank, pages[rank], now)}
+        # Messages within forward and backward leave no mark on the page: the stacks tell who waits for one.
+        waiting |= {rank for rank in stuck if rank not in waiting and self.waits_inside(rank, pages[rank], now)}
+        if len(waiting) == len(pages):
+            # Between the passes of a pipeline a rank is in `sync` whatever it does: again the stacks tell.
+            idle = {rank for rank in waiting if pages[rank].waits or self.waits_inside(rank, pages[rank], now)}
+            waiting = idle or waiting
         if len(waiting) == len(stuck) < len(pages):
             return None  # somebody still moves, and these wait for it
         rank = suspect(pages, stuck, waiting)
@@ -170,15 +174,22 @@ def suspect(pages: dict[int, Reading], stuck: list[int], waiting: set[int]) -> i
     return min(stuck, key=lambda rank: (rank in waiting, pages[rank].calls, pages[rank].step, rank))
 
 
+WAITING = re.compile(r"meshwright/parallel/context\.py.* in arrive$|^\s*arrive \(.*meshwright/parallel/context\.py")
+"""A frame of ours that waits for a message by itself, where torch has no frame."""
+
+
 def in_collective(stack: str) -> bool:
-    """Whether the main thread's innermost frames are torch's own distributed code: in faulthandler's spelling or in
-    py-spy's.
+    """Whether the main thread's innermost frames are torch's own distributed code, or ours that waits for a message:
+    in faulthandler's spelling or in py-spy's.
     """
     mark = "MainThread" if "MainThread" in stack else "Current thread"
     main = stack.partition(mark)[2]
     # The ledgers stand between torch and its distributed code while a step is counted.
-    frames = (line for line in main.splitlines()[1:] if line.strip() and "meshwright/record/" not in line)
-    innermost = takewhile(lambda frame: "torch/" in frame, frames)
+    frames = [line for line in main.splitlines()[1:] if line.strip() and "meshwright/record/" not in line]
+    if frames and WAITING.search(frames[0]):
+        return True
+    # A schedule of torch's calls backward: what autograd computes there is no message.
+    innermost = takewhile(lambda frame: "torch/" in frame and "torch/autograd/" not in frame, frames)
     return any("torch/distributed/" in frame for frame in islice(innermost, 24))
 
 

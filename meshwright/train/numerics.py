@@ -89,10 +89,10 @@ def first_nonfinite(
     finally:
         for handle in handles:
             handle.remove()
+        for module in model.modules():
+            if isinstance(module, Experts):
+                module.take()  # this pass was no part of a step
     spread.settle()
-    for module in model.modules():
-        if isinstance(module, Experts):
-            module.take()  # this pass was no part of a step
     return found[0] if found else None
 
 

@@ -13,7 +13,7 @@ from meshwright.checkpoint.saver import Notes
 from meshwright.config import Batch, RunConfig
 from meshwright.data.stream import Stream
 from meshwright.errors import DataError, IdentityError
-from meshwright.layout import AXES, Layout
+from meshwright.layout import AXES, Layout, stages_each
 from meshwright.parallel.world import World
 from meshwright.train.identity import code_fingerprint, differing
 from meshwright.train.ledger import Ledger
@@ -22,7 +22,14 @@ from meshwright.train.precision import Precision
 from meshwright.train.step import step_seed
 from meshwright.version import __version__
 
-OLDER: dict[str, Any] = dict.fromkeys(AXES, 1) | {"sharding": "none", "compile": False, "offload": False}
+DEGREES = (*AXES, "expert")
+OLDER: dict[str, Any] = dict.fromkeys(DEGREES, 1) | {
+    "sharding": "none",
+    "pipelining": "none",
+    "exchange": "none",
+    "compile": False,
+    "offload": False,
+}
 """What a checkpoint was made with where it does not say so, being older than the word."""
 
 
@@ -50,6 +57,8 @@ class Resume:
             "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
             "threads": config.launch.threads,
             "sharding": config.layout.shard,
+            "pipelining": f"{config.pipeline.schedule} x {stages_each(config)}" if layout.pipeline > 1 else "none",
+            "exchange": config.context.method if layout.context > 1 else "none",
             "compile": config.compute.compile,
             "offload": config.compute.offload,
         }
@@ -57,7 +66,7 @@ class Resume:
     def facts(self) -> dict[str, Any]:
         """What is the same in every manifest of an attempt."""
         return {
-            "layout": {axis: getattr(self.layout, axis) for axis in AXES} | {"micro": self.batch.micro},
+            "layout": {axis: getattr(self.layout, axis) for axis in DEGREES} | {"micro": self.batch.micro},
             "identity": self.identity,
             "made_by": self.made_by,
         }

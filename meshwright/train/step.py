@@ -185,6 +185,7 @@ class Step:
 
         with pipe.micro_step(last=True):
             self.pace = pipe.run(inputs, weigh, enter, self.precision.autocast)
+        total.mul_(poison)  # also where no loss is computed, or all losses were before the first backward
 
     def rehearse(self, first: Callable[[], MicroBatch]) -> None:
         """Where there is DDP, a backward pass that is thrown away. DDP settles its buckets, and with them the order of

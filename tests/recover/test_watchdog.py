@@ -12,7 +12,7 @@ import pytest
 from meshwright.launch.ranks import PREFIX, sweep
 from meshwright.record.folder import RunFolder
 from meshwright.record.page import Page, read_page
-from meshwright.recover.watchdog import WINDOW, Watchdog, mismatch, suspect, take_stack
+from meshwright.recover.watchdog import WINDOW, Watchdog, in_collective, mismatch, suspect, take_stack
 
 
 @pytest.fixture
@@ -109,3 +109,53 @@ def seen_start():
     from meshwright.record.page import process_start
 
     return process_start(os.getpid())
+
+
+FRAME = '  File "/site/{}.py", line 7 in {}'
+SPY = "    {1} ({0}.py:7)"
+STACKS = {
+    "a pipeline's receive": (
+        True,
+        ["torch/distributed/pipelining/schedules _wait_batch_p2p", "meshwright/train/step run"],
+    ),
+    "a gather in backward": (
+        True,
+        ["torch/distributed/fsdp/_fully_shard/_fsdp_collectives wait", "torch/autograd/graph _engine_run_backward"],
+    ),
+    "a ring's next keys": (True, ["meshwright/parallel/context arrive", "meshwright/parallel/context visits"]),
+    "rows on their way to experts": (
+        True,
+        ["torch/distributed/distributed_c10d all_to_all_single", "meshwright/parallel/expert sent"],
+    ),
+    "a kernel in a stage's backward": (
+        False,
+        ["torch/autograd/graph _engine_run_backward", "torch/distributed/pipelining/_backward stage_backward"],
+    ),
+    "a kernel between two messages of a ring": (
+        False,
+        ["meshwright/parallel/attention attend_block", "meshwright/parallel/context forward"],
+    ),
+    "a kernel in a stage's forward": (
+        False,
+        ["torch/nn/modules/linear forward", "meshwright/model/decoder forward", "torch/distributed/pipelining/stage f"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", STACKS)
+@pytest.mark.parametrize(
+    ("head", "frame"), [("Current thread 0x1 (most recent call first):", FRAME), ("MainThread", SPY)]
+)
+def test_a_stack_tells_whether_a_rank_waits_for_a_message(what, head, frame):
+    waits, frames = STACKS[what]
+    assert in_collective("\n".join([head, *(frame.format(*each.split()) for each in frames)])) == waits
+
+
+def test_where_all_are_between_two_passes_the_one_whose_stack_waits_for_nothing_is_named(folder, monkeypatch):
+    for page in pages(folder, 3):
+        page.enter("sync", 5)
+    dog = Watchdog(folder, 1, bound=0.0, straggler=1.5)
+    monkeypatch.setattr(Watchdog, "waits_inside", lambda _self, rank, *_: rank != 1)
+    monkeypatch.setattr("meshwright.recover.watchdog.take_stack", lambda *_: "")
+    dog.look()
+    assert dog.look()[0].rank == 1

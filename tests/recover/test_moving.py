@@ -1,0 +1,104 @@
+"""A run that is stopped on one layout goes on, on any other, as if it had never moved."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from recovering import STEPS, ledger
+
+from meshwright.checkpoint.catalogue import published, store_of
+from meshwright.checkpoint.inspect import list_rows
+from meshwright.checkpoint.tensors import numbers, raw
+from meshwright.record.folder import RunFolder
+from meshwright.recover.failures import RanksFailed
+
+EXACT = ("--precision.compute=fp64", "--model.layers=4", "--model.tie=true", "--eval.every=4", "--batch.micro=2")
+EXPERTS = ("--model.experts=4", "--model.experts_bias=0.01")
+PIPELINE = ("--layout.pipeline=2",)
+LEGS = {
+    "a dense model": (
+        (),
+        [
+            (2, PIPELINE),
+            (2, ("--layout.shard=parameters",)),
+            (2, (*PIPELINE, "--pipeline.schedule=zbv")),
+            (2, ("--layout.context=2",)),
+        ],
+    ),
+    "experts": (
+        EXPERTS,
+        [
+            (2, ("--layout.expert=2",)),
+            (4, (*PIPELINE, "--layout.expert=2")),
+            (4, ("--layout.expert=4", "--layout.shard=parameters")),
+            (2, ("--layout.context=2", "--layout.expert=2")),
+        ],
+    ),
+}
+MORE = {
+    "a dense model, further": (
+        (),
+        [
+            (4, (*PIPELINE, "--pipeline.schedule=interleaved", "--layout.tensor=2")),
+            (4, ("--layout.context=2", "--layout.shard=parameters", "--context.method=all-to-all")),
+            (4, ("--layout.pipeline=4",)),
+            (4, (*PIPELINE, "--layout.context=2")),
+        ],
+    ),
+    "experts, further": (
+        EXPERTS,
+        [
+            (4, (*PIPELINE, "--layout.context=2", "--layout.expert=2")),
+            (2, ("--layout.tensor=2",)),
+            (4, (*PIPELINE, "--pipeline.schedule=zbv", "--layout.shard=optimizer")),
+            (4, ("--layout.shard=parameters", "--layout.shard_degree=2", "--layout.expert=2")),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [*LEGS, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
+def test_stopped_and_gone_on_elsewhere_it_is_the_run_that_never_moved(case, runs):
+    model, legs = (LEGS | MORE)[case]
+    for leg, (ranks, words) in enumerate(legs, 1):
+        stop = leg * STEPS // len(legs)
+        if leg < len(legs):
+            with pytest.raises(RanksFailed, match=f"stopped by signal 15 before step {stop}"):
+                runs.run(f"step.fetch:rank{ranks - 1}:term@step{stop}", *EXACT, *model, *words, ranks=ranks)
+        else:
+            runs.run("", *EXACT, *model, *words, ranks=ranks)
+    changes = [change for event in runs.events("restored") for change in event["changes"]]
+    assert any(change.startswith("pipeline was") for change in changes)
+    assert any(change.startswith("expert was") for change in changes) == bool(model)
+    moved, runs.folder = runs.folder, runs.folder.with_name("never moved")
+    runs.run("", *EXACT, *model, ranks=1)
+    ours, theirs = ledger(moved), ledger(runs.folder)
+    assert sorted(ours) == list(range(STEPS))
+    for step, record in ours.items():
+        for key in ("loss", "grad_norm", "tokens", "lr"):
+            # float64: the order of sums is all that differs
+            assert record[key] == pytest.approx(theirs[step][key], rel=1e-10), (step, key)
+        assert record.get("experts") == theirs[step].get("experts")
+    one, other = (published(store_of(RunFolder(folder)))[0] for folder in (moved, runs.folder))
+    for name, record in other.manifest.tensors.items():
+        found, wanted = (numbers(raw(entry, name), record.dtype) for entry in (one, other))
+        if name.startswith("buffer/"):  # biases move by the loads, which are whole numbers
+            assert np.array_equal(found, wanted), name
+        assert np.allclose(found, wanted, rtol=1e-7, atol=1e-12), name
+    assert [e.manifest.counters["evaluations"] for e in (one, other)] == [
+        pytest.approx(np.array(other.manifest.counters["evaluations"]), rel=1e-10)
+    ] * 2
+    degrees = list_rows(moved)[0]["layout"]
+    for word in legs[-1][1]:
+        axis, _, degree = word.removeprefix("--layout.").partition("=")
+        assert not degree.isdigit() or axis == "shard_degree" or degrees[axis] == int(degree)
+
+
+@pytest.mark.long
+def test_a_fork_takes_another_layout_and_other_settings(runs):
+    with pytest.raises(RanksFailed, match="before step 6"):
+        runs.run("step.fetch:rank0:term@step6", *EXACT, *PIPELINE)
+    runs.run("", *EXACT, "--layout.context=2", "--optimizer.lr=0.001", fork=True)
+    assert [row["timeline"] for row in list_rows(runs.folder)][-1] == 1
+    assert list_rows(runs.folder)[0]["timeline"] == 2
+    assert sorted(ledger(runs.folder)) == list(range(STEPS))

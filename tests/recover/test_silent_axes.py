@@ -1,0 +1,114 @@
+"""What goes wrong without a word in a pipeline, in pieces of sequences and among divided experts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from recovering import config
+
+from meshwright import train
+from meshwright.data.contract import contract_of
+from meshwright.recover.failures import RanksFailed
+
+EXPERTS = ("--model.experts=4", "--layout.expert=2")
+PIPELINE = ("--layout.pipeline=2", "--batch.micro=4")
+LAYOUTS = {
+    "pipeline": PIPELINE,
+    "ring": ("--layout.context=2",),
+    "experts": EXPERTS,
+    "zbv": (*PIPELINE, "--pipeline.schedule=zbv", "--model.layers=4"),
+    "pipeline x experts": (*PIPELINE, *EXPERTS),
+    "pipeline x ring": (*PIPELINE, "--layout.context=2"),
+}
+WILD = ("--optimizer.lr=5e18", "--schedule.warmup=0", "--checkpoint.mode=off", "--eval.every=0")
+RANKS = {"pipeline x experts": 4, "pipeline x ring": 4}
+
+
+@pytest.mark.parametrize(
+    "layout", [*list(LAYOUTS)[:3], *(pytest.param(n, marks=pytest.mark.long) for n in list(LAYOUTS)[3:])]
+)
+def test_where_a_number_stopped_being_finite_is_found_by_all_ranks_together(layout, runs):
+    """After one update at such a rate the products of queries and keys overflow."""
+    with pytest.raises(RanksFailed, match=r"step [123]: loss nan or its gradient is not finite, first in ") as stopped:
+        runs.run("", *LAYOUTS[layout], *WILD, ranks=RANKS.get(layout, 2))
+    assert stopped.value.exit_code == 7
+    told = [event for rank in range(RANKS.get(layout, 2)) for event in runs.events("nonfinite", rank)]
+    assert len(told) == RANKS.get(layout, 2)
+    assert any("decoder." in (event["module"] or "") for event in told), told
+
+
+@pytest.mark.parametrize("words", [EXPERTS[:1], pytest.param(EXPERTS, marks=pytest.mark.long)])
+def test_looking_for_what_is_not_finite_counts_for_no_expert(words, runs):
+    """Every step from the second on is skipped, and looked into by a pass of its own."""
+    wild = (*WILD, "--numerics.on_nonfinite=skip", "--numerics.skip_budget=100", "--log_every=1")
+    assert runs.run("", *words, *wild).skipped > 5
+    loads = [event["loads"] for event in runs.events("experts")]
+    assert {sum(block) for step in loads for block in step} == {16 * 16 * 2}  # each token visits two
+
+
+class Poisoned:
+    """A source in which one sample raises."""
+
+    def __init__(self, bad: int) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 400
+
+    def fingerprint(self) -> str:
+        return "poisoned"
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if index == self.bad:
+            raise ValueError("no such encoding")
+        return (np.arange(17) * (index + 3)) % 250
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "ring", pytest.param("pipeline x ring", marks=pytest.mark.long)])
+def test_a_sample_that_cannot_be_decoded_is_met_by_all_that_read_it(layout, runs):
+    ranks = RANKS.get(layout, 2)
+
+    def go(bad: int, policy: str):
+        asked = config(*LAYOUTS[layout], "--eval.every=0", f"--data.on_bad_sample={policy}", ranks=ranks)
+        return train(asked, run=runs.folder, quiet=True, source=Poisoned(bad))
+
+    go(-1, "stop")
+    shown = [[int(s) for s in contract_of(runs.folder).show(7, rank)["samples"]] for rank in range(ranks)]
+    assert all(samples == shown[0] for samples in shown)  # stages and pieces read the same
+    bad = shown[0][5]
+    runs.folder = runs.folder.with_name("poisoned")
+    with pytest.raises(RanksFailed, match=rf"step 7.*sample {bad}\b.*no such encoding") as stopped:
+        go(bad, "stop")
+    assert len(runs.incidents) == 1
+    assert stopped.value.exit_code == 6
+    runs.folder = runs.folder.with_name("quarantined")
+    go(bad, "quarantine")
+    for rank in range(ranks):
+        assert [(e["step"], e["sample"]) for e in runs.events("bad_sample", rank)] == [(7, bad)]
+        records = {e["step"]: e["tokens"] for e in runs.events("step", rank)}
+        assert records[7] == records[6] - 16  # counted once, whoever reads it
+
+
+@pytest.mark.parametrize(
+    ("words", "rank", "ranks"),
+    [
+        ((*PIPELINE, "--batch.global=24"), 4, 6),  # the second stage of the second of three copies
+        pytest.param(EXPERTS, 2, 4, marks=pytest.mark.long),
+        pytest.param((*PIPELINE, *EXPERTS), 3, 4, marks=pytest.mark.long),
+    ],
+)
+def test_a_flipped_bit_names_the_odd_rank(words, rank, ranks, runs):
+    with pytest.raises(RanksFailed, match="replicas hold different parameters"):
+        runs.run(
+            f"step.fetch:rank{rank}:flip@step2",
+            *words,
+            "--numerics.compare_every=1",
+            "--launch.restarts=0",
+            ranks=ranks,
+        )
+    incident = runs.incidents[0]
+    alike = 3 if ranks == 6 else 4 if "--layout.pipeline=2" not in words else 2
+    assert (incident.kind, incident.step) == ("ReplicaError", 2)
+    said = f"rank {rank} differs from the {alike} replicas" if alike > 2 else "all differ among the 2 replicas"
+    assert said in incident.message
+    assert "first in decoder." in incident.message
