@@ -71,14 +71,14 @@ def for_proof(config: RunConfig) -> RunConfig:
     """
     return replace(
         config,
-        optimizer=replace(config.optimizer, eps=1e-4, clip=0.1, weight_decay=0.1),
+        optimizer=replace(config.optimizer, eps=1e-3, clip=0.1, weight_decay=0.1),
         replicate=replace(config.replicate, compress="none"),
         launch=replace(config.launch, device="cpu"),
     )
 
 
 def source_of(config: RunConfig) -> Masked:
-    source = Masked(SAMPLES, SEQUENCE, config.model.vocab)
+    source = Masked(SAMPLES, config.data.sequence, config.model.vocab)
     source.separator = config.model.separator
     return source
 
