@@ -11,7 +11,7 @@ PLACES = {
     "keep": "shard.keep",
     "degree": "layout.shard_degree",
 } | {name: f"compute.{name}" for name in ("recompute", "segment", "offload")}
-MODEL = ("layers", "heads", "kv_heads", "experts", "experts_shared", "separator")
+MODEL = ("layers", "heads", "kv_heads", "ffn", "experts", "experts_shared", "separator")
 
 ALONE = [
     *(f"pipeline={ranks} schedule={kind}" for ranks in (2, 4, 8) for kind in KINDS),

@@ -25,15 +25,15 @@ def config_of(row):
     return load(overrides=words(row))
 
 
-def test_there_are_76_layouts_and_none_is_refused():
+def test_there_are_87_layouts_and_none_is_refused():
     said = set()
     for row in HYBRIDS:
         proofs, note = variants(config_of(row))
         layout, _ = checked(proofs[0])
         assert 2 <= layout.ranks <= 8
         assert "layout" not in note  # as it was asked for
-        said.add(f"{layout}{kind(proofs[0])}")
-    assert len(said) >= 76
+        said.add((f"{layout}{kind(proofs[0])}", proofs[0].model))
+    assert len(said) == len(HYBRIDS) == 87
 
 
 def test_every_pair_of_axes_is_among_them():
@@ -58,4 +58,33 @@ def test_every_hybrid_is_one_process(row):
     promises = list(check_layouts(config_of(row)))
     print(*promises, sep="\n")
     assert len(promises) == 3
+    assert broken(promises) == []
+
+
+COVERING = {
+    "pipeline=2": (FP64, TIED),
+    "pipeline=2 schedule=interleaved separator=0": (FP64,),
+    "pipeline=2 schedule=zero-bubble stages=1": (FP32,),
+    "pipeline=2 schedule=zbv": (TIED,),
+    "pipeline=2 schedule=dualpipev recompute=full": (FP64,),
+    "context=2": (FP64, FP32, TIED),
+    "context=2 method=all-to-all heads=4 kv_heads=1 recompute=selective": (FP64, TIED),
+    "replicate=2 expert=2 experts=4 ffn=16": (FP64, FP32),
+    "replicate=2 shard=parameters expert=2 experts=4 experts_shared=1": (FP64,),
+    "replicate=2 pipeline=2": (FP64,),
+    "replicate=2 shard=parameters pipeline=2": (TIED,),
+    "tensor=2 pipeline=2 schedule=zbv": (FP64,),
+    "context=2 pipeline=2": (TIED,),
+    "replicate=2 shard=parameters context=2": (TIED,),
+    "context=2 tensor=2": (FP64,),
+    "replicate=2 tensor=2 expert=2 experts=4 experts_shared=1": (FP64,),
+    "context=2 expert=2 experts=4": (FP64, TIED),
+    "replicate=2 pipeline=2 expert=2 experts=4": (FP64,),
+}
+
+
+@pytest.mark.parametrize("row", COVERING)
+def test_a_covering_hybrid_is_one_process(row, monkeypatch):
+    promises = found(words(row), COVERING[row], monkeypatch)
+    assert len(promises) == len(COVERING[row])
     assert broken(promises) == []
