@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from meshwright.config import load
 from meshwright.layout import Layout, stages_each
 from meshwright.prove.layouts import variants
-from meshwright.prove.scale import RANKS
+from meshwright.prove.recovery import MOST_RANKS, scaled
+from meshwright.prove.scale import RANKS, few_ranks
 from meshwright.refused import SPLIT, checked
 from meshwright.schedule import FEWEST_STAGES, KINDS, MOST_STAGES
 
@@ -75,8 +76,14 @@ def test_a_proof_is_legal_on_eight_ranks_and_keeps_every_axis_that_they_allow(co
         assert (small.expert > 1) == (layout.expert > 1)
         assert bool(proof.model.experts) == bool(config.model.experts)
         assert stages_each(proof) == min(stages_each(config), 2)
-        if config.model.kv_heads % layout.context == 0:
-            assert proof.model.kv_heads % small.tensor == 0
+
+
+@settings(max_examples=200)
+@given(legal())
+def test_a_run_that_is_to_be_killed_is_legal_on_four_ranks(config):
+    layout, _ = few_ranks(config.layout, MOST_RANKS)
+    proof, _ = scaled(config, layout, steps=5)
+    assert 2 <= checked(proof)[0].ranks <= MOST_RANKS
 
 
 LARGE = {
