@@ -12,7 +12,7 @@ from typing import Literal
 from meshwright.config import PipelineConfig, RunConfig
 from meshwright.launch.ranks import run_ranks
 from meshwright.layout import Layout, stages_each
-from meshwright.prove.scale import few_ranks, shrunk
+from meshwright.prove.scale import few_ranks, sequence_of, shrunk
 from meshwright.prove.trail import SEQUENCE, Trail, alone, for_proof, together
 from meshwright.prove.verdict import Tolerance, first_off
 from meshwright.refused import checked
@@ -52,7 +52,7 @@ def variants(config: RunConfig) -> tuple[list[RunConfig], str]:
         for_proof(config),
         model=model,
         layout=spread,
-        data=replace(config.data, sequence=SEQUENCE),
+        data=replace(config.data, sequence=sequence_of(config, layout, SEQUENCE)),
         batch=replace(config.batch, global_=layout.data_degree * accumulation * MICRO, micro=MICRO),
         shard=replace(config.shard, keep=fitting(config.shard.keep, layout.shard)),
     )

@@ -16,7 +16,7 @@ from meshwright.config import CheckpointConfig, LayoutConfig, RunConfig
 from meshwright.launch.job import make_job, start
 from meshwright.layout import Layout
 from meshwright.prove.layouts import fewer_stages, fitting, kind, micro_steps
-from meshwright.prove.scale import few_ranks, shrunk
+from meshwright.prove.scale import few_ranks, sequence_of, shrunk
 from meshwright.record.events import ledger
 from meshwright.record.folder import RunFolder
 from meshwright.recover.incidents import Incident, read_incidents
@@ -110,7 +110,7 @@ def scaled(config: RunConfig, layout: LayoutConfig, steps: int) -> tuple[RunConf
     config = replace(config, pipeline=fewer_stages(config))
     model, note = shrunk(config, mesh)
     samples = (micro_steps(config, mesh) if mesh.pipeline > 1 else 2) * mesh.data_degree
-    sequence = min(config.data.sequence, LONGEST)
+    sequence = sequence_of(config, mesh, min(config.data.sequence, LONGEST))
     proof = replace(
         config,
         steps=steps,

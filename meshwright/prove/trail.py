@@ -28,7 +28,8 @@ from meshwright.train.precision import Precision
 from meshwright.train.step import Step
 
 STEPS = 3
-LR = 0.05
+LR = 0.01
+"""Larger ones make too much, in three steps of a deep model, of a rounding in the first."""
 SAMPLES = 1000
 SEQUENCE = 16
 HELD_OUT = 0.05
@@ -78,7 +79,7 @@ def for_proof(config: RunConfig) -> RunConfig:
 
 
 def source_of(config: RunConfig) -> Masked:
-    source = Masked(SAMPLES, SEQUENCE, config.model.vocab)
+    source = Masked(SAMPLES, config.data.sequence, config.model.vocab)
     source.separator = config.model.separator
     return source
 

@@ -200,7 +200,7 @@ class Step:
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         self._seed(0)
         with self.precision.autocast():
-            losses, _ = self.spread(*map(self.world.to_device, batch.tensors))
+            losses, _ = self.spread(*map(self.world.to_device, self.spread.take(batch.tensors)))
         losses.backward()
         self.optimizer.zero()
         self.balance.forget()

@@ -63,9 +63,9 @@ SMALL = (
 )
 
 
-def fault(layout: tuple[str, ...], *says: str, proofs: tuple[int, ...] = (FP64,)) -> Callable:
+def fault(layout: tuple[str, ...], *says: str, proofs: tuple[int, ...] = (FP64,), among: dict = FAULTS) -> Callable:
     def enter(sow: Callable) -> Callable:
-        FAULTS[sow.__name__.replace("_", " ")] = Fault(layout, says, proofs, sow)
+        among[sow.__name__.replace("_", " ")] = Fault(layout, says, proofs, sow)
         return sow
 
     return enter
@@ -285,7 +285,7 @@ def a_tied_weight_is_gathered_in_two_units(patch):
     after(patch, Weights, "fill", both_ends_begin_alike)
 
 
-def both_ends_begin_alike(_result, weights):
+def both_ends_begin_alike(_result, weights, _module):
     """With the values that they should share."""
     weights.content(block_of(weights.model.head.weight), "decoder.embedding.weight")
 

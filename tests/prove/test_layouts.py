@@ -16,7 +16,7 @@ from meshwright.layout import Layout
 from meshwright.parallel.blocks import local_of
 from meshwright.prove.layouts import check_layouts, variants
 from meshwright.prove.traffic import check_traffic
-from meshwright.prove.trail import LR, Concatenated, DataConfig, Loader, real_step, source_of, stream_of
+from meshwright.prove.trail import Concatenated, DataConfig, Loader, real_step, source_of, stream_of
 from meshwright.refused import checked
 
 RANKS = 8
@@ -133,6 +133,7 @@ def test_a_presets_model_is_one_process(name, monkeypatch):
     assert broken(promises) == []
 
 
+RATE = 0.05
 CLOSE = 1e-3
 """bf16 keeps 8 bits: a product is off by 2e-3 at most, a mean over tokens by less; a step moves the loss by 1e-2."""
 
@@ -149,7 +150,7 @@ def in_bf16(world, config):
     source, coordinate = Concatenated([source_of(config)]), layout.data_coordinate(world.rank)
     batches = Loader(source, stream_of(config), batch, coordinate, DataConfig(workers=0)).steps(0, 3)
     kept = {p.dtype for p in step.spread.module.parameters()} | {local_of(p).dtype for p in step.optimizer.owned}
-    losses = [float(step.run(number, LR, batches).numbers[0]) for number in range(3)]
+    losses = [float(step.run(number, RATE, batches).numbers[0]) for number in range(3)]
     return losses, kept, met
 
 

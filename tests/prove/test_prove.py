@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from meshwright.config import from_dict, load
 from meshwright.data.loader import Loader
 from meshwright.data.permutation import Permutation
 from meshwright.data.stream import Stream
+from meshwright.layout import Layout
 from meshwright.prove.frame import Finding, findings, sign
 from meshwright.prove.layouts import check_layouts
 from meshwright.prove.scale import shrunk
@@ -44,10 +46,11 @@ def test_gradients_hold_for_every_kind_of_model_on_two_and_four_ranks(preset):
 
 
 def test_a_model_is_scaled_down_in_size_not_in_structure_and_that_is_said():
-    model, said = shrunk(from_dict({"preset": "llama-405b"}).model)
+    config = from_dict({"preset": "llama-405b"})
+    model, said = shrunk(config, Layout(replicate=2))
     assert (model.heads, model.kv_heads, model.layers, model.tie) == (4, 1, 2, False)
     assert "layers 126 to 2" in said
-    assert shrunk(model) == (model, "")
+    assert shrunk(replace(config, model=model), Layout(replicate=2)) == (model, "")
 
 
 def test_prove_prints_a_table_and_writes_a_certificate(tmp_path, capsys):

@@ -1,0 +1,95 @@
+"""Layouts over all axes on two to eight ranks: each new axis alone, the pairs, and the meshes of large runs."""
+
+from __future__ import annotations
+
+from meshwright.schedule import KINDS, usual_stages
+
+PLACES = {
+    "schedule": "pipeline.schedule",
+    "stages": "pipeline.stages",
+    "method": "context.method",
+    "keep": "shard.keep",
+    "degree": "layout.shard_degree",
+} | {name: f"compute.{name}" for name in ("recompute", "segment", "offload")}
+MODEL = ("layers", "heads", "kv_heads", "ffn", "experts", "experts_shared", "separator")
+
+ALONE = [
+    *(f"pipeline={ranks} schedule={kind}" for ranks in (2, 4, 8) for kind in KINDS),
+    "pipeline=4 schedule=zero-bubble stages=1 recompute=full",
+    "pipeline=2 schedule=interleaved layers=4 separator=0 recompute=selective",
+    *(f"context={ranks} method={method} heads=8" for ranks in (2, 4, 8) for method in ("ring", "all-to-all")),
+    "context=4 method=all-to-all heads=8 kv_heads=1 recompute=selective",
+    *(f"replicate={ranks} expert={ranks} experts=8" for ranks in (2, 4, 8)),
+    *(f"replicate={ranks} shard=parameters expert={ranks} experts=8" for ranks in (2, 4, 8)),
+    "replicate=4 expert=2 experts=4",
+    "replicate=4 shard=parameters expert=2 experts=4 experts_shared=1 recompute=full",
+]
+PAIRS = [
+    "replicate=2 pipeline=2",
+    "replicate=2 pipeline=2 schedule=zbv",
+    "replicate=2 shard=optimizer pipeline=2 schedule=zero-bubble",
+    "replicate=2 shard=optimizer pipeline=4 schedule=interleaved offload=true",
+    "replicate=2 shard=parameters pipeline=2 recompute=full",
+    "replicate=2 shard=parameters pipeline=2 schedule=interleaved",
+    "replicate=2 shard=parameters keep=1 pipeline=2 schedule=dualpipev",
+    "tensor=2 pipeline=2",
+    "tensor=2 pipeline=2 schedule=zero-bubble",
+    "tensor=2 pipeline=2 schedule=zbv",
+    "tensor=2 pipeline=2 schedule=dualpipev recompute=full",
+    "context=2 pipeline=2 separator=0",
+    "context=2 pipeline=2 method=all-to-all schedule=interleaved",
+    "context=2 pipeline=2 schedule=zbv recompute=full",
+    "replicate=2 context=2",
+    "replicate=2 context=2 method=all-to-all recompute=full",
+    "replicate=2 shard=optimizer context=2",
+    "replicate=2 shard=gradients context=2 method=all-to-all",
+    "replicate=2 shard=parameters context=2 offload=true",
+    "context=2 tensor=2",
+    "context=2 tensor=2 method=all-to-all heads=8 recompute=selective",
+    "replicate=2 shard=optimizer expert=2 experts=4",
+    "replicate=2 shard=gradients expert=2 experts=4 offload=true",
+    "replicate=2 tensor=2 expert=2 experts=4 experts_shared=1",
+    "context=2 expert=2 experts=4",
+    "context=4 expert=2 experts=4 method=all-to-all heads=8 experts_shared=1",
+    "replicate=2 pipeline=2 expert=2 experts=4",
+    "replicate=2 pipeline=2 schedule=zbv expert=2 experts=4 experts_shared=1",
+    "pipeline=2 tensor=2 experts=4 experts_shared=1",
+]
+MORE = [
+    "replicate=2 tensor=2 pipeline=2",
+    "replicate=2 tensor=2 pipeline=2 schedule=zero-bubble",
+    "replicate=2 shard=parameters tensor=2 pipeline=2 schedule=interleaved",
+    "replicate=2 shard=parameters tensor=2 context=2",
+    "replicate=2 shard=gradients tensor=2 context=2 method=all-to-all heads=8",
+    "replicate=2 degree=2 shard=parameters pipeline=2",
+    "replicate=2 degree=2 shard=parameters context=2",
+    "replicate=2 degree=2 shard=optimizer context=2 method=all-to-all",
+    "replicate=2 degree=2 shard=parameters expert=2 experts=4",
+    "replicate=2 degree=4 shard=parameters expert=2 experts=4",
+    "replicate=2 shard=parameters pipeline=2 expert=2 experts=4 experts_shared=1",
+    "replicate=2 shard=parameters context=2 expert=2 experts=4",
+    "replicate=2 shard=parameters context=2 expert=4 experts=4 method=all-to-all separator=0",
+    "replicate=2 context=2 expert=4 experts=4 recompute=full layers=3 segment=2",
+    "replicate=2 shard=parameters tensor=2 expert=2 experts=4 experts_shared=1 recompute=full",
+    "replicate=2 shard=optimizer pipeline=2 context=2 schedule=zbv",
+    "context=2 pipeline=2 tensor=2",
+    "context=2 pipeline=2 tensor=2 method=all-to-all schedule=zero-bubble heads=8",
+    "context=2 pipeline=2 expert=2 experts=4 schedule=interleaved",
+    "context=2 tensor=2 expert=2 experts=4 method=all-to-all heads=8",
+    "replicate=2 pipeline=2 tensor=2 expert=2 experts=4 experts_shared=1",
+    "replicate=2 shard=parameters pipeline=2 context=2 expert=2 experts=4 schedule=interleaved",
+    "replicate=2 shard=parameters context=2 tensor=2 expert=4 experts=4",
+]
+HYBRIDS = [*ALONE, *PAIRS, *MORE]
+
+
+def words(row: str) -> list[str]:
+    """A row as what a user would type: copies where they are asked for alone, and blocks for every stage."""
+    said = {"replicate": "1"} | dict(word.split("=") for word in row.split())
+    stages = said.get("stages") or usual_stages(said.get("schedule", "1f1b"))
+    said.setdefault("layers", str(max(2, int(said.get("pipeline", 1)) * int(stages))))
+    return [f"--{place(name)}={value}" for name, value in said.items()]
+
+
+def place(name: str) -> str:
+    return f"model.{name}" if name in MODEL else PLACES.get(name, f"layout.{name}")
