@@ -14,7 +14,7 @@ from meshwright.config import IGNORED
 from meshwright.layout import Layout
 from meshwright.model.bank import Bank
 from meshwright.model.experts import Router
-from meshwright.parallel import apply, context, expert, shard
+from meshwright.parallel import apply, context, exchange, expert, shard
 from meshwright.parallel.attention import Mask
 from meshwright.parallel.blocks import local_of
 from meshwright.parallel.replicate import Replicated
@@ -132,7 +132,7 @@ def gradients_of_keys_do_not_come_home(patch):
 
 @fault(HEADS, "gradient of decoder.embedding", THROUGH)
 def the_exchange_of_heads_is_not_turned_round_in_backward(patch):
-    patch.setattr(context.Exchange, "backward", staticmethod(lambda ctx, grad: (grad, None)))
+    patch.setattr(exchange.Exchange, "backward", staticmethod(lambda ctx, grad: (grad, None, None, None)))
 
 
 @fault(RING, "gradient of", INCOMPLETE, NOT_SUMMED)
@@ -177,10 +177,10 @@ def travels(patch, **parts):
         dist.all_to_all_single(meant, counts.contiguous(), group=self.group)
         both = torch.stack((counts, meant)).view(2, self.group.size(), -1)
         going, coming = both.sum(dim=2).tolist()
-        here = there(rows, going, coming, self.group)
+        here = there(rows, self.group, going, coming)
         order = expert.by_expert(both[1], sum(coming))
         made = bank(here.index_select(0, order), both[1].sum(dim=0))
-        return expert.exchange(put_back(made, order), coming, going, self.group)
+        return expert.exchange(put_back(made, order), self.group, coming, going)
 
     patch.setattr(expert.AllToAll, "forward", wrong)
 
@@ -192,19 +192,19 @@ def rows_are_not_put_back_in_order(patch):
 
 @fault(EXPERTS, "gradient of decoder.embedding", ROWS_BACK)
 def an_exchange_of_rows_has_no_backward(patch):
-    travels(patch, there=expert.sent)
+    travels(patch, there=exchange.sent)
 
 
 @fault(EXPERTS, "loss of step 0", ROWS)
 def counts_of_the_ranks_are_taken_for_each_others(patch):
     """As many rows, from ranks in another order."""
-    right = expert.sent
+    right = exchange.sent
 
-    def wrong(rows, going, coming, group):
-        came = right(rows, going, coming, group)
+    def wrong(rows, group, going, coming):
+        came = right(rows, group, going, coming)
         return torch.cat(came.split(coming)[::-1])
 
-    patch.setattr(expert, "sent", wrong)
+    patch.setattr(exchange, "sent", wrong)
 
 
 # Experts' gradients.

@@ -11,7 +11,7 @@ from hybrid_faults import EVALUATION, FAULTS, evaluation_speaks, fault
 from layout_faults import INCOMPLETE, SOME_RANKS, TIED, UPDATE, born, found, sums, unsummed, wrap
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.parallel import apply, pipeline, shard
+from meshwright.parallel import pipeline, shard, stages
 from meshwright.parallel.pipeline import Paced, Piped
 from meshwright.parallel.stages import Stage, Tie
 from meshwright.train.optimizer import Optimizer
@@ -49,12 +49,12 @@ def copies_of_stages_do_not_meet(patch):
 
 @fault(STAGES, "loss of step 0", ORDER)
 def stages_have_each_others_blocks(patch):
-    wrap(patch, apply, "spans", lambda right, *args: right(*args)[::-1])
+    wrap(patch, stages, "spans", lambda right, *args: right(*args)[::-1])
 
 
 @fault(LOOP, "loss of step 0", ORDER)
 def a_rank_runs_the_middle_stages_out_of_order(patch):
-    wrap(patch, apply, "spans", lambda right, *args: [right(*args)[i] for i in (0, 2, 1, 3)])
+    wrap(patch, stages, "spans", lambda right, *args: [right(*args)[i] for i in (0, 2, 1, 3)])
 
 
 @fault(STAGES, "loss of step 0", ORDER)
