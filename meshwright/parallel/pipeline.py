@@ -123,7 +123,7 @@ class Piped(Spread):
         self.tie = Tie(module, plan, self.group) if tied else None
         self.groups = next(iter(stages.values())).groups
         self.has_loss = plan.last in stages
-        self.copies = frozenset(TIED) if tied else frozenset()
+        self.copies = frozenset(TIED) if self.tie is not None and self.tie.copy is not None else frozenset()
         self.pace = Pace()
         self.weigh: Callable[[Tensor], Tensor] = lambda loss: loss
         self.schedule = self._schedule()
