@@ -7,7 +7,7 @@ block and micro-step, and once more where forward is recomputed:
 |---|---|---|
 | tensor | gather B S W e, scatter the same, before and after attention and what every token visits | the same |
 | tensor, embedding and head | scatter and gather | gather and scatter; and of the loss three sums, one number a token |
-| context by ring | C - 1 sends of 2 B K S D e: keys and values of K heads of size D | those, and their gradients in float32 |
+| context by ring | C - 1 sends of 2 B K S D e: K heads of size D, keys and values | those, and gradients in float32 |
 | context by all-to-all | B (H + 2 K') S D e and B H S D e, K' = lcm(K, C) | the same |
 | expert | 8 E counts; rows there and back | rows there and back |
 | context+tensor | 8 B E: choices of whole sequences, where the balance loss has a weight | |
@@ -27,10 +27,23 @@ from meshwright.config import Batch, RunConfig
 from meshwright.layout import Layout
 from meshwright.plan.pieces import Hold, Piece
 from meshwright.plan.shapes import BYTES
+from meshwright.refused import SPLIT
 from meshwright.schedule import holder
 
 Messages = Counter[tuple[str, str]]
 """By axis and collective, in bytes."""
+
+
+def untold(config: RunConfig, layout: Layout) -> dict[str, str]:
+    """Axes of which nobody can say beforehand what they carry, and why."""
+    axes: dict[str, str] = {}
+    if layout.pipeline > 1 and config.pipeline.schedule in SPLIT and config.compute.recompute != "none":
+        why = "a backward pass in two parts recomputes a block for each part, and again for groups of its weights"
+        axes |= dict.fromkeys(("tensor", "context", "context+tensor", "expert"), why)
+    if config.model.experts_capacity and layout.expert > 1:
+        axes["expert"] = "how many rows exceed experts_capacity depends on the data"
+    used = {*layout.axes, *(["context+tensor"] if config.model.experts else [])}
+    return {axis: why for axis, why in axes.items() if axis in used}
 
 
 def weight_bytes(config: RunConfig) -> int:

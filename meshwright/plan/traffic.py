@@ -11,7 +11,7 @@ experts that are divided meet over fewer ranks (expert_shard, expert_replicate),
 | shard optimizer | all-gather P, reduce-scatter P |
 | shard gradients | all-gather P, reduce-scatter M P |
 | shard parameters | all-gather 2 M P, reduce-scatter M P |
-| pipeline | gradients meet once: reduce-scatter P; sharded parameters are gathered as often as the schedule asks (passes) |
+| pipeline | reduce-scatter P; all-gather P, of sharded parameters as often as the schedule asks (passes) |
 | copies beside shards | all-reduce P / n, over the copies |
 | tensor: norms, routers, banks | all-reduce of their gradients, wherever gradients meet |
 | activations | see messages |
@@ -125,7 +125,7 @@ def gathered_bytes(config: RunConfig, units: Units) -> dict[str, int]:
 def walked(config: RunConfig, layout: Layout, batch: Batch, units: Units, rank: int) -> Walk:
     """The units of a rank's stages through the schedule."""
     whole, keep = gathered_bytes(config, units), kept(config, dense_over(layout, rank))
-    of_stage = {members[0].stage: [] for members in units.values()}
+    of_stage: dict[int, list[str]] = {members[0].stage: [] for members in units.values()}
     for unit, members in units.items():
         of_stage[members[0].stage].append(unit)
     walk = Walk(
