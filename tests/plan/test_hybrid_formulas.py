@@ -161,6 +161,19 @@ def test_counted_bytes_of_a_hybrid_are_those_of_the_formulas(name):
     assert off(COVERING[name], tuple(COVERING.values())) == []
 
 
+BF16 = ("pipeline=2 replicate=2 parameters", "context=4", "experts=4 replicate=2 tensor=2 expert=2")
+
+
+def test_in_bf16_the_bytes_sent_are_those_of_the_formulas_too():
+    proofs = [proof_of(case) for case in BF16]
+    proofs = [replace(proof, precision=replace(proof.precision, compute="bf16")) for proof in proofs]
+    found = run_ranks(each, 4, proofs, timeout=150.0)
+    for index, proof in enumerate(proofs):
+        layout, batch = checked(proof)
+        sent = [of_rank[index][0] for of_rank in found]
+        assert list(all_differences(layout, [traffic(proof, layout, batch, rank) for rank in range(4)], sent)) == []
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "case"), [(family, case) for family, cases in WHOLE.items() for case in cases])
 def test_counted_bytes_of_every_hybrid_are_those_of_the_formulas(family, case):
