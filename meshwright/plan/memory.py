@@ -18,7 +18,6 @@ gathers units ahead: `shard.prefetch` more of them are held at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 from meshwright.config import Batch, RunConfig
 from meshwright.layout import Layout
@@ -58,13 +57,25 @@ def gathered_units(config: RunConfig, layout: Layout, units: Units) -> int:
     if config.layout.shard in ("optimizer", "gradients") or keep == 1:
         return sum(sizes.values())
     whole = sizes.pop("whole", 0)  # in use from the first to the last
-    if keep:  # backward gathers a unit while its own part, and those of all units before it, are still held
-        before = accumulate(sizes.values())
-        return whole + max(held // keep + size for held, size in zip(before, sizes.values(), strict=True))
+    if keep:
+        return whole + kept_units(config, units, sizes)
     together = config.compute.segment if config.compute.recompute == "full" else 1
     nests = {nest[0]: sum(sizes[unit] for unit in nest) for nest in nests_of(sizes)}
     blocks = [size for unit, size in nests.items() if unit.startswith("decoder.blocks.")]
     return whole + max(sum(blocks[:together]), *nests.values())  # blocks that are recomputed together are held together
+
+
+def kept_units(config: RunConfig, units: Units, sizes: dict[str, int]) -> int:
+    """Backward gathers a unit while its own part, and those of all units before it, are still held."""
+    keep = {unit: kept(config, units[unit][0].over) for unit in sizes}
+    part = {unit: size // keep[unit] if keep[unit] else 0 for unit, size in sizes.items()}
+    held, peak = sum(part.values()), 0
+    for nest in reversed(nests_of(sizes)):
+        for unit in nest:
+            peak = max(peak, held := held + sizes[unit])
+            held -= part[unit]
+        held -= sum(sizes[unit] for unit in nest)
+    return peak
 
 
 class Gradients:

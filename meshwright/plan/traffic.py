@@ -124,15 +124,16 @@ def gathered_bytes(config: RunConfig, units: Units) -> dict[str, int]:
 
 def walked(config: RunConfig, layout: Layout, batch: Batch, units: Units, rank: int) -> Walk:
     """The units of a rank's stages through the schedule."""
-    whole, keep = gathered_bytes(config, units), kept(config, dense_over(layout, rank))
+    whole = gathered_bytes(config, units)
+    keep = {unit: kept(config, members[0].over) for unit, members in units.items()}
     of_stage: dict[int, list[str]] = {members[0].stage: [] for members in units.values()}
     for unit, members in units.items():
         of_stage[members[0].stage].append(unit)
     walk = Walk(
         {stage: nests_of(names) for stage, names in of_stage.items()},
         whole,
-        {unit: size // keep for unit, size in whole.items()} if keep > 1 else {},
-        lets_go=config.layout.shard == "parameters" and keep != 1,
+        {unit: size // keep[unit] for unit, size in whole.items() if keep[unit] > 1},
+        lets_go=config.layout.shard == "parameters" and config.shard.keep != 1,
     )
     return walk.run(order_of(config, layout, batch, rank), config.pipeline.schedule not in ONE_STAGE)
 

@@ -83,6 +83,7 @@ WHOLE = {
         *(f"experts=4 replicate=2 {what} expert=2" for what in ("", "parameters", "parameters full")),
         *(f"experts=4 replicate=4 {what} expert=2 tie" for what in ("", "optimizer", "gradients", "parameters")),
         "experts=4 replicate=4 parameters expert=2 experts_shared=1",
+        "experts=4 replicate=4 parameters keep=2 expert=2",
         "experts=4 replicate=2 shard_degree=2 parameters expert=2",
         *(f"experts=4 replicate=2 context=2 parameters expert={ranks}" for ranks in (1, 2, 4)),
         *(f"experts=4 context=2 expert={ranks}" for ranks in (1, 2)),
