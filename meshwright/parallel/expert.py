@@ -73,7 +73,8 @@ def divide_experts(model: nn.Module, meshes: Meshes) -> None:
         if meshes.experts is not None:
             names = tuple(axis for axis in meshes.experts.mesh_dim_names or () if axis in ("expert", "tensor"))
             on_mesh(experts.bank, meshes.experts[names], [Shard(0), Replicate()][: len(names)])
-            experts.dispatch = AllToAll(meshes.experts.get_group("expert"))
+            assert meshes.expert is not None
+            experts.dispatch = AllToAll(meshes.expert)
         elif tensor is not None:
             on_mesh(experts.bank, tensor, [Replicate()])
         if tensor is not None:

@@ -32,6 +32,10 @@ class Meshes:
     context: dist.ProcessGroup | None = None
     pieces: dist.ProcessGroup | None = None
     """all ranks with pieces of the same sequences: context and tensor together"""
+    expert: dist.ProcessGroup | None = None
+    """a group of its own: that of a mesh's dimension is the world's where it covers all ranks, and counts as another
+    axis's
+    """
 
     @property
     def data(self) -> DeviceMesh:
@@ -55,6 +59,8 @@ class Meshes:
             names[self.context.group_name] = "context"
         if self.pieces is not None:
             names.setdefault(self.pieces.group_name, "context+tensor")
+        if self.expert is not None:
+            names[self.expert.group_name] = "expert"
         for mesh in (self.experts, self.dense):
             for axis in (mesh.mesh_dim_names or ()) if mesh is not None else ():
                 names[mesh.get_group(axis).group_name] = axis  # type: ignore[union-attr]
@@ -75,7 +81,8 @@ def meshes_of(layout: Layout, device: str, experts: bool = False) -> Meshes:
         return Meshes(None, None, context, pieces)
     dense = mesh_of(dense_dimensions(layout), device)
     spread = mesh_of(expert_dimensions(layout), device) if layout.expert > 1 else None
-    return Meshes(dense, spread, context, pieces)
+    expert = group_of(layout, "expert") if layout.expert > 1 else None
+    return Meshes(dense, spread, context, pieces, expert)
 
 
 def dense_dimensions(layout: Layout) -> dict[str, int]:

@@ -15,11 +15,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError
@@ -28,6 +31,7 @@ from meshwright.parallel.internals import fsdp_tensors
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.parts import Parts, units_of
 from meshwright.parallel.spread import Spread
+from meshwright.plan.shapes import shard_dimension
 
 # FSDP2 warns of in-place changes to what a unit gives on. Ours makes none; a user's own unit is still warned of.
 OURS = "Embedding|RMSNorm, FSDPHeadLoss|Block|LanguageModel|Stage|Bank"
@@ -61,11 +65,23 @@ class Sharded(Spread):
         units, leading = units_of(module, parts)
         for bank in banks_of(module) if meshes.experts is not None else []:  # gathered among fewer ranks
             ready(bank)
-            fully_shard(bank, mesh=meshes.expert_data, reshard_after_forward=reshard, mp_policy=policy(config, False))
+            fully_shard(
+                bank,
+                mesh=meshes.expert_data,
+                reshard_after_forward=reshard,
+                mp_policy=policy(config, first=False),
+                shard_placement_fn=partial(placement, meshes.expert_data),
+            )
         for unit in units:
             for piece in unit:
                 ready(piece)
-            fully_shard(unit, mesh=data, reshard_after_forward=reshard, mp_policy=policy(config, first=unit is leading))
+            fully_shard(
+                unit,
+                mesh=data,
+                reshard_after_forward=reshard,
+                mp_policy=policy(config, first=unit is leading),
+                shard_placement_fn=partial(placement, data),
+            )
         ready(module)  # what is in no unit
         fully_shard(module, mesh=data, reshard_after_forward=reshard, mp_policy=policy(config, first=True))
         self.root = fsdp(module)
@@ -111,6 +127,12 @@ def allow_unused(part: FSDPModule) -> None:
     if not hasattr(part, "set_reduce_scatter_unused_params"):
         raise ConfigError("replicate.unused with shard needs torch 2.13", "allowed: replicate.unused = false")
     part.set_reduce_scatter_unused_params(True)
+
+
+def placement(mesh: DeviceMesh, parameter: nn.Parameter) -> Shard:
+    """By which dimension a unit's parameter is divided. The mesh's last dimension is that of shards."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return Shard(shard_dimension(tuple(local.shape), mesh.size(-1)))
 
 
 def policy(config: RunConfig, first: bool) -> MixedPrecisionPolicy:

@@ -95,9 +95,11 @@ class Stage(nn.Module):
 
 
 def parts_of(stage: Stage) -> Parts:
-    """What of a stage is gathered together."""
-    there = tuple(tuple(name for name in group if getattr(stage, name) is not None) for group in STAGE.ends)
-    return Parts(STAGE.blocks, tuple(group for group in there if group))
+    """What of a stage is gathered together. The first end leads into the blocks and sets their precision: where there
+    is no embedding it stays empty, so that the head does not take its place.
+    """
+    leading, *others = (tuple(name for name in group if getattr(stage, name) is not None) for group in STAGE.ends)
+    return Parts(STAGE.blocks, (leading, *(group for group in others if group)))
 
 
 def keep_stages(model: nn.Module, plan: Plan) -> None:

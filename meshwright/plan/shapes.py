@@ -1,4 +1,4 @@
-"""The decoder's parameters as shapes: which unit gathers each, and which of its dimensions the tensor axis cuts."""
+"""The decoder's parameters as shapes: which unit gathers each, and which of its dimensions an axis divides."""
 
 from __future__ import annotations
 
@@ -14,6 +14,26 @@ Rows = dict[str, tuple[tuple[int, ...], int | None]]
 """Name -> (shape, the dimension that the tensor axis cuts)."""
 
 
+def shard_dimension(local: tuple[int, ...], shards: int) -> int:
+    """The dimension by which FSDP2 divides what a rank of the other axes holds: rows, but for a bank of fewer experts
+    than shards, of which some ranks would hold nothing. FSDP2 divides other dimensions than rows only evenly.
+    """
+    return 1 if len(local) == 3 and local[0] < shards and local[1] % shards == 0 else 0
+
+
+def padded(local: tuple[int, ...], shards: int) -> int:
+    """Elements once gathered: FSDP2 fills rows up to a multiple of the ranks that share them."""
+    divided = local[shard_dimension(local, shards)]
+    return prod(local) // divided * (-(-divided // shards) * shards)
+
+
+def own(local: tuple[int, ...], shards: int, coordinate: int) -> int:
+    """Elements of one rank's shard, without the filling."""
+    divided = local[shard_dimension(local, shards)]
+    each = -(-divided // shards)
+    return prod(local) // divided * max(0, min(each, divided - each * coordinate))
+
+
 @dataclass(frozen=True)
 class Shape:
     """A parameter. `cut` is the dimension that the tensor axis divides; None: every rank of it holds it whole."""
@@ -23,23 +43,18 @@ class Shape:
     unit: str
     cut: int | None
 
-    def local(self, tensor: int) -> tuple[int, ...]:
-        """What one rank of the tensor axis holds."""
-        return tuple(size // tensor if dim == self.cut else size for dim, size in enumerate(self.dims))
+    @property
+    def bank(self) -> bool:
+        """Whether the expert axis divides it, by its first dimension."""
+        return len(self.dims) == 3
 
-    def elements(self, tensor: int = 1) -> int:
-        return prod(self.local(tensor))
+    def local(self, tensor: int, expert: int = 1) -> tuple[int, ...]:
+        """What one rank of the tensor and expert axes holds."""
+        cut = tuple(size // tensor if dim == self.cut else size for dim, size in enumerate(self.dims))
+        return (cut[0] // expert, *cut[1:]) if self.bank else cut
 
-    def padded(self, tensor: int, shard: int) -> int:
-        """Elements of it once gathered: FSDP2 fills rows up to a multiple of the ranks that share them."""
-        rows, *rest = self.local(tensor)
-        return -(-rows // shard) * shard * prod(rest)
-
-    def own(self, tensor: int, shard: int, coordinate: int) -> int:
-        """Elements of the shard of one rank, without the filling."""
-        rows, *rest = self.local(tensor)
-        each = -(-rows // shard)
-        return max(0, min(each, rows - each * coordinate)) * prod(rest)
+    def elements(self, tensor: int = 1, expert: int = 1) -> int:
+        return prod(self.local(tensor, expert))
 
 
 def decoder_shapes(model: ModelConfig) -> list[Shape]:
@@ -88,11 +103,3 @@ def experts(name: str, model: ModelConfig) -> Rows:
         shared = feed_forward(f"{name}.shared", width, model.experts_shared * inner)
         rows |= shared
     return rows
-
-
-def units_of(shapes: list[Shape]) -> dict[str, list[Shape]]:
-    """What is gathered together, in the order of use."""
-    units: dict[str, list[Shape]] = {}
-    for shape in shapes:
-        units.setdefault(shape.unit, []).append(shape)
-    return units

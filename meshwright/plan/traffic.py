@@ -1,7 +1,9 @@
 """What one rank sends in one optimizer step, by axis and collective: exact, and held against counted bytes by `prove`.
 
-Messages are whole tensors; wire bytes follow by the ring count. P is what a rank of the tensor axis holds of the
-parameters, filled up where rows do not divide; M micro-steps; n ranks on the axis.
+Messages are whole tensors; wire bytes follow by the ring count. P is what a rank holds of the parameters once they are
+gathered, filled up where rows do not divide; M micro-steps; n ranks on the axis. Ranks with other pieces of the same
+sequences count among shards (shard+context), or among copies where nothing is sharded (replicate+context). Banks of
+experts that are divided meet over fewer ranks (expert_shard, expert_replicate), by the same rules.
 
 | layout | message bytes |
 |---|---|
@@ -9,9 +11,10 @@ parameters, filled up where rows do not divide; M micro-steps; n ranks on the ax
 | shard optimizer | all-gather P, reduce-scatter P |
 | shard gradients | all-gather P, reduce-scatter M P |
 | shard parameters | all-gather 2 M P, reduce-scatter M P |
+| pipeline | reduce-scatter P; all-gather P, of sharded parameters as often as the schedule asks (passes) |
 | copies beside shards | all-reduce P / n, over the copies |
-| tensor, per micro-step | all-gather and reduce-scatter (4 layers + 2) activations each; three sums over tokens |
-| tensor, norm weights | all-reduce of their gradients, wherever gradients meet |
+| tensor: norms, routers, banks | all-reduce of their gradients, wherever gradients meet |
+| activations | see messages |
 
 By the ring count an all-reduce sends twice its message, so DDP and the first two kinds of sharding send 2 P (n - 1) / n
 where M = 1, and sharded parameters 3 P (n - 1) / n.
@@ -24,7 +27,10 @@ from dataclasses import dataclass
 
 from meshwright.config import Batch, RunConfig
 from meshwright.layout import Layout
-from meshwright.plan.shapes import BYTES, Shape, decoder_shapes, units_of
+from meshwright.plan.messages import Messages, attention, experts, matrices, stages, weight_bytes
+from meshwright.plan.passes import ONE_STAGE, Walk, nests_of, order_of
+from meshwright.plan.pieces import Over, Units, by_ddp, dense_over, hold_of, in_units, pieces_of, units_of
+from meshwright.plan.shapes import BYTES
 from meshwright.record.wire import wire_bytes
 
 CONTROL_SUM = 9 * 8
@@ -39,19 +45,30 @@ class Sent:
     wire_bytes: int
 
 
-def traffic(config: RunConfig, layout: Layout, batch: Batch) -> list[Sent]:
-    """Of a step on a layout, the same for every rank."""
-    shapes = decoder_shapes(config.model)
-    messages: Counter[tuple[str, str]] = Counter()
+def traffic(config: RunConfig, layout: Layout, batch: Batch, rank: int = 0) -> list[Sent]:
+    """Of a step on a layout. Ranks differ where they hold different stages of a pipeline; see `experts` for what is
+    known of each rank by itself.
+    """
+    pieces, hold = pieces_of(config, layout, rank), hold_of(config, layout, rank)
+    messages: Messages = Counter()
     if layout.ranks > 1:
         messages["control", "all_reduce"] += control(config, layout)
-    if layout.data_degree > 1 and layout.used == ("replicate",):
+    if by_ddp(layout):
         compressed = 2 if config.replicate.compress == "bf16" else weight_bytes(config)
-        messages["replicate", "all_reduce"] += sum(shape.elements() for shape in shapes) * compressed
-    elif layout.data_degree > 1:
-        messages += sharded(config, layout, batch, shapes)
+        axis = dense_over(layout, rank).copies_axis
+        messages[axis, "all_reduce"] += sum(piece.elements for piece in pieces) * compressed
+    elif in_units(layout):
+        messages += sharded(config, layout, batch, units_of(pieces), rank)
     if layout.tensor > 1:
-        messages += cut(config, layout, batch, shapes)
+        messages += matrices(config, layout, batch, hold)
+        partial = sum(piece.elements for piece in pieces if piece.partial)
+        messages["tensor", "all_reduce"] += meetings(config, layout, batch) * partial * weight_bytes(config)
+    if layout.context > 1:
+        messages += attention(config, layout, batch, hold)
+    if config.model.experts:
+        messages += experts(config, layout, batch, hold)
+    if layout.pipeline > 1:
+        messages += stages(config, layout, batch, hold, pieces, rank)
     rows = [
         Sent(axis, collective, message, wire_bytes(collective, message, ranks_on(config, layout, axis)))
         for (axis, collective), message in messages.items()
@@ -62,82 +79,92 @@ def traffic(config: RunConfig, layout: Layout, batch: Batch) -> list[Sent]:
 
 def ranks_on(config: RunConfig, layout: Layout, axis: str) -> int:
     """`control` is all ranks; `other` those that keep a unit together between forward and backward."""
-    return {"control": layout.ranks, "other": kept(config, layout)}.get(axis) or getattr(layout, axis)
+    if axis in ("control", "other"):
+        return layout.ranks if axis == "control" else kept(config, dense_over(layout, 0))
+    if axis.startswith("expert_"):
+        rest = layout.fold // layout.expert
+        copies, shards = (layout.replicate, rest) if layout.shard > 1 else (rest, 1)
+        return copies if axis == "expert_replicate" else shards
+    ranks = 1
+    for part in axis.split("+"):
+        ranks *= getattr(layout, part)
+    return ranks
 
 
-def kept(config: RunConfig, layout: Layout) -> int:
+def kept(config: RunConfig, over: Over) -> int:
     """Ranks that hold a unit together between forward and backward, where fewer do than share it; else 0."""
     keep = config.shard.keep
-    return keep if config.layout.shard == "parameters" and keep is not None and keep < layout.shard else 0
-
-
-def weight_bytes(config: RunConfig) -> int:
-    return 8 if config.precision.compute == "fp64" else 4
+    return keep if config.layout.shard == "parameters" and keep is not None and keep < over.shards else 0
 
 
 def control(config: RunConfig, layout: Layout) -> int:
-    """The sums that ranks agree by: what the step is made of, its loss, and the norm where parameters are cut."""
-    norm = 8 if layout.shard > 1 or layout.tensor > 1 else 0
-    return CONTROL_SUM + weight_bytes(config) + norm
-
-
-def gathers(config: RunConfig, layout: Layout, accumulation: int) -> int:
-    """How often a unit is gathered in a step. Recomputation finds it gathered: backward needs it, too."""
-    if config.layout.shard != "parameters":
-        return 1
-    return accumulation * (1 if kept(config, layout) else 2)
-
-
-def gathered_bytes(config: RunConfig, layout: Layout, units: dict[str, list[Shape]]) -> dict[str, int]:
-    """Each unit once it is gathered: in the precision of compute, but for the one with the embedding, which comes
-    first.
+    """The sums that ranks agree by: what the step is made of, its loss, the norm where ranks hold different parts of
+    the parameters, and every expert's load.
     """
-    first = next(iter(units))
-    each = {unit: weight_bytes(config) if unit == first else BYTES[config.precision.compute] for unit in units}
-    return {unit: sum(s.padded(layout.tensor, layout.shard) for s in units[unit]) * each[unit] for unit in units}
+    norm = 8 if set(layout.axes) - {"replicate", "context"} else 0
+    loads = 8 * config.model.layers * (config.model.experts + 1) if config.model.experts else 0
+    return CONTROL_SUM + weight_bytes(config) + norm + loads
 
 
-def sharded(config: RunConfig, layout: Layout, batch: Batch, shapes: list[Shape]) -> Counter[tuple[str, str]]:
-    messages: Counter[tuple[str, str]] = Counter()
-    summed = weight_bytes(config)
-    scatters = batch.accumulation if config.layout.shard in ("gradients", "parameters") else 1
-    padded = sum(shape.padded(layout.tensor, layout.shard) for shape in shapes)
-    gathered = sum(gathered_bytes(config, layout, units_of(shapes)).values())
-    if layout.shard > 1:
-        messages["shard", "all_gather"] += gathers(config, layout, batch.accumulation) * gathered
-        if kept(config, layout) > 1:
-            messages["other", "all_gather"] += batch.accumulation * gathered
-        messages["shard", "reduce_scatter"] += scatters * padded * summed
-    if layout.replicate > 1:
-        messages["replicate", "all_reduce"] += padded // layout.shard * summed
+def meetings(config: RunConfig, layout: Layout, batch: Batch) -> int:
+    """How often in a step gradients meet. A pipeline's schedule adds them up itself."""
+    each_time = config.layout.shard in ("gradients", "parameters") and layout.pipeline == 1 and in_units(layout)
+    return batch.accumulation if each_time else 1
+
+
+def gathered_bytes(config: RunConfig, units: Units) -> dict[str, int]:
+    """Each unit once it is gathered: in the precision of compute, but for the one with the embedding."""
+    each = BYTES[config.precision.compute]
+    first = {unit: members[0].name == "decoder.embedding.weight" for unit, members in units.items()}
+    return {
+        unit: sum(piece.padded for piece in members) * (weight_bytes(config) if first[unit] else each)
+        for unit, members in units.items()
+    }
+
+
+def walked(config: RunConfig, layout: Layout, batch: Batch, units: Units, rank: int) -> Walk:
+    """The units of a rank's stages through the schedule."""
+    whole = gathered_bytes(config, units)
+    keep = {unit: kept(config, members[0].over) for unit, members in units.items()}
+    of_stage: dict[int, list[str]] = {members[0].stage: [] for members in units.values()}
+    for unit, members in units.items():
+        of_stage[members[0].stage].append(unit)
+    walk = Walk(
+        {stage: nests_of(names) for stage, names in of_stage.items()},
+        whole,
+        {unit: size // keep[unit] for unit, size in whole.items() if keep[unit] > 1},
+        lets_go=config.layout.shard == "parameters" and config.shard.keep != 1,
+    )
+    return walk.run(order_of(config, layout, batch, rank), config.pipeline.schedule not in ONE_STAGE)
+
+
+def gathers(config: RunConfig, layout: Layout, batch: Batch, units: Units, rank: int) -> Counter[tuple[str, str]]:
+    """How often each unit is gathered in a step, from shards and from what fewer ranks kept. Recomputation finds it
+    gathered: backward needs it, too.
+    """
+    if layout.pipeline > 1:
+        return walked(config, layout, batch, units, rank).gathers
+    counts: Counter[tuple[str, str]] = Counter()
+    for unit, members in units.items():
+        if config.layout.shard != "parameters":
+            counts[unit, "shards"] = 1
+            continue
+        keep = kept(config, members[0].over)
+        counts[unit, "shards"] = batch.accumulation * (1 if keep else 2)
+        counts[unit, "part"] = batch.accumulation if keep > 1 else 0
+    return counts
+
+
+def sharded(config: RunConfig, layout: Layout, batch: Batch, units: Units, rank: int) -> Messages:
+    messages: Messages = Counter()
+    summed, whole = weight_bytes(config), gathered_bytes(config, units)
+    counts = gathers(config, layout, batch, units, rank)
+    for unit, members in units.items():
+        over, padded = members[0].over, sum(piece.padded for piece in members)
+        if over.shards > 1:
+            messages[over.shards_axis, "all_gather"] += counts[unit, "shards"] * whole[unit]
+            messages["other", "all_gather"] += counts[unit, "part"] * whole[unit]
+            messages[over.shards_axis, "reduce_scatter"] += meetings(config, layout, batch) * padded * summed
+        if over.copies > 1:
+            messages[over.copies_axis, "all_reduce"] += padded // over.shards * summed
     return messages
-
-
-def recomputed(config: RunConfig) -> tuple[int, int]:
-    """Gathers and scatters of activations that are made again. A block's last scatter gives nothing that its backward
-    needs, and of blocks that are recomputed together only the last one's can be left out.
-    """
-    layers, compute = config.model.layers, config.compute
-    if compute.recompute == "none":
-        return 0, 0
-    return 2 * layers, 2 * layers + -layers // compute.segment if compute.recompute == "full" else 0
-
-
-def cut(config: RunConfig, layout: Layout, batch: Batch, shapes: list[Shape]) -> Counter[tuple[str, str]]:
-    tokens, layers = batch.micro * config.data.sequence, config.model.layers
-    activation = tokens * config.model.width * BYTES[config.precision.compute]
-    embedded = tokens * config.model.width * weight_bytes(config)  # the embedding's sum, and its gradient coming back
-    norms = sum(shape.elements() for shape in shapes if shape.cut is None) * weight_bytes(config)
-    meetings = (
-        batch.accumulation if layout.data_degree > 1 and config.layout.shard in ("gradients", "parameters") else 1
-    )
-    # Maximum, sum of exponentials and the label's logit, each one number a token, in float32 at least.
-    loss = 3 * tokens * weight_bytes(config)
-    gathers, scatters = recomputed(config)
-    return Counter(
-        {
-            ("tensor", "all_gather"): batch.accumulation * ((4 * layers + 1 + gathers) * activation + embedded),
-            ("tensor", "reduce_scatter"): batch.accumulation * ((4 * layers + 1 + scatters) * activation + embedded),
-            ("tensor", "all_reduce"): batch.accumulation * loss + meetings * norms,
-        }
-    )

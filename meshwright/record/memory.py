@@ -66,6 +66,8 @@ class MemoryLedger(TorchDispatchMode):
         self._held: dict[int, Held] = {}
         self._freed: deque[Held] = deque()
         self._hooks: dict[int, RemovableHandle] = {}
+        self._parameters: list[Tensor] = []
+        """whose gradients are known by hooks, or, where somebody writes them by himself, at the next phase"""
         self._phase = "forward"
         # DDP moves a gradient into its bucket after the hook that tells of it: there one looks a little later.
         self._buckets = isinstance(model, DistributedDataParallel)
@@ -101,6 +103,7 @@ class MemoryLedger(TorchDispatchMode):
                 self._see(part.untyped_storage(), kind)
             if kind == "parameter" and tensor.requires_grad and tensor.is_leaf and id(tensor) not in self._hooks:
                 self._hooks[id(tensor)] = tensor.register_post_accumulate_grad_hook(self._gradient_came)
+                self._parameters.append(tensor)
                 self._gradient_of(tensor)
 
     def __enter__(self) -> MemoryLedger:
@@ -123,6 +126,7 @@ class MemoryLedger(TorchDispatchMode):
             for hook in self._hooks.values():
                 hook.remove()
             self._hooks.clear()
+            self._parameters.clear()
             self._held.clear()
             self._last, self._classify = None, lambda: ()
 
@@ -205,6 +209,8 @@ class MemoryLedger(TorchDispatchMode):
             self._gradient_of(self._last)
         for kind, tensor in self._classify():
             self.know(kind, [tensor])
+        for parameter in self._parameters:
+            self._gradient_of(parameter)
 
     def _wrap_resize(self) -> None:
         """FSDP frees and takes back gathered parameters by resizing their storages, which no operator shows."""

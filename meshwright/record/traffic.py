@@ -91,7 +91,7 @@ class TrafficLedger(TorchDispatchMode):
     def _count(self, collective: str, func: OpOverload, args: tuple[Any, ...], result: Any) -> None:
         group = group_of(func, args)
         axis, ranks = CONTROL if TALK else self._axes.get(group.group_name, "other"), group.size()
-        message = 0 if collective == "barrier" else max(map(bytes_in, (*args, result)))
+        message = message_of(func, collective, args, result)
         calls, messages = self._sums.get((axis, collective, ranks), (0, 0))
         self._sums[axis, collective, ranks] = (calls + 1, messages + message)
 
@@ -138,6 +138,17 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors_in(item)
+
+
+def message_of(func: OpOverload, collective: str, args: tuple[Any, ...], result: Any) -> int:
+    """The whole tensor: before it is scattered, or after it is gathered. Of an exchange it is what this rank gives: it
+    may get more or less, and over all ranks both are the same.
+    """
+    if collective == "barrier":
+        return 0
+    if collective == "all_to_all":
+        return bytes_in(args[1 if func.namespace == "c10d" else 0])  # c10d's come after the outputs
+    return max(map(bytes_in, (*args, result)))
 
 
 def bytes_in(value: Any) -> int:

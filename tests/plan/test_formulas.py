@@ -11,7 +11,7 @@ from meshwright.config import RunConfig, load
 from meshwright.layout import Layout
 from meshwright.model.init import build
 from meshwright.plan.memory import Held, held
-from meshwright.plan.shapes import decoder_shapes
+from meshwright.plan.shapes import decoder_shapes, own, padded, shard_dimension
 from meshwright.plan.traffic import traffic
 from meshwright.prove.layouts import variants
 from meshwright.prove.traffic import counted
@@ -110,9 +110,22 @@ def test_shapes_are_those_of_the_model():
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_shards_make_up_the_whole(ranks):
     for shape in decoder_shapes(load(overrides=["--model.vocab=251", "--model.ffn=46"]).model):
-        assert sum(shape.own(2, ranks, c) for c in range(ranks)) == shape.elements(2)
-        assert shape.padded(2, ranks) >= shape.elements(2)
-        assert shape.padded(2, ranks) % ranks == 0
+        assert sum(own(shape.local(2), ranks, c) for c in range(ranks)) == shape.elements(2)
+        assert padded(shape.local(2), ranks) >= shape.elements(2)
+        assert padded(shape.local(2), ranks) % ranks == 0
+
+
+def test_a_bank_of_fewer_experts_than_shards_is_cut_by_its_second_dimension():
+    for local, shards, dimension in (
+        ((4, 32, 16), 8, 1),  # four experts, eight shards
+        ((8, 32, 16), 8, 0),
+        ((4, 30, 16), 8, 0),  # FSDP2 divides rows alone unevenly
+        ((4, 32), 8, 0),
+    ):
+        assert shard_dimension(local, shards) == dimension
+    assert padded((4, 32, 16), 8) == 4 * 32 * 16
+    assert [own((4, 32, 16), 8, c) for c in range(8)] == [4 * 4 * 16] * 8
+    assert padded((4, 30, 16), 8) == 8 * 30 * 16
 
 
 def test_a_wrong_formula_is_a_broken_promise(monkeypatch):

@@ -36,6 +36,16 @@ PADDED = UNIT + (WIDTH + 1) * 4
 WHOLE, SHARD = LAYERS * UNIT, LAYERS * PADDED // RANKS
 
 
+def test_a_gradient_that_was_written_by_hand_is_known_at_the_next_phase():
+    model = nn.Linear(WIDTH, HIDDEN)
+    ledger = MemoryLedger(model)
+    with ledger:
+        ledger.phase = "backward"
+        model.weight.grad = torch.ones(HIDDEN, WIDTH)
+        ledger.phase = "sync"
+        assert ledger.now["gradient"] == HIDDEN * WIDTH * 4
+
+
 def state_of(optimizer) -> list[torch.Tensor]:
     return [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
 

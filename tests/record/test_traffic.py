@@ -115,6 +115,18 @@ def plain_collectives(world):
     return counted(axes, step)
 
 
+def uneven_exchange(world):
+    """Rank 0 gives three numbers and gets one."""
+    rows, splits = ([1, 2], [1, 0]) if world.rank == 0 else ([0, 1], [2, 1])
+    given, got = torch.ones(sum(rows)), torch.empty(sum(splits))
+    return counted({}, lambda: dist.all_to_all_single(got, given, splits, rows))
+
+
+def test_of_an_exchange_the_message_is_what_a_rank_gives():
+    first, second = run_ranks(uneven_exchange, 2)
+    assert [rows[0].message_bytes for rows in (first, second)] == [3 * 4, 1 * 4]
+
+
 def ddp(world):
     model = nn.parallel.DistributedDataParallel(blocks(), bucket_cap_mb=0.0005, gradient_as_bucket_view=True)
     model.register_comm_hook(None, summed)
