@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import combinations
 
 import pytest
@@ -10,7 +11,9 @@ from layout_faults import FP32, FP64, TIED, found
 
 from meshwright.config import load
 from meshwright.layout import Layout
+from meshwright.prove import layouts
 from meshwright.prove.layouts import check_layouts, kind, variants
+from meshwright.prove.scale import few_ranks
 from meshwright.refused import checked
 from meshwright.schedule import KINDS
 
@@ -50,6 +53,16 @@ def test_every_kind_of_every_axis_is_among_them():
     assert {c.layout.shard for c in configs if c.layout.expert > 1} == {"none", "optimizer", "gradients", "parameters"}
     assert {c.layout.shard for c in configs if c.layout.context > 1} == {"none", "optimizer", "gradients", "parameters"}
     assert {c.compute.recompute for c in configs} == {"none", "full", "selective"}
+
+
+@pytest.mark.long
+def test_copies_of_shards_in_stages_of_cut_blocks_are_one_process(monkeypatch):
+    """Two of each are sixteen ranks, which no other proof has."""
+    monkeypatch.setattr(layouts, "few_ranks", partial(few_ranks, most=16))
+    words = ("--layout.pipeline=2", "--layout.replicate=2", "--layout.shard=optimizer", "--layout.shard_degree=2")
+    promises = found((*words, "--layout.tensor=2", "--model.layers=2"), (FP64,), monkeypatch)
+    assert [promise.partition(" (")[0] for promise, *_ in promises] == ["pipeline 2 x replicate 2 x shard 2 x tensor 2"]
+    assert broken(promises) == []
 
 
 @pytest.mark.long

@@ -16,6 +16,7 @@ from meshwright.parallel.world import World
 from meshwright.prove.trail import Masked
 from meshwright.record.clock import StepClock
 from meshwright.testing import run_ranks
+from meshwright.train.balance import Balance
 from meshwright.train.optimizer import Optimizer
 from meshwright.train.precision import Precision
 from meshwright.train.step import Step, step_seed
@@ -46,7 +47,8 @@ def one_step(world: World, *overrides: str) -> dict:
     model = build(config.model, 0, precision.weights)
     optimizer = Optimizer(dict(model.named_parameters()), config.optimizer)
     spread = Replicated(model, config.replicate, world) if world.size > 1 else Spread(model)
-    step = Step(spread, optimizer, precision, world, seed=0, coordinate=world.rank)
+    balance = Balance(model, config, world)
+    step = Step(spread, optimizer, precision, world, balance=balance, seed=0, coordinate=world.rank)
     micro = config.batch.micro or 8
     batch = Batch(8 * world.size, micro, world.size, 8 // micro)
     source = Masked(1000, 16, 256)
@@ -116,6 +118,7 @@ def test_a_step_without_one_valid_token_is_a_step_with_a_zero_gradient():
         Optimizer(dict(model.named_parameters()), CONFIG.optimizer),
         precision,
         world,
+        balance=Balance(model, CONFIG, world),
         seed=0,
         coordinate=0,
     )
