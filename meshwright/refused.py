@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import lcm
+from math import gcd, lcm
 
 from meshwright import schedule
 from meshwright.config import Batch, RunConfig, batch_algebra
@@ -149,12 +149,19 @@ REFUSED = (
         ),
     ),
     Refused(
-        "compute.recompute = selective with schedules that defer weight gradients",
-        "torch computes such a region again for one backward pass alone, and these make two",
+        "compute.recompute with schedules that defer weight gradients",
+        "a block would be computed again for its input's gradient, and again for every group of its weights",
         lambda layout, config: (
-            "compute.recompute = none or full, or pipeline.schedule = 1f1b or interleaved"
-            if _deferred(layout, config) and config.compute.recompute == "selective"
+            "compute.recompute = none, or pipeline.schedule = 1f1b or interleaved"
+            if _deferred(layout, config) and config.compute.recompute != "none"
             else ""
+        ),
+    ),
+    Refused(
+        "compute.recompute = selective with expert",
+        "experts are gathered inside their block, which would not find this kept when it is computed again",
+        lambda layout, config: (
+            "compute.recompute = none or full" if layout.expert > 1 and config.compute.recompute == "selective" else ""
         ),
     ),
     Refused(
@@ -184,8 +191,17 @@ REFUSED = (
         "shard.keep does not divide the shard degree",
         "after the forward pass a part of the shard group holds the parameters",
         lambda layout, config: (
-            f"shard.keep = {nearest([n for n in range(1, layout.shard + 1) if layout.shard % n == 0], _keep(config))}"
-            if config.layout.shard == "parameters" and layout.shard % _keep(config)
+            f"shard.keep = {nearest([n for n in range(1, kept + 1) if kept % n == 0], _keep(config))}"
+            if config.layout.shard == "parameters" and (kept := sharers(layout)) % _keep(config)
+            else ""
+        ),
+    ),
+    Refused(
+        "shard.keep of several ranks with pipeline or tensor",
+        "FSDP2 makes groups for it, and every shard group would wait for ranks of the others to do the same",
+        lambda layout, config: (
+            "shard.keep = 1, or unset"
+            if config.layout.shard == "parameters" and _keep(config) > 1 and (layout.pipeline > 1 or layout.tensor > 1)
             else ""
         ),
     ),
@@ -205,6 +221,11 @@ OF_THE_DECODER = REFUSED[:8]
 
 OF_THE_DECODER_ALONE = ("pipeline", "context", "expert")
 """Axes that must know more of a model than the parts that a user's own brings."""
+
+
+def sharers(layout: Layout) -> int:
+    """The ranks that a unit is divided among, at least: experts that are divided have fewer."""
+    return gcd(layout.shard, layout.fold // layout.expert) if layout.expert > 1 else layout.shard
 
 
 def _keep(config: RunConfig) -> int:

@@ -88,6 +88,7 @@ def test_ranks_that_do_not_divide_are_refused_with_those_that_do():
         load(overrides=["--layout.tensor=4"], ranks=6)
 
 
+EXPERTS = ["--model.experts=4", "--layout.expert=2"]
 PIPED = ["--layout.pipeline=2", "--batch.micro=2"]
 
 
@@ -106,7 +107,10 @@ PIPED = ["--layout.pipeline=2", "--batch.micro=2"]
         (["--layout.pipeline=8"], "more stages of a pipeline than blocks.*at most 4"),
         ([*PIPED, "--layout.shard=zero-2"], "pipeline with shard = gradients.*optimizer or parameters"),
         ([*PIPED, "--pipeline.schedule=zbv", "--compute.compile=true"], "nothing would be deferred.*compile = false"),
-        ([*PIPED, "--pipeline.schedule=zbv", "--compute.recompute=selective"], "for one backward pass alone"),
+        ([*PIPED, "--pipeline.schedule=zbv", "--compute.recompute=full"], "every group of its weights.*= none"),
+        ([*EXPERTS, "--compute.recompute=selective"], "compute.recompute = selective with expert.*none or full"),
+        ([*EXPERTS, "--layout.shard=zero-3", "--shard.keep=2"], "shard.keep does not divide.*shard.keep = 1"),
+        (["--layout.shard=zero-3", "--layout.tensor=2", "--shard.keep=2"], "shard.keep of several ranks.*unset"),
         ([*PIPED, "--pipeline.schedule=zbv", "--layout.shard=zero-3"], "has let go of them.*shard.keep = 1"),
         ([*PIPED, "--pipeline.schedule=zbv", "--pipeline.stages=1"], "zbv cannot have 1 stages a rank; allowed: 2"),
         (["--layout.pipeline=2"], "schedule 1f1b on 2 ranks cannot fill its stages with 1 micro-batches; allowed: 2"),

@@ -27,7 +27,6 @@ from meshwright.config import Batch, RunConfig
 from meshwright.layout import Layout
 from meshwright.plan.pieces import Hold, Piece
 from meshwright.plan.shapes import BYTES
-from meshwright.refused import SPLIT
 from meshwright.schedule import holder
 
 Messages = Counter[tuple[str, str]]
@@ -36,14 +35,9 @@ Messages = Counter[tuple[str, str]]
 
 def untold(config: RunConfig, layout: Layout) -> dict[str, str]:
     """Axes of which nobody can say beforehand what they carry, and why."""
-    axes: dict[str, str] = {}
-    if layout.pipeline > 1 and config.pipeline.schedule in SPLIT and config.compute.recompute != "none":
-        why = "a backward pass in two parts recomputes a block for each part, and again for groups of its weights"
-        axes |= dict.fromkeys(("tensor", "context", "context+tensor", "expert"), why)
     if config.model.experts_capacity and layout.expert > 1:
-        axes["expert"] = "how many rows exceed experts_capacity depends on the data"
-    used = {*layout.axes, *(["context+tensor"] if config.model.experts else [])}
-    return {axis: why for axis, why in axes.items() if axis in used}
+        return {"expert": "how many rows exceed experts_capacity depends on the data"}
+    return {}
 
 
 def weight_bytes(config: RunConfig) -> int:

@@ -15,7 +15,7 @@ from meshwright.layout import Layout, stages_each
 from meshwright.prove.scale import few_ranks, sequence_of, shrunk
 from meshwright.prove.trail import SEQUENCE, Trail, alone, for_proof, together
 from meshwright.prove.verdict import Tolerance, first_off
-from meshwright.refused import checked
+from meshwright.refused import checked, sharers
 from meshwright.schedule import fewest_micros, usual_stages
 
 TOLERANCE: dict[Literal["fp64", "fp32"], Tolerance] = {
@@ -54,7 +54,7 @@ def variants(config: RunConfig) -> tuple[list[RunConfig], str]:
         layout=spread,
         data=replace(config.data, sequence=sequence_of(config, layout, SEQUENCE)),
         batch=replace(config.batch, global_=layout.data_degree * accumulation * MICRO, micro=MICRO),
-        shard=replace(config.shard, keep=fitting(config.shard.keep, layout.shard)),
+        shard=replace(config.shard, keep=fitting(config.shard.keep, sharers(layout))),
     )
     said = [f"layout {fewer}" if fewer else "", f"model {scaled}" if scaled else ""]
     note = "; on CPU" + "".join(f", {text}" for text in said if text)

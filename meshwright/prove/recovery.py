@@ -21,7 +21,7 @@ from meshwright.record.events import ledger
 from meshwright.record.folder import RunFolder
 from meshwright.recover.incidents import Incident, read_incidents
 from meshwright.recover.supervisor import Running, supervise
-from meshwright.refused import checked
+from meshwright.refused import checked, sharers
 
 PHASES = ("fetch", "copy", "forward", "backward", "sync", "update", "updated")
 SAVES = ("stage", "begin", "write", "after_shard", "before_manifest", "before_publish", "after_publish")
@@ -119,7 +119,7 @@ def scaled(config: RunConfig, layout: LayoutConfig, steps: int) -> tuple[RunConf
         batch=replace(config.batch, global_=samples, micro=1),
         schedule=replace(config.schedule, warmup=min(config.schedule.warmup, 3)),
         layout=layout,
-        shard=replace(config.shard, keep=fitting(config.shard.keep, mesh.shard)),
+        shard=replace(config.shard, keep=fitting(config.shard.keep, sharers(mesh))),
         eval=replace(config.eval, every=5, samples=4),
         checkpoint=CheckpointConfig(mode="sync", seconds=0, every=1, keep=2),
         launch=replace(config.launch, device="cpu", restarts=3),

@@ -80,6 +80,7 @@ def numbers(what: str, right: float, got: float, later: bool = False) -> Off:
 def tensors(what: str, right: Tensor, got: Tensor | None, later: bool = False) -> Off:
     if got is None or got.shape != right.shape:
         return Off(what, float("inf"), 0.0, "it is not there")
+    got, right = got.double(), right.double()  # what never moves is divided by next to nothing
     error = float((got - right).abs().max() / right.abs().max().clamp_min(1e-300))
     factor = float((got * right).sum() / (right * right).sum().clamp_min(1e-300))
     return Off(what, error, factor, later=later)

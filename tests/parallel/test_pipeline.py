@@ -125,16 +125,13 @@ def deferred(world, configs):
     return found
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_weight_gradients_are_deferred_where_the_schedule_says_so(recompute):
+def test_weight_gradients_are_deferred_where_the_schedule_says_so():
     kinds = ("zero-bubble", "zbv")
-    configs = [config_of(kind, 2, 4, f"--compute.recompute={recompute}") for kind in kinds]
+    configs = [config_of(kind, 2, 4) for kind in kinds]
     for found in run_ranks(deferred, 2, configs):
         for after_input, after_weight in found:
-            assert not all(after_input)
+            assert not any(after_input)
             assert all(after_weight)
-            if recompute == "none":
-                assert not any(after_input)
 
 
 def names(world, configs):

@@ -206,9 +206,10 @@ def test_rows_to_experts_are_compared_over_the_ranks_that_share_them():
 
 
 def test_what_no_formula_can_tell_is_said_and_all_else_compared():
-    proof = proof_of("pipeline=2 tensor=2 zbv full")
-    assert list(untold(proof, checked(proof)[0])) == ["tensor"]
-    assert not untold(replace(proof, compute=replace(proof.compute, recompute="none")), checked(proof)[0])
+    proof = proof_of("experts=4 expert=2 replicate=2")
+    layout = checked(proof)[0]
+    assert not untold(proof, layout)
+    assert list(untold(replace(proof, model=replace(proof.model, experts_capacity=1.0)), layout)) == ["expert"]
     rows = [[Sent("tensor", "all_gather", 4, 2), Sent("pipeline", "send", size, size)] for size in (8, 9)]
     assert list(all_differences(Layout(pipeline=2), rows, [rows[0], rows[0]], ["tensor"])) == [
         "rank 1: pipeline send sends 8 bytes, by the formula 9"

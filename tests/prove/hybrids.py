@@ -15,7 +15,7 @@ MODEL = ("layers", "heads", "kv_heads", "ffn", "experts", "experts_shared", "sep
 
 ALONE = [
     *(f"pipeline={ranks} schedule={kind}" for ranks in (2, 4, 8) for kind in KINDS),
-    "pipeline=4 schedule=zero-bubble stages=1 recompute=full",
+    "pipeline=4 schedule=zero-bubble stages=1",
     "pipeline=2 schedule=interleaved layers=4 separator=0 recompute=selective",
     *(f"context={ranks} method={method} heads=8" for ranks in (2, 4, 8) for method in ("ring", "all-to-all")),
     "context=4 method=all-to-all heads=8 kv_heads=1 recompute=selective",
@@ -35,10 +35,10 @@ PAIRS = [
     "tensor=2 pipeline=2",
     "tensor=2 pipeline=2 schedule=zero-bubble",
     "tensor=2 pipeline=2 schedule=zbv",
-    "tensor=2 pipeline=2 schedule=dualpipev recompute=full",
+    "tensor=2 pipeline=2 schedule=dualpipev",
     "context=2 pipeline=2 separator=0",
     "context=2 pipeline=2 method=all-to-all schedule=interleaved",
-    "context=2 pipeline=2 schedule=zbv recompute=full",
+    "context=2 pipeline=2 schedule=zbv",
     "replicate=2 context=2",
     "replicate=2 context=2 method=all-to-all recompute=full",
     "replicate=2 shard=optimizer context=2",

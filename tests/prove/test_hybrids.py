@@ -79,7 +79,7 @@ COVERING = {
     "pipeline=2 schedule=interleaved separator=0": (FP64,),
     "pipeline=2 schedule=zero-bubble stages=1": (FP32,),
     "pipeline=2 schedule=zbv": (TIED,),
-    "pipeline=2 schedule=dualpipev recompute=full": (FP64,),
+    "pipeline=2 schedule=dualpipev": (FP64,),
     "context=2": (FP64, FP32, TIED),
     "context=2 method=all-to-all heads=4 kv_heads=1 recompute=selective": (FP64, TIED),
     "replicate=2 expert=2 experts=4 ffn=16": (FP64, FP32),

@@ -14,7 +14,7 @@ from meshwright.layout import Layout, stages_each
 from meshwright.prove.layouts import variants
 from meshwright.prove.recovery import MOST_RANKS, scaled
 from meshwright.prove.scale import RANKS, few_ranks
-from meshwright.refused import SPLIT, checked
+from meshwright.refused import SPLIT, checked, sharers
 from meshwright.schedule import FEWEST_STAGES, KINDS, MOST_STAGES
 
 
@@ -31,6 +31,8 @@ def legal(draw):
     config = load()
     spread = Layout.of(replace(config.layout, **layout, shard=shard, shard_degree=degree))
     layout["expert"] = draw(st.sampled_from([n for n in range(1, spread.fold + 1) if spread.fold % n == 0]))
+    apart = layout["pipeline"] > 1 or layout["tensor"] > 1
+    keeps = [None, 1] if apart else [None, 1, sharers(replace(spread, expert=layout["expert"]))]
     stages = draw(st.integers(FEWEST_STAGES[kind], MOST_STAGES.get(kind, 4)))
     tensor, context = layout["tensor"], layout["context"]
     kv_heads = tensor * draw(st.sampled_from([1, 2, 3]))
@@ -57,7 +59,7 @@ def legal(draw):
         context=replace(config.context, method=method),
         data=replace(config.data, sequence=2 * tensor * context * draw(st.integers(1, 9))),
         batch=replace(config.batch, global_=spread.data_degree * 2 * layout["pipeline"], micro=1),
-        shard=replace(config.shard, keep=draw(st.sampled_from([None, 1, spread.shard]))),
+        shard=replace(config.shard, keep=draw(st.sampled_from(keeps))),
     )
 
 
