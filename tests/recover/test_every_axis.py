@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from recovering import STEPS, Runs, final_digest, ledger, losses
+from recovering import STEPS, Runs, config, final_digest, ledger, losses
 
+from meshwright.prove.recovery import check_recovery
 from meshwright.recover.failures import RanksFailed
 
 EXPERTS = ("--model.experts=4", "--model.experts_bias=0.01", "--layout.expert=2")
@@ -95,7 +96,9 @@ def test_a_hung_rank_is_named_and_not_those_that_wait_for_its_message(layout, fa
     assert "in act" in hang.stack or "stop" in fault
 
 
-@pytest.mark.parametrize("layout", ["zbv", "experts", pytest.param("ring", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "layout", ["zbv", *(pytest.param(name, marks=pytest.mark.long) for name in ("experts", "ring"))]
+)
 def test_a_signal_stops_all_ranks_at_one_step_after_a_checkpoint(layout, runs, undisturbed):
     with pytest.raises(RanksFailed, match="stopped by signal 15 before step 7, on every rank") as stopped:
         runs.run("step.backward:rank1:term@step6", *LAYOUTS[layout])
@@ -134,3 +137,17 @@ def test_a_rank_that_fails_is_blamed_and_not_one_that_lost_it_inside_a_stage(fau
     rank = int(fault.split(":rank")[1][0])
     assert (runs.incidents[0].rank, runs.incidents[0].kind) == (rank, "InjectedFault")
     assert [f.rank for f in failed.value.failures if not f.witness] == [rank], failed.value.failures
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (2, LAYOUTS["zbv"]),
+        (4, ("--layout.context=2", "--layout.shard=parameters")),
+        (4, (*LAYOUTS["pipeline"], *EXPERTS)),
+    ],
+)
+def test_the_proof_of_recovery_holds(ranks, words):
+    for what, kept, measured in check_recovery(config(*words, ranks=ranks)):
+        assert kept, (what, measured)
