@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 from meshwright import schedule
@@ -100,12 +101,9 @@ class Layout:
         near = self.group(rank, *(axis for axis in AXES if axis != "pipeline" and axis not in cut))
         return [other for other in near if all(self.coordinates(other)[axis] == place[axis] for axis in cut)]
 
-    def holders(self, cut: Collection[str]) -> Iterator[list[int]]:
+    def holders(self, cut: Collection[str]) -> list[list[int]]:
         """Every group of ranks that hold the same block."""
-        for rank in range(self.ranks):
-            group = self.alike(rank, cut)
-            if group[0] == rank:
-                yield group
+        return _holders(self, tuple(sorted(cut)))
 
     def data_coordinate(self, rank: int) -> int:
         """Which slice of the global batch a rank reads."""
@@ -158,6 +156,16 @@ class Layout:
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.axes) or "replicate 1"
+
+
+@cache
+def _holders(layout: Layout, cut: tuple[str, ...]) -> list[list[int]]:
+    """Worked out once: copies are compared by it again and again."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(layout.ranks):
+        place = layout.coordinates(rank)
+        groups.setdefault(tuple(place[axis] for axis in ("pipeline", *cut)), []).append(rank)
+    return list(groups.values())
 
 
 def stages_each(config: RunConfig) -> int:
