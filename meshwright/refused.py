@@ -13,9 +13,6 @@ from meshwright.config.kinds import nearest
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout, stages_each
 
-SPLIT = ("zero-bubble", "zbv", "dualpipev")
-"""Schedules that compute the gradients of weights later than those of inputs."""
-
 
 @dataclass(frozen=True)
 class Refused:
@@ -25,6 +22,8 @@ class Refused:
     why: str
     applies: Callable[[Layout, RunConfig], str]
     """'' where it does not, else what would be possible instead"""
+    of_decoder: bool = False
+    """whether it is a rule of our own decoder: a user's model brings its own cuts"""
 
 
 def _divides(number: Callable[[RunConfig], int]) -> Callable[[Layout, RunConfig], str]:
@@ -63,7 +62,7 @@ def _expert_count(layout: Layout, config: RunConfig) -> str:
     if layout.expert == 1 or (experts and experts % layout.expert == 0):
         return ""
     fits = [n for n in range(1, min(experts, 4096) + 1) if experts % n == 0]
-    return f"layout.expert = {nearest(fits or [1], layout.expert)}"
+    return f"layout.expert = {nearest(fits or [1], layout.expert)}" + ("" if experts else ", or model.experts")
 
 
 def _expert_fold(layout: Layout, config: RunConfig) -> str:  # noqa: ARG001
@@ -81,7 +80,7 @@ def _blocks(layout: Layout, config: RunConfig) -> str:
 
 
 def _deferred(layout: Layout, config: RunConfig) -> bool:
-    return layout.pipeline > 1 and config.pipeline.schedule in SPLIT
+    return layout.pipeline > 1 and config.pipeline.schedule in schedule.SPLIT
 
 
 REFUSED = (
@@ -89,41 +88,49 @@ REFUSED = (
         "tensor does not divide model.kv_heads",
         "each rank attends with whole heads, keys and values included",
         _divides(lambda config: config.model.kv_heads),
+        of_decoder=True,
     ),
     Refused(
         "tensor does not divide model.ffn",
         "each rank holds an equal part of the feed-forward",
         _divides(lambda config: config.model.ffn),
+        of_decoder=True,
     ),
     Refused(
         "tensor does not divide model.vocab",
         "each rank holds an equal part of the vocabulary: pad it",
         _divides(lambda config: config.model.vocab),
+        of_decoder=True,
     ),
     Refused(
         "tensor does not divide data.sequence",
         "between the matrices each rank holds an equal part of the sequence",
         _divides(lambda config: config.data.sequence),
+        of_decoder=True,
     ),
     Refused(
         "context does not divide data.sequence",
         "each rank has equal pieces of every sequence: by ring two, an early and a late one",
         _pieces,
+        of_decoder=True,
     ),
     Refused(
         "context by all-to-all does not divide model.heads",
         "each rank attends with whole heads",
         _heads,
+        of_decoder=True,
     ),
     Refused(
         "expert does not divide model.experts",
         "each rank holds equally many experts",
         _expert_count,
+        of_decoder=True,
     ),
     Refused(
         "more stages of a pipeline than blocks",
         "each stage has at least one",
         _blocks,
+        of_decoder=True,
     ),
     Refused(
         "expert does not divide the ranks that it folds over",
@@ -215,9 +222,7 @@ REFUSED = (
         ),
     ),
 )
-"""The table of what is refused. A user's own model brings its own cuts: only the rules without a model hold for it."""
-
-OF_THE_DECODER = REFUSED[:8]
+"""The table of what is refused."""
 
 OF_THE_DECODER_ALONE = ("pipeline", "context", "expert")
 """Axes that must know more of a model than the parts that a user's own brings."""
@@ -236,7 +241,7 @@ def checked(config: RunConfig, own_model: bool = False) -> tuple[Layout, Batch]:
     """The layout and the batch algebra of a config, or a refusal that names what would be possible."""
     layout = Layout.of(config.layout)
     for rule in REFUSED:
-        if own_model and rule in OF_THE_DECODER:
+        if own_model and rule.of_decoder:
             continue
         if instead := rule.applies(layout, config):
             raise ConfigError(f"layout {layout}: {rule.what}: {rule.why}", f"allowed: {instead}")
@@ -247,7 +252,11 @@ def checked(config: RunConfig, own_model: bool = False) -> tuple[Layout, Batch]:
         )
     batch = batch_algebra(config.batch, layout.data_degree)
     if layout.pipeline > 1:
-        schedule.check(config.pipeline.schedule, layout.pipeline, batch.accumulation, stages_each(config))
+        try:
+            schedule.check(config.pipeline.schedule, layout.pipeline, batch.accumulation, stages_each(config))
+        except ConfigError as refused:
+            how = f"a rank has {batch.local} samples a step, and batch.micro = {batch.micro} divides them"
+            raise ConfigError(f"layout {layout}: {refused.what}", f"{refused.next_move} ({how})") from None
     if config.replicate.static_graph and batch.accumulation > 1:
         raise ConfigError(
             f"replicate.static_graph = true with accumulation {batch.accumulation}: DDP fails on a first pass unsynced",

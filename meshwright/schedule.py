@@ -26,6 +26,10 @@ from meshwright.errors import ConfigError
 
 KINDS = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
 V_SHAPED = ("zbv", "dualpipev")
+SINGLE = ("gpipe", "1f1b")
+"""Those with one stage a rank."""
+SPLIT = ("zero-bubble", "zbv", "dualpipev")
+"""Those that compute the gradients of weights later than those of inputs."""
 FEWEST_STAGES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1, "zbv": 2, "dualpipev": 2}
 MOST_STAGES = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}
 """Of a rank; a kind that is not here takes any number."""

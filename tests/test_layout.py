@@ -113,7 +113,10 @@ PIPED = ["--layout.pipeline=2", "--batch.micro=2"]
         (["--layout.shard=zero-3", "--layout.tensor=2", "--shard.keep=2"], "shard.keep of several ranks.*unset"),
         ([*PIPED, "--pipeline.schedule=zbv", "--layout.shard=zero-3"], "has let go of them.*shard.keep = 1"),
         ([*PIPED, "--pipeline.schedule=zbv", "--pipeline.stages=1"], "zbv cannot have 1 stages a rank; allowed: 2"),
-        (["--layout.pipeline=2"], "schedule 1f1b on 2 ranks cannot fill its stages with 1 micro-batches; allowed: 2"),
+        (
+            ["--layout.pipeline=2"],
+            "cannot fill its stages with 1 micro-batches; allowed: 2.*batch.micro = 12",
+        ),
         (["--layout.shard=zero-3", "--replicate.static_graph=true"], "promise to DDP.*static_graph = false"),
         (["--layout.tensor=2", "--replicate.compress=bf16"], "rounds once.*replicate.compress = none"),
         (["--layout.shard=zero-3", "--layout.replicate=4", "--shard.keep=3"], "shard.keep = 1, 2, 4"),

@@ -83,7 +83,7 @@ class Stager:
             )
             for name in share(blocks, layout, rank)
         }
-        self.replicas = Replicas({name: b for name, b in blocks.items() if name.startswith("model/")}, layout)
+        self.replicas = Replicas({name: b for name, b in blocks.items() if compared(name)}, layout)
         self.words = torch.zeros(len(self.replicas.names), dtype=torch.int64, pin_memory=pinned)
         """a word of every parameter that others hold too, kept by this rank or not: replicas are compared by them"""
         self.begun, self.copied = (torch.cuda.Event(enable_timing=True) if pinned else None for _ in range(2))
@@ -108,6 +108,11 @@ class Stager:
             return 0.0
         self.copied.synchronize()
         return float(self.begun.elapsed_time(self.copied)) / 1e3
+
+
+def compared(name: str) -> bool:
+    """Parameters, and biases of routers: other buffers differ between copies until the next pass."""
+    return name.startswith("model/") or name.endswith("router.bias")
 
 
 def share(blocks: Mapping[str, Block], layout: Layout, rank: int) -> list[str]:

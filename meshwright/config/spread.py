@@ -94,7 +94,7 @@ class PipelineConfig:
     wait
     """
     stages: Annotated[Count | None, PLACEMENT] = None
-    """stages a rank; unset: as few as the schedule allows"""
+    """stages a rank; unset: one for gpipe and 1f1b, two for the others"""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """A mixture of experts in place of a dense feed-forward: who goes where, and what keeps the experts evenly loaded.
 
 Each token goes to the `active` experts of highest score + bias, and what they give is weighted by a softmax over the
-scores alone. The bias moves against the load (`rebalance`; https://arxiv.org/abs/2408.15664). Beside it a small loss of
-each sequence by itself (https://arxiv.org/abs/2412.19437, equations 17 to 20) keeps single sequences from leaning on
-few experts. Both are of the whole batch and of whole sequences, however these lie on ranks.
+scores of those (a single one by its share of the softmax over all). The bias moves against the load (`rebalance`;
+https://arxiv.org/abs/2408.15664). Beside it a small loss of each sequence by itself (https://arxiv.org/abs/2412.19437,
+equations 17 to 20) keeps single sequences from leaning on few experts. Both are of the whole batch and of whole
+sequences, however these lie on ranks.
 
 What a way of parallelism may want to replace is a submodule: `dispatch` (rows to their experts and back) and `whole`
 (choices of a sequence, of which this process may see a piece).
@@ -44,6 +45,8 @@ class Router(nn.Module):
         # A stable sort, not topk: which of two equal scores topk takes is not said.
         ranked = (scores.detach() + self.bias).sort(dim=-1, descending=True, stable=True).indices
         chosen = ranked[:, : self.active].contiguous()
+        if self.active == 1:  # alone it would weigh 1 whatever its score, and the router would learn nothing
+            return scores, chosen, scores.softmax(dim=-1).gather(1, chosen)
         return scores, chosen, scores.gather(1, chosen).softmax(dim=-1)
 
 

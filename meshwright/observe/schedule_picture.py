@@ -98,7 +98,8 @@ def legend(timeline: Timeline) -> Iterator[str]:
 
 def write_svg(timeline: Timeline, costs: Costs, path: Path) -> None:
     """Whole or not at all: written beside the file, then given its name."""
-    if path.is_dir() or not path.parent.is_dir():
+    path = path.resolve()  # the file that a link leads to, and not the link
+    if (path.exists() and not path.is_file()) or not path.parent.is_dir():
         raise ConfigError(f"--svg {path} cannot be written", "allowed: a file in a folder that exists")
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

@@ -32,6 +32,7 @@ from meshwright.config.spread import Schedule
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.spread import Spread
 from meshwright.parallel.stages import TIED, Plan, Stage, Tie
+from meshwright.schedule import SINGLE
 
 SCHEDULES: dict[Schedule, type] = {
     "gpipe": ScheduleGPipe,
@@ -41,7 +42,6 @@ SCHEDULES: dict[Schedule, type] = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
-SINGLE = ("gpipe", "1f1b")
 
 
 @dataclass

@@ -65,8 +65,8 @@ def compare_replicas(blocks: Mapping[str, Block], layout: Layout, world: World, 
         rows = world.gather_numbers(*words.tolist(), *[0] * (most - len(words)), name="replica words")
         span = replicas.spans[odd.kind]
         differing = next((i for i in span if len({rows[rank][i] for rank in odd.group}) > 1), 0)
-        known = replicas.names[differing].removeprefix("model/") if world.rank in odd.group else ""
-        raise odd.error(world.rank, step, known)
+        known = replicas.names[differing] if world.rank in odd.group else ""
+        raise odd.error(world.rank, step, known.removeprefix("model/").removeprefix("buffer/"))
 
 
 def words_of(parameters: Iterable[Tensor]) -> Tensor:

@@ -35,6 +35,13 @@ def changing_buffers(module: nn.Module) -> Iterator[Tensor]:
             yield from part.buffers(recurse=False)
 
 
+def equal_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those that no pass changes: routers' biases, which all ranks move alike, or one of them is wrong."""
+    for name, part in module.named_modules():
+        if isinstance(part, Router):
+            yield f"{name}.bias", part.bias
+
+
 class Spread:
     """A module after all axes were applied. After the last micro-step every gradient is the sum over the ranks that
     see other tokens. This one is not spread over tokens at all; each way of doing so is a subclass.

@@ -23,9 +23,6 @@ from meshwright.layout import Layout, stages_each
 from meshwright.schedule import Action, actions_of
 
 AHEAD = 3
-ONE_STAGE = ("gpipe", "1f1b")
-"""Schedules with a runtime of their own, which leaves gathering to FSDP2."""
-
 Nests = list[list[str]]
 """Units in the order of use, each with those inside it."""
 

@@ -28,10 +28,11 @@ from dataclasses import dataclass
 from meshwright.config import Batch, RunConfig
 from meshwright.layout import Layout
 from meshwright.plan.messages import Messages, attention, experts, matrices, stages, weight_bytes
-from meshwright.plan.passes import ONE_STAGE, Walk, nests_of, order_of
+from meshwright.plan.passes import Walk, nests_of, order_of
 from meshwright.plan.pieces import Over, Units, by_ddp, dense_over, hold_of, in_units, pieces_of, units_of
 from meshwright.plan.shapes import BYTES
 from meshwright.record.wire import wire_bytes
+from meshwright.schedule import SINGLE
 
 CONTROL_SUM = 9 * 8
 """Tokens, bad samples, their ranks, two signals, two words on saving, two on the parameters that were used."""
@@ -135,7 +136,7 @@ def walked(config: RunConfig, layout: Layout, batch: Batch, units: Units, rank: 
         {unit: size // keep[unit] for unit, size in whole.items() if keep[unit] > 1},
         lets_go=config.layout.shard == "parameters" and config.shard.keep != 1,
     )
-    return walk.run(order_of(config, layout, batch, rank), config.pipeline.schedule not in ONE_STAGE)
+    return walk.run(order_of(config, layout, batch, rank), config.pipeline.schedule not in SINGLE)
 
 
 def gathers(config: RunConfig, layout: Layout, batch: Batch, units: Units, rank: int) -> Counter[tuple[str, str]]:

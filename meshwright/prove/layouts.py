@@ -47,6 +47,7 @@ def variants(config: RunConfig) -> tuple[list[RunConfig], str]:
     layout = Layout.of(spread)
     config = replace(config, pipeline=fewer_stages(config))
     model, scaled = shrunk(config, layout)
+    model = replace(model, experts_capacity=0.0)
     accumulation = micro_steps(config, layout)
     proof = replace(
         for_proof(config),
@@ -60,6 +61,8 @@ def variants(config: RunConfig) -> tuple[list[RunConfig], str]:
     note = "; on CPU" + "".join(f", {text}" for text in said if text)
     if config.replicate.compress != "none":
         note += f", without replicate.compress = {config.replicate.compress}, which rounds"
+    if config.model.experts_capacity:
+        note += ", without model.experts_capacity, which makes results depend on the layout"
     if config.precision.compute not in TOLERANCE:
         note += f", not in {config.precision.compute}, which rounds"
     separator = 0 if model.separator is None and layout.context > 1 else model.separator

@@ -58,7 +58,11 @@ def enter(folder: RunFolder, config: RunConfig, record: dict[str, Any], fork: in
 
 
 def differing(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """The settings in which two identities differ, with both values; '' where they are one."""
+    """The settings in which two identities differ, with both values; '' where they are one. What an older record does
+    not know had its default.
+    """
+    usual = identity(RunConfig())
+    before = {key: usual[key] for key in now.keys() & usual.keys()} | before
     keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     shown = ", ".join(f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in keys[:4])
     return shown + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")

@@ -80,7 +80,7 @@ class Ledger:
         if outcome.pace is not None:
             extra["pipeline"] = {"live": outcome.pace.most, "live_by_stage": outcome.pace.peak, "idle": idle(phases)}
         if outcome.loads is not None:
-            loads = outcome.loads.cpu()
+            loads = outcome.loads
             extra["experts"] = {"imbalance": imbalance(loads), "dropped": int(loads[:, -1].sum())}
         self.log.write(
             "step",

@@ -29,7 +29,7 @@ from meshwright.parallel.apply import apply
 from meshwright.parallel.blocks import Block, block_of, whole_of
 from meshwright.parallel.parts import Parts
 from meshwright.parallel.replicas import compare_replicas
-from meshwright.parallel.spread import Spread
+from meshwright.parallel.spread import Spread, equal_buffers
 from meshwright.parallel.tensor import decoder_parts
 from meshwright.parallel.world import World
 from meshwright.record.events import Event, EventLog
@@ -217,7 +217,8 @@ class Training:
         self.agreed = outcome.agreement
         every = self.job.config.numerics.compare_every
         if every and self.done % every == 0 and self.world.size > 1:
-            blocks = {name: block_of(parameter) for name, parameter in self.parameters.items()}
+            alike = self.parameters | dict(equal_buffers(self.model))
+            blocks = {name: block_of(tensor) for name, tensor in alike.items()}
             compare_replicas(blocks, self.job.layout, self.world, self.done - 1)
 
     def counting_is_due(self) -> bool:

@@ -116,9 +116,8 @@ class Step:
             self.precision.scaler.update(finite)
         traffic = self.spread.take_traffic()
         local = self._local_square(traffic, agreement, batches, norm) / scale**2
-        numbers = torch.stack([t.double() for t in (loss, norm, local, finite, scale)])
-        on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
-        on_host.copy_(numbers, non_blocking=True)
+        on_host = to_host(torch.stack([t.double() for t in (loss, norm, local, finite, scale)]))
+        loads = to_host(loads) if loads is not None else None
         clock.close()
         return Outcome(step, lr, agreement, on_host, traffic, clock, batches, pace=self.pace, loads=loads)
 
@@ -256,6 +255,12 @@ class Step:
         if interrupted or terminated:
             raise Stopped(signal.SIGINT if interrupted else signal.SIGTERM, step)
         return Agreement(tokens, bad, bool(save), bool(saved))
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy that is there once the step's clock has passed; nothing waits for it here."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=True)
 
 
 def used_differently(rank: int, step: int) -> NumericsError:

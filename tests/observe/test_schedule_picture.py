@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,9 @@ import pytest
 from rich.console import Console
 
 from meshwright.cli import main
+from meshwright.errors import ConfigError
 from meshwright.observe.schedule import show
+from meshwright.observe.schedule_picture import write_svg
 from meshwright.plan.slots import Costs, timeline
 from meshwright.schedule import KINDS
 
@@ -131,3 +134,14 @@ def test_the_numbers_of_the_handbook_are_what_the_command_prints(capsys):
     rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in page.splitlines()]
     told = [row for row in rows if row[0] in KINDS and len(row) == 6]
     assert told == printed
+
+
+def test_a_picture_replaces_files_alone(tmp_path):
+    drawn = timeline("gpipe", 2, 2)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_svg(drawn, Costs(), tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "there.svg")
+    write_svg(drawn, Costs(), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "there.svg").read_text().startswith("<svg")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,10 +13,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.config import ModelConfig
+from meshwright.config import ModelConfig, load
+from meshwright.errors import MeshwrightError
 from meshwright.launch.ranks import run_ranks
 from meshwright.model.experts import Experts
+from meshwright.parallel.blocks import block_of
 from meshwright.parallel.expert import AllToAll, SumOver, by_expert, local_matrices
+from meshwright.parallel.replicas import compare_replicas
+from meshwright.parallel.spread import equal_buffers
+from meshwright.prove.trail import real_step
+from meshwright.refused import checked
 
 WIDTH, INNER, COUNT, BATCH, SEQUENCE = 16, 24, 8, 2, 8
 CONFIG = ModelConfig(width=WIDTH, ffn=INNER, heads=2, kv_heads=2, experts=COUNT, experts_shared=1)
@@ -180,3 +187,35 @@ def test_a_load_is_what_the_rank_itself_sent(found):
 def test_rows_that_come_by_rank_are_sorted_by_expert():
     counts = torch.tensor([[1, 2], [0, 0], [2, 1]])  # expert 0, 1, 1 of the first rank; 0, 0, 1 of the third
     assert by_expert(counts, 6).tolist() == [0, 3, 4, 1, 2, 5]
+
+
+def strayed(world):
+    """Rank 1's bias is another: what the comparison says."""
+    config = load(overrides=["--model.experts=4", "--model.layers=1", "--model.width=16", "--model.ffn=16"], ranks=2)
+    layout, _ = checked(config)
+    model = real_step(world, config, layout).spread.module
+    blocks = {name: block_of(tensor) for name, tensor in equal_buffers(model)}
+    compare_replicas(blocks, layout, world, 0)
+    if world.rank == 1:
+        model.decoder.blocks[0].ffn.router.bias[2] += 1e-3
+    try:
+        compare_replicas(blocks, layout, world, 1)
+    except MeshwrightError as error:
+        return str(error)
+    return ""
+
+
+def test_a_bias_that_strayed_is_found():
+    for said in run_ranks(strayed, 2):
+        assert "replicas hold different parameters" in said
+        assert "decoder.blocks.0.ffn.router.bias" in said
+
+
+def test_a_single_expert_is_weighted_by_its_share_so_that_the_router_learns():
+    config = replace(CONFIG, experts_active=1)
+    layer = Experts(config).double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(2, 5, config.width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    layer(x).square().sum().backward()
+    assert float(layer.router.weight.grad.abs().max()) > 0

@@ -14,8 +14,8 @@ from meshwright.layout import Layout, stages_each
 from meshwright.prove.layouts import variants
 from meshwright.prove.recovery import MOST_RANKS, scaled
 from meshwright.prove.scale import RANKS, few_ranks
-from meshwright.refused import SPLIT, checked, sharers
-from meshwright.schedule import FEWEST_STAGES, KINDS, MOST_STAGES
+from meshwright.refused import checked, sharers
+from meshwright.schedule import FEWEST_STAGES, KINDS, MOST_STAGES, SPLIT
 
 
 @st.composite
