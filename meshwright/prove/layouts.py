@@ -113,7 +113,8 @@ def kind(config: RunConfig) -> str:
     """What a layout's degrees do not say."""
     said: list[str] = [config.layout.shard] if config.layout.shard != "none" else []
     if config.layout.pipeline > 1:
-        said.append(f"{config.pipeline.schedule}, {stages_each(config)} stages a rank")
+        each = stages_each(config)
+        said.append(config.pipeline.schedule + (f", {each} stages a rank" if each > 1 else ""))
     if config.layout.context > 1:
         said.append(f"context by {config.context.method}")
     if config.compute.recompute != "none":

@@ -89,6 +89,7 @@ def test_a_config_whose_data_cannot_be_opened_is_refused_not_certified(tmp_path,
     assert not (tmp_path / "c.json").exists()
 
 
+@pytest.mark.long
 def test_a_static_graph_and_a_tiny_source_in_a_mixture_are_proven_too():
     tiny = [
         '--data.mixture=[{kind="synthetic", samples=100_000_000}, {kind="synthetic", samples=3}]',

@@ -57,7 +57,10 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("case", [*LEGS, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
+LONG = ("experts", *MORE)
+
+
+@pytest.mark.parametrize("case", ["a dense model", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_stopped_and_gone_on_elsewhere_it_is_the_run_that_never_moved(case, runs):
     model, legs = (LEGS | MORE)[case]
     for leg, (ranks, words) in enumerate(legs, 1):

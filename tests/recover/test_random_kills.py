@@ -131,6 +131,7 @@ def check(tmp_path: Path, steps: int, kills: int, seed: int) -> None:
     assert len(incidents) >= kills / 2
 
 
+@pytest.mark.long
 def test_ten_random_kills_change_neither_result_nor_ledger(tmp_path):
     check(tmp_path, 400, 10, seed=20)
 
