@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from meshwright.config import RunConfig, fingerprint, identity, placement
@@ -108,7 +109,7 @@ def show(console: Console, found: list[Finding], out: Path) -> None:
         table.add_column(column, overflow="fold", justify="right" if column == "s" else "left")
     for finding in found:
         word = "[green]kept[/]" if finding.kept else "[bold red]BROKEN[/]"
-        table.add_row(finding.check, finding.promise, word, finding.measured, f"{finding.seconds:.1f}")
+        table.add_row(finding.check, escape(finding.promise), word, escape(finding.measured), f"{finding.seconds:.1f}")
     console.print(table)
     broken = sum(not finding.kept for finding in found)
     console.print(

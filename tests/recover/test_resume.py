@@ -12,13 +12,14 @@ from recovering import STEPS, config, final_digest, ledger, losses
 from meshwright.checkpoint.catalogue import published, store_of
 from meshwright.checkpoint.state import content, dtype_name
 from meshwright.checkpoint.tensors import digest_of_lines, state_digest, tensor_line
-from meshwright.config import fingerprint
+from meshwright.config import RunConfig, fingerprint, identity
 from meshwright.launch.job import make_job
 from meshwright.launch.ranks import run_ranks
 from meshwright.parallel.blocks import block_of
 from meshwright.record.events import read_events
 from meshwright.record.folder import RunFolder
 from meshwright.recover.failures import RanksFailed
+from meshwright.train.identity import differing
 from meshwright.train.loop import Training
 
 
@@ -303,3 +304,10 @@ def test_a_read_error_while_the_run_is_taken_over_costs_no_checkpoint(runs, monk
         patch.setattr(Calls, "read", broken)
         take(RunFolder(runs.folder))
     assert [entry.step for entry in runs.published()] == [6, 3]
+
+
+def test_a_record_older_than_a_setting_is_of_a_run_with_its_default():
+    now = identity(RunConfig())
+    before = {key: value for key, value in now.items() if not key.startswith("model.experts")}
+    assert differing(before, now) == ""
+    assert "model.experts_shared was 0 and is 2" in differing(before, now | {"model.experts_shared": 2})

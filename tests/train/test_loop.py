@@ -10,20 +10,10 @@ import torch
 from torch import nn
 
 from meshwright import train
-from meshwright.config import (
-    BatchConfig,
-    DataConfig,
-    EvalConfig,
-    LaunchConfig,
-    LayoutConfig,
-    NumericsConfig,
-    RunConfig,
-    identity,
-)
+from meshwright.config import BatchConfig, DataConfig, EvalConfig, LaunchConfig, LayoutConfig, NumericsConfig, RunConfig
 from meshwright.errors import ConfigError, DataError, IdentityError
 from meshwright.record.events import read_events
 from meshwright.recover.failures import RanksFailed
-from meshwright.train.identity import differing
 from meshwright.train.numerics import NoiseScale
 
 
@@ -401,10 +391,3 @@ def test_an_item_that_is_no_numbers_is_named_by_its_sample(tmp_path, item):
 def test_a_config_made_in_python_is_checked_like_a_file(tmp_path, wrong):
     with pytest.raises(ConfigError):
         train(RunConfig(**wrong), run=tmp_path / "r", quiet=True)
-
-
-def test_a_record_older_than_a_setting_is_of_a_run_with_its_default():
-    now = identity(RunConfig())
-    before = {key: value for key, value in now.items() if not key.startswith("model.experts")}
-    assert differing(before, now) == ""
-    assert "model.experts_shared was 0 and is 2" in differing(before, now | {"model.experts_shared": 2})
