@@ -1,11 +1,13 @@
-"""FSDP2's private names, all in this file: what it holds, by class, for the memory ledger."""
+"""Torch's private names, all in this file: what FSDP2 holds, by class, and how stages of a pipeline first meet."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
 
 
 def fsdp_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -28,3 +30,12 @@ def fsdp_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                         yield "parameter", getattr(held, name)
                 if held.unsharded_accumulated_grad is not None:
                     yield "gradient", held.unsharded_accumulated_grad
+
+
+class MeetingStage(PipelineStage):
+    """Before the first step torch sends a word to each neighbour, in older releases also to itself, where a V turns
+    round: Gloo has no such pair.
+    """
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleGPipe,
@@ -29,6 +28,7 @@ from torch.distributed.pipelining import (
 )
 
 from meshwright.config.spread import Schedule
+from meshwright.parallel.internals import MeetingStage
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.spread import Spread
 from meshwright.parallel.stages import TIED, Plan, Stage, Tie
@@ -61,7 +61,7 @@ class Pace:
         self.most = max(self.most, self.live.total())
 
 
-class Paced(PipelineStage):
+class Paced(MeetingStage):
     """torch's stage, which tells its pace."""
 
     pace: Pace
