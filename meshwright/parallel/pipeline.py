@@ -126,14 +126,13 @@ class Piped(Spread):
         self.copies = frozenset(TIED) if self.tie is not None and self.tie.copy is not None else frozenset()
         self.pace = Pace()
         self.weigh: Callable[[Tensor], Tensor] = lambda loss: loss
-        self.schedule = self._schedule()
-
-    def _schedule(self) -> Any:
-        plan = self.plan
-        stages = [self._stage(index) for index in sorted(self.stages)]
-        kind = SCHEDULES[plan.kind]
-        first = stages[0] if plan.kind in SINGLE else stages
-        return kind(first, plan.micros, loss_fn=lambda output, _labels: self.weigh(output).sum(), scale_grads=False)
+        self.paced = [self._stage(index) for index in sorted(stages)]
+        self.schedule = SCHEDULES[plan.kind](
+            self.paced[0] if plan.kind in SINGLE else self.paced,
+            plan.micros,
+            loss_fn=lambda output, _labels: self.weigh(output).sum(),
+            scale_grads=False,
+        )
 
     def _stage(self, index: int) -> Paced:
         """Shapes are given: torch would find them out by a pass through the model."""
@@ -162,7 +161,7 @@ class Piped(Spread):
     ) -> Pace:
         """Forward and backward of all micro-batches; `weigh` makes of each one's loss what its backward begins with."""
         self.pace = Pace(enter)
-        for stage in self.schedule_stages():
+        for stage in self.paced:
             stage.pace = self.pace
             assert isinstance(stage.submod, Stage)
             stage.submod.autocast = autocast
@@ -175,9 +174,6 @@ class Piped(Spread):
         if self.tie is not None:
             self.tie.sum_gradients()
         return self.pace
-
-    def schedule_stages(self) -> list[Paced]:
-        return [self.schedule._stage] if self.plan.kind in SINGLE else self.schedule._stages
 
     def infer(self, *inputs: Tensor) -> Tensor:
         """Stage after stage; only the last one's rank knows the loss."""
