@@ -14,13 +14,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.layout import Layout
+from meshwright.plan.pieces import bank_over, by_ddp, dense_over
 
-COPIES = "replicate"
-COPIES_IN_PIECES = "replicate+context"
-SHARDS = "shard"
-SHARDS_IN_PIECES = "shard+context"
-EXPERT_COPIES = "expert_replicate"
-EXPERT_SHARDS = "expert_shard"
+NOT_DATA = ("pipeline", "expert", "tensor")
+"""Dimensions over which FSDP2 spreads nothing."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +38,12 @@ class Meshes:
     def data(self) -> DeviceMesh:
         """Over which FSDP2 spreads parameters: copies beside shards, or shards alone."""
         assert self.dense is not None
-        return part(self.dense, (COPIES, COPIES_IN_PIECES, SHARDS, SHARDS_IN_PIECES))
+        return data_part(self.dense)
 
     @property
     def expert_data(self) -> DeviceMesh:
         assert self.experts is not None
-        return part(self.experts, (EXPERT_COPIES, EXPERT_SHARDS))
+        return data_part(self.experts)
 
     def axis(self, name: str) -> DeviceMesh | None:
         """One dimension of the dense mesh, where it is in use."""
@@ -65,19 +62,19 @@ class Meshes:
             for axis in (mesh.mesh_dim_names or ()) if mesh is not None else ():
                 names[mesh.get_group(axis).group_name] = axis  # type: ignore[union-attr]
         if self.dense is None and dist.is_initialized() and dist.group.WORLD is not None:
-            names[dist.group.WORLD.group_name] = COPIES if self.context is None else COPIES_IN_PIECES
+            names[dist.group.WORLD.group_name] = "replicate" if self.context is None else "replicate+context"
         return names
 
 
-def part(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    return mesh[tuple(axis for axis in mesh.mesh_dim_names or () if axis in names)]
+def data_part(mesh: DeviceMesh) -> DeviceMesh:
+    return mesh[tuple(axis for axis in mesh.mesh_dim_names or () if axis not in NOT_DATA)]
 
 
 def meshes_of(layout: Layout, device: str, experts: bool = False) -> Meshes:
     """`experts`: whether the model has any. Every rank makes all of them, in one order."""
     context = group_of(layout, "context")
     pieces = group_of(layout, "context", "tensor") if experts else None
-    if set(layout.used) <= {"replicate", "context"} and layout.expert == 1:
+    if by_ddp(layout) or layout.ranks == 1:
         return Meshes(None, None, context, pieces)
     dense = mesh_of(dense_dimensions(layout), device)
     spread = mesh_of(expert_dimensions(layout), device) if layout.expert > 1 else None
@@ -86,23 +83,18 @@ def meshes_of(layout: Layout, device: str, experts: bool = False) -> Meshes:
 
 
 def dense_dimensions(layout: Layout) -> dict[str, int]:
-    folded = layout.context > 1
-    shards = {SHARDS_IN_PIECES if folded else SHARDS: layout.shard * layout.context}
-    if layout.shard == 1:
-        copies = {COPIES_IN_PIECES if folded else COPIES: layout.replicate * layout.context}
-        shards = {SHARDS: 1} if layout.replicate * layout.context > 1 else {}
-    else:
-        copies = {COPIES: layout.replicate}
+    over = dense_over(layout, 0)
+    data = used({over.copies_axis: over.copies}) | {over.shards_axis: over.shards}
     # FSDP2 speaks of copies only as copies of shards, be it one shard.
-    return used({"pipeline": layout.pipeline} | copies) | shards | used({"tensor": layout.tensor})
+    data = data if over.copies * over.shards > 1 else {}
+    return used({"pipeline": layout.pipeline}) | data | used({"tensor": layout.tensor})
 
 
 def expert_dimensions(layout: Layout) -> dict[str, int]:
-    rest = layout.fold // layout.expert
-    copies, shards = (layout.replicate, rest) if layout.shard > 1 else (rest, 1)
+    over = bank_over(layout, 0)
     return (
-        used({"pipeline": layout.pipeline, EXPERT_COPIES: copies})
-        | {EXPERT_SHARDS: shards, "expert": layout.expert}
+        used({"pipeline": layout.pipeline, over.copies_axis: over.copies})
+        | {over.shards_axis: over.shards, "expert": layout.expert}
         | used({"tensor": layout.tensor})
     )
 

@@ -143,7 +143,7 @@ class Piped(Spread):
         stage = Paced(
             self.stages[index].module,
             index,
-            len(plan.spans),
+            plan.hold.count,
             self.device,
             input_args=(tokens if index == 0 else hidden,),
             output_args=(loss if index == plan.last else hidden,),

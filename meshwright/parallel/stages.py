@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from meshwright.config import RunConfig, batch_algebra
 from meshwright.config.spread import Schedule
-from meshwright.layout import Layout, stages_each
+from meshwright.layout import Layout
 from meshwright.model.decoder import LanguageModel
 from meshwright.parallel.blocks import local_of
 from meshwright.parallel.parts import Parts
-from meshwright.plan.stages import spans
-from meshwright.schedule import holder, stages_of
+from meshwright.plan.pieces import Hold, hold_of
+from meshwright.schedule import holder
 
 TIED = {"head.weight": "decoder.embedding.weight"}
 """Under a pipeline the head's own weight, where it is tied, is a copy of the embedding's."""
@@ -32,9 +32,8 @@ class Plan:
     kind: Schedule
     ranks: int
     rank: int
-    mine: list[int]
-    spans: list[range]
-    """the blocks of every stage"""
+    hold: Hold
+    """this rank's stages and their blocks"""
     micros: int
     hidden: tuple[int, ...]
     """the shape of a micro-batch between stages"""
@@ -42,7 +41,7 @@ class Plan:
 
     @property
     def last(self) -> int:
-        return len(self.spans) - 1
+        return self.hold.count - 1
 
     def holder(self, stage: int) -> int:
         """The rank of the pipeline that holds a stage."""
@@ -50,15 +49,13 @@ class Plan:
 
 
 def plan_of(config: RunConfig, layout: Layout, rank: int) -> Plan:
-    kind, place, each = config.pipeline.schedule, layout.coordinates(rank)["pipeline"], stages_each(config)
     batch = batch_algebra(config.batch, layout.data_degree)
     piece = config.data.sequence // (layout.context * layout.tensor)
     return Plan(
-        kind,
+        config.pipeline.schedule,
         layout.pipeline,
-        place,
-        stages_of(kind, layout.pipeline, place, each),
-        spans(config.model, config.data.sequence, layout.pipeline * each),
+        layout.coordinates(rank)["pipeline"],
+        hold_of(config, layout, rank),
         batch.accumulation,
         (batch.micro, piece, config.model.width),
         torch.float64 if config.precision.compute == "fp64" else torch.float32,
@@ -106,20 +103,23 @@ def keep_stages(model: nn.Module, plan: Plan) -> None:
     """Lets go of all that is no part of this rank's stages. A tied head becomes a copy."""
     assert isinstance(model, LanguageModel)
     decoder = model.decoder
-    blocks = {str(index): decoder.blocks[index] for stage in plan.mine for index in plan.spans[stage]}
+    blocks = {str(index): decoder.blocks[index] for span in plan.hold.stages.values() for index in span}
     decoder.blocks = nn.ModuleDict(blocks)  # type: ignore[assignment]
-    if plan.last in plan.mine and model.head.weight is decoder.embedding.weight:
+    if plan.hold.last and model.head.weight is decoder.embedding.weight:
         model.head.weight = nn.Parameter(torch.empty_like(model.head.weight))
-    if 0 not in plan.mine:
+    if not plan.hold.first:
         decoder.embedding = None  # type: ignore[assignment]
-    if plan.last not in plan.mine:
+    if not plan.hold.last:
         decoder.norm = model.head = None  # type: ignore[assignment]
 
 
 def stages_in(model: nn.Module, plan: Plan) -> dict[int, Stage]:
     """This rank's stages, of a model that has kept them."""
     assert isinstance(model, LanguageModel)
-    return {index: Stage(model, plan.spans[index], first=index == 0, last=index == plan.last) for index in plan.mine}
+    return {
+        index: Stage(model, blocks, first=index == 0, last=index == plan.last)
+        for index, blocks in plan.hold.stages.items()
+    }
 
 
 class Tie:

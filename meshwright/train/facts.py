@@ -12,11 +12,11 @@ from meshwright.data.stream import Stream
 from meshwright.layout import stages_each
 from meshwright.parallel.spread import Spread
 from meshwright.parallel.world import World
+from meshwright.plan.pieces import hold_of
 from meshwright.plan.shapes import decoder_shapes
 from meshwright.plan.slots import formula, held_together
-from meshwright.plan.stages import spans
 from meshwright.record.events import Event
-from meshwright.schedule import orders, stages_of
+from meshwright.schedule import orders
 
 if TYPE_CHECKING:
     from meshwright.train.loop import Job
@@ -57,10 +57,9 @@ def pipeline_facts(job: Job, rank: int) -> Event | None:
     if layout.pipeline == 1:
         return None
     each, place = stages_each(job.config), layout.coordinates(rank)["pipeline"]
-    blocks = spans(job.config.model, job.config.data.sequence, layout.pipeline * each)
     facts: Event = {
         "schedule": kind,
-        "stages": {s: [blocks[s].start, blocks[s].stop - 1] for s in stages_of(kind, layout.pipeline, place, each)},
+        "stages": {s: [span.start, span.stop - 1] for s, span in hold_of(job.config, layout, rank).stages.items()},
         "live": held_together(orders(kind, layout.pipeline, job.batch.accumulation, each)[place]),
     }
     known = formula(kind, layout.pipeline, job.batch.accumulation, each)

@@ -94,6 +94,22 @@ def found(words, proofs, patch, sow=lambda _patch: None, small=SMALL):
     return list(layouts.check_layouts(load(overrides=[*small, *words])))
 
 
+def layouts_of(faults):
+    return sorted({fault.layout for fault in faults.values()})
+
+
+def broken_without(faults, layout, patch):
+    """What a layout breaks of the proofs that its faults are to break."""
+    proofs = sorted({index for fault in faults.values() if fault.layout == layout for index in fault.proofs})
+    return [(promise, measured) for promise, kept, measured in found(layout, proofs, patch) if not kept]
+
+
+def catch(seeded, patch):
+    for promise, kept, measured in found(seeded.layout, seeded.proofs, patch, seeded.sow):
+        assert not kept, f"not caught: {promise}"
+        assert all(words in measured for words in seeded.says), measured
+
+
 def wrap(patch, owner, name, wrong):
     """`wrong(right, *args)` in place of `right(*args)`."""
     right = getattr(owner, name)

@@ -8,12 +8,25 @@ from __future__ import annotations
 import pytest
 import torch
 from hybrid_faults import EVALUATION, FAULTS, evaluation_speaks, fault
-from layout_faults import INCOMPLETE, SOME_RANKS, TIED, UPDATE, born, found, sums, unsummed, wrap
+from layout_faults import (
+    INCOMPLETE,
+    SOME_RANKS,
+    TIED,
+    UPDATE,
+    born,
+    broken_without,
+    catch,
+    layouts_of,
+    sums,
+    unsummed,
+    wrap,
+)
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.parallel import pipeline, shard, stages
+from meshwright.parallel import pipeline, shard
 from meshwright.parallel.pipeline import Paced, Piped
 from meshwright.parallel.stages import Stage, Tie
+from meshwright.plan import pieces
 from meshwright.train.optimizer import Optimizer
 
 STAGES = ("--layout.replicate=1", "--layout.pipeline=2", "--model.layers=2")
@@ -49,12 +62,12 @@ def copies_of_stages_do_not_meet(patch):
 
 @fault(STAGES, "loss of step 0", ORDER)
 def stages_have_each_others_blocks(patch):
-    wrap(patch, stages, "spans", lambda right, *args: right(*args)[::-1])
+    wrap(patch, pieces, "spans", lambda right, *args: right(*args)[::-1])
 
 
 @fault(LOOP, "loss of step 0", ORDER)
 def a_rank_runs_the_middle_stages_out_of_order(patch):
-    wrap(patch, stages, "spans", lambda right, *args: [right(*args)[i] for i in (0, 2, 1, 3)])
+    wrap(patch, pieces, "spans", lambda right, *args: [right(*args)[i] for i in (0, 2, 1, 3)])
 
 
 @fault(STAGES, "loss of step 0", ORDER)
@@ -131,16 +144,11 @@ def test_there_are_40_faults():
     assert len(FAULTS) == 40
 
 
-@pytest.mark.parametrize("layout", sorted({fault.layout for fault in FAULTS.values()}), ids=" ".join)
+@pytest.mark.parametrize("layout", layouts_of(FAULTS), ids=" ".join)
 def test_without_a_fault_a_layout_keeps_its_promises(layout, monkeypatch):
-    proofs = sorted({index for fault in FAULTS.values() if fault.layout == layout for index in fault.proofs})
-    assert [(promise, measured) for promise, kept, measured in found(layout, proofs, monkeypatch) if not kept] == []
+    assert broken_without(FAULTS, layout, monkeypatch) == []
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_seeded_fault_is_caught_and_named(name, monkeypatch):
-    seeded = FAULTS[name]
-    for promise, kept, measured in found(seeded.layout, seeded.proofs, monkeypatch, seeded.sow):
-        print(f"{name} | {promise} | {measured}")
-        assert not kept, f"not caught: {promise}"
-        assert all(words in measured for words in seeded.says), measured
+    catch(FAULTS[name], monkeypatch)
