@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from small_run import small_config
 
@@ -90,3 +93,26 @@ def children() -> list[int]:
     for task in Path("/proc/self/task").iterdir():
         found += [int(pid) for pid in (task / "children").read_text().split()]
     return [pid for pid in found if "resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+class Poisoned:
+    """A source in which some samples raise, or never come."""
+
+    def __init__(self, bad: dict[int, str]) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 400
+
+    def fingerprint(self) -> str:
+        return "poisoned"
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        match self.bad.get(index):
+            case "raises":
+                raise ValueError("no such encoding")
+            case "hangs":
+                time.sleep(1e6)
+            case "crashes":
+                os.abort()
+        return (np.arange(17) * (index + 3)) % 250

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 import torch
-from recovering import config, final_digest
+from recovering import Poisoned, config, final_digest
 
 from meshwright import train
 from meshwright.checkpoint.tensors import numbers, raw
@@ -81,31 +79,6 @@ def test_a_flipped_bit_is_found_before_a_checkpoint_even_where_nobody_compares(r
     assert "replicas hold different parameters" in runs.incidents[0].message
     assert runs.incidents[0].checkpoint == 6
     runs.assert_as_if_undisturbed()
-
-
-class Poisoned:
-    """A source in which some samples raise, or never come."""
-
-    def __init__(self, bad: dict[int, str]) -> None:
-        self.bad = bad
-
-    def __len__(self) -> int:
-        return 400
-
-    def fingerprint(self) -> str:
-        return "poisoned"
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        match self.bad.get(index):
-            case "raises":
-                raise ValueError("no such encoding")
-            case "hangs":
-                time.sleep(1e6)
-            case "crashes":
-                import os
-
-                os.abort()
-        return (np.arange(17) * (index + 3)) % 250
 
 
 def go(runs, bad: dict[int, str], *overrides: str):

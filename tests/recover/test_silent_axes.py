@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from recovering import config
+from recovering import Poisoned, config
 
 from meshwright import train
 from meshwright.data.contract import contract_of
@@ -46,31 +45,13 @@ def test_looking_for_what_is_not_finite_counts_for_no_expert(words, runs):
     assert {sum(block) for step in loads for block in step} == {16 * 16 * 2}  # each token visits two
 
 
-class Poisoned:
-    """A source in which one sample raises."""
-
-    def __init__(self, bad: int) -> None:
-        self.bad = bad
-
-    def __len__(self) -> int:
-        return 400
-
-    def fingerprint(self) -> str:
-        return "poisoned"
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        if index == self.bad:
-            raise ValueError("no such encoding")
-        return (np.arange(17) * (index + 3)) % 250
-
-
 @pytest.mark.parametrize("layout", ["pipeline", "ring", pytest.param("pipeline x ring", marks=pytest.mark.long)])
 def test_a_sample_that_cannot_be_decoded_is_met_by_all_that_read_it(layout, runs):
     ranks = RANKS.get(layout, 2)
 
     def go(bad: int, policy: str):
         asked = config(*LAYOUTS[layout], "--eval.every=0", f"--data.on_bad_sample={policy}", ranks=ranks)
-        return train(asked, run=runs.folder, quiet=True, source=Poisoned(bad))
+        return train(asked, run=runs.folder, quiet=True, source=Poisoned({bad: "raises"}))
 
     go(-1, "stop")
     shown = [[int(s) for s in contract_of(runs.folder).show(7, rank)["samples"]] for rank in range(ranks)]
