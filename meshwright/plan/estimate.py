@@ -1,0 +1,12 @@
+"""Everything that is said of a job before it runs."""
+
+from __future__ import annotations
+
+from meshwright.plan.figures import Estimate
+from meshwright.plan.fit import memory
+from meshwright.plan.job import Job
+from meshwright.plan.seconds import timed
+
+
+def estimate(job: Job) -> Estimate:
+    return timed(job, memory(job))
