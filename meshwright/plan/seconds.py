@@ -1,24 +1,297 @@
-"""How long a step takes, by what the time is spent on."""
+"""How long a step takes, by what the time is spent on.
+
+Every rank computes its layers for every micro-batch; the slowest rank of a pipeline sets the pace, and the others' first
+and last passes are added once. Messages that nothing hides are added where they are waited for; messages that computing
+hides cost what is left of them, and a little of the computing's speed.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from meshwright.plan.figures import Call, Estimate, Memory
 from meshwright.plan.job import Job
+from meshwright.plan.layers import Shape, first, last, layer, optimizer, routed_rows, shape_of
+from meshwright.plan.links import Place, collective
+from meshwright.plan.spread import counts_of, places_of, rank_parameters
+
+
+@dataclass
+class Bill:
+    """Seconds of the slowest rank of a step by what they are spent on, and the collectives behind them."""
+
+    phases: dict[str, float] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+
+    def spend(self, phase: str, seconds: float) -> None:
+        self.phases[phase] = self.phases.get(phase, 0.0) + seconds
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective of one layer or one stage, for one micro-batch."""
+
+    axis: str
+    kind: str
+    size: float
+    count: float
+    place: Place
+    seconds: float
+    """of all `count`"""
+    exposed: float
+
+
+def message(job: Job, axis: str, kind: str, size: float, count: float, place: Place, hidden: float = 0.0) -> Message:
+    """`hidden`: the share of it behind which something is computed."""
+    seconds = count * collective(job.cluster, kind, size, place)
+    return Message(axis, kind, size, count, place, seconds, seconds * (1 - hidden))
+
+
+def tensor_messages(job: Job, of: Shape, again: bool) -> tuple[list[Message], list[Message]]:
+    """Of one layer, forward and backward."""
+    ranks = job.layout.tensor
+    if ranks == 1:
+        return [], []
+    place, stack = places_of(job)["tensor"], job.stack
+    size = of.tokens * job.model.width * 2.0
+    hidden = stack.tensor_hidden
+    if not stack.cut_sequence:
+        ahead = [message(job, "tensor", "all_reduce", size, 2, place, hidden)]
+        count = 4 if again else 2
+        return ahead, [message(job, "tensor", "all_reduce", size, count, place, hidden)]
+    both = ("all_gather", "reduce_scatter")
+    ahead = [message(job, "tensor", kind, size, 2, place, hidden) for kind in both]
+    count = 2 + (2 if again else 0)
+    return ahead, [message(job, "tensor", kind, size, count, place, hidden) for kind in both]
+
+
+def context_messages(job: Job, of: Shape, look: float) -> tuple[list[Message], list[Message]]:
+    ranks = job.layout.context
+    if ranks == 1:
+        return [], []
+    place, model = places_of(job)["context"], job.model
+    keys = 2.0 * of.tokens * model.kv_heads * model.head * 2 / job.layout.tensor
+    if model.latent is not None:
+        keys = 2.0 * of.tokens * (model.latent.keys + model.latent.rotary)
+    if job.method == "all-to-all":
+        size = keys + 2.0 * of.tokens * model.heads * model.head * 2 / job.layout.tensor
+        there = [message(job, "context", "all_to_all", size / 2, 2, place)]
+        return there, there
+    if job.method == "gather":
+        there = [message(job, "context", "all_gather", keys * ranks, 1, place)]
+        return there, [*there, message(job, "context", "reduce_scatter", keys * ranks, 1, place)]
+    near = Place(2, min(2, place.per_node)) if place.nodes == 1 else Place(2, 1)
+    ahead = message(job, "context", "send", keys, ranks - 1, near)
+    behind = message(job, "context", "send", keys, 2 * (ranks - 1), near)
+    return [kept(ahead, look)], [kept(behind, 2.5 * look)]
+
+
+def kept(sent: Message, computing: float) -> Message:
+    """What is left of it behind so much computing."""
+    return Message(
+        sent.axis, sent.kind, sent.size, sent.count, sent.place, sent.seconds, max(0.0, sent.seconds - computing)
+    )
+
+
+def expert_messages(job: Job, of: Shape) -> list[Message]:
+    """There and back, of one layer's forward; backward has the same."""
+    if job.layout.expert == 1:
+        return []
+    size = routed_rows(of) * job.model.width
+    place, stack = places_of(job)["expert"], job.stack
+    there = message(job, "expert", "all_to_all", size * stack.exchange, 1, place, stack.experts_hidden)
+    return [there, message(job, "expert", "all_to_all", size * 2.0, 1, place, stack.experts_hidden)]
+
+
+@dataclass(frozen=True)
+class Through:
+    """One micro-batch through all the layers of one rank of the pipeline."""
+
+    forward: float
+    backward: float
+    again: float
+    ahead: list[Message]
+    behind: list[Message]
+    weight: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward + self.again + self.waited
+
+    @property
+    def waited(self) -> float:
+        return sum(sent.exposed for sent in (*self.ahead, *self.behind))
+
+
+def through(job: Job, of: Shape, place: int) -> Through:
+    """A rank of the pipeline."""
+    dense, banks, begins, ends = counts_of(job)[place]
+    forward = backward = again = weight = 0.0
+    ahead: list[Message] = []
+    behind: list[Message] = []
+    full = job.recompute == "full"
+    for count, experts in ((dense, False), (banks, True)):
+        if not count:
+            continue
+        cost = layer(of, experts)
+        forward += count * cost.forward
+        backward += count * cost.backward
+        again += count * cost.again
+        weight += count * cost.weight
+        sent, back = tensor_messages(job, of, full)
+        there, home = context_messages(job, of, cost.look)
+        rows = expert_messages(job, of) if experts else []
+        repeated = [*there, *rows] if full else []
+        ahead += [times(one, count) for one in (*sent, *there, *rows)]
+        behind += [times(one, count) for one in (*back, *home, *rows, *repeated)]
+    for there_is, cost in ((begins, first(of)), (ends, last(of))):
+        if there_is:
+            forward, backward, weight = forward + cost.forward, backward + cost.backward, weight + cost.weight
+    return Through(forward, backward, again, ahead, behind, weight)
+
+
+def times(sent: Message, count: float) -> Message:
+    return Message(
+        sent.axis, sent.kind, sent.size, sent.count * count, sent.place, sent.seconds * count, sent.exposed * count
+    )
+
+
+def bubble(job: Job, ranks: list[Through]) -> float:
+    """Seconds that the slowest rank waits for others' first and last passes."""
+    if len(ranks) == 1:
+        return 0.0
+    slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].seconds)
+    others = sum(one.seconds for place, one in enumerate(ranks) if place != slowest)
+    share = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1 / job.stages, "zero-bubble": 1 / 3, "dualpipev": 1 / 3}
+    return others * share.get(job.schedule, 1 / 6)
 
 
 def timed(job: Job, stages: list[Memory]) -> Estimate:
-    model, layout = job.model, job.layout
-    per_token = 6 * (model.active_parameters - model.vocab * model.width * (0 if model.tied else 1))
-    per_token += 3 * model.layers * model.attended * job.sequence
-    flops = per_token * job.tokens
-    again = 4 / 3 if job.recompute == "full" else 1
-    rate = 0.5 * job.cluster.device.peak["bf16"] * layout.ranks
-    compute = flops * again / rate
-    bubble = compute * (layout.pipeline - 1) / job.batch.accumulation / job.stages
-    over = layout.data_degree * layout.context
-    message = 4 * model.parameters / layout.tensor / layout.pipeline
-    seconds = 2 * message / job.cluster.between.bandwidth if over > 1 else 0.0
-    calls = [Call("shard", "reduce_scatter", message, 1, over, "between", seconds, seconds / 2)]
-    phases = {"forward": compute / 3, "backward": compute * 2 / 3, "bubble": bubble, "sync": seconds / 2}
-    total = sum(phases.values())
-    return Estimate(job, stages, phases, calls, total * 0.8, total * 1.25, "kernels' efficiency", flops, flops * again)
+    of, bill = shape_of(job), Bill()
+    ranks = [through(job, of, place) for place in range(job.layout.pipeline)]
+    slow = max(ranks, key=lambda one: one.seconds)
+    micros = job.batch.accumulation
+    bill.spend("forward", micros * slow.forward)
+    bill.spend("backward", micros * slow.backward)
+    bill.spend("recompute", micros * slow.again)
+    for sent in (*slow.ahead, *slow.behind):
+        tell(bill, times(sent, micros))
+    bill.spend("bubble", bubble(job, ranks))
+    between_stages(job, of, bill, len(ranks))
+    place = ranks.index(slow)
+    data(job, bill, slow, place)
+    held = max(rank_parameters(job, place).update for place in range(job.layout.pipeline))
+    bill.spend("update", optimizer(job, held))
+    bill.spend("other", job.stack.step)
+    total = sum(bill.phases.values())
+    model = sum(flops_of(job))
+    hardware = model + again_flops(job)
+    phases = {phase: seconds for phase, seconds in bill.phases.items() if seconds > 0}
+    return Estimate(job, stages, phases, bill.calls, total * 0.85, total * 1.18, "kernels", model, hardware)
+
+
+def tell(bill: Bill, sent: Message) -> None:
+    bill.spend(sent.axis.split("+")[0], sent.exposed)
+    place = sent.place
+    bill.calls.append(
+        Call(sent.axis, sent.kind, sent.size, sent.count, place.ranks, place.link, sent.seconds, sent.exposed)
+    )
+
+
+def between_stages(job: Job, of: Shape, bill: Bill, ranks: int) -> None:
+    """Every micro-batch passes on and comes back, through every stage that a rank has; first and last passes wait for
+    all of them.
+    """
+    if ranks == 1:
+        return
+    place, stack = places_of(job)["pipeline"], job.stack
+    size = 2.0 * of.tokens * job.model.width / (job.layout.tensor if stack.cut_sequence or stack.scatters else 1)
+    one = message(job, "pipeline", "send", size, 1, place)
+    steady = times(one, 2 * job.batch.accumulation * job.stages)
+    left = steady.seconds * (1 - stack.sends_hidden) + 2 * (ranks - 1) * one.seconds
+    tell(bill, Message("pipeline", "send", size, steady.count, place, steady.seconds, left))
+
+
+def data(job: Job, bill: Bill, slow: Through, place: int) -> None:
+    """Gradients meet, and parameters come together."""
+    stack, held, micros = job.stack, rank_parameters(job, place), job.batch.accumulation
+    for part in held.parts:
+        shards, copies = part.shards, part.copies
+        if job.sharding == "parameters" and shards.ranks > 1:
+            units(job, bill, part.numbers, shards, slow, part.axis)
+        elif job.sharding in ("optimizer", "gradients") and shards.ranks > 1:
+            count = micros if job.sharding == "gradients" and job.layout.pipeline == 1 else 1
+            scatter = message(job, part.axis, "reduce_scatter", part.numbers * stack.reduced, 1, shards)
+            left = scatter.seconds if stack.flat else max(0.0, scatter.seconds - stack.data_hidden * slow.backward)
+            tell(
+                bill,
+                Message(part.axis, scatter.kind, scatter.size, count, shards, count * scatter.seconds, count * left),
+            )
+            gather = message(job, part.axis, "all_gather", part.numbers * stack.gathered, 1, shards)
+            left = gather.seconds if stack.flat else max(0.0, gather.seconds - stack.data_hidden * slow.forward)
+            tell(bill, Message(part.axis, gather.kind, gather.size, 1, shards, gather.seconds, left))
+        if copies.ranks > 1:
+            numbers = part.numbers / (shards.ranks if job.sharding != "none" else 1)
+            whole = message(job, "replicate", "all_reduce", numbers * stack.reduced, 1, copies)
+            left = whole.seconds if stack.flat else max(0.0, whole.seconds - stack.data_hidden * slow.backward)
+            tell(bill, Message("replicate", whole.kind, whole.size, 1, copies, whole.seconds, left))
+
+
+def units(job: Job, bill: Bill, numbers: float, shards: Place, slow: Through, axis: str) -> None:
+    """FSDP: unit by unit, each gathered while the one before computes, in forward and again in backward, where gradients
+    are scattered beside it.
+    """
+    stack, micros = job.stack, job.batch.accumulation
+    count = max(1, sum(counts_of(job)[0][:2]))
+    size = numbers / count
+    gather = collective(job.cluster, "all_gather", size * stack.gathered, shards)
+    scatter = collective(job.cluster, "reduce_scatter", size * stack.reduced, shards)
+    ahead, behind = slow.forward / count, (slow.backward + slow.again) / count
+    left = count * max(0.0, gather - ahead) + gather
+    left_behind = count * max(0.0, gather + scatter - behind) + scatter
+    beside = count * stack.contended * (min(gather, ahead) + min(gather + scatter, behind))
+    tell(
+        bill,
+        Message(
+            axis,
+            "all_gather",
+            size * stack.gathered,
+            2 * count * micros,
+            shards,
+            2 * count * micros * gather,
+            micros * left,
+        ),
+    )
+    tell(
+        bill,
+        Message(
+            axis,
+            "reduce_scatter",
+            size * stack.reduced,
+            count * micros,
+            shards,
+            count * micros * scatter,
+            micros * left_behind,
+        ),
+    )
+    bill.spend("contention", micros * beside)
+
+
+def flops_of(job: Job) -> tuple[float, float]:
+    """Of matrices, and of attention with half of its square, of a step, forward and backward."""
+    model, tokens = job.model, job.tokens
+    met = sum(model.visited_weights(layer) * count for layer, count in kinds(job))
+    return 6.0 * tokens * (met + model.vocab * model.width), 3.0 * tokens * job.sequence * model.attended * model.layers
+
+
+def kinds(job: Job) -> list[tuple[int, int]]:
+    """A layer of each kind, and how many there are."""
+    model = job.model
+    return [(0, model.layers - model.expert_layers), (model.layers - 1, model.expert_layers)]
+
+
+def again_flops(job: Job) -> float:
+    matrices, attention = flops_of(job)
+    if job.recompute == "full":
+        return (matrices - 6.0 * job.tokens * job.model.vocab * job.model.width + attention) / 3
+    return attention / 3 if job.recompute == "selective" and not job.stack.flash else 0.0

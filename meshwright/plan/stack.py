@@ -24,7 +24,140 @@ class Stack:
     """bytes a gradient is held in"""
     state: float = 8
     """bytes of the optimizer a parameter, master weights included where they are not the weights"""
+    wide: float = 40
+    """bytes that a layer's forward moves for each number of the residual stream, beside its products"""
+    inner: float = 12
+    """bytes that a layer's forward moves for each inner number of its feed-forward"""
+    scores: float = 16
+    """bytes that forward moves for each score, where attention has a matrix of scores"""
+    logits: float = 30
+    """bytes that the loss moves for each logit, forward and backward"""
+    attention: float = 0.5
+    """share of the rate of products that attention's kernel reaches in forward, at heads of 128"""
+    host: float = 300e-6
+    """seconds in which the host asks for all the kernels of a layer's forward; backward takes twice as long"""
+    tensor_hidden: float = 0.0
+    """share of the tensor axis' messages behind which something is computed"""
+    data_hidden: float = 1.0
+    """share of the last backward pass under which gradients may meet"""
+    sends_hidden: float = 0.0
+    """share of the messages between stages behind which something is computed"""
+    experts_hidden: float = 0.0
+    """share of the messages to experts behind which something is computed"""
+    exchange: float = 2
+    """bytes a number that goes to an expert has"""
+    reduced: float = 4
+    """bytes in which gradients meet"""
+    gathered: float = 2
+    """bytes in which parameters are gathered"""
+    contended: float = 0.06
+    """share by which computing slows down while a collective runs beside it"""
+    step: float = 0.01
+    """seconds of a step that nothing else explains: data, clipping, logging"""
+    cast: float = 0.0
+    """bytes moved for each number that is quantised, where products are in 8 bits or fewer"""
+    scatters: bool = False
+    """what passes between stages is divided by the tensor axis all the same, and gathered behind it"""
+    ends_are_layers: bool = False
+    """embedding and head count as layers where stages are divided"""
+    sharding: str = "none"
+    """what it divides among data-parallel ranks where nobody says"""
+    context: str = "ring"
+    """how it attends over pieces of sequences"""
+    splits: bool = False
+    """the batch of a rank is cut into as many micro-batches as there are samples, where there is a pipeline"""
+    flat: bool = False
+    """gradients and parameters meet after the step's computing, not beside it"""
 
 
 OWN = Stack("meshwright")
-OWN_COMPILED = Stack("meshwright compiled", fused=True)
+OWN_COMPILED = Stack("meshwright compiled", fused=True, wide=24, inner=8)
+
+MEGATRON = Stack(
+    "Megatron-LM 2021",
+    flash=False,
+    fused=True,
+    cut_sequence=False,
+    weights=2,
+    gradients=2,
+    state=16,
+    wide=34,
+    inner=6,
+    scores=14,
+    reduced=2,
+    flat=True,
+    scatters=True,
+    step=0.05,
+)
+DEEPSPEED = Stack(
+    "Megatron-DeepSpeed 2022",
+    flash=False,
+    fused=True,
+    cut_sequence=False,
+    weights=2,
+    gradients=2,
+    state=16,
+    wide=34,
+    inner=6,
+    scores=14,
+    reduced=2,
+    flat=True,
+    ends_are_layers=True,
+    step=0.05,
+)
+COMPOSER = Stack("Composer 2023", wide=50, inner=10, attention=0.5, logits=30, sharding="parameters", step=0.01)
+TORCHTITAN = Stack(
+    "torchtitan 2024",
+    fused=True,
+    wide=30,
+    inner=8,
+    attention=0.6,
+    sharding="parameters",
+    context="gather",
+    splits=True,
+    cast=4,
+    gathered=2,
+)
+BRIDGE = Stack(
+    "Megatron-Bridge 2025",
+    fused=True,
+    weights=2,
+    gradients=4,
+    state=12,
+    wide=24,
+    inner=6,
+    attention=0.7,
+    tensor_hidden=0.5,
+    sends_hidden=0.8,
+    experts_hidden=0.0,
+    sharding="optimizer",
+    context="ring",
+    cast=2,
+    host=60e-6,
+    step=0.02,
+)
+
+SOURCES: tuple[tuple[str, Stack], ...] = (
+    ("bigscience", DEEPSPEED),
+    ("vTrain", DEEPSPEED),
+    ("Narayanan", MEGATRON),
+    ("Smith", MEGATRON),
+    ("Korthikanti", MEGATRON),
+    ("MegaScale", MEGATRON),
+    ("mosaicml", COMPOSER),
+    ("torchtitan", TORCHTITAN),
+    ("Automodel", TORCHTITAN),
+    ("fms-fsdp", TORCHTITAN),
+    ("Megatron-Bridge", BRIDGE),
+    ("NeMo", BRIDGE),
+)
+
+
+def stack_for(source: str, sharding: str, device: str, notes: str) -> Stack:
+    """Of a published run: by who published it, or else by what it did on which devices."""
+    for word, stack in SOURCES:
+        if word.lower() in source.lower():
+            return stack
+    if sharding in ("fsdp", "zero3", "zero2"):
+        return TORCHTITAN
+    return DEEPSPEED if device.startswith("a100") else BRIDGE
