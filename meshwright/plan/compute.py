@@ -1,7 +1,7 @@
 """How long one device computes: matrices by their shapes, attention, and what only moves memory.
 
-A matrix product runs in tiles, and tiles in waves over the device's multiprocessors: the last wave is rarely full, and a
-product that is smaller than one wave leaves the rest idle. What does no products is bound by memory, and counts by the
+A matrix product runs in tiles, and tiles in waves over the device's multiprocessors: the last wave is rarely full, and
+a product that is smaller than one wave leaves the rest idle. What does no products is bound by memory, and counts by the
 bytes that it reads and writes. A kernel takes a moment to begin, and the host a moment to ask for it.
 """
 
@@ -12,6 +12,7 @@ from functools import cache
 from math import ceil
 
 from meshwright.plan.cluster import Device
+from meshwright.plan.stack import Stack
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.78), (64, 64, 0.6))
 """Rows, columns, and the share of the device's rate that a wave of such tiles reaches."""
@@ -35,17 +36,14 @@ class Rate:
     processors: int
     size: float
     """bytes of an element"""
+    misaligned: float = 1.0
 
 
-@cache
-def rate_of(name: str, peak: float, sustained: float, stream: float, processors: int, precision: str) -> Rate:
-    return Rate(peak * sustained, stream, processors, ELEMENT[precision])
-
-
-def rate(device: Device, precision: str) -> Rate:
+def rate(device: Device, precision: str, stack: Stack) -> Rate:
     peak = device.peak.get(precision, device.peak["bf16"])
-    sustained = device.sustained.get(precision, device.sustained["bf16"])
-    return rate_of(device.name, peak, sustained, device.stream * device.streamed, device.processors, precision)
+    reached = peak * device.sustained.get(precision, device.sustained["bf16"]) * stack.products
+    size = ELEMENT[precision]
+    return Rate(reached, device.stream * device.streamed, device.processors, size, stack.misaligned)
 
 
 @cache
@@ -63,7 +61,8 @@ def matmul(on: Rate, rows: int, columns: int, inner: int, count: int = 1) -> flo
         waves = ceil(tiles * split / on.processors)
         work = 2.0 * tall * wide * (inner / split + RAMP) * waves * on.processors
         best = min(best, work / (on.flops * share))
-    best *= MISALIGNED.get(min(columns & -columns, inner & -inner), 1.0)
+    if wrong := MISALIGNED.get(min(columns & -columns, inner & -inner)):
+        best *= wrong * on.misaligned
     return max(best, floor) + LAUNCH
 
 

@@ -57,8 +57,8 @@ class Shape:
 
 def shape_of(job: Job) -> Shape:
     low = job.precision in ("fp8", "fp4")
-    plain = rate(job.cluster.device, "bf16" if low else job.precision)
-    fast = rate(job.cluster.device, job.precision) if low else plain
+    plain = rate(job.cluster.device, "bf16" if low else job.precision, job.stack)
+    fast = rate(job.cluster.device, job.precision, job.stack) if low else plain
     model, layout = job.model, job.layout
     return Shape(
         model,
@@ -123,8 +123,9 @@ def flops(products: list[Product]) -> float:
 
 @cache
 def layer(of: Shape, experts: bool) -> Pass:
-    model, stack = of.model, of.stack
+    stack = of.stack
     products = attention_products(of) + feed_forward_products(of, experts)
+    gap = stack.gap
     forward = sum(matmul(of.fast, *product) for product in products)
     inputs = sum(matmul(of.fast, rows, inner, columns, count) for rows, columns, inner, count in products)
     weights = sum(matmul(of.fast, columns, inner, rows, count) for rows, columns, inner, count in products)
@@ -136,9 +137,10 @@ def layer(of: Shape, experts: bool) -> Pass:
     moved = stream_bytes(of, experts)
     small = stream(of.plain, moved, 8)
     behind = stream(of.plain, 2 * moved, 14)
-    ahead = max(forward + look + small, stack.host)
-    backward = max(inputs + weights + back + behind, 2 * stack.host)
-    again = {"none": 0.0, "selective": look if not stack.flash else small, "full": ahead}[of.recompute]
+    ahead = max(forward + look + small, stack.host) + gap
+    backward = max(inputs + weights + back + behind, 2 * stack.host) + gap
+    selected = small + stack.selective * forward if stack.flash else look
+    again = {"none": 0.0, "selective": selected, "alternate": ahead / 2, "full": ahead}[of.recompute]
     return Pass(ahead, backward, weights, flops(products) + attention_flops(of), again, look)
 
 
@@ -204,7 +206,7 @@ def optimizer(job: Job, parameters: float) -> float:
     """AdamW over so many parameters of a rank: reads gradient, weight and both moments, writes weight and moments; and
     the norm reads gradients once more.
     """
-    on = rate(job.cluster.device, "bf16")
+    on = rate(job.cluster.device, "bf16", job.stack)
     stack = job.stack
     moved = 2 * (stack.state + stack.weights) + stack.computed + 2 * stack.gradients
     return moved * parameters / on.stream

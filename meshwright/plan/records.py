@@ -160,6 +160,8 @@ def recomputed(word: Any, assumed: list[str]) -> str:
     if word is None:
         assumed.append("nothing recomputed")
         return "none"
+    if str(word) == "selective layer":  # every other one
+        return "alternate"
     return str(word).split()[0] if str(word).split()[0] in ("none", "full", "selective") else "none"
 
 
@@ -195,6 +197,7 @@ NETWORKS = (
     (r"(\d+)x(\d+)Gb [\w-]+ per node", lambda found: float(found[1]) * float(found[2]) / 8, False),
     (r"(\d+) ?Gbps node-node", lambda found: float(found[1]) / 8, False),
     (r"(\d+) ?Gb/s [\w-]+ per GPU", lambda found: float(found[1]) / 8, True),
+    (r"bigscience", lambda _: 50.0, False),
 )
 """How texts state the network, in GB/s, and whether of one device or of a node."""
 
@@ -203,7 +206,7 @@ def cluster_of(gpu: str, devices: int, text: str) -> Cluster:
     word = gpu.lower().split(" ")[0]
     if "500w" in gpu.lower():
         word = "h100-500w"
-    aliases = {"a100": "a100-40", "h100-80": "h100", "h100-94": "h100-500w", "h100-96": "h100-500w"}
+    aliases = {"a100": "a100-80", "h100-80": "h100", "h100-94": "h100-500w", "h100-96": "h100-500w"}
     name = aliases.get(word, word)
     if name not in DEVICES or name not in NODES:
         raise ConfigError(f"nothing is known of {gpu}", f"allowed: {', '.join(DEVICES)}")

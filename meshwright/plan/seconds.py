@@ -221,7 +221,8 @@ def data(job: Job, bill: Bill, slow: Through, place: int) -> None:
             units(job, bill, part.numbers, shards, slow, part.axis)
         elif job.sharding in ("optimizer", "gradients") and shards.ranks > 1:
             count = micros if job.sharding == "gradients" and job.layout.pipeline == 1 else 1
-            scatter = message(job, part.axis, "reduce_scatter", part.numbers * stack.reduced, 1, shards)
+            kind = "all_reduce" if stack.all_reduces else "reduce_scatter"
+            scatter = message(job, part.axis, kind, part.numbers * summed(job), 1, shards)
             left = scatter.seconds if stack.flat else max(0.0, scatter.seconds - stack.data_hidden * slow.backward)
             tell(
                 bill,
@@ -232,9 +233,14 @@ def data(job: Job, bill: Bill, slow: Through, place: int) -> None:
             tell(bill, Message(part.axis, gather.kind, gather.size, 1, shards, gather.seconds, left))
         if copies.ranks > 1:
             numbers = part.numbers / (shards.ranks if job.sharding != "none" else 1)
-            whole = message(job, "replicate", "all_reduce", numbers * stack.reduced, 1, copies)
+            whole = message(job, "replicate", "all_reduce", numbers * summed(job), 1, copies)
             left = whole.seconds if stack.flat else max(0.0, whole.seconds - stack.data_hidden * slow.backward)
             tell(bill, Message("replicate", whole.kind, whole.size, 1, copies, whole.seconds, left))
+
+
+def summed(job: Job) -> float:
+    """Bytes in which gradients meet: those of half precision in its own, but bfloat16's by most in float32."""
+    return 4.0 if job.stack.reduced == 2 and job.precision == "bf16" else job.stack.reduced
 
 
 def units(job: Job, bill: Bill, numbers: float, shards: Place, slow: Through, axis: str) -> None:

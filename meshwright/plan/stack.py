@@ -34,6 +34,14 @@ class Stack:
     """bytes that the loss moves for each logit, forward and backward"""
     attention: float = 0.5
     """share of the rate of products that attention's kernel reaches in forward, at heads of 128"""
+    products: float = 1.0
+    """share of what products reach on a device today that this generation's reached"""
+    misaligned: float = 1.0
+    """how many times more than today a product takes whose rows do not begin at 16 bytes"""
+    selective: float = 0.0
+    """share of the products that selective recomputation repeats"""
+    gap: float = 0.0
+    """seconds that the device waits for the host in every layer, forward, backward or again"""
     host: float = 300e-6
     """seconds in which the host asks for all the kernels of a layer's forward; backward takes twice as long"""
     tensor_hidden: float = 0.0
@@ -46,6 +54,8 @@ class Stack:
     """share of the messages to experts behind which something is computed"""
     exchange: float = 2
     """bytes a number that goes to an expert has"""
+    all_reduces: bool = False
+    """gradients of which every rank updates a part are summed up on all of them, not scattered"""
     reduced: float = 4
     """bytes in which gradients meet"""
     gathered: float = 2
@@ -87,10 +97,11 @@ MEGATRON = Stack(
     reduced=2,
     flat=True,
     scatters=True,
+    misaligned=3.0,
     step=0.05,
 )
 DEEPSPEED = Stack(
-    "Megatron-DeepSpeed 2022",
+    "Megatron-DeepSpeed of BigScience 2022",
     flash=False,
     fused=True,
     cut_sequence=False,
@@ -103,6 +114,9 @@ DEEPSPEED = Stack(
     reduced=2,
     flat=True,
     ends_are_layers=True,
+    all_reduces=True,
+    gap=4e-3,
+    misaligned=3.0,
     step=0.05,
 )
 COMPOSER = Stack("Composer 2023", wide=50, inner=10, attention=0.5, logits=30, sharding="parameters", step=0.01)
@@ -115,6 +129,7 @@ TORCHTITAN = Stack(
     sharding="parameters",
     context="gather",
     splits=True,
+    selective=0.5,
     cast=4,
     gathered=2,
 )
@@ -139,7 +154,7 @@ BRIDGE = Stack(
 
 SOURCES: tuple[tuple[str, Stack], ...] = (
     ("bigscience", DEEPSPEED),
-    ("vTrain", DEEPSPEED),
+    ("vTrain", MEGATRON),
     ("Narayanan", MEGATRON),
     ("Smith", MEGATRON),
     ("Korthikanti", MEGATRON),
