@@ -18,6 +18,8 @@ class Device:
     """multiprocessors, over which a product's tiles are dealt out; 0: unknown, and no tiles are counted"""
     sustained: dict[str, float] = field(default_factory=lambda: {"bf16": 1.0})
     """share of the peak that large products reach for as long as a run lasts: fitted, see docs/planner.md"""
+    newer: bool = False
+    """whether products have other instructions than an A100's, for which kernels had to be written anew"""
     streamed: float = 0.85
     """share of `stream` that kernels reach"""
 
@@ -71,28 +73,30 @@ def peaks(
 DEVICES = {
     "a100-40": Device("a100-40", 40 * GIB, 1555 * GB, peaks(312, fp32=156), 108, {"bf16": 0.8}),
     "a100-80": Device("a100-80", 80 * GIB, 2039 * GB, peaks(312, fp32=156), 108, {"bf16": 0.8}),
-    "h100": Device("h100", 80 * GIB, 3350 * GB, peaks(989, 1979, fp32=494), 132, {"bf16": 0.66, "fp8": 0.6}),
-    "h100-500w": Device("h100-500w", 96 * GIB, 2400 * GB, peaks(989, 1979, fp32=494), 132, {"bf16": 0.5, "fp8": 0.45}),
-    "h200": Device("h200", 141 * GB, 4800 * GB, peaks(989, 1979, fp32=494), 132, {"bf16": 0.69, "fp8": 0.66}),
+    "h100": Device("h100", 80 * GIB, 3350 * GB, peaks(989, 1979, fp32=494), 132, {"bf16": 0.66, "fp8": 0.56}, True),
+    "h100-500w": Device(
+        "h100-500w", 96 * GIB, 2400 * GB, peaks(989, 1979, fp32=494), 132, {"bf16": 0.52, "fp8": 0.56}, True
+    ),
+    "h200": Device("h200", 141 * GB, 4800 * GB, peaks(989, 1979, fp32=494), 132, {"bf16": 0.69, "fp8": 0.66}, True),
     "b200": Device(
-        "b200", 192 * GB, 8000 * GB, peaks(2250, 4500, 9000, 1100), 148, {"bf16": 0.68, "fp8": 0.6, "fp4": 0.5}
+        "b200", 192 * GB, 8000 * GB, peaks(2250, 4500, 9000, 1100), 148, {"bf16": 0.68, "fp8": 0.6, "fp4": 0.5}, True
     ),
     "b300": Device(
-        "b300", 288 * GB, 8000 * GB, peaks(2250, 4500, 13500, 1100), 148, {"bf16": 0.7, "fp8": 0.62, "fp4": 0.5}
+        "b300", 288 * GB, 8000 * GB, peaks(2250, 4500, 13500, 1100), 148, {"bf16": 0.7, "fp8": 0.62, "fp4": 0.5}, True
     ),
     "gb200": Device(
-        "gb200", 192 * GB, 8000 * GB, peaks(2450, 4900, 9800, 1225), 148, {"bf16": 0.68, "fp8": 0.6, "fp4": 0.5}
+        "gb200", 192 * GB, 8000 * GB, peaks(2450, 4900, 9800, 1225), 148, {"bf16": 0.68, "fp8": 0.6, "fp4": 0.5}, True
     ),
     "gb300": Device(
-        "gb300", 288 * GB, 8000 * GB, peaks(2450, 4900, 14700, 1225), 148, {"bf16": 0.7, "fp8": 0.62, "fp4": 0.5}
+        "gb300", 288 * GB, 8000 * GB, peaks(2450, 4900, 14700, 1225), 148, {"bf16": 0.7, "fp8": 0.62, "fp4": 0.5}, True
     ),
     "mi300x": Device("mi300x", 192 * GB, 5300 * GB, peaks(1307, 2615, fp32=653), 304, {"bf16": 0.5, "fp8": 0.45}),
 }
 """Dense rates and capacities as their makers print them."""
 
 NODES: dict[str, tuple[int, Link, Link]] = {
-    "a100-40": (8, Link(300 * GB, 3e-6), Link(25 * GB, 8e-6)),
-    "a100-80": (8, Link(300 * GB, 3e-6), Link(25 * GB, 8e-6)),
+    "a100-40": (8, Link(300 * GB, 5e-6), Link(25 * GB, 8e-6)),
+    "a100-80": (8, Link(300 * GB, 5e-6), Link(25 * GB, 8e-6)),
     "h100": (8, Link(450 * GB, 3e-6), Link(50 * GB, 8e-6)),
     "h100-500w": (8, Link(450 * GB, 3e-6), Link(50 * GB, 8e-6)),
     "h200": (8, Link(450 * GB, 3e-6), Link(50 * GB, 8e-6)),

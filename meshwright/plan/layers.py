@@ -53,6 +53,8 @@ class Shape:
     plain: Rate
     """of everything else"""
     quantised: bool
+    newer: bool
+    """whether the device has other instructions for products than an A100"""
 
 
 def shape_of(job: Job) -> Shape:
@@ -73,6 +75,7 @@ def shape_of(job: Job) -> Shape:
         fast,
         plain,
         low,
+        job.cluster.device.newer,
     )
 
 
@@ -154,8 +157,8 @@ def attention(of: Shape) -> tuple[float, float]:
     model, stack = of.model, of.stack
     if stack.flash:
         half = attention_flops(of) / 2
-        share = stack.attention * head_share(model)
-        ahead = half / (of.plain.flops * share)
+        share = stack.attention * head_share(model) * (stack.newer if of.newer else 1.0)
+        ahead = half / (of.plain.flops * share) * (stack.pieces if of.context > 1 else 1.0)
         return ahead, 2.5 * ahead / 0.85
     heads, head = of.micro * max(1, model.heads // of.tensor), model.head
     local = of.sequence // of.context

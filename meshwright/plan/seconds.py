@@ -217,9 +217,10 @@ def data(job: Job, bill: Bill, slow: Through, place: int) -> None:
     stack, held, micros = job.stack, rank_parameters(job, place), job.batch.accumulation
     for part in held.parts:
         shards, copies = part.shards, part.copies
-        if job.sharding == "parameters" and shards.ranks > 1:
+        once = stack.once and job.layout.pipeline > 1
+        if job.sharding == "parameters" and shards.ranks > 1 and not once:
             units(job, bill, part.numbers, shards, slow, part.axis)
-        elif job.sharding in ("optimizer", "gradients") and shards.ranks > 1:
+        elif job.sharding != "none" and shards.ranks > 1:
             count = micros if job.sharding == "gradients" and job.layout.pipeline == 1 else 1
             kind = "all_reduce" if stack.all_reduces else "reduce_scatter"
             scatter = message(job, part.axis, kind, part.numbers * summed(job), 1, shards)

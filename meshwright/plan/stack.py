@@ -34,6 +34,10 @@ class Stack:
     """bytes that the loss moves for each logit, forward and backward"""
     attention: float = 0.5
     """share of the rate of products that attention's kernel reaches in forward, at heads of 128"""
+    newer: float = 1.0
+    """share of that rate which is left on devices with other instructions than its kernel was written for"""
+    pieces: float = 1.0
+    """how many times longer attention takes where sequences are divided"""
     products: float = 1.0
     """share of what products reach on a device today that this generation's reached"""
     misaligned: float = 1.0
@@ -76,6 +80,8 @@ class Stack:
     """how it attends over pieces of sequences"""
     splits: bool = False
     """the batch of a rank is cut into as many micro-batches as there are samples, where there is a pipeline"""
+    once: bool = False
+    """sharded parameters of a pipeline's stages are gathered once a step, and stay"""
     flat: bool = False
     """gradients and parameters meet after the step's computing, not beside it"""
 
@@ -91,14 +97,16 @@ MEGATRON = Stack(
     weights=2,
     gradients=2,
     state=16,
-    wide=34,
-    inner=6,
-    scores=14,
+    wide=17,
+    inner=8,
+    scores=10,
+    logits=90,
+    host=9e-4,
     reduced=2,
     flat=True,
     scatters=True,
-    misaligned=3.0,
-    step=0.05,
+    misaligned=4.3,
+    step=0.045,
 )
 DEEPSPEED = Stack(
     "Megatron-DeepSpeed of BigScience 2022",
@@ -108,29 +116,46 @@ DEEPSPEED = Stack(
     weights=2,
     gradients=2,
     state=16,
-    wide=34,
-    inner=6,
-    scores=14,
+    wide=17,
+    inner=8,
+    scores=10,
+    logits=90,
+    host=9e-4,
     reduced=2,
     flat=True,
     ends_are_layers=True,
     all_reduces=True,
-    gap=4e-3,
-    misaligned=3.0,
-    step=0.05,
+    gap=4.1e-3,
+    misaligned=4.3,
+    step=0.045,
 )
-COMPOSER = Stack("Composer 2023", wide=50, inner=10, attention=0.5, logits=30, sharding="parameters", step=0.01)
+COMPOSER = Stack(
+    "Composer 2023",
+    wide=47,
+    inner=9,
+    attention=0.46,
+    newer=0.65,
+    logits=15,
+    contended=0.12,
+    cast=1.2,
+    sharding="parameters",
+)
 TORCHTITAN = Stack(
     "torchtitan 2024",
     fused=True,
-    wide=30,
-    inner=8,
+    wide=50,
+    inner=13,
+    logits=40,
     attention=0.6,
+    contended=0.12,
     sharding="parameters",
     context="gather",
     splits=True,
     selective=0.5,
-    cast=4,
+    pieces=1.5,
+    tensor_hidden=0.26,
+    once=True,
+    cast=5.2,
     gathered=2,
 )
 BRIDGE = Stack(
