@@ -70,27 +70,24 @@ def peaks(
     return {precision: rate * TERA for precision, rate in rates.items()}
 
 
+def sustained(bf16: float, fp8: float, fp4: float = 0) -> dict[str, float]:
+    return {"bf16": bf16, "fp8": fp8, "fp4": fp4 or fp8}
+
+
 DEVICES = {
-    "a100-40": Device("a100-40", 40 * GIB, 1555 * GB, peaks(312, fp32=156), 108, {"bf16": 0.8}),
-    "a100-80": Device("a100-80", 80 * GIB, 2039 * GB, peaks(312, fp32=156), 108, {"bf16": 0.8}),
-    "h100": Device("h100", 80 * GIB, 3350 * GB, peaks(989, 1979, fp32=494), 132, {"bf16": 0.66, "fp8": 0.56}, True),
-    "h100-500w": Device(
-        "h100-500w", 96 * GIB, 2400 * GB, peaks(989, 1979, fp32=494), 132, {"bf16": 0.52, "fp8": 0.56}, True
-    ),
-    "h200": Device("h200", 141 * GB, 4800 * GB, peaks(989, 1979, fp32=494), 132, {"bf16": 0.69, "fp8": 0.66}, True),
-    "b200": Device(
-        "b200", 192 * GB, 8000 * GB, peaks(2250, 4500, 9000, 1100), 148, {"bf16": 0.68, "fp8": 0.6, "fp4": 0.5}, True
-    ),
-    "b300": Device(
-        "b300", 288 * GB, 8000 * GB, peaks(2250, 4500, 13500, 1100), 148, {"bf16": 0.7, "fp8": 0.62, "fp4": 0.5}, True
-    ),
-    "gb200": Device(
-        "gb200", 192 * GB, 8000 * GB, peaks(2450, 4900, 9800, 1225), 148, {"bf16": 0.68, "fp8": 0.6, "fp4": 0.5}, True
-    ),
-    "gb300": Device(
-        "gb300", 288 * GB, 8000 * GB, peaks(2450, 4900, 14700, 1225), 148, {"bf16": 0.7, "fp8": 0.62, "fp4": 0.5}, True
-    ),
-    "mi300x": Device("mi300x", 192 * GB, 5300 * GB, peaks(1307, 2615, fp32=653), 304, {"bf16": 0.5, "fp8": 0.45}),
+    device.name: device
+    for device in (
+        Device("a100-40", 40 * GIB, 1555 * GB, peaks(312, fp32=156), 108, {"bf16": 0.8}),
+        Device("a100-80", 80 * GIB, 2039 * GB, peaks(312, fp32=156), 108, {"bf16": 0.8}),
+        Device("h100", 80 * GIB, 3350 * GB, peaks(989, 1979, fp32=494), 132, sustained(0.66, 0.56), True),
+        Device("h100-500w", 96 * GIB, 2400 * GB, peaks(989, 1979, fp32=494), 132, sustained(0.52, 0.56), True),
+        Device("h200", 141 * GB, 4800 * GB, peaks(989, 1979, fp32=494), 132, sustained(0.69, 0.66), True),
+        Device("b200", 192 * GB, 8000 * GB, peaks(2250, 4500, 9000, 1100), 148, sustained(0.68, 0.57, 0.46), True),
+        Device("b300", 288 * GB, 8000 * GB, peaks(2250, 4500, 13500, 1100), 148, sustained(0.7, 0.62, 0.46), True),
+        Device("gb200", 192 * GB, 8000 * GB, peaks(2450, 4900, 9800, 1225), 148, sustained(0.68, 0.53, 0.46), True),
+        Device("gb300", 288 * GB, 8000 * GB, peaks(2450, 4900, 14700, 1225), 148, sustained(0.7, 0.72, 0.46), True),
+        Device("mi300x", 192 * GB, 5300 * GB, peaks(1307, 2615, fp32=653), 304, sustained(0.5, 0.45), True),
+    )
 }
 """Dense rates and capacities as their makers print them."""
 

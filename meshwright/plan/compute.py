@@ -1,8 +1,8 @@
 """How long one device computes: matrices by their shapes, attention, and what only moves memory.
 
 A matrix product runs in tiles, and tiles in waves over the device's multiprocessors: the last wave is rarely full, and
-a product that is smaller than one wave leaves the rest idle. What does no products is bound by memory, and counts by the
-bytes that it reads and writes. A kernel takes a moment to begin, and the host a moment to ask for it.
+a product that is smaller than one wave leaves the rest idle. What does no products is bound by memory, and counts by
+the bytes that it reads and writes. A kernel takes a moment to begin, and the host a moment to ask for it.
 """
 
 from __future__ import annotations

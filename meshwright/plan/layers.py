@@ -1,9 +1,9 @@
 """How long one layer, and each end of the model, computes on one rank, for one micro-batch.
 
-T tokens, H width, A and K heads of size D for queries and keys, F inner width, t ranks that divide matrices. Products of
-a dense layer: (T, (A + 2K) D / t, H), (T, H, A D / t), (T, 2F / t, H), (T, H, F / t); backward runs each twice, for
-its input (T, inner, columns) and for its weight (columns, inner, T). Attention multiplies 2 T S (A D) / t twice, half of
-it by flash kernels that skip what is masked, and flash backward runs five products for forward's two.
+T tokens, H width, A and K heads of size D for queries and keys, F inner width, t ranks that divide matrices. Products
+of a dense layer: (T, (A + 2K) D / t, H), (T, H, A D / t), (T, 2F / t, H), (T, H, F / t); backward runs each twice, for
+its input (T, inner, columns) and for its weight (columns, inner, T). Attention multiplies 2 T S (A D) / t twice, half
+of it by flash kernels that skip what is masked, and flash backward runs five products for forward's two.
 """
 
 from __future__ import annotations
@@ -140,8 +140,9 @@ def layer(of: Shape, experts: bool) -> Pass:
     moved = stream_bytes(of, experts)
     small = stream(of.plain, moved, 8)
     behind = stream(of.plain, 2 * moved, 14)
-    ahead = max(forward + look + small, stack.host) + gap
-    backward = max(inputs + weights + back + behind, 2 * stack.host) + gap
+    host = stack.host_experts if experts else stack.host
+    ahead = max(forward + look + small, host) + gap
+    backward = max(inputs + weights + back + behind, 2 * host) + gap
     selected = small + stack.selective * forward if stack.flash else look
     again = {"none": 0.0, "selective": selected, "alternate": ahead / 2, "full": ahead}[of.recompute]
     return Pass(ahead, backward, weights, flops(products) + attention_flops(of), again, look)
@@ -170,7 +171,7 @@ def attention(of: Shape) -> tuple[float, float]:
 def head_share(model: Architecture) -> float:
     """Of attention's rate at heads of 128: small heads leave more softmax to each product."""
     size = model.head if model.latent is None else (model.latent.plain + model.latent.rotary)
-    return min(1.0, (size / 128) ** 0.45)
+    return float(min(1.0, (size / 128) ** 0.45))
 
 
 def stream_bytes(of: Shape, experts: bool) -> float:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from math import ceil, exp, log, log2
 
 from meshwright.plan.cluster import Cluster, Link
@@ -105,7 +106,7 @@ def bus(link: Link, message: float) -> float:
     points = link.curve
     if message <= points[0][0]:
         return points[0][1] * message / points[0][0]
-    for (small, slow), (large, fast) in zip(points, points[1:], strict=False):
+    for (small, slow), (large, fast) in pairwise(points):
         if message <= large:
             share = log(message / small) / log(large / small)
             return exp(log(slow) + share * log(fast / slow))

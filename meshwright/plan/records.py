@@ -1,6 +1,6 @@
 """Published runs as jobs: a record of a training run that somebody measured, in the words of the planner.
 
-A record is a stranger's: it is checked field by field, and what it does not state is assumed, and the assumption is said.
+A record is a stranger's: it is checked field by field; what it does not state is assumed, and the assumption is said.
 """
 
 from __future__ import annotations
@@ -79,10 +79,12 @@ def read_records(path: Path) -> tuple[list[Record], dict[str, str]]:
 
 def record_of(row: dict[str, Any], name: str) -> Record:
     source, notes = str(row["source"]), str(row.get("notes", ""))
+    if "LoRA" in notes:
+        raise ConfigError("it trains adapters alone", "allowed: runs that train all parameters")
     assumed: list[str] = []
-    model = architecture(row["model"], assumed)
+    model = architecture(row["model"])
     cluster = cluster_of(str(row["gpu"]), int(row["gpus"]), f"{source} {notes}")
-    stack = stack_for(source, str(row["layout"].get("sharding")), cluster.device.name, notes)
+    stack = stack_for(source, str(row["layout"].get("sharding")), cluster.device.name)
     places, whole = row["layout"], int(row["global_batch"])
     sharding = SHARDING[places.get("sharding")]
     if places.get("sharding") is None:
@@ -100,7 +102,7 @@ def record_of(row: dict[str, Any], name: str) -> Record:
         each = 1
     each = max(1, min(each, local))
     recompute = recomputed(row.get("recompute"), assumed)
-    precision = precision_of(row.get("precision"), assumed)
+    precision = precision_of(row.get("precision"))
     virtual = int(places.get("vpp") or 1)
     sp = places.get("sp")
     if sp is not None:
@@ -122,12 +124,12 @@ def record_of(row: dict[str, Any], name: str) -> Record:
     )
     reported = row.get("reported", {})
     seconds = seconds_of(reported, row.get("derived", {}), job)
-    memory, counted = memory_of(reported, source, notes)
+    memory, counted = memory_of(reported, notes)
     flagged = bool(row.get("quality_flags"))
     return Record(name, source, job, seconds, memory, counted, bool(reported.get("oom")), flagged, tuple(assumed))
 
 
-def architecture(model: dict[str, Any], assumed: list[str]) -> Architecture:
+def architecture(model: dict[str, Any]) -> Architecture:
     width, heads = int(model["hidden"]), int(model["heads"])
     vocab = model.get("vocab")
     if vocab is None:
@@ -165,7 +167,7 @@ def recomputed(word: Any, assumed: list[str]) -> str:
     return str(word).split()[0] if str(word).split()[0] in ("none", "full", "selective") else "none"
 
 
-def precision_of(word: Any, assumed: list[str]) -> str:
+def precision_of(word: Any) -> str:
     if word is None:
         return "fp16"
     return PRECISION[re.split(r"[ -]", str(word))[0]]
@@ -185,21 +187,21 @@ def seconds_of(reported: dict[str, Any], derived: dict[str, Any], job: Job) -> f
     return None
 
 
-def memory_of(reported: dict[str, Any], source: str, notes: str) -> tuple[float | None, str]:
+def memory_of(reported: dict[str, Any], notes: str) -> tuple[float | None, str]:
     if "memory_gb" not in reported:
         return None, "total"
     shown = "nvidia-smi" in notes
     return float(reported["memory_gb"]) * (1 << 30), "total" if shown else "reserved"
 
 
-NETWORKS = (
-    (r"inter-node (\d+) Gb/s", lambda found: float(found[1]) / 8, False),
-    (r"(\d+)x(\d+)Gb [\w-]+ per node", lambda found: float(found[1]) * float(found[2]) / 8, False),
-    (r"(\d+) ?Gbps node-node", lambda found: float(found[1]) / 8, False),
-    (r"(\d+) ?Gb/s [\w-]+ per GPU", lambda found: float(found[1]) / 8, True),
-    (r"bigscience", lambda _: 50.0, False),
+NETWORKS: tuple[tuple[str, float, bool], ...] = (
+    (r"inter-node (\d+) Gb/s", 1, False),
+    (r"(\d+)x(?=\d+Gb )", 100, False),
+    (r"(\d+) ?Gbps node-node", 1, False),
+    (r"(\d+) ?Gb/s [\w-]+ per GPU", 1, True),
+    (r"bigscience()", 400, False),  # four adapters of 100 Gb/s a node, which its other records say
 )
-"""How texts state the network, in GB/s, and whether of one device or of a node."""
+"""How texts state the network: a number, the Gb/s of one, and whether of one device or of a node."""
 
 
 def cluster_of(gpu: str, devices: int, text: str) -> Cluster:
@@ -213,7 +215,7 @@ def cluster_of(gpu: str, devices: int, text: str) -> Cluster:
     cluster = preset(name, devices)
     for pattern, rate, each in NETWORKS:
         if found := re.search(pattern, text):
-            share = rate(found) * GB / (1 if each else NODES[name][0])
+            share = float(found[1] or 1) * rate / 8 * GB / (1 if each else NODES[name][0])
             cluster = replace(cluster, between=replace(cluster.between, bandwidth=share))
             break
     return cluster

@@ -1,19 +1,23 @@
 """How long a step takes, by what the time is spent on.
 
-Every rank computes its layers for every micro-batch; the slowest rank of a pipeline sets the pace, and the others' first
-and last passes are added once. Messages that nothing hides are added where they are waited for; messages that computing
-hides cost what is left of them, and a little of the computing's speed.
+Every rank computes its layers for every micro-batch; the slowest rank of a pipeline sets the pace, and the others'
+first and last passes are added once. Messages that nothing hides are added where they are waited for; messages that
+computing hides cost what is left of them, and a little of the computing's speed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from meshwright.plan.doubt import interval
 from meshwright.plan.figures import Call, Estimate, Memory
 from meshwright.plan.job import Job
 from meshwright.plan.layers import Shape, first, last, layer, optimizer, routed_rows, shape_of
 from meshwright.plan.links import Place, collective
-from meshwright.plan.spread import counts_of, places_of, rank_parameters
+from meshwright.plan.spread import Part, counts_of, places_of, rank_parameters
+
+CRAMPED = 0.92
+"""Share of a device's memory from which on its allocator may have to wait."""
 
 
 @dataclass
@@ -88,19 +92,25 @@ def context_messages(job: Job, of: Shape, look: float) -> tuple[list[Message], l
 
 def kept(sent: Message, computing: float) -> Message:
     """What is left of it behind so much computing."""
-    return Message(
-        sent.axis, sent.kind, sent.size, sent.count, sent.place, sent.seconds, max(0.0, sent.seconds - computing)
-    )
+    return replace(sent, exposed=max(0.0, sent.seconds - computing))
 
 
 def expert_messages(job: Job, of: Shape) -> list[Message]:
     """There and back, of one layer's forward; backward has the same."""
     if job.layout.expert == 1:
         return []
-    size = routed_rows(of) * job.model.width
     place, stack = places_of(job)["expert"], job.stack
-    there = message(job, "expert", "all_to_all", size * stack.exchange, 1, place, stack.experts_hidden)
-    return [there, message(job, "expert", "all_to_all", size * 2.0, 1, place, stack.experts_hidden)]
+    size = routed_rows(of) * job.model.width * (sent_once(job, place) if stack.deduplicates else 1.0)
+    there = message(job, "expert", "all_to_all", size * stack.exchange, 1, place)
+    return [there, message(job, "expert", "all_to_all", size * 2.0, 1, place)]
+
+
+def sent_once(job: Job, place: Place) -> float:
+    """The share of rows that is left where a token goes to each node once: of K experts dealt out over N nodes, those
+    on nodes that none before it is on.
+    """
+    nodes, chosen = place.nodes, job.model.experts_active
+    return nodes * (1 - (1 - 1 / nodes) ** chosen) / chosen if nodes > 1 else 1.0
 
 
 @dataclass(frozen=True)
@@ -151,9 +161,7 @@ def through(job: Job, of: Shape, place: int) -> Through:
 
 
 def times(sent: Message, count: float) -> Message:
-    return Message(
-        sent.axis, sent.kind, sent.size, sent.count * count, sent.place, sent.seconds * count, sent.exposed * count
-    )
+    return replace(sent, count=sent.count * count, seconds=sent.seconds * count, exposed=sent.exposed * count)
 
 
 def bubble(job: Job, ranks: list[Through]) -> float:
@@ -166,7 +174,8 @@ def bubble(job: Job, ranks: list[Through]) -> float:
     return others * share.get(job.schedule, 1 / 6)
 
 
-def timed(job: Job, stages: list[Memory]) -> Estimate:
+def timed(job: Job, stages: list[Memory], unstated: bool = False) -> Estimate:
+    """`unstated`: whether something that matters had to be assumed."""
     of, bill = shape_of(job), Bill()
     ranks = [through(job, of, place) for place in range(job.layout.pipeline)]
     slow = max(ranks, key=lambda one: one.seconds)
@@ -183,11 +192,12 @@ def timed(job: Job, stages: list[Memory]) -> Estimate:
     held = max(rank_parameters(job, place).update for place in range(job.layout.pipeline))
     bill.spend("update", optimizer(job, held))
     bill.spend("other", job.stack.step)
-    total = sum(bill.phases.values())
     model = sum(flops_of(job))
     hardware = model + again_flops(job)
     phases = {phase: seconds for phase, seconds in bill.phases.items() if seconds > 0}
-    return Estimate(job, stages, phases, bill.calls, total * 0.85, total * 1.18, "kernels", model, hardware)
+    cramped = any(stage.total > CRAMPED * job.cluster.device.memory for stage in stages)
+    low, high, doubt = interval(job, phases, cramped, unstated)
+    return Estimate(job, stages, phases, bill.calls, low, high, doubt, model, hardware)
 
 
 def tell(bill: Bill, sent: Message) -> None:
@@ -209,34 +219,36 @@ def between_stages(job: Job, of: Shape, bill: Bill, ranks: int) -> None:
     one = message(job, "pipeline", "send", size, 1, place)
     steady = times(one, 2 * job.batch.accumulation * job.stages)
     left = steady.seconds * (1 - stack.sends_hidden) + 2 * (ranks - 1) * one.seconds
-    tell(bill, Message("pipeline", "send", size, steady.count, place, steady.seconds, left))
+    tell(bill, replace(steady, exposed=left))
 
 
 def data(job: Job, bill: Bill, slow: Through, place: int) -> None:
     """Gradients meet, and parameters come together."""
-    stack, held, micros = job.stack, rank_parameters(job, place), job.batch.accumulation
-    for part in held.parts:
+    stack = job.stack
+    for part in rank_parameters(job, place).parts:
         shards, copies = part.shards, part.copies
-        once = stack.once and job.layout.pipeline > 1
-        if job.sharding == "parameters" and shards.ranks > 1 and not once:
-            units(job, bill, part.numbers, shards, slow, part.axis)
-        elif job.sharding != "none" and shards.ranks > 1:
-            count = micros if job.sharding == "gradients" and job.layout.pipeline == 1 else 1
+        if shards.ranks > 1 and unit_by_unit(job):
+            units(job, bill, part, slow)
+        elif shards.ranks > 1:
             kind = "all_reduce" if stack.all_reduces else "reduce_scatter"
-            scatter = message(job, part.axis, kind, part.numbers * summed(job), 1, shards)
-            left = scatter.seconds if stack.flat else max(0.0, scatter.seconds - stack.data_hidden * slow.backward)
-            tell(
-                bill,
-                Message(part.axis, scatter.kind, scatter.size, count, shards, count * scatter.seconds, count * left),
-            )
-            gather = message(job, part.axis, "all_gather", part.numbers * stack.gathered, 1, shards)
-            left = gather.seconds if stack.flat else max(0.0, gather.seconds - stack.data_hidden * slow.forward)
-            tell(bill, Message(part.axis, gather.kind, gather.size, 1, shards, gather.seconds, left))
+            count = job.batch.accumulation if job.sharding == "gradients" and job.layout.pipeline == 1 else 1
+            meet(job, bill, part.axis, kind, part.numbers * summed(job), shards, slow.backward, count)
+            meet(job, bill, part.axis, "all_gather", part.numbers * stack.gathered, shards, slow.forward)
         if copies.ranks > 1:
-            numbers = part.numbers / (shards.ranks if job.sharding != "none" else 1)
-            whole = message(job, "replicate", "all_reduce", numbers * summed(job), 1, copies)
-            left = whole.seconds if stack.flat else max(0.0, whole.seconds - stack.data_hidden * slow.backward)
-            tell(bill, Message("replicate", whole.kind, whole.size, 1, copies, whole.seconds, left))
+            size = part.numbers / shards.ranks * summed(job)
+            meet(job, bill, "replicate", "all_reduce", size, copies, slow.backward)
+
+
+def unit_by_unit(job: Job) -> bool:
+    return job.sharding == "parameters" and not (job.stack.once and job.layout.pipeline > 1)
+
+
+def meet(
+    job: Job, bill: Bill, axis: str, kind: str, size: float, place: Place, computing: float, count: int = 1
+) -> None:
+    """A collective beside the computing of one pass, unless the software waits with it."""
+    one = message(job, axis, kind, size, 1, place)
+    tell(bill, times(one if job.stack.flat else kept(one, job.stack.data_hidden * computing), count))
 
 
 def summed(job: Job) -> float:
@@ -244,44 +256,21 @@ def summed(job: Job) -> float:
     return 4.0 if job.stack.reduced == 2 and job.precision == "bf16" else job.stack.reduced
 
 
-def units(job: Job, bill: Bill, numbers: float, shards: Place, slow: Through, axis: str) -> None:
-    """FSDP: unit by unit, each gathered while the one before computes, in forward and again in backward, where gradients
-    are scattered beside it.
+def units(job: Job, bill: Bill, part: Part, slow: Through) -> None:
+    """FSDP: unit by unit, each gathered while the one before computes, in forward and again in backward, where
+    gradients are scattered beside it.
     """
     stack, micros = job.stack, job.batch.accumulation
     count = max(1, sum(counts_of(job)[0][:2]))
-    size = numbers / count
-    gather = collective(job.cluster, "all_gather", size * stack.gathered, shards)
-    scatter = collective(job.cluster, "reduce_scatter", size * stack.reduced, shards)
+    gather = message(job, part.axis, "all_gather", part.numbers / count * stack.gathered, 1, part.shards)
+    scatter = message(job, part.axis, "reduce_scatter", part.numbers / count * stack.reduced, 1, part.shards)
     ahead, behind = slow.forward / count, (slow.backward + slow.again) / count
-    left = count * max(0.0, gather - ahead) + gather
-    left_behind = count * max(0.0, gather + scatter - behind) + scatter
-    beside = count * stack.contended * (min(gather, ahead) + min(gather + scatter, behind))
-    tell(
-        bill,
-        Message(
-            axis,
-            "all_gather",
-            size * stack.gathered,
-            2 * count * micros,
-            shards,
-            2 * count * micros * gather,
-            micros * left,
-        ),
-    )
-    tell(
-        bill,
-        Message(
-            axis,
-            "reduce_scatter",
-            size * stack.reduced,
-            count * micros,
-            shards,
-            count * micros * scatter,
-            micros * left_behind,
-        ),
-    )
-    bill.spend("contention", micros * beside)
+    left = count * max(0.0, gather.seconds - ahead) + gather.seconds
+    left_behind = count * max(0.0, gather.seconds + scatter.seconds - behind) + scatter.seconds
+    tell(bill, replace(times(gather, 2 * count * micros), exposed=micros * left))
+    tell(bill, replace(times(scatter, count * micros), exposed=micros * left_behind))
+    beside = min(gather.seconds, ahead) + min(gather.seconds + scatter.seconds, behind)
+    bill.spend("contention", micros * count * stack.contended * beside)
 
 
 def flops_of(job: Job) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,16 @@ class Stack:
     """seconds that the device waits for the host in every layer, forward, backward or again"""
     host: float = 300e-6
     """seconds in which the host asks for all the kernels of a layer's forward; backward takes twice as long"""
+    host_experts: float = 6e-4
+    """the same of a layer with experts, which has many more"""
     tensor_hidden: float = 0.0
     """share of the tensor axis' messages behind which something is computed"""
     data_hidden: float = 1.0
     """share of the last backward pass under which gradients may meet"""
     sends_hidden: float = 0.0
     """share of the messages between stages behind which something is computed"""
-    experts_hidden: float = 0.0
-    """share of the messages to experts behind which something is computed"""
+    deduplicates: bool = False
+    """a token that goes to several experts of another node goes there once"""
     exchange: float = 2
     """bytes a number that goes to an expert has"""
     all_reduces: bool = False
@@ -159,23 +161,26 @@ TORCHTITAN = Stack(
     gathered=2,
 )
 BRIDGE = Stack(
-    "Megatron-Bridge 2025",
+    "Megatron-Bridge 2026",
     fused=True,
     weights=2,
     gradients=4,
     state=12,
-    wide=24,
-    inner=6,
-    attention=0.7,
-    tensor_hidden=0.5,
+    wide=38,
+    inner=8.7,
+    attention=0.48,
+    products=1.1,
+    tensor_hidden=0.8,
     sends_hidden=0.8,
-    experts_hidden=0.0,
+    deduplicates=True,
     sharding="optimizer",
     context="ring",
-    cast=2,
+    cast=3,
     host=60e-6,
     step=0.02,
 )
+
+BRIDGE_2025 = replace(BRIDGE, name="Megatron-Bridge-2025", host_experts=1.25e-3)
 
 SOURCES: tuple[tuple[str, Stack], ...] = (
     ("bigscience", DEEPSPEED),
@@ -188,12 +193,13 @@ SOURCES: tuple[tuple[str, Stack], ...] = (
     ("torchtitan", TORCHTITAN),
     ("Automodel", TORCHTITAN),
     ("fms-fsdp", TORCHTITAN),
+    ("(25.", BRIDGE_2025),
     ("Megatron-Bridge", BRIDGE),
     ("NeMo", BRIDGE),
 )
 
 
-def stack_for(source: str, sharding: str, device: str, notes: str) -> Stack:
+def stack_for(source: str, sharding: str, device: str) -> Stack:
     """Of a published run: by who published it, or else by what it did on which devices."""
     for word, stack in SOURCES:
         if word.lower() in source.lower():
@@ -201,3 +207,42 @@ def stack_for(source: str, sharding: str, device: str, notes: str) -> Stack:
     if sharding in ("fsdp", "zero3", "zero2"):
         return TORCHTITAN
     return DEEPSPEED if device.startswith("a100") else BRIDGE
+
+
+def stranger(stack: Stack) -> Stack:
+    """The nearest software of somebody else: what one would plan with, had this one never been measured."""
+    others = {
+        MEGATRON.name: DEEPSPEED,
+        DEEPSPEED.name: MEGATRON,
+        COMPOSER.name: TORCHTITAN,
+        TORCHTITAN.name: COMPOSER,
+        BRIDGE_2025.name: TORCHTITAN,
+        BRIDGE.name: TORCHTITAN,
+    }
+    near = others.get(stack.name, stack)
+    return replace(
+        stack,
+        **{name: getattr(near, name) for name in FITTED},
+    )
+
+
+FITTED = (
+    "wide",
+    "inner",
+    "scores",
+    "logits",
+    "attention",
+    "newer",
+    "pieces",
+    "products",
+    "misaligned",
+    "gap",
+    "host",
+    "host_experts",
+    "tensor_hidden",
+    "sends_hidden",
+    "contended",
+    "step",
+    "cast",
+)
+"""What of a software is fitted, not known."""
