@@ -31,6 +31,9 @@ class Pass:
     """of forward, what attention takes between its products with weights"""
 
 
+ASKED = 1.4
+"""How much longer than for forward the host takes to ask for backward's kernels."""
+
 Product = tuple[int, int, int, int]
 """rows, columns, inner, count"""
 
@@ -137,12 +140,12 @@ def layer(of: Shape, experts: bool) -> Pass:
         forward += stack.cast * numbers / of.plain.stream
         inputs += stack.cast * sum(c * (r * n + n * k) for r, n, k, c in products) / of.plain.stream
     look, back = attention(of)
-    moved = stream_bytes(of, experts)
+    moved = stream_bytes(of, experts) + stack.recast * sum(c * n * k for _, n, k, c in products)
     small = stream(of.plain, moved, 8)
     behind = stream(of.plain, 2 * moved, 14)
     host = stack.host_experts if experts else stack.host
     ahead = max(forward + look + small, host) + gap
-    backward = max(inputs + weights + back + behind, 2 * host) + gap
+    backward = max(inputs + weights + back + behind, ASKED * host) + gap
     selected = small + stack.selective * forward if stack.flash else look
     again = {"none": 0.0, "selective": selected, "alternate": ahead / 2, "full": ahead}[of.recompute]
     return Pass(ahead, backward, weights, flops(products) + attention_flops(of), again, look)
@@ -207,10 +210,10 @@ def last(of: Shape) -> Pass:
 
 
 def optimizer(job: Job, parameters: float) -> float:
-    """AdamW over so many parameters of a rank: reads gradient, weight and both moments, writes weight and moments; and
-    the norm reads gradients once more.
+    """AdamW over so many parameters of a rank: reads gradient, weight and both moments, writes weight and moments;
+    before it the norm reads gradients, and clipping reads and writes them.
     """
     on = rate(job.cluster.device, "bf16", job.stack)
     stack = job.stack
-    moved = 2 * (stack.state + stack.weights) + stack.computed + 2 * stack.gradients
+    moved = 2 * (stack.state + stack.weights) + stack.computed + 4 * stack.gradients
     return moved * parameters / on.stream

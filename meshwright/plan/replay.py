@@ -7,8 +7,7 @@
 | inside | share of runs that lie in their intervals of four in five |
 | memory | median and 90th percentile, of the kind of memory that the source printed |
 | oom | runs that ran out of memory, and how many of them are said not to fit |
-| tau, regret | within sweeps, where the same work ran on other layouts: Kendall's rank correlation, and how much longer the
-predicted best took than the real one |
+| tau, regret | where the same work ran on other layouts: Kendall's rank correlation, and what the predicted best cost |
 """
 
 from __future__ import annotations

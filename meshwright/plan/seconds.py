@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from meshwright import schedule
+from meshwright.plan import slots
 from meshwright.plan.doubt import interval
 from meshwright.plan.figures import Call, Estimate, Memory
 from meshwright.plan.job import Job
 from meshwright.plan.layers import Shape, first, last, layer, optimizer, routed_rows, shape_of
 from meshwright.plan.links import Place, collective
-from meshwright.plan.spread import Part, counts_of, places_of, rank_parameters
+from meshwright.plan.slots import MOST_PASSES
+from meshwright.plan.spread import Counts, Part, counts_of, places_of, rank_parameters, stage_counts
 
 CRAMPED = 0.92
 """Share of a device's memory from which on its allocator may have to wait."""
@@ -133,9 +136,9 @@ class Through:
         return sum(sent.exposed for sent in (*self.ahead, *self.behind))
 
 
-def through(job: Job, of: Shape, place: int) -> Through:
-    """A rank of the pipeline."""
-    dense, banks, begins, ends = counts_of(job)[place]
+def through(job: Job, of: Shape, counts: Counts) -> Through:
+    """A rank of the pipeline, or one of its stages."""
+    dense, banks, begins, ends = counts
     forward = backward = again = weight = 0.0
     ahead: list[Message] = []
     behind: list[Message] = []
@@ -165,7 +168,7 @@ def times(sent: Message, count: float) -> Message:
 
 
 def bubble(job: Job, ranks: list[Through]) -> float:
-    """Seconds that the slowest rank waits for others' first and last passes."""
+    """Seconds that the slowest rank waits for others' first and last passes, in closed form."""
     if len(ranks) == 1:
         return 0.0
     slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].seconds)
@@ -174,10 +177,37 @@ def bubble(job: Job, ranks: list[Through]) -> float:
     return others * share.get(job.schedule, 1 / 6)
 
 
-def timed(job: Job, stages: list[Memory], unstated: bool = False) -> Estimate:
-    """`unstated`: whether something that matters had to be assumed."""
+def simulated_bubble(job: Job, of: Shape, ranks: list[Through]) -> float:
+    """The same from the schedule itself, pass by pass, each stage with its own seconds; in closed form where that has
+    too many passes.
+    """
+    count, micros = job.layout.pipeline * job.stages, job.batch.accumulation
+    if len(ranks) == 1 or count * micros > MOST_PASSES:
+        return bubble(job, ranks)
+    stages = [
+        through(job, of, (dense, banks, stage == 0, stage == count - 1))
+        for stage, (dense, banks) in enumerate(stage_counts(job))
+    ]
+    seconds = [
+        {
+            "F": one.forward + sum(sent.exposed for sent in one.ahead),
+            "B": one.backward + one.again + sum(sent.exposed for sent in one.behind),
+            "W": one.weight,
+        }
+        for one in stages
+    ]
+    for each in seconds:
+        each["I"] = each["B"] - each["W"]
+    order = schedule.orders(job.schedule, job.layout.pipeline, micros, job.stages)
+    rows = slots.run(order, count, lambda action: seconds[action.stage][action.what])
+    busy = max(sum(slot.end - slot.start for slot in row) for row in rows)
+    return float(max(row[-1].end for row in rows) - busy)
+
+
+def timed(job: Job, stages: list[Memory], unstated: bool = False, exact: bool = False) -> Estimate:
+    """`unstated`: whether something that matters had to be assumed; `exact`: a pipeline is run pass by pass."""
     of, bill = shape_of(job), Bill()
-    ranks = [through(job, of, place) for place in range(job.layout.pipeline)]
+    ranks = [through(job, of, counts) for counts in counts_of(job)]
     slow = max(ranks, key=lambda one: one.seconds)
     micros = job.batch.accumulation
     bill.spend("forward", micros * slow.forward)
@@ -185,7 +215,7 @@ def timed(job: Job, stages: list[Memory], unstated: bool = False) -> Estimate:
     bill.spend("recompute", micros * slow.again)
     for sent in (*slow.ahead, *slow.behind):
         tell(bill, times(sent, micros))
-    bill.spend("bubble", bubble(job, ranks))
+    bill.spend("bubble", simulated_bubble(job, of, ranks) if exact else bubble(job, ranks))
     between_stages(job, of, bill, len(ranks))
     place = ranks.index(slow)
     data(job, bill, slow, place)

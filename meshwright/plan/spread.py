@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
+from meshwright.config import ModelConfig
 from meshwright.plan.job import Job
 from meshwright.plan.links import Place, place_of
+from meshwright.plan.stack import Stack
 from meshwright.plan.stages import spans
+from meshwright.schedule import holder
 
 
 def places_of(job: Job) -> dict[str, Place]:
@@ -33,21 +37,39 @@ Counts = tuple[int, int, bool, bool]
 
 def counts_of(job: Job) -> list[Counts]:
     """By rank of the pipeline."""
-    model, ranks = job.model, job.layout.pipeline
-    if ranks == 1:
-        return [(model.layers - model.expert_layers, model.expert_layers, True, True)]
-    stages = ranks * job.stages
-    if job.run is not None:
-        every = [len(blocks) for blocks in spans(job.run.model, job.sequence, stages)]
+    stages = stage_counts(job)
+    ranks, last = job.layout.pipeline, len(stages) - 1
+    found = [[0, 0, False, False] for _ in range(ranks)]
+    for stage, (dense, banks) in enumerate(stages):
+        mine = found[holder(job.schedule, ranks, stage) if ranks > 1 else 0]
+        mine[0] += dense
+        mine[1] += banks
+        mine[2] |= stage == 0
+        mine[3] |= stage == last
+    return [(dense, banks, bool(begins), bool(ends)) for dense, banks, begins, ends in found]
+
+
+def stage_counts(job: Job) -> tuple[tuple[int, int], ...]:
+    """Dense layers and layers with experts, by stage."""
+    model, stages = job.model, job.layout.pipeline * (job.stages if job.layout.pipeline > 1 else 1)
+    own = job.run.model if job.run is not None else None
+    return _stage_counts(model.layers, model.dense_layers, bool(model.experts), stages, own, job.sequence, job.stack)
+
+
+@cache
+def _stage_counts(
+    layers: int, dense: int, experts: bool, stages: int, own: ModelConfig | None, sequence: int, stack: Stack
+) -> tuple[tuple[int, int], ...]:
+    if own is not None:
+        every = [len(blocks) for blocks in spans(own, sequence, stages)]
     else:
-        every = divided(model.layers, stages, job.stack.ends_are_layers)
-    each: list[list[int]] = [[0, 0] for _ in range(ranks)]
-    layer = 0
-    for stage, count in enumerate(every):
-        for _ in range(count):
-            each[stage % ranks][model.has_experts(layer)] += 1
-            layer += 1
-    return [(dense, banks, place == 0, place == ranks - 1) for place, (dense, banks) in enumerate(each)]
+        every = divided(layers, stages, stack.ends_are_layers)
+    found, begin = [], 0
+    for count in every:
+        plain = min(count, max(0, dense - begin)) if experts else count
+        found.append((plain, count - plain))
+        begin += count
+    return tuple(found)
 
 
 def divided(layers: int, stages: int, ends: bool) -> list[int]:

@@ -47,7 +47,7 @@ class Stack:
     gap: float = 0.0
     """seconds that the device waits for the host in every layer, forward, backward or again"""
     host: float = 300e-6
-    """seconds in which the host asks for all the kernels of a layer's forward; backward takes twice as long"""
+    """seconds in which the host asks for all the kernels of a layer's forward"""
     host_experts: float = 6e-4
     """the same of a layer with experts, which has many more"""
     tensor_hidden: float = 0.0
@@ -70,6 +70,8 @@ class Stack:
     """share by which computing slows down while a collective runs beside it"""
     step: float = 0.01
     """seconds of a step that nothing else explains: data, clipping, logging"""
+    recast: float = 0.0
+    """bytes moved for each weight in forward, twice in backward, where weights are held in more than is computed in"""
     cast: float = 0.0
     """bytes moved for each number that is quantised, where products are in 8 bits or fewer"""
     scatters: bool = False
@@ -88,8 +90,10 @@ class Stack:
     """gradients and parameters meet after the step's computing, not beside it"""
 
 
-OWN = Stack("meshwright")
-OWN_COMPILED = Stack("meshwright compiled", fused=True, wide=24, inner=8)
+OWN = Stack(
+    "meshwright", wide=80, inner=12, logits=60, attention=0.95, recast=9, host=1.1e-3, host_experts=2e-3, step=4e-3
+)
+OWN_COMPILED = replace(OWN, name="meshwright compiled", fused=True, wide=14, inner=4, host=5e-4)
 
 MEGATRON = Stack(
     "Megatron-LM 2021",
@@ -99,16 +103,16 @@ MEGATRON = Stack(
     weights=2,
     gradients=2,
     state=16,
-    wide=17,
-    inner=8,
-    scores=10,
-    logits=90,
-    host=9e-4,
+    wide=16,
+    inner=9.5,
+    scores=9.5,
+    logits=110,
+    host=1.2e-3,
     reduced=2,
     flat=True,
     scatters=True,
     misaligned=4.3,
-    step=0.045,
+    step=0.03,
 )
 DEEPSPEED = Stack(
     "Megatron-DeepSpeed of BigScience 2022",
@@ -118,18 +122,18 @@ DEEPSPEED = Stack(
     weights=2,
     gradients=2,
     state=16,
-    wide=17,
-    inner=8,
-    scores=10,
-    logits=90,
-    host=9e-4,
+    wide=16,
+    inner=9.5,
+    scores=9.5,
+    logits=110,
+    host=1.2e-3,
     reduced=2,
     flat=True,
     ends_are_layers=True,
     all_reduces=True,
     gap=4.1e-3,
     misaligned=4.3,
-    step=0.045,
+    step=0.03,
 )
 COMPOSER = Stack(
     "Composer 2023",
@@ -180,7 +184,7 @@ BRIDGE = Stack(
     step=0.02,
 )
 
-BRIDGE_2025 = replace(BRIDGE, name="Megatron-Bridge-2025", host_experts=1.25e-3)
+BRIDGE_2025 = replace(BRIDGE, name="Megatron-Bridge-2025", host_experts=1.7e-3)
 
 SOURCES: tuple[tuple[str, Stack], ...] = (
     ("bigscience", DEEPSPEED),
