@@ -89,7 +89,7 @@ def context_messages(job: Job, of: Shape, look: float) -> tuple[list[Message], l
         return there, [*there, message(job, "context", "reduce_scatter", keys * ranks, 1, place)]
     near = Place(2, min(2, place.per_node)) if place.nodes == 1 else Place(2, 1)
     ahead = message(job, "context", "send", keys, ranks - 1, near)
-    behind = message(job, "context", "send", keys, 2 * (ranks - 1), near)
+    behind = message(job, "context", "send", keys, (1 + job.stack.reduced / 2) * (ranks - 1), near)
     return [kept(ahead, look)], [kept(behind, 2.5 * look)]
 
 
@@ -245,7 +245,8 @@ def between_stages(job: Job, of: Shape, bill: Bill, ranks: int) -> None:
     if ranks == 1:
         return
     place, stack = places_of(job)["pipeline"], job.stack
-    size = 2.0 * of.tokens * job.model.width / (job.layout.tensor if stack.cut_sequence or stack.scatters else 1)
+    divided = job.layout.tensor if stack.cut_sequence or stack.scatters else 1
+    size = stack.passed * of.tokens * job.model.width / divided
     one = message(job, "pipeline", "send", size, 1, place)
     steady = times(one, 2 * job.batch.accumulation * job.stages)
     left = steady.seconds * (1 - stack.sends_hidden) + 2 * (ranks - 1) * one.seconds
@@ -295,6 +296,12 @@ def units(job: Job, bill: Bill, part: Part, slow: Through) -> None:
     gather = message(job, part.axis, "all_gather", part.numbers / count * stack.gathered, 1, part.shards)
     scatter = message(job, part.axis, "reduce_scatter", part.numbers / count * stack.reduced, 1, part.shards)
     ahead, behind = slow.forward / count, (slow.backward + slow.again) / count
+    if job.layout.pipeline > 1:  # a schedule lets go of units after each forward, and sums gradients up by itself
+        left = count * max(0.0, gather.seconds - ahead) + gather.seconds
+        tell(bill, replace(times(gather, count * (micros + 1)), exposed=(micros + 1) * left))
+        tell(bill, kept(times(scatter, count), slow.backward))
+        bill.spend("contention", micros * count * stack.contended * min(gather.seconds, ahead))
+        return
     left = count * max(0.0, gather.seconds - ahead) + gather.seconds
     left_behind = count * max(0.0, gather.seconds + scatter.seconds - behind) + scatter.seconds
     tell(bill, replace(times(gather, 2 * count * micros), exposed=micros * left))

@@ -60,6 +60,8 @@ class Stack:
     """a token that goes to several experts of another node goes there once"""
     exchange: float = 2
     """bytes a number that goes to an expert has"""
+    passed: float = 2
+    """bytes a number that goes to the next stage has"""
     all_reduces: bool = False
     """gradients of which every rank updates a part are summed up on all of them, not scattered"""
     reduced: float = 4
@@ -91,7 +93,16 @@ class Stack:
 
 
 OWN = Stack(
-    "meshwright", wide=80, inner=12, logits=60, attention=0.95, recast=9, host=1.1e-3, host_experts=2e-3, step=4e-3
+    "meshwright",
+    wide=80,
+    inner=12,
+    logits=60,
+    attention=0.95,
+    recast=9,
+    host=1.1e-3,
+    host_experts=2e-3,
+    passed=4,
+    step=4e-3,
 )
 OWN_COMPILED = replace(OWN, name="meshwright compiled", fused=True, wide=14, inner=4, host=5e-4)
 
