@@ -8,6 +8,7 @@ computing hides cost what is left of them, and a little of the computing's speed
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from meshwright import schedule
 from meshwright.plan import slots
@@ -127,13 +128,10 @@ class Through:
     behind: list[Message]
     weight: float
 
-    @property
+    @cached_property
     def seconds(self) -> float:
-        return self.forward + self.backward + self.again + self.waited
-
-    @property
-    def waited(self) -> float:
-        return sum(sent.exposed for sent in (*self.ahead, *self.behind))
+        waited = sum(sent.exposed for sent in (*self.ahead, *self.behind))
+        return self.forward + self.backward + self.again + waited
 
 
 def through(job: Job, of: Shape, counts: Counts) -> Through:
@@ -171,8 +169,7 @@ def bubble(job: Job, ranks: list[Through]) -> float:
     """Seconds that the slowest rank waits for others' first and last passes, in closed form."""
     if len(ranks) == 1:
         return 0.0
-    slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].seconds)
-    others = sum(one.seconds for place, one in enumerate(ranks) if place != slowest)
+    others = sum(one.seconds for one in ranks) - max(one.seconds for one in ranks)
     share = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1 / job.stages, "zero-bubble": 1 / 3, "dualpipev": 1 / 3}
     return others * share.get(job.schedule, 1 / 6)
 
@@ -207,8 +204,11 @@ def simulated_bubble(job: Job, of: Shape, ranks: list[Through]) -> float:
 def timed(job: Job, stages: list[Memory], unstated: bool = False, exact: bool = False) -> Estimate:
     """`unstated`: whether something that matters had to be assumed; `exact`: a pipeline is run pass by pass."""
     of, bill = shape_of(job), Bill()
-    ranks = [through(job, of, counts) for counts in counts_of(job)]
-    slow = max(ranks, key=lambda one: one.seconds)
+    counts = counts_of(job)
+    each = {kind: through(job, of, kind) for kind in set(counts)}  # most ranks have as much as others
+    ranks = [each[kind] for kind in counts]
+    slowest = max(each, key=lambda kind: each[kind].seconds)
+    slow = each[slowest]
     micros = job.batch.accumulation
     bill.spend("forward", micros * slow.forward)
     bill.spend("backward", micros * slow.backward)
@@ -217,10 +217,8 @@ def timed(job: Job, stages: list[Memory], unstated: bool = False, exact: bool = 
         tell(bill, times(sent, micros))
     bill.spend("bubble", simulated_bubble(job, of, ranks) if exact else bubble(job, ranks))
     between_stages(job, of, bill, len(ranks))
-    place = ranks.index(slow)
-    data(job, bill, slow, place)
-    held = max(rank_parameters(job, place).update for place in range(job.layout.pipeline))
-    bill.spend("update", optimizer(job, held))
+    data(job, bill, slow, slowest)
+    bill.spend("update", optimizer(job, max(rank_parameters(job, kind).update for kind in each)))
     bill.spend("other", job.stack.step)
     model = sum(flops_of(job))
     hardware = model + again_flops(job)
@@ -253,13 +251,13 @@ def between_stages(job: Job, of: Shape, bill: Bill, ranks: int) -> None:
     tell(bill, replace(steady, exposed=left))
 
 
-def data(job: Job, bill: Bill, slow: Through, place: int) -> None:
+def data(job: Job, bill: Bill, slow: Through, counts: Counts) -> None:
     """Gradients meet, and parameters come together."""
     stack = job.stack
-    for part in rank_parameters(job, place).parts:
+    for part in rank_parameters(job, counts).parts:
         shards, copies = part.shards, part.copies
         if shards.ranks > 1 and unit_by_unit(job):
-            units(job, bill, part, slow)
+            units(job, bill, part, slow, max(1, counts[0] + counts[1]))
         elif shards.ranks > 1:
             kind = "all_reduce" if stack.all_reduces else "reduce_scatter"
             count = job.batch.accumulation if job.sharding == "gradients" and job.layout.pipeline == 1 else 1
@@ -287,12 +285,11 @@ def summed(job: Job) -> float:
     return 4.0 if job.stack.reduced == 2 and job.precision == "bf16" else job.stack.reduced
 
 
-def units(job: Job, bill: Bill, part: Part, slow: Through) -> None:
+def units(job: Job, bill: Bill, part: Part, slow: Through, count: int) -> None:
     """FSDP: unit by unit, each gathered while the one before computes, in forward and again in backward, where
     gradients are scattered beside it.
     """
     stack, micros = job.stack, job.batch.accumulation
-    count = max(1, sum(counts_of(job)[0][:2]))
     gather = message(job, part.axis, "all_gather", part.numbers / count * stack.gathered, 1, part.shards)
     scatter = message(job, part.axis, "reduce_scatter", part.numbers / count * stack.reduced, 1, part.shards)
     ahead, behind = slow.forward / count, (slow.backward + slow.again) / count

@@ -99,9 +99,9 @@ class Held:
     """numbers that this rank's optimizer updates"""
 
 
-def rank_parameters(job: Job, place: int) -> Held:
+def rank_parameters(job: Job, counts: Counts) -> Held:
     model, layout = job.model, job.layout
-    dense, banks, begins, ends = counts_of(job)[place]
+    dense, banks, begins, ends = counts
     places = places_of(job)
     shared = model.experts_shared * model.expert_weights
     matrices = (dense + banks) * model.attention_weights + dense * model.dense_weights + banks * shared
