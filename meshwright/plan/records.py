@@ -77,19 +77,30 @@ def read_records(path: Path) -> tuple[list[Record], dict[str, str]]:
     return found, left
 
 
+MOST = 1 << 40
+
+
+def count(row: dict[str, Any], key: str, least: int = 1, most: int = MOST) -> int:
+    """A whole number that can be."""
+    value = int(row[key])
+    if not least <= value <= most:
+        raise ValueError(f"{key} = {value}")
+    return value
+
+
 def record_of(row: dict[str, Any], name: str) -> Record:
     source, notes = str(row["source"]), str(row.get("notes", ""))
     if "LoRA" in notes:
         raise ConfigError("it trains adapters alone", "allowed: runs that train all parameters")
     assumed: list[str] = []
     model = architecture(row["model"])
-    cluster = cluster_of(str(row["gpu"]), int(row["gpus"]), f"{source} {notes}")
+    cluster = cluster_of(str(row["gpu"]), count(row, "gpus", most=1 << 24), f"{source} {notes}")
     stack = stack_for(source, str(row["layout"].get("sharding")), cluster.device.name)
-    places, whole = row["layout"], int(row["global_batch"])
+    places, whole = row["layout"], count(row, "global_batch")
     sharding = SHARDING[places.get("sharding")]
     if places.get("sharding") is None:
         sharding = stack.sharding
-    degrees = {axis: int(places.get(axis) or 1) for axis in ("dp", "tp", "pp", "cp", "ep")}
+    degrees = {axis: count(places, axis, most=1 << 24) for axis in ("dp", "tp", "pp", "cp", "ep")}
     tensor, pipeline, context = degrees["tp"], degrees["pp"], degrees["cp"]
     shard = int(places.get("fsdp_degree") or degrees["dp"]) if sharding != "none" else 1
     layout = Layout(pipeline, degrees["dp"] // shard, shard, context, tensor, degrees["ep"])
@@ -112,7 +123,7 @@ def record_of(row: dict[str, Any], name: str) -> Record:
         cluster,
         layout,
         Batch(whole, each, degrees["dp"], max(1, local // each)),
-        int(row["model"]["seq"]),
+        count(row["model"], "seq"),
         sharding,
         precision,
         recompute,
@@ -130,7 +141,7 @@ def record_of(row: dict[str, Any], name: str) -> Record:
 
 
 def architecture(model: dict[str, Any]) -> Architecture:
-    width, heads = int(model["hidden"]), int(model["heads"])
+    width, heads = count(model, "hidden", most=1 << 24), count(model, "heads", most=1 << 20)
     vocab = model.get("vocab")
     if vocab is None:
         vocab = 51200  # GPT-2's, filled up
@@ -138,7 +149,7 @@ def architecture(model: dict[str, Any]) -> Architecture:
     inner = int(model.get("ffn") or (0 if experts else 4 * width))
     return Architecture(
         str(model.get("name", "")),
-        int(model["layers"]),
+        count(model, "layers", most=10_000),
         width,
         heads,
         int(model.get("kv_heads") or heads),
