@@ -43,6 +43,8 @@ Points = tuple[tuple[Annotated[float, Range(above=0, most=1e15)], ...], ...]
 MOST_POINTS = 256
 MOST_ROWS = 256
 MICROS = 1e6
+DIGITS = 15
+"""What a unit's factor does to the last bits is rounded away, and nothing else."""
 USUAL_LATENCY = {"inside": 3.0, "between": 8.0}
 """Microseconds a hop where the file gives none."""
 
@@ -143,9 +145,9 @@ def device_of(form: DeviceForm, base: Device | None) -> Device:
     base = DEVICES.get(form.name or "", base)
     hint = f"device.name = one of {', '.join(DEVICES)}, or memory_gb, stream_gbs and peak_tflops"
     rates = {row.name: getattr(form.peak_tflops, row.name) for row in fields(PeakForm)} if form.peak_tflops else {}
-    peak = {precision: rate * TERA for precision, rate in rates.items() if rate is not None}
-    memory = form.memory_gb and form.memory_gb * GB
-    stream = form.stream_gbs and form.stream_gbs * GB
+    peak = {precision: scaled(rate, TERA) for precision, rate in rates.items() if rate is not None}
+    memory = form.memory_gb and scaled(form.memory_gb, GB)
+    stream = form.stream_gbs and scaled(form.stream_gbs, GB)
     whole = (base.peak if base else {}) | peak
     return Device(
         form.name or (base.name if base else "device"),
@@ -172,7 +174,7 @@ def filled(peak: dict[str, float]) -> dict[str, float]:
 
 def product_of(form: ProductForm, where: str) -> Product:
     row = {key: needed(value, f"{where}.{key}", f"a {key}") for key, value in vars(form).items()}
-    return Product(row["precision"], row["rows"], row["inner"], row["columns"], row["tflops"] * TERA)
+    return Product(row["precision"], row["rows"], row["inner"], row["columns"], scaled(row["tflops"], TERA))
 
 
 def link_of(form: LinkForm, where: str, base: Link | None) -> Link:
@@ -189,7 +191,7 @@ def link_of(form: LinkForm, where: str, base: Link | None) -> Link:
         for i, row in enumerate(few(form.curves, f"{where}.curves"))
     )
     best = max((rate for _, rate in curve), default=None)
-    given = form.gbs * GB if form.gbs is not None else None
+    given = scaled(form.gbs, GB) if form.gbs is not None else None
     usual = base.latency if base else USUAL_LATENCY[where] / MICROS
     hint = f"{where}.gbs, one direction of one device" + (", or adapters_gbs" if where == "between" else "")
     return Link(
@@ -205,7 +207,7 @@ def points_of(points: Points, where: str) -> tuple[tuple[float, float], ...]:
         raise ConfigError(f"{where} is no curve", f"allowed: at most {MOST_POINTS} pairs of bytes and GB/s")
     if any(one[0] >= other[0] for one, other in pairwise(points)):
         raise ConfigError(f"{where} is not in order", "allowed: pairs of bytes and GB/s, with growing bytes")
-    return tuple((size, rate * GB) for size, rate in points)
+    return tuple((size, scaled(rate, GB)) for size, rate in points)
 
 
 def few(rows: Sequence[Any], where: str) -> Sequence[Any]:
@@ -227,11 +229,16 @@ def cluster_toml(cluster: Cluster, remarks: Sequence[str] = ()) -> str:
     lines += [f"name = {dumps(cluster.name)}", f"nodes = {cluster.nodes}", f"devices = {cluster.per_node}", ""]
     lines += ["[device]", f"name = {dumps(device.name)}"]
     lines += [f"memory_gb = {number(device.memory / GB)}", f"stream_gbs = {number(device.stream / GB)}"]
+    lines += rows_toml(
+        "products",
+        [
+            f'precision = "{row.precision}", rows = {row.rows}, inner = {row.inner}, columns = {row.columns}, '
+            f"tflops = {number(row.rate / TERA)}"
+            for row in device.products
+        ],
+    )
     lines += ["", "[device.peak_tflops]"]
     lines += [f"{precision} = {number(rate / TERA)}" for precision, rate in device.peak.items()]
-    for row in device.products:
-        lines += ["", "[[device.products]]", f'precision = "{row.precision}"', f"rows = {row.rows}"]
-        lines += [f"inner = {row.inner}", f"columns = {row.columns}", f"tflops = {number(row.rate / TERA)}"]
     links = {"inside": cluster.inside, "between": cluster.between}
     if cluster.nodes == 1 and cluster.between == cluster.inside:
         del links["between"]
@@ -239,17 +246,27 @@ def cluster_toml(cluster: Cluster, remarks: Sequence[str] = ()) -> str:
         lines += ["", f"[{where}]", f"gbs = {number(link.bandwidth / GB)}"]
         lines += [f"latency_us = {number(link.latency * MICROS)}"]
         lines += [f"curve = {points_toml(link.curve)}"] if link.curve else []
-        for curve in link.curves:
-            lines += ["", f"[[{where}.curves]]", f'collective = "{curve.collective}"', f"ranks = {curve.ranks}"]
-            lines += [f"points = {points_toml(curve.points)}"]
+        rows = [
+            f'collective = "{curve.collective}", ranks = {curve.ranks}, points = {points_toml(curve.points)}'
+            for curve in link.curves
+        ]
+        lines += rows_toml("curves", rows)
     if "launch" in cluster.measured:
         lines += ["", "[measured]", f"launch_us = {number(cluster.measured['launch'] * MICROS)}"]
     return "\n".join(lines) + "\n"
 
 
+def rows_toml(key: str, rows: list[str]) -> list[str]:
+    """A list of tables, one a line."""
+    return [f"{key} = [", *(f"    {{{row}}}," for row in rows), "]"] if rows else []
+
+
+def scaled(value: float, unit: float) -> float:
+    return float(f"{value * unit:.{DIGITS}g}")
+
+
 def number(value: float) -> str:
-    """Twelve digits: what a unit's factor does to the last bits is rounded away, and nothing else."""
-    text = f"{value:.12g}"
+    text = f"{value:.{DIGITS}g}"
     return text if "." in text or "e" in text else f"{text}.0"
 
 

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from meshwright.errors import ConfigError
 from meshwright.plan.cluster import NODES, Cluster, preset
-from meshwright.plan.cluster_file import read_cluster
+from meshwright.plan.cluster_file import cluster_toml, read_cluster
+from meshwright.record.folder import write_text
 
 COUNTED = re.compile(r"(?P<device>[^:]+)(:(?P<devices>[0-9]{1,7})(x(?P<nodes>[0-9]{1,7}))?)?")
 WORDS = (
@@ -70,3 +72,17 @@ def this_machine() -> Cluster:
     if not machine_file().exists():
         raise ConfigError("this machine was never measured", "run meshwright plan measure first")
     return read_cluster(machine_file())
+
+
+def place(file: Path | None) -> Path:
+    """Where a measurement goes; what cannot be written is said before anything is measured."""
+    path = file or machine_file()
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder", "allowed: a file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def keep(cluster: Cluster, remarks: Sequence[str], file: Path) -> None:
+    """Replaces the file whole: a reader sees the old one or the new one."""
+    write_text(file, cluster_toml(cluster, remarks))
