@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from meshwright.config.read import build
 from meshwright.errors import ConfigError
 from meshwright.plan.cluster import DEVICES, GB, NODES, TERA, Curve, Product, preset
-from meshwright.plan.cluster_file import cluster_toml, read_cluster
+from meshwright.plan.cluster_file import ClusterForm, cluster_of_form, cluster_toml, read_cluster
 from meshwright.plan.machines import cluster_of, machine_file
 
 CUSTOM = """
@@ -186,6 +188,31 @@ def test_figures_are_written_with_fifteen_digits(rate, latency):
     said = dict(line.split(" = ") for line in text.partition("[inside]")[2].partition("[")[0].split("\n") if line)
     assert float(said["gbs"]) * GB == pytest.approx(rate, rel=1e-14)
     assert float(said["latency_us"]) / 1e6 == pytest.approx(latency, rel=1e-14)
+
+
+ANYTHING = some.recursive(
+    some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=8),
+    lambda inner: some.lists(inner, max_size=3) | some.dictionaries(some.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(some.data())
+def test_whatever_stands_in_a_field_is_read_or_refused(data):
+    tree = tomllib.loads(cluster_toml(measured()))
+    below = tree
+    while True:
+        key = data.draw(some.sampled_from(sorted(below)))
+        if not isinstance(below[key], dict) or data.draw(some.booleans()):
+            break
+        below = below[key]
+    below[key] = data.draw(ANYTHING)
+    try:
+        found = cluster_of_form(build(ClusterForm, tree, ""), "any")
+    except ConfigError as error:
+        assert "\n" not in str(error)
+    else:
+        assert min(found.devices, found.device.memory, found.inside.bandwidth, found.between.bandwidth) > 0
 
 
 def test_a_share_of_adapters_and_a_rate_a_device_are_the_same_cluster(written):
