@@ -232,7 +232,7 @@ def plan_measure(
     file = place(out)
     cluster, remarks = measure(seconds, ranks)
     keep(cluster, remarks, file)
-    tell(True, {"file": str(file), "remarks": remarks, **asdict(cluster)}, "") if json else show(cluster, file)
+    tell(True, {"file": str(file), "remarks": remarks, **asdict(cluster)}, "") if json else show(cluster, remarks, file)
 
 
 VERBS: dict[str, Callable[..., None]] = {

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from meshwright.measure.timing import Crew, affordable
+from meshwright.measure.timing import Allowance, Crew, affordable
 from meshwright.plan.cluster import Curve
 
 SIZES = {
@@ -35,15 +35,15 @@ def curves(crew: Crew, peers: list[int], budget: float) -> list[Curve]:
     ranks of the group, in order. What is too slow for its share of the time is left out, but for the two smallest.
     """
     sizes = SIZES[crew.device.type]
-    share = budget / len(CALLS) / len(sizes)
+    allowance = Allowance(crew, budget, len(CALLS) * len(sizes))
     found = []
     for collective, make in CALLS.items():
         points: list[tuple[float, float]] = []
         each = 0.0
-        for size in sizes:
-            whole = -(-size // (UNIT * crew.ranks)) * crew.ranks  # numbers, as many for every rank
+        for size in sizes:  # as many numbers for every rank
+            whole, share = -(-size // (UNIT * crew.ranks)) * crew.ranks, allowance.share()
             if len(points) >= 2 and not affordable(each * whole, share):
-                break
+                continue
             took = crew.seconds(make(crew, peers, whole), share, slowest=True)
             each = took / whole
             points.append((float(whole * UNIT), whole * UNIT * on_bus(collective, crew.ranks) / took))

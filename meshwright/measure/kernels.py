@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from meshwright.measure.timing import Crew, affordable
+from meshwright.measure.timing import Allowance, Crew, affordable
 from meshwright.plan.cluster import Product
 
 Shape = tuple[int, int, int]
@@ -29,11 +29,11 @@ def products(crew: Crew, budget: float) -> list[Product]:
     found = []
     precisions = [*TYPES, *(["fp8"] if has_fp8(crew.device) else [])]
     shapes = SHAPES[crew.device.type]
-    share = budget / len(precisions) / len(shapes)
+    allowance = Allowance(crew, budget, len(precisions) * len(shapes))
     for precision in precisions:
         best = 0.0
         for rows, inner, columns in shapes:
-            work = 2.0 * rows * inner * columns
+            work, share = 2.0 * rows * inner * columns, allowance.share()
             if best and not affordable(work / best, share):
                 continue
             call = product(precision, (rows, inner, columns), crew.device)

@@ -25,6 +25,8 @@ from meshwright.plan.cluster_file import filled
 MOST_RANKS = 64
 CORES = 4
 """Ranks on a machine without accelerators, at most, unless more are asked for."""
+BUSY = 0.5
+"""Load a core from which on figures are doubtful."""
 SHARES = {"products": 0.45, "copy": 0.05, "launch": 0.02, "curves": 0.48}
 """of the time"""
 DIGITS = 4
@@ -51,6 +53,7 @@ def measure(seconds: float, ranks: int | None = None) -> tuple[Cluster, list[str
     most = devices or MOST_RANKS
     if not 1 <= count <= most:
         raise ConfigError(f"--ranks {count} is out of range", f"allowed: from 1 to {most}")
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     launch = LaunchConfig(join_timeout=60.0, step_timeout=60.0 + 2 * seconds, device="cuda" if devices else "cpu")
     seen: Seen = run_ranks(look, count, seconds, launch=launch, timeout=120.0 + 4 * seconds)[0]
     kind = "NCCL" if devices else "Gloo"
@@ -58,6 +61,8 @@ def measure(seconds: float, ranks: int | None = None) -> tuple[Cluster, list[str
         f"measured on {socket.gethostname()}, {date.today()}, with torch {torch.__version__}",
         f"ranks: {count}, CPU threads of each: {launch.threads}; all at once; medians; {kind} curves, not smoothed",
     ]
+    if load > BUSY * cores:
+        remarks.append(f"the machine was busy: a load of {load:.1f} on {cores} cores; measure again when it is idle")
     return cluster_of_seen(seen, count), remarks
 
 

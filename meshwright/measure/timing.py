@@ -58,11 +58,27 @@ class Crew:
         first = max(1e-9, self.agree(self.once(call, 1), slowest=True))
         calls = min(MOST_CALLS, max(1, int(BATCH / first)))
         batches = min(MOST, max(FEWEST, int(share / (calls * first))))
-        took = []
-        for _ in range(batches):
-            self.agree(0.0, slowest)  # all begin together
+        took: list[float] = []
+        start = time.monotonic()
+        while len(took) < batches:
+            spent = self.agree(time.monotonic() - start, slowest=True)  # all begin together, and end together
+            if spent > share and len(took) >= FEWEST:
+                break
             took.append(self.once(call, calls) / calls)
         return self.agree(median(took), slowest)
+
+
+class Allowance:
+    """Time for several things, one after the other: what one of them leaves or overdraws is the next ones'."""
+
+    def __init__(self, crew: Crew, seconds: float, things: int) -> None:
+        self._crew, self._end, self._things = crew, time.monotonic() + seconds, things
+
+    def share(self) -> float:
+        """The next one's, the same on every rank."""
+        left = max(0.0, self._end - time.monotonic()) / max(1, self._things)
+        self._things -= 1
+        return self._crew.agree(left, slowest=True)
 
 
 def affordable(seconds: float, share: float) -> bool:

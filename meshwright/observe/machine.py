@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -10,7 +11,7 @@ from rich.table import Table
 from meshwright.plan.cluster import Cluster
 
 
-def show(cluster: Cluster, file: Path, console: Console | None = None) -> None:
+def show(cluster: Cluster, remarks: Sequence[str], file: Path, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     device = cluster.device
     console.print(f"{cluster.per_node} x {device.name}, {amount(device.memory)}B each", style="bold", markup=False)
@@ -21,6 +22,8 @@ def show(cluster: Cluster, file: Path, console: Console | None = None) -> None:
         console.print(products(cluster))
     if cluster.inside.curves:
         console.print(collectives(cluster))
+    for remark in remarks:
+        console.print(remark, style="dim", markup=False, soft_wrap=True)
     console.print(f"written to {file}: plans take it with --cluster here", markup=False, soft_wrap=True)
 
 

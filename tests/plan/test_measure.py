@@ -18,7 +18,7 @@ from meshwright.errors import ConfigError
 from meshwright.measure.collectives import CALLS, SIZES, on_bus
 from meshwright.measure.kernels import SHAPES, TYPES
 from meshwright.measure.machine import Seen, cluster_of_seen, measure
-from meshwright.measure.timing import FEWEST, MOST_CALLS, Crew, affordable
+from meshwright.measure.timing import FEWEST, MOST_CALLS, Allowance, Crew, affordable
 from meshwright.observe.machine import amount, show
 from meshwright.plan.cluster import Curve, Product
 from meshwright.plan.cluster_file import read_cluster
@@ -82,9 +82,9 @@ def test_a_measurement_is_read_back_as_here_without_torch(measured):
 def test_a_measurement_is_shown_as_tables(measured):
     home, _ = measured
     said = io.StringIO()
-    show(read_cluster(home / "machine.toml"), home / "machine.toml", Console(file=said, width=120))
+    show(read_cluster(home / "machine.toml"), ["a remark"], home / "machine.toml", Console(file=said, width=120))
     text = said.getvalue()
-    for word in ("3 x ", "128 x 128 x 128", "bf16", "all_reduce", "reduce_scatter", "--cluster here"):
+    for word in ("3 x ", "128 x 128 x 128", "bf16", "all_reduce", "reduce_scatter", "a remark", "--cluster here"):
         assert word in text
 
 
@@ -142,6 +142,13 @@ def test_a_call_is_timed_in_batches_and_few_times_if_it_is_slow(monkeypatch):
 def test_what_takes_too_long_for_its_share_is_not_made():
     assert affordable(0.1, 1.0)
     assert not affordable(1.0, 1.0)
+
+
+def test_what_one_thing_overdraws_the_next_ones_do_without(monkeypatch):
+    now = iter([0.0, 1.0, 9.0, 20.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    allowance = Allowance(Crew(1, torch.device("cpu")), 10.0, 3)
+    assert [allowance.share() for _ in range(3)] == [3.0, 0.5, 0.0]
 
 
 @pytest.mark.parametrize(
