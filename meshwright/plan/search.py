@@ -12,7 +12,7 @@ tests/plan/test_search.py holds the result against that of trying everything.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import log
@@ -28,8 +28,10 @@ from meshwright.plan.seconds import timed
 from meshwright.plan.workload import Workload
 from meshwright.schedule import SPLIT
 
-MOST_ESTIMATES = 1500
-"""of one search; the degrees that promise most come first"""
+MOST_ESTIMATES = 500
+"""of one search, after one of every frame: those that promise most are looked into first"""
+ALIKE = 0.01
+"""Plans are as quick as each other within this."""
 KEPT = 8
 """Plans in the list, at least."""
 
@@ -37,7 +39,7 @@ KEPT = 8
 @dataclass(frozen=True)
 class Found:
     ranked: list[Estimate]
-    """of every layout that fits and was looked into its best, quickest first"""
+    """of every layout that fits and was looked into its best; see in_order"""
     front: list[Estimate]
     """those of all that fit than which none is both quicker and lighter, quickest first"""
     estimates: int
@@ -81,7 +83,7 @@ class Desk:
         return self.refusals[choice]
 
 
-def search(desk: Desk, space: Space | None = None, top: int = KEPT) -> Found:
+def search(desk: Desk, space: Space | None = None, top: int = KEPT, most: int = MOST_ESTIMATES) -> Found:
     """Of a workload on all devices of a cluster. Of every frame one plan is made at once; those whose plan is quick are
     looked into first.
     """
@@ -101,7 +103,7 @@ def search(desk: Desk, space: Space | None = None, top: int = KEPT) -> Found:
 
     for _, frame in sorted(begun, key=lambda row: row[0].seconds):
         least, arithmetic = (
-            bound(desk, frame, space) if len(desk.timings) - began[0] < MOST_ESTIMATES else (float("inf"), 0.0)
+            bound(desk, frame, space) if len(desk.timings) - began[0] - len(begun) < most else (float("inf"), 0.0)
         )
         if least > last():
             left += 1
@@ -109,7 +111,7 @@ def search(desk: Desk, space: Space | None = None, top: int = KEPT) -> Found:
         for choice in choices(desk, frame, space, arithmetic, last):
             tried.add(choice)
             keep(best, desk.time(choice))
-    ranked = sorted(best.values(), key=merit)
+    ranked = in_order(best.values())
     tried |= set(thrifty(desk, space, [Choice.of(found.job) for found in ranked[:3]]))
     front = pareto([desk.time(choice) for choice in tried])
     return Found(
@@ -151,11 +153,24 @@ def every_frame(desk: Desk, space: Space) -> Iterator[Frame]:
     return frames(desk.work, desk.cluster.devices, desk.cluster.per_node, space)
 
 
-def merit(found: Estimate) -> tuple[int, int, float]:
-    """Quickest first; of those within a hundredth the one with the fewest parts, then the lightest."""
+def parts(found: Estimate) -> int:
+    """How much there is to a plan."""
     job = found.job
-    parts = 2 * len(job.layout.axes) + (job.sharding == "parameters") + (job.recompute != "none") + (job.stages > 1)
-    return round(100 * log(found.seconds)), parts, found.heaviest.total
+    shards = (job.sharding != "none") + (job.sharding == "parameters") + (job.layout.replicate > 1 < job.layout.shard)
+    return 2 * len(job.layout.axes) + shards + (job.recompute != "none") + (job.stages > 1)
+
+
+def merit(found: Estimate) -> tuple[int, int, float]:
+    """Of plans of one layout: quickest, of those within a hundredth the one of fewest parts, then the lightest."""
+    return round(log(found.seconds) / ALIKE), parts(found), found.heaviest.total
+
+
+def in_order(found: Iterable[Estimate]) -> list[Estimate]:
+    """Quickest first; but the plan is the one with the fewest parts of those within a hundredth of the quickest."""
+    ranked = sorted(found, key=lambda one: (one.seconds, parts(one), one.heaviest.total))
+    alike = [one for one in ranked if one.seconds <= (1 + ALIKE) * ranked[0].seconds]
+    plan = min(alike, key=lambda one: (parts(one), one.seconds), default=None)
+    return [plan, *(one for one in ranked if one is not plan)] if plan else []
 
 
 def pareto(found: list[Estimate]) -> list[Estimate]:
@@ -171,7 +186,7 @@ def first_exact(desk: Desk, ranked: list[Estimate], top: int) -> list[Estimate]:
     if desk.work.base is None:
         return ranked
     first = [estimate(exact(desk.work, desk.cluster, Choice.of(found.job))) for found in ranked[:top]]
-    return sorted((found for found in first if found.fits), key=merit) + ranked[top:]
+    return in_order(found for found in first if found.fits) + ranked[top:]
 
 
 def bound(desk: Desk, frame: Frame, space: Space) -> tuple[float, float]:
@@ -187,7 +202,7 @@ def bound(desk: Desk, frame: Frame, space: Space) -> tuple[float, float]:
     recompute = str(desk.work.pinned.get("compute.recompute", space.recompute[0]))
     found = desk.time(Choice(layout, micro, "none", recompute, kind, each, frame.method))
     meeting = sum(call.exposed for call in found.calls if "shard" in call.axis or "replicate" in call.axis)
-    apart = meeting + sum(found.phases.get(phase, 0.0) for phase in ("bubble", "update", "optimizer"))
+    apart = meeting + sum(found.phases.get(phase, 0.0) for phase in ("bubble", "update", "contention"))
     arithmetic = max(0.0, found.seconds - apart)
     local = desk.work.batch // frame.data
     waiting = min(

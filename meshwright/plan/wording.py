@@ -86,3 +86,18 @@ def exposed(estimate: Estimate) -> float:
 def sent(estimate: Estimate) -> float:
     """Bytes of all messages of one rank in a step."""
     return sum(call.message * call.count for call in estimate.calls)
+
+
+def again(estimate: Estimate) -> float:
+    """Seconds of a step in which what was computed is computed again."""
+    computing = estimate.phases.get("forward", 0.0) + estimate.phases.get("backward", 0.0)
+    return estimate.phases.get("recompute", computing * (1 - estimate.flops / estimate.hardware_flops))
+
+
+def lost(estimate: Estimate) -> dict[str, float]:
+    """Seconds of a step that neither go through the model nor update it, by what takes them."""
+    return {
+        "communication": exposed(estimate),
+        "recomputation": again(estimate),
+        "bubble": estimate.phases.get("bubble", 0.0),
+    }
