@@ -14,7 +14,7 @@ from meshwright.plan.candidates import RECOMPUTED, Space
 from meshwright.plan.choice import Choice
 from meshwright.plan.figures import Estimate
 from meshwright.plan.search import Desk, lightest, search
-from meshwright.plan.wording import classes, lost, plan, seconds, sent, share, size
+from meshwright.plan.wording import classes, lost, plan, real_calls, seconds, sent, share, size
 
 ADDED = ("recompute", "shard", "tensor", "context", "pipeline", "expert")
 """What a rung may add, the least trouble first."""
@@ -115,7 +115,7 @@ def bound_by(estimate: Estimate, idle: int = 0) -> Binding:
         return Binding("nothing", 0, told)
     told = f"{kind} takes {seconds(most)}, {share(most, estimate.seconds)} of the step"
     if kind == "communication":
-        call = max(estimate.calls, key=lambda one: one.exposed)
+        call = max(real_calls(estimate), key=lambda one: one.exposed)
         told += f"; most: {call.axis} {call.collective} {seconds(call.exposed)}"
     return Binding(kind, most, told)
 

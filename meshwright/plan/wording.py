@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from meshwright.plan.figures import Estimate, Memory
+from dataclasses import replace
+
+from meshwright.plan.figures import Call, Estimate, Memory
 from meshwright.plan.job import Job
 
 GIB = float(1 << 30)
@@ -101,3 +103,21 @@ def lost(estimate: Estimate) -> dict[str, float]:
         "recomputation": again(estimate),
         "bubble": estimate.phases.get("bubble", 0.0),
     }
+
+
+def real_calls(estimate: Estimate) -> list[Call]:
+    """Collectives of more than one rank, those of one kind and size together."""
+    found: dict[tuple[str, str, float, int, str], Call] = {}
+    for call in estimate.calls:
+        if call.ranks < 2 or call.count <= 0:
+            continue
+        key = (call.axis, call.collective, call.message, call.ranks, call.link)
+        if (same := found.get(key)) is not None:
+            call = replace(
+                call,
+                count=call.count + same.count,
+                seconds=call.seconds + same.seconds,
+                exposed=call.exposed + same.exposed,
+            )
+        found[key] = call
+    return list(found.values())
