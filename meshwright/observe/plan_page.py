@@ -26,7 +26,8 @@ h1 { font-size: 24px; margin: 0; } h2 { font-size: 17px; margin: 36px 0 10px; } 
 .plan { font-size: 18px; font-weight: 600; color: var(--good); margin-top: 10px; }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin: 18px 0; }
 .figures div { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; }
-.figures b { display: block; font-size: 20px; white-space: nowrap; } .figures span { color: var(--faint); font-size: 13px; }
+.figures b { display: block; font-size: 20px; white-space: nowrap; }
+.figures span { color: var(--faint); font-size: 13px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; } .wide { overflow-x: auto; }
 th { text-align: left; color: var(--faint); font-weight: 500; } th, td { padding: 5px 10px 5px 0; vertical-align: top; }
 tr + tr td { border-top: 1px solid var(--line); } .n { text-align: right; white-space: nowrap; }
@@ -35,9 +36,10 @@ li.rung { border-left: 3px solid var(--line); padding: 2px 0 12px 16px; } li.run
 li.rung b { margin-right: 8px; } .binds { color: var(--bad); } .free { color: var(--good); }
 details { color: var(--faint); font-size: 14px; } dl { margin: 0; } dt { font-weight: 600; margin-top: 12px; }
 dd { margin: 2px 0 0; } svg { width: 100%; height: auto; display: block; }
-svg text { font: 13px system-ui, sans-serif; fill: var(--ink); } svg .faint { fill: var(--faint); }
+svg text { font: 13px system-ui, sans-serif; fill: var(--ink); stroke: var(--page); stroke-width: 4px;
+  paint-order: stroke; } svg .faint { fill: var(--faint); }
 svg .strong { font-weight: 600; } svg .small { font-size: 12px; } svg .end { text-anchor: end; }
-svg .middle { text-anchor: middle; } svg .on { fill: #fff; } svg .on, svg .cell { pointer-events: none; }
+svg .middle { text-anchor: middle; } svg .on { fill: #fff; stroke: none; } svg .on, svg .cell { pointer-events: none; }
 .m-parameters, .p-forward, .s-F { fill: var(--blue); } .m-gradients, .p-backward { fill: var(--teal); }
 .m-optimizer, .p-recompute { fill: var(--violet); } .m-activations, .p-update, .s-W { fill: var(--green); }
 .m-logits, .p-bubble, .s-I { fill: var(--gold); } .m-gathered { fill: var(--orange); } .s-B { fill: var(--orange); }

@@ -54,7 +54,7 @@ def ladder(desk: Desk, chosen: Estimate) -> tuple[list[Rung], str]:
     """(the rungs, how the last of them stands to the plan that the search chose)."""
     used: tuple[str, ...] = ()
     estimate, binding = stand(desk, used)
-    rungs = [Rung("DDP", estimate, binding, "", "")]
+    rungs = [Rung("DDP" + (", pins kept" if desk.work.pinned else ""), estimate, binding, "", "")]
     while binding.kind != "nothing" and (step := climb(desk, used, rungs[-1])) is not None:
         added, estimate, binding, tried = step
         used = (*used, added)
@@ -101,7 +101,8 @@ def bound_by(estimate: Estimate, idle: int = 0) -> Binding:
     """The first of batch, memory and communication that binds."""
     job, held = estimate.job, estimate.heaviest
     if idle:
-        told = f"batch {job.batch.global_:,} gives {job.layout.data_degree:,} ranks a sample, {idle:,} devices none"
+        ranks = f"{job.layout.data_degree:,} data-parallel rank{'s' if job.layout.data_degree > 1 else ''}"
+        told = f"a batch of {job.batch.global_:,} divides over {ranks}, and {idle:,} devices have no sample"
         return Binding("batch", idle, told)
     capacity = job.cluster.device.memory
     if held.total > capacity:

@@ -12,6 +12,7 @@ from meshwright.plan.search import Desk, lightest
 from meshwright.plan.wording import classes, plan, size
 from meshwright.plan.workload import Workload
 
+DEGREES = ("layout.tensor", "layout.pipeline", "layout.context", "layout.expert")
 MOST_TIMES = 4096
 """More devices than so many times those that there are are not tried."""
 
@@ -121,17 +122,31 @@ def divides_not(work: Workload, cluster: Cluster) -> str:
 
 
 def divisible(work: Workload, cluster: Cluster) -> list[str]:
-    """What divides: without a pin, another batch, other numbers of devices."""
+    """What divides: without a pin or with another value of it, another batch, other numbers of devices."""
     found = []
     for key, value in work.pinned.items():
         free = replace(work, pinned={other: kept for other, kept in work.pinned.items() if other != key})
         if lightest(Desk(free, cluster)) is not None:
             found.append(f"without --{key}={value}")
+            found += other_degrees(work, cluster, key)
     below = next((n for n in range(cluster.devices - 1, 0, -1) if divides(work, cluster, n)), 0)
     above = next((n for n in range(cluster.devices + 1, 2 * cluster.devices + 1) if divides(work, cluster, n)), 0)
     if near := [f"{n:,}" for n in (below, above) if n]:
         found.append(f"{' or '.join(near)} devices")
     return found or [f"--batch of a multiple of {divisors(cluster.devices)[-1]:,}"]
+
+
+def other_degrees(work: Workload, cluster: Cluster, key: str) -> list[str]:
+    """Values of a pinned degree that divide, the nearest few."""
+    if key not in DEGREES:
+        return []
+    near = sorted(divisors(cluster.devices), key=lambda degree: abs(degree - int(work.pinned[key])))[:8]
+    fits = [
+        degree
+        for degree in near
+        if lightest(Desk(replace(work, pinned={**work.pinned, key: degree}), cluster)) is not None
+    ]
+    return [f"{key} = {', '.join(map(str, sorted(fits)))}"] if fits else []
 
 
 def divides(work: Workload, cluster: Cluster, devices: int) -> bool:

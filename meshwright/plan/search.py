@@ -91,6 +91,8 @@ def search(desk: Desk, space: Space | None = None, top: int = KEPT, most: int = 
     began = len(desk.timings), len(desk.weights)
     every = list(every_frame(desk, space))
     begun = [(desk.time(choice), frame) for frame in every if (choice := first_of(desk, frame, space)) is not None]
+    if not begun and "tensor" in space.axes and space.tensor is None:
+        return search(desk, replace(space, tensor=desk.cluster.devices), top, most)  # beyond a node, then
     tried = {Choice.of(found.job) for found, _ in begun}
     best: dict[tuple[Layout, str], Estimate] = {}
     for found, _ in begun:
@@ -295,7 +297,7 @@ def thrifty(desk: Desk, space: Space, first: list[Choice]) -> Iterator[Choice]:
 
 def lightest(desk: Desk, space: Space | None = None) -> Choice | None:
     """What holds least of all that is allowed, whether it fits or not; none where nothing divides."""
-    space = space or Space()
+    space = space or Space(tensor=desk.cluster.devices)
     found: list[Choice] = []
     for frame in every_frame(desk, space):
         sizes = [micro for micro in micros(desk.work, frame) if filled(desk, frame, micro)]
