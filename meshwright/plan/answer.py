@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +65,7 @@ def as_json(whole: Answer, top: int) -> dict[str, Any]:
     """For machines; every plan is a prediction record."""
     return {
         "model": dataclasses.asdict(whole.work.model) | {"parameters": whole.work.model.parameters},
-        "cluster": dataclasses.asdict(whole.cluster) | {"devices": whole.cluster.devices},
+        "cluster": json.loads(json.dumps(dataclasses.asdict(whole.cluster))) | {"devices": whole.cluster.devices},
         "trainable": whole.work.base is not None,
         "pinned": dict(whole.work.pinned),
         "notes": list(whole.work.notes),

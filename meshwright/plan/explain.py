@@ -87,7 +87,7 @@ def communication(estimate: Estimate) -> list[str]:
     """The collectives, those that are waited for longest first."""
     calls = sorted(real_calls(estimate), key=lambda call: (-call.exposed, -call.seconds))
     if not calls:
-        return ["Nothing is sent."]
+        return ["A rank sends 0 B a step: no axis has messages."]
     waited = exposed(estimate)
     told = [
         f"A rank sends {size(sent(estimate))} a step; messages take {seconds(sum(call.seconds for call in calls))}, "
