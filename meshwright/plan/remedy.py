@@ -57,7 +57,7 @@ def changes(work: Workload, cluster: Cluster) -> list[str]:
             break
     sequence = work.sequence // 2
     while sequence >= 128:
-        if fits(shortened(work, sequence), cluster):
+        if fits(work.of(sequence=sequence), cluster):
             found.append(f"--sequence {sequence}")
             break
         sequence //= 2
@@ -81,11 +81,6 @@ def more_devices(work: Workload, cluster: Cluster) -> int:
             break
         low, high = (low, middle) if fits(work, cluster.of(middle)) else (middle, high)
     return high
-
-
-def shortened(work: Workload, sequence: int) -> Workload:
-    base = work.base and replace(work.base, data=replace(work.base.data, sequence=sequence))
-    return replace(work, sequence=sequence, base=base)
 
 
 def precise(work: Workload, precision: str) -> Workload:
@@ -118,7 +113,7 @@ def divides_not(work: Workload, cluster: Cluster) -> str:
     if expert > 1 and (not model.experts or model.experts % expert):
         return f"layout.expert = {expert} does not divide {model.experts} experts"
     told = ", ".join(f"--{key}={value}" for key, value in pinned.items())
-    return f"no layout divides a batch of {work.batch:,}" + (f" with {told}" if told else "")
+    return f"no layout takes a batch of {work.batch:,}" + (f" with {told}" if told else "")
 
 
 def divisible(work: Workload, cluster: Cluster) -> list[str]:
@@ -133,6 +128,8 @@ def divisible(work: Workload, cluster: Cluster) -> list[str]:
     above = next((n for n in range(cluster.devices + 1, 2 * cluster.devices + 1) if divides(work, cluster, n)), 0)
     if near := [f"{n:,}" for n in (below, above) if n]:
         found.append(f"{' or '.join(near)} devices")
+    if not found and work.pinned and lightest(Desk(replace(work, pinned={}), cluster)) is not None:
+        found.append("without these words")
     return found or [f"--batch of a multiple of {divisors(cluster.devices)[-1]:,}"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from meshwright.plan.architecture import Architecture
+from meshwright.plan.candidates import divisors, fills
 from meshwright.plan.choice import Choice, job_of
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.estimate import estimate
@@ -60,22 +61,20 @@ def grown(work: Workload, cluster: Cluster, choice: Choice, factor: int) -> tupl
     axis = "replicate" if choice.sharding == "none" or layout.replicate > 1 else "shard"
     more = replace(layout, **{axis: getattr(layout, axis) * factor})
     local = work.batch // data
-    micro = choice.micro
-    while local % micro or (layout.pipeline > 1 and local // micro < layout.pipeline and micro > 1):
-        micro -= 1
-    if layout.pipeline > 1 and choice.schedule != "gpipe" and local // micro < layout.pipeline:
-        return None
-    return replace(choice, layout=more, micro=micro), cluster.of(cluster.devices * factor)
+    sizes = [micro for micro in divisors(local) if micro <= choice.micro]
+    full = [micro for micro in sizes if fills(choice.schedule, layout.pipeline, local // micro)]
+    return (replace(choice, layout=more, micro=full[-1]), cluster.of(cluster.devices * factor)) if full else None
 
 
 def at(desk: Desk, chosen: Estimate, factor: int, growing: bool) -> tuple[Estimate | None, bool]:
     """(the estimate at so many times the devices, whether the plan kept its shape)."""
-    work = desk.work if not growing else replace(desk.work, batch=desk.work.batch * factor)
+    work = desk.work.of(desk.work.batch * (factor if growing else 1))
     if (more := grown(work, desk.cluster, Choice.of(chosen.job), factor)) is not None:
         kept = estimate(job_of(work, more[1], more[0]))
         if kept.fits:
             return kept, True
-    free = replace(work, base=None, pinned={})
+    counts = ("layout.replicate", "layout.shard_degree", "batch.micro")
+    free = replace(work, pinned={key: value for key, value in work.pinned.items() if key not in counts})
     found = search(Desk(free, desk.cluster.of(desk.cluster.devices * factor)), top=1, most=ESTIMATES).ranked
     return (found[0] if found else None), False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshwright.config import RunConfig
 from meshwright.plan.architecture import Architecture
@@ -42,3 +42,13 @@ class Workload:
     @property
     def tokens(self) -> int:
         return self.batch * self.sequence
+
+    def of(self, batch: int | None = None, sequence: int | None = None) -> Workload:
+        """The same with another batch or sequence, its run, too."""
+        batch, sequence = batch or self.batch, sequence or self.sequence
+        base = self.base and replace(
+            self.base,
+            batch=replace(self.base.batch, global_=batch),
+            data=replace(self.base.data, sequence=sequence),
+        )
+        return replace(self, batch=batch, sequence=sequence, base=base)
