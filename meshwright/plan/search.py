@@ -12,7 +12,7 @@ tests/plan/test_search.py holds the result against that of trying everything.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import log
@@ -58,6 +58,7 @@ class Desk:
     def __init__(self, work: Workload, cluster: Cluster) -> None:
         self.work, self.cluster = work, cluster
         self.weights: dict[Choice, list[Memory]] = {}
+        self.heavy: dict[Choice, Memory] = {}
         self.timings: dict[Choice, Estimate] = {}
         self.refusals: dict[Choice, bool] = {}
 
@@ -67,7 +68,9 @@ class Desk:
         return self.weights[choice]
 
     def heaviest(self, choice: Choice) -> Memory:
-        return max(self.weigh(choice), key=lambda stage: stage.total)
+        if choice not in self.heavy:
+            self.heavy[choice] = max(self.weigh(choice), key=lambda stage: stage.total)
+        return self.heavy[choice]
 
     def fits(self, choice: Choice) -> bool:
         return self.heaviest(choice).total <= self.cluster.device.memory
@@ -83,6 +86,22 @@ class Desk:
         return self.refusals[choice]
 
 
+class Best:
+    """The best plan of every layout so far, and the seconds of the last that the list has room for."""
+
+    def __init__(self, top: int) -> None:
+        self.top, self.last = top, float("inf")
+        self.plans: dict[tuple[Layout, str], Estimate] = {}
+
+    def keep(self, found: Estimate) -> None:
+        family = Choice.of(found.job).family
+        if family in self.plans and merit(found) >= merit(self.plans[family]):
+            return
+        self.plans[family] = found
+        if found.seconds < self.last and len(self.plans) >= self.top:
+            self.last = sorted(each.seconds for each in self.plans.values())[self.top - 1]
+
+
 def search(desk: Desk, space: Space | None = None, top: int = KEPT, most: int = MOST_ESTIMATES) -> Found:
     """Of a workload on all devices of a cluster. Of every frame one plan is made at once; those whose plan is quick are
     looked into first.
@@ -94,26 +113,22 @@ def search(desk: Desk, space: Space | None = None, top: int = KEPT, most: int = 
     if not begun and "tensor" in space.axes and space.tensor is None:
         return search(desk, replace(space, tensor=desk.cluster.devices), top, most)  # beyond a node, then
     tried = {Choice.of(found.job) for found, _ in begun}
-    best: dict[tuple[Layout, str], Estimate] = {}
+    best = Best(top)
     for found, _ in begun:
-        keep(best, found)
+        best.keep(found)
     left = 0
-
-    def last() -> float:
-        """Seconds of the last plan of the list."""
-        return sorted(found.seconds for found in best.values())[top - 1] if len(best) >= top else float("inf")
 
     for _, frame in sorted(begun, key=lambda row: row[0].seconds):
         least, arithmetic = (
             bound(desk, frame, space) if len(desk.timings) - began[0] - len(begun) < most else (float("inf"), 0.0)
         )
-        if least > last():
+        if least > best.last:
             left += 1
             continue
-        for choice in choices(desk, frame, space, arithmetic, last):
+        for choice in choices(desk, frame, space, arithmetic, best):
             tried.add(choice)
-            keep(best, desk.time(choice))
-    ranked = in_order(best.values())
+            best.keep(desk.time(choice))
+    ranked = in_order(best.plans.values())
     tried |= set(thrifty(desk, space, [Choice.of(found.job) for found in ranked[:3]]))
     front = pareto([desk.time(choice) for choice in tried])
     return Found(
@@ -124,12 +139,6 @@ def search(desk: Desk, space: Space | None = None, top: int = KEPT, most: int = 
         len(every),
         left,
     )
-
-
-def keep(best: dict[tuple[Layout, str], Estimate], found: Estimate) -> None:
-    family = Choice.of(found.job).family
-    if family not in best or merit(found) < merit(best[family]):
-        best[family] = found
 
 
 def first_of(desk: Desk, frame: Frame, space: Space) -> Choice | None:
@@ -220,7 +229,7 @@ def filled(desk: Desk, frame: Frame, micro: int) -> list[tuple[str, int]]:
     return [row for row in found if row[0] != "gpipe"] if ("1f1b", 1) in found else found
 
 
-def choices(desk: Desk, frame: Frame, space: Space, arithmetic: float, last: Callable[[], float]) -> Iterator[Choice]:
+def choices(desk: Desk, frame: Frame, space: Space, arithmetic: float, best: Best) -> Iterator[Choice]:
     """Those of a frame that fit and are allowed, less what cannot be better than others of them."""
     sizes = micros(desk.work, frame)
     for sharding, options in layouts(desk.work, frame, space):
@@ -233,7 +242,7 @@ def choices(desk: Desk, frame: Frame, space: Space, arithmetic: float, last: Cal
                     count = desk.work.batch // frame.data // micro
                     if (kind, each) not in filled(desk, frame, micro):
                         continue
-                    if arithmetic * (1 + waits(kind, frame.pipeline, count, each)) > last():
+                    if arithmetic * (1 + waits(kind, frame.pipeline, count, each)) > best.last:
                         continue
                     fitting = lightest_change(desk, replace(start, micro=micro), levels(desk.work, space), level)
                     if fitting is None:
