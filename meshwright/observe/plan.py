@@ -91,9 +91,12 @@ def bars(estimate: Estimate, width: int) -> list[tuple[str, Text]]:
         ("", Text()),
         ("memory", bar(held, capacity, cells, MEMORY)),
         ("", Text(f"{size(total)} of {size(capacity)}, {share(total, capacity)}{where}")),
-        ("", legend({name: (part, size(part)) for name, part in held.items()}, total, MEMORY)),
+        ("", legend({name: (part, size(part)) for name, part in held.items()}, total, MEMORY, width - 12)),
         ("time", bar(phases, estimate.seconds, cells, TIME)),
-        ("", legend({name: (part, seconds(part)) for name, part in phases.items()}, estimate.seconds, TIME)),
+        (
+            "",
+            legend({name: (part, seconds(part)) for name, part in phases.items()}, estimate.seconds, TIME, width - 12),
+        ),
     ]
 
 
@@ -108,12 +111,18 @@ def bar(values: dict[str, float], whole: float, cells: int, colours: dict[str, s
     return text.append(EMPTY * (cells - done), "bright_black")
 
 
-def legend(values: dict[str, tuple[float, str]], whole: float, colours: dict[str, str]) -> Text:
-    """The parts of a hundredth or more, largest first."""
-    text = Text()
+def legend(values: dict[str, tuple[float, str]], whole: float, colours: dict[str, str], width: int) -> Text:
+    """The parts of a hundredth or more, largest first; no part is torn between lines."""
+    text, at = Text(), 0
     for name, (value, told) in sorted(values.items(), key=lambda row: -row[1][0]):
-        if value >= whole / 100:
-            text.append("■ ", colours.get(name, WAITING)).append(f"{LABELS.get(name, name)} {told}   ")
+        if value < whole / 100:
+            continue
+        label = f"{LABELS.get(name, name)} {told}"
+        if at and at + len(label) + 2 > width:
+            text.append("\n")
+            at = 0
+        text.append("■ ", colours.get(name, WAITING)).append(label + "   ")
+        at += len(label) + 5
     text.rstrip()
     return text
 

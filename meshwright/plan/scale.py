@@ -15,8 +15,10 @@ from meshwright.plan.wording import count, exposed
 from meshwright.plan.workload import Workload
 
 FACTORS = (1, 2, 4, 8, 16, 32, 64)
+ENOUGH = 0.9
+"""of its tokens a second and device: a plan that keeps less is held against a new one"""
 ESTIMATES = 40
-"""of a size at which the plan's own shape does not go on, after one of every frame"""
+"""of a new plan, after one of every frame"""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Row:
     estimate: Estimate | None
     """none: no layout of so many devices divides the batch and fits"""
     kept: bool
-    """whether it is the plan with more data-parallel ranks; else the best of a new search"""
+    """whether it is the plan with more data-parallel ranks; else a new one"""
     efficiency: float
     """tokens a second and device, against those of the first row"""
     useful: float
@@ -66,17 +68,32 @@ def grown(work: Workload, cluster: Cluster, choice: Choice, factor: int) -> tupl
     return (replace(choice, layout=more, micro=full[-1]), cluster.of(cluster.devices * factor)) if full else None
 
 
-def at(desk: Desk, chosen: Estimate, factor: int, growing: bool) -> tuple[Estimate | None, bool]:
-    """(the estimate at so many times the devices, whether the plan kept its shape)."""
+def kept_shape(desk: Desk, chosen: Estimate, factor: int, growing: bool) -> Estimate | None:
+    """The plan itself at so many times the devices; none where it does not divide or fit."""
     work = desk.work.of(desk.work.batch * (factor if growing else 1))
-    if (more := grown(work, desk.cluster, Choice.of(chosen.job), factor)) is not None:
-        kept = estimate(job_of(work, more[1], more[0]))
-        if kept.fits:
-            return kept, True
+    more = grown(work, desk.cluster, Choice.of(chosen.job), factor)
+    found = estimate(job_of(work, more[1], more[0])) if more is not None else None
+    return found if found is not None and found.fits else None
+
+
+def new_plan(desk: Desk, factor: int, growing: bool) -> Estimate | None:
+    """The best of a search at so many times the devices."""
+    work = desk.work.of(desk.work.batch * (factor if growing else 1))
     counts = ("layout.replicate", "layout.shard_degree", "batch.micro")
     free = replace(work, pinned={key: value for key, value in work.pinned.items() if key not in counts})
     found = search(Desk(free, desk.cluster.of(desk.cluster.devices * factor)), top=1, most=ESTIMATES).ranked
-    return (found[0] if found else None), False
+    return found[0] if found else None
+
+
+def at(desk: Desk, chosen: Estimate, factor: int, growing: bool, enough: float = 0.0) -> tuple[Estimate | None, bool]:
+    """(the estimate at so many times the devices, whether the plan kept its shape). A new plan is sought where the old
+    one does not go on, or has less than `enough` of its tokens a second and device.
+    """
+    kept = kept_shape(desk, chosen, factor, growing)
+    if kept is not None and kept.tokens_per_second >= enough * factor * chosen.tokens_per_second:
+        return kept, True
+    new = new_plan(desk, factor, growing)
+    return (new, False) if new is not None and (kept is None or new.seconds < kept.seconds) else (kept, True)
 
 
 def scaled(desk: Desk, chosen: Estimate, critical: float | None = None) -> Scale:
@@ -85,7 +102,7 @@ def scaled(desk: Desk, chosen: Estimate, critical: float | None = None) -> Scale
     for growing in (False, True):
         rows: list[Row] = []
         for factor in FACTORS:
-            found, kept = (chosen, True) if factor == 1 else at(desk, chosen, factor, growing)
+            found, kept = (chosen, True) if factor == 1 else at(desk, chosen, factor, growing, ENOUGH)
             batch = desk.work.batch * (factor if growing else 1)
             rate = found.tokens_per_second if found else 0.0
             rows.append(
