@@ -207,11 +207,31 @@ def plan_schedule(
     tell(True, schedule.answer(drawn, costs), "") if json else schedule.show(drawn, costs)
 
 
+def plan_measure(
+    out: Annotated[Path | None, word("FILE", "where the result goes (default: ~/.meshwright/machine.toml)")] = None,
+    seconds: Annotated[float, arg(metavar="N", help="about how long to measure")] = 30.0,
+    ranks: Annotated[int | None, word("N", "ranks (default: one a GPU; without GPUs one a core, 4 at most)")] = None,
+    json: Json = False,
+) -> None:
+    """Plan measure: what this machine computes, moves and exchanges, for plans with --cluster here."""
+    from dataclasses import asdict
+
+    from meshwright.measure.machine import measure
+    from meshwright.observe.machine import show
+    from meshwright.plan.machines import keep, place
+
+    file = place(out)
+    cluster, remarks = measure(seconds, ranks)
+    keep(cluster, remarks, file)
+    tell(True, {"file": str(file), "remarks": remarks, **asdict(cluster)}, "") if json else show(cluster, remarks, file)
+
+
 VERBS: dict[str, Callable[..., None]] = {
     "train": train,
     "prove": prove,
     "plan": plan,
     "plan schedule": plan_schedule,
+    "plan measure": plan_measure,
     "data show": data_show,
     "data find": data_find,
     "checkpoint list": checkpoint_list,

@@ -12,8 +12,10 @@ from meshwright.words import Json, flag, tell, word
 
 
 def plan(
-    model: Annotated[str, Positional, word("MODEL", "a preset, or a run file")],
-    cluster: Annotated[str, word("CLUSTER", "devices: h100 (a node), h100:4, or h100:8x16 (16 nodes of 8)")] = "h100",
+    model: Annotated[str, Positional, word("MODEL", "a preset, a run file, or a published config.json")],
+    cluster: Annotated[
+        str, word("CLUSTER", "h100 (a node), h100:4, h100:8x16 (16 nodes of 8), a cluster file, or here")
+    ] = "h100",
     ranks: Annotated[int | None, word("N", "use so many of the devices (default: all)")] = None,
     batch: Annotated[int | None, word("GLOBAL", "samples a step, over all ranks (default: the run's)")] = None,
     sequence: Annotated[int | None, word("S", "tokens a sample (default: the run's)")] = None,
@@ -34,7 +36,8 @@ def plan(
     from meshwright.observe.plan import show
     from meshwright.observe.whole_file import write_whole
     from meshwright.plan.answer import answer, as_json, run_file
-    from meshwright.plan.asked import cluster_of, workload
+    from meshwright.plan.asked import workload
+    from meshwright.plan.machines import cluster_of
     from meshwright.plan.prediction import prediction
 
     for name, number in (("--ranks", ranks), ("--batch", batch), ("--sequence", sequence), ("--top", top)):

@@ -64,18 +64,18 @@ def from_dict(tree: Mapping[str, Any]) -> RunConfig:
     return config
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, what: str = "run file") -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             text = file.read(MAX_TOML_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"run file {path} cannot be read: {error.strerror}", "allowed: a TOML file") from None
+        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}", "allowed: a TOML file") from None
     if len(text) > MAX_TOML_BYTES:
-        raise ConfigError(f"run file {path} is over {MAX_TOML_BYTES:,} bytes", "allowed: a TOML file of settings")
+        raise ConfigError(f"{what} {path} is over {MAX_TOML_BYTES:,} bytes", "allowed: a TOML file of settings")
     try:
         return tomllib.loads(text.decode())
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
-        raise ConfigError(f"run file {path} is not TOML: {error}", "allowed: a TOML file") from None
+        raise ConfigError(f"{what} {path} is not TOML: {error}", "allowed: a TOML file") from None
 
 
 def put(tree: dict[str, Any], key: str, value: Any) -> None:

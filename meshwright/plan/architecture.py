@@ -45,7 +45,19 @@ class Architecture:
     tied: bool = False
     norm: Literal["rms", "layer"] = "rms"
     bias: bool = False
-    """whether linear layers have biases"""
+    """whether all linear layers but the head have biases"""
+    qkv_bias: bool = False
+    """whether queries, keys and values have, where not all have"""
+    out_bias: bool = False
+    """whether the output of attention has"""
+    ffn_bias: bool = False
+    """whether a dense feed-forward has"""
+    head_norms: bool = False
+    """a norm of the size of a head on queries, and one on keys"""
+    parallel: bool = False
+    """attention and feed-forward read the same input, and are added together"""
+    window: int = 0
+    """tokens that attention looks back; 0: all"""
     positions: int = 0
     """rows of learned positions; 0: rotary ones or none"""
     experts: int = 0
@@ -53,6 +65,8 @@ class Architecture:
     experts_shared: int = 0
     expert_ffn: int = 0
     """inner width of one expert"""
+    shared_gate: bool = False
+    """the shared experts' output is scaled by a gate of their own"""
     dense_layers: int = 0
     """layers at the beginning that have a dense feed-forward where the others have experts"""
     latent: Latent | None = None
@@ -113,7 +127,7 @@ class Architecture:
         if not self.has_experts(layer):
             return self.attention_weights + self.dense_weights
         met = (self.experts_active + self.experts_shared) * self.expert_weights
-        return self.attention_weights + met + self.width * self.experts
+        return self.attention_weights + met + self.width * (self.experts + self.shared_gate)
 
     def layer_weights(self, layer: int) -> int:
         """Numbers in all of a layer's matrices."""
@@ -123,11 +137,13 @@ class Architecture:
     @property
     def vectors(self) -> int:
         """Numbers in one layer's norms and biases."""
-        norms = 2 * self.width * (2 if self.norm == "layer" else 1)
+        norms = 2 * self.width * (2 if self.norm == "layer" else 1) + (2 * self.head if self.head_norms else 0)
         if self.latent is not None:
             norms += self.latent.query + self.latent.keys
-        inner = 0 if self.experts else (self.matrices - 1) * self.ffn + self.width
-        return norms + (self.head * (self.heads + 2 * self.kv_heads) + self.width + inner if self.bias else 0)
+        asked = self.head * (self.heads + 2 * self.kv_heads) if self.bias or self.qkv_bias else 0
+        out = self.width if self.bias or self.out_bias else 0
+        dense = (self.bias or self.ffn_bias) and not self.experts
+        return norms + asked + out + ((self.matrices - 1) * self.ffn + self.width if dense else 0)
 
     @property
     def ends(self) -> int:

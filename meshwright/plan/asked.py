@@ -1,17 +1,13 @@
-"""What the words of `meshwright plan` ask for: a workload and a cluster; torch-free."""
+"""What the words of `meshwright plan` ask for: a workload, with what was assumed; torch-free."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from meshwright.config import PRESETS, ModelConfig, RunConfig, from_dict, load, to_dict
+from meshwright.config import from_dict, load, to_dict
 from meshwright.errors import ConfigError
-from meshwright.plan.architecture import Architecture
-from meshwright.plan.cluster import NODES, Cluster, preset
+from meshwright.plan.named import architecture_of
 from meshwright.plan.workload import SEARCHED, Workload
 
 USUAL_TOKENS = 4 << 20
@@ -19,39 +15,6 @@ USUAL_TOKENS = 4 << 20
 USUAL_SEQUENCE = 4096
 RUN_PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 PRECISIONS = (*RUN_PRECISIONS, "fp8", "fp4")
-
-
-@dataclass(frozen=True)
-class Named:
-    architecture: Architecture
-    run: RunConfig | None
-    """of a preset or a run file"""
-    model: ModelConfig | None
-    """what our own decoder trains of it; None: it cannot"""
-    reason: str = ""
-    """why it cannot, or in what the trained model differs from the published one"""
-
-
-def architecture_of(word: str, overrides: Sequence[str] = ()) -> Named:
-    """A preset or a run file."""
-    if word in PRESETS:
-        config, name = load(None, [f"--preset={word}", *overrides]), word
-    elif word.endswith(".toml"):
-        config, name = load(Path(word), overrides), Path(word).stem
-    else:
-        raise ConfigError(f"no model {word!r}", f"allowed: {', '.join(PRESETS)}, or a run file (.toml)")
-    return Named(Architecture.of(config.model, name), config, config.model)
-
-
-def cluster_of(word: str) -> Cluster:
-    """`h100`, `h100:8` or `h100:8x16`."""
-    match = re.fullmatch(r"([^:]+)(?::([0-9]{1,6})(?:x([0-9]{1,6}))?)?", word)
-    if match is None or match[1] not in NODES or match[2] == "0" or match[3] == "0":
-        raise ConfigError(f"no cluster {word!r}", f"allowed: {', '.join(NODES)}, each also as h100:8 or h100:8x16")
-    whole = replace(preset(match[1]), name=word)
-    if match[3] is not None:
-        return replace(whole, per_node=int(match[2]), nodes=int(match[3]))
-    return whole.of(int(match[2])) if match[2] else whole
 
 
 def workload(

@@ -8,5 +8,6 @@ from meshwright.plan.job import Job
 from meshwright.plan.seconds import timed
 
 
-def estimate(job: Job) -> Estimate:
-    return timed(job, memory(job))
+def estimate(job: Job, unstated: bool = False, exact: bool = False) -> Estimate:
+    """`unstated`: whether something that matters had to be assumed of it; `exact`: what takes longer to know, too."""
+    return timed(job, memory(job), unstated, exact)

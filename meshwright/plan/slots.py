@@ -12,7 +12,7 @@ is in two parts: W needs the layers' inputs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -21,6 +21,8 @@ from meshwright.schedule import KINDS, Action, Order, actions_of, check, orders,
 
 Number = int | float | Fraction
 Key = tuple[str, int, int]
+Cost = Callable[[Action], Number]
+"""How long an action takes; stages may differ."""
 
 MOST_RANKS, MOST_MICROS, MOST_PASSES = 256, 4096, 2**16
 """Where a timeline ends: ranks, micro-batches, and micro-batches times stages."""
@@ -100,7 +102,8 @@ def timeline(kind: str, ranks: int, micros: int, each: int | None = None, costs:
     check_size(ranks, micros, each)
     order = orders(kind, ranks, micros, each)
     live = [held_by_stage(row) for row in order]
-    rows = run(order, ranks * each, costs or Costs())
+    slots = costs or Costs()
+    rows = run(order, ranks * each, lambda action: slots.of(action.what))
     return Timeline(kind, ranks, micros, each, rows, live, [held_together(row) for row in order])
 
 
@@ -162,7 +165,7 @@ def needs(action: Action, stages: int, split: set[tuple[int, int]]) -> list[Key]
     return [own, (behind, stage + 1, micro)] if stage + 1 < stages else [own]
 
 
-def run(order: Sequence[Order], stages: int, costs: Costs) -> list[list[Slot]]:
+def run(order: Sequence[Order], stages: int, cost: Cost) -> list[list[Slot]]:
     """Runs every rank as far as it gets; a rank that has to wait is woken by the action that it waits for."""
     split = {(action.stage, action.micro) for row in order for action in actions_of(row) if action.what == "I"}
     rows: list[list[Slot]] = [[] for _ in order]
@@ -181,7 +184,7 @@ def run(order: Sequence[Order], stages: int, costs: Costs) -> list[list[Slot]]:
                 sleeping[missing].append(rank)
                 break
             start = max([ended[key] for key in needed], default=0)
-            row += laid(actions, max(start, row[-1].end if row else 0), costs)
+            row += laid(actions, max(start, row[-1].end if row else 0), cost)
             reached[rank] += 1
             for action in actions:
                 key = (action.what, action.stage, action.micro)
@@ -194,11 +197,11 @@ def run(order: Sequence[Order], stages: int, costs: Costs) -> list[list[Slot]]:
     return rows
 
 
-def laid(actions: list[Action], start: Number, costs: Costs) -> list[Slot]:
+def laid(actions: list[Action], start: Number, cost: Cost) -> list[Slot]:
     """One after the other from a slot on."""
     slots: list[Slot] = []
     for action in actions:
-        slots.append(Slot(action, start, start + costs.of(action.what), len(actions) > 1))
+        slots.append(Slot(action, start, start + cost(action), len(actions) > 1))
         start = slots[-1].end
     return slots
 

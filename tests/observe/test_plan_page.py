@@ -19,7 +19,8 @@ from meshwright.layout import Layout
 from meshwright.observe.plan import bar, show
 from meshwright.observe.plan_page import page
 from meshwright.plan.answer import answer
-from meshwright.plan.asked import cluster_of, workload
+from meshwright.plan.asked import workload
+from meshwright.plan.machines import cluster_of
 from meshwright.plan.wording import seconds, size
 from meshwright.refused import checked
 

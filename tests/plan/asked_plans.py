@@ -6,7 +6,8 @@ from functools import cache
 
 from meshwright.plan.answer import Answer, answer
 from meshwright.plan.architecture import Architecture, Latent
-from meshwright.plan.asked import cluster_of, workload
+from meshwright.plan.asked import workload
+from meshwright.plan.machines import cluster_of
 from meshwright.plan.search import Desk
 from meshwright.plan.workload import Workload
 

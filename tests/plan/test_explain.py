@@ -9,10 +9,11 @@ from asked_plans import CASES, answered, desk, foreign
 
 from meshwright.errors import ConfigError
 from meshwright.plan.answer import answer, as_json
-from meshwright.plan.asked import cluster_of, workload
+from meshwright.plan.asked import workload
 from meshwright.plan.estimate import estimate
 from meshwright.plan.explain import explain
 from meshwright.plan.job import Job
+from meshwright.plan.machines import cluster_of
 from meshwright.plan.prediction import prediction
 from meshwright.plan.remedy import impossible
 from meshwright.plan.scale import critical_batch, serial_share

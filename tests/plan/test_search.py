@@ -11,9 +11,9 @@ import pytest
 from asked_plans import CASES, answered, desk, foreign
 
 from meshwright.plan import search as searching
-from meshwright.plan.asked import cluster_of
 from meshwright.plan.candidates import KINDS, RECOMPUTED, Space, divisors, frames, layouts, schedules
 from meshwright.plan.choice import Choice, refusal, settings_of
+from meshwright.plan.machines import cluster_of
 from meshwright.plan.search import MOST_ESTIMATES, Desk, lightest, search
 from meshwright.refused import checked
 
@@ -80,7 +80,7 @@ def test_the_plan_is_the_simplest_of_those_as_quick():
 def test_sixteen_thousand_devices_are_searched_in_seconds_and_without_torch():
     code = (
         "import sys, time; began = time.process_time()\n"
-        "from meshwright.plan.asked import cluster_of, workload\n"
+        "from meshwright.plan.asked import workload; from meshwright.plan.machines import cluster_of\n"
         "from meshwright.plan.search import Desk, search\n"
         "found = search(Desk(workload('llama-405b'), cluster_of('h100:8x2048')))\n"
         "assert 'torch' not in sys.modules\n"

@@ -1,0 +1,1 @@
+"""What this machine does: products, memory, operators and collectives, timed on all of its devices at once."""

@@ -1,0 +1,75 @@
+"""What one device computes and moves while its neighbours do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from meshwright.measure.timing import Allowance, Crew, affordable
+from meshwright.plan.cluster import Product
+
+Shape = tuple[int, int, int]
+"""Rows (tokens), inner, columns."""
+SHAPES: dict[str, list[Shape]] = {
+    "cpu": [(128, 128, 128), (512, 512, 512), (4096, 256, 256), (256, 512, 2048), (1024, 1024, 1024)],
+    "cuda": [(1024, 1024, 1024), (4096, 4096, 4096), (16384, 4096, 1024), (2048, 4096, 14336), (8192, 8192, 8192)],
+}
+"""Small, tall, wide and large ones; the smallest first, of which the others' time is foreseen."""
+TYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+COPIED = {"cpu": 64 << 20, "cuda": 1 << 30}
+"""Bytes; more than caches hold."""
+TINY = 64
+"""Numbers of an operator that has nothing to compute."""
+
+
+def products(crew: Crew, budget: float) -> list[Product]:
+    """Rates by precision and shape. What is too slow for its share of the time is left out, but for the smallest."""
+    found = []
+    precisions = [*TYPES, *(["fp8"] if has_fp8(crew.device) else [])]
+    shapes = SHAPES[crew.device.type]
+    allowance = Allowance(crew, budget, len(precisions) * len(shapes))
+    for precision in precisions:
+        best = 0.0
+        for rows, inner, columns in shapes:
+            work, share = 2.0 * rows * inner * columns, allowance.share()
+            if best and not affordable(work / best, share):
+                continue
+            call = product(precision, (rows, inner, columns), crew.device)
+            rate = work / crew.seconds(call, share)
+            best = max(best, rate)
+            found.append(Product(precision, rows, inner, columns, rate))
+    return found
+
+
+def product(precision: str, shape: Shape, device: torch.device) -> Callable[[], object]:
+    """Of random numbers: a device draws less power for zeros, and then runs faster than it will."""
+    rows, inner, columns = shape
+    if precision == "fp8":
+        left, right = (
+            torch.randn(size, device=device).to(torch.float8_e4m3fn) for size in ((rows, inner), (columns, inner))
+        )
+        one = torch.ones((), device=device)
+        return partial(torch._scaled_mm, left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    left, right = (torch.randn(size, device=device).to(TYPES[precision]) for size in ((rows, inner), (inner, columns)))
+    out = torch.empty(rows, columns, dtype=left.dtype, device=device)
+    return partial(torch.mm, left, right, out=out)
+
+
+def has_fp8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def copy_rate(crew: Crew, budget: float) -> float:
+    """Bytes a second that are read and written."""
+    size = COPIED[crew.device.type]
+    source = torch.ones(size // 4, device=crew.device)
+    target = torch.zeros_like(source)
+    return 2 * size / crew.seconds(partial(target.copy_, source), budget)
+
+
+def launch_seconds(crew: Crew, budget: float) -> float:
+    """Of one operator from its call to the next."""
+    small = torch.zeros(TINY, device=crew.device)
+    return crew.seconds(partial(torch.add, small, small), budget)

@@ -1,0 +1,195 @@
+"""What finished runs on this machine teach later plans: measured figures beside the predicted ones, kept as JSON lines;
+torch-free.
+
+Predictions are kept as they were before any correction: else corrections would chase themselves. A line is one write to
+the end of the file, so that several runs may write at once. A file that has grown to its limit makes room by becoming
+the old one, in place of the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from math import exp, inf, log, log2
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Literal
+
+from meshwright.config.kinds import Range
+from meshwright.config.read import build
+from meshwright.errors import ConfigError
+from meshwright.layout import Layout
+from meshwright.plan.job import Job
+from meshwright.plan.machines import home
+
+LARGEST_FILE = 1 << 20
+LONGEST_LINE = 4096
+NEAREST = 8
+"""Records that a correction is made of, at most."""
+FAR = 6.0
+"""Doublings between two jobs from which on one says nothing of the other."""
+
+Size = Annotated[int, Range(least=1, most=1 << 50)]
+Seconds = Annotated[float, Range(above=0, most=1e9)]
+Bytes = Annotated[float, Range(above=0, most=1e18)]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the time and memory of a job depend on most."""
+
+    device: str
+    stack: str
+    precision: str
+    recompute: str
+    sharding: str
+    parameters: Size
+    """that a token meets"""
+    width: Size
+    sequence: Size
+    tokens: Size
+    """of one rank in one micro-step"""
+    layout: Layout
+
+    @classmethod
+    def of(cls, job: Job) -> Shape:
+        return cls(
+            job.cluster.device.name,
+            job.stack.name,
+            job.precision,
+            job.recompute,
+            job.sharding,
+            job.model.active_parameters,
+            job.model.width,
+            job.sequence,
+            job.micro_tokens,
+            job.layout,
+        )
+
+    def distance(self, other: Shape) -> float:
+        """In doublings of what differs. Another device, precision or software is another matter altogether."""
+        if (self.device, self.stack, self.precision) != (other.device, other.stack, other.precision):
+            return inf
+        pairs = [(getattr(self, size), getattr(other, size)) for size in ("parameters", "width", "sequence", "tokens")]
+        pairs += list(zip(asdict(self.layout).values(), asdict(other.layout).values(), strict=True))
+        kinds = (self.recompute != other.recompute) + (self.sharding != other.sharding)
+        return kinds + sum(abs(log2(one / another)) for one, another in pairs)
+
+
+@dataclass(frozen=True)
+class Record:
+    cluster: str
+    model: str
+    shape: Shape
+    predicted_seconds: Seconds
+    measured_seconds: Seconds
+    """of a step, the median of the run"""
+    predicted_memory: Bytes | None = None
+    measured_memory: Bytes | None = None
+
+    @classmethod
+    def of(cls, job: Job, seconds: tuple[float, float], memory: tuple[float, float] | None = None) -> Record:
+        """Both as (predicted, measured)."""
+        return cls(job.cluster.name, job.model.name, Shape.of(job), *seconds, *(memory or (None, None)))
+
+
+@dataclass(frozen=True)
+class Correction:
+    """By what predictions are multiplied."""
+
+    ratio: float = 1.0
+    spread: float = 1.0
+    """measured / corrected lay between 1 / spread and spread in four of five of the records"""
+    n: int = 0
+    """records that it is made of; fewer than three say little of the spread"""
+    damaged: int = 0
+    """lines of the file that could not be read, and were passed over"""
+
+    def __str__(self) -> str:
+        lost = f"; damaged lines of {calibration_file()}, passed over: {self.damaged}" if self.damaged else ""
+        told = f"x {self.ratio:.3g} (within a factor of {self.spread:.3g}) by {self.n} runs like it" if self.n else ""
+        return (told or "no run like it was measured on this machine") + lost
+
+
+def calibration_file() -> Path:
+    return home() / "calibration.jsonl"
+
+
+def old(file: Path) -> Path:
+    return file.with_name(f"{file.stem}.old{file.suffix}")
+
+
+def remember(record: Record, file: Path | None = None) -> None:
+    path = file or calibration_file()
+    line = json.dumps(asdict(record), separators=(",", ":")).encode() + b"\n"
+    if len(line) > LONGEST_LINE:
+        raise ConfigError(f"a record of {len(line):,} bytes", f"allowed: at most {LONGEST_LINE:,}; give shorter names")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileNotFoundError):  # it is the first, or another writer has just made room
+        if path.stat().st_size + len(line) > LARGEST_FILE:
+            os.replace(path, old(path))
+    opened = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(opened).st_size
+        torn = size > 0 and os.pread(opened, 1, size - 1) != b"\n"  # a writer was killed in the middle of its line
+        os.write(opened, b"\n" * torn + line)
+    finally:
+        os.close(opened)
+
+
+def recall(file: Path | None = None) -> tuple[list[Record], int]:
+    """Every record, the oldest first, and how many lines are none."""
+    path = file or calibration_file()
+    found: list[Record] = []
+    damaged = 0
+    for each in (old(path), path):
+        for line in lines_of(each):
+            try:
+                found.append(read_record(json.loads(line)))
+            except (ValueError, RecursionError, TypeError, ConfigError):
+                damaged += 1
+    return found, damaged
+
+
+def lines_of(path: Path) -> list[bytes]:
+    """The last ones of a file that is larger than ours become."""
+    try:
+        with open(path, "rb") as file:
+            start = max(0, os.fstat(file.fileno()).st_size - LARGEST_FILE)
+            file.seek(start)
+            lines = file.read(LARGEST_FILE).split(b"\n")
+    except FileNotFoundError:
+        return []
+    return [line for line in (lines[1:] if start else lines) if line]
+
+
+def read_record(tree: Any) -> Record:
+    record: Record = build(Record, tree, "")
+    if not all(1 <= degree <= 1 << 24 for degree in asdict(record.shape.layout).values()):
+        raise ConfigError("a degree of a layout is out of range", "allowed: from 1 on")
+    return record
+
+
+def correction(job: Job, figure: Literal["seconds", "memory"] = "seconds", file: Path | None = None) -> Correction:
+    """Of a prediction for this job; without similar runs, none."""
+    records, damaged = recall(file)
+    return correct(Shape.of(job), records, figure, damaged)
+
+
+def correct(shape: Shape, records: Sequence[Record], figure: str, damaged: int = 0) -> Correction:
+    """The median, in logarithms, of measured / predicted over the nearest records; of equally near ones the newest."""
+    rated = []
+    for age, record in enumerate(reversed(records)):
+        predicted, measured = getattr(record, f"predicted_{figure}"), getattr(record, f"measured_{figure}")
+        distance = shape.distance(record.shape)
+        if predicted and measured and distance <= FAR:
+            rated.append((distance, age, log(measured / predicted)))
+    ratios = [ratio for _, _, ratio in sorted(rated)[:NEAREST]]
+    if not ratios:
+        return Correction(damaged=damaged)
+    middle = median(ratios)
+    away = sorted(abs(ratio - middle) for ratio in ratios)
+    return Correction(exp(middle), exp(away[-(-4 * len(away) // 5) - 1]), len(ratios), damaged)

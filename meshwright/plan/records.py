@@ -1,0 +1,232 @@
+"""Published runs as jobs: a record of a training run that somebody measured, in the words of the planner.
+
+A record is a stranger's: it is checked field by field; what it does not state is assumed, and the assumption is said.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.config import Batch
+from meshwright.errors import ConfigError
+from meshwright.layout import Layout
+from meshwright.plan.architecture import Architecture, Latent
+from meshwright.plan.cluster import DEVICES, GB, NODES, Cluster, preset
+from meshwright.plan.job import Job
+from meshwright.plan.stack import stack_for
+
+LARGEST = 64 << 20
+"""Bytes of a file of records."""
+SHARDING = {
+    None: "none",
+    "none": "none",
+    "zero1": "optimizer",
+    "zero2": "gradients",
+    "zero3": "parameters",
+    "fsdp": "parameters",
+}
+PRECISION = {"mxfp8": "fp8", "nvfp4": "fp4", "fp8": "fp8", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
+DEEPSEEK = Latent(1536, 512, 128, 64, 128)
+"""The only published sizes of attention through compressed keys, where a record only says that it is."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run that was measured, and the job that it was."""
+
+    name: str
+    source: str
+    job: Job
+    seconds: float | None
+    memory: float | None
+    """bytes, of the kind that `counted` says"""
+    counted: str
+    """reserved (the allocator's peak) or total (what the device shows)"""
+    oom: bool
+    flagged: bool
+    assumed: tuple[str, ...]
+    """what the record does not say"""
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing that matters had to be assumed."""
+        return not self.flagged and not self.assumed
+
+
+def read_records(path: Path) -> tuple[list[Record], dict[str, str]]:
+    """Those of a file that describe a decoder on devices that are known; and, by name, why the others are left out."""
+    try:
+        if path.stat().st_size > LARGEST:
+            raise ConfigError(f"{path} is larger than {LARGEST >> 20} MiB", "allowed: a file of records")
+        rows = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is no file of records: {error}", "allowed: a JSON list of runs") from None
+    if not isinstance(rows, list):
+        raise ConfigError(f"{path} holds no list of records", "allowed: a JSON list of runs")
+    found, left = [], {}
+    for place, row in enumerate(rows):
+        name = str(row.get("id", f"record {place}")) if isinstance(row, dict) else f"record {place}"
+        try:
+            found.append(record_of(row, name))
+        except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
+            left[name] = str(error) if not isinstance(error, KeyError) else f"it does not say {error}"
+    return found, left
+
+
+MOST = 1 << 40
+
+
+def count(row: dict[str, Any], key: str, least: int = 1, most: int = MOST) -> int:
+    """A whole number that can be."""
+    value = int(row[key])
+    if not least <= value <= most:
+        raise ValueError(f"{key} = {value}")
+    return value
+
+
+def record_of(row: dict[str, Any], name: str) -> Record:
+    source, notes = str(row["source"]), str(row.get("notes", ""))
+    if "LoRA" in notes:
+        raise ConfigError("it trains adapters alone", "allowed: runs that train all parameters")
+    assumed: list[str] = []
+    model = architecture(row["model"])
+    cluster = cluster_of(str(row["gpu"]), count(row, "gpus", most=1 << 24), f"{source} {notes}")
+    stack = stack_for(source, str(row["layout"].get("sharding")), cluster.device.name)
+    places, whole = row["layout"], count(row, "global_batch")
+    sharding = SHARDING[places.get("sharding")]
+    if places.get("sharding") is None:
+        sharding = stack.sharding
+    degrees = {axis: count(places, axis, most=1 << 24) for axis in ("dp", "tp", "pp", "cp", "ep")}
+    tensor, pipeline, context = degrees["tp"], degrees["pp"], degrees["cp"]
+    shard = int(places.get("fsdp_degree") or degrees["dp"]) if sharding != "none" else 1
+    layout = Layout(pipeline, degrees["dp"] // shard, shard, context, tensor, degrees["ep"])
+    micro = row.get("micro_batch")
+    if micro is None:
+        assumed.append("micro-batch of 1")
+    local = whole // degrees["dp"]
+    each = int(micro or 1)
+    if stack.splits and pipeline > 1:  # the record's micro-batch is what all of a pipeline's are cut from
+        each = 1
+    each = max(1, min(each, local))
+    recompute = recomputed(row.get("recompute"), assumed)
+    precision = precision_of(row.get("precision"))
+    virtual = int(places.get("vpp") or 1)
+    sp = places.get("sp")
+    if sp is not None:
+        stack = replace(stack, cut_sequence=bool(sp))
+    job = Job(
+        model,
+        cluster,
+        layout,
+        Batch(whole, each, degrees["dp"], max(1, local // each)),
+        count(row["model"], "seq"),
+        sharding,
+        precision,
+        recompute,
+        1,
+        "interleaved" if virtual > 1 else "1f1b",
+        virtual,
+        stack.context,
+        stack,
+    )
+    reported = row.get("reported", {})
+    seconds = seconds_of(reported, row.get("derived", {}), job)
+    memory, counted = memory_of(reported, notes)
+    flagged = bool(row.get("quality_flags"))
+    return Record(name, source, job, seconds, memory, counted, bool(reported.get("oom")), flagged, tuple(assumed))
+
+
+def architecture(model: dict[str, Any]) -> Architecture:
+    width, heads = count(model, "hidden", most=1 << 24), count(model, "heads", most=1 << 20)
+    vocab = model.get("vocab")
+    if vocab is None:
+        vocab = 51200  # GPT-2's, filled up
+    experts = int(model.get("experts") or 0)
+    inner = int(model.get("ffn") or (0 if experts else 4 * width))
+    return Architecture(
+        str(model.get("name", "")),
+        count(model, "layers", most=10_000),
+        width,
+        heads,
+        int(model.get("kv_heads") or heads),
+        int(model.get("head_dim") or width // heads),
+        inner or int(model.get("moe_ffn") or 4 * width),
+        int(vocab),
+        gated=bool(model.get("gated", True)),
+        tied=bool(model.get("tied", False)),
+        norm="rms" if model.get("gated", True) else "layer",
+        bias=not model.get("gated", True),
+        experts=experts,
+        experts_active=int(model.get("topk") or 0),
+        experts_shared=int(model.get("shared_experts") or 0),
+        expert_ffn=int(model.get("moe_ffn") or 0),
+        dense_layers=int(model.get("dense_layers") or 0),
+        latent=DEEPSEEK if model.get("attention") == "MLA" else None,
+    )
+
+
+def recomputed(word: Any, assumed: list[str]) -> str:
+    if word is None:
+        assumed.append("nothing recomputed")
+        return "none"
+    if str(word) == "selective layer":  # every other one
+        return "alternate"
+    return str(word).split()[0] if str(word).split()[0] in ("none", "full", "selective") else "none"
+
+
+def precision_of(word: Any) -> str:
+    if word is None:
+        return "fp16"
+    return PRECISION[re.split(r"[ -]", str(word))[0]]
+
+
+def seconds_of(reported: dict[str, Any], derived: dict[str, Any], job: Job) -> float | None:
+    """As printed, or by the tokens or the FLOP of a second that are."""
+    if "step_time_s" in reported:
+        return float(reported["step_time_s"])
+    if "step_time_s" in derived:
+        return float(derived["step_time_s"])
+    if "samples_per_s" in reported:
+        return job.batch.global_ / float(reported["samples_per_s"])
+    for key, devices in (("tokens_per_s", 1), ("tokens_per_s_per_gpu", job.layout.ranks)):
+        if key in reported:
+            return job.tokens / float(reported[key]) / devices
+    return None
+
+
+def memory_of(reported: dict[str, Any], notes: str) -> tuple[float | None, str]:
+    if "memory_gb" not in reported:
+        return None, "total"
+    shown = "nvidia-smi" in notes
+    return float(reported["memory_gb"]) * (1 << 30), "total" if shown else "reserved"
+
+
+NETWORKS: tuple[tuple[str, float, bool], ...] = (
+    (r"inter-node (\d+) Gb/s", 1, False),
+    (r"(\d+)x(?=\d+Gb )", 100, False),
+    (r"(\d+) ?Gbps node-node", 1, False),
+    (r"(\d+) ?Gb/s [\w-]+ per GPU", 1, True),
+    (r"bigscience()", 400, False),  # four adapters of 100 Gb/s a node, which its other records say
+)
+"""How texts state the network: a number, the Gb/s of one, and whether of one device or of a node."""
+
+
+def cluster_of(gpu: str, devices: int, text: str) -> Cluster:
+    word = gpu.lower().split(" ")[0]
+    if "500w" in gpu.lower():
+        word = "h100-500w"
+    aliases = {"a100": "a100-80", "h100-80": "h100", "h100-94": "h100-500w", "h100-96": "h100-500w"}
+    name = aliases.get(word, word)
+    if name not in DEVICES or name not in NODES:
+        raise ConfigError(f"nothing is known of {gpu}", f"allowed: {', '.join(DEVICES)}")
+    cluster = preset(name, devices)
+    for pattern, rate, each in NETWORKS:
+        if found := re.search(pattern, text):
+            share = float(found[1] or 1) * rate / 8 * GB / (1 if each else NODES[name][0])
+            cluster = replace(cluster, between=replace(cluster.between, bandwidth=share))
+            break
+    return cluster
