@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import json
 import os
 import re
 import sys
@@ -16,20 +15,13 @@ from typing import Annotated, Any
 from tyro.conf import FlagConversionOff, FlagCreatePairsOff, Positional, arg
 
 from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.plan_verb import plan
+from meshwright.words import Json, flag, tell, word
 
 OVERRIDE = re.compile(
     r"^--(?P<key>[a-z][a-z0-9_-]*(\.[a-z0-9_-]+)+|preset|seed|(log|ledger)[_-]every)(?P<value>=.*)?$", re.DOTALL
 )
 """`--a.b=c`, and the few keys at the top of the tree: words for the config, not for the verb."""
-
-
-def word(metavar: str, meaning: str, *aliases: str) -> Any:
-    """A word of a verb; what it is when not given is part of its meaning."""
-    return arg(metavar=metavar, help=meaning, help_behavior_hint="", aliases=aliases or None)
-
-
-def flag(meaning: str) -> Any:
-    return arg(help=meaning, help_behavior_hint="")
 
 
 RunFile = Annotated[Path | None, Positional, word("[RUN.toml]", "settings of the run")]
@@ -39,7 +31,6 @@ Run = Annotated[Path, Positional, word("RUN", "a run folder, or a run file")]
 Ranks = Annotated[str | None, word("N", "ranks on this host (decides layout.replicate)")]
 Steps = Annotated[str | None, word("N", "optimizer steps of the whole run")]
 AtStep = Annotated[int | None, word("N", "the checkpoint of this many steps (default: the newest)")]
-Json = Annotated[bool, flag("for machines: JSON on standard output")]
 
 
 def train(
@@ -238,6 +229,7 @@ def plan_measure(
 VERBS: dict[str, Callable[..., None]] = {
     "train": train,
     "prove": prove,
+    "plan": plan,
     "plan schedule": plan_schedule,
     "plan measure": plan_measure,
     "data show": data_show,
@@ -247,12 +239,6 @@ VERBS: dict[str, Callable[..., None]] = {
     "checkpoint digest": checkpoint_digest,
     "checkpoint diff": checkpoint_diff,
 }
-
-
-def tell(as_json: bool, answer: dict[str, Any], text: str) -> None:
-    """Text may quote a stranger's file: what is no printable character is not sent to the terminal."""
-    shown = "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
-    print(json.dumps(answer) if as_json else shown)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -296,7 +282,8 @@ def run_verb(words: list[str]) -> None:
 
         print(f"meshwright {__version__}")
         return
-    name = next((verb for verb in VERBS if words[: len(verb.split())] == verb.split()), None)
+    named = (verb for verb in VERBS if words[: len(verb.split())] == verb.split())
+    name = max(named, key=len, default=None)  # `plan schedule` before `plan` of a model called schedule
     if name is None:
         raise ConfigError(f"unknown verb {' '.join(words[:2])!r}", f"allowed: {', '.join(VERBS)}")
     rest = words[len(name.split()) :]
@@ -341,11 +328,11 @@ def parted(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
     kept: list[str] = []
     overrides: list[str] = []
     coming = iter(words)
-    for word in coming:
-        match = OVERRIDE.match(word)
+    for given in coming:
+        match = OVERRIDE.match(given)
         if match and not match["value"] and (value := next(coming, None)) is not None:
-            word = f"{word}={value}"
-        (overrides if match else kept).append(underscored(word) if match else word)
+            given = f"{given}={value}"
+        (overrides if match else kept).append(underscored(given) if match else given)
     return kept, tuple(overrides)
 
 

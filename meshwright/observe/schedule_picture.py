@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from meshwright.errors import ConfigError
 from meshwright.observe.schedule import MEANINGS, describe, second, title
+from meshwright.observe.whole_file import write_whole
 from meshwright.plan.slots import Costs, Slot, Timeline
 
 LEFT, TOP, ROW = 72, 84, 28
@@ -97,19 +94,4 @@ def legend(timeline: Timeline) -> Iterator[str]:
 
 
 def write_svg(timeline: Timeline, costs: Costs, path: Path) -> None:
-    """Whole or not at all: written beside the file, then given its name."""
-    path = path.resolve()  # the file that a link leads to, and not the link
-    if (path.exists() and not path.is_file()) or not path.parent.is_dir():
-        raise ConfigError(f"--svg {path} cannot be written", "allowed: a file in a folder that exists")
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with beside.open("x", encoding="utf-8") as file:
-            file.writelines(svg(timeline, costs))
-        os.replace(beside, path)
-    except OSError as error:
-        raise ConfigError(
-            f"--svg {path} cannot be written: {error.strerror}", "allowed: a folder to write in"
-        ) from None
-    finally:
-        with suppress(OSError):
-            beside.unlink()
+    write_whole(path, svg(timeline, costs), "--svg")

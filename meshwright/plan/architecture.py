@@ -6,6 +6,7 @@ It says more than a run file can: the families of published models, also those t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from meshwright.config import ModelConfig
@@ -150,11 +151,11 @@ class Architecture:
         last = self.width * (2 if self.norm == "layer" else 1)
         return self.vocab * self.width * (1 if self.tied else 2) + self.positions * self.width + last
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return self.ends + sum(self.layer_weights(layer) + self.vectors for layer in range(self.layers))
 
-    @property
+    @cached_property
     def active_parameters(self) -> int:
         """Those that one token meets."""
         return self.ends + sum(self.visited_weights(layer) + self.vectors for layer in range(self.layers))

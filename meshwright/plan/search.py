@@ -1,0 +1,321 @@
+"""The best ways to spread a step: every way that fits, the quickest first, without estimating them all; torch-free.
+
+What is left out cannot be among the first:
+- degrees whose arithmetic alone, with the least waiting of any schedule, takes longer than the last plan of the list;
+- recomputation, where less of it fits: it takes time and gives memory alone;
+- passes of fewer samples, where larger ones fit and no pipeline waits for them;
+- groups of shards other than all ranks, a node, and the smallest that fits with and without recomputation.
+
+tests/plan/test_search.py holds the result against that of trying everything.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from math import log
+
+from meshwright.layout import Layout
+from meshwright.plan.candidates import Frame, Space, fills, frames, layouts, micros, schedules, waits
+from meshwright.plan.choice import Choice, exact, job_of, refusal
+from meshwright.plan.cluster import Cluster
+from meshwright.plan.estimate import estimate
+from meshwright.plan.figures import Estimate, Memory
+from meshwright.plan.fit import memory
+from meshwright.plan.seconds import timed
+from meshwright.plan.workload import Workload
+from meshwright.schedule import SPLIT
+
+MOST_ESTIMATES = 500
+"""of one search, after one of every frame: those that promise most are looked into first"""
+ALIKE = 0.01
+"""Plans are as quick as each other within this."""
+KEPT = 8
+"""Plans in the list, at least."""
+
+
+@dataclass(frozen=True)
+class Found:
+    ranked: list[Estimate]
+    """of every layout that fits and was looked into its best; see in_order"""
+    front: list[Estimate]
+    """those of all that fit than which none is both quicker and lighter, quickest first"""
+    estimates: int
+    """steps that were timed"""
+    weighed: int
+    """jobs whose memory was asked for"""
+    frames: int
+    """ways to cut the model"""
+    left_out: int
+    """of these, not looked into: their arithmetic alone takes longer, or there were MOST_ESTIMATES"""
+
+
+class Desk:
+    """What was estimated of one workload on one cluster, each thing once."""
+
+    def __init__(self, work: Workload, cluster: Cluster) -> None:
+        self.work, self.cluster = work, cluster
+        self.weights: dict[Choice, list[Memory]] = {}
+        self.heavy: dict[Choice, Memory] = {}
+        self.timings: dict[Choice, Estimate] = {}
+        self.refusals: dict[Choice, bool] = {}
+
+    def weigh(self, choice: Choice) -> list[Memory]:
+        if choice not in self.weights:
+            self.weights[choice] = memory(job_of(self.work, self.cluster, choice))
+        return self.weights[choice]
+
+    def heaviest(self, choice: Choice) -> Memory:
+        if choice not in self.heavy:
+            self.heavy[choice] = max(self.weigh(choice), key=lambda stage: stage.total)
+        return self.heavy[choice]
+
+    def fits(self, choice: Choice) -> bool:
+        return self.heaviest(choice).total <= self.cluster.device.memory
+
+    def time(self, choice: Choice) -> Estimate:
+        if choice not in self.timings:
+            self.timings[choice] = timed(job_of(self.work, self.cluster, choice), self.weigh(choice))
+        return self.timings[choice]
+
+    def refused(self, choice: Choice) -> bool:
+        if choice not in self.refusals:
+            self.refusals[choice] = refusal(self.work, choice) is not None
+        return self.refusals[choice]
+
+
+class Best:
+    """The best plan of every layout so far, and the seconds of the last that the list has room for."""
+
+    def __init__(self, top: int) -> None:
+        self.top, self.last = top, float("inf")
+        self.plans: dict[tuple[Layout, str], Estimate] = {}
+
+    def keep(self, found: Estimate) -> None:
+        family = Choice.of(found.job).family
+        if family in self.plans and merit(found) >= merit(self.plans[family]):
+            return
+        self.plans[family] = found
+        if found.seconds < self.last and len(self.plans) >= self.top:
+            self.last = sorted(each.seconds for each in self.plans.values())[self.top - 1]
+
+
+def search(desk: Desk, space: Space | None = None, top: int = KEPT, most: int = MOST_ESTIMATES) -> Found:
+    """Of a workload on all devices of a cluster. Of every frame one plan is made at once; those whose plan is quick are
+    looked into first.
+    """
+    space = space or Space()
+    began = len(desk.timings), len(desk.weights)
+    every = list(every_frame(desk, space))
+    begun = [(desk.time(choice), frame) for frame in every if (choice := first_of(desk, frame, space)) is not None]
+    if not begun and "tensor" in space.axes and space.tensor is None:
+        return search(desk, replace(space, tensor=desk.cluster.devices), top, most)  # beyond a node, then
+    tried = {Choice.of(found.job) for found, _ in begun}
+    best = Best(top)
+    for found, _ in begun:
+        best.keep(found)
+    left = 0
+
+    for _, frame in sorted(begun, key=lambda row: row[0].seconds):
+        least, arithmetic = (
+            bound(desk, frame, space) if len(desk.timings) - began[0] - len(begun) < most else (float("inf"), 0.0)
+        )
+        if least > best.last:
+            left += 1
+            continue
+        for choice in choices(desk, frame, space, arithmetic, best):
+            tried.add(choice)
+            best.keep(desk.time(choice))
+    ranked = in_order(best.plans.values())
+    tried |= set(thrifty(desk, space, [Choice.of(found.job) for found in ranked[:3]]))
+    front = pareto([desk.time(choice) for choice in tried])
+    return Found(
+        first_exact(desk, ranked, top),
+        front,
+        len(desk.timings) - began[0],
+        len(desk.weights) - began[1],
+        len(every),
+        left,
+    )
+
+
+def first_of(desk: Desk, frame: Frame, space: Space) -> Choice | None:
+    """A plan of a frame that is likely to be among its best: the least that fits is recomputed, then divided."""
+    sizes = [micro for micro in micros(desk.work, frame) if filled(desk, frame, micro)]
+    for recompute in levels(desk.work, space) if sizes else ():
+        for sharding, options in layouts(desk.work, frame, space):
+            kind, each = max(
+                (row for row in filled(desk, frame, sizes[0]) if row[0] not in SPLIT or recompute == "none"),
+                key=lambda row: (row[0] not in SPLIT, row[1]),
+                default=("1f1b", 1),
+            )
+            start = Choice(options[-1], sizes[0], sharding, recompute, kind, each, frame.method)
+            if desk.refused(start) or not desk.fits(start):
+                continue
+            if frame.pipeline > 1:
+                return start
+            return [start, *takewhile(desk.fits, (replace(start, micro=micro) for micro in sizes[1:]))][-1]
+    return None
+
+
+def every_frame(desk: Desk, space: Space) -> Iterator[Frame]:
+    return frames(desk.work, desk.cluster.devices, desk.cluster.per_node, space)
+
+
+def parts(found: Estimate) -> int:
+    """How much there is to a plan."""
+    job = found.job
+    shards = (job.sharding != "none") + (job.sharding == "parameters") + (job.layout.replicate > 1 < job.layout.shard)
+    return 2 * len(job.layout.axes) + shards + (job.recompute != "none") + (job.stages > 1)
+
+
+def merit(found: Estimate) -> tuple[int, int, float]:
+    """Of plans of one layout: quickest, of those within a hundredth the one of fewest parts, then the lightest."""
+    return round(log(found.seconds) / ALIKE), parts(found), found.heaviest.total
+
+
+def in_order(found: Iterable[Estimate]) -> list[Estimate]:
+    """Quickest first; but the plan is the one with the fewest parts of those within a hundredth of the quickest."""
+    ranked = sorted(found, key=lambda one: (one.seconds, parts(one), one.heaviest.total))
+    alike = [one for one in ranked if one.seconds <= (1 + ALIKE) * ranked[0].seconds]
+    plan = min(alike, key=lambda one: (parts(one), one.seconds), default=None)
+    return [plan, *(one for one in ranked if one is not plan)] if plan else []
+
+
+def pareto(found: list[Estimate]) -> list[Estimate]:
+    front: list[Estimate] = []
+    for one in sorted(found, key=lambda each: (each.seconds, each.heaviest.total)):
+        if not front or one.heaviest.total < front[-1].heaviest.total:
+            front.append(one)
+    return front
+
+
+def first_exact(desk: Desk, ranked: list[Estimate], top: int) -> list[Estimate]:
+    """The first of a list by the exact formulas of their runs, those that fit by these, too."""
+    if desk.work.base is None:
+        return ranked
+    first = [estimate(exact(desk.work, desk.cluster, Choice.of(found.job))) for found in ranked[:top]]
+    return in_order(found for found in first if found.fits) + ranked[top:]
+
+
+def bound(desk: Desk, frame: Frame, space: Space) -> tuple[float, float]:
+    """(seconds that every plan with these degrees takes, and those without waiting): its arithmetic in its largest
+    passes, with what is sent inside a pass; not the meeting of gradients, nor the optimizer.
+    """
+    sizes = [micro for micro in micros(desk.work, frame) if any(filled(desk, frame, micro))]
+    if not sizes:
+        return float("inf"), float("inf")
+    micro = next((size for size in reversed(sizes) if ("1f1b", 1) in filled(desk, frame, size)), sizes[-1])
+    kind, each = filled(desk, frame, micro)[0]
+    layout = Layout(frame.pipeline, frame.data, 1, frame.context, frame.tensor, frame.expert)
+    recompute = str(desk.work.pinned.get("compute.recompute", space.recompute[0]))
+    found = desk.time(Choice(layout, micro, "none", recompute, kind, each, frame.method))
+    meeting = sum(call.exposed for call in found.calls if "shard" in call.axis or "replicate" in call.axis)
+    apart = meeting + sum(found.phases.get(phase, 0.0) for phase in ("bubble", "update", "contention"))
+    arithmetic = max(0.0, found.seconds - apart)
+    local = desk.work.batch // frame.data
+    waiting = min(
+        waits(kind, frame.pipeline, local // size, each) for size in sizes for kind, each in filled(desk, frame, size)
+    )
+    return arithmetic * (1 + waiting), arithmetic
+
+
+def filled(desk: Desk, frame: Frame, micro: int) -> list[tuple[str, int]]:
+    """The schedules that a step of such passes fills."""
+    micros_ = desk.work.batch // frame.data // micro
+    found = [row for row in schedules(desk.work, frame) if fills(row[0], frame.pipeline, micros_)]
+    return [row for row in found if row[0] != "gpipe"] if ("1f1b", 1) in found else found
+
+
+def choices(desk: Desk, frame: Frame, space: Space, arithmetic: float, best: Best) -> Iterator[Choice]:
+    """Those of a frame that fit and are allowed, less what cannot be better than others of them."""
+    sizes = micros(desk.work, frame)
+    for sharding, options in layouts(desk.work, frame, space):
+        for layout in degrees(desk, frame, space, sharding, options):
+            for kind, each in schedules(desk.work, frame):
+                start = Choice(layout, 1, sharding, "none", kind, each, frame.method)
+                found = []
+                level = 0
+                for micro in sizes:
+                    count = desk.work.batch // frame.data // micro
+                    if (kind, each) not in filled(desk, frame, micro):
+                        continue
+                    if arithmetic * (1 + waits(kind, frame.pipeline, count, each)) > best.last:
+                        continue
+                    fitting = lightest_change(desk, replace(start, micro=micro), levels(desk.work, space), level)
+                    if fitting is None:
+                        break
+                    level = levels(desk.work, space).index(fitting.recompute)
+                    found.append(fitting)
+                yield from found if frame.pipeline > 1 else ends(found)
+
+
+def levels(work: Workload, space: Space) -> tuple[str, ...]:
+    pin = work.pinned.get("compute.recompute")
+    return space.recompute if pin is None else (str(pin),)
+
+
+def lightest_change(desk: Desk, choice: Choice, order: tuple[str, ...], level: int) -> Choice | None:
+    """With as little recomputed as fits."""
+    for recompute in order[level:]:
+        tried = replace(choice, recompute=recompute)
+        if not desk.refused(tried) and desk.fits(tried):
+            return tried
+    return None
+
+
+def ends(found: list[Choice]) -> list[Choice]:
+    """Without a pipeline the largest passes are the quickest; the smallest may be as quick, and hold less."""
+    kept: dict[tuple[str, str], Choice] = {}
+    for choice in found:
+        kept.setdefault((choice.recompute, "smallest"), choice)
+        kept[choice.recompute, "largest"] = choice
+    return list(dict.fromkeys(kept.values()))
+
+
+def degrees(desk: Desk, frame: Frame, space: Space, sharding: str, options: list[Layout]) -> list[Layout]:
+    """Groups of shards: all ranks, a node, and the smallest that fit with the most and with the least recomputed."""
+    if len(options) < 3:
+        return options
+    smallest = next((size for size in micros(desk.work, frame) if any(filled(desk, frame, size))), 1)
+    kind, each = (filled(desk, frame, smallest) or schedules(desk.work, frame))[0]
+    node = [option for option in options if option.shard * option.context * option.tensor <= desk.cluster.per_node]
+    kept = {options[-1]: True, **({node[-1]: True} if node else {})}
+    for recompute in {levels(desk.work, space)[0], levels(desk.work, space)[-1]}:
+        place = bisect_left(
+            options,
+            True,
+            key=lambda option: desk.fits(Choice(option, smallest, sharding, recompute, kind, each, frame.method)),
+        )
+        if place < len(options):
+            kept[options[place]] = True
+    return [option for option in options if option in kept]
+
+
+def thrifty(desk: Desk, space: Space, first: list[Choice]) -> Iterator[Choice]:
+    """The first plans with more recomputed and in the smallest passes: slower, lighter."""
+    for choice in first:
+        for recompute in levels(desk.work, space):
+            for micro in {choice.micro, 1} if "batch.micro" not in desk.work.pinned else {choice.micro}:
+                tried = replace(choice, micro=micro, recompute=recompute)
+                if not desk.refused(tried) and desk.fits(tried):
+                    yield tried
+
+
+def lightest(desk: Desk, space: Space | None = None) -> Choice | None:
+    """What holds least of all that is allowed, whether it fits or not; none where nothing divides."""
+    space = space or Space(tensor=desk.cluster.devices)
+    found: list[Choice] = []
+    for frame in every_frame(desk, space):
+        sizes = [micro for micro in micros(desk.work, frame) if filled(desk, frame, micro)]
+        kinds = list(layouts(desk.work, frame, space))
+        if not sizes or not kinds:
+            continue
+        sharding, options = kinds[-1]
+        kind, each = filled(desk, frame, sizes[0])[0]
+        start = Choice(options[-1], sizes[0], sharding, "none", kind, each, frame.method)
+        tried = [replace(start, recompute=recompute) for recompute in reversed(levels(desk.work, space))]
+        found += [choice for choice in tried if not desk.refused(choice)][:1]
+    return min(found, key=lambda choice: desk.heaviest(choice).total, default=None)

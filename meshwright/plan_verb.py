@@ -1,0 +1,72 @@
+"""`meshwright plan MODEL`: the words of the verb, and what they lead to. Imports lazily, as all verbs do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from meshwright.errors import ConfigError
+from meshwright.words import Json, flag, tell, word
+
+
+def plan(
+    model: Annotated[str, Positional, word("MODEL", "a preset, a run file, or a published config.json")],
+    cluster: Annotated[
+        str, word("CLUSTER", "h100 (a node), h100:4, h100:8x16 (16 nodes of 8), a cluster file, or here")
+    ] = "h100",
+    ranks: Annotated[int | None, word("N", "use so many of the devices (default: all)")] = None,
+    batch: Annotated[int | None, word("GLOBAL", "samples a step, over all ranks (default: the run's)")] = None,
+    sequence: Annotated[int | None, word("S", "tokens a sample (default: the run's)")] = None,
+    precision: Annotated[str | None, word("P", "fp32, bf16, fp16, fp8, ... (default: the run's)")] = None,
+    top: Annotated[int, arg(metavar="K", help="plans in the list")] = 5,
+    explain: Annotated[tuple[int, ...] | None, word("[K]", "why this plan, or the K-th of the list")] = None,
+    scale: Annotated[bool, flag("the plan on 1 to 64 times the devices")] = False,
+    critical_batch: Annotated[float | None, word("TOKENS", "where larger batches stop paying, for --scale")] = None,
+    json: Json = False,
+    html: Annotated[Path | None, word("FILE", "write it all as one page")] = None,
+    out: Annotated[Path | None, word("PLAN.toml", "write the plan as a run file, its figures beside it")] = None,
+    *,
+    overrides: tuple[str, ...] = (),
+) -> None:
+    """Plan: the best layout of a model on a cluster, the way to it and why; given keys of the run are kept."""
+    from json import dumps
+
+    from meshwright.observe.plan import show
+    from meshwright.observe.whole_file import write_whole
+    from meshwright.plan.answer import answer, as_json, run_file
+    from meshwright.plan.asked import workload
+    from meshwright.plan.machines import cluster_of
+    from meshwright.plan.prediction import prediction
+
+    for name, number in (("--ranks", ranks), ("--batch", batch), ("--sequence", sequence), ("--top", top)):
+        if number is not None and number < 1:
+            raise ConfigError(f"{name} {number} is out of range", "allowed: at least 1")
+    if critical_batch is not None and not 0 < critical_batch < float("inf"):
+        raise ConfigError(f"--critical-batch {critical_batch} is out of range", "allowed: tokens, above 0")
+    if explain is not None and len(explain) > 1:
+        raise ConfigError(f"--explain {' '.join(map(str, explain))} is more than one plan", "allowed: --explain K")
+    if out is not None and out.suffix != ".toml":
+        raise ConfigError(f"--out {out} is no run file", "allowed: a name that ends in .toml")
+    devices = cluster_of(cluster)
+    if ranks is not None:
+        if ranks > devices.devices:
+            raise ConfigError(f"--ranks {ranks} of {devices.devices} devices", f"allowed: 1 to {devices.devices}")
+        devices = devices.of(ranks)
+    work = workload(model, overrides, batch, sequence, precision)
+    place = explain[0] if explain else 1
+    whole = answer(work, devices, place, top, scale, critical_batch, str(out or "PLAN.toml"))
+    if out is not None:
+        write_whole(out, [run_file(whole)], "--out")
+        write_whole(out.with_suffix(".json"), [dumps(prediction(whole.chosen), indent=1), "\n"], "--out")
+    if html is not None:
+        from meshwright.observe.plan_page import page
+
+        write_whole(html, page(whole, top), "--html")
+    if json:
+        tell(True, as_json(whole, top), "")
+        return
+    show(whole, top, explained=explain is not None)
+    for path in filter(None, (out, out and out.with_suffix(".json"), html)):
+        tell(False, {}, f"written: {path}")

@@ -1,0 +1,224 @@
+"""`meshwright plan MODEL`: what is shown is the answer, on the terminal, as JSON, as a page and as a run file."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from meshwright.cli import main
+from meshwright.config import load
+from meshwright.layout import Layout
+from meshwright.observe.plan import bar, show
+from meshwright.observe.plan_page import page
+from meshwright.plan.answer import answer
+from meshwright.plan.asked import workload
+from meshwright.plan.machines import cluster_of
+from meshwright.plan.wording import seconds, size
+from meshwright.refused import checked
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return answer(workload("llama-70b"), cluster_of("h100:8x16"), scale=True)
+
+
+@pytest.fixture(scope="module")
+def piped():
+    return answer(workload("llama-70b", ["--layout.pipeline=8"]), cluster_of("h100:8x16"))
+
+
+def shown(whole, width: int = 120) -> str:
+    stream = io.StringIO()
+    show(whole, 3, explained=True, console=Console(file=stream, width=width, highlight=False))
+    return stream.getvalue()
+
+
+def test_the_terminal_has_the_plan_its_figures_and_the_ladder(whole):
+    text = shown(whole, 200)
+    assert "\x1b" not in text
+    assert seconds(whole.chosen.seconds) in text
+    assert size(whole.chosen.heaviest.total) in text
+    for rung in whole.rungs:
+        assert rung.binding.told in text
+    for part in ("Problem", "Mechanism", "Communication", "Tradeoff", "Measurement", "What breaks first at 10x?"):
+        assert part in text
+    assert "Amdahl" in text
+    assert "critical batch assumed" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_no_line_is_wider_than_the_terminal(whole, width):
+    assert max(map(len, shown(whole, width).splitlines())) <= width
+
+
+def test_a_bar_is_as_long_as_the_whole_whatever_is_rounded():
+    parts = {"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}
+    for cells in (10, 31, 100):
+        assert len(bar(parts, 1.0, cells, {}).plain) == cells
+        assert bar(parts, 2.0, cells, {}).plain.count("█") == pytest.approx(cells / 2, abs=1)
+    assert len(bar({"a": 5.0}, 1.0, 20, {}).plain) == 20
+
+
+class Tags(HTMLParser):
+    """Every tag is closed, in order, and no attribute leads out of the page."""
+
+    EMPTY = ("meta", "rect", "line", "path", "circle", "polyline", "br")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.seen, self.text = [], set(), []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.add(tag)
+        assert not {name for name, _ in attrs} & {"src", "href", "onload", "onclick"}
+        self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.seen.add(tag)
+
+    def handle_endtag(self, tag):
+        while self.open[-1] != tag and self.open[-1] in self.EMPTY:
+            self.open.pop()
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_page_is_whole_alone_and_shows_the_same(whole, piped):
+    for each in (whole, piped):
+        text = "".join(page(each, 3))
+        tags = Tags()
+        tags.feed(text)
+        assert not tags.open
+        assert not tags.seen & {"script", "link", "img", "iframe"}
+        assert "url(" not in text
+        assert "http" not in text.replace("arXiv:", "")
+        inside = " ".join(tags.text)
+        for rung in each.rungs:
+            assert rung.binding.told in inside
+        assert each.explanation.problem[0] in inside
+        assert len(text) < 600_000
+    assert "The pipeline" in "".join(page(piped, 3))
+    assert "prefers-color-scheme: dark" in "".join(page(whole, 3))
+
+
+def test_text_of_strangers_is_escaped_on_the_page_and_harmless_on_the_terminal(whole):
+    evil = '<script>alert(1)</script>\x1b[31m&"'
+    model = replace(whole.work.model, name=evil)
+    named = replace(whole, work=replace(whole.work, model=model, notes=(evil,)))
+    text = "".join(page(named, 3))
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+    assert "\x1b" not in shown(named)
+
+
+def test_json_is_one_document_and_its_plan_is_written(tmp_path, capsys):
+    out = tmp_path / "plan.toml"
+    main(["plan", "llama-8b", "--cluster", "h100:8x2", "--json", "--out", str(out), "--top", "3"])
+    record = json.loads(capsys.readouterr().out)
+    beside = json.loads(out.with_suffix(".json").read_text())
+    assert beside == record["plan"]
+    layout, batch = checked(load(out))
+    assert layout.ranks == 16
+    told = record["plan"]["plan"]["layout"]
+    assert layout == Layout(**{axis: told[axis] for axis in told if axis != "sharding"})
+    assert batch.micro == record["plan"]["plan"]["batch"]["micro"]
+    assert load(out).precision.compute == "bf16"
+
+
+def test_the_kth_plan_is_explained_and_written(tmp_path, capsys):
+    out = tmp_path / "second.toml"
+    main(["plan", "llama-8b", "--cluster", "h100:8x2", "--json", "--explain", "2", "--out", str(out)])
+    record = json.loads(capsys.readouterr().out)
+    assert record["place"] == 2
+    assert record["plan"] == record["ranked"][1]
+    assert f"meshwright train {out} --steps 20" in record["explanation"]["measurement"][0]
+
+
+def test_batch_sequence_and_precision_reach_the_run(tmp_path, capsys):
+    out = tmp_path / "plan.toml"
+    words = ["--batch", "64", "--sequence", "4096", "--precision", "fp16", "--optimizer.lr=1e-4", "--ranks", "4"]
+    main(["plan", "llama-1b", "--cluster", "h100:8", *words, "--out", str(out)])
+    config = load(out)
+    assert (config.batch.global_, config.data.sequence, config.precision.compute) == (64, 4096, "fp16")
+    assert config.optimizer.lr == 1e-4
+    assert Layout.of(config.layout).ranks == 4
+
+
+def test_a_run_file_is_a_model(tmp_path, capsys):
+    run = tmp_path / "mine.toml"
+    run.write_text('preset = "llama-1b"\n[batch]\nglobal = 96\n')
+    main(["plan", str(run), "--cluster", "h100:4", "--json"])
+    record = json.loads(capsys.readouterr().out)
+    assert record["model"]["name"] == "mine"
+    assert record["plan"]["plan"]["batch"]["global"] == 96
+
+
+def test_a_precision_that_is_estimated_alone_is_said_and_not_written(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "llama-8b", "--cluster", "h100:8", "--precision", "fp8", "--out", str(tmp_path / "p.toml")])
+    assert ended.value.code == 2
+    assert "fp8 is estimated alone" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["nothing"],
+        ["llama-8b", "--cluster", "q100"],
+        ["llama-8b", "--cluster", "h100:0"],
+        ["llama-8b", "--precision", "int4"],
+        ["llama-8b", "--ranks", "9"],
+        ["llama-8b", "--ranks", "0"],
+        ["llama-8b", "--batch", "-1"],
+        ["llama-8b", "--top", "0"],
+        ["llama-8b", "--explain", "9999"],
+        ["llama-8b", "--explain", "1", "2"],
+        ["llama-8b", "--critical-batch", "-1"],
+        ["llama-8b", "--out", "plan.txt"],
+        ["llama-8b", "--html", "/no/such/folder/page.html"],
+        ["llama-8b", "--layout.tensor=3"],
+        ["llama-8b", "--layout.tensor=x"],
+        ["llama-8b", "--pipeline.schedule=none"],
+        ["llama-405b", "--cluster", "h100:8"],
+        [],
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_two(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *words])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("meshwright: ")
+    assert said.count("\n") == 1
+
+
+def test_the_longer_verb_goes_first(capsys):
+    main(["plan", "schedule", "1f1b", "--json"])
+    assert json.loads(capsys.readouterr().out)["schedule"] == "1f1b"
+
+
+def test_the_verb_imports_no_torch(tmp_path):
+    words = ["plan", "llama-8b", "--explain", "--scale", "--html", str(tmp_path / "p.html")]
+    code = f"import sys; from meshwright.cli import main; main({words!r}); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert re.search(r"^written: .*p\.html$", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.long
+def test_what_is_written_trains_as_it_is(tmp_path, capsys):
+    out = tmp_path / "plan.toml"
+    words = ["--model.layers=1", "--data.sequence=32", "--checkpoint.mode=off", "--launch.device=cpu"]
+    main(["plan", "tiny", "--cluster", "h100:2", "--out", str(out), *words])
+    main(["train", str(out), "--steps", "1", "--run", str(tmp_path / "run")])
+    assert "done: 1 steps" in capsys.readouterr().out
