@@ -8,7 +8,7 @@ precision of compute, r bytes of the residual stream. Bytes that stay from forwa
 |---|---|---|
 | inputs of both norms | 2 P W r | the same |
 | what norms divide by, and their quotients | 2 P (W + 1) r | 8 P |
-| inputs of the matrices | T W e each for q k v, and for gate and up; under autocast a copy for every matrix | one each |
+| inputs of matrices | T W e for q k v, and for gate and up; under autocast a copy for every matrix | one each |
 | queries, keys, values, output | T (2 H + 2 K) D e / t, and T H r / t of sums | the same |
 | output, laid out by tokens | T H D e / t on CPU and in a ring | none |
 | scores, without flash attention | T S H e / t; with dropout 2 e + 1 for e | the same |
@@ -17,8 +17,9 @@ precision of compute, r bytes of the residual stream. Bytes that stay from forwa
 | masks of dropout | 2 P W | the same |
 | weights under autocast | matrices e / t | none |
 
-Experts take P tokens each of which has A rows: in the place of the feed-forward 3 rows of W e (4 where they travel), 4 F e
-a row, and router and choices of every token. Pieces that Megatron gathers again in backward are kept as pieces.
+Experts take P tokens, each of which makes `active` rows, as many on all ranks. A row keeps 3 W e (4 where rows travel)
+and 4 F e in the place of the feed-forward, a token the router's input and scores. What Megatron gathers again in
+backward is kept in pieces.
 
 | recompute | kept of a block | in backward beside |
 |---|---|---|
@@ -106,7 +107,9 @@ def block(model: Architecture, setting: Setting, experts: bool) -> Block:
     """Of a layer with a dense feed-forward, or with experts."""
     heads, inner = attention(model, setting), feed_forward(model, setting, experts)
     stream = setting.between * model.width * setting.stream
-    norms = 2 * (setting.between * (model.width + 1) * setting.stream if not setting.stack.fused else 4 * setting.between)
+    norms = 2 * (
+        setting.between * (model.width + 1) * setting.stream if not setting.stack.fused else 4 * setting.between
+    )
     masks = 2 * setting.between * model.width if setting.stack.dropout else 0
     cast = weights_cast(model, setting, experts)
     whole = 2 * stream + norms + masks + heads.kept + inner.kept + cast
@@ -121,7 +124,8 @@ def block(model: Architecture, setting: Setting, experts: bool) -> Block:
         kept = stream / setting.segment
         again = setting.segment * whole - stream
         return Block(kept, whole, again + gradients, again + halving, waiting + whole - kept, cast)
-    less = {"products": stream + products, "half": stream + products / 2, "attention": whole - heads.scores}
+    half = heads.attended + (products - heads.attended) / 2
+    less = {"products": stream + products, "half": stream + half, "attention": whole - heads.scores}
     kept = less[setting.stack.selective]
     again = whole - kept
     return Block(kept, inner.forward, again + gradients, again + halving, waiting + again, cast)
@@ -139,6 +143,8 @@ class Part:
     forward: float = 0
     """the same of forward"""
     scores: float = 0
+    attended: float = 0
+    """attention's output, with its sums"""
 
 
 def inputs(model: Architecture, setting: Setting, matrices: int) -> float:
@@ -148,7 +154,7 @@ def inputs(model: Architecture, setting: Setting, matrices: int) -> float:
         copies = 1
         tokens = setting.between if setting.stack.gathers_again else tokens
     else:
-        copies = matrices if setting.stack.own and not setting.stack.fused and setting.number != setting.stream else 1
+        copies = matrices if not setting.stack.fused and setting.number != setting.stream else 1
     return copies * tokens * model.width * setting.number
 
 
@@ -170,20 +176,21 @@ def attention(model: Architecture, setting: Setting) -> Part:
         mla = model.latent
         queries, values = model.heads * (mla.plain + mla.rotary), model.heads * mla.value
         keys, low = queries + values, 2 * (mla.query + mla.keys) + mla.rotary
-    laid_out = values if setting.host or (layout.context > 1 and setting.method == "ring" and stack.own) else 0
-    sums = tokens * model.heads * setting.sums
+    laid_out = values if setting.host or (layout.context > 1 and setting.method == "ring" and not stack.fused) else 0
+    sums = tokens * model.heads * setting.sums if stack.flash else 0.0
     products = tokens * (queries + keys + values) * e + sums
     scores = 0.0
     if not stack.flash:
         scores = tokens * setting.sequence / layout.context * model.heads * (2 * e + 1 if stack.dropout else e)
     masks = 0.0
-    if setting.documents and setting.method == "all-to-all" or (setting.documents and layout.context == 1):
+    if setting.documents and (setting.method == "all-to-all" or layout.context == 1):
         masks = setting.micro * setting.sequence**2 * e
     kept = inputs(model, setting, 3) + products + tokens * laid_out * e + setting.tokens * low * e + scores + masks
     gradients = tokens * (queries + keys) * e + setting.tokens * model.width * e
     plain = layout.context > 1 and setting.method == "ring" and (setting.host or setting.documents)
     passing = 4.5 * tokens * setting.sequence / layout.context * model.heads * setting.sums if plain else 0.0
-    return Part(kept, products + scattered(model, setting), gradients, passing, scores=scores)
+    attended = tokens * values * e + sums
+    return Part(kept, products + scattered(model, setting), gradients, passing, scores=scores, attended=attended)
 
 
 def feed_forward(model: Architecture, setting: Setting, experts: bool) -> Part:
@@ -251,7 +258,9 @@ def ends(model: Architecture, setting: Setting) -> Ends:
         kept += model.vocab * model.width / setting.layout.tensor * setting.number
     numbers = setting.tokens * model.vocab / setting.layout.tensor
     if setting.stack.logits:
-        return Ends(kept, 0, setting.stack.logits * numbers, setting.stack.logits * numbers, setting.number * numbers, 0)
+        return Ends(
+            kept, 0, setting.stack.logits * numbers, setting.stack.logits * numbers, setting.number * numbers, 0
+        )
     cut = setting.layout.tensor > 1
     wide, narrow = numbers * setting.sums, numbers * setting.number
     forward = narrow + (wide if setting.number != setting.sums else 0) + (wide if cut else 0)

@@ -7,10 +7,11 @@ stage has gradients.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
-from meshwright.schedule import actions_of, orders
+from meshwright.schedule import Action, actions_of, orders
 
 
 @dataclass(frozen=True)
@@ -26,17 +27,10 @@ class Instant:
     through: tuple[int, ...]
     """micro-batches that have all of it behind them"""
 
-    @property
+    @cached_property
     def graded(self) -> tuple[bool, ...]:
         """Stages that an earlier pass left gradients of."""
         return tuple(count > 0 for count in self.through)
-
-    def covers(self, other: Instant) -> bool:
-        """Whether the other one can hold no more."""
-        if (self.what, self.stage) != (other.what, other.stage):
-            return False
-        mine, theirs = ((*i.live, *i.halfway, *i.through) for i in (self, other))
-        return all(a >= b for a, b in zip(mine, theirs, strict=True))
 
 
 @cache
@@ -47,11 +41,26 @@ def instants(kind: str, ranks: int, micros: int, each: int, place: int) -> tuple
     if kind in ("gpipe", "1f1b"):
         return alone(micros if kind == "gpipe" else min(micros, ranks - place), micros)
     fewer = alike(ranks, micros)
-    found: list[Instant] = []
-    for instant in reversed(walk(kind, ranks, fewer, each, place)):
-        if not any(other.covers(instant) for other in found):
-            found.append(instant)
+    passes: defaultdict[tuple[str, int], list[Instant]] = defaultdict(list)
+    for instant in walk(kind, ranks, fewer, each, place):
+        passes[instant.what, instant.stage].append(instant)
+    found = {max(group, key=key): None for group in passes.values() for key in (most_live, most_halfway, most_sent)}
     return tuple(later(instant, micros - fewer) for instant in found)
+
+
+def most_live(instant: Instant) -> tuple[int, int, int]:
+    """What blocks keep weighs most, unless they are recomputed."""
+    return sum(instant.live), sum(instant.halfway), sum(instant.through)
+
+
+def most_halfway(instant: Instant) -> tuple[int, int]:
+    """Gradients that wait are about half of what blocks keep."""
+    return 2 * sum(instant.live) + sum(instant.halfway), sum(instant.through)
+
+
+def most_sent(instant: Instant) -> tuple[int, int]:
+    """Where little else is kept, inputs and outputs are what is left."""
+    return sum(instant.live) + 2 * sum(instant.through) + sum(instant.halfway), sum(instant.live)
 
 
 def alone(live: int, micros: int) -> tuple[Instant, ...]:
@@ -78,7 +87,7 @@ def later(instant: Instant, more: int) -> Instant:
 
 
 def walk(kind: str, ranks: int, micros: int, each: int, place: int) -> list[Instant]:
-    order = list(actions_of(orders(kind, ranks, micros, each)[place]))
+    order = actions(kind, ranks, micros, each)[place]
     stages = sorted({action.stage for action in order})
     split = {(action.stage, action.micro) for action in order if action.what == "I"}
     live, halfway, through = [0] * len(stages), [0] * len(stages), [0] * len(stages)
@@ -93,3 +102,9 @@ def walk(kind: str, ranks: int, micros: int, each: int, place: int) -> list[Inst
             live[stage] -= 1
             through[stage] += 1
     return found
+
+
+@cache
+def actions(kind: str, ranks: int, micros: int, each: int) -> list[list[Action]]:
+    """Of every rank."""
+    return [list(actions_of(order)) for order in orders(kind, ranks, micros, each)]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 
 from meshwright import schedule
 from meshwright.config import ModelConfig
@@ -71,16 +72,18 @@ def parts_of(job: Job, place: int) -> tuple[Part, ...]:
         return division(job.model, 1, None, 0)
     run = job.run.model if job.run is not None else None
     every = division(job.model, job.layout.pipeline * job.stages, run, job.sequence if run else 0)
-    mine = schedule.stages_of(job.schedule, job.layout.pipeline, place, job.stages)
+    return parts_at(every, job.schedule, job.layout.pipeline, place, job.stages)
+
+
+@cache
+def parts_at(every: tuple[Part, ...], kind: str, ranks: int, place: int, each: int) -> tuple[Part, ...]:
+    mine = schedule.stages_of(kind, ranks, place, each)
     return tuple(replace(every[stage], hands=stage + 1 in mine, takes=stage - 1 in mine) for stage in mine)
 
 
 @cache
 def division(model: Architecture, stages: int, run: ModelConfig | None, sequence: int) -> tuple[Part, ...]:
-    if run is not None:
-        blocks = spans(run, sequence, stages)
-    else:
-        blocks = evenly(model.layers, stages)
+    blocks = spans(run, sequence, stages) if run is not None else evenly(model.layers, stages)
     parts = []
     for index, span in enumerate(blocks):
         experts = len([layer for layer in span if model.has_experts(layer)])
@@ -93,11 +96,9 @@ def evenly(layers: int, stages: int) -> list[range]:
     ends = 0 if layers % stages == 0 or stages == 1 else 1
     each, more = divmod(layers + 2 * ends, stages)
     counts = [each + (stage < more) for stage in range(stages)]
-    counts[0] -= ends
-    counts[-1] -= ends
-    spare = max(0, -min(counts))  # fewer layers than stages
-    begins = [sum(counts[:stage]) for stage in range(stages + 1)]
-    return [range(begins[stage], max(begins[stage], begins[stage + 1] - spare)) for stage in range(stages)]
+    counts[0], counts[-1] = max(0, counts[0] - ends), max(0, counts[-1] - ends)
+    begins = [0, *accumulate(counts)]
+    return [range(begin, begin + count) for begin, count in zip(begins, counts, strict=False)]
 
 
 @cache
