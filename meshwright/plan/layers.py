@@ -156,7 +156,7 @@ def layer(of: Shape, experts: bool) -> Pass:
         host *= of.launch / USUAL_LAUNCH
     ahead = beside(of, forward + look + small, host) + gap
     backward = beside(of, inputs + weights + back + behind, ASKED * host) + gap
-    selected = small + stack.selective * forward if stack.flash else look
+    selected = small + (forward / 2 if stack.selective == "half" else 0.0) if stack.flash else look
     again = {"none": 0.0, "selective": selected, "alternate": ahead / 2, "full": ahead}[of.recompute]
     return Pass(ahead, backward, weights, flops(products) + attention_flops(of), again, look)
 
@@ -219,7 +219,7 @@ def last(of: Shape) -> Pass:
     rows, columns, inner = product
     ahead = matmul(of.plain, rows, columns, inner)
     weights = matmul(of.plain, columns, inner, rows)
-    lost = of.stack.logits * of.tokens * columns / of.plain.stream
+    lost = of.stack.loss * of.tokens * columns / of.plain.stream
     backward = matmul(of.plain, rows, inner, columns) + weights + 0.6 * lost
     return Pass(ahead + 0.4 * lost, backward, weights, 2.0 * rows * columns * inner)
 
