@@ -10,7 +10,7 @@ import pytest
 from meshwright.config import Batch, load
 from meshwright.layout import Layout
 from meshwright.plan.architecture import Architecture
-from meshwright.plan.cluster import GIB, preset
+from meshwright.plan.cluster import MIB, preset
 from meshwright.plan.fit import excess, memory, smallest_change
 from meshwright.plan.instants import alike, instants, walk
 from meshwright.plan.job import Job
@@ -21,6 +21,8 @@ from meshwright.plan.stacks import DEEPSPEED, DEEPSPEED_BF16, MEGATRON_2021, MEG
 from meshwright.plan.weights import evenly
 from meshwright.refused import checked
 from meshwright.schedule import orders
+
+GIB = 1024 * MIB
 
 LLAMA_8B = Architecture("8b", 32, 4096, 32, 8, 128, 14336, 128256)
 LLAMA_70B = Architecture("70b", 80, 8192, 64, 8, 128, 28672, 128256)
