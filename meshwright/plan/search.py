@@ -130,9 +130,11 @@ def search(desk: Desk, space: Space | None = None, top: int = KEPT, most: int = 
             best.keep(desk.time(choice))
     ranked = in_order(best.plans.values())
     tried |= set(thrifty(desk, space, [Choice.of(found.job) for found in ranked[:3]]))
-    front = pareto([desk.time(choice) for choice in tried])
+    first = first_exact(desk, ranked[:top])
+    known = {Choice.of(found.job) for found in ranked[:top]}
+    front = pareto([*first, *(desk.time(choice) for choice in tried - known)])
     return Found(
-        first_exact(desk, ranked, top),
+        in_order(first) + ranked[top:],
         front,
         len(desk.timings) - began[0],
         len(desk.weights) - began[1],
@@ -192,12 +194,12 @@ def pareto(found: list[Estimate]) -> list[Estimate]:
     return front
 
 
-def first_exact(desk: Desk, ranked: list[Estimate], top: int) -> list[Estimate]:
+def first_exact(desk: Desk, ranked: list[Estimate]) -> list[Estimate]:
     """The first of a list by the exact formulas of their runs, those that fit by these, too."""
     if desk.work.base is None:
         return ranked
-    first = [estimate(exact(desk.work, desk.cluster, Choice.of(found.job))) for found in ranked[:top]]
-    return in_order(found for found in first if found.fits) + ranked[top:]
+    found = [estimate(exact(desk.work, desk.cluster, Choice.of(each.job))) for each in ranked]
+    return [each for each in found if each.fits]
 
 
 def bound(desk: Desk, frame: Frame, space: Space) -> tuple[float, float]:
