@@ -12,23 +12,31 @@ from meshwright.plan.instants import instants
 from meshwright.plan.job import Job
 from meshwright.plan.weights import Part, parts_of
 
-HOST = "cpu"
-"""The device of which nothing but tensors is counted."""
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "communication")
 
 
-def memory(job: Job) -> list[Memory]:
-    """By rank of the pipeline."""
+def memory(job: Job, quick: bool = False) -> list[Memory]:
+    """By rank of the pipeline; `quick`: of those alone of which one is the heaviest."""
     setting = setting_of(job)
     holdings: dict[tuple[Part, ...], Holding] = {}  # most ranks hold the same
+    held = [parts_of(job, place) for place in range(job.layout.pipeline)]
     found = []
-    for place in range(job.layout.pipeline):
-        parts = parts_of(job, place)
+    for place in telling(held) if quick else range(len(held)):
+        parts = held[place]
         if parts not in holdings:
             stages = [stage_of(job, setting, part) for part in parts]
             holdings[parts] = Holding(job, setting, stages) if job.stack.torch else Buffered(job, setting, stages)
         found.append(peak(job, holdings[parts], place))
     return found
+
+
+def telling(held: list[tuple[Part, ...]]) -> list[int]:
+    """Of ranks that hold the same the first, which has most micro-batches in flight, and the last two, where a V of
+    stages turns.
+    """
+    count = len(held)
+    firsts = {parts: place for place, parts in reversed(list(enumerate(held)))}
+    return sorted({*firsts.values(), count - 1, max(0, count - 2)})
 
 
 def setting_of(job: Job) -> Setting:
@@ -41,7 +49,7 @@ def setting_of(job: Job) -> Setting:
         job.recompute,
         job.segment if job.recompute == "full" else 1,
         job.method,
-        host=job.cluster.device.name == HOST,
+        host=job.cluster.device.host,
         documents=job.run is not None and job.run.model.separator is not None,
         autocast=job.stack.torch and job.precision in ("bf16", "fp16") and not spread(job)[0],
     )

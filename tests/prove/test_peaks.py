@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from meshwright.config import RunConfig, load
 from meshwright.launch.ranks import run_ranks
 from meshwright.plan.cluster import Cluster, Device, Link
-from meshwright.plan.fit import HOST, memory
+from meshwright.plan.fit import memory
 from meshwright.plan.job import Job
 from meshwright.prove.traffic import third_step
 from meshwright.refused import checked
@@ -25,7 +25,7 @@ MICRO = 2
 SHAPE = {"vocab": 512, "width": 64, "heads": 4, "kv_heads": 2, "ffn": 160}
 """With sequences of 128: activations are about half of the whole."""
 LINK = Link(1e9, 1e-5)
-MACHINE = Cluster(HOST, Device(HOST, 1e12, 1e10, {"bf16": 1e11, "fp32": 1e11}), 8, 1, LINK, LINK)
+MACHINE = Cluster("cpu", Device("cpu", 1e12, 1e10, {"bf16": 1e11, "fp32": 1e11}, host=True), 8, 1, LINK, LINK)
 
 
 def config_of(row: str) -> RunConfig:
