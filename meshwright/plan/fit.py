@@ -19,7 +19,7 @@ def memory(job: Job, quick: bool = False) -> list[Memory]:
     """By rank of the pipeline; `quick`: of those alone of which one is the heaviest."""
     setting = setting_of(job)
     holdings: dict[tuple[Part, ...], Holding] = {}  # most ranks hold the same
-    held = [parts_of(job, place) for place in range(job.layout.pipeline)]
+    held = parts_of(job)
     found = []
     for place in telling(held) if quick else range(len(held)):
         parts = held[place]

@@ -29,6 +29,7 @@ let go of what was sent only at the end of a step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from meshwright.plan.activations import Block, Ends, Setting, block, ends
@@ -237,18 +238,27 @@ class Holding:
 
     def in_flight(self, instant: Instant) -> float:
         """Activations of all micro-batches, and what was sent of those that are through."""
-        kept, several = 0.0, len(self.stages) > 1 or self.job.schedule == "zero-bubble"
-        for index, stage in enumerate(self.stages):
-            live, halfway, through = instant.live[index], instant.halfway[index], instant.through[index]
-            kept += live * (stage.kept + stage.logits)
-            kept += 0 if stage.part.first else halfway * (stage.waiting - stage.logits)
-            if several and self.stack.torch:
-                forward, backward = (
-                    not (stage.part.last or stage.part.hands),
-                    not (stage.part.first or stage.part.takes),
-                )
-                kept += self.stream * (through * forward + (through + halfway) * backward)
-        return kept if several or not self.piped else kept + self.stream  # else one is on its way
+        kept = 0.0 if self.several or not self.piped else self.stream  # then one is on its way
+        rows = zip(self.flight, instant.live, instant.halfway, instant.through, strict=True)
+        for (each, half, done), live, halfway, through in rows:
+            kept += live * each + halfway * half + through * done
+        return kept
+
+    @cached_property
+    def several(self) -> bool:
+        return len(self.stages) > 1 or self.job.schedule == "zero-bubble"
+
+    @cached_property
+    def flight(self) -> list[tuple[float, float, float]]:
+        """By stage, bytes of a micro-batch: in flight, between both parts of its backward pass, and through."""
+        found = []
+        for stage in self.stages:
+            half, done, part = 0.0 if stage.part.first else stage.waiting - stage.logits, 0.0, stage.part
+            if self.several and self.stack.torch:
+                forward, backward = not (part.last or part.hands), not (part.first or part.takes)
+                half, done = half + self.stream * backward, self.stream * (forward + backward)
+            found.append((stage.kept + stage.logits, half, done))
+        return found
 
     def moment(self, instant: Instant, when: str, activations: float, logits: float = 0.0) -> Moment:
         gathered, travelling = self.gathered(instant, when) if self.units else (0.0, 0.0)
@@ -299,6 +309,12 @@ class Holding:
         stages = [each for each, done in zip(self.stages, instant.graded, strict=True) if done and not each.part.first]
         return sum(each.has.all - each.has.embedding - each.has.head for each in stages) * self.compute
 
+    @cached_property
+    def all_units(self) -> float:
+        """Bytes of them, gathered."""
+        tables = sum(each.has.embedding for each in self.stages)
+        return (self.dense + self.bank - tables) * self.compute + tables * self.entry
+
     def gathered(self, instant: Instant, when: str) -> tuple[float, float]:
         """Units that FSDP2 holds whole, and what it has on its way beside: the next unit, and gradients."""
         stage = self.stages[instant.stage].has
@@ -308,12 +324,9 @@ class Holding:
         block = self.setting.segment * (stage.block + stage.block_bank) * self.compute + tied
         head = tied + stage.head * self.compute
         ahead = (table if when in ("first", "through") else stage.block * self.compute) if shared else 0.0
-        if self.keeps:
-            whole = sum(each.has.all - each.has.embedding for each in self.stages) * self.compute
-            whole += sum(each.has.embedding for each in self.stages) * self.entry
         if self.piped:
             if self.keeps:
-                return whole, 0.0
+                return self.all_units, 0.0
             if len(self.stages) > 1:  # gathered at once
                 return (stage.all - stage.embedding) * self.compute + table, ahead
             if when in ("first", "through"):
@@ -322,7 +335,7 @@ class Holding:
         last = when == "last" or self.stages[instant.stage].part.layers == 1
         scattered = (stage.head if last else stage.block) if late and shared else 0.0
         if self.keeps:
-            return whole, scattered * self.gradient
+            return self.all_units, scattered * self.gradient
         if late or when == "inside":
             return block, ahead + scattered * self.gradient
         return (head, head if shared else 0.0) if when == "forward" else (head, ahead)

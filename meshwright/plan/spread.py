@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
-from meshwright.config import ModelConfig
 from meshwright.plan.job import Job
 from meshwright.plan.links import Place, place_of
-from meshwright.plan.stack import Stack
-from meshwright.plan.stages import spans
+from meshwright.plan.weights import stages_of
 from meshwright.schedule import holder
 
 
@@ -49,36 +46,9 @@ def counts_of(job: Job) -> list[Counts]:
     return [(dense, banks, bool(begins), bool(ends)) for dense, banks, begins, ends in found]
 
 
-def stage_counts(job: Job) -> tuple[tuple[int, int], ...]:
+def stage_counts(job: Job) -> list[tuple[int, int]]:
     """Dense layers and layers with experts, by stage."""
-    model, stages = job.model, job.layout.pipeline * (job.stages if job.layout.pipeline > 1 else 1)
-    own = job.run.model if job.run is not None else None
-    return _stage_counts(model.layers, model.dense_layers, bool(model.experts), stages, own, job.sequence, job.stack)
-
-
-@cache
-def _stage_counts(
-    layers: int, dense: int, experts: bool, stages: int, own: ModelConfig | None, sequence: int, stack: Stack
-) -> tuple[tuple[int, int], ...]:
-    if own is not None:
-        every = [len(blocks) for blocks in spans(own, sequence, stages)]
-    else:
-        every = divided(layers, stages, stack.ends_are_layers)
-    found, begin = [], 0
-    for count in every:
-        plain = min(count, max(0, dense - begin)) if experts else count
-        found.append((plain, count - plain))
-        begin += count
-    return tuple(found)
-
-
-def divided(layers: int, stages: int, ends: bool) -> list[int]:
-    """As evenly as it goes; embedding and head count as layers where that divides evenly, and the software does it."""
-    if ends and stages > 2 and (layers + 2) % stages == 0:
-        each = (layers + 2) // stages
-        return [each - 1, *[each] * (stages - 2), each - 1]
-    each, left = divmod(layers, stages)
-    return [each + (stage < left) for stage in range(stages)]
+    return [(part.dense, part.experts) for part in stages_of(job)]
 
 
 @dataclass(frozen=True)

@@ -109,8 +109,6 @@ class Stack:
     """bytes moved for each number that is quantised, where products are in 8 bits or fewer"""
     scatters: bool = False
     """what passes between stages is divided by the tensor axis all the same, and gathered behind it"""
-    ends_are_layers: bool = False
-    """embedding and head count as layers where stages are divided"""
     sharding: str = "none"
     """what it divides among data-parallel ranks where nobody says"""
     method: str = "ring"

@@ -118,7 +118,6 @@ DEEPSPEED = replace(
     bucket=2e9,
     context=2.5e9,
     communicator=0.5e9,
-    ends_are_layers=True,
     scatters=False,
     all_reduces=True,
     gap=4.1e-3,

@@ -66,19 +66,27 @@ class Weights:
         return self.dense + self.bank
 
 
-def parts_of(job: Job, place: int) -> tuple[Part, ...]:
-    """The stages of one rank of the pipeline."""
+def parts_of(job: Job) -> list[tuple[Part, ...]]:
+    """The stages of every rank of the pipeline."""
+    every = stages_of(job)
+    return parts_at(every, job.schedule, job.layout.pipeline, job.stages) if job.layout.pipeline > 1 else [every]
+
+
+def stages_of(job: Job) -> tuple[Part, ...]:
+    """Of the whole pipeline; without one, the model."""
     if job.layout.pipeline == 1:
         return division(job.model, 1, None, 0)
     run = job.run.model if job.run is not None else None
-    every = division(job.model, job.layout.pipeline * job.stages, run, job.sequence if run else 0)
-    return parts_at(every, job.schedule, job.layout.pipeline, place, job.stages)
+    return division(job.model, job.layout.pipeline * job.stages, run, job.sequence if run else 0)
 
 
 @cache
-def parts_at(every: tuple[Part, ...], kind: str, ranks: int, place: int, each: int) -> tuple[Part, ...]:
-    mine = schedule.stages_of(kind, ranks, place, each)
-    return tuple(replace(every[stage], hands=stage + 1 in mine, takes=stage - 1 in mine) for stage in mine)
+def parts_at(every: tuple[Part, ...], kind: str, ranks: int, each: int) -> list[tuple[Part, ...]]:
+    held = [schedule.stages_of(kind, ranks, place, each) for place in range(ranks)]
+    return [
+        tuple(replace(every[stage], hands=stage + 1 in mine, takes=stage - 1 in mine) for stage in mine)
+        for mine in held
+    ]
 
 
 @cache
