@@ -280,8 +280,11 @@ class Holding:
         """Whole where an earlier micro-batch left them so, and of the blocks behind the one under way."""
         if self.ddp:
             return 0.0
-        graded = instant.graded
-        whole: float = sum(stage.has.all for stage, done in zip(self.stages, graded, strict=True) if done)
+        graded, whole = instant.graded, 0.0
+        if any(graded):
+            every = all(graded)
+            rows = zip(self.stages, graded, strict=True)
+            whole = self.dense + self.bank if every else sum(stage.has.all for stage, done in rows if done)
         here, before = self.stages[instant.stage].has, graded[instant.stage]
         now = block = 0.0
         if when == "last":

@@ -23,7 +23,7 @@ from meshwright.plan.choice import Choice, exact, job_of, refusal
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.estimate import estimate
 from meshwright.plan.figures import Estimate, Memory
-from meshwright.plan.fit import memory
+from meshwright.plan.fit import memory, too_much
 from meshwright.plan.seconds import timed
 from meshwright.plan.workload import Workload
 from meshwright.schedule import SPLIT
@@ -73,6 +73,8 @@ class Desk:
         return self.heavy[choice]
 
     def fits(self, choice: Choice) -> bool:
+        if choice not in self.weights and too_much(job_of(self.work, self.cluster, choice)):
+            return False
         return self.heaviest(choice).total <= self.cluster.device.memory
 
     def time(self, choice: Choice) -> Estimate:
