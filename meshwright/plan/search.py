@@ -150,17 +150,16 @@ def first_of(desk: Desk, frame: Frame, space: Space) -> Choice | None:
     sizes = [micro for micro in micros(desk.work, frame) if filled(desk, frame, micro)]
     for recompute in levels(desk.work, space) if sizes else ():
         for sharding, options in layouts(desk.work, frame, space):
-            kind, each = max(
-                (row for row in filled(desk, frame, sizes[0]) if row[0] not in SPLIT or recompute == "none"),
-                key=lambda row: (row[0] not in SPLIT, row[1]),
-                default=("1f1b", 1),
-            )
-            start = Choice(options[-1], sizes[0], sharding, recompute, kind, each, frame.method)
-            if desk.refused(start) or not desk.fits(start):
-                continue
-            if frame.pipeline > 1:
-                return start
-            return [start, *takewhile(desk.fits, (replace(start, micro=micro) for micro in sizes[1:]))][-1]
+            kinds = [row for row in filled(desk, frame, sizes[0]) if row[0] not in SPLIT or recompute == "none"]
+            kinds.sort(key=lambda row: (row[0] in SPLIT, -row[1]))
+            plain = [row for row in kinds if row[1] == 1][:1]  # more stages a rank take more memory
+            for kind, each in dict.fromkeys([*kinds[:1], *plain]) or [("1f1b", 1)]:
+                start = Choice(options[-1], sizes[0], sharding, recompute, kind, each, frame.method)
+                if desk.refused(start) or not desk.fits(start):
+                    continue
+                if frame.pipeline > 1:
+                    return start
+                return [start, *takewhile(desk.fits, (replace(start, micro=micro) for micro in sizes[1:]))][-1]
     return None
 
 

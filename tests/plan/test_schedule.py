@@ -76,13 +76,13 @@ def test_every_micro_batch_passes_every_stage_once_and_nobody_waits_for_ever(kin
         places = [(stage, micro) for stage in stages_of(kind, ranks, rank, each) for micro in range(micros)]
         whole = {(s, m) for s, m, what in done if what == "B"}
         assert done == sorted((*p, what) for p in places for what in ("FB" if p in whole else "FIW"))
-    run(found, ranks * each, Costs(3, 1, 2))  # raises where ranks wait for each other
+    run(found, ranks * each, lambda action: Costs(3, 1, 2).of(action.what))  # raises where ranks wait for each other
 
 
 def test_an_order_that_would_hang_is_found():
     backward_first = [[Action(0, "B", 0), Action(0, "F", 0)]]
     with pytest.raises(ValueError, match=r"ranks \[0\] wait for each other for ever, rank 0 to run 0B0"):
-        run(backward_first, 1, Costs())
+        run(backward_first, 1, lambda action: Costs().of(action.what))
 
 
 @pytest.mark.parametrize("kind", KINDS)
