@@ -56,8 +56,8 @@ def job(model: Architecture, stack: Stack, layout: Layout, micro: int, micros: i
     ids=["22B", "175B", "1T"],
 )
 def test_activations_are_those_of_korthikanti(layers, width, heads, pipeline, stages, micro, none, cut):
-    """GiB of the first stage (arXiv:2205.05198, figures 1 and 7): with nothing recomputed, and with the sequence cut and
-    attention recomputed. They leave out what all blocks together leave out: a message on its way.
+    """GiB of the first stage (arXiv:2205.05198, figure 1): with nothing recomputed, and with the sequence cut and
+    attention recomputed. Theirs leave out a message on its way.
     """
     model, layout = gpt(layers, width, heads), Layout(pipeline=pipeline, tensor=8)
     how = {"precision": "fp16", "schedule": "interleaved" if stages > 1 else "1f1b", "stages": stages}
