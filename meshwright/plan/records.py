@@ -111,7 +111,7 @@ def record_of(row: dict[str, Any], name: str) -> Record:
     local = whole // degrees["dp"]
     each = int(micro or 1)
     if stack.splits and pipeline > 1:  # the record's micro-batch is what all of a pipeline's are cut from
-        each = 1
+        each = max(1, local // pipeline)
     each = max(1, min(each, local))
     recompute = recomputed(row.get("recompute"), assumed)
     virtual = int(places.get("vpp") or 1)
@@ -201,8 +201,8 @@ def seconds_of(reported: dict[str, Any], derived: dict[str, Any], job: Job) -> f
 def memory_of(reported: dict[str, Any], notes: str) -> tuple[float | None, str]:
     if "memory_gb" not in reported:
         return None, "total"
-    shown = "nvidia-smi" in notes
-    return float(reported["memory_gb"]) * (1 << 30), "total" if shown else "reserved"
+    shown = "nvidia-smi" in notes  # and in gigabytes, where torch's own figures are in GiB
+    return float(reported["memory_gb"]) * (1e9 if shown else 1 << 30), "total" if shown else "reserved"
 
 
 NETWORKS: tuple[tuple[str, float, bool], ...] = (
