@@ -155,8 +155,11 @@ def schedules(work: Workload, frame: Frame) -> list[tuple[str, int]]:
 
 
 def fills(kind: str, pipeline: int, micros: int) -> bool:
-    """Whether a step has micro-batches enough for a schedule, and evenly many where it asks for that."""
-    if micros < schedule.fewest_micros(kind, pipeline):
+    """Whether a step has micro-batches enough for a schedule to be what it is for, and evenly many where it asks for
+    that. With fewer, ranks wait as long as by gpipe, which is left for such steps.
+    """
+    least = {"gpipe": 1, "zbv": 2 * pipeline - 1, "dualpipev": 2 * pipeline}.get(kind, pipeline)
+    if micros < least:
         return False
     return kind not in ("interleaved", "zero-bubble") or micros % max(1, micros // pipeline) == 0
 

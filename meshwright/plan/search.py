@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import product, takewhile
 from math import log
 
 from meshwright.layout import Layout
@@ -25,11 +25,12 @@ from meshwright.plan.estimate import estimate
 from meshwright.plan.figures import Estimate, Memory
 from meshwright.plan.fit import memory
 from meshwright.plan.seconds import timed
+from meshwright.plan.stack import OWN
 from meshwright.plan.workload import Workload
 from meshwright.schedule import SPLIT
 
 MOST_ESTIMATES = 500
-"""of one search, after one of every frame: those that promise most are looked into first"""
+"""of one search, after those of every frame: those that promise most are looked into first"""
 ALIKE = 0.01
 """Plans are as quick as each other within this."""
 KEPT = 8
@@ -49,7 +50,7 @@ class Found:
     frames: int
     """ways to cut the model"""
     left_out: int
-    """of these, not looked into: their arithmetic alone takes longer, or there were MOST_ESTIMATES"""
+    """of these, not looked into: their arithmetic alone takes longer, nothing fits, or there were MOST_ESTIMATES"""
 
 
 class Desk:
@@ -59,8 +60,14 @@ class Desk:
         self.work, self.cluster = work, cluster
         self.weights: dict[Choice, list[Memory]] = {}
         self.heavy: dict[Choice, Memory] = {}
+        self.bare: dict[Choice, Estimate] = {}
         self.timings: dict[Choice, Estimate] = {}
         self.refusals: dict[Choice, bool] = {}
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """(plans timed, plans weighed)"""
+        return len({*self.bare, *self.timings}), len(self.weights)
 
     def weigh(self, choice: Choice) -> list[Memory]:
         if choice not in self.weights:
@@ -73,7 +80,15 @@ class Desk:
         return self.heavy[choice]
 
     def fits(self, choice: Choice) -> bool:
-        return self.heaviest(choice).total <= self.cluster.device.memory
+        """Weighed only where what is held between steps would have room."""
+        capacity = self.cluster.device.memory
+        return least_held(self.work, choice) <= capacity and self.heaviest(choice).total <= capacity
+
+    def unweighed(self, choice: Choice) -> Estimate:
+        """Its seconds, whether it fits or not."""
+        if choice not in self.bare:
+            self.bare[choice] = timed(job_of(self.work, self.cluster, choice), [])
+        return self.bare[choice]
 
     def time(self, choice: Choice) -> Estimate:
         if choice not in self.timings:
@@ -84,6 +99,19 @@ class Desk:
         if choice not in self.refusals:
             self.refusals[choice] = refusal(self.work, choice) is not None
         return self.refusals[choice]
+
+
+def least_held(work: Workload, choice: Choice) -> float:
+    """Bytes of parameters, gradients and optimizer that a rank has at least: of an even division of everything."""
+    model, layout, stack = work.model, choice.layout, OWN
+    banks = model.expert_layers * model.experts * model.expert_weights
+    numbers = (model.parameters - banks + banks / layout.expert) / layout.tensor / layout.pipeline
+    over = layout.shard * layout.context if choice.sharding != "none" else 1
+    state = 0.0 if work.base is not None and work.base.compute.offload else stack.state
+    divided = {"optimizer": state, "gradients": state + stack.gradients}.get(choice.sharding, 0.0)
+    whole = stack.weights + stack.gradients + state
+    divided = whole if choice.sharding == "parameters" else divided
+    return numbers * (whole - divided + divided / over)
 
 
 class Best:
@@ -103,26 +131,23 @@ class Best:
 
 
 def search(desk: Desk, space: Space | None = None, top: int = KEPT, most: int = MOST_ESTIMATES) -> Found:
-    """Of a workload on all devices of a cluster. Of every frame one plan is made at once; those whose plan is quick are
-    looked into first.
+    """Of a workload on all devices of a cluster. Frames are taken in the order of what their arithmetic takes, and of
+    each one plan is made at once; then those whose plan is quick are looked into first.
     """
     space = space or Space()
-    began = len(desk.timings), len(desk.weights)
-    every = list(every_frame(desk, space))
-    begun = [(desk.time(choice), frame) for frame in every if (choice := first_of(desk, frame, space)) is not None]
+    before = desk.counts
+    every = [(*bound(desk, frame, space), frame) for frame in every_frame(desk, space)]
+    best, begun = Best(top), []
+    for least, arithmetic, frame in sorted(every, key=lambda row: row[0]):
+        if least <= best.last and (choice := first_of(desk, frame, space)) is not None:
+            begun.append((desk.time(choice), least, arithmetic, frame))
+            best.keep(begun[-1][0])
     if not begun and "tensor" in space.axes and space.tensor is None:
         return search(desk, replace(space, tensor=desk.cluster.devices), top, most)  # beyond a node, then
-    tried = {Choice.of(found.job) for found, _ in begun}
-    best = Best(top)
-    for found, _ in begun:
-        best.keep(found)
-    left = 0
-
-    for _, frame in sorted(begun, key=lambda row: row[0].seconds):
-        least, arithmetic = (
-            bound(desk, frame, space) if len(desk.timings) - began[0] - len(begun) < most else (float("inf"), 0.0)
-        )
-        if least > best.last:
+    tried = {Choice.of(found.job) for found, *_ in begun}
+    enough, left = len(desk.bare) + most, len(every) - len(begun)
+    for _, least, arithmetic, frame in sorted(begun, key=lambda row: row[0].seconds):
+        if least > best.last or len(desk.bare) > enough:
             left += 1
             continue
         for choice in choices(desk, frame, space, arithmetic, best):
@@ -136,8 +161,8 @@ def search(desk: Desk, space: Space | None = None, top: int = KEPT, most: int = 
     return Found(
         in_order(first) + ranked[top:],
         front,
-        len(desk.timings) - began[0],
-        len(desk.weights) - began[1],
+        desk.counts[0] - before[0],
+        desk.counts[1] - before[1],
         len(every),
         left,
     )
@@ -147,12 +172,9 @@ def first_of(desk: Desk, frame: Frame, space: Space) -> Choice | None:
     """A plan of a frame that is likely to be among its best: the least that fits is recomputed, then divided."""
     sizes = [micro for micro in micros(desk.work, frame) if filled(desk, frame, micro)]
     for recompute in levels(desk.work, space) if sizes else ():
-        for sharding, options in layouts(desk.work, frame, space):
-            kind, each = max(
-                (row for row in filled(desk, frame, sizes[0]) if row[0] not in SPLIT or recompute == "none"),
-                key=lambda row: (row[0] not in SPLIT, row[1]),
-                default=("1f1b", 1),
-            )
+        rows = [row for row in filled(desk, frame, sizes[0]) if row[0] not in SPLIT] or filled(desk, frame, sizes[0])
+        usual = dict.fromkeys((max(rows, key=lambda row: row[1]), rows[0]))  # most stages, which hold more; fewest
+        for (sharding, options), (kind, each) in product(layouts(desk.work, frame, space), usual):
             start = Choice(options[-1], sizes[0], sharding, recompute, kind, each, frame.method)
             if desk.refused(start) or not desk.fits(start):
                 continue
@@ -213,7 +235,7 @@ def bound(desk: Desk, frame: Frame, space: Space) -> tuple[float, float]:
     kind, each = filled(desk, frame, micro)[0]
     layout = Layout(frame.pipeline, frame.data, 1, frame.context, frame.tensor, frame.expert)
     recompute = str(desk.work.pinned.get("compute.recompute", space.recompute[0]))
-    found = desk.time(Choice(layout, micro, "none", recompute, kind, each, frame.method))
+    found = desk.unweighed(Choice(layout, micro, "none", recompute, kind, each, frame.method))
     meeting = sum(call.exposed for call in found.calls if "shard" in call.axis or "replicate" in call.axis)
     apart = meeting + sum(found.phases.get(phase, 0.0) for phase in ("bubble", "update", "contention"))
     arithmetic = max(0.0, found.seconds - apart)
@@ -246,7 +268,10 @@ def choices(desk: Desk, frame: Frame, space: Space, arithmetic: float, best: Bes
                         continue
                     if arithmetic * (1 + waits(kind, frame.pipeline, count, each)) > best.last:
                         continue
-                    fitting = lightest_change(desk, replace(start, micro=micro), levels(desk.work, space), level)
+                    quickest = replace(start, micro=micro, recompute=levels(desk.work, space)[level])
+                    if desk.unweighed(quickest).seconds > best.last:
+                        continue
+                    fitting = lightest_change(desk, quickest, levels(desk.work, space), level)
                     if fitting is None:
                         break
                     level = levels(desk.work, space).index(fitting.recompute)

@@ -11,7 +11,7 @@ import pytest
 from asked_plans import CASES, answered, desk, foreign
 
 from meshwright.plan import search as searching
-from meshwright.plan.candidates import KINDS, RECOMPUTED, Space, divisors, frames, layouts, schedules
+from meshwright.plan.candidates import KINDS, RECOMPUTED, Space, divisors, fills, frames, layouts, schedules
 from meshwright.plan.choice import Choice, refusal, settings_of
 from meshwright.plan.machines import cluster_of
 from meshwright.plan.search import MOST_ESTIMATES, Desk, lightest, search
@@ -19,13 +19,15 @@ from meshwright.refused import checked
 
 
 def everything(at: Desk):
-    """Every choice that fits and is allowed, nothing left out."""
+    """Every choice that fits, is allowed and fills its schedule; nothing else is left out."""
     for frame in frames(at.work, at.cluster.devices, at.cluster.per_node, Space()):
         for sharding, options in layouts(at.work, frame, Space()):
             sizes = divisors(at.work.batch // frame.data)
             for layout, micro, recompute in product(options, sizes, RECOMPUTED):
                 for kind, each in schedules(at.work, frame):
                     choice = Choice(layout, micro, sharding, recompute, kind, each, frame.method)
+                    if not fills(kind, frame.pipeline, at.work.batch // frame.data // micro):
+                        continue
                     if refusal(at.work, choice) is None and at.fits(choice):
                         yield choice
 
@@ -89,7 +91,7 @@ def test_sixteen_thousand_devices_are_searched_in_seconds_and_without_torch():
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
     took, estimates, cuts, plans = map(float, done.stdout.split())
     assert took < 6  # a third of it on an idle machine
-    assert estimates <= MOST_ESTIMATES + cuts + 200  # a frame that was begun is finished
+    assert estimates <= MOST_ESTIMATES + 2 * cuts + 500  # a frame that was begun is finished
     assert plans >= 8
 
 
