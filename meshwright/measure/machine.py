@@ -42,6 +42,7 @@ class Seen:
     copy: float
     launch: float
     curves: list[Curve]
+    host: bool
 
 
 def measure(seconds: float, ranks: int | None = None) -> tuple[Cluster, list[str]]:
@@ -77,6 +78,7 @@ def look(world: World, seconds: float) -> Seen:
             copy_rate(crew, SHARES["copy"] * seconds),
             launch_seconds(crew, SHARES["launch"] * seconds),
             all_curves(world, SHARES["curves"] * seconds) if world.size > 1 else [],
+            world.device.type == "cpu",
         )
     return found
 
@@ -99,7 +101,7 @@ def cluster_of_seen(seen: Seen, ranks: int) -> Cluster:
     peak: dict[str, float] = {}
     for row in rows:
         peak[row.precision] = max(row.rate, peak.get(row.precision, 0.0))
-    device = Device(seen.device, seen.memory, short(seen.copy), filled(peak), products=rows)
+    device = Device(seen.device, seen.memory, short(seen.copy), filled(peak), host=seen.host, products=rows)
     link = link_of_curves(seen.curves, ranks) if ranks > 1 else Link(device.stream, 0.0)
     return Cluster("here", device, ranks, 1, link, link, {"launch": short(seen.launch)})
 

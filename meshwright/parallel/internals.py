@@ -37,5 +37,13 @@ class MeetingStage(PipelineStage):
     round: Gloo has no such pair.
     """
 
+    def received(self) -> Iterator[Tensor]:
+        """What messages of neighbours come into. Torch makes one for every micro-batch, once, and keeps all of them."""
+        for infos in (self.args_recv_info, self.grad_recv_info):
+            for info in (info for each in infos.values() for info in each):
+                buffer = getattr(info, "buffer", None)
+                if isinstance(buffer, Tensor):
+                    yield buffer
+
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]

@@ -200,7 +200,8 @@ class Piped(Spread):
             self.tie.share_value()
 
     def held(self) -> Iterable[tuple[str, Tensor]]:
-        return chain.from_iterable(stage.held() for stage in self.stages.values())
+        received = (("communication", buffer) for stage in self.paced for buffer in stage.received())
+        return chain(received, chain.from_iterable(stage.held() for stage in self.stages.values()))
 
     def settle(self) -> None:
         for stage in self.stages.values():

@@ -11,7 +11,7 @@ from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.job import Job
-from meshwright.plan.stack import OWN, OWN_COMPILED
+from meshwright.plan.stacks import OWN, OWN_COMPILED
 from meshwright.plan.workload import Workload
 from meshwright.refused import checked
 

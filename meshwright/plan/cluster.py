@@ -45,6 +45,8 @@ class Device:
     """whether products have other instructions than an A100's, for which kernels had to be written anew"""
     streamed: float = 0.85
     """share of `stream` that kernels reach"""
+    host: bool = False
+    """whether it is the host itself that computes"""
     products: tuple[Product, ...] = ()
     """where somebody measured: then these are what products reach, and `stream` is what kernels do"""
 

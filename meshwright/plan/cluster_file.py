@@ -7,6 +7,7 @@
 
     [device]
     name = "h100"            # a known one; or any name with memory_gb, stream_gbs and peak_tflops
+    host = false             # true where the processors compute, not a device beside them
     [device.peak_tflops]
     bf16 = 989.0
 
@@ -73,6 +74,7 @@ class DeviceForm:
     name: str | None = None
     memory_gb: Figure | None = None
     stream_gbs: Figure | None = None
+    host: bool = False
     peak_tflops: PeakForm | None = None
     products: tuple[ProductForm, ...] = ()
 
@@ -157,9 +159,10 @@ def device_of(form: DeviceForm, base: Device | None) -> Device:
         needed(memory or (base and base.memory), "device.memory_gb", hint),
         needed(stream or (base and base.stream), "device.stream_gbs", hint),
         filled(needed(whole or None, "device.peak_tflops", hint)),
+        host=form.host,
         products=rows,
     )
-    if base is None or rows:
+    if base is None:
         return device
     return replace(device, processors=base.processors, sustained=base.sustained, newer=base.newer)
 
@@ -235,6 +238,7 @@ def cluster_toml(cluster: Cluster, remarks: Sequence[str] = ()) -> str:
     lines += [f"name = {dumps(cluster.name)}", f"nodes = {cluster.nodes}", f"devices = {cluster.per_node}", ""]
     lines += ["[device]", f"name = {dumps(device.name)}"]
     lines += [f"memory_gb = {number(device.memory / GB)}", f"stream_gbs = {number(device.stream / GB)}"]
+    lines += ["host = true"] if device.host else []
     lines += rows_toml(
         "products",
         [

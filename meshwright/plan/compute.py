@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from math import ceil
+from math import ceil, log2
 
-from meshwright.plan.cluster import Device
+from meshwright.plan.cluster import Device, Product
 from meshwright.plan.stack import Stack
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.78), (64, 64, 0.6))
@@ -37,13 +37,26 @@ class Rate:
     size: float
     """bytes of an element"""
     misaligned: float = 1.0
+    measured: tuple[Product, ...] = ()
+    """products of this precision on this device, where somebody measured"""
 
 
 def rate(device: Device, precision: str, stack: Stack) -> Rate:
     peak = device.peak.get(precision, device.peak["bf16"])
     reached = peak * device.sustained.get(precision, device.sustained["bf16"]) * stack.products
     size = ELEMENT[precision]
+    if rows := tuple(row for row in device.products if row.precision == precision):
+        return Rate(max(row.rate for row in rows), device.stream, 0, size, stack.misaligned, rows)
     return Rate(reached, device.stream * device.streamed, device.processors, size, stack.misaligned)
+
+
+def nearest(measured: tuple[Product, ...], rows: int, columns: int, inner: int) -> float:
+    """The rate of products of about this shape: those measured, each the more the nearer it is, in doublings."""
+    weights = [
+        1 / (0.1 + log2(row.rows / rows) ** 2 + log2(row.columns / columns) ** 2 + log2(row.inner / inner) ** 2)
+        for row in measured
+    ]
+    return sum(weight * row.rate for weight, row in zip(weights, measured, strict=True)) / sum(weights)
 
 
 @cache
@@ -52,6 +65,8 @@ def matmul(on: Rate, rows: int, columns: int, inner: int, count: int = 1) -> flo
     flops = 2.0 * rows * columns * inner * count
     moved = on.size * count * (rows * inner + inner * columns) + 2 * count * rows * columns
     floor = moved / on.stream
+    if on.measured:
+        return flops / nearest(on.measured, rows * count, columns, inner)
     if not on.processors:
         return max(flops / on.flops, floor) + LAUNCH
     best = float("inf")

@@ -8,7 +8,8 @@ from meshwright.config import Batch, RunConfig, batch_algebra
 from meshwright.layout import Layout, stages_each
 from meshwright.plan.architecture import Architecture
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.stack import OWN, OWN_COMPILED, Stack
+from meshwright.plan.stack import Stack
+from meshwright.plan.stacks import OWN, OWN_COMPILED
 
 
 @dataclass(frozen=True)

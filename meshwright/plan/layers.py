@@ -31,6 +31,8 @@ class Pass:
     """of forward, what attention takes between its products with weights"""
 
 
+USUAL_LAUNCH = 9e-6
+"""Seconds that a host of the runs that constants were fitted to took to ask for one operator."""
 ASKED = 1.4
 """How much longer than for forward the host takes to ask for backward's kernels."""
 
@@ -58,6 +60,10 @@ class Shape:
     quantised: bool
     newer: bool
     """whether the device has other instructions for products than an A100"""
+    waits: bool = False
+    """whether the device is the host itself"""
+    launch: float = 0.0
+    """seconds in which this host asks for one operator, where somebody measured"""
 
 
 def shape_of(job: Job) -> Shape:
@@ -79,6 +85,8 @@ def shape_of(job: Job) -> Shape:
         plain,
         low,
         job.cluster.device.newer,
+        job.cluster.device.host,
+        job.cluster.measured.get("launch", 0.0),
     )
 
 
@@ -144,11 +152,18 @@ def layer(of: Shape, experts: bool) -> Pass:
     small = stream(of.plain, moved, 8)
     behind = stream(of.plain, 2 * moved, 14)
     host = stack.host_experts if experts else stack.host
-    ahead = max(forward + look + small, host) + gap
-    backward = max(inputs + weights + back + behind, ASKED * host) + gap
-    selected = small + stack.selective * forward if stack.flash else look
+    if of.launch:
+        host *= of.launch / USUAL_LAUNCH
+    ahead = beside(of, forward + look + small, host) + gap
+    backward = beside(of, inputs + weights + back + behind, ASKED * host) + gap
+    selected = small + (forward / 2 if stack.selective == "half" else 0.0) if stack.flash else look
     again = {"none": 0.0, "selective": selected, "alternate": ahead / 2, "full": ahead}[of.recompute]
     return Pass(ahead, backward, weights, flops(products) + attention_flops(of), again, look)
+
+
+def beside(of: Shape, computing: float, asking: float) -> float:
+    """A device computes while the host asks for more; a host that is the device does one after the other."""
+    return computing + asking if of.waits else max(computing, asking)
 
 
 def attention_flops(of: Shape) -> float:
@@ -204,7 +219,7 @@ def last(of: Shape) -> Pass:
     rows, columns, inner = product
     ahead = matmul(of.plain, rows, columns, inner)
     weights = matmul(of.plain, columns, inner, rows)
-    lost = of.stack.logits * of.tokens * columns / of.plain.stream
+    lost = of.stack.loss * of.tokens * columns / of.plain.stream
     backward = matmul(of.plain, rows, inner, columns) + weights + 0.6 * lost
     return Pass(ahead + 0.4 * lost, backward, weights, 2.0 * rows * columns * inner)
 

@@ -72,6 +72,8 @@ def _links(cluster: Cluster) -> Links:
 @cache
 def _seconds(links: Links, kind: str, message: float, place: Place) -> float:
     wire = wire_bytes(kind, int(message), place.ranks)
+    if seen := measured_curve(links.inside if place.nodes == 1 else links.between, kind, place.ranks):
+        return wire / along(seen, message)
     if kind == "send":
         link = links.inside if place.nodes == 1 else links.between
         return link.latency + wire / bus(link, message)
@@ -101,9 +103,17 @@ def exchanged(links: Links, message: float, place: Place) -> float:
 
 def bus(link: Link, message: float) -> float:
     """Bytes a second: of a measured curve at this size, or what a ring reaches of the link."""
-    if not link.curve:
-        return link.bandwidth * REACHED
-    points = link.curve
+    return along(link.curve, message) if link.curve else link.bandwidth * REACHED
+
+
+def measured_curve(link: Link, kind: str, ranks: int) -> tuple[tuple[float, float], ...]:
+    """Of this collective among about as many ranks, where somebody measured."""
+    same = [curve for curve in link.curves if curve.collective == kind]
+    return min(same, key=lambda curve: abs(curve.ranks - ranks)).points if same else ()
+
+
+def along(points: tuple[tuple[float, float], ...], message: float) -> float:
+    """Between the points of a curve, in logarithms."""
     if message <= points[0][0]:
         return points[0][1] * message / points[0][0]
     for (small, slow), (large, fast) in pairwise(points):

@@ -17,7 +17,7 @@ from meshwright.layout import Layout
 from meshwright.plan.architecture import Architecture, Latent
 from meshwright.plan.cluster import DEVICES, GB, NODES, Cluster, preset
 from meshwright.plan.job import Job
-from meshwright.plan.stack import stack_for
+from meshwright.plan.stacks import stack_for
 
 LARGEST = 64 << 20
 """Bytes of a file of records."""
@@ -95,7 +95,8 @@ def record_of(row: dict[str, Any], name: str) -> Record:
     assumed: list[str] = []
     model = architecture(row["model"])
     cluster = cluster_of(str(row["gpu"]), count(row, "gpus", most=1 << 24), f"{source} {notes}")
-    stack = stack_for(source, str(row["layout"].get("sharding")), cluster.device.name)
+    precision = precision_of(row.get("precision"))
+    stack = stack_for(source, str(row["layout"].get("sharding")), cluster.device.name, precision)
     places, whole = row["layout"], count(row, "global_batch")
     sharding = SHARDING[places.get("sharding")]
     if places.get("sharding") is None:
@@ -113,7 +114,6 @@ def record_of(row: dict[str, Any], name: str) -> Record:
         each = 1
     each = max(1, min(each, local))
     recompute = recomputed(row.get("recompute"), assumed)
-    precision = precision_of(row.get("precision"))
     virtual = int(places.get("vpp") or 1)
     sp = places.get("sp")
     if sp is not None:
@@ -130,7 +130,7 @@ def record_of(row: dict[str, Any], name: str) -> Record:
         1,
         "interleaved" if virtual > 1 else "1f1b",
         virtual,
-        stack.context,
+        stack.method,
         stack,
     )
     reported = row.get("reported", {})

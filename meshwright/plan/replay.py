@@ -23,7 +23,7 @@ from typing import Any
 from meshwright.plan.estimate import estimate
 from meshwright.plan.figures import Estimate
 from meshwright.plan.records import Record, read_records
-from meshwright.plan.stack import stranger
+from meshwright.plan.stacks import stranger
 
 SWEEP = 3
 """Runs of the same work that make a sweep."""

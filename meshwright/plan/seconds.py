@@ -269,7 +269,7 @@ def data(job: Job, bill: Bill, slow: Through, counts: Counts) -> None:
 
 
 def unit_by_unit(job: Job) -> bool:
-    return job.sharding == "parameters" and not (job.stack.once and job.layout.pipeline > 1)
+    return job.sharding == "parameters" and not (job.stack.keeps_stages and job.layout.pipeline > 1)
 
 
 def meet(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
 class Stack:
-    """One generation of one trainer. Constants that were fitted to published runs are listed in docs/planner.md."""
+    """One generation of one trainer: what it is, what it holds, and how long it takes. What was fitted to published
+    runs is listed in docs/planner.md.
+    """
 
     name: str
     flash: bool = True
@@ -24,13 +27,43 @@ class Stack:
     """bytes a gradient is held in"""
     state: float = 8
     """bytes of the optimizer a parameter, master weights included where they are not the weights"""
+    residual: float = 4
+    """bytes of a number between blocks; 0: as in compute"""
+    dropout: bool = False
+    """masks of dropout are kept: one byte a number, after attention and after the feed-forward"""
+    gathers_again: bool = False
+    """what the tensor axis gathers before a matrix is kept in pieces, and gathered again in backward"""
+    selective: Literal["products", "half", "attention"] = "products"
+    """selective recomputation keeps products and attention, or attention and every other product, or all but scores"""
+    torch: bool = True
+    """FSDP2's units, torch's pipelines, DTensor; else whole parameters and gradients in buffers, as in Megatron"""
+    keeps_stages: bool = False
+    """units of a pipeline's stages stay gathered through the step"""
+    keeps_outputs: bool = True
+    """a stage's output is kept until its backward pass, though the next stage has it"""
+    accumulated: float = 0
+    """bytes of a second gradient that micro-steps are added up in, whole whatever is sharded"""
+    logits: float = 0
+    """bytes of a logit at the peak of the loss; 0: cross-entropy step by step in float32"""
+    shares_context: bool = False
+    """ranks of the context axis share what is sharded also where no other ranks do"""
+    folds_tensor: bool = False
+    """experts are divided over ranks of the tensor axis, too"""
+    bucket: float = 0
+    """bytes of buffers in which gradients and parameters travel between ranks that share them"""
+    communicator: float = 0
+    """bytes that the library of collectives takes for a group of ranks"""
+    slack: float = 0
+    """what the allocator holds beyond its tensors, as a share of those that come and go"""
+    context: float = 0
+    """bytes of the device before the first tensor: kernels, handles, workspaces"""
     wide: float = 40
     """bytes that a layer's forward moves for each number of the residual stream, beside its products"""
     inner: float = 12
     """bytes that a layer's forward moves for each inner number of its feed-forward"""
     scores: float = 16
     """bytes that forward moves for each score, where attention has a matrix of scores"""
-    logits: float = 30
+    loss: float = 30
     """bytes that the loss moves for each logit, forward and backward"""
     attention: float = 0.5
     """share of the rate of products that attention's kernel reaches in forward, at heads of 128"""
@@ -42,8 +75,6 @@ class Stack:
     """share of what products reach on a device today that this generation's reached"""
     misaligned: float = 1.0
     """how many times more than today a product takes whose rows do not begin at 16 bytes"""
-    selective: float = 0.0
-    """share of the products that selective recomputation repeats"""
     gap: float = 0.0
     """seconds that the device waits for the host in every layer, forward, backward or again"""
     host: float = 300e-6
@@ -82,182 +113,9 @@ class Stack:
     """embedding and head count as layers where stages are divided"""
     sharding: str = "none"
     """what it divides among data-parallel ranks where nobody says"""
-    context: str = "ring"
+    method: str = "ring"
     """how it attends over pieces of sequences"""
     splits: bool = False
     """the batch of a rank is cut into as many micro-batches as there are samples, where there is a pipeline"""
-    once: bool = False
-    """sharded parameters of a pipeline's stages are gathered once a step, and stay"""
     flat: bool = False
     """gradients and parameters meet after the step's computing, not beside it"""
-
-
-OWN = Stack(
-    "meshwright",
-    wide=80,
-    inner=12,
-    logits=60,
-    attention=0.95,
-    recast=9,
-    host=1.1e-3,
-    host_experts=2e-3,
-    passed=4,
-    step=4e-3,
-)
-OWN_COMPILED = replace(OWN, name="meshwright compiled", fused=True, wide=14, inner=4, host=5e-4)
-
-MEGATRON = Stack(
-    "Megatron-LM 2021",
-    flash=False,
-    fused=True,
-    cut_sequence=False,
-    weights=2,
-    gradients=2,
-    state=16,
-    wide=16,
-    inner=9.5,
-    scores=9.5,
-    logits=110,
-    host=1.2e-3,
-    reduced=2,
-    flat=True,
-    scatters=True,
-    misaligned=4.3,
-    step=0.03,
-)
-DEEPSPEED = Stack(
-    "Megatron-DeepSpeed of BigScience 2022",
-    flash=False,
-    fused=True,
-    cut_sequence=False,
-    weights=2,
-    gradients=2,
-    state=16,
-    wide=16,
-    inner=9.5,
-    scores=9.5,
-    logits=110,
-    host=1.2e-3,
-    reduced=2,
-    flat=True,
-    ends_are_layers=True,
-    all_reduces=True,
-    gap=4.1e-3,
-    misaligned=4.3,
-    step=0.03,
-)
-COMPOSER = Stack(
-    "Composer 2023",
-    wide=47,
-    inner=9,
-    attention=0.46,
-    newer=0.65,
-    logits=15,
-    contended=0.12,
-    cast=1.2,
-    sharding="parameters",
-)
-TORCHTITAN = Stack(
-    "torchtitan 2024",
-    fused=True,
-    wide=50,
-    inner=13,
-    logits=40,
-    attention=0.6,
-    contended=0.12,
-    sharding="parameters",
-    context="gather",
-    splits=True,
-    selective=0.5,
-    pieces=1.5,
-    tensor_hidden=0.26,
-    once=True,
-    cast=5.2,
-    gathered=2,
-)
-BRIDGE = Stack(
-    "Megatron-Bridge 2026",
-    fused=True,
-    weights=2,
-    gradients=4,
-    state=12,
-    wide=38,
-    inner=8.7,
-    attention=0.48,
-    products=1.1,
-    tensor_hidden=0.8,
-    sends_hidden=0.8,
-    deduplicates=True,
-    sharding="optimizer",
-    context="ring",
-    cast=3,
-    host=60e-6,
-    step=0.02,
-)
-
-BRIDGE_2025 = replace(BRIDGE, name="Megatron-Bridge-2025", host_experts=1.7e-3)
-
-SOURCES: tuple[tuple[str, Stack], ...] = (
-    ("bigscience", DEEPSPEED),
-    ("vTrain", MEGATRON),
-    ("Narayanan", MEGATRON),
-    ("Smith", MEGATRON),
-    ("Korthikanti", MEGATRON),
-    ("MegaScale", MEGATRON),
-    ("mosaicml", COMPOSER),
-    ("torchtitan", TORCHTITAN),
-    ("Automodel", TORCHTITAN),
-    ("fms-fsdp", TORCHTITAN),
-    ("(25.", BRIDGE_2025),
-    ("Megatron-Bridge", BRIDGE),
-    ("NeMo", BRIDGE),
-)
-
-
-def stack_for(source: str, sharding: str, device: str) -> Stack:
-    """Of a published run: by who published it, or else by what it did on which devices."""
-    for word, stack in SOURCES:
-        if word.lower() in source.lower():
-            return stack
-    if sharding in ("fsdp", "zero3", "zero2"):
-        return TORCHTITAN
-    return DEEPSPEED if device.startswith("a100") else BRIDGE
-
-
-def stranger(stack: Stack) -> Stack:
-    """The nearest software of somebody else: what one would plan with, had this one never been measured."""
-    others = {
-        MEGATRON.name: DEEPSPEED,
-        DEEPSPEED.name: MEGATRON,
-        COMPOSER.name: TORCHTITAN,
-        TORCHTITAN.name: COMPOSER,
-        BRIDGE_2025.name: TORCHTITAN,
-        BRIDGE.name: TORCHTITAN,
-    }
-    near = others.get(stack.name, stack)
-    return replace(
-        stack,
-        **{name: getattr(near, name) for name in FITTED},
-    )
-
-
-FITTED = (
-    "wide",
-    "inner",
-    "scores",
-    "logits",
-    "attention",
-    "newer",
-    "pieces",
-    "products",
-    "misaligned",
-    "gap",
-    "host",
-    "host_experts",
-    "tensor_hidden",
-    "sends_hidden",
-    "contended",
-    "step",
-    "cast",
-)
-"""What of a software is fitted, not known."""

@@ -16,7 +16,7 @@ from meshwright.plan import calibration
 from meshwright.plan.calibration import Correction, Record, Shape, correct, correction, recall, remember
 from meshwright.plan.cluster import preset
 from meshwright.plan.job import Job
-from meshwright.plan.stack import OWN_COMPILED
+from meshwright.plan.stacks import OWN_COMPILED
 
 
 def job(**model):

@@ -108,7 +108,7 @@ def test_what_cannot_be_measured_is_refused_first(words, said, capsys, tmp_path,
 
 
 def test_one_device_has_no_curves_and_is_a_cluster_all_the_same(tmp_path):
-    seen = Seen("a device", 8e9, [Product("fp32", 1, 2, 3, 123456.0)], 1.23456e9, 2e-6, [])
+    seen = Seen("a device", 8e9, [Product("fp32", 1, 2, 3, 123456.0)], 1.23456e9, 2e-6, [], True)
     cluster = cluster_of_seen(seen, 1)
     assert cluster.device.products[0].rate == 123500.0  # as many digits as a measurement has
     keep(cluster, ["alone"], place(tmp_path / "new" / "one.toml"))
@@ -119,7 +119,7 @@ def test_a_hop_takes_what_the_smallest_all_reduce_took_divided_by_its_hops():
     seconds, ranks, size = 6e-6, 4, 1024.0
     rate = size * on_bus("all_reduce", ranks) / seconds
     curves = [Curve("all_reduce", ranks, ((size, rate), (2 * size, 3 * rate), (4 * size, 2 * rate)))]
-    seen = Seen("a device", 8e9, [Product("bf16", 1, 2, 3, 1.0)], 1e9, 2e-6, curves)
+    seen = Seen("a device", 8e9, [Product("bf16", 1, 2, 3, 1.0)], 1e9, 2e-6, curves, False)
     link = cluster_of_seen(seen, ranks).inside
     assert link.latency == pytest.approx(seconds / (2 * (ranks - 1)), rel=1e-3)
     assert link.bandwidth == pytest.approx(3 * rate, rel=1e-3)  # a curve that falls again is left as it is
