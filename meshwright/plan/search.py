@@ -25,7 +25,7 @@ from meshwright.plan.estimate import estimate
 from meshwright.plan.figures import Estimate, Memory
 from meshwright.plan.fit import memory
 from meshwright.plan.seconds import timed
-from meshwright.plan.stack import OWN
+from meshwright.plan.stacks import OWN
 from meshwright.plan.workload import Workload
 from meshwright.schedule import SPLIT
 
