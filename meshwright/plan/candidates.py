@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import lcm
 
-from meshwright import schedule
 from meshwright.layout import Layout
 from meshwright.plan.workload import Workload
 
@@ -162,10 +161,3 @@ def fills(kind: str, pipeline: int, micros: int) -> bool:
     if micros < least:
         return False
     return kind not in ("interleaved", "zero-bubble") or micros % max(1, micros // pipeline) == 0
-
-
-def waits(kind: str, pipeline: int, micros: int, each: int) -> float:
-    """The least that a schedule waits, as a share of its arithmetic (`slots.formula`); those that defer the gradients
-    of weights may wait for nothing.
-    """
-    return 0.0 if kind in schedule.SPLIT else (pipeline - 1) / (each * micros)

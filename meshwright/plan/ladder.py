@@ -20,8 +20,8 @@ ADDED = ("recompute", "shard", "tensor", "context", "pipeline", "expert")
 """What a rung may add, the least trouble first."""
 WORTH = 0.10
 """Time that is lost to one thing binds from this share of a step on."""
-ESTIMATES = 100
-"""of a rung, after one of every frame"""
+WEIGHED = 40
+"""plans of a rung, after one of every frame"""
 GAIN = 0.02
 """A rung that is added for speed has to gain so much."""
 
@@ -75,7 +75,7 @@ def stand(desk: Desk, used: tuple[str, ...]) -> tuple[Estimate, Binding]:
     the lightest where nothing fits.
     """
     desk, idle = reaching(desk, space_of(desk, used))
-    found = search(desk, space_of(desk, used), top=1, most=ESTIMATES).ranked
+    found = search(desk, space_of(desk, used), top=1, most=WEIGHED).ranked
     if found:
         return found[0], bound_by(found[0], idle)
     least = lightest(desk, space_of(desk, used))
