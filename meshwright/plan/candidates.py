@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import lcm
 
-from meshwright import schedule
 from meshwright.layout import Layout
 from meshwright.plan.workload import Workload
 
@@ -155,14 +154,10 @@ def schedules(work: Workload, frame: Frame) -> list[tuple[str, int]]:
 
 
 def fills(kind: str, pipeline: int, micros: int) -> bool:
-    """Whether a step has micro-batches enough for a schedule, and evenly many where it asks for that."""
-    if micros < schedule.fewest_micros(kind, pipeline):
+    """Whether a step has micro-batches enough for a schedule to be what it is for, and evenly many where it asks for
+    that. With fewer, ranks wait as long as by gpipe, which is left for such steps.
+    """
+    least = {"gpipe": 1, "zbv": 2 * pipeline - 1, "dualpipev": 2 * pipeline}.get(kind, pipeline)
+    if micros < least:
         return False
     return kind not in ("interleaved", "zero-bubble") or micros % max(1, micros // pipeline) == 0
-
-
-def waits(kind: str, pipeline: int, micros: int, each: int) -> float:
-    """The least that a schedule waits, as a share of its arithmetic (`slots.formula`); those that defer the gradients
-    of weights may wait for nothing.
-    """
-    return 0.0 if kind in schedule.SPLIT else (pipeline - 1) / (each * micros)

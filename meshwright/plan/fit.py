@@ -30,17 +30,6 @@ def memory(job: Job, quick: bool = False) -> list[Memory]:
     return found
 
 
-def too_much(job: Job) -> bool:
-    """Whether what is held all the time is too much by itself: a quick no, where a yes needs every moment."""
-    setting, least = setting_of(job), job.stack.context
-    for parts in {parts_of(job)[0], parts_of(job)[-1]}:
-        stages = [stage_of(job, setting, part) for part in parts]
-        held = Holding(job, setting, stages) if job.stack.torch else Buffered(job, setting, stages)
-        if held.base.tensors + held.left() + least > job.cluster.device.memory:
-            return True
-    return False
-
-
 def telling(held: list[tuple[Part, ...]]) -> list[int]:
     """Of ranks that hold the same the first, which has most micro-batches in flight, and the last two, where a V of
     stages turns.

@@ -20,8 +20,8 @@ ADDED = ("recompute", "shard", "tensor", "context", "pipeline", "expert")
 """What a rung may add, the least trouble first."""
 WORTH = 0.10
 """Time that is lost to one thing binds from this share of a step on."""
-ESTIMATES = 100
-"""of a rung, after one of every frame"""
+WEIGHED = 40
+"""plans of a rung, after one of every frame"""
 GAIN = 0.02
 """A rung that is added for speed has to gain so much."""
 
@@ -64,19 +64,21 @@ def ladder(desk: Desk, chosen: Estimate) -> tuple[list[Rung], str]:
     return rungs, compared(rungs[-1], chosen)
 
 
-def space_of(used: tuple[str, ...]) -> Space:
-    return Space(frozenset(used) - {"recompute"}, RECOMPUTED if "recompute" in used else RECOMPUTED[:1])
+def space_of(desk: Desk, used: tuple[str, ...]) -> Space:
+    """Tensor groups stay inside a node."""
+    recompute = RECOMPUTED if "recompute" in used else RECOMPUTED[:1]
+    return Space(frozenset(used) - {"recompute"}, recompute, desk.cluster.per_node)
 
 
 def stand(desk: Desk, used: tuple[str, ...]) -> tuple[Estimate, Binding]:
     """The best that there is with what was added so far: on fewer devices where the batch does not reach for all, and
     the lightest where nothing fits.
     """
-    desk, idle = reaching(desk, space_of(used))
-    found = search(desk, space_of(used), top=1, most=ESTIMATES).ranked
+    desk, idle = reaching(desk, space_of(desk, used))
+    found = search(desk, space_of(desk, used), top=1, most=WEIGHED).ranked
     if found:
         return found[0], bound_by(found[0], idle)
-    least = lightest(desk, space_of(used))
+    least = lightest(desk, space_of(desk, used))
     assert least is not None  # one rank with one sample is always there
     return desk.time(least), bound_by(desk.time(least), idle)
 
@@ -168,7 +170,11 @@ def fixed(before: Binding, after: Binding, was: Estimate, now: Estimate) -> str:
         return f"devices without a sample {before.over:,.0f} -> {after.over if after.kind == 'batch' else 0:,.0f}"
     if before.kind == "memory":
         return f"heaviest rank {size(was.heaviest.total)} -> {size(now.heaviest.total)}"
-    return f"{before.kind} {seconds(lost(was)[before.kind])} -> {seconds(lost(now)[before.kind])}"
+    told = f"{before.kind} {seconds(lost(was)[before.kind])} -> {seconds(lost(now)[before.kind])}"
+    if lost(now)[before.kind] < lost(was)[before.kind]:
+        return told
+    gained = was.seconds - now.seconds
+    return f"{seconds(gained)} of the step, though {told}"
 
 
 def cost(was: Estimate, now: Estimate) -> str:

@@ -17,8 +17,8 @@ from meshwright.plan.workload import Workload
 FACTORS = (1, 2, 4, 8, 16, 32, 64)
 ENOUGH = 0.9
 """of its tokens a second and device: a plan that keeps less is held against a new one"""
-ESTIMATES = 40
-"""of a new plan, after one of every frame"""
+WEIGHED = 20
+"""plans of a new search, after one of every frame"""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def new_plan(desk: Desk, factor: int, growing: bool) -> Estimate | None:
     work = desk.work.of(desk.work.batch * (factor if growing else 1))
     counts = ("layout.replicate", "layout.shard_degree", "batch.micro")
     free = replace(work, pinned={key: value for key, value in work.pinned.items() if key not in counts})
-    found = search(Desk(free, desk.cluster.of(desk.cluster.devices * factor)), top=1, most=ESTIMATES).ranked
+    found = search(Desk(free, desk.cluster.of(desk.cluster.devices * factor)), top=1, most=WEIGHED).ranked
     return found[0] if found else None
 
 

@@ -1,7 +1,7 @@
 """The best ways to spread a step: every way that fits, the quickest first, without estimating them all; torch-free.
 
-What is left out cannot be among the first:
-- degrees whose arithmetic alone, with the least waiting of any schedule, takes longer than the last plan of the list;
+Time is asked first, memory only of what would be among the first. What is left out would not be:
+- degrees of which no plan, were there room for it, is as quick as the last plan of the list;
 - recomputation, where less of it fits: it takes time and gives memory alone;
 - passes of fewer samples, where larger ones fit and no pipeline waits for them;
 - groups of shards other than all ranks, a node, and the smallest that fits with and without recomputation.
@@ -18,18 +18,21 @@ from itertools import takewhile
 from math import log
 
 from meshwright.layout import Layout
-from meshwright.plan.candidates import Frame, Space, fills, frames, layouts, micros, schedules, waits
+from meshwright.plan.candidates import Frame, Space, fills, frames, layouts, micros, schedules
 from meshwright.plan.choice import Choice, exact, job_of, refusal
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.estimate import estimate
 from meshwright.plan.figures import Estimate, Memory
-from meshwright.plan.fit import memory, too_much
+from meshwright.plan.fit import memory
 from meshwright.plan.seconds import timed
+from meshwright.plan.stacks import OWN
 from meshwright.plan.workload import Workload
 from meshwright.schedule import SPLIT
 
-MOST_ESTIMATES = 500
-"""of one search, after one of every frame: those that promise most are looked into first"""
+MOST_WEIGHED = 250
+"""Plans of one search that are weighed after one of every frame, in the frames whose plan was quickest."""
+MARGIN = 1.05
+"""A frame is looked into where the best of its few sketches takes so many times the last of the list, or less."""
 ALIKE = 0.01
 """Plans are as quick as each other within this."""
 KEPT = 8
@@ -49,7 +52,7 @@ class Found:
     frames: int
     """ways to cut the model"""
     left_out: int
-    """of these, not looked into: their arithmetic alone takes longer, or there were MOST_ESTIMATES"""
+    """of these, not looked into: their arithmetic alone takes longer, nothing fits, or enough was weighed"""
 
 
 class Desk:
@@ -59,8 +62,14 @@ class Desk:
         self.work, self.cluster = work, cluster
         self.weights: dict[Choice, list[Memory]] = {}
         self.heavy: dict[Choice, Memory] = {}
+        self.bare: dict[Choice, Estimate] = {}
         self.timings: dict[Choice, Estimate] = {}
         self.refusals: dict[Choice, bool] = {}
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """(plans timed, plans weighed)"""
+        return len({*self.bare, *self.timings}), len(self.weights)
 
     def weigh(self, choice: Choice) -> list[Memory]:
         if choice not in self.weights:
@@ -73,9 +82,15 @@ class Desk:
         return self.heavy[choice]
 
     def fits(self, choice: Choice) -> bool:
-        if choice not in self.weights and too_much(job_of(self.work, self.cluster, choice)):
-            return False
-        return self.heaviest(choice).total <= self.cluster.device.memory
+        """Weighed only where what is held between steps would have room."""
+        capacity = self.cluster.device.memory
+        return least_held(self.work, choice) <= capacity and self.heaviest(choice).total <= capacity
+
+    def unweighed(self, choice: Choice) -> Estimate:
+        """Its seconds, whether it fits or not."""
+        if choice not in self.bare:
+            self.bare[choice] = timed(job_of(self.work, self.cluster, choice), [])
+        return self.bare[choice]
 
     def time(self, choice: Choice) -> Estimate:
         if choice not in self.timings:
@@ -88,12 +103,30 @@ class Desk:
         return self.refusals[choice]
 
 
+def least_held(work: Workload, choice: Choice) -> float:
+    """Bytes of parameters, gradients and optimizer that a rank has at least: of an even division of everything."""
+    model, layout, stack = work.model, choice.layout, OWN
+    banks = model.expert_layers * model.experts * model.expert_weights
+    numbers = (model.parameters - banks + banks / layout.expert) / layout.tensor / layout.pipeline
+    over = layout.shard * layout.context if choice.sharding != "none" else 1
+    state = 0.0 if work.base is not None and work.base.compute.offload else stack.state
+    divided = {"optimizer": state, "gradients": state + stack.gradients}.get(choice.sharding, 0.0)
+    whole = stack.weights + stack.gradients + state
+    divided = whole if choice.sharding == "parameters" else divided
+    return numbers * (whole - divided + divided / over)
+
+
 class Best:
     """The best plan of every layout so far, and the seconds of the last that the list has room for."""
 
     def __init__(self, top: int) -> None:
         self.top, self.last = top, float("inf")
         self.plans: dict[tuple[Layout, str], Estimate] = {}
+
+    def to_beat(self, choice: Choice) -> float:
+        """Seconds beyond which a choice changes nothing: of its layout's best, and of the last of the list."""
+        known = self.plans.get(choice.family)
+        return min(self.last, known.seconds if known else self.last)
 
     def keep(self, found: Estimate) -> None:
         family = Choice.of(found.job).family
@@ -104,30 +137,28 @@ class Best:
             self.last = sorted(each.seconds for each in self.plans.values())[self.top - 1]
 
 
-def search(desk: Desk, space: Space | None = None, top: int = KEPT, most: int = MOST_ESTIMATES) -> Found:
-    """Of a workload on all devices of a cluster. Of every frame one plan is made at once; those whose plan is quick are
-    looked into first.
+def search(desk: Desk, space: Space | None = None, top: int = KEPT, most: int = MOST_WEIGHED) -> Found:
+    """Of a workload on all devices of a cluster. Frames are taken in the order of what they promise, whether it fits or
+    not, and of each one plan is made at once; then those whose plan is quick are looked into first.
     """
     space = space or Space()
-    began = len(desk.timings), len(desk.weights)
-    every = list(every_frame(desk, space))
-    begun = [(desk.time(choice), frame) for frame in every if (choice := first_of(desk, frame, space)) is not None]
+    before = desk.counts
+    every = [(promise(desk, frame, space), frame) for frame in every_frame(desk, space)]
+    best = Best(top)
+    begun: list[tuple[Estimate, float, Frame]] = []
+    for promised, frame in sorted(every, key=lambda row: row[0]):
+        if promised <= MARGIN * best.last and (choice := first_of(desk, frame, space)) is not None:
+            begun.append((desk.time(choice), promised, frame))
+            best.keep(begun[-1][0])
     if not begun and "tensor" in space.axes and space.tensor is None:
         return search(desk, replace(space, tensor=desk.cluster.devices), top, most)  # beyond a node, then
-    tried = {Choice.of(found.job) for found, _ in begun}
-    best = Best(top)
-    for found, _ in begun:
-        best.keep(found)
-    left = 0
-
-    for _, frame in sorted(begun, key=lambda row: row[0].seconds):
-        least, arithmetic = (
-            bound(desk, frame, space) if len(desk.timings) - began[0] - len(begun) < most else (float("inf"), 0.0)
-        )
-        if least > best.last:
+    tried = {Choice.of(found.job) for found, *_ in begun}
+    enough, left = len(desk.weights) + most, len(every) - len(begun)
+    for _, promised, frame in sorted(begun, key=lambda row: row[0].seconds):
+        if promised > MARGIN * best.last or len(desk.weights) > enough:
             left += 1
             continue
-        for choice in choices(desk, frame, space, arithmetic, best):
+        for choice in choices(desk, frame, space, best):
             tried.add(choice)
             best.keep(desk.time(choice))
     ranked = in_order(best.plans.values())
@@ -138,8 +169,8 @@ def search(desk: Desk, space: Space | None = None, top: int = KEPT, most: int = 
     return Found(
         in_order(first) + ranked[top:],
         front,
-        len(desk.timings) - began[0],
-        len(desk.weights) - began[1],
+        desk.counts[0] - before[0],
+        desk.counts[1] - before[1],
         len(every),
         left,
     )
@@ -148,18 +179,21 @@ def search(desk: Desk, space: Space | None = None, top: int = KEPT, most: int = 
 def first_of(desk: Desk, frame: Frame, space: Space) -> Choice | None:
     """A plan of a frame that is likely to be among its best: the least that fits is recomputed, then divided."""
     sizes = [micro for micro in micros(desk.work, frame) if filled(desk, frame, micro)]
-    for recompute in levels(desk.work, space) if sizes else ():
-        for sharding, options in layouts(desk.work, frame, space):
-            kinds = [row for row in filled(desk, frame, sizes[0]) if row[0] not in SPLIT or recompute == "none"]
-            kinds.sort(key=lambda row: (row[0] in SPLIT, -row[1]))
-            plain = [row for row in kinds if row[1] == 1][:1]  # more stages a rank take more memory
-            for kind, each in dict.fromkeys([*kinds[:1], *plain]) or [("1f1b", 1)]:
-                start = Choice(options[-1], sizes[0], sharding, recompute, kind, each, frame.method)
-                if desk.refused(start) or not desk.fits(start):
-                    continue
-                if frame.pipeline > 1:
-                    return start
-                return [start, *takewhile(desk.fits, (replace(start, micro=micro) for micro in sizes[1:]))][-1]
+    kinds = list(layouts(desk.work, frame, space))
+    for recompute in levels(desk.work, space) if sizes and kinds else ():
+        rows = [row for row in filled(desk, frame, sizes[0]) if row[0] not in SPLIT] or filled(desk, frame, sizes[0])
+        for kind, each in dict.fromkeys((max(rows, key=lambda row: row[1]), rows[0])):  # many stages hold more
+            tried = [
+                Choice(options[-1], sizes[0], sharding, recompute, kind, each, frame.method)
+                for sharding, options in kinds
+            ]
+            allowed = [choice for choice in tried if not desk.refused(choice)]
+            if not allowed or not desk.fits(allowed[-1]):  # where the most divided does not, no other does
+                continue
+            start = next(choice for choice in allowed if desk.fits(choice))
+            if frame.pipeline > 1:
+                return start
+            return [start, *takewhile(desk.fits, (replace(start, micro=micro) for micro in sizes[1:]))][-1]
     return None
 
 
@@ -203,26 +237,26 @@ def first_exact(desk: Desk, ranked: list[Estimate]) -> list[Estimate]:
     return [each for each in found if each.fits]
 
 
-def bound(desk: Desk, frame: Frame, space: Space) -> tuple[float, float]:
-    """(seconds that every plan with these degrees takes, and those without waiting): its arithmetic in its largest
-    passes, with what is sent inside a pass; not the meeting of gradients, nor the optimizer.
+def promise(desk: Desk, frame: Frame, space: Space) -> float:
+    """Seconds of the best of a few plans of a frame, were there room for them: little and much divided, in the smallest
+    and the largest passes, by the schedules that wait least.
     """
-    sizes = [micro for micro in micros(desk.work, frame) if any(filled(desk, frame, micro))]
-    if not sizes:
-        return float("inf"), float("inf")
-    micro = next((size for size in reversed(sizes) if ("1f1b", 1) in filled(desk, frame, size)), sizes[-1])
-    kind, each = filled(desk, frame, micro)[0]
-    layout = Layout(frame.pipeline, frame.data, 1, frame.context, frame.tensor, frame.expert)
-    recompute = str(desk.work.pinned.get("compute.recompute", space.recompute[0]))
-    found = desk.time(Choice(layout, micro, "none", recompute, kind, each, frame.method))
-    meeting = sum(call.exposed for call in found.calls if "shard" in call.axis or "replicate" in call.axis)
-    apart = meeting + sum(found.phases.get(phase, 0.0) for phase in ("bubble", "update", "contention"))
-    arithmetic = max(0.0, found.seconds - apart)
-    local = desk.work.batch // frame.data
-    waiting = min(
-        waits(kind, frame.pipeline, local // size, each) for size in sizes for kind, each in filled(desk, frame, size)
-    )
-    return arithmetic * (1 + waiting), arithmetic
+    sizes = [micro for micro in micros(desk.work, frame) if filled(desk, frame, micro)]
+    kinds = list(layouts(desk.work, frame, space))
+    if not sizes or not kinds:
+        return float("inf")
+    least = levels(desk.work, space)[0]
+    found = []
+    for micro in {sizes[0], sizes[-1]} if frame.pipeline > 1 else sizes[-1:]:
+        rows = filled(desk, frame, micro)
+        split = [row for row in rows if row[0] in SPLIT]
+        usual = [row for row in rows if row[0] not in SPLIT] or split
+        for kind, each in {max(usual, key=lambda row: row[1]), (split or usual)[-1]}:
+            for sharding, options in {kinds[0][0]: kinds[0], kinds[-1][0]: kinds[-1]}.values():
+                choice = Choice(options[-1], micro, sharding, least, kind, each, frame.method)
+                if not desk.refused(choice):
+                    found.append(desk.unweighed(choice).seconds)
+    return min(found, default=0.0)
 
 
 def filled(desk: Desk, frame: Frame, micro: int) -> list[tuple[str, int]]:
@@ -232,25 +266,26 @@ def filled(desk: Desk, frame: Frame, micro: int) -> list[tuple[str, int]]:
     return [row for row in found if row[0] != "gpipe"] if ("1f1b", 1) in found else found
 
 
-def choices(desk: Desk, frame: Frame, space: Space, arithmetic: float, best: Best) -> Iterator[Choice]:
-    """Those of a frame that fit and are allowed, less what cannot be better than others of them."""
-    sizes = micros(desk.work, frame)
-    for sharding, options in layouts(desk.work, frame, space):
-        for layout in degrees(desk, frame, space, sharding, options):
+def choices(desk: Desk, frame: Frame, space: Space, best: Best) -> Iterator[Choice]:
+    """Those of a frame that fit and are allowed, less what cannot be better than others of them. What is divided most
+    comes first: passes that do not fit then fit nowhere.
+    """
+    order = levels(desk.work, space)
+    hopeless: set[tuple[str, int, int, str]] = set()
+    for sharding, options in reversed(list(layouts(desk.work, frame, space))):
+        for layout in reversed(degrees(desk, frame, space, sharding, options)):
             for kind, each in schedules(desk.work, frame):
-                start = Choice(layout, 1, sharding, "none", kind, each, frame.method)
-                found = []
-                level = 0
-                for micro in sizes:
-                    count = desk.work.batch // frame.data // micro
+                found, level = [], 0
+                for micro in micros(desk.work, frame):
                     if (kind, each) not in filled(desk, frame, micro):
                         continue
-                    if arithmetic * (1 + waits(kind, frame.pipeline, count, each)) > best.last:
+                    choice = Choice(layout, micro, sharding, order[level], kind, each, frame.method)
+                    if desk.unweighed(choice).seconds > best.to_beat(choice):
                         continue
-                    fitting = lightest_change(desk, replace(start, micro=micro), levels(desk.work, space), level)
+                    fitting = lightest_change(desk, choice, order[level:], hopeless)
                     if fitting is None:
                         break
-                    level = levels(desk.work, space).index(fitting.recompute)
+                    level = order.index(fitting.recompute)
                     found.append(fitting)
                 yield from found if frame.pipeline > 1 else ends(found)
 
@@ -260,12 +295,17 @@ def levels(work: Workload, space: Space) -> tuple[str, ...]:
     return space.recompute if pin is None else (str(pin),)
 
 
-def lightest_change(desk: Desk, choice: Choice, order: tuple[str, ...], level: int) -> Choice | None:
+def lightest_change(
+    desk: Desk, choice: Choice, order: tuple[str, ...], hopeless: set[tuple[str, int, int, str]]
+) -> Choice | None:
     """With as little recomputed as fits."""
-    for recompute in order[level:]:
-        tried = replace(choice, recompute=recompute)
-        if not desk.refused(tried) and desk.fits(tried):
+    for recompute in order:
+        tried, passes = replace(choice, recompute=recompute), (choice.schedule, choice.stages, choice.micro, recompute)
+        if passes in hopeless or desk.refused(tried):
+            continue
+        if desk.fits(tried):
             return tried
+        hopeless.add(passes)
     return None
 
 
