@@ -233,7 +233,7 @@ def first_exact(desk: Desk, ranked: list[Estimate]) -> list[Estimate]:
     """The first of a list by the exact formulas of their runs, those that fit by these, too."""
     if desk.work.base is None:
         return ranked
-    found = [estimate(exact(desk.work, desk.cluster, Choice.of(each.job))) for each in ranked]
+    found = [estimate(exact(desk.work, desk.cluster, Choice.of(each.job)), exact=True) for each in ranked]
     return [each for each in found if each.fits]
 
 

@@ -14,12 +14,14 @@ from meshwright import schedule
 from meshwright.plan import slots
 from meshwright.plan.doubt import interval
 from meshwright.plan.figures import Call, Estimate, Memory
+from meshwright.plan.instants import alike
 from meshwright.plan.job import Job
 from meshwright.plan.layers import Shape, first, last, layer, optimizer, routed_rows, shape_of
 from meshwright.plan.links import Place, collective
-from meshwright.plan.slots import MOST_PASSES
 from meshwright.plan.spread import Counts, Part, counts_of, places_of, rank_parameters, stage_counts
 
+MOST_PASSES = 1 << 13
+"""Of a schedule that is run pass by pass: micro-batches times stages."""
 CRAMPED = 0.92
 """Share of a device's memory from which on its allocator may have to wait."""
 
@@ -175,10 +177,10 @@ def bubble(job: Job, ranks: list[Through]) -> float:
 
 
 def simulated_bubble(job: Job, of: Shape, ranks: list[Through]) -> float:
-    """The same from the schedule itself, pass by pass, each stage with its own seconds; in closed form where that has
-    too many passes.
+    """The same from the schedule itself, pass by pass, each stage with its own seconds. Rounds of micro-batches in full
+    course wait for nothing more, so that a few tell of all. In closed form where even these have too many passes.
     """
-    count, micros = job.layout.pipeline * job.stages, job.batch.accumulation
+    count, micros = job.layout.pipeline * job.stages, alike(job.layout.pipeline, job.batch.accumulation)
     if len(ranks) == 1 or count * micros > MOST_PASSES:
         return bubble(job, ranks)
     stages = [

@@ -90,7 +90,7 @@ def test_sixteen_thousand_devices_are_searched_in_seconds_and_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
     took, estimates, weighed, cuts, plans = map(float, done.stdout.split())
-    assert took < 12  # three times what it takes; most of it asking fit for memory
+    assert took < 6  # a third of it on an idle machine
     assert weighed <= MOST_WEIGHED + 3 * cuts  # a frame that was begun is finished
     assert estimates <= 10 * cuts
     assert plans >= 8
