@@ -12,7 +12,9 @@ from meshwright.words import Json, flag, tell, word
 
 
 def plan(
-    model: Annotated[str, Positional, word("MODEL", "a preset, a run file, or a published config.json")],
+    model: Annotated[
+        str | None, Positional, word("[MODEL]", "a preset, a run file, or a published config.json")
+    ] = None,
     cluster: Annotated[
         str, word("CLUSTER", "h100 (a node), h100:4, h100:8x16 (16 nodes of 8), a cluster file, or here")
     ] = "h100",
@@ -26,11 +28,17 @@ def plan(
     critical_batch: Annotated[float | None, word("TOKENS", "where larger batches stop paying, for --scale")] = None,
     json: Json = False,
     html: Annotated[Path | None, word("FILE", "write it all as one page")] = None,
+    replay: Annotated[Path | None, word("RUNS.json", "predict published runs instead, and show the error")] = None,
     out: Annotated[Path | None, word("PLAN.toml", "write the plan as a run file, its figures beside it")] = None,
     *,
     overrides: tuple[str, ...] = (),
 ) -> None:
     """Plan: the best layout of a model on a cluster, the way to it and why; given keys of the run are kept."""
+    if replay is not None:
+        show_error(replay, json)
+        return
+    if model is None:
+        raise ConfigError("no model is given", "allowed: meshwright plan MODEL, or meshwright plan --replay RUNS.json")
     from json import dumps
 
     from meshwright.observe.plan import show
@@ -70,3 +78,11 @@ def plan(
     show(whole, top, explained=explain is not None)
     for path in filter(None, (out, out and out.with_suffix(".json"), html)):
         tell(False, {}, f"written: {path}")
+
+
+def show_error(records: Path, json: bool) -> None:
+    from meshwright.observe.replay import show_replay
+    from meshwright.plan.replay import replay
+
+    found = replay(records)
+    tell(True, found, "") if json else show_replay(found)

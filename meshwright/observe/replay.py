@@ -1,0 +1,60 @@
+"""How wrong the planner is, as a table: one line a source, and one for all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from meshwright.words import printable
+
+
+def show_replay(found: dict[str, Any], console: Console | None = None) -> None:
+    console = console or Console()
+    console.print(table_of(found["scores"]))
+    console.print(
+        f"[dim]{len(found['records'])} runs predicted, {len(found['left_out'])} left out (--json says why)[/]"
+    )
+
+
+def table_of(scores: list[dict[str, Any]]) -> Table:
+    table = Table(
+        title="predicted against measured",
+        caption="alone: the median with the constants of other software; inside: in intervals of four in five",
+    )
+    table.add_column("source")
+    for name in (
+        "runs",
+        "median",
+        "90th",
+        "mean",
+        "alone",
+        "inside",
+        "memory",
+        "90th",
+        "oom",
+        "sweeps",
+        "tau",
+        "regret",
+    ):
+        table.add_column(name, justify="right")
+    for one in scores:
+        totals = one["source"] in ("fully stated", "all")
+        oom = f"{one['oom_right']}/{one['oom']}" if one["oom"] else ""
+        table.add_row(
+            printable(one["source"]),
+            str(one["timed"]),
+            *(percent(one[key]) for key in ("median", "ninth", "mean", "alone", "inside")),
+            *(percent(one[key]) for key in ("memory_median", "memory_ninth")),
+            oom,
+            str(one["sweeps"] or ""),
+            "" if one["tau"] is None else f"{one['tau']:.2f}",
+            percent(one["regret"]),
+            style="bold" if totals else "",
+        )
+    return table
+
+
+def percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f}%"
