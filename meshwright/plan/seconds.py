@@ -292,8 +292,9 @@ def units(job: Job, bill: Bill, part: Part, slow: Through, count: int) -> None:
     gradients are scattered beside it.
     """
     stack, micros = job.stack, job.batch.accumulation
-    gather = message(job, part.axis, "all_gather", part.numbers / count * stack.gathered, 1, part.shards)
-    scatter = message(job, part.axis, "reduce_scatter", part.numbers / count * stack.reduced, 1, part.shards)
+    place = Place(part.shards.ranks, 1) if stack.one_adapter and part.shards.nodes > 1 else part.shards
+    gather = message(job, part.axis, "all_gather", part.numbers / count * stack.gathered, 1, place)
+    scatter = message(job, part.axis, "reduce_scatter", part.numbers / count * stack.reduced, 1, place)
     ahead, behind = slow.forward / count, (slow.backward + slow.again) / count
     if job.layout.pipeline > 1:  # a schedule lets go of units after each forward, and sums gradients up by itself
         left = count * max(0.0, gather.seconds - ahead) + gather.seconds

@@ -93,6 +93,8 @@ class Stack:
     """bytes a number that goes to an expert has"""
     passed: float = 2
     """bytes a number that goes to the next stage has"""
+    one_adapter: bool = False
+    """what is gathered unit by unit goes through one adapter of each node"""
     all_reduces: bool = False
     """gradients of which every rank updates a part are summed up on all of them, not scattered"""
     reduced: float = 4
