@@ -12,7 +12,7 @@ from meshwright.errors import ConfigError
 from meshwright.plan.records import read_records, record_of
 from meshwright.plan.replay import ranked, replay, twin
 
-PUBLISHED = Path(__file__).parent / "published_runs.json"
+PUBLISHED = Path(__file__).parents[2] / "examples" / "published_runs.json"
 """One in seven of the collected runs, two whole sweeps, and those that report classes of memory or ran out of it."""
 
 
