@@ -147,8 +147,8 @@ class MemoryLedger(TorchDispatchMode):
             born = "activation" if self._phase == "forward" else "temporary"
             empty, writes = nature(func)
             for tensor in tensors_in(result):
-                if tensor.layout == torch.strided:
-                    self._see(tensor.untyped_storage(), FRESH if empty else born, only=(FRESH,) if writes else ())
+                for part in unwrapped(tensor):  # a result that is still on its way comes wrapped
+                    self._see(part.untyped_storage(), FRESH if empty else born, only=(FRESH,) if writes else ())
         return result
 
     def _see(self, storage: UntypedStorage, kind: str, only: tuple[str, ...] = (*KINDS, FRESH)) -> None:
