@@ -93,6 +93,26 @@ def prove(
         raise SystemExit(1)
 
 
+def simulate(
+    file: RunFile = None,
+    ranks: Annotated[str | None, word("N", "ranks in all (decides layout.replicate)")] = None,
+    rank: Annotated[tuple[int, ...], word("R", "ranks to look at (default: the first, and a pipeline's last)")] = (),
+    json: Json = False,
+    *,
+    overrides: tuple[str, ...] = (),
+) -> None:
+    """Simulate: what a step would send and hold on any number of ranks, without one of them."""
+    from meshwright import api
+    from meshwright.config import load
+    from meshwright.observe.simulation import show
+    from meshwright.refused import checked
+
+    config = load(file, overrides, ranks)
+    checked(config)  # before torch is imported
+    found = api.simulate(config, rank=rank)
+    tell(True, found.to_json(), "") if json else show(found)
+
+
 def data_show(
     run: Run,
     step: Annotated[int, word("K", "the step, past or future; the first is 0")],
@@ -219,6 +239,7 @@ def plan_schedule(
 VERBS: dict[str, Callable[..., None]] = {
     "train": train,
     "prove": prove,
+    "simulate": simulate,
     "plan schedule": plan_schedule,
     "data show": data_show,
     "data find": data_find,

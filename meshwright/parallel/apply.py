@@ -36,7 +36,6 @@ from meshwright.parallel.tensor import cut
 from meshwright.parallel.weights import Fill, Weights
 from meshwright.parallel.world import World
 
-
 Copies = Callable[[nn.Module, ReplicateConfig, World], Spread]
 
 
@@ -71,7 +70,9 @@ def apply(
         for block in blocks_of(model, parts):
             block.forward = torch.compile(block.forward)
     weights = Weights(model, fill, world.device)
-    among = partial(over_tokens, config=config, layout=layout, world=world, meshes=meshes, weights=weights, copies=copies)
+    among = partial(
+        over_tokens, config=config, layout=layout, world=world, meshes=meshes, weights=weights, copies=copies
+    )
     if plan is None:
         spread = among(model, parts)
     else:

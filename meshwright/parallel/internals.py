@@ -90,7 +90,7 @@ class Imagined:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        with eager(), self.mode, Arrived():
+        with self.mode, Arrived():  # type: ignore[no-untyped-call]
             yield
 
 
@@ -102,7 +102,7 @@ class Arrived(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, name = getattr(func, "namespace", ""), func.__name__.partition(".")[0]
         if namespace == "_c10d_functional" and name in ("wait_tensor", "_wrap_tensor_autograd"):
             return args[0]
@@ -118,21 +118,40 @@ def grouped_product(one: Tensor, other: Tensor, offs: Tensor, **_words: Any) -> 
     return one.new_empty(one.shape[-2], other.shape[-1])
 
 
-@contextmanager
-def eager() -> Iterator[None]:
-    """DTensor takes tensors without content for a sign that something is compiled, and forgets what it has worked out
-    before.
+class Chunks:
+    """A parameter's pieces, of which FSDP2 looks at its own and the first; with thousands of ranks it would spend
+    minutes on making all of them.
     """
-    name = "_are_we_tracing"
-    changed = [
-        (module, getattr(module, name))
-        for path, module in list(sys.modules.items())
-        if path.startswith("torch.distributed") and name in vars(module)
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self.tensor, self.dim = tensor, dim
+        self.each = -(-tensor.size(dim) // num_chunks)
+
+    def __getitem__(self, place: int) -> Tensor:
+        size = self.tensor.size(self.dim)
+        start = min(place * self.each, size)
+        if start == size:
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, start, min(self.each, size - start))
+
+
+@contextmanager
+def unhurried_torch() -> Iterator[None]:
+    """What torch does otherwise, or slowly, with tensors without content: DTensor takes them for a sign that something
+    is compiled, and forgets what it has worked out before.
+    """
+    tracing = "_are_we_tracing"
+    names = [name for name in sys.modules if name.startswith("torch.distributed")]
+    changes: list[tuple[str, str, Any]] = [
+        ("torch.distributed.fsdp._fully_shard._fsdp_param", "_chunk_with_empty", Chunks),
+        *((name, tracing, lambda: False) for name in names if tracing in vars(sys.modules[name])),
     ]
-    for module, _ in changed:
-        setattr(module, name, lambda: False)
+    changed = [(sys.modules[name], attribute, to) for name, attribute, to in changes if name in sys.modules]
+    before = [getattr(module, attribute) for module, attribute, _ in changed]
+    for module, attribute, to in changed:
+        setattr(module, attribute, to)
     try:
         yield
     finally:
-        for module, before in changed:
-            setattr(module, name, before)
+        for (module, attribute, _), was in zip(changed, before, strict=True):
+            setattr(module, attribute, was)

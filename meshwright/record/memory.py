@@ -166,9 +166,10 @@ class MemoryLedger(TorchDispatchMode):
             self._bytes[kind] += size
             self._total += size - held.size
             held.kind, held.size = kind, size
-            self._mark_peaks(kind)
+            self._mark_peaks(kind, size)
 
-    def _mark_peaks(self, kind: str) -> None:
+    def _mark_peaks(self, kind: str, _size: int) -> None:
+        """After every change: so many bytes are now of this class."""
         if kind != FRESH and self._bytes[kind] > self.peak[kind]:
             self.peak[kind] = self._bytes[kind]
         if self._total >= self._largest:  # equal: a storage of the peak got its right name

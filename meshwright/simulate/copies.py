@@ -1,7 +1,7 @@
 """DDP of imagined tensors: its buckets, and when each is summed. DDP itself works on memory that is not there.
 
-Its rule: gradients fill a bucket in the order in which they come, until it holds `bucket_mb` or more; a bucket is summed
-when its last gradient is there. The first pass finds that order.
+Its rule: gradients fill a bucket in the order in which they come, until it holds `bucket_mb` or more; a bucket is
+summed when its last gradient is there. The first pass finds that order.
 """
 
 from __future__ import annotations

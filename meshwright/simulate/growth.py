@@ -1,11 +1,12 @@
 """How a step on a few blocks and micro-steps stands for one on many: what grows with them grows by as much each time.
 
 Blocks are alike, so that one block more adds the same messages, and to what is held at any moment of the step the same
-bytes. The course of a step is what was held after every change. With one block more there are more changes, all of
-them between the first and the last block; what comes before and after has its counterpart there. So each moment of the
-small step is carried on along its own line, those of the first half counted from the beginning and those of the second
-half from the end, and the peak is the largest of what is found. Moments of blocks in the middle lie between those of
-the first and the last. The same holds for micro-steps, and for the steady part of a pipeline's schedule. Torch-free.
+bytes. The course of a step is what was held after every change, phase by phase. With one block more a phase has more
+changes, all of them between its first and its last block. A moment of the small step has its counterpart in the larger
+one as far from the beginning, or as far from the end, as it is itself, and is carried on along the line through both;
+a moment of a middle block along two lines, as the second block and as the last but one. The peak is the largest of what
+is found: what lies between the second block and the last but one is between their bytes. So three blocks are enough,
+and a fourth to know by how much. The same holds for micro-steps, and for rounds of a pipeline that is full. Torch-free.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import TypeVar
 
 Moment = tuple[int, ...]
 """Bytes by class."""
-Phase = tuple[str, list[Moment]]
+Mark = tuple[str, int]
+"""The class and the size of what came last: by it counterparts are known."""
+Phase = tuple[str, list[tuple[Mark, Moment]]]
 Course = list[Phase]
 Sums = dict[tuple[str, str, int], tuple[int, int]]
 """By axis, collective and ranks: calls and message bytes."""
@@ -65,21 +68,45 @@ def grown(found: Sequence[Seen], times: int) -> Seen:
               along(few.sums.get(key, (0, 0))[1], more.sums[key][1], times))
         for key in more.sums
     }  # fmt: skip
-    course = []
-    for (phase, before), (other, after) in aligned(few.course, more.course):
+    course: Course = []
+    for (phase, before), (other, after) in halves(few.course, more.course):
         if phase != other:
             raise ValueError(f"a step with more blocks or micro-steps has {other} where one with fewer has {phase}")
-        course.append((phase, [carried(a, b, times) for a, b in aligned(before, after)]))
+        pairs = counterparts(before, after)
+        course.append((phase, [(mark, carried(a, b, times)) for (mark, a), (_, b) in pairs]))
     return Seen(sums, course)
 
 
-def aligned(few: Sequence[Item], more: Sequence[Item]) -> Iterator[tuple[Item, Item]]:
-    """Each item of the shorter with its counterpart: of the first half from the beginning, of the second from the
+def halves(few: Sequence[Item], more: Sequence[Item]) -> Iterator[tuple[Item, Item]]:
+    """Each item of the shorter with one of the longer: of the first half from the beginning, of the second from the
     end.
     """
     half, further = len(few) // 2, len(more) - len(few)
     for place, item in enumerate(few):
         yield item, more[place if place < half else place + further]
+
+
+Marked = list[tuple[Mark, Moment]]
+
+
+def counterparts(few: Marked, more: Marked) -> Iterator[tuple[tuple[Mark, Moment], tuple[Mark, Moment]]]:
+    """Moments of a phase, each with those that it has in the longer one. The last block that looks alike from one end
+    may be the one at the other end, which is left to be found from there.
+    """
+    further = len(more) - len(few)
+    if further <= 0:
+        yield from halves(few, more)
+        return
+    same = [few[place][0] == more[place][0] for place in range(len(few))]
+    beginning = (same.index(False) if False in same else len(few)) - further
+    same = [few[-place][0] == more[-place][0] for place in range(1, len(few) + 1)]
+    end = len(few) - ((same.index(False) if False in same else len(few)) - further)
+    for place, moment in enumerate(few):
+        from_beginning, from_end = place < beginning, place >= end
+        if from_beginning or (not from_end and place < len(few) // 2):
+            yield moment, more[place]
+        if from_end or (not from_beginning and place >= len(few) // 2):
+            yield moment, more[place + further]
 
 
 def along(few: int, more: int, times: int) -> int:
@@ -92,7 +119,7 @@ def carried(few: Moment, more: Moment, times: int) -> Moment:
 
 def peaks(course: Course) -> tuple[Moment, Moment]:
     """The most of every class by itself, and all classes when most is held in all; the last such moment."""
-    moments = [moment for _, moments in course for moment in moments]
+    moments = [moment for _, marked in course for _, moment in marked]
     alone = tuple(max(column) for column in zip(*moments, strict=True))
     largest = max(map(sum, moments))
     return alone, next(moment for moment in reversed(moments) if sum(moment) == largest)

@@ -20,7 +20,7 @@ from meshwright.layout import Layout
 from meshwright.model.init import outline
 from meshwright.parallel.apply import apply
 from meshwright.parallel.blocks import Block
-from meshwright.parallel.internals import Imagined, forget_meshes, imagine_ranks
+from meshwright.parallel.internals import Imagined, forget_meshes, imagine_ranks, unhurried_torch
 from meshwright.parallel.pipeline import Pace
 from meshwright.parallel.spread import Spread
 from meshwright.parallel.stages import Plan, plan_of
@@ -68,9 +68,9 @@ class CourseLedger(MemoryLedger):
         self._phase = phase
         self._settle()
 
-    def _mark_peaks(self, kind: str) -> None:
-        super()._mark_peaks(kind)
-        self.course[-1][1].append(tuple(self._bytes[name] for name in CLASSES))
+    def _mark_peaks(self, kind: str, size: int) -> None:
+        super()._mark_peaks(kind, size)
+        self.course[-1][1].append(((kind, size), tuple(self._bytes[name] for name in CLASSES)))
 
 
 class ImaginedStep(Step):
@@ -108,7 +108,7 @@ def stepped(config: RunConfig, layout: Layout, batch: Batch, world: World, size:
     """The second step of a rank of this size, under the ledgers: by then everything has been made that is made once."""
     imagined = Imagined()
     forget_meshes()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), unhurried_torch():
         warnings.simplefilter("ignore")
         spread = spread_imagined(config, layout, world, size, imagined)
         with imagined.active():
@@ -142,9 +142,7 @@ def small_plan(plan: Plan, size: Size) -> Plan:
     return replace(plan, hold=Hold(stages, plan.hold.count), micros=size.micros)
 
 
-def run(
-    config: RunConfig, layout: Layout, batch: Batch, world: World, spread: Spread
-) -> tuple[Seen, Pace | None]:
+def run(config: RunConfig, layout: Layout, batch: Batch, world: World, spread: Spread) -> tuple[Seen, Pace | None]:
     optimizer = ImaginedOptimizer(spread.parameters(), config.optimizer, layout, world, config.compute.offload)
     step = ImaginedStep(
         spread,

@@ -40,9 +40,7 @@ class Counted:
 
 
 @contextmanager
-def counting(
-    spread: Spread, optimizer: Optimizer, ledger: type[MemoryLedger] = MemoryLedger
-) -> Iterator[Counted]:
+def counting(spread: Spread, optimizer: Optimizer, ledger: type[MemoryLedger] = MemoryLedger) -> Iterator[Counted]:
     """Everything inside is counted: several times slower where tensors are small, and, unless blocks are compiled,
     bitwise the same.
     """
