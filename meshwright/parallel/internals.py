@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -135,15 +135,30 @@ class Chunks:
         return self.tensor.narrow(self.dim, start, min(self.each, size - start))
 
 
+class UnderWay:
+    """Messages between stages: until somebody has waited for them they keep what they send."""
+
+    def __init__(self, work: dist.Work, ops: list[dist.P2POp]) -> None:
+        self.work, self.sent = work, [op.tensor for op in ops]
+
+    def wait(self) -> None:
+        self.work.wait()
+
+
+def keep_sent(send: Any) -> Any:
+    return lambda ops, *words, **named: [UnderWay(work, ops) for work in send(ops, *words, **named)]
+
+
 @contextmanager
 def unhurried_torch() -> Iterator[None]:
-    """What torch does otherwise, or slowly, with tensors without content: DTensor takes them for a sign that something
-    is compiled, and forgets what it has worked out before.
+    """What torch does otherwise, or slowly, where nothing is computed or sent. DTensor takes tensors without content for
+    a sign that something is compiled, and forgets what it has worked out before.
     """
     tracing = "_are_we_tracing"
     names = [name for name in sys.modules if name.startswith("torch.distributed")]
     changes: list[tuple[str, str, Any]] = [
         ("torch.distributed.fsdp._fully_shard._fsdp_param", "_chunk_with_empty", Chunks),
+        ("torch.distributed.pipelining.schedules", "_batch_p2p", keep_sent(schedules._batch_p2p)),
         *((name, tracing, lambda: False) for name in names if tracing in vars(sys.modules[name])),
     ]
     changed = [(sys.modules[name], attribute, to) for name, attribute, to in changes if name in sys.modules]
