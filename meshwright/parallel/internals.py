@@ -151,8 +151,8 @@ def keep_sent(send: Any) -> Any:
 
 @contextmanager
 def unhurried_torch() -> Iterator[None]:
-    """What torch does otherwise, or slowly, where nothing is computed or sent. DTensor takes tensors without content for
-    a sign that something is compiled, and forgets what it has worked out before.
+    """What torch does otherwise, or slowly, where nothing is computed or sent. DTensor takes tensors without content
+    for a sign that something is compiled, and forgets what it has worked out before.
     """
     tracing = "_are_we_tracing"
     names = [name for name in sys.modules if name.startswith("torch.distributed")]

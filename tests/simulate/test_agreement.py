@@ -85,8 +85,11 @@ LARGE = {
 }
 
 
+DEAR = ("pieces", "many micro-batches")
+
+
 @pytest.mark.parametrize(
-    "name", [name if name != "many micro-batches" else pytest.param(name, marks=pytest.mark.long) for name in LARGE]
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in DEAR else name for name in LARGE]
 )
 def test_thousands_of_ranks_send_and_hold_what_the_formulas_say(name):
     config = load(overrides=[*SMALL.split(), *LARGE[name].split()])

@@ -12,14 +12,14 @@ from meshwright.simulate.growth import Line, Seen, counterparts, grown, peaks
 SMALL = "--model.vocab=512 --model.width=64 --model.heads=8 --model.kv_heads=4 --model.ffn=160 --data.sequence=32"
 QUICK = {
     "shards": "--layout.replicate=2 --layout.shard=parameters --model.layers=7 --batch.global=4",
+    "cut": "--layout.replicate=1 --layout.tensor=2 --model.layers=6 --batch.global=2",
+}
+MORE = {
     "segments": "--layout.replicate=2 --layout.shard=parameters --model.layers=13 --batch.global=4"
     " --compute.recompute=full --compute.segment=2",
     "micro-steps": "--layout.replicate=2 --layout.shard=optimizer --model.layers=6 --batch.global=12 --batch.micro=1",
-    "cut": "--layout.replicate=1 --layout.tensor=2 --model.layers=6 --batch.global=2",
     "stages": "--layout.replicate=2 --layout.shard=parameters --layout.pipeline=2 --model.layers=11 --batch.global=24"
     " --batch.micro=1",
-}
-MORE = {
     "pieces": "--layout.replicate=1 --layout.context=2 --layout.tensor=2 --model.layers=7 --compute.recompute=selective"
     " --context.method=all-to-all",
     "experts": "--layout.replicate=2 --layout.shard=parameters --layout.expert=2 --model.experts=4 --model.layers=6"
