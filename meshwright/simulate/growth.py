@@ -49,8 +49,9 @@ class Line:
 
     @property
     def points(self) -> tuple[int, ...]:
-        """The numbers to look at: the whole where it is near, else two to carry on from."""
-        return (self.whole,) if self.times < 2 else (self.few, self.few + self.stride)
+        """The numbers to go through: the whole, where it takes no more than the two to carry on from."""
+        two = (self.few, self.few + self.stride)
+        return two if sum(two) < self.whole else (self.whole,)
 
     @classmethod
     def to(cls, whole: int, least: int, stride: int = 1) -> Line:
