@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from meshwright.parallel.parts import Parts
+    from meshwright.simulate.figures import Simulation
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,19 @@ def train_from_cold(
         return result_of(folder, supervise(folder, config.launch, nursery.begin, view, fresh=fresh))
     finally:
         nursery.close()
+
+
+def simulate(config: RunConfig | None = None, *, ranks: int | None = None, rank: Sequence[int] = ()) -> Simulation:
+    """What a step would send and hold on so many ranks, in this process and without any of them: the real model,
+    parallelism and step on tensors without content. `rank` chooses the ranks to look at (default: the first, and of a
+    pipeline also the first of its last). No run folder is touched.
+    """
+    from meshwright.simulate.run import simulate as simulate_config
+
+    config = from_dict(to_dict(config or RunConfig()))
+    if ranks is not None:
+        config = dataclasses.replace(config, layout=config.layout.on(ranks))
+    return simulate_config(config, rank)
 
 
 def run_folder(run: str | Path | None, config: RunConfig) -> RunFolder:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from tyro.conf import FlagConversionOff, FlagCreatePairsOff, Positional, arg
 
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.plan_verb import plan
+from meshwright.plan_verbs import plan, plan_measure, plan_schedule
 from meshwright.words import Json, flag, tell, word
 
 OVERRIDE = re.compile(
@@ -82,6 +82,26 @@ def prove(
     checked(config)
     if not prove_config(config, out, as_json=json):
         raise SystemExit(1)
+
+
+def simulate(
+    file: RunFile = None,
+    ranks: Annotated[str | None, word("N", "ranks in all (decides layout.replicate)")] = None,
+    rank: Annotated[tuple[int, ...], word("R", "ranks to look at (default: the first, and a pipeline's last)")] = (),
+    json: Json = False,
+    *,
+    overrides: tuple[str, ...] = (),
+) -> None:
+    """Simulate: what a step would send and hold on any number of ranks, without one of them."""
+    from meshwright import api
+    from meshwright.config import load
+    from meshwright.observe.simulation import show
+    from meshwright.refused import checked
+
+    config = load(file, overrides, ranks)
+    checked(config)  # before torch is imported
+    found = api.simulate(config, rank=rank)
+    tell(True, found.to_json(), "") if json else show(found)
 
 
 def data_show(
@@ -174,64 +194,13 @@ def checkpoint_diff(
         raise SystemExit(1)
 
 
-def plan_schedule(
-    kind: Annotated[
-        str | None, Positional, word("[KIND]", "a schedule, to draw it (default: compare them all)")
-    ] = None,
-    ranks: Annotated[int, arg(metavar="P", help="ranks of the pipeline")] = 4,
-    micro: Annotated[int, arg(metavar="M", help="micro-batches of a step")] = 8,
-    stages: Annotated[
-        int | None, word("V", "stages a rank (default: 2 where the schedule takes more than one)")
-    ] = None,
-    forward: Annotated[int, arg(metavar="N", help="slots of a forward pass through one stage")] = 1,
-    backward_input: Annotated[int, arg(metavar="N", help="slots of the input's gradient")] = 1,
-    weight: Annotated[int, arg(metavar="N", help="slots of the weights' gradient")] = 1,
-    svg: Annotated[Path | None, word("FILE", "write the picture there, too")] = None,
-    json: Json = False,
-) -> None:
-    """Plan schedule: a pipeline schedule slot by slot, its bubble and what each rank holds; or all kinds compared."""
-    from meshwright.observe import schedule
-    from meshwright.observe.schedule_picture import write_svg
-    from meshwright.plan.slots import compare, timeline
-
-    costs = schedule.whole_slots(forward, backward_input, weight)
-    if kind is None:
-        if svg is not None:
-            raise ConfigError("--svg draws one schedule", "allowed: meshwright plan schedule KIND --svg FILE")
-        found = compare(ranks, micro, stages, costs)
-        tell(True, schedule.answers(found, costs), "") if json else schedule.show_all(found)
-        return
-    drawn = timeline(kind, ranks, micro, stages, costs)
-    if svg is not None:
-        write_svg(drawn, costs, svg)
-    tell(True, schedule.answer(drawn, costs), "") if json else schedule.show(drawn, costs)
-
-
-def plan_measure(
-    out: Annotated[Path | None, word("FILE", "where the result goes (default: ~/.meshwright/machine.toml)")] = None,
-    seconds: Annotated[float, arg(metavar="N", help="about how long to measure")] = 30.0,
-    ranks: Annotated[int | None, word("N", "ranks (default: one a GPU; without GPUs one a core, 4 at most)")] = None,
-    json: Json = False,
-) -> None:
-    """Plan measure: what this machine computes, moves and exchanges, for plans with --cluster here."""
-    from dataclasses import asdict
-
-    from meshwright.measure.machine import measure
-    from meshwright.observe.machine import show
-    from meshwright.plan.machines import keep, place
-
-    file = place(out)
-    cluster, remarks = measure(seconds, ranks)
-    keep(cluster, remarks, file)
-    tell(True, {"file": str(file), "remarks": remarks, **asdict(cluster)}, "") if json else show(cluster, remarks, file)
-
-
 VERBS: dict[str, Callable[..., None]] = {
     "train": train,
     "prove": prove,
     "plan": plan,
     "plan schedule": plan_schedule,
     "plan measure": plan_measure,
+    "simulate": simulate,
     "data show": data_show,
     "data find": data_find,
     "checkpoint list": checkpoint_list,

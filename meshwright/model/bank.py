@@ -39,8 +39,13 @@ class Bank(nn.Module):
         """`rows` begin with those of the first expert; `counts` says how many there are of each."""
         rows = as_computed(rows)
         gate, up, down = map(as_computed, self.weights())
-        way = grouped if fits(rows, gate) else looped
-        return way(rows, torch.as_tensor(counts, device=rows.device), (gate, up, down))
+        if fits(rows, gate):
+            return grouped(rows, torch.as_tensor(counts, device=rows.device), (gate, up, down))
+        return looped(rows, self.numbers(counts, len(rows)), (gate, up, down))
+
+    def numbers(self, counts: Tensor | Sequence[int], _rows: int) -> Tensor | Sequence[int]:
+        """Rows of each expert, as the loop wants them; where nothing is computed they are not known."""
+        return counts
 
 
 def as_computed(x: Tensor) -> Tensor:
@@ -70,8 +75,8 @@ def grouped(rows: Tensor, counts: Tensor, weights: Matrices) -> Tensor:
     return out
 
 
-def looped(rows: Tensor, counts: Tensor, weights: Matrices) -> Tensor:
+def looped(rows: Tensor, counts: Tensor | Sequence[int], weights: Matrices) -> Tensor:
     """Expert by expert. One without rows runs on none: its gradient is then zero, not missing."""
-    pieces = rows.split(counts.tolist())
+    pieces = rows.split(counts.tolist() if isinstance(counts, Tensor) else list(counts))
     each = zip(pieces, *(matrix.unbind() for matrix in weights), strict=True)
     return torch.cat([F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down) for x, gate, up, down in each])

@@ -13,12 +13,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import nn
 
-from meshwright.config import RunConfig
+from meshwright.config import ReplicateConfig, RunConfig
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.parallel.context import divide_sequences, piece_of
@@ -30,21 +31,33 @@ from meshwright.parallel.recompute import recompute
 from meshwright.parallel.replicate import Replicated
 from meshwright.parallel.shard import Sharded
 from meshwright.parallel.spread import Spread
-from meshwright.parallel.stages import TIED, keep_stages, parts_of, plan_of, stages_in
+from meshwright.parallel.stages import TIED, Plan, keep_stages, parts_of, plan_of, stages_in
 from meshwright.parallel.tensor import cut
 from meshwright.parallel.weights import Fill, Weights
 from meshwright.parallel.world import World
 
+Copies = Callable[[nn.Module, ReplicateConfig, World], Spread]
+
 
 def apply(
-    model: nn.Module, config: RunConfig, layout: Layout, world: World, parts: Parts | None, fill: Fill | None = None
+    model: nn.Module,
+    config: RunConfig,
+    layout: Layout,
+    world: World,
+    parts: Parts | None,
+    fill: Fill | None = None,
+    *,
+    plan: Plan | None = None,
+    copies: Copies = Replicated,
 ) -> Spread:
     """The model spread over the layout's mesh. `fill` gives weights to a model that comes on the meta device; `parts`
-    may be missing where nothing asks for them.
+    may be missing where nothing asks for them. `plan` is a pipeline's where the model has other blocks than the config
+    says, and `copies` what takes the place of DDP where nothing is computed.
     """
     meshes = meshes_of(layout, world.device.type, experts=bool(config.model.experts) and fill is not None)
     parts = needed(parts, layout, config)
-    plan = plan_of(config, layout, world.rank) if layout.pipeline > 1 else None
+    if plan is None and layout.pipeline > 1:
+        plan = plan_of(config, layout, world.rank)
     if plan is not None:
         keep_stages(model, plan)
         parts = parts.within(model)
@@ -57,7 +70,9 @@ def apply(
         for block in blocks_of(model, parts):
             block.forward = torch.compile(block.forward)
     weights = Weights(model, fill, world.device)
-    among = partial(over_tokens, config=config, layout=layout, world=world, meshes=meshes, weights=weights)
+    among = partial(
+        over_tokens, config=config, layout=layout, world=world, meshes=meshes, weights=weights, copies=copies
+    )
     if plan is None:
         spread = among(model, parts)
     else:
@@ -78,6 +93,7 @@ def over_tokens(
     world: World,
     meshes: Meshes,
     weights: Weights,
+    copies: Copies,
 ) -> Spread:
     """A module, or a stage, whose copies see other tokens."""
     others = layout.data_degree * layout.context > 1
@@ -87,7 +103,7 @@ def over_tokens(
         return spread
     weights.ready(module)
     weights.fill(module)
-    return Replicated(module, config.replicate, world) if others else Spread(module)
+    return copies(module, config.replicate, world) if others else Spread(module)
 
 
 def needed(parts: Parts | None, layout: Layout, config: RunConfig) -> Parts:

@@ -33,13 +33,17 @@ class AllToAll(Dispatch):
         meant = torch.empty_like(counts)
         dist.all_to_all_single(meant, counts.contiguous(), group=self.group)
         both = torch.stack((counts, meant)).view(2, ranks, -1)  # (which way, rank, local expert)
-        # The one place where the host waits for the device: it must know how many rows go to and come from each rank.
-        going, coming = both.sum(dim=2).tolist()
+        going, coming = self.numbers(both, len(rows))
         here = exchange(rows, self.group, going, coming)
         order = by_expert(both[1], sum(coming))
         made = bank(here.index_select(0, order), both[1].sum(dim=0))
         back = made.new_zeros(made.shape).index_copy(0, order, made)
         return exchange(back, self.group, coming, going)
+
+    def numbers(self, both: Tensor, _rows: int) -> tuple[list[int], list[int]]:
+        """Rows that go to each rank and come from it. The one place where the host waits for the device."""
+        going, coming = both.sum(dim=2).tolist()
+        return going, coming
 
 
 def by_expert(counts: Tensor, rows: int) -> Tensor:

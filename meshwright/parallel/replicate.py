@@ -8,6 +8,7 @@ whole global batch, so the right reduction is the plain sum; the hook below make
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,16 @@ from meshwright.parallel.spread import GradientTraffic, Spread, changing_buffers
 from meshwright.parallel.world import World
 
 
-class Replicated(Spread):
-    """Copies of the whole module, whose gradients are summed over all ranks by DDP."""
+class Bucket(Protocol):
+    """Gradients that are summed together, as DDP shows them to its hook."""
+
+    def index(self) -> int: ...
+    def buffer(self) -> Tensor: ...
+    def is_last(self) -> bool: ...
+
+
+class Copied(Spread):
+    """Copies of the whole module, whose gradients are summed over all ranks bucket by bucket."""
 
     def __init__(self, module: nn.Module, config: ReplicateConfig, world: World) -> None:
         super().__init__(module)
@@ -30,6 +39,20 @@ class Replicated(Spread):
         self.in_place = config.bucket_view and not config.unused
         self.traffic = GradientTraffic()
         self.buckets: dict[int, Tensor] = {}
+
+    def held(self) -> Iterable[tuple[str, Tensor]]:
+        return [("gradient", bucket) for bucket in self.buckets.values()]
+
+    def take_traffic(self) -> GradientTraffic:
+        taken, self.traffic = self.traffic, GradientTraffic()
+        return taken
+
+
+class Replicated(Copied):
+    """By DDP."""
+
+    def __init__(self, module: nn.Module, config: ReplicateConfig, world: World) -> None:
+        super().__init__(module, config, world)
         self.ddp = DistributedDataParallel(
             module,
             bucket_cap_mb=config.bucket_mb,
@@ -53,18 +76,20 @@ class Replicated(Spread):
     def outermost(self) -> nn.Module:
         return self.ddp
 
-    def held(self) -> Iterable[tuple[str, Tensor]]:
-        return [("gradient", bucket) for bucket in self.buckets.values()]
-
-    def take_traffic(self) -> GradientTraffic:
-        taken, self.traffic = self.traffic, GradientTraffic()
-        return taken
-
 
 def reduce_bucket(state: Replicated, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Sums one bucket over ranks, asynchronously. DDP calls it in bucket order, as soon as a bucket's gradients are
     there.
     """
+    gradient, sent = bucket.buffer(), message_of(state, bucket)
+    reduced: torch.futures.Future[list[Tensor]] = dist.all_reduce(sent, async_op=True).get_future()
+    if state.compress:
+        return reduced.then(lambda done: gradient.copy_(done.value()[0]))
+    return reduced.then(lambda done: done.value()[0])
+
+
+def message_of(state: Copied, bucket: Bucket) -> Tensor:
+    """What of a bucket is sent; it is on record then."""
     gradient = bucket.buffer()
     traffic = state.traffic
     square = torch.linalg.vector_norm(gradient).square()
@@ -78,7 +103,4 @@ def reduce_bucket(state: Replicated, bucket: dist.GradBucket) -> torch.futures.F
     if bucket.is_last():  # every gradient is computed: what DDP still waits for is exposed communication
         state.on_last_bucket()
     state.world.page.collective(f"gradient bucket {bucket.index()}")
-    reduced: torch.futures.Future[list[Tensor]] = dist.all_reduce(sent, async_op=True).get_future()
-    if state.compress:
-        return reduced.then(lambda done: gradient.copy_(done.value()[0]))
-    return reduced.then(lambda done: done.value()[0])
+    return sent

@@ -147,8 +147,8 @@ class MemoryLedger(TorchDispatchMode):
             born = "activation" if self._phase == "forward" else "temporary"
             empty, writes = nature(func)
             for tensor in tensors_in(result):
-                if tensor.layout == torch.strided:
-                    self._see(tensor.untyped_storage(), FRESH if empty else born, only=(FRESH,) if writes else ())
+                for part in unwrapped(tensor):  # a result that is still on its way comes wrapped
+                    self._see(part.untyped_storage(), FRESH if empty else born, only=(FRESH,) if writes else ())
         return result
 
     def _see(self, storage: UntypedStorage, kind: str, only: tuple[str, ...] = (*KINDS, FRESH)) -> None:
@@ -166,9 +166,10 @@ class MemoryLedger(TorchDispatchMode):
             self._bytes[kind] += size
             self._total += size - held.size
             held.kind, held.size = kind, size
-            self._mark_peaks(kind)
+            self._mark_peaks(kind, size)
 
-    def _mark_peaks(self, kind: str) -> None:
+    def _mark_peaks(self, kind: str, _size: int) -> None:
+        """After every change: so many bytes are now of this class."""
         if kind != FRESH and self._bytes[kind] > self.peak[kind]:
             self.peak[kind] = self._bytes[kind]
         if self._total >= self._largest:  # equal: a storage of the peak got its right name

@@ -40,12 +40,12 @@ class Counted:
 
 
 @contextmanager
-def counting(spread: Spread, optimizer: Optimizer) -> Iterator[Counted]:
+def counting(spread: Spread, optimizer: Optimizer, ledger: type[MemoryLedger] = MemoryLedger) -> Iterator[Counted]:
     """Everything inside is counted: several times slower where tensors are small, and, unless blocks are compiled,
     bitwise the same.
     """
     moments = [block.local for block in optimizer.moments().values()]
     copies = optimizer.owned if optimizer.offload else []
-    memory = MemoryLedger(spread.outermost, [*moments, *copies], spread.held)
+    memory = ledger(spread.outermost, [*moments, *copies], spread.held)
     with memory, TrafficLedger(spread.meshes.group_names()) as traffic:
         yield Counted(memory, traffic)

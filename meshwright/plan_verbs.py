@@ -1,4 +1,4 @@
-"""`meshwright plan MODEL`: the words of the verb, and what they lead to. Imports lazily, as all verbs do."""
+"""The verbs of the planner: their words, and what they lead to. Imports lazily, as all verbs do."""
 
 from __future__ import annotations
 
@@ -86,3 +86,55 @@ def show_error(records: Path, json: bool) -> None:
 
     found = replay(records)
     tell(True, found, "") if json else show_replay(found)
+
+
+def plan_schedule(
+    kind: Annotated[
+        str | None, Positional, word("[KIND]", "a schedule, to draw it (default: compare them all)")
+    ] = None,
+    ranks: Annotated[int, arg(metavar="P", help="ranks of the pipeline")] = 4,
+    micro: Annotated[int, arg(metavar="M", help="micro-batches of a step")] = 8,
+    stages: Annotated[
+        int | None, word("V", "stages a rank (default: 2 where the schedule takes more than one)")
+    ] = None,
+    forward: Annotated[int, arg(metavar="N", help="slots of a forward pass through one stage")] = 1,
+    backward_input: Annotated[int, arg(metavar="N", help="slots of the input's gradient")] = 1,
+    weight: Annotated[int, arg(metavar="N", help="slots of the weights' gradient")] = 1,
+    svg: Annotated[Path | None, word("FILE", "write the picture there, too")] = None,
+    json: Json = False,
+) -> None:
+    """Plan schedule: a pipeline schedule slot by slot, its bubble and what each rank holds; or all kinds compared."""
+    from meshwright.observe import schedule
+    from meshwright.observe.schedule_picture import write_svg
+    from meshwright.plan.slots import compare, timeline
+
+    costs = schedule.whole_slots(forward, backward_input, weight)
+    if kind is None:
+        if svg is not None:
+            raise ConfigError("--svg draws one schedule", "allowed: meshwright plan schedule KIND --svg FILE")
+        found = compare(ranks, micro, stages, costs)
+        tell(True, schedule.answers(found, costs), "") if json else schedule.show_all(found)
+        return
+    drawn = timeline(kind, ranks, micro, stages, costs)
+    if svg is not None:
+        write_svg(drawn, costs, svg)
+    tell(True, schedule.answer(drawn, costs), "") if json else schedule.show(drawn, costs)
+
+
+def plan_measure(
+    out: Annotated[Path | None, word("FILE", "where the result goes (default: ~/.meshwright/machine.toml)")] = None,
+    seconds: Annotated[float, arg(metavar="N", help="about how long to measure")] = 30.0,
+    ranks: Annotated[int | None, word("N", "ranks (default: one a GPU; without GPUs one a core, 4 at most)")] = None,
+    json: Json = False,
+) -> None:
+    """Plan measure: what this machine computes, moves and exchanges, for plans with --cluster here."""
+    from dataclasses import asdict
+
+    from meshwright.measure.machine import measure
+    from meshwright.observe.machine import show
+    from meshwright.plan.machines import keep, place
+
+    file = place(out)
+    cluster, remarks = measure(seconds, ranks)
+    keep(cluster, remarks, file)
+    tell(True, {"file": str(file), "remarks": remarks, **asdict(cluster)}, "") if json else show(cluster, remarks, file)
