@@ -41,7 +41,7 @@ def setting_of(job: Job) -> Setting:
         job.recompute,
         job.segment if job.recompute == "full" else 1,
         job.method,
-        host=job.cluster.device.name == HOST,
+        host=job.cluster.device.host or job.cluster.device.name == HOST,
         documents=job.run is not None and job.run.model.separator is not None,
         autocast=job.stack.torch and job.precision in ("bf16", "fp16") and not spread(job)[0],
     )

@@ -24,6 +24,7 @@ from meshwright.plan.cluster import Cluster
 from meshwright.plan.estimate import estimate
 from meshwright.plan.figures import Estimate, Memory
 from meshwright.plan.fit import memory
+from meshwright.plan.lessons import lessons_of
 from meshwright.plan.seconds import timed
 from meshwright.plan.workload import Workload
 from meshwright.schedule import SPLIT
@@ -56,7 +57,7 @@ class Desk:
     """What was estimated of one workload on one cluster, each thing once."""
 
     def __init__(self, work: Workload, cluster: Cluster) -> None:
-        self.work, self.cluster = work, cluster
+        self.work, self.cluster, self.lessons = work, cluster, lessons_of(cluster)
         self.weights: dict[Choice, list[Memory]] = {}
         self.heavy: dict[Choice, Memory] = {}
         self.timings: dict[Choice, Estimate] = {}
@@ -64,7 +65,8 @@ class Desk:
 
     def weigh(self, choice: Choice) -> list[Memory]:
         if choice not in self.weights:
-            self.weights[choice] = memory(job_of(self.work, self.cluster, choice))
+            job = job_of(self.work, self.cluster, choice)
+            self.weights[choice] = self.lessons.weighed(job, memory(job))
         return self.weights[choice]
 
     def heaviest(self, choice: Choice) -> Memory:
@@ -77,7 +79,8 @@ class Desk:
 
     def time(self, choice: Choice) -> Estimate:
         if choice not in self.timings:
-            self.timings[choice] = timed(job_of(self.work, self.cluster, choice), self.weigh(choice))
+            found = timed(job_of(self.work, self.cluster, choice), self.weigh(choice))
+            self.timings[choice] = self.lessons.timed(found)
         return self.timings[choice]
 
     def refused(self, choice: Choice) -> bool:
@@ -196,7 +199,8 @@ def first_exact(desk: Desk, ranked: list[Estimate], top: int) -> list[Estimate]:
     """The first of a list by the exact formulas of their runs, those that fit by these, too."""
     if desk.work.base is None:
         return ranked
-    first = [estimate(exact(desk.work, desk.cluster, Choice.of(found.job))) for found in ranked[:top]]
+    jobs = [exact(desk.work, desk.cluster, Choice.of(found.job)) for found in ranked[:top]]
+    first = [estimate(job, lessons=desk.lessons) for job in jobs]
     return in_order(found for found in first if found.fits) + ranked[top:]
 
 
@@ -214,7 +218,7 @@ def bound(desk: Desk, frame: Frame, space: Space) -> tuple[float, float]:
     found = desk.time(Choice(layout, micro, "none", recompute, kind, each, frame.method))
     meeting = sum(call.exposed for call in found.calls if "shard" in call.axis or "replicate" in call.axis)
     apart = meeting + sum(found.phases.get(phase, 0.0) for phase in ("bubble", "update", "contention"))
-    arithmetic = max(0.0, found.seconds - apart)
+    arithmetic = max(0.0, found.seconds - apart) * desk.lessons.least(found.job)
     local = desk.work.batch // frame.data
     waiting = min(
         waits(kind, frame.pipeline, local // size, each) for size in sizes for kind, each in filled(desk, frame, size)

@@ -1,0 +1,96 @@
+"""Estimates as finished runs on this machine correct them; torch-free.
+
+Runs are recalled once, when a search begins: every plan of it is corrected by the same ones, whoever writes meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import exp, log, sqrt
+
+from meshwright.plan.calibration import Correction, Record, Shape, correct, recall
+from meshwright.plan.cluster import Cluster
+from meshwright.plan.doubt import LEAST
+from meshwright.plan.figures import Estimate, Memory
+from meshwright.plan.job import Job
+from meshwright.plan.machines import machine_file, this_machine
+
+MOST_RECORDS = 64
+"""Newest runs on a device that are asked."""
+TELLING = 3
+"""Runs from which on their spread says more than the doubt about each part of a step."""
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """Measured runs, and what they make of estimates."""
+
+    records: tuple[Record, ...] = ()
+    known: dict[tuple[Shape, str], Correction] = field(default_factory=dict, compare=False, repr=False)
+
+    def correction(self, job: Job, figure: str) -> Correction:
+        if not self.records:
+            return Correction()
+        key = Shape.of(job), figure
+        if key not in self.known:
+            self.known[key] = correct(key[0], self.records, figure)
+        return self.known[key]
+
+    def weighed(self, job: Job, stages: list[Memory]) -> list[Memory]:
+        """Parameters, gradients and the optimizer's state are exact: what differs is taken for activations."""
+        ratio = self.correction(job, "memory").ratio
+        return stages if ratio == 1 else [more_active(stage, (ratio - 1) * stage.tensors) for stage in stages]
+
+    def timed(self, found: Estimate) -> Estimate:
+        """Seconds by the runs' ratio. Their spread takes the place of the doubt, the more of them there are."""
+        seconds, memory = (self.correction(found.job, figure) for figure in ("seconds", "memory"))
+        if not seconds.n:
+            return found
+        total = found.seconds * seconds.ratio
+        width = log(found.high / found.low) / 2
+        if seconds.n >= TELLING:
+            width = max(LEAST, (TELLING * width + seconds.n * log(seconds.spread)) / (TELLING + seconds.n))
+        middle = total * sqrt(found.high * found.low) / found.seconds
+        held = f", memory x{memory.ratio:.3g}" if memory.n else ""
+        runs = "1 run" if seconds.n == 1 else f"{seconds.n} runs"
+        note = f"corrected x{seconds.ratio:.3g}{held} by {runs} like it on this machine"
+        return replace(
+            found,
+            phases={phase: spent * seconds.ratio for phase, spent in found.phases.items()},
+            calls=[
+                replace(call, seconds=call.seconds * seconds.ratio, exposed=call.exposed * seconds.ratio)
+                for call in found.calls
+            ],
+            low=middle * exp(-width),
+            high=middle * exp(width),
+            notes=[*found.notes, note],
+        )
+
+    def least(self, job: Job) -> float:
+        """The smallest correction of any plan of this work, as a multiple of this plan's."""
+        shape = Shape.of(job)
+        ratios = [ratio for each in self.records if shape.alike(each.shape) and (ratio := each.ratio("seconds"))]
+        return min(ratios, default=1.0) / self.correction(job, "seconds").ratio
+
+
+UNCORRECTED = Lessons()
+
+
+def more_active(stage: Memory, more: float) -> Memory:
+    return replace(stage, activations=max(0.0, stage.activations + more))
+
+
+def is_here(cluster: Cluster) -> bool:
+    """Whether it is this machine as it was measured, or a part of it."""
+    if not cluster.device.products or not machine_file().exists():
+        return False
+    here = this_machine()
+    return (cluster.device, cluster.inside) == (here.device, here.inside)
+
+
+def lessons_of(cluster: Cluster) -> Lessons:
+    """What this machine has learned; of every other one nothing is known."""
+    if not is_here(cluster):
+        return UNCORRECTED
+    same = [record for record in recall()[0] if record.shape.device == cluster.device.name]
+    return Lessons(tuple(same[-MOST_RECORDS:]))
