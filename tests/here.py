@@ -6,6 +6,7 @@ from pathlib import Path
 
 from meshwright.plan.cluster import Cluster, Device, Link, Product
 from meshwright.plan.cluster_file import cluster_toml
+from meshwright.plan.machines import this_machine
 
 GB = 1e9
 
@@ -23,8 +24,7 @@ def machine(devices: int = 4, memory: float = 4 * GB, name: str = "made-up proce
 
 
 def keep_machine(home: Path, cluster: Cluster | None = None) -> Cluster:
-    """Written where `meshwright plan measure` would write it."""
-    found = cluster or machine()
+    """Written where `meshwright plan measure` would write it; as plans read it."""
     home.mkdir(parents=True, exist_ok=True)
-    (home / "machine.toml").write_text(cluster_toml(found))
-    return found
+    (home / "machine.toml").write_text(cluster_toml(cluster or machine()))
+    return this_machine()

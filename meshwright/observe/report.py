@@ -31,16 +31,16 @@ UNITS: dict[str, Callable[[float], str]] = {
 def show(report: Report, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     style = BROKEN if report.broken else "yellow" if report.inside is False else "bold green"
-    console.print(Text(printable(report.verdict), style))
+    console.print(Text(printable(report.verdict), style), soft_wrap=True)
     of = f"; medians of {report.steps:,} steps" if report.steps else ""
-    console.print(Text(printable(f"{report.run}: {report.status}{of}"), "dim"))
+    console.print(Text(printable(f"{report.run}: {report.status}{of}"), "dim"), soft_wrap=True)
     if report.twins:
         console.print(figures(report.twins))
     if report.traffic:
         console.print(Text("\nsent a step, bytes of messages", "bold"))
         console.print(traffic(report.traffic))
     for note in report.notes:
-        console.print(Text(printable(note), "yellow"))
+        console.print(Text(printable(note), "yellow"), soft_wrap=True)
 
 
 def figures(twins: list[Twin]) -> Table:

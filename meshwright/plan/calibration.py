@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import exp, log, log2
+from operator import sub
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any, Literal
 
 from meshwright.config.kinds import Range
@@ -79,16 +79,21 @@ class Shape:
             for size in (self.parameters, self.width, self.sequence, self.tokens, *layout.degrees, layout.expert)
         )
 
+    @property
+    def work(self) -> tuple[str, str, str, int, int, int]:
+        """What no plan changes."""
+        return self.device, self.stack, self.precision, self.parameters, self.width, self.sequence
+
     def alike(self, other: Shape) -> bool:
         """Another device, precision or software is another matter altogether, and so is work of quite another size."""
         if (self.device, self.stack, self.precision) != (other.device, other.stack, other.precision):
             return False
-        return sum(abs(one - another) for one, another in zip(self.sizes[:3], other.sizes[:3], strict=True)) <= FAR
+        return float(sum(map(abs, map(sub, self.sizes[:3], other.sizes[:3])))) <= FAR
 
     def distance(self, other: Shape) -> float:
         """In doublings of what differs."""
         kinds = (self.recompute != other.recompute) + (self.sharding != other.sharding)
-        return kinds + sum(abs(one - another) for one, another in zip(self.sizes, other.sizes, strict=True))
+        return kinds + float(sum(map(abs, map(sub, self.sizes, other.sizes))))
 
 
 @dataclass(frozen=True)
@@ -197,7 +202,9 @@ def correction(job: Job, figure: Literal["seconds", "memory"] = "seconds", file:
 
 
 def correct(shape: Shape, records: Sequence[Record], figure: str, damaged: int = 0) -> Correction:
-    """The median, in logarithms, of measured / predicted over the nearest records; of equally near ones the newest.
+    """The median, in logarithms, of measured / predicted over the nearest records; of equally near ones the newest. One
+    that is a doubling further off counts half.
+
     All plans of one workload have a correction, or none has: else those that nobody tried would look the best.
     """
     rated = []
@@ -205,9 +212,21 @@ def correct(shape: Shape, records: Sequence[Record], figure: str, damaged: int =
         ratio = record.ratio(figure)
         if ratio and shape.alike(record.shape):
             rated.append((shape.distance(record.shape), age, log(ratio)))
-    ratios = [ratio for _, _, ratio in sorted(rated)[:NEAREST]]
-    if not ratios:
+    if not rated:
         return Correction(damaged=damaged)
-    middle = median(ratios)
-    away = sorted(abs(ratio - middle) for ratio in ratios)
-    return Correction(exp(middle), exp(away[-(-4 * len(away) // 5) - 1]), len(ratios), damaged)
+    nearest = sorted(rated)[:NEAREST]
+    weights = [2 ** (nearest[0][0] - distance) for distance, _, _ in nearest]
+    ratios = [ratio for _, _, ratio in nearest]
+    middle = (quantile(ratios, weights, 0.5) - quantile([-ratio for ratio in ratios], weights, 0.5)) / 2
+    away = quantile([abs(ratio - middle) for ratio in ratios], weights, 0.8)
+    return Correction(exp(middle), exp(away), len(ratios), damaged)
+
+
+def quantile(values: Sequence[float], weights: Sequence[float], share: float) -> float:
+    """The smallest value up to which this share of the weight lies."""
+    until, found = share * sum(weights) * (1 - 1e-9), 0.0
+    for value, weight in sorted(zip(values, weights, strict=True)):
+        found, until = value, until - weight
+        if until <= 0:
+            break
+    return found
