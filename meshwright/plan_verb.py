@@ -96,8 +96,11 @@ def settings(
         cluster_of(cluster)  # what is misspelt is refused here, in one line
     if plan is None:
         return load(file, overrides, ranks, steps)
-    from meshwright.plan.taken import taken
+    from meshwright.launch.environment import started_by_torchrun
+    from meshwright.plan.taken import BEST, taken
 
+    if plan == BEST and ranks is None and started_by_torchrun():
+        ranks = os.environ["WORLD_SIZE"]
     found = taken(plan, cluster, file, overrides, ranks, steps)
     if os.environ.get("RANK", "0") == "0":
         layout = asdict(found.config.layout)

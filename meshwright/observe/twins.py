@@ -171,7 +171,11 @@ def phase_twins(steps: list[Made], plan: Mapping[str, Any], layout: Layout | Non
         )
 
     found = [twin("forward + backward", ("forward", "backward"), passes)]
-    if set(passes) <= {"forward", "backward", "recompute"}:
+    inside = [phase for phase in passes if phase not in ("forward", "backward", "recompute")]
+    if inside:
+        note = f"{', '.join(inside)}: waited for inside passes, and measured with them"
+        found.append(Twin("phases", "exposed in passes", "s", None, sum(given[phase] for phase in inside), note))
+    else:
         found += [twin("forward", ("forward",), ("forward",)), twin("backward", ("backward",), passes[1:])]
     return [
         *found,

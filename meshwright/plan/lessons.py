@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 from math import exp, log, sqrt
 from typing import Any
 
+from meshwright.errors import ConfigError
 from meshwright.plan.calibration import NEAREST, Correction, Record, Shape, correct, recall
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.doubt import LEAST
 from meshwright.plan.figures import Estimate, Memory
 from meshwright.plan.job import Job
-from meshwright.plan.machines import machine_file, this_machine
+from meshwright.plan.machines import this_machine
 
 MOST_RECORDS = 128
 """Runs on a device that are asked: the newest, and of one shape no more than a correction is made of."""
@@ -90,9 +91,12 @@ def more_active(stage: Memory, more: float) -> Memory:
 
 def is_here(cluster: Cluster) -> bool:
     """Whether it is this machine as it was measured, or a part of it."""
-    if not cluster.device.products or not machine_file().exists():
+    if not cluster.device.products:
         return False
-    here = this_machine()
+    try:
+        here = this_machine()
+    except ConfigError:  # never measured, or nothing that can be read
+        return False
     return (cluster.device, cluster.inside) == (here.device, here.inside)
 
 
