@@ -49,6 +49,7 @@ def train(
     fresh: bool = False,
     fork: bool = False,
     fallback: bool = True,
+    cluster: str | None = None,
     screen: Callable[[int], Screen] | None = None,
     quiet: bool = False,
 ) -> Result:
@@ -59,7 +60,8 @@ def train(
     and how they are cut, where the config shards, cuts, recomputes or compiles it. Ranks are forked from this
     process; under torchrun this process is one of them, and what watches the ranks is torchrun's.
     `fresh` sets an earlier run aside, `fork` goes on from it with other settings, as a new timeline; without `fallback`
-    a damaged checkpoint ends the run. `screen` shows the events of an attempt (default: the terminal); `quiet` shows
+    a damaged checkpoint ends the run. `cluster` names the machine that seconds are predicted for (default: this one,
+    where it was measured). `screen` shows the events of an attempt (default: the terminal); `quiet` shows
     nothing.
     """
     from meshwright.launch.job import make_job, run_here, start, torchrun_place
@@ -67,7 +69,9 @@ def train(
     config = from_dict(to_dict(config or RunConfig()))  # checked as if it came from a file
     folder = run_folder(run, config)
     screen = (lambda _attempt: Quiet()) if quiet else screen
-    job = make_job(config, folder, model=model, loss=loss, source=source, parts=parts, fallback=fallback)
+    job = make_job(
+        config, folder, model=model, loss=loss, source=source, parts=parts, fallback=fallback, cluster=cluster
+    )
     place = torchrun_place()
     if place is not None:
         show = screen or partial(Terminal, config, shown(folder))
@@ -88,10 +92,11 @@ def train_from_cold(
     fresh: bool = False,
     fork: bool = False,
     fallback: bool = True,
+    cluster: str | None = None,
 ) -> Result:
     """The same from a process that has not imported torch and need not."""
     folder = run_folder(run, config)
-    nursery = Nursery(config, folder, fork, fallback)
+    nursery = Nursery(config, folder, fork, fallback, cluster)
     try:
         view = viewing(config, folder, screen)
         return result_of(folder, supervise(folder, config.launch, nursery.begin, view, fresh=fresh))

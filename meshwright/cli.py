@@ -15,7 +15,8 @@ from typing import Annotated, Any
 from tyro.conf import FlagConversionOff, FlagCreatePairsOff, Positional, arg
 
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.plan_verbs import plan, plan_measure, plan_schedule
+from meshwright.plan_verbs import plan, plan_measure, plan_schedule, settings
+from meshwright.report_verb import report
 from meshwright.words import Json, flag, tell, word
 
 OVERRIDE = re.compile(
@@ -42,27 +43,28 @@ def train(
     fresh: Annotated[bool, flag("set what the run folder holds aside and begin anew")] = False,
     fork: Annotated[bool, flag("go on from the newest checkpoint with other settings, as a new timeline")] = False,
     no_fallback: Annotated[bool, flag("end with exit 4 if the newest checkpoint is damaged")] = False,
+    plan: Annotated[str | None, word("PLAN", "best, or PLAN.toml: spread as the planner says; words win")] = None,
+    cluster: Annotated[str | None, word("CLUSTER", "the machine of the plan (default: here, as measured)")] = None,
     json: Json = False,
     *,
     overrides: tuple[str, ...] = (),
 ) -> None:
     """Train: the main job. Settings come from the preset, then the run file, then --KEY=VALUE words."""
     from meshwright import api, faults
-    from meshwright.config import load
     from meshwright.launch.environment import started_by_torchrun
     from meshwright.observe.console import JsonLines
     from meshwright.refused import checked
 
     if restarts is not None:
         overrides = (*overrides, f"--launch.restarts={restarts}")
-    config = load(file, overrides, ranks, steps)
+    config = settings(plan, cluster, file, overrides, ranks, steps, json)
     checked(config)
     faults.parse_all(os.environ.get("MESHWRIGHT_FAULT", ""))  # a misspelt fault is refused here, in one line
     screen = JsonLines if json else None
     if started_by_torchrun():
-        api.train(config, run=run, fresh=fresh, fork=fork, fallback=not no_fallback, screen=screen)
+        api.train(config, run=run, fresh=fresh, fork=fork, fallback=not no_fallback, cluster=cluster, screen=screen)
     else:
-        api.train_from_cold(config, run, screen, fresh=fresh, fork=fork, fallback=not no_fallback)
+        api.train_from_cold(config, run, screen, fresh=fresh, fork=fork, fallback=not no_fallback, cluster=cluster)
 
 
 def prove(
@@ -196,6 +198,7 @@ def checkpoint_diff(
 
 VERBS: dict[str, Callable[..., None]] = {
     "train": train,
+    "report": report,
     "prove": prove,
     "plan": plan,
     "plan schedule": plan_schedule,

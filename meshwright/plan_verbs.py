@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
 from meshwright.errors import ConfigError
 from meshwright.words import Json, flag, tell, word
+
+if TYPE_CHECKING:
+    from meshwright.config import RunConfig
 
 
 def plan(
@@ -138,3 +142,35 @@ def plan_measure(
     cluster, remarks = measure(seconds, ranks)
     keep(cluster, remarks, file)
     tell(True, {"file": str(file), "remarks": remarks, **asdict(cluster)}, "") if json else show(cluster, remarks, file)
+
+
+def settings(
+    plan: str | None,
+    cluster: str | None,
+    file: Path | None,
+    overrides: tuple[str, ...],
+    ranks: str | None,
+    steps: str | None,
+    json: bool,
+) -> RunConfig:
+    """Of `meshwright train`, by a plan where one is given; says which one it is, once for all ranks."""
+    from dataclasses import asdict
+
+    from meshwright.config import load
+
+    if cluster is not None:
+        from meshwright.plan.machines import cluster_of
+
+        cluster_of(cluster)  # what is misspelt is refused here, in one line
+    if plan is None:
+        return load(file, overrides, ranks, steps)
+    from meshwright.launch.environment import started_by_torchrun
+    from meshwright.plan.taken import BEST, taken
+
+    if plan == BEST and ranks is None and started_by_torchrun():
+        ranks = os.environ["WORLD_SIZE"]
+    found = taken(plan, cluster, file, overrides, ranks, steps)
+    if os.environ.get("RANK", "0") == "0":
+        layout = asdict(found.config.layout)
+        tell(json, {"kind": "plan", "told": found.told, "layout": layout, "seconds": found.seconds}, found.told)
+    return found.config

@@ -20,8 +20,11 @@ class Nursery:
     neither. Where it has died, the next attempt has a new one.
     """
 
-    def __init__(self, config: RunConfig, folder: RunFolder, fork: bool, fallback: bool) -> None:
-        self._config, self._folder, self._fork, self._fallback = config, folder, fork, fallback
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, fork: bool, fallback: bool, cluster: str | None = None
+    ) -> None:
+        self._config, self._folder, self._fork = config, folder, fork
+        self._given = {"fallback": fallback, "cluster": cluster}
         self._process: subprocess.Popen[bytes] | None = None
         self._reader = -1
         self._result = b""
@@ -53,7 +56,7 @@ class Nursery:
             )
         os.close(writer)
         job = {"config": to_dict(self._config), "folder": str(self._folder.root.resolve())}
-        self._say(job | {"parent": os.getpid(), "fallback": self._fallback})
+        self._say(job | {"parent": os.getpid(), **self._given})
 
     def _say(self, order: dict[str, Any]) -> None:
         assert self._process is not None

@@ -41,6 +41,7 @@ def make_job(
     source: Any = None,
     parts: Parts | None = None,
     fallback: bool = True,
+    cluster: str | None = None,
 ) -> Job:
     """A checked job, its sources opened: forked ranks share what this process has mapped."""
     refuse_while_spawning()
@@ -57,7 +58,8 @@ def make_job(
         sources = open_sources(config.data, config.model.vocab)
     else:
         sources = [source if is_source(source) else Indexable(source)]
-    return Job(config, batch, layout, sources, folder, fallback=fallback, model=model, loss=loss, parts=parts)
+    job = Job(config, batch, layout, sources, folder, fallback=fallback, cluster=cluster)
+    return replace(job, model=model, loss=loss, parts=parts)
 
 
 def is_source(thing: Any) -> bool:

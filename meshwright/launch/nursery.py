@@ -35,9 +35,9 @@ class Nurse:
         from meshwright.launch.job import make_job, start  # brings torch: seconds in which a signal finds its default
 
         if self.job is None:
-            self.job = make_job(
-                from_dict(self.order["config"]), RunFolder(Path(self.order["folder"])), fallback=self.order["fallback"]
-            )
+            folder = RunFolder(Path(self.order["folder"]))
+            given = {key: self.order[key] for key in ("fallback", "cluster")}
+            self.job = make_job(from_dict(self.order["config"]), folder, **given)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda got, _frame: self.signals.append(got))
         ranks = start(self.job.as_attempt(**asked))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from meshwright.config import from_dict, load, to_dict
+from meshwright.config import RunConfig, from_dict, load, to_dict
 from meshwright.errors import ConfigError
+from meshwright.plan.architecture import Architecture
 from meshwright.plan.named import architecture_of
 from meshwright.plan.workload import SEARCHED, Workload
 
@@ -60,6 +62,15 @@ def workload(
         pins(pinned),
         tuple(notes),
     )
+
+
+def run_workload(run: RunConfig, overrides: Sequence[str] = ()) -> Workload:
+    """A run's own, with what `--KEY=VALUE` words pin of what is searched."""
+    split = [text.removeprefix("--").partition("=") for text in overrides]
+    pinned = pins({key: value for key, _, value in split if key in SEARCHED})
+    free = replace(run, batch=replace(run.batch, micro=None))
+    model = Architecture.of(run.model, run.preset)
+    return Workload(model, run.batch.global_, run.data.sequence, run.precision.compute, free, pinned)
 
 
 def usual(batch: int | None, sequence: int | None) -> tuple[int, int]:

@@ -13,9 +13,10 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from math import exp, inf, log, log2
+from functools import cached_property
+from math import exp, log, log2
+from operator import sub
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any, Literal
 
 from meshwright.config.kinds import Range
@@ -30,7 +31,7 @@ LONGEST_LINE = 4096
 NEAREST = 8
 """Records that a correction is made of, at most."""
 FAR = 6.0
-"""Doublings between two jobs from which on one says nothing of the other."""
+"""Doublings between two models and their sequences from which on a run of one says nothing of the other."""
 
 Size = Annotated[int, Range(least=1, most=1 << 50)]
 Seconds = Annotated[float, Range(above=0, most=1e9)]
@@ -69,14 +70,30 @@ class Shape:
             job.layout,
         )
 
-    def distance(self, other: Shape) -> float:
-        """In doublings of what differs. Another device, precision or software is another matter altogether."""
+    @cached_property
+    def sizes(self) -> tuple[float, ...]:
+        """In doublings: of the work, then of how it is spread."""
+        layout = self.layout
+        return tuple(
+            log2(size)
+            for size in (self.parameters, self.width, self.sequence, self.tokens, *layout.degrees, layout.expert)
+        )
+
+    @property
+    def work(self) -> tuple[str, str, str, int, int, int]:
+        """What no plan changes."""
+        return self.device, self.stack, self.precision, self.parameters, self.width, self.sequence
+
+    def alike(self, other: Shape) -> bool:
+        """Another device, precision or software is another matter altogether, and so is work of quite another size."""
         if (self.device, self.stack, self.precision) != (other.device, other.stack, other.precision):
-            return inf
-        pairs = [(getattr(self, size), getattr(other, size)) for size in ("parameters", "width", "sequence", "tokens")]
-        pairs += list(zip(asdict(self.layout).values(), asdict(other.layout).values(), strict=True))
+            return False
+        return float(sum(map(abs, map(sub, self.sizes[:3], other.sizes[:3])))) <= FAR
+
+    def distance(self, other: Shape) -> float:
+        """In doublings of what differs."""
         kinds = (self.recompute != other.recompute) + (self.sharding != other.sharding)
-        return kinds + sum(abs(log2(one / another)) for one, another in pairs)
+        return kinds + float(sum(map(abs, map(sub, self.sizes, other.sizes))))
 
 
 @dataclass(frozen=True)
@@ -94,6 +111,11 @@ class Record:
     def of(cls, job: Job, seconds: tuple[float, float], memory: tuple[float, float] | None = None) -> Record:
         """Both as (predicted, measured)."""
         return cls(job.cluster.name, job.model.name, Shape.of(job), *seconds, *(memory or (None, None)))
+
+    def ratio(self, figure: str) -> float | None:
+        """Measured / predicted."""
+        predicted, measured = getattr(self, f"predicted_{figure}"), getattr(self, f"measured_{figure}")
+        return measured / predicted if predicted and measured else None
 
 
 @dataclass(frozen=True)
@@ -180,16 +202,31 @@ def correction(job: Job, figure: Literal["seconds", "memory"] = "seconds", file:
 
 
 def correct(shape: Shape, records: Sequence[Record], figure: str, damaged: int = 0) -> Correction:
-    """The median, in logarithms, of measured / predicted over the nearest records; of equally near ones the newest."""
+    """The median, in logarithms, of measured / predicted over the nearest records; of equally near ones the newest. One
+    that is a doubling further off counts half.
+
+    All plans of one workload have a correction, or none has: else those that nobody tried would look the best.
+    """
     rated = []
     for age, record in enumerate(reversed(records)):
-        predicted, measured = getattr(record, f"predicted_{figure}"), getattr(record, f"measured_{figure}")
-        distance = shape.distance(record.shape)
-        if predicted and measured and distance <= FAR:
-            rated.append((distance, age, log(measured / predicted)))
-    ratios = [ratio for _, _, ratio in sorted(rated)[:NEAREST]]
-    if not ratios:
+        ratio = record.ratio(figure)
+        if ratio and shape.alike(record.shape):
+            rated.append((shape.distance(record.shape), age, log(ratio)))
+    if not rated:
         return Correction(damaged=damaged)
-    middle = median(ratios)
-    away = sorted(abs(ratio - middle) for ratio in ratios)
-    return Correction(exp(middle), exp(away[-(-4 * len(away) // 5) - 1]), len(ratios), damaged)
+    nearest = sorted(rated)[:NEAREST]
+    weights = [2 ** (nearest[0][0] - distance) for distance, _, _ in nearest]
+    ratios = [ratio for _, _, ratio in nearest]
+    middle = (quantile(ratios, weights, 0.5) - quantile([-ratio for ratio in ratios], weights, 0.5)) / 2
+    away = quantile([abs(ratio - middle) for ratio in ratios], weights, 0.8)
+    return Correction(exp(middle), exp(away), len(ratios), damaged)
+
+
+def quantile(values: Sequence[float], weights: Sequence[float], share: float) -> float:
+    """The smallest value up to which this share of the weight lies."""
+    until, found = share * sum(weights) * (1 - 1e-9), 0.0
+    for value, weight in sorted(zip(values, weights, strict=True)):
+        found, until = value, until - weight
+        if until <= 0:
+            break
+    return found

@@ -72,7 +72,7 @@ def kept_shape(desk: Desk, chosen: Estimate, factor: int, growing: bool) -> Esti
     """The plan itself at so many times the devices; none where it does not divide or fit."""
     work = desk.work.of(desk.work.batch * (factor if growing else 1))
     more = grown(work, desk.cluster, Choice.of(chosen.job), factor)
-    found = estimate(job_of(work, more[1], more[0])) if more is not None else None
+    found = estimate(job_of(work, more[1], more[0]), lessons=desk.lessons) if more is not None else None
     return found if found is not None and found.fits else None
 
 

@@ -24,6 +24,7 @@ from meshwright.plan.cluster import Cluster
 from meshwright.plan.estimate import estimate
 from meshwright.plan.figures import Estimate, Memory
 from meshwright.plan.fit import memory
+from meshwright.plan.lessons import lessons_of
 from meshwright.plan.seconds import timed
 from meshwright.plan.stacks import OWN
 from meshwright.plan.workload import Workload
@@ -59,7 +60,7 @@ class Desk:
     """What was estimated of one workload on one cluster, each thing once."""
 
     def __init__(self, work: Workload, cluster: Cluster) -> None:
-        self.work, self.cluster = work, cluster
+        self.work, self.cluster, self.lessons = work, cluster, lessons_of(cluster)
         self.weights: dict[Choice, list[Memory]] = {}
         self.heavy: dict[Choice, Memory] = {}
         self.bare: dict[Choice, Estimate] = {}
@@ -73,7 +74,8 @@ class Desk:
 
     def weigh(self, choice: Choice) -> list[Memory]:
         if choice not in self.weights:
-            self.weights[choice] = memory(job_of(self.work, self.cluster, choice), quick=True)
+            job = job_of(self.work, self.cluster, choice)
+            self.weights[choice] = self.lessons.weighed(job, memory(job, quick=True))
         return self.weights[choice]
 
     def heaviest(self, choice: Choice) -> Memory:
@@ -94,7 +96,8 @@ class Desk:
 
     def time(self, choice: Choice) -> Estimate:
         if choice not in self.timings:
-            self.timings[choice] = timed(job_of(self.work, self.cluster, choice), self.weigh(choice))
+            found = timed(job_of(self.work, self.cluster, choice), self.weigh(choice))
+            self.timings[choice] = self.lessons.timed(found)
         return self.timings[choice]
 
     def refused(self, choice: Choice) -> bool:
@@ -233,8 +236,8 @@ def first_exact(desk: Desk, ranked: list[Estimate]) -> list[Estimate]:
     """The first of a list by the exact formulas of their runs, those that fit by these, too."""
     if desk.work.base is None:
         return ranked
-    found = [estimate(exact(desk.work, desk.cluster, Choice.of(each.job)), exact=True) for each in ranked]
-    return [each for each in found if each.fits]
+    jobs = [exact(desk.work, desk.cluster, Choice.of(each.job)) for each in ranked]
+    return [each for each in (estimate(job, exact=True, lessons=desk.lessons) for job in jobs) if each.fits]
 
 
 def promise(desk: Desk, frame: Frame, space: Space) -> float:

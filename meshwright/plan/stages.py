@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import accumulate
 
 from meshwright.config import ModelConfig
@@ -21,8 +22,11 @@ def end_costs(model: ModelConfig) -> tuple[float, float]:
     return float(model.width), float(model.width * model.vocab)
 
 
-def spans(model: ModelConfig, sequence: int, stages: int) -> list[range]:
-    """The blocks of every stage. Each has at least one; of equally good divisions the one with the fullest first."""
+@lru_cache(maxsize=64)
+def spans(model: ModelConfig, sequence: int, stages: int) -> tuple[range, ...]:
+    """The blocks of every stage, worked out once. Each has at least one; of equally good divisions the one with the
+    fullest first.
+    """
     if stages > model.layers:
         raise ConfigError(
             f"{stages} stages of a pipeline need as many blocks, and model.layers = {model.layers}",
@@ -48,4 +52,4 @@ def spans(model: ModelConfig, sequence: int, stages: int) -> list[range]:
     begins = [0]
     for choice in cuts:
         begins.append(choice[begins[-1]])
-    return [range(begin, end) for begin, end in zip(begins, [*begins[1:], model.layers], strict=True)]
+    return tuple(range(begin, end) for begin, end in zip(begins, [*begins[1:], model.layers], strict=True))

@@ -159,7 +159,8 @@ def gathers(config: RunConfig, layout: Layout, batch: Batch, units: Units, rank:
 def sharded(config: RunConfig, layout: Layout, batch: Batch, units: Units, rank: int) -> Messages:
     messages: Messages = Counter()
     summed, whole = weight_bytes(config), gathered_bytes(config, units)
-    counts = gathers(config, layout, batch, units, rank)
+    shared = any(members[0].over.shards > 1 for members in units.values())
+    counts = gathers(config, layout, batch, units, rank) if shared else Counter()
     for unit, members in units.items():
         over, padded = members[0].over, sum(piece.padded for piece in members)
         if over.shards > 1:

@@ -10,6 +10,7 @@ from meshwright.data.source import Concatenated
 from meshwright.launch.ranks import run_ranks
 from meshwright.layout import Layout
 from meshwright.parallel.world import World
+from meshwright.plan.compare import compared
 from meshwright.plan.memory import Held, held
 from meshwright.plan.messages import untold
 from meshwright.plan.traffic import Sent, traffic
@@ -79,10 +80,6 @@ def third_step(world: World, config: RunConfig) -> Counted:
     return ledgers
 
 
-ROUTED = ("expert", "all_to_all")
-"""How many rows come to a rank's experts depends on the data. What all ranks that share the experts send does not."""
-
-
 def said(left_out: dict[str, str]) -> str:
     return "".join(f"; {axis} not compared: {why}" for axis, why in left_out.items())
 
@@ -90,30 +87,6 @@ def said(left_out: dict[str, str]) -> str:
 def all_differences(
     layout: Layout, expected: list[list[Sent]], found: list[list[Sent]], left_out: Collection[str] = ()
 ) -> Iterator[str]:
-    """Of every rank by itself; of rows on their way to experts and back, of the ranks that share these together."""
-    expected, found = (
-        [[row for row in rows if row.axis not in left_out] for rows in ranks] for ranks in (expected, found)
-    )
-    for rank, (want, got) in enumerate(zip(expected, found, strict=True)):
-        yield from differences(f"rank {rank}", unrouted(want), unrouted(got))
-    for group in layout.groups("expert") if layout.expert > 1 else ():
-        want, got = (routed([rows[rank] for rank in group]) for rows in (expected, found))
-        yield from differences(f"ranks {', '.join(map(str, group))} together", want, got)
-
-
-def unrouted(rows: list[Sent]) -> list[Sent]:
-    return [row for row in rows if (row.axis, row.collective) != ROUTED]
-
-
-def routed(ranks: list[list[Sent]]) -> list[Sent]:
-    """The sum. Wire bytes are left out: they follow from each rank's own message, rounded down."""
-    messages = [row.message_bytes for rows in ranks for row in rows if (row.axis, row.collective) == ROUTED]
-    return [Sent(*ROUTED, sum(messages), 0)]
-
-
-def differences(who: str, expected: list[Sent], found: list[Sent]) -> Iterator[str]:
-    want, got = ({(row.axis, row.collective): row for row in rows} for rows in (expected, found))
-    for key in sorted(want.keys() | got.keys()):
-        if want.get(key) != got.get(key):
-            said = [f"{row.message_bytes:,}" if row else "nothing" for row in (got.get(key), want.get(key))]
-            yield f"{who}: {key[0]} {key[1]} sends {said[0]} bytes, by the formula {said[1]}"
+    """In words; see `compared`."""
+    pairs = compared(layout, dict(enumerate(expected)), dict(enumerate(found)), left_out)
+    return (str(pair) for pair in pairs if not pair.equal)

@@ -26,6 +26,11 @@ class RunFolder:
     def identity_file(self) -> Path:
         return self.root / "identity.json"
 
+    @property
+    def plan_file(self) -> Path:
+        """What the newest attempt was predicted to take."""
+        return self.root / "plan.json"
+
     def events(self, rank: int) -> Path:
         return self.root / "events" / f"rank-{rank:05d}.jsonl"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import sys
+from collections import deque
 from dataclasses import asdict
 from typing import Any
 
@@ -34,6 +35,8 @@ class Ledger:
         self.spread, self.precision, self.log = spread, precision, log
         self.noise = NoiseScale(batch.global_, batch.replicas)
         self.waiting: Outcome | None = None
+        self.paces: deque[tuple[int, float]] = deque(maxlen=1000)
+        """the newest steps that were not counted, with their seconds"""
         self.bad_samples = self.skipped = self.in_a_row = 0
         self.loss: float | None = None
         self.evaluations: list[tuple[int, float]] = []
@@ -75,6 +78,8 @@ class Ledger:
         extra: dict[str, Any] = {"skipped": True} if not finite else {}
         if outcome.counted:
             extra["counted"] = True
+        else:
+            self.paces.append((outcome.step, sum(phases.values())))
         if self.precision.scaler is not None:
             extra["loss_scale"] = scale
         if outcome.pace is not None:

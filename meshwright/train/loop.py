@@ -38,6 +38,7 @@ from meshwright.train.balance import Balance
 from meshwright.train.count import counting
 from meshwright.train.evaluate import Evaluation
 from meshwright.train.facts import start_facts
+from meshwright.train.foresight import Foresight
 from meshwright.train.identity import describe, enter
 from meshwright.train.ledger import Ledger, number
 from meshwright.train.objective import Loss, Objective
@@ -69,6 +70,8 @@ class Job:
     loss: Loss | None = None
     parts: Parts | None = None
     """what a layout must know of a user's own model"""
+    cluster: str | None = None
+    """the machine that its seconds are predicted for (default: this one, where it was measured)"""
     listener: Callable[[Event], None] | None = None
 
     def as_attempt(self, attempt: int, restart: int, fork: bool) -> Job:
@@ -125,6 +128,7 @@ class Training:
         listener = job.listener if world.rank == 0 else None
         self.log = EventLog(job.folder.events(world.rank), job.attempt, world.rank, listener)
         self.log.write("start", **start_facts(job, self.spread, self.stream, world))
+        self.foresight = Foresight(job, world)
         self.ledger = Ledger(config, job.batch, world, self.spread, self.precision, self.log)
         self.resume = Resume(config, job.batch, job.layout, self.stream, identity["identity"], lineage, world)
         self.parameters = self.spread.parameters()
@@ -209,6 +213,7 @@ class Training:
             outcome.counted = True
             self.ledger.take(outcome)
             self.log.write("ledger", step=self.done, **counted.to_json())
+            self.foresight.counted(counted.memory.peak_total)
         else:
             outcome = self.step.run(self.done, lr, self.batches)
             self.ledger.take(outcome)
@@ -283,6 +288,7 @@ class Training:
         self.saver.close()
         digest = run_digest(self.parameters, self.job.layout, self.world, self.spread.together)
         summary = Summary(self.done, self.ledger.loss, self.ledger.skipped, digest, self.ledger.evaluations)
+        self.foresight.end(list(self.ledger.paces), self.began, self.log)
         complete = self.began == self.done > 0
         self.log.write("end", **asdict(summary) | {"loss": number(summary.loss), "was_complete": complete})
         self.log.close()

@@ -1,0 +1,324 @@
+"""A report: real runs send what was predicted to the byte, one byte off is found, and no folder brings it down."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from here import keep_machine
+from rich.console import Console
+from small_run import small_config
+
+from meshwright import train
+from meshwright.cli import main
+from meshwright.errors import ConfigError
+from meshwright.observe.report import show
+from meshwright.observe.twins import report_of
+from meshwright.record import measured
+from meshwright.record.folder import RunFolder
+
+PIPED = ("--layout.pipeline=2", "--batch.micro=2", "--model.layers=4")
+LAYOUTS = {
+    "copies": (),
+    "shards": ("--layout.shard=parameters",),
+    "stages": PIPED,
+    "experts": ("--layout.expert=2", "--model.experts=4"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run of every layout on a machine that was measured."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESHWRIGHT_HOME", str(home))
+        keep_machine(home)
+        folder = tmp_path_factory.mktemp("runs")
+        for name, words in LAYOUTS.items():
+            train(small_config(*words, steps=6), run=folder / name, quiet=True)
+    return folder
+
+
+@pytest.fixture
+def run(runs, tmp_path):
+    """One to spoil."""
+    shutil.copytree(runs / "copies", tmp_path / "run")
+    return tmp_path / "run"
+
+
+def report(folder):
+    return report_of(RunFolder(Path(folder)))
+
+
+def shown(folder, width=140):
+    text = io.StringIO()
+    show(report(folder), Console(file=text, width=width, highlight=False))
+    return text.getvalue()
+
+
+def events(folder, rank=0):
+    return folder / "events" / f"rank-{rank:05d}.jsonl"
+
+
+def append(folder, *records, rank=0):
+    with open(events(folder, rank), "a") as file:
+        for record in records:
+            file.write(json.dumps(record, separators=(",", ":")) + "\n")
+
+
+def change(folder, kind, alter, rank=0):
+    """Every record of a kind, altered."""
+    lines = [json.loads(line) for line in events(folder, rank).read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == kind:
+            alter(line)
+    events(folder, rank).write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_real_run_sends_what_was_predicted(name, runs):
+    found = report(runs / name)
+    assert found.broken == []
+    assert {rank for pair in found.traffic for rank in pair.ranks} == {0, 1}
+    assert {pair.axis for pair in found.traffic} - {"control"}
+    assert "bytes equal" in found.verdict
+    assert found.status == "attempt 1, 6 of 6 steps, complete"
+    assert found.steps == 4  # the first one and the counted one are left out
+    held = found.twin("memory", "tensors")
+    assert held.predicted == pytest.approx(held.measured, rel=0.1)
+    for state in ("parameter", "gradient", "optimizer"):
+        twin = found.twin("memory", f"{state}, own peak of rank 0")
+        assert twin.measured == twin.predicted
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_figure_is_there_beside_its_twin(name, runs):
+    found = report(runs / name)
+    for figure in ("step", "tokens/s", "of peak (MFU)"):
+        twin = found.twin("step", figure)
+        assert twin.error == pytest.approx(twin.predicted / twin.measured - 1)
+    assert found.twin("phases", "forward + backward").error is not None
+    parts = [
+        found.twin("phases", phase) for phase in ("forward + backward", "exposed (sync)", "update", "fetch + copy")
+    ]
+    assert sum(part.predicted for part in parts) == pytest.approx(found.twin("step", "step").predicted)
+    assert found.inside in (True, False)
+    text = shown(runs / name)
+    assert text.startswith(f"step {found.verdict.split()[1]}")
+    assert "BROKEN" not in text
+
+
+def test_a_pipeline_is_held_against_its_schedule(runs):
+    found = report(runs / "stages")
+    live = [twin for twin in found.twins if twin.figure.startswith("live")]
+    assert [(twin.measured, twin.predicted) for twin in live] == [(2, 2), (1, 1)]
+    assert found.twin("pipeline", "idle").predicted == pytest.approx(
+        1 / 9, abs=1e-4
+    )  # 8 micro-batches through 2 stages
+    assert found.twin("experts", "imbalance") is None
+
+
+def test_experts_say_how_even_their_load_was(runs):
+    assert report(runs / "experts").twin("experts", "imbalance").measured >= 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_byte_off_is_found(rank, run, capsys):
+    main(["report", str(run), "--strict"])
+
+    def alter(record):
+        next(row for row in record["traffic"] if row["axis"] == "replicate")["message_bytes"] += 1
+
+    change(run, "ledger", alter, rank)
+    [broken] = report(run).broken
+    assert str(broken).startswith(f"rank {rank}: replicate all_reduce sends")
+    assert "BROKEN" in shown(run)
+    main(["report", str(run)])
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(run), "--strict"])
+    assert ended.value.code == 1
+    assert "BYTES DIFFER in 1 of 4 rows" in capsys.readouterr().out
+
+
+def test_one_byte_off_among_experts_is_found(runs, tmp_path):
+    shutil.copytree(runs / "experts", tmp_path / "run")
+
+    def alter(record):
+        next(row for row in record["traffic"] if row["axis"] == "expert")["message_bytes"] -= 1
+
+    change(tmp_path / "run", "ledger", alter, 1)
+    [broken] = report(tmp_path / "run").broken
+    assert str(broken).startswith("ranks 0, 1 together: expert all_to_all sends")
+
+
+def test_json_has_every_figure(runs, capsys):
+    main(["report", str(runs / "copies"), "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["bytes_equal"] is True
+    assert {row["figure"] for row in answer["figures"]} >= {"step", "tokens/s", "tensors", "exposed (sync)"}
+    assert answer["traffic"][0]["equal"] is True
+
+
+@pytest.mark.parametrize("make", [lambda path: None, Path.mkdir, Path.touch], ids=["nothing", "empty", "file"])
+def test_what_is_no_run_is_refused_in_one_line(make, tmp_path, capsys):
+    make(tmp_path / "thing")
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(tmp_path / "thing")])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        f"meshwright: {tmp_path}/thing is no run folder; allowed: a folder that meshwright train has written\n"
+    )
+
+
+def test_a_run_that_came_to_no_step_says_so(run):
+    shutil.rmtree(run / "events")
+    found = report(run)
+    assert found.verdict == "no step measured; bytes not counted; memory not compared"
+    assert found.status.startswith("attempt 1, no step, complete")
+    assert shown(run)
+
+
+def test_a_run_in_progress_is_reported_as_far_as_it_is(run):
+    kept = [line for line in events(run).read_text().splitlines() if '"step":4' not in line and '"step":5' not in line]
+    events(run).write_text("\n".join(line for line in kept if '"kind":"end"' not in line) + '\n{"kind":"st')
+    (run / "attempts" / "0001" / "incident.json").unlink()
+    found = report(run)
+    assert found.status == "attempt 1, 4 of 6 steps, no end on record: in progress, or lost"
+    assert found.steps == 2
+    events(run).write_text("\n".join(kept[:2]) + "\n")
+    assert report(run).verdict.startswith("no step measured; bytes equal")  # as the other rank counted them
+
+
+def test_a_run_that_broke_says_where(run):
+    change(run, "end", lambda record: record.update(kind="other"))
+    incident = {"attempt": 1, "outcome": "failed", "message": "rank 1 was ended by signal 9\nmore"}
+    (run / "attempts" / "0001" / "incident.json").write_text(json.dumps(incident))
+    assert report(run).status == "attempt 1, 6 of 6 steps, failed: rank 1 was ended by signal 9"
+
+
+def test_of_several_attempts_the_last_counts(run):
+    start = json.loads(events(run).read_text().splitlines()[0])
+    made = [json.loads(line) for line in events(run).read_text().splitlines() if '"kind":"step"' in line][-1]
+    steps = [made | {"attempt": 2, "step": step, "seconds": 2.0, "counted": step == 5} for step in range(4, 9)]
+    append(run, start | {"attempt": 2}, {"kind": "restored", "attempt": 2, "step": 4}, *steps)
+    found = report(run)
+    assert (found.attempt, found.steps, found.twin("step", "step").measured) == (2, 3, 2.0)
+    assert "the prediction is of attempt 1" in found.notes
+    assert found.traffic == []  # nothing of this attempt was counted
+    assert "bytes not counted" in found.verdict
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[1]", ""),
+        (
+            '{"plan": {"layout": 3}, "traffic_exact": {"0": 1}, "seconds": "x", "memory": []}',
+            "the prediction has no layout",
+        ),
+        ('{"notes": "x", "phases": [], "held_exact": {"0": 7}, "low": 1e999, "high": NaN}', ""),
+    ],
+)
+def test_a_prediction_that_is_none_leaves_what_was_measured(run, text, note):
+    (run / "plan.json").unlink()
+    if text is not None:
+        (run / "plan.json").write_text(text)
+    found = report(run)
+    assert note in " ".join(found.notes)
+    assert found.twin("step", "step").measured > 0
+    assert "no seconds predicted; bytes not predicted" in found.verdict
+    assert shown(run)
+
+
+def test_a_layout_beyond_all_bounds_is_not_walked_through(run):
+    plan = json.loads((run / "plan.json").read_text())
+    for degrees in (
+        {"replicate": 1 << 60},
+        {"replicate": 3},
+        {"expert": 5},
+        dict.fromkeys(("tensor", "shard"), 60_000),
+    ):
+        (run / "plan.json").write_text(json.dumps(plan | {"plan": {"layout": plan["plan"]["layout"] | degrees}}))
+        found = report(run)
+        assert found.traffic == []
+        assert "bytes are not compared" in " ".join(found.notes)
+
+
+def test_a_strangers_records_are_read_within_bounds(run, monkeypatch):
+    for bad in (
+        {"kind": "step", "step": 9, "seconds": "soon"},
+        {"kind": "step", "step": -1, "seconds": 1.0},
+        {"kind": "step", "step": 9, "seconds": float("inf")},
+        {"kind": "step", "step": 9, "seconds": 1.0, "phases": [1], "pipeline": 3, "experts": {"imbalance": "x"}},
+        {"kind": "ledger", "step": 9, "traffic": [{}] * 5000, "memory": {}},
+        {"kind": "ledger", "step": 9, "traffic": [3, {"message_bytes": "x"}], "memory": {"peak_total": 1, "peak": 3}},
+        {"kind": "restored", "step": [1]},
+    ):  # fmt: skip
+        append(run, bad)
+    with open(events(run), "ab") as file:
+        file.write(b'{"kind":"step",' + b"x" * (3 << 20) + b"\n\xff\xfe\n[[[[\n")
+        file.write(b'{"kind":"ledger",' + b"[" * 50_000 + b"\n")
+    assert shown(run)
+    os.remove(events(run, 1))
+    os.mkfifo(events(run, 1))  # nobody writes to it: a reader that opens it must not wait
+    assert set(measured.measured(RunFolder(run)).ranks) == {0}
+    monkeypatch.setattr(measured, "MOST_BYTES", 2000)
+    assert report(run).verdict.startswith("no step measured")
+
+
+def test_no_letter_of_a_strangers_reaches_the_terminal_unseen(run):
+    change(run, "ledger", lambda record: record["traffic"][0].update(axis="\x1b[2J[red]x"))
+    text = shown(run)
+    assert "\x1b" not in text
+    assert "?[2J[red]x" in text
+
+
+def test_memory_does_not_grow_with_the_records(run):
+    step = [line for line in events(run).read_text().splitlines() if '"kind":"step"' in line][-1]
+    with open(events(run), "a") as file:
+        for _ in range(20):
+            file.write((step + "\n") * 1000)
+    seen = measured.measured(RunFolder(run)).first
+    assert len(seen.lines) == measured.MOST_STEPS
+
+
+class Twice(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return self.factor * x
+
+
+def test_of_a_model_of_ones_own_nothing_is_predicted(tmp_path):
+    data = [(torch.ones(1).numpy() * x, torch.ones(1).numpy() * 2 * x) for x in range(1, 65)]
+    config = small_config("--eval.holdout=0", steps=4)
+    train(
+        config, model=Twice(), loss=lambda out, y: ((out - y) ** 2).sum(), source=data, run=tmp_path / "r", quiet=True
+    )
+    found = report(tmp_path / "r")
+    assert found.notes == ["a model of your own: nothing is predicted of it"]
+    assert "no seconds predicted; bytes not predicted" in found.verdict
+
+
+def test_a_report_imports_no_torch(runs):
+    code = f"import sys; from meshwright.cli import main; main(['report', {str(runs / 'copies')!r}])\n"
+    code += "assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_link_to_nowhere_is_no_run(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match="is no run folder"):
+        report(tmp_path / "link")
