@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from meshwright.config import RunConfig, load
+from meshwright.plan.cluster import Cluster, Device, Link
 from meshwright.schedule import KINDS, usual_stages
 
 PLACES = {
@@ -93,3 +95,24 @@ def words(row: str) -> list[str]:
 
 def place(name: str) -> str:
     return f"model.{name}" if name in MODEL else PLACES.get(name, f"layout.{name}")
+
+
+MICRO = 2
+SHAPE = {"vocab": 512, "width": 64, "heads": 4, "kv_heads": 2, "ffn": 160}
+"""With sequences of 128: activations are about half of the whole."""
+LINK = Link(1e9, 1e-5)
+MACHINE = Cluster("cpu", Device("cpu", 1e12, 1e10, {"bf16": 1e11, "fp32": 1e11}, host=True), 8, 1, LINK, LINK)
+
+
+def in_proportion(row: str) -> RunConfig:
+    """A row of the matrix with activations that weigh as much as weights; `precision=` and `accumulation=` may stand in
+    it, too.
+    """
+    said = dict(word.split("=") for word in row.split())
+    precision, asked = said.pop("precision", "fp32"), said.pop("accumulation", None)
+    given = words(" ".join(f"{name}={value}" for name, value in said.items()))
+    shape = [f"--model.{name}={size}" for name, size in SHAPE.items() if name not in said]
+    pipeline, data = int(said.get("pipeline", 1)), int(said.get("replicate", 1)) * int(said.get("degree", 1))
+    accumulation = int(asked) if asked else 2 * pipeline if pipeline > 1 else 2
+    batch = [f"--batch.micro={MICRO}", f"--batch.global={data * accumulation * MICRO}"]
+    return load(overrides=[*shape, *given, *batch, "--data.sequence=128", f"--precision.compute={precision}"])

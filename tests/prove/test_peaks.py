@@ -9,35 +9,17 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from hybrids import HYBRIDS, words
+from hybrids import HYBRIDS, MACHINE, in_proportion
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from meshwright.config import RunConfig, load
+from meshwright.config import RunConfig
 from meshwright.launch.ranks import run_ranks
-from meshwright.plan.cluster import Cluster, Device, Link
 from meshwright.plan.fit import memory
 from meshwright.plan.job import Job
 from meshwright.prove.traffic import third_step
 from meshwright.refused import checked
 
 LARGEST_ERROR = 0.05
-MICRO = 2
-SHAPE = {"vocab": 512, "width": 64, "heads": 4, "kv_heads": 2, "ffn": 160}
-"""With sequences of 128: activations are about half of the whole."""
-LINK = Link(1e9, 1e-5)
-MACHINE = Cluster("cpu", Device("cpu", 1e12, 1e10, {"bf16": 1e11, "fp32": 1e11}, host=True), 8, 1, LINK, LINK)
-
-
-def config_of(row: str) -> RunConfig:
-    """A row of the matrix; `precision=` and `accumulation=` may stand in it, too."""
-    said = dict(word.split("=") for word in row.split())
-    precision, asked = said.pop("precision", "fp32"), said.pop("accumulation", None)
-    given = words(" ".join(f"{name}={value}" for name, value in said.items()))
-    shape = [f"--model.{name}={size}" for name, size in SHAPE.items() if name not in said]
-    pipeline, data = int(said.get("pipeline", 1)), int(said.get("replicate", 1)) * int(said.get("degree", 1))
-    accumulation = int(asked) if asked else 2 * pipeline if pipeline > 1 else 2
-    batch = [f"--batch.micro={MICRO}", f"--batch.global={data * accumulation * MICRO}"]
-    return load(overrides=[*shape, *given, *batch, "--data.sequence=128", f"--precision.compute={precision}"])
 
 
 def peaks(world, configs: list[RunConfig]) -> list[int]:
@@ -51,13 +33,13 @@ def peaks(world, configs: list[RunConfig]) -> list[int]:
 @cache
 def launched(rows: tuple[str, ...], ranks: int) -> dict[str, list[int]]:
     """All that have so many ranks, in one launch: by row, what each rank held."""
-    configs = {row: config for row in rows if checked(config := config_of(row))[0].ranks == ranks}
+    configs = {row: config for row in rows if checked(config := in_proportion(row))[0].ranks == ranks}
     found = run_ranks(peaks, ranks, list(configs.values()), timeout=230.0)
     return {row: [of_rank[index] for of_rank in found] for index, row in enumerate(configs)}
 
 
 def errors(row: str, rows: tuple[str, ...]) -> list[float]:
-    config = config_of(row)
+    config = in_proportion(row)
     layout, _ = checked(config)
     measured, said = launched(rows, layout.ranks)[row], memory(Job.of(config, MACHINE))
     found = []
