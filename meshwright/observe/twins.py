@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -113,11 +114,18 @@ def report_of(folder: RunFolder) -> Report:
 def plan_of(folder: RunFolder) -> tuple[dict[str, Any], list[str]]:
     """plan.json, checked where it is used, and what it notes."""
     try:
-        plan = table(read_json(folder.plan_file))
+        plan = table(plain_json(folder.plan_file))
     except ConfigError as error:
         return {}, [f"nothing was predicted: {error.what}"]
     given = plan.get("notes")
     return plan, [str(note)[:300] for note in given[:MOST_TOLD]] if isinstance(given, list) else []
+
+
+def plain_json(path: Path) -> Any:
+    """Whoever opens something else than a file may wait for ever."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no file", "give a run folder")
+    return read_json(path)
 
 
 def status_of(folder: RunFolder, found: Measured | None) -> str:
@@ -132,7 +140,7 @@ def status_of(folder: RunFolder, found: Measured | None) -> str:
     if found and found.first.ended:
         return f"{name}, complete"
     try:
-        incident = table(read_json(folder.incident(attempt)))
+        incident = table(plain_json(folder.incident(attempt)))
     except ConfigError:
         return f"{name}, no end on record: in progress, or lost"
     lines = str(incident.get("message", ""))[:300].splitlines()

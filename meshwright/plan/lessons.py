@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import exp, log, sqrt
+from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError
-from meshwright.plan.calibration import NEAREST, Correction, Record, Shape, correct, recall
+from meshwright.plan.calibration import NEAREST, Correction, Record, Shape, calibration_file, correct, old, recall
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.doubt import LEAST
 from meshwright.plan.figures import Estimate, Memory
@@ -104,10 +106,25 @@ def lessons_of(cluster: Cluster) -> Lessons:
     """What this machine has learned; of every other one nothing is known."""
     if not is_here(cluster):
         return UNCORRECTED
+    file = calibration_file()
+    return Lessons(newest(cluster.device.name, file, tuple(map(state, (file, old(file))))))
+
+
+@lru_cache(maxsize=4)
+def newest(device: str, file: Path, _states: tuple[tuple[int, int], ...]) -> tuple[Record, ...]:
+    """Read once for as long as the files stay as they are."""
     kept: list[Record] = []
     times: Counter[Shape] = Counter()
-    for record in reversed(recall()[0]):
+    for record in reversed(recall(file)[0]):
         times[record.shape] += 1
-        if record.shape.device == cluster.device.name and times[record.shape] <= NEAREST and len(kept) < MOST_RECORDS:
+        if record.shape.device == device and times[record.shape] <= NEAREST and len(kept) < MOST_RECORDS:
             kept.append(record)
-    return Lessons(tuple(reversed(kept)))
+    return tuple(reversed(kept))
+
+
+def state(file: Path) -> tuple[int, int]:
+    try:
+        found = file.stat()
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size

@@ -255,6 +255,7 @@ def test_a_layout_beyond_all_bounds_is_not_walked_through(run):
 
 
 def test_a_strangers_records_are_read_within_bounds(run, monkeypatch):
+    change(run, "end", lambda record: record.update(kind="other"))
     for bad in (
         {"kind": "step", "step": 9, "seconds": "soon"},
         {"kind": "step", "step": -1, "seconds": 1.0},
@@ -272,6 +273,10 @@ def test_a_strangers_records_are_read_within_bounds(run, monkeypatch):
     os.remove(events(run, 1))
     os.mkfifo(events(run, 1))  # nobody writes to it: a reader that opens it must not wait
     assert set(measured.measured(RunFolder(run)).ranks) == {0}
+    for path in (run / "plan.json", run / "attempts" / "0001" / "incident.json"):
+        path.unlink()
+        os.mkfifo(path)
+    assert "plan.json is no file" in shown(run)
     monkeypatch.setattr(measured, "MOST_BYTES", 2000)
     assert report(run).verdict.startswith("no step measured")
 
