@@ -53,8 +53,13 @@ def check(words: str, monkeypatch) -> None:
     whole = run.one_rank(config, layout, batch, rank)
     assert not whole.multiplied
     assert carried_on.traffic == whole.traffic
-    assert carried_on.peak == whole.peak
     assert carried_on.at_peak == whole.at_peak
+    # Several stages a rank: one gathers all its units at once while another is at work, and where the two overlap most
+    # the line is that of one unit more.
+    loose = "pipeline.schedule=interleaved" in words
+    for kind, most in whole.peak.items():
+        within = 0.1 if loose and kind == "communication" else 0
+        assert most <= carried_on.peak[kind] <= most * (1 + within), kind
 
 
 @pytest.mark.parametrize("name", QUICK)
