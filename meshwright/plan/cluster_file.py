@@ -137,7 +137,7 @@ def cluster_of_form(form: ClusterForm, name: str) -> Cluster:
             raise ConfigError("adapters_gbs and between.gbs say the same", "allowed: one of them")
         between = replace(between, gbs=form.adapters_gbs / per_node)
     known = base.between if base else (inside if nodes == 1 else None)
-    measured = {} if form.measured.launch_us is None else {"launch": form.measured.launch_us / MICROS}
+    measured = {} if form.measured.launch_us is None else {"launch": scaled(form.measured.launch_us, 1 / MICROS)}
     return Cluster(
         form.name or form.like or name, device, per_node, nodes, inside, link_of(between, "between", known), measured
     )
