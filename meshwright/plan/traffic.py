@@ -63,7 +63,9 @@ def traffic(config: RunConfig, layout: Layout, batch: Batch, rank: int = 0) -> l
     if layout.tensor > 1:
         messages += matrices(config, layout, batch, hold)
         partial = sum(piece.elements for piece in pieces if piece.partial)
-        messages["tensor", "all_reduce"] += meetings(config, layout, batch) * partial * weight_bytes(config)
+        messages["tensor", "all_reduce"] += (
+            meetings(config, layout, batch) * partial * partial_bytes(config, layout, batch)
+        )
     if layout.context > 1:
         messages += attention(config, layout, batch, hold)
     if config.model.experts:
@@ -111,6 +113,15 @@ def meetings(config: RunConfig, layout: Layout, batch: Batch) -> int:
     """How often in a step gradients meet. A pipeline's schedule adds them up itself."""
     each_time = config.layout.shard in ("gradients", "parameters") and layout.pipeline == 1 and in_units(layout)
     return batch.accumulation if each_time else 1
+
+
+def partial_bytes(config: RunConfig, layout: Layout, batch: Batch) -> int:
+    """Of a gradient whose parts meet over the tensor axis: FSDP2 has it in the precision of compute until it adds it to
+    that of an earlier micro-step.
+    """
+    alone = batch.accumulation == 1 or config.layout.shard in ("gradients", "parameters")
+    fresh = in_units(layout) and layout.pipeline == 1 and alone
+    return BYTES[config.precision.compute] if fresh else weight_bytes(config)
 
 
 def gathered_bytes(config: RunConfig, units: Units) -> dict[str, int]:
