@@ -98,7 +98,7 @@ def peaks(
     fp32: float | None = None,
     fp64: float | None = None,
 ) -> dict[str, float]:
-    """In TFLOP/s; fp32 is what matrix units do with float32 inputs (TF32)."""
+    """In TFLOP/s. Our trainer leaves TF32 off, so fp32 is what the plain units do."""
     rates = {"bf16": bf16, "fp16": bf16, "fp32": fp32 or bf16 / 2, "fp8": fp8 or bf16, "fp4": fp4 or fp8 or bf16}
     rates["fp64"] = fp64 or rates["fp32"] / 2
     return {precision: rate * TERA for precision, rate in rates.items()}
@@ -108,7 +108,7 @@ def sustained(bf16: float, fp8: float, fp4: float = 0) -> dict[str, float]:
     return {"bf16": bf16, "fp8": fp8, "fp4": fp4 or fp8}
 
 
-A100, H100 = peaks(312, fp32=156, fp64=19.5), peaks(989, 1979, fp32=494, fp64=67)
+A100, H100 = peaks(312, fp32=19.5, fp64=19.5), peaks(989, 1979, fp32=67, fp64=67)
 
 # Rates without sparsity and memory bandwidth: the makers' data sheets of the SXM and OAM boards (A100, H100, H200,
 # HGX B200 and B300, GB200 and GB300 NVL72 divided by 72, MI300X). Memory: what nvidia-smi and rocm-smi show of it, in
@@ -123,25 +123,25 @@ DEVICES = {
         Device("h100-500w", 97871 * MIB, 2400 * GB, H100, 132, sustained(0.52, 0.56), True),
         Device("h200", 143771 * MIB, 4800 * GB, H100, 132, sustained(0.69, 0.66), True),
         Device(
-            "b200", 183359 * MIB, 7700 * GB, peaks(2250, 4500, 9000, 1125, 37), 148, sustained(0.68, 0.57, 0.46), True
+            "b200", 183359 * MIB, 7700 * GB, peaks(2250, 4500, 9000, 75, 37), 148, sustained(0.68, 0.57, 0.46), True
         ),
         Device(
-            "b300", 275040 * MIB, 7750 * GB, peaks(2250, 4500, 13500, 1125, 1.2), 148, sustained(0.7, 0.62, 0.46), True
+            "b300", 275040 * MIB, 7750 * GB, peaks(2250, 4500, 13500, 77, 1.2), 148, sustained(0.7, 0.62, 0.46), True
         ),
         Device(
-            "gb200", 189471 * MIB, 8000 * GB, peaks(2500, 5000, 10000, 1250, 40), 148, sustained(0.67, 0.52, 0.45), True
+            "gb200", 189471 * MIB, 8000 * GB, peaks(2500, 5000, 10000, 80, 40), 148, sustained(0.67, 0.52, 0.45), True
         ),
         Device(
             "gb300",
             284208 * MIB,
             8000 * GB,
-            peaks(2500, 5000, 15000, 1250, 1.3),
+            peaks(2500, 5000, 15000, 80, 1.3),
             148,
             sustained(0.69, 0.71, 0.45),
             True,
         ),
         Device(
-            "mi300x", 196592 * MIB, 5300 * GB, peaks(1307, 2615, fp32=653, fp64=163), 304, sustained(0.5, 0.45), True
+            "mi300x", 196592 * MIB, 5300 * GB, peaks(1307, 2615, fp32=163, fp64=163), 304, sustained(0.5, 0.45), True
         ),
     )
 }

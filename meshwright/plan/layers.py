@@ -24,7 +24,6 @@ class Pass:
     forward: float
     backward: float
     weight: float
-    forward_flops: float = 0.0
     again: float = 0.0
     """what is recomputed before backward"""
     look: float = 0.0
@@ -33,6 +32,8 @@ class Pass:
 
 USUAL_LAUNCH = 9e-6
 """Seconds that a host of the runs that constants were fitted to took to ask for one operator."""
+OFFLOADED = (2 * 4 + 28) / 50e9
+"""Seconds a parameter: its gradient and its value over a bus of 50 GB/s, and the update in the host's memory."""
 ASKED = 1.4
 """How much longer than for forward the host takes to ask for backward's kernels."""
 
@@ -158,7 +159,7 @@ def layer(of: Shape, experts: bool) -> Pass:
     backward = beside(of, inputs + weights + back + behind, ASKED * host) + gap
     selected = small + (forward / 2 if stack.selective == "half" else 0.0) if stack.flash else look
     again = {"none": 0.0, "selective": selected, "alternate": ahead / 2, "full": ahead}[of.recompute]
-    return Pass(ahead, backward, weights, flops(products) + attention_flops(of), again, look)
+    return Pass(ahead, backward, weights, again, look)
 
 
 def beside(of: Shape, computing: float, asking: float) -> float:
@@ -231,4 +232,5 @@ def optimizer(job: Job, parameters: float) -> float:
     on = rate(job.cluster.device, "bf16", job.stack)
     stack = job.stack
     moved = 2 * (stack.state + stack.weights) + stack.computed + 4 * stack.gradients
-    return moved * parameters / on.stream
+    offload = job.run is not None and job.run.compute.offload
+    return moved * parameters / on.stream + (OFFLOADED * parameters if offload else 0.0)

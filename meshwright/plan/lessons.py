@@ -78,11 +78,6 @@ class Lessons:
             notes=[*found.notes, note],
         )
 
-    def least(self, job: Job) -> float:
-        """The smallest correction of any plan of this work, as a multiple of this plan's."""
-        ratios = [ratio for each in self.alike(Shape.of(job)) if (ratio := each.ratio("seconds"))]
-        return min(ratios, default=1.0) / self.correction(job, "seconds").ratio
-
 
 UNCORRECTED = Lessons()
 

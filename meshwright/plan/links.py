@@ -25,7 +25,7 @@ from meshwright.record.wire import wire_bytes
 REACHED = 0.8
 """Share of a link's printed bandwidth that a ring reaches (A100 78 %, H200 82 % of one direction)."""
 SETTLES = 12 * 2.0**20
-"""Bytes from which on a collective has left its protocol for small messages, which costs half as much latency again."""
+"""Bytes about which a collective leaves its protocol for small messages: that costs one and a half latencies more."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _seconds(links: Links, kind: str, message: float, place: Place) -> float:
         rate, latency = bus(links.inside, message), hops * links.inside.latency
     else:
         rate = min(bus(links.inside, message), place.per_node * bus(links.between, message))
-        far = 2 * log2(place.nodes) / 2 if kind == "all_reduce" else place.nodes - 1
+        far = log2(place.nodes) if kind == "all_reduce" else place.nodes - 1
         latency = hops * links.inside.latency + far * links.between.latency
     if kind == "all_to_all":
         return latency + exchanged(links, message, place)

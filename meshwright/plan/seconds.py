@@ -57,22 +57,27 @@ def message(job: Job, axis: str, kind: str, size: float, count: float, place: Pl
     return Message(axis, kind, size, count, place, seconds, seconds * (1 - hidden))
 
 
-def tensor_messages(job: Job, of: Shape, again: bool) -> tuple[list[Message], list[Message]]:
-    """Of one layer, forward and backward."""
-    ranks = job.layout.tensor
-    if ranks == 1:
+def tensor_messages(job: Job, of: Shape, experts: bool) -> tuple[list[Message], list[Message]]:
+    """Of one layer, forward and backward. Of experts only those that every token visits are cut; what is recomputed is
+    gathered again, and scattered again where that is not the end of what is needed.
+    """
+    if job.layout.tensor == 1:
         return [], []
     place, stack = places_of(job)["tensor"], job.stack
-    size = of.tokens * job.model.width * 2.0
-    hidden = stack.tensor_hidden
+    size = of.tokens * job.model.width * of.plain.size
+    parts = 1 if experts and not job.model.experts_shared else 2
+    full = job.recompute == "full"
+
+    def sent(kind: str, count: float) -> Message:
+        return message(job, "tensor", kind, size, count, place, stack.tensor_hidden)
+
     if not stack.cut_sequence:
-        ahead = [message(job, "tensor", "all_reduce", size, 2, place, hidden)]
-        count = 4 if again else 2
-        return ahead, [message(job, "tensor", "all_reduce", size, count, place, hidden)]
-    both = ("all_gather", "reduce_scatter")
-    ahead = [message(job, "tensor", kind, size, 2, place, hidden) for kind in both]
-    count = 2 + (2 if again else 0)
-    return ahead, [message(job, "tensor", kind, size, count, place, hidden) for kind in both]
+        return [sent("all_reduce", parts)], [sent("all_reduce", parts * (2 if full else 1))]
+    gathers = parts * (2 if full or (job.recompute == "selective" and stack.torch) else 1)
+    gathers += parts if stack.gathers_again else 0
+    scatters = parts + (parts - (1 if stack.torch else 0) if full else 0)
+    ahead = [sent("all_gather", parts), sent("reduce_scatter", parts)]
+    return ahead, [sent("all_gather", gathers), sent("reduce_scatter", scatters)]
 
 
 def context_messages(job: Job, of: Shape, look: float) -> tuple[list[Message], list[Message]]:
@@ -80,11 +85,12 @@ def context_messages(job: Job, of: Shape, look: float) -> tuple[list[Message], l
     if ranks == 1:
         return [], []
     place, model = places_of(job)["context"], job.model
-    keys = 2.0 * of.tokens * model.kv_heads * model.head * 2 / job.layout.tensor
+    number = of.plain.size
+    keys = number * of.tokens * model.kv_heads * model.head * 2 / job.layout.tensor
     if model.latent is not None:
-        keys = 2.0 * of.tokens * (model.latent.keys + model.latent.rotary)
+        keys = number * of.tokens * (model.latent.keys + model.latent.rotary)
     if job.method == "all-to-all":
-        size = keys + 2.0 * of.tokens * model.heads * model.head * 2 / job.layout.tensor
+        size = keys + number * of.tokens * model.heads * model.head * 2 / job.layout.tensor
         there = [message(job, "context", "all_to_all", size / 2, 2, place)]
         return there, there
     if job.method == "gather":
@@ -92,7 +98,7 @@ def context_messages(job: Job, of: Shape, look: float) -> tuple[list[Message], l
         return there, [*there, message(job, "context", "reduce_scatter", keys * ranks, 1, place)]
     near = Place(2, min(2, place.per_node)) if place.nodes == 1 else Place(2, 1)
     ahead = message(job, "context", "send", keys, ranks - 1, near)
-    behind = message(job, "context", "send", keys, (1 + job.stack.reduced / 2) * (ranks - 1), near)
+    behind = message(job, "context", "send", keys, (1 + max(1.0, job.stack.reduced / number)) * (ranks - 1), near)
     return [kept(ahead, look)], [kept(behind, 2.5 * look)]
 
 
@@ -107,8 +113,8 @@ def expert_messages(job: Job, of: Shape) -> list[Message]:
         return []
     place, stack = places_of(job)["expert"], job.stack
     size = routed_rows(of) * job.model.width * (sent_once(job, place) if stack.deduplicates else 1.0)
-    there = message(job, "expert", "all_to_all", size * stack.exchange, 1, place)
-    return [there, message(job, "expert", "all_to_all", size * 2.0, 1, place)]
+    there = message(job, "expert", "all_to_all", size * max(stack.exchange, of.plain.size), 1, place)
+    return [there, message(job, "expert", "all_to_all", size * of.plain.size, 1, place)]
 
 
 def sent_once(job: Job, place: Place) -> float:
@@ -142,7 +148,7 @@ def through(job: Job, of: Shape, counts: Counts) -> Through:
     forward = backward = again = weight = 0.0
     ahead: list[Message] = []
     behind: list[Message] = []
-    full = job.recompute == "full"
+    repeats = job.recompute == "full" or (job.recompute == "selective" and job.stack.torch)
     for count, experts in ((dense, False), (banks, True)):
         if not count:
             continue
@@ -151,10 +157,10 @@ def through(job: Job, of: Shape, counts: Counts) -> Through:
         backward += count * cost.backward
         again += count * cost.again
         weight += count * cost.weight
-        sent, back = tensor_messages(job, of, full)
+        sent, back = tensor_messages(job, of, experts)
         there, home = context_messages(job, of, cost.look)
         rows = expert_messages(job, of) if experts else []
-        repeated = [*there, *rows] if full else []
+        repeated = [*there, *rows] if repeats else []
         ahead += [times(one, count) for one in (*sent, *there, *rows)]
         behind += [times(one, count) for one in (*back, *home, *rows, *repeated)]
     for there_is, cost in ((begins, first(of)), (ends, last(of))):
@@ -249,8 +255,8 @@ def between_stages(job: Job, of: Shape, bill: Bill, ranks: int) -> None:
     size = stack.passed * of.tokens * job.model.width / divided
     one = message(job, "pipeline", "send", size, 1, place)
     steady = times(one, 2 * job.batch.accumulation * job.stages)
-    left = steady.seconds * (1 - stack.sends_hidden) + 2 * (ranks - 1) * one.seconds
-    tell(bill, replace(steady, exposed=left))
+    tell(bill, replace(steady, exposed=steady.seconds * (1 - stack.sends_hidden)))
+    bill.spend("bubble", 2 * (ranks - 1) * one.seconds)
 
 
 def data(job: Job, bill: Bill, slow: Through, counts: Counts) -> None:
@@ -264,7 +270,11 @@ def data(job: Job, bill: Bill, slow: Through, counts: Counts) -> None:
             kind = "all_reduce" if stack.all_reduces else "reduce_scatter"
             count = job.batch.accumulation if job.sharding == "gradients" and job.layout.pipeline == 1 else 1
             meet(job, bill, part.axis, kind, part.numbers * summed(job), shards, slow.backward, count)
-            meet(job, bill, part.axis, "all_gather", part.numbers * stack.gathered, shards, slow.forward)
+            meet(job, bill, part.axis, "all_gather", part.numbers * gathered_bytes(job), shards, slow.forward)
+        if part.bank and job.layout.tensor > 1 and not stack.folds_tensor:  # its ranks have other tokens each
+            meetings = job.batch.accumulation if unit_by_unit(job) and job.layout.pipeline == 1 else 1
+            size = part.numbers * summed(job)
+            meet(job, bill, "tensor", "all_reduce", size, places_of(job)["tensor"], slow.backward, meetings)
         if copies.ranks > 1:
             size = part.numbers / shards.ranks * summed(job)
             meet(job, bill, "replicate", "all_reduce", size, copies, slow.backward)
@@ -279,12 +289,20 @@ def meet(
 ) -> None:
     """A collective beside the computing of one pass, unless the software waits with it."""
     one = message(job, axis, kind, size, 1, place)
-    tell(bill, times(one if job.stack.flat else kept(one, job.stack.data_hidden * computing), count))
+    if not job.stack.flat:
+        one = kept(one, job.stack.data_hidden * computing)
+        bill.spend("contention", count * job.stack.contended * (one.seconds - one.exposed))
+    tell(bill, times(one, count))
 
 
 def summed(job: Job) -> float:
     """Bytes in which gradients meet: those of half precision in its own, but bfloat16's by most in float32."""
     return 4.0 if job.stack.reduced == 2 and job.precision == "bf16" else job.stack.reduced
+
+
+def gathered_bytes(job: Job) -> float:
+    """Of a parameter: in the precision of compute, and in that of the weights where it is no smaller."""
+    return max(job.stack.gathered, 4.0 if job.precision in ("fp32", "fp64") else 0.0)
 
 
 def units(job: Job, bill: Bill, part: Part, slow: Through, count: int) -> None:
@@ -293,7 +311,7 @@ def units(job: Job, bill: Bill, part: Part, slow: Through, count: int) -> None:
     """
     stack, micros = job.stack, job.batch.accumulation
     place = Place(part.shards.ranks, 1) if stack.one_adapter and part.shards.nodes > 1 else part.shards
-    gather = message(job, part.axis, "all_gather", part.numbers / count * stack.gathered, 1, place)
+    gather = message(job, part.axis, "all_gather", part.numbers / count * gathered_bytes(job), 1, place)
     scatter = message(job, part.axis, "reduce_scatter", part.numbers / count * stack.reduced, 1, place)
     ahead, behind = slow.forward / count, (slow.backward + slow.again) / count
     if job.layout.pipeline > 1:  # a schedule lets go of units after each forward, and sums gradients up by itself
@@ -302,11 +320,12 @@ def units(job: Job, bill: Bill, part: Part, slow: Through, count: int) -> None:
         tell(bill, kept(times(scatter, count), slow.backward))
         bill.spend("contention", micros * count * stack.contended * min(gather.seconds, ahead))
         return
+    again = 0.0 if job.run is not None and job.run.shard.keep == 1 else gather.seconds
     left = count * max(0.0, gather.seconds - ahead) + gather.seconds
-    left_behind = count * max(0.0, gather.seconds + scatter.seconds - behind) + scatter.seconds
-    tell(bill, replace(times(gather, 2 * count * micros), exposed=micros * left))
+    left_behind = count * max(0.0, again + scatter.seconds - behind) + scatter.seconds
+    tell(bill, replace(times(gather, (2 if again else 1) * count * micros), exposed=micros * left))
     tell(bill, replace(times(scatter, count * micros), exposed=micros * left_behind))
-    beside = min(gather.seconds, ahead) + min(gather.seconds + scatter.seconds, behind)
+    beside = min(gather.seconds, ahead) + min(again + scatter.seconds, behind)
     bill.spend("contention", micros * count * stack.contended * beside)
 
 
@@ -325,6 +344,10 @@ def kinds(job: Job) -> list[tuple[int, int]]:
 
 def again_flops(job: Job) -> float:
     matrices, attention = flops_of(job)
-    if job.recompute == "full":
-        return (matrices - 6.0 * job.tokens * job.model.vocab * job.model.width + attention) / 3
+    if job.recompute in ("full", "alternate"):
+        return (
+            (0.5 if job.recompute == "alternate" else 1.0)
+            * (matrices - 6.0 * job.tokens * job.model.vocab * job.model.width + attention)
+            / 3
+        )
     return attention / 3 if job.recompute == "selective" and not job.stack.flash else 0.0

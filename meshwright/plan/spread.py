@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from meshwright.plan.job import Job
 from meshwright.plan.links import Place, place_of
-from meshwright.plan.weights import stages_of
+from meshwright.plan.weights import Part as Stage
+from meshwright.plan.weights import stages_of, weights
 from meshwright.schedule import holder
 
 
@@ -17,14 +18,13 @@ def places_of(job: Job) -> dict[str, Place]:
     if layout.shard == 1:
         shards, copies = 1, layout.replicate * layout.context
     inner = layout.tensor
-    whole = layout.ranks // layout.pipeline
     return {
         "tensor": place_of(cluster, layout.tensor, 1),
         "context": place_of(cluster, layout.context, inner),
         "expert": place_of(cluster, layout.expert, inner if layout.expert <= layout.fold else 1),
         "shards": place_of(cluster, shards, inner),
         "copies": place_of(cluster, copies, inner * shards),
-        "pipeline": Place(2, 2 if 2 * whole <= cluster.per_node else 1),
+        "pipeline": Place(2, 2 if layout.ranks <= cluster.per_node else 1),
     }
 
 
@@ -57,6 +57,8 @@ class Part:
 
     numbers: float
     """once they are gathered"""
+    bank: bool
+    """whether they are experts"""
     axis: str
     shards: Place
     copies: Place
@@ -73,18 +75,15 @@ def rank_parameters(job: Job, counts: Counts) -> Held:
     model, layout = job.model, job.layout
     dense, banks, begins, ends = counts
     places = places_of(job)
-    shared = model.experts_shared * model.expert_weights
-    matrices = (dense + banks) * model.attention_weights + dense * model.dense_weights + banks * shared
-    vectors = (dense + banks) * model.vectors + banks * model.width * model.experts
-    edge = model.vocab * model.width * ((begins + ends) if layout.pipeline > 1 or not model.tied else 1)
-    whole = (matrices + edge) / layout.tensor + vectors
-    parts = [Part(whole, "shard", places["shards"], places["copies"])]
+    has = weights(model, Stage(dense, banks, begins, ends), layout.tensor, layout.expert, layout.pipeline == 1)
+    parts = [Part(has.dense, False, "shard", places["shards"], places["copies"])]
     if banks:
-        numbers = banks * model.experts * model.expert_weights / layout.expert
         rest = max(1, layout.fold * (layout.tensor if layout.expert > layout.fold else 1) // layout.expert)
         stride = layout.tensor * layout.expert
         sharded = layout.shard > 1
         near = place_of(job.cluster, rest, stride)
-        parts.append(Part(numbers, "shard", near if sharded else Place(1, 1), places["copies"] if sharded else near))
+        parts.append(
+            Part(has.bank, True, "shard", near if sharded else Place(1, 1), places["copies"] if sharded else near)
+        )
     cut = [part.shards.ranks if job.sharding != "none" else 1 for part in parts]
     return Held(parts, sum(part.numbers / each for part, each in zip(parts, cut, strict=True)))

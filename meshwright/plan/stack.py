@@ -116,6 +116,6 @@ class Stack:
     method: str = "ring"
     """how it attends over pieces of sequences"""
     splits: bool = False
-    """the batch of a rank is cut into as many micro-batches as there are samples, where there is a pipeline"""
+    """the batch of a rank is cut into as many micro-batches as there are stages"""
     flat: bool = False
     """gradients and parameters meet after the step's computing, not beside it"""
