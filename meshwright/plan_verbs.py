@@ -49,7 +49,7 @@ def plan(
     from meshwright.observe.whole_file import write_whole
     from meshwright.plan.answer import answer, as_json, run_file
     from meshwright.plan.asked import workload
-    from meshwright.plan.machines import cluster_of
+    from meshwright.plan.machines import cluster_of, of_devices
     from meshwright.plan.prediction import prediction
 
     for name, number in (("--ranks", ranks), ("--batch", batch), ("--sequence", sequence), ("--top", top)):
@@ -65,7 +65,7 @@ def plan(
     if ranks is not None:
         if ranks > devices.devices:
             raise ConfigError(f"--ranks {ranks} of {devices.devices} devices", f"allowed: 1 to {devices.devices}")
-        devices = devices.of(ranks)
+        devices = of_devices(devices, ranks)
     work = workload(model, overrides, batch, sequence, precision)
     place = explain[0] if explain else 1
     whole = answer(work, devices, place, top, scale, critical_batch, str(out or "PLAN.toml"))

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.plan.cluster import Cluster
+from meshwright.plan.machines import machine_file
 
 
 def show(cluster: Cluster, remarks: Sequence[str], file: Path, console: Console | None = None) -> None:
@@ -24,7 +25,8 @@ def show(cluster: Cluster, remarks: Sequence[str], file: Path, console: Console 
         console.print(collectives(cluster))
     for remark in remarks:
         console.print(remark, style="dim", markup=False, soft_wrap=True)
-    console.print(f"written to {file}: plans take it with --cluster here", markup=False, soft_wrap=True)
+    word = "here" if file == machine_file() else file
+    console.print(f"written to {file}: plans take it with --cluster {word}", markup=False, soft_wrap=True)
 
 
 def products(cluster: Cluster) -> Table:

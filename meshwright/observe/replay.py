@@ -21,7 +21,8 @@ def show_replay(found: dict[str, Any], console: Console | None = None) -> None:
 def table_of(scores: list[dict[str, Any]]) -> Table:
     table = Table(
         title="predicted against measured",
-        caption="alone: the median with the constants of other software; inside: in intervals of four in five",
+        caption="alone: with the constants of other software; inside: in intervals of four in five; wrongly: ran, and"
+        " said not to fit; tau, regret: means over sweeps",
     )
     table.add_column("source")
     for name in (
@@ -34,6 +35,7 @@ def table_of(scores: list[dict[str, Any]]) -> Table:
         "memory",
         "90th",
         "oom",
+        "wrongly",
         "sweeps",
         "tau",
         "regret",
@@ -48,6 +50,7 @@ def table_of(scores: list[dict[str, Any]]) -> Table:
             *(percent(one[key]) for key in ("median", "ninth", "mean", "alone", "inside")),
             *(percent(one[key]) for key in ("memory_median", "memory_ninth")),
             oom,
+            str(one["wrongly"] or ""),
             str(one["sweeps"] or ""),
             "" if one["tau"] is None else f"{one['tau']:.2f}",
             percent(one["regret"]),

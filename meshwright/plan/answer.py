@@ -17,7 +17,7 @@ from meshwright.plan.ladder import Rung, ladder
 from meshwright.plan.prediction import prediction
 from meshwright.plan.remedy import impossible
 from meshwright.plan.scale import Row, Scale, scaled
-from meshwright.plan.search import Desk, Found, search
+from meshwright.plan.search import KEPT, Desk, Found, search
 from meshwright.plan.workload import Workload
 
 
@@ -48,7 +48,7 @@ def answer(
 ) -> Answer:
     """Of a workload on all devices of a cluster; refused in one line where nothing fits."""
     desk = Desk(work, cluster)
-    found = search(desk, top=max(top, place))
+    found = search(desk, top=max(top, place, KEPT))
     if not found.ranked:
         raise impossible(desk)
     if not 1 <= place <= len(found.ranked):

@@ -14,7 +14,8 @@ from meshwright.plan.ladder import Binding, bound_by
 from meshwright.plan.mechanism import mechanism, replicated, sharded
 from meshwright.plan.scale import at
 from meshwright.plan.search import Desk
-from meshwright.plan.wording import again, count, exposed, plan, real_calls, seconds, sent, share, size
+from meshwright.plan.traffic import Sent, traffic
+from meshwright.plan.wording import again, count, exposed, plan, real_calls, seconds, sent, share, size, synced
 
 TENFOLD = 10
 
@@ -132,9 +133,10 @@ def why_not(estimate: Estimate, other: Estimate) -> str:
     names = {*estimate.phases, *other.phases}
     grown = {name: other.phases.get(name, 0.0) - estimate.phases.get(name, 0.0) for name in names}
     term, by = max(grown.items(), key=lambda row: row[1])
-    pace = f"{seconds(slower)} slower" if slower > 0 else f"{seconds(-slower)} quicker, and of more parts"
+    alike = abs(slower) < 1e-3 * estimate.seconds
+    pace = "as quick" if alike else f"{seconds(abs(slower))} {'slower' if slower > 0 else 'quicker, and of more parts'}"
     weight = f"{size(abs(heavier))} {'heavier' if heavier > 0 else 'lighter'}"
-    because = f": {term} takes {seconds(by)} more" if by > 0 and slower > 0 else ""
+    because = f": {term} takes {seconds(by)} more" if by > 0 and slower > 0 and not alike else ""
     return f"Not {plan(other.job)}: {pace}, {weight}{because}."
 
 
@@ -148,18 +150,25 @@ def measurement(estimate: Estimate, file: str) -> list[str]:
     else:
         told.append("Train 20 steps of it. The plan is wrong where they say:")
     told.append(f"seconds outside {seconds(estimate.low)} to {seconds(estimate.high)} (median of the steps);")
-    told.append(
-        f"phases.sync far from {seconds(exposed(estimate) + estimate.phases.get('bubble', 0.0))}: what is exposed, "
-        "waiting in a pipeline included;"
-    )
+    told.append(f"phases.sync far from {seconds(synced(estimate))}, the waiting that is not inside passes;")
     told.append(f"memory over {size(held.reserved)} on the heaviest rank (rank of the pipeline: {stage_of(estimate)});")
-    if calls:
-        call = max(calls, key=lambda one: one.message * one.count)
+    if (row := largest(estimate)) is not None:
         told.append(
-            f"ledger.traffic with other than {size(call.message * call.count)} of {call.axis} {call.collective}: the "
-            "largest of its rows."
+            f"ledger.traffic of rank 0 with other than {row.message_bytes:,} bytes of {row.axis} {row.collective}."
         )
+    elif calls:
+        call = max(calls, key=lambda one: one.message * one.count)
+        told.append(f"other than {size(call.message * call.count)} of {call.axis} {call.collective} a step.")
     return told
+
+
+def largest(estimate: Estimate) -> Sent | None:
+    """Of what rank 0 sends, the row with most bytes, exact; of our own runs."""
+    job = estimate.job
+    if job.run is None:
+        return None
+    rows = traffic(job.run, job.layout, job.batch)
+    return max(rows, key=lambda row: row.message_bytes, default=None)
 
 
 def stage_of(estimate: Estimate) -> int:

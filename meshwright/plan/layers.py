@@ -132,10 +132,6 @@ def routed_rows(of: Shape) -> int:
     return of.tokens * of.model.experts_active // of.tensor
 
 
-def flops(products: list[Product]) -> float:
-    return sum(2.0 * rows * columns * inner * count for rows, columns, inner, count in products)
-
-
 @cache
 def layer(of: Shape, experts: bool) -> Pass:
     stack = of.stack

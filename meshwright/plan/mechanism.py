@@ -62,15 +62,22 @@ def samples(estimate: Estimate) -> str:
     return f"{batch.local:,} samples a step ({batch.micro} x {batch.accumulation})"
 
 
+def held_of(estimate: Estimate, name: str) -> float:
+    """Of a class; parameters that stay gathered beside their shards are what ranks hold alike."""
+    held = estimate.heaviest
+    gathered = name == "parameters" and estimate.job.layout.shard > 1 and estimate.job.stack.torch
+    return float(held.gathered if gathered else getattr(held, name))
+
+
 def replicated(estimate: Estimate) -> str:
     """What ranks of different data hold alike."""
-    job, held = estimate.job, estimate.heaviest
+    job = estimate.job
     divided = DIVIDED[job.sharding] if job.layout.shard > 1 else ()
     whole = [name for name in ("parameters", "gradients", "optimizer") if name not in divided]
     copies = job.layout.data_degree * job.layout.context if not divided else job.layout.replicate
     if whole:
         over = job.layout.data_degree * job.layout.context
-        told = ", ".join(f"{name} {size(getattr(held, name))}" for name in whole)
+        told = ", ".join(f"{name} {size(held_of(estimate, name))}" for name in whole)
         return f"Over {over:,} ranks alike: {told}." if over > 1 else f"Nothing: one rank holds each part ({told})."
     return f"Over {copies} copies alike: the shards." if copies > 1 else "Nothing: every number has one owner."
 

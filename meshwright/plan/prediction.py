@@ -17,7 +17,7 @@ def prediction(estimate: Estimate) -> dict[str, Any]:
     |---|---|
     | seconds, low, high | `seconds` of a step record; four of five lie between low and high |
     | phases | exposed seconds by what they are spent on; they add up to seconds |
-    | exposed_seconds | `phases.sync` of a step record |
+    | exposed_seconds | all waiting for messages; `phases.sync` of a step record is what of it is outside passes |
     | memory | bytes of the heaviest rank by class; tensors: the ledger's peak_total, reserved: torch's peak reserved |
     | traffic | the ledger's rows by axis and collective: bytes of one message, how many, all of them |
     """

@@ -53,7 +53,9 @@ class Record:
 
     @property
     def full(self) -> bool:
-        """Whether nothing that matters had to be assumed."""
+        """Whether it says what it recomputes and how large a micro-batch is. Of vocabulary, half precision and sharding
+        those of its software are taken where it is silent, as vTrain's are.
+        """
         return not self.flagged and not self.assumed
 
 
@@ -175,7 +177,11 @@ def recomputed(word: Any, assumed: list[str]) -> str:
         return "none"
     if str(word) == "selective layer":  # every other one
         return "alternate"
-    return str(word).split()[0] if str(word).split()[0] in ("none", "full", "selective") else "none"
+    first = str(word).split(maxsplit=1)[0] if str(word).split() else ""
+    if first not in ("none", "full", "selective"):
+        assumed.append(f"nothing recomputed, for {first!r}")
+        return "none"
+    return first
 
 
 def precision_of(word: Any) -> str:

@@ -6,7 +6,7 @@
 | alone | the same median with the constants of other software than the source's own |
 | inside | share of runs that lie in their intervals of four in five |
 | memory | median and 90th percentile, of the kind of memory that the source printed |
-| oom | runs that ran out of memory, and how many of them are said not to fit |
+| oom, wrongly | runs that ran out of memory, and how many are said not to fit; runs that ran, and are said not to fit |
 | tau, regret | where the same work ran on other layouts: Kendall's rank correlation, and what the predicted best cost |
 """
 
@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from meshwright.plan.estimate import estimate
@@ -72,10 +72,14 @@ class Score:
     memory_ninth: float | None
     oom: int
     oom_right: int
-    fits_right: int
+    wrongly: int
+    """fully stated runs that ran, and are said not to fit"""
     sweeps: int
     tau: float | None
     regret: float | None
+    """both in the mean over sweeps"""
+    worst: float | None
+    """the largest regret"""
 
 
 def twin(record: Record) -> Twin:
@@ -124,7 +128,7 @@ def score(source: str, twins: list[Twin]) -> Score:
     errors = [abs(one.error) for one in twins if one.error is not None]
     weighed = [abs(one.memory_error) for one in twins if one.memory_error is not None]
     oom = [one for one in twins if one.record.oom]
-    ran = [one for one in twins if not one.record.oom and one.record.seconds]
+    ran = [one for one in twins if not one.record.oom and one.record.seconds and not one.record.assumed]
     ranks = [ranked(rows) for rows in sweeps(twins)]
     return Score(
         source,
@@ -132,7 +136,7 @@ def score(source: str, twins: list[Twin]) -> Score:
         len(errors),
         middle(errors),
         ninth(errors),
-        sum(errors) / len(errors) if errors else None,
+        average(errors),
         middle([alone(one) for one in twins if one.record.seconds]),
         share(one.inside for one in twins if one.record.seconds),
         len(weighed),
@@ -140,10 +144,11 @@ def score(source: str, twins: list[Twin]) -> Score:
         ninth(weighed),
         len(oom),
         sum(not one.estimate.fits for one in oom),
-        sum(one.estimate.fits for one in ran),
+        sum(not one.estimate.fits for one in ran),
         len(ranks),
-        middle([tau for tau, _ in ranks]),
-        middle([regret for _, regret in ranks]),
+        average([tau for tau, _ in ranks if tau is not None]),
+        average([regret for _, regret in ranks]),
+        max((regret for _, regret in ranks), default=None),
     )
 
 
@@ -165,8 +170,10 @@ def sweeps(twins: list[Twin]) -> Iterable[list[Twin]]:
     return (rows for rows in groups.values() if len(rows) >= SWEEP)
 
 
-def ranked(rows: list[Twin]) -> tuple[float, float]:
-    """Kendall's tau of predicted and measured seconds, and the regret of the predicted best."""
+def ranked(rows: list[Twin]) -> tuple[float | None, float]:
+    """Kendall's tau of predicted and measured seconds, none where nothing differs, and the regret of the predicted
+    best; of equally good ones, the mean.
+    """
     seconds = [(one.estimate.seconds, one.record.seconds or 0.0) for one in rows]
     agree = total = 0
     for place, (guess, real) in enumerate(seconds):
@@ -174,12 +181,17 @@ def ranked(rows: list[Twin]) -> tuple[float, float]:
             if real != truth and guess != other:
                 agree += 1 if (guess - other) * (real - truth) > 0 else -1
                 total += 1
-    best = min(seconds)[1]
-    return agree / total if total else 0.0, best / min(real for _, real in seconds) - 1
+    least = min(guess for guess, _ in seconds)
+    best = mean(real for guess, real in seconds if guess == least)
+    return agree / total if total else None, best / min(real for _, real in seconds) - 1
 
 
 def middle(values: list[float]) -> float | None:
     return median(values) if values else None
+
+
+def average(values: list[float]) -> float | None:
+    return mean(values) if values else None
 
 
 def ninth(values: list[float]) -> float | None:

@@ -115,7 +115,8 @@ def weights(model: Architecture, part: Part, tensor: int, expert: int, alone: bo
     cut = model.attention_weights / tensor
     dense = cut + model.dense_weights / tensor + model.vectors
     shared = model.experts_shared * model.expert_weights / tensor
-    routed = cut + shared + model.width * model.experts + model.vectors
+    gate = model.width if model.shared_gate else 0
+    routed = cut + shared + model.width * model.experts + gate + model.vectors
     bank = model.experts * model.expert_weights / expert
     apart = expert > 1
     block = routed + (0 if apart else bank)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from meshwright.plan.figures import Call, Estimate, Memory
 from meshwright.plan.job import Job
+from meshwright.record.wire import wire_bytes
 
 GIB = float(1 << 30)
 CLASSES = (
@@ -86,8 +87,16 @@ def exposed(estimate: Estimate) -> float:
 
 
 def sent(estimate: Estimate) -> float:
-    """Bytes of all messages of one rank in a step."""
-    return sum(call.message * call.count for call in estimate.calls)
+    """Bytes that one rank sends in a step, by the ring count."""
+    return sum(call.count * wire_bytes(call.collective, int(call.message), call.ranks) for call in estimate.calls)
+
+
+def synced(estimate: Estimate) -> float:
+    """Of the step's seconds, those that a run records as its phase `sync`: waiting for neighbours in a pipeline, or for
+    the last sums of whole copies. What passes wait for inside themselves is part of forward and backward.
+    """
+    phases = ("bubble", "pipeline") if estimate.job.layout.pipeline > 1 else ("replicate",)
+    return sum(estimate.phases.get(phase, 0.0) for phase in phases)
 
 
 def again(estimate: Estimate) -> float:
