@@ -45,9 +45,9 @@ class Place:
         return "inside" if self.nodes == 1 else "between"
 
 
-def place_of(cluster: Cluster, ranks: int, stride: int) -> Place:
-    """Of a group whose neighbours are `stride` ranks apart; ranks fill one node after the other."""
-    return Place(ranks, max(1, min(ranks, cluster.per_node // stride)))
+def place_of(per_node: int, ranks: int, stride: int) -> Place:
+    """Of a group whose neighbours are `stride` ranks apart; ranks fill one node of so many devices after the other."""
+    return Place(ranks, max(1, min(ranks, per_node // stride)))
 
 
 def collective(cluster: Cluster, kind: str, message: float, place: Place) -> float:

@@ -170,7 +170,8 @@ def through(job: Job, of: Shape, counts: Counts) -> Through:
 
 
 def times(sent: Message, count: float) -> Message:
-    return replace(sent, count=sent.count * count, seconds=sent.seconds * count, exposed=sent.exposed * count)
+    seconds, exposed = sent.seconds * count, sent.exposed * count
+    return Message(sent.axis, sent.kind, sent.size, sent.count * count, sent.place, seconds, exposed)
 
 
 def bubble(job: Job, ranks: list[Through]) -> float:

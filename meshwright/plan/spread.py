@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
+from meshwright.layout import Layout
 from meshwright.plan.job import Job
 from meshwright.plan.links import Place, place_of
 from meshwright.plan.weights import Part as Stage
@@ -13,18 +15,22 @@ from meshwright.schedule import holder
 
 def places_of(job: Job) -> dict[str, Place]:
     """Where the ranks of every axis stand: pipeline outermost, then copies, shards, pieces and matrices."""
-    layout, cluster = job.layout, job.cluster
+    return _places(job.layout, job.cluster.per_node)
+
+
+@cache
+def _places(layout: Layout, per_node: int) -> dict[str, Place]:
     shards, copies = layout.shard * layout.context, layout.replicate
     if layout.shard == 1:
         shards, copies = 1, layout.replicate * layout.context
     inner = layout.tensor
     return {
-        "tensor": place_of(cluster, layout.tensor, 1),
-        "context": place_of(cluster, layout.context, inner),
-        "expert": place_of(cluster, layout.expert, inner if layout.expert <= layout.fold else 1),
-        "shards": place_of(cluster, shards, inner),
-        "copies": place_of(cluster, copies, inner * shards),
-        "pipeline": Place(2, 2 if layout.ranks <= cluster.per_node else 1),
+        "tensor": place_of(per_node, layout.tensor, 1),
+        "context": place_of(per_node, layout.context, inner),
+        "expert": place_of(per_node, layout.expert, inner if layout.expert <= layout.fold else 1),
+        "shards": place_of(per_node, shards, inner),
+        "copies": place_of(per_node, copies, inner * shards),
+        "pipeline": Place(2, 2 if layout.ranks <= per_node else 1),
     }
 
 
@@ -81,7 +87,7 @@ def rank_parameters(job: Job, counts: Counts) -> Held:
         rest = max(1, layout.fold * (layout.tensor if layout.expert > layout.fold else 1) // layout.expert)
         stride = layout.tensor * layout.expert
         sharded = layout.shard > 1
-        near = place_of(job.cluster, rest, stride)
+        near = place_of(job.cluster.per_node, rest, stride)
         parts.append(
             Part(has.bank, True, "shard", near if sharded else Place(1, 1), places["copies"] if sharded else near)
         )
