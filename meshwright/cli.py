@@ -220,7 +220,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         run_verb(words)
     except MeshwrightError as error:
-        print(f"meshwright: {error}", file=sys.stderr)
+        print(f"meshwright: {' '.join(str(error).splitlines())}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from meshwright.config import RunConfig
 
 
+MOST = 1 << 24
+
+
 def plan(
     model: Annotated[
         str | None, Positional, word("[MODEL]", "a preset, a run file, or a published config.json")
@@ -53,14 +56,16 @@ def plan(
     from meshwright.plan.prediction import prediction
 
     for name, number in (("--ranks", ranks), ("--batch", batch), ("--sequence", sequence), ("--top", top)):
-        if number is not None and number < 1:
-            raise ConfigError(f"{name} {number} is out of range", "allowed: at least 1")
+        if number is not None and not 1 <= number <= MOST:
+            raise ConfigError(f"{name} {str(number)[:24]} is out of range", f"allowed: 1 to {MOST:,}")
     if critical_batch is not None and not 0 < critical_batch < float("inf"):
         raise ConfigError(f"--critical-batch {critical_batch} is out of range", "allowed: tokens, above 0")
     if explain is not None and len(explain) > 1:
         raise ConfigError(f"--explain {' '.join(map(str, explain))} is more than one plan", "allowed: --explain K")
     if out is not None and out.suffix != ".toml":
         raise ConfigError(f"--out {out} is no run file", "allowed: a name that ends in .toml")
+    if out is not None and html in (out, out.with_suffix(".json")):
+        raise ConfigError(f"--html {html} is also written by --out", "allowed: another name")
     devices = cluster_of(cluster)
     if ranks is not None:
         if ranks > devices.devices:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import isfinite
 from typing import Annotated, Any
 
 from tyro.conf import arg
@@ -22,7 +23,16 @@ Json = Annotated[bool, flag("for machines: JSON on standard output")]
 
 def tell(as_json: bool, answer: dict[str, Any], text: str) -> None:
     """Text may quote a stranger's file: what is no printable character is not sent to the terminal."""
-    print(json.dumps(answer) if as_json else printable(text))
+    print(json.dumps(finite(answer), allow_nan=False) if as_json else printable(text))
+
+
+def finite(value: Any) -> Any:
+    """JSON has no infinity: what is not finite is null."""
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    return [finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def printable(text: str) -> str:

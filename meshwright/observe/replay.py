@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from meshwright.words import printable
 
@@ -45,7 +46,7 @@ def table_of(scores: list[dict[str, Any]]) -> Table:
         totals = one["source"] in ("fully stated", "all")
         oom = f"{one['oom_right']}/{one['oom']}" if one["oom"] else ""
         table.add_row(
-            printable(one["source"]),
+            Text(printable(one["source"])[:60]),
             str(one["timed"]),
             *(percent(one[key]) for key in ("median", "ninth", "mean", "alone", "inside")),
             *(percent(one[key]) for key in ("memory_median", "memory_ninth")),

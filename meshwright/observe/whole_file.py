@@ -13,7 +13,10 @@ from meshwright.errors import ConfigError
 
 def write_whole(path: Path, lines: Iterable[str], word: str) -> None:
     """`word` is the option that named the file, for refusals."""
-    path = path.resolve()  # the file that a link leads to, and not the link
+    try:
+        path = path.resolve()  # the file that a link leads to, and not the link
+    except (OSError, RuntimeError):
+        raise ConfigError(f"{word} {path} leads nowhere", "allowed: a file in a folder that exists") from None
     if (path.exists() and not path.is_file()) or not path.parent.is_dir():
         raise ConfigError(f"{word} {path} cannot be written", "allowed: a file in a folder that exists")
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from meshwright.config.kinds import Range
+from meshwright.config.plain_file import open_plain
 from meshwright.config.read import build
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
@@ -153,7 +154,9 @@ def remember(record: Record, file: Path | None = None) -> None:
     with suppress(FileNotFoundError):  # it is the first, or another writer has just made room
         if path.stat().st_size + len(line) > LARGEST_FILE:
             os.replace(path, old(path))
-    opened = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no plain file", "allowed: a file")
+    opened = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
     try:
         size = os.fstat(opened).st_size
         torn = size > 0 and os.pread(opened, 1, size - 1) != b"\n"  # a writer was killed in the middle of its line
@@ -179,11 +182,11 @@ def recall(file: Path | None = None) -> tuple[list[Record], int]:
 def lines_of(path: Path) -> list[bytes]:
     """The last ones of a file that is larger than ours become."""
     try:
-        with open(path, "rb") as file:
+        with open_plain(path) as file:
             start = max(0, os.fstat(file.fileno()).st_size - LARGEST_FILE)
             file.seek(start)
             lines = file.read(LARGEST_FILE).split(b"\n")
-    except FileNotFoundError:
+    except OSError:  # there is none, or it is no file: corrections are a gain, not a need
         return []
     return [line for line in (lines[1:] if start else lines) if line]
 

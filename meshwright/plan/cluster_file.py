@@ -35,13 +35,14 @@ from meshwright.plan.cluster import DEVICES, GB, TERA, Cluster, Curve, Device, L
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8", "fp4"]
-Figure = Annotated[float, Range(above=0, most=1e9)]
+Figure = Annotated[float, Range(least=1e-9, most=1e9)]
 Short = Annotated[float, Range(least=0, most=1e7)]
 Count = Annotated[int, Range(least=1, most=1 << 20)]
 Size = Annotated[int, Range(least=1, most=1 << 24)]
 Points = tuple[tuple[Annotated[float, Range(above=0, most=1e15)], ...], ...]
 
 MOST_POINTS = 256
+MOST_DEVICES = 1 << 20
 MOST_ROWS = 256
 MICROS = 1e6
 DIGITS = 15
@@ -136,6 +137,8 @@ def cluster_of_form(form: ClusterForm, name: str) -> Cluster:
         if between.gbs is not None:
             raise ConfigError("adapters_gbs and between.gbs say the same", "allowed: one of them")
         between = replace(between, gbs=form.adapters_gbs / per_node)
+    if nodes * per_node > MOST_DEVICES:
+        raise ConfigError(f"{nodes:,} nodes of {per_node:,} devices", f"allowed: {MOST_DEVICES:,} devices in all")
     known = base.between if base else (inside if nodes == 1 else None)
     measured = {} if form.measured.launch_us is None else {"launch": scaled(form.measured.launch_us, 1 / MICROS)}
     return Cluster(

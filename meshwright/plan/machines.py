@@ -12,14 +12,13 @@ from pathlib import Path
 
 from meshwright.errors import ConfigError
 from meshwright.plan.cluster import NODES, Cluster, preset
-from meshwright.plan.cluster_file import cluster_toml, read_cluster
+from meshwright.plan.cluster_file import MOST_DEVICES, cluster_toml, read_cluster
 from meshwright.record.folder import write_text
 
 COUNTED = re.compile(r"(?P<device>[^:]+)(:(?P<devices>[0-9]{1,7})(x(?P<nodes>[0-9]{1,7}))?)?")
 WORDS = (
     f"{', '.join(NODES)}, each also as h100:8 (devices) or h100:8x16 (16 nodes of 8), here, or a cluster file (.toml)"
 )
-MOST_DEVICES = 1 << 20
 
 
 def home() -> Path:
@@ -76,10 +75,14 @@ def this_machine() -> Cluster:
 
 def place(file: Path | None) -> Path:
     """Where a measurement goes; what cannot be written is said before anything is measured."""
-    path = file or machine_file()
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder", "allowed: a file")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path = (file or machine_file()).resolve()  # the file that a link leads to, and not the link
+        if file is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"{file or machine_file()} cannot be written: {error}", "allowed: a file") from None
+    if (path.exists() and not path.is_file()) or not path.parent.is_dir():
+        raise ConfigError(f"{path} cannot be written", "allowed: a file in a folder that exists")
     return path
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config import Batch
+from meshwright.config.plain_file import open_plain
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.plan.architecture import Architecture, Latent
@@ -19,7 +20,8 @@ from meshwright.plan.cluster import DEVICES, GB, NODES, Cluster, preset
 from meshwright.plan.job import Job
 from meshwright.plan.stacks import stack_for
 
-LARGEST = 64 << 20
+MOST_RECORDS = 5_000
+LARGEST = 16 << 20
 """Bytes of a file of records."""
 SHARDING = {
     None: "none",
@@ -62,19 +64,21 @@ class Record:
 def read_records(path: Path) -> tuple[list[Record], dict[str, str]]:
     """Those of a file that describe a decoder on devices that are known; and, by name, why the others are left out."""
     try:
-        if path.stat().st_size > LARGEST:
+        with open_plain(path) as file:
+            text = file.read(LARGEST + 1)
+        if len(text) > LARGEST:
             raise ConfigError(f"{path} is larger than {LARGEST >> 20} MiB", "allowed: a file of records")
-        rows = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        rows = json.loads(text.decode())
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no file of records: {error}", "allowed: a JSON list of runs") from None
-    if not isinstance(rows, list):
+    if not isinstance(rows, list) or len(rows) > MOST_RECORDS:
         raise ConfigError(f"{path} holds no list of records", "allowed: a JSON list of runs")
     found, left = [], {}
     for place, row in enumerate(rows):
         name = str(row.get("id", f"record {place}")) if isinstance(row, dict) else f"record {place}"
         try:
             found.append(record_of(row, name))
-        except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, ConfigError) as error:
             left[name] = str(error) if not isinstance(error, KeyError) else f"it does not say {error}"
     return found, left
 
@@ -85,7 +89,7 @@ MOST = 1 << 40
 def count(row: dict[str, Any], key: str, least: int = 1, most: int = MOST) -> int:
     """A whole number that can be."""
     value = int(row[key])
-    if not least <= value <= most:
+    if value != row[key] or not least <= value <= most:
         raise ValueError(f"{key} = {value}")
     return value
 
@@ -105,7 +109,8 @@ def record_of(row: dict[str, Any], name: str) -> Record:
         sharding = stack.sharding
     degrees = {axis: count(places, axis, most=1 << 24) for axis in ("dp", "tp", "pp", "cp", "ep")}
     tensor, pipeline, context = degrees["tp"], degrees["pp"], degrees["cp"]
-    shard = int(places.get("fsdp_degree") or degrees["dp"]) if sharding != "none" else 1
+    divided = count(places, "fsdp_degree", most=degrees["dp"]) if places.get("fsdp_degree") else degrees["dp"]
+    shard = divided if sharding != "none" else 1
     layout = Layout(pipeline, degrees["dp"] // shard, shard, context, tensor, degrees["ep"])
     micro = row.get("micro_batch")
     if micro is None:
@@ -116,7 +121,9 @@ def record_of(row: dict[str, Any], name: str) -> Record:
         each = max(1, local // pipeline)
     each = max(1, min(each, local))
     recompute = recomputed(row.get("recompute"), assumed)
-    virtual = int(places.get("vpp") or 1)
+    virtual = count(places, "vpp", most=model.layers) if places.get("vpp") else 1
+    if pipeline > model.layers or pipeline * virtual > 4 * model.layers:
+        raise ValueError(f"{pipeline} stages, {virtual} a rank, of {model.layers} layers")
     sp = places.get("sp")
     if sp is not None:
         stack = replace(stack, cut_sequence=bool(sp))
@@ -147,17 +154,17 @@ def architecture(model: dict[str, Any]) -> Architecture:
     vocab = model.get("vocab")
     if vocab is None:
         vocab = 51200  # GPT-2's, filled up
-    experts = int(model.get("experts") or 0)
-    inner = int(model.get("ffn") or (0 if experts else 4 * width))
+    experts = count(model, "experts", most=1 << 14) if model.get("experts") else 0
+    inner = count(model, "ffn", most=1 << 24) if model.get("ffn") else (0 if experts else 4 * width)
     return Architecture(
         str(model.get("name", "")),
         count(model, "layers", most=10_000),
         width,
         heads,
-        int(model.get("kv_heads") or heads),
-        int(model.get("head_dim") or width // heads),
+        count(model, "kv_heads", most=heads) if model.get("kv_heads") else heads,
+        count(model, "head_dim", most=1 << 16) if model.get("head_dim") else max(1, width // heads),
         inner or int(model.get("moe_ffn") or 4 * width),
-        int(vocab),
+        count({"vocab": vocab}, "vocab", most=1 << 24),
         gated=bool(model.get("gated", True)),
         tied=bool(model.get("tied", False)),
         norm="rms" if model.get("gated", True) else "layer",
@@ -192,23 +199,30 @@ def precision_of(word: Any) -> str:
 
 def seconds_of(reported: dict[str, Any], derived: dict[str, Any], job: Job) -> float | None:
     """As printed, or by the tokens or the FLOP of a second that are."""
-    if "step_time_s" in reported:
-        return float(reported["step_time_s"])
-    if "step_time_s" in derived:
-        return float(derived["step_time_s"])
+    for said in (reported, derived):
+        if "step_time_s" in said:
+            return figure(said["step_time_s"])
     if "samples_per_s" in reported:
-        return job.batch.global_ / float(reported["samples_per_s"])
+        return job.batch.global_ / figure(reported["samples_per_s"])
     for key, devices in (("tokens_per_s", 1), ("tokens_per_s_per_gpu", job.layout.ranks)):
         if key in reported:
-            return job.tokens / float(reported[key]) / devices
+            return job.tokens / figure(reported[key]) / devices
     return None
+
+
+def figure(value: Any) -> float:
+    """Something that somebody measured."""
+    found = float(value)
+    if not 1e-6 <= found <= 1e12:
+        raise ValueError(f"{value} was never measured")
+    return found
 
 
 def memory_of(reported: dict[str, Any], notes: str) -> tuple[float | None, str]:
     if "memory_gb" not in reported:
         return None, "total"
     shown = "nvidia-smi" in notes  # and in gigabytes, where torch's own figures are in GiB
-    return float(reported["memory_gb"]) * (1e9 if shown else 1 << 30), "total" if shown else "reserved"
+    return figure(reported["memory_gb"]) * (1e9 if shown else 1 << 30), "total" if shown else "reserved"
 
 
 NETWORKS: tuple[tuple[str, float, bool], ...] = (
@@ -232,7 +246,7 @@ def cluster_of(gpu: str, devices: int, text: str) -> Cluster:
     cluster = preset(name, devices)
     for pattern, rate, each in NETWORKS:
         if found := re.search(pattern, text):
-            share = float(found[1] or 1) * rate / 8 * GB / (1 if each else NODES[name][0])
+            share = figure(found[1] or 1) * rate / 8 * GB / (1 if each else NODES[name][0])
             cluster = replace(cluster, between=replace(cluster.between, bandwidth=share))
             break
     return cluster

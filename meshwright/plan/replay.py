@@ -90,7 +90,12 @@ def replay(path: Path) -> dict[str, Any]:
     """Every figure, by source and of all; and which records were left out, and why."""
     records, left = read_records(path)
     flagged = [record.name for record in records if record.flagged]
-    twins = [twin(record) for record in records if not record.flagged]
+    twins = []
+    for record in records:
+        try:
+            twins += [] if record.flagged else [twin(record)]
+        except (ArithmeticError, LookupError, ValueError) as error:
+            left[record.name] = f"it cannot be: {error}"
     by_source: dict[str, list[Twin]] = defaultdict(list)
     for one in twins:
         by_source[family(one.record.source)].append(one)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.config.plain_file import open_plain
 from meshwright.errors import ConfigError
 
 LARGEST_JSON = 16 << 20
@@ -94,7 +95,7 @@ def write_text(path: Path, text: str) -> None:
 def read_json(path: Path) -> Any:
     """A JSON file of a run folder; a file too large or broken is named, not taken into memory."""
     try:
-        with open(path, "rb") as file:
+        with open_plain(path) as file:
             raw = file.read(LARGEST_JSON + 1)
         if len(raw) > LARGEST_JSON:
             raise ValueError(f"over {LARGEST_JSON:,} bytes")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from meshwright.config.plain_file import open_plain
 from meshwright.record.events import LONGEST_LINE, Event
 from meshwright.record.folder import RunFolder
 
@@ -139,11 +139,8 @@ def seen(path: Path, steps: int) -> Seen:
 def lines_of(path: Path) -> Iterator[bytes]:
     """Whole lines of a plain file; one longer than ours become is passed over."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            state = os.fstat(file.fileno())
-            if not stat.S_ISREG(state.st_mode):
-                return
-            file.seek(max(0, state.st_size - MOST_BYTES))
+        with open_plain(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_BYTES))
             left, rest = MOST_BYTES, b""
             while left > 0 and (block := file.read(min(left, LONGEST_LINE))):
                 left -= len(block)

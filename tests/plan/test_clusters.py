@@ -140,7 +140,10 @@ def test_a_file_of_its_own_needs_no_likeness(written):
         (CUSTOM.replace("nodes = 4", "nodes = 0"), "nodes = 0 is out of range"),
         (CUSTOM.replace("nodes = 4", "nodes = 2.5"), "nodes = 2.5 has the wrong type"),
         (CUSTOM.replace("nodes = 4", 'nodes = "4"'), "has the wrong type; allowed: a whole number"),
-        (CUSTOM.replace("memory_gb = 10", "memory_gb = -1"), "device.memory_gb = -1 is out of range; allowed: above 0"),
+        (
+            CUSTOM.replace("memory_gb = 10", "memory_gb = -1"),
+            "device.memory_gb = -1 is out of range; allowed: from 1e-09",
+        ),
         (CUSTOM.replace("memory_gb = 10", "memory_gb = inf"), "is not finite"),
         (CUSTOM.replace("gbs = 20", "gbs = 20\ncurve = 3"), "inside.curve = 3 is not a list"),
         (CUSTOM.replace("gbs = 20", "gbs = 20\ncurve = [[1, 2, 3]]"), "inside.curve is no curve"),

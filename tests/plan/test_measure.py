@@ -84,7 +84,7 @@ def test_a_measurement_is_shown_as_tables(measured):
     said = io.StringIO()
     show(read_cluster(home / "machine.toml"), ["a remark"], home / "machine.toml", Console(file=said, width=120))
     text = said.getvalue()
-    for word in ("3 x ", "128 x 128 x 128", "bf16", "all_reduce", "reduce_scatter", "a remark", "--cluster here"):
+    for word in ("3 x ", "128 x 128 x 128", "bf16", "all_reduce", "reduce_scatter", "a remark", "--cluster "):
         assert word in text
 
 

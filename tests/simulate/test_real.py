@@ -45,15 +45,28 @@ def config_of(name: str):
 
 
 @cache
-def measured():
+def measured(names):
     """All in one launch."""
-    found = run_ranks(each, 2, [config_of(name) for name in LAYOUTS], timeout=220.0)
-    return dict(zip(LAYOUTS, found[RANK], strict=True))
+    found = run_ranks(each, 2, [config_of(name) for name in names], timeout=220.0)
+    return dict(zip(names, found[RANK], strict=True))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+QUICK = ("shards", "cut", "stages")
+
+
+@pytest.mark.parametrize("name", QUICK)
 def test_a_simulated_step_is_the_real_one(name):
-    rows, peak, at_peak, total = measured()[name]
+    check(name, measured(QUICK)[name])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_simulated_step_is_the_real_one(name):
+    check(name, measured(tuple(LAYOUTS))[name])
+
+
+def check(name, real):
+    rows, peak, at_peak, total = real
     config = config_of(name)
     found = one_rank(config, *checked(config), RANK)
     print(name, found.peak, peak, found.at_peak, at_peak, sep="\n")
