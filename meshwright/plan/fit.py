@@ -1,8 +1,8 @@
-"""Whether it fits: bytes of each rank of a pipeline at the peak of its step, by class, and what is in the way."""
+"""Whether it fits: bytes of each rank of a pipeline at the peak of its step, by class."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from meshwright.plan.activations import Setting
 from meshwright.plan.buffered import Buffered
@@ -11,8 +11,6 @@ from meshwright.plan.holding import Holding, spread, stage_of
 from meshwright.plan.instants import instants
 from meshwright.plan.job import Job
 from meshwright.plan.weights import Part, parts_of
-
-CLASSES = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "communication")
 
 
 def memory(job: Job, quick: bool = False) -> list[Memory]:
@@ -78,53 +76,4 @@ def with_device(job: Job, tensors: Memory, later: float, host: bool) -> Memory:
         tensors,
         slack=stack.slack * comes_and_goes + max(0.0, later),
         context=stack.context + groups * stack.communicator,
-    )
-
-
-@dataclass(frozen=True)
-class Excess:
-    """Why a job does not fit: the rank of the pipeline that has most, and what of it would have to go."""
-
-    place: int
-    bytes: float
-    """beyond the device's memory; negative: what is left"""
-    binds: str
-    """the largest class of those that a change could make smaller"""
-    size: float
-    """of that class"""
-    classes: dict[str, float]
-
-    @property
-    def fits(self) -> bool:
-        return self.bytes <= 0
-
-
-def excess(job: Job, stages: list[Memory] | None = None) -> Excess:
-    """Of a job, or of its stages where they are known already."""
-    stages = memory(job) if stages is None else stages
-    place = max(range(len(stages)), key=lambda index: stages[index].total)
-    classes = {name: getattr(stages[place], name) for name in CLASSES}
-    binds = max(classes, key=lambda name: classes[name])
-    return Excess(place, stages[place].total - job.cluster.device.memory, binds, classes[binds], classes)
-
-
-CHANGES = {
-    "parameters": "shard parameters, or more ranks on tensor or pipeline",
-    "gradients": "shard gradients, or more ranks on tensor or pipeline",
-    "optimizer": "shard the optimizer over more ranks, or offload it",
-    "activations": "recompute more, a smaller micro-batch, or more ranks on context or tensor",
-    "logits": "a smaller micro-batch, or more ranks on tensor or context",
-    "gathered": "keep fewer units gathered, or more ranks on tensor",
-    "communication": "fewer micro-batches in a pipeline",
-}
-
-
-def smallest_change(job: Job, stages: list[Memory] | None = None) -> str:
-    """What binds, by how many bytes, and what makes that class smaller; empty where the job fits."""
-    found = excess(job, stages)
-    if found.fits:
-        return ""
-    return (
-        f"{found.bytes / 1e9:.1f} GB too much on rank {found.place} of the pipeline: {found.binds} take "
-        f"{found.size / 1e9:.1f} GB ({CHANGES[found.binds]})"
     )
