@@ -208,7 +208,7 @@ def link_of(form: LinkForm, where: str, base: Link | None) -> Link:
     hint = f"{where}.gbs, one direction of one device" + (", or adapters_gbs" if where == "between" else "")
     return Link(
         needed(given or (base and base.bandwidth) or best, f"{where}.gbs", hint),
-        usual if form.latency_us is None else form.latency_us / MICROS,
+        usual if form.latency_us is None else scaled(form.latency_us, 1 / MICROS),
         curve,
         curves or (base.curves if base else ()),
     )

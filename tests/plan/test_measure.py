@@ -95,7 +95,7 @@ def test_a_measurement_is_shown_as_tables(measured):
         (["--seconds", "nan"], "--seconds nan is out of range"),
         (["--ranks", "0"], "--ranks 0 is out of range; allowed: from 1 to"),
         (["--ranks", "1000"], "--ranks 1000 is out of range"),
-        (["--out", "."], ". is a folder; allowed: a file"),
+        (["--out", "."], "cannot be written; allowed: a file in a folder that exists"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_first(words, said, capsys, tmp_path, monkeypatch):
@@ -111,8 +111,8 @@ def test_one_device_has_no_curves_and_is_a_cluster_all_the_same(tmp_path):
     seen = Seen("a device", 8e9, [Product("fp32", 1, 2, 3, 123456.0)], 1.23456e9, 2e-6, [], True)
     cluster = cluster_of_seen(seen, 1)
     assert cluster.device.products[0].rate == 123500.0  # as many digits as a measurement has
-    keep(cluster, ["alone"], place(tmp_path / "new" / "one.toml"))
-    assert read_cluster(tmp_path / "new" / "one.toml") == cluster
+    keep(cluster, ["alone"], place(tmp_path / "one.toml"))
+    assert read_cluster(tmp_path / "one.toml") == cluster
 
 
 def test_a_hop_takes_what_the_smallest_all_reduce_took_divided_by_its_hops():
