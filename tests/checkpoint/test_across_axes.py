@@ -147,6 +147,7 @@ def check(tmp_path, ranks: int, configs: dict[str, RunConfig], sources: list[str
         assert off == {name: [] for name in configs}
 
 
+@pytest.mark.long
 def test_experts_on_every_layout_by_way_of_one(tmp_path):
     carried(tmp_path, DENSE | EXPERT, (EXPERTS[0], "--model.tie=true"), ["expert x shard"])
 

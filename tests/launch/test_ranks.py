@@ -200,7 +200,10 @@ GUARD train(config, run="r", quiet=True)
 
 @pytest.mark.parametrize(
     ("guard", "code", "said"),
-    [("if __name__ == '__main__':", 0, ""), ("if True:", 1, "put the call under if __name__")],
+    [
+        ("if __name__ == '__main__':", 0, ""),
+        pytest.param("if True:", 1, "put the call under if __name__", marks=pytest.mark.long),
+    ],
 )
 def test_where_cuda_has_started_ranks_are_spawned_and_an_unguarded_script_is_told(tmp_path, guard, code, said):
     (tmp_path / "script.py").write_text(SPAWNED.replace("GUARD", guard))

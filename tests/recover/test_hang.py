@@ -135,6 +135,7 @@ def test_in_a_save_the_rank_that_hangs_is_named_and_not_those_that_wait_for_it(r
     runs.assert_as_if_undisturbed()
 
 
+@pytest.mark.long
 def test_a_rank_whose_share_of_a_save_is_slow_is_no_hang_and_neither_is_who_waits_for_it(runs):
     runs.run("save.write:rank1:slow=0.4@step6", *WATCHED)
     assert [incident.outcome for incident in runs.incidents] == ["complete"]

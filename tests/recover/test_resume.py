@@ -69,7 +69,7 @@ def unsharded(world, job):
     return training.done, digest_of_lines(lines)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(8, marks=pytest.mark.long)])
 def test_a_checkpoint_of_four_ranks_loads_bitwise_on_any_number_and_goes_on_in_the_same_order(runs, ranks):
     # C6: 24 samples a step divide over 1, 2, 3, 4 and 8 ranks
     batch = ("--batch.global=24", "--precision.compute=fp64")
