@@ -18,20 +18,27 @@ from meshwright.layout import Layout
 from meshwright.plan.architecture import Architecture, Latent
 from meshwright.plan.cluster import DEVICES, GB, NODES, Cluster, preset
 from meshwright.plan.job import Job
+from meshwright.plan.stack import Stack
 from meshwright.plan.stacks import stack_for
 
 MOST_RECORDS = 5_000
 LARGEST = 16 << 20
 """Bytes of a file of records."""
 SHARDING = {
-    None: "none",
     "none": "none",
+    "ddp": "none",
+    "zero0": "none",
     "zero1": "optimizer",
+    "distopt": "optimizer",
+    "distributedoptimizer": "optimizer",
     "zero2": "gradients",
     "zero3": "parameters",
     "fsdp": "parameters",
+    "fsdp2": "parameters",
+    "hsdp": "parameters",
 }
-PRECISION = {"mxfp8": "fp8", "nvfp4": "fp4", "fp8": "fp8", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
+PRECISIONS = {"fp4": "fp4", "fp8": "fp8", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
+"""By what a record's word has in it; the first that is found."""
 DEEPSEEK = Latent(1536, 512, 128, 64, 128)
 """The only published sizes of attention through compressed keys, where a record only says that it is."""
 
@@ -83,6 +90,19 @@ def read_records(path: Path) -> tuple[list[Record], dict[str, str]]:
     return found, left
 
 
+AXES = ("dp", "tp", "pp", "cp", "ep")
+ALIASES = {
+    "a100": "a100-80",
+    "a800": "a100-80",
+    "a800-80": "a100-80",
+    "h100-80": "h100",
+    "h800": "h100",
+    "h800-80": "h100",
+    "gh200": "h100",
+    "h100-94": "h100-500w",
+    "h100-96": "h100-500w",
+    "h200-141": "h200",
+}
 MOST = 1 << 40
 
 
@@ -104,10 +124,8 @@ def record_of(row: dict[str, Any], name: str) -> Record:
     precision = precision_of(row.get("precision"))
     stack = stack_for(source, str(row["layout"].get("sharding")), cluster.device.name, precision)
     places, whole = row["layout"], count(row, "global_batch")
-    sharding = SHARDING[places.get("sharding")]
-    if places.get("sharding") is None:
-        sharding = stack.sharding
-    degrees = {axis: count(places, axis, most=1 << 24) for axis in ("dp", "tp", "pp", "cp", "ep")}
+    sharding = sharded(places.get("sharding"), stack, assumed)
+    degrees = {axis: count(places, axis, most=1 << 24) if places.get(axis) is not None else 1 for axis in AXES}
     tensor, pipeline, context = degrees["tp"], degrees["pp"], degrees["cp"]
     divided = count(places, "fsdp_degree", most=degrees["dp"]) if places.get("fsdp_degree") else degrees["dp"]
     shard = divided if sharding != "none" else 1
@@ -191,10 +209,23 @@ def recomputed(word: Any, assumed: list[str]) -> str:
     return first
 
 
+def sharded(word: Any, stack: Stack, assumed: list[str]) -> str:
+    """What a record says of it, or else what its software does."""
+    if word is None:
+        return stack.sharding
+    found = SHARDING.get(re.sub(r"[^a-z0-9]", "", str(word).lower()))
+    if found is None:
+        assumed.append(f"sharding as usual, for {str(word)[:20]!r}")
+    return found or stack.sharding
+
+
 def precision_of(word: Any) -> str:
     if word is None:
         return "fp16"
-    return PRECISION[re.split(r"[ -]", str(word))[0]]
+    found = next((kind for part, kind in PRECISIONS.items() if part in str(word).lower()), None)
+    if found is None:
+        raise ValueError(f"precision {str(word)[:20]!r}")
+    return found
 
 
 def seconds_of(reported: dict[str, Any], derived: dict[str, Any], job: Job) -> float | None:
@@ -236,11 +267,8 @@ NETWORKS: tuple[tuple[str, float, bool], ...] = (
 
 
 def cluster_of(gpu: str, devices: int, text: str) -> Cluster:
-    word = gpu.lower().split(" ")[0]
-    if "500w" in gpu.lower():
-        word = "h100-500w"
-    aliases = {"a100": "a100-80", "h100-80": "h100", "h100-94": "h100-500w", "h100-96": "h100-500w"}
-    name = aliases.get(word, word)
+    word = re.sub(r"nvidia[ -]|-?sxm\d?|-?hbm\w*|gb\b", "", gpu.lower()).strip().split(" ")[0]
+    name = "h100-500w" if "500w" in gpu.lower() else ALIASES.get(word, word)
     if name not in DEVICES or name not in NODES:
         raise ConfigError(f"nothing is known of {gpu}", f"allowed: {', '.join(DEVICES)}")
     cluster = preset(name, devices)

@@ -114,3 +114,15 @@ def test_a_record_without_what_matters_says_what_was_assumed() -> None:
     del stated["recompute"]
     assert record_of(stated, "one").assumed
     assert not record_of(row(), "other").assumed
+
+
+def test_words_of_other_records_are_understood() -> None:
+    plain = record_of(row(), "plain")
+    for gpu in ("NVIDIA H100-80", "H100-80GB", "h100-sxm5"):
+        assert record_of(row(gpu=gpu), gpu).job.cluster.device.name == "h100"
+    assert record_of(row(precision="amp_bf16"), "amp").job.precision == "bf16"
+    assert record_of(row(precision="NVFP4"), "fp4").job.precision == "fp4"
+    places = row()["layout"]
+    assert record_of(row(layout=places | {"sharding": "ZeRO-3"}), "zero").job.sharding == "parameters"
+    assert record_of(row(layout={"dp": places["dp"], "sharding": "zero3"}), "few").job.layout == plain.job.layout
+    assert record_of(row(layout=places | {"sharding": "of its own"}), "own").assumed
