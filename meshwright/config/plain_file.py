@@ -8,6 +8,8 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
+from meshwright.errors import ConfigError
+
 
 def open_plain(path: Path) -> BinaryIO:
     """An OSError where it is anything else."""
@@ -16,3 +18,15 @@ def open_plain(path: Path) -> BinaryIO:
         file.close()
         raise OSError(errno.EINVAL, "not a plain file", str(path))
     return file
+
+
+def read_plain(path: Path, most: int, what: str, allowed: str) -> bytes:
+    """All of it, where that is no more than `most` bytes; else one line that says what it should be."""
+    try:
+        with open_plain(path) as file:
+            text = file.read(most + 1)
+    except OSError as error:
+        raise ConfigError(f"{what} cannot be read: {error.strerror}", f"allowed: {allowed}") from None
+    if len(text) > most:
+        raise ConfigError(f"{what} is over {most:,} bytes", f"allowed: {allowed}")
+    return text

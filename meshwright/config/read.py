@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from meshwright.config.kinds import Count, Range
-from meshwright.config.plain_file import open_plain
+from meshwright.config.plain_file import read_plain
 from meshwright.config.presets import PRESETS
 from meshwright.config.tree import RunConfig
 from meshwright.errors import ConfigError
@@ -67,13 +67,7 @@ def from_dict(tree: Mapping[str, Any]) -> RunConfig:
 
 
 def read_toml(path: Path, what: str = "run file") -> dict[str, Any]:
-    try:
-        with open_plain(path) as file:
-            text = file.read(MAX_TOML_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}", "allowed: a TOML file") from None
-    if len(text) > MAX_TOML_BYTES:
-        raise ConfigError(f"{what} {path} is over {MAX_TOML_BYTES:,} bytes", "allowed: a TOML file of settings")
+    text = read_plain(path, MAX_TOML_BYTES, f"{what} {path}", "a TOML file of settings")
     if any(line.count(b".") > MOST_DOTS for line in text.splitlines()):  # parsing takes the square of them
         raise ConfigError(f"{what} {path} has a line with over {MOST_DOTS:,} dots", "allowed: a TOML file of settings")
     try:

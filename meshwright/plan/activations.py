@@ -37,10 +37,11 @@ from functools import cache
 
 from meshwright.layout import Layout
 from meshwright.plan.architecture import Architecture
+from meshwright.plan.shapes import BYTES
 from meshwright.plan.stack import Stack
 
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2}
-"""Of a number between matrices, by precision."""
+BETWEEN = {**BYTES, "fp8": 2, "fp4": 2}
+"""Bytes of a number between matrices, by precision."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Setting:
 
     @property
     def number(self) -> float:
-        return BYTES[self.precision]
+        return BETWEEN[self.precision]
 
     @property
     def stream(self) -> float:

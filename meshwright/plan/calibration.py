@@ -17,7 +17,7 @@ from functools import cached_property
 from math import exp, log, log2
 from operator import sub
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from meshwright.config.kinds import Range
 from meshwright.config.plain_file import open_plain
@@ -128,13 +128,6 @@ class Correction:
     """measured / corrected lay between 1 / spread and spread in four of five of the records"""
     n: int = 0
     """records that it is made of; fewer than three say little of the spread"""
-    damaged: int = 0
-    """lines of the file that could not be read, and were passed over"""
-
-    def __str__(self) -> str:
-        lost = f"; damaged lines of {calibration_file()}, passed over: {self.damaged}" if self.damaged else ""
-        told = f"x {self.ratio:.3g} (within a factor of {self.spread:.3g}) by {self.n} runs like it" if self.n else ""
-        return (told or "no run like it was measured on this machine") + lost
 
 
 def calibration_file() -> Path:
@@ -198,13 +191,7 @@ def read_record(tree: Any) -> Record:
     return record
 
 
-def correction(job: Job, figure: Literal["seconds", "memory"] = "seconds", file: Path | None = None) -> Correction:
-    """Of a prediction for this job; without similar runs, none."""
-    records, damaged = recall(file)
-    return correct(Shape.of(job), records, figure, damaged)
-
-
-def correct(shape: Shape, records: Sequence[Record], figure: str, damaged: int = 0) -> Correction:
+def correct(shape: Shape, records: Sequence[Record], figure: str) -> Correction:
     """The median, in logarithms, of measured / predicted over the nearest records; of equally near ones the newest. One
     that is a doubling further off counts half.
 
@@ -216,13 +203,13 @@ def correct(shape: Shape, records: Sequence[Record], figure: str, damaged: int =
         if ratio and shape.alike(record.shape):
             rated.append((shape.distance(record.shape), age, log(ratio)))
     if not rated:
-        return Correction(damaged=damaged)
+        return Correction()
     nearest = sorted(rated)[:NEAREST]
     weights = [2 ** (nearest[0][0] - distance) for distance, _, _ in nearest]
     ratios = [ratio for _, _, ratio in nearest]
     middle = (quantile(ratios, weights, 0.5) - quantile([-ratio for ratio in ratios], weights, 0.5)) / 2
     away = quantile([abs(ratio - middle) for ratio in ratios], weights, 0.8)
-    return Correction(exp(middle), exp(away), len(ratios), damaged)
+    return Correction(exp(middle), exp(away), len(ratios))
 
 
 def quantile(values: Sequence[float], weights: Sequence[float], share: float) -> float:

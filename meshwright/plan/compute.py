@@ -12,6 +12,7 @@ from functools import cache
 from math import ceil, log2
 
 from meshwright.plan.cluster import Device, Product
+from meshwright.plan.shapes import BYTES
 from meshwright.plan.stack import Stack
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.78), (64, 64, 0.6))
@@ -22,7 +23,8 @@ LAUNCH = 2.5e-6
 """Seconds between two kernels of a stream."""
 MISALIGNED = {1: 7.0, 2: 2.6, 4: 3.0}
 """How much longer a product takes whose rows do not begin at 16 bytes, by the power of two that its sizes divide by."""
-ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp4": 0.5}
+ELEMENT: dict[str, float] = {**BYTES, "fp8": 1, "fp4": 0.5}
+"""Bytes of a number inside a product."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ class Lessons:
     """Measured runs, and what they make of estimates."""
 
     records: tuple[Record, ...] = ()
+    damaged: int = 0
+    """lines of the file that could not be read, and were passed over"""
     known: dict[tuple[Shape, str], Correction] = field(default_factory=dict, compare=False, repr=False)
     near: dict[tuple[Any, ...], list[Record]] = field(default_factory=dict, compare=False, repr=False)
 
@@ -56,6 +58,9 @@ class Lessons:
     def timed(self, found: Estimate) -> Estimate:
         """Seconds by the runs' ratio. Their spread takes the place of the doubt, the more of them there are."""
         seconds, memory = (self.correction(found.job, figure) for figure in ("seconds", "memory"))
+        if self.damaged:
+            lost = f"damaged lines of {calibration_file()}, passed over: {self.damaged}"
+            found = replace(found, notes=[*found.notes, lost])
         if not seconds.n:
             return found
         total = found.seconds * seconds.ratio
@@ -102,19 +107,20 @@ def lessons_of(cluster: Cluster) -> Lessons:
     if not is_here(cluster):
         return UNCORRECTED
     file = calibration_file()
-    return Lessons(newest(cluster.device.name, file, tuple(map(state, (file, old(file))))))
+    return Lessons(*newest(cluster.device.name, file, tuple(map(state, (file, old(file))))))
 
 
 @lru_cache(maxsize=4)
-def newest(device: str, file: Path, _states: tuple[tuple[int, int], ...]) -> tuple[Record, ...]:
-    """Read once for as long as the files stay as they are."""
+def newest(device: str, file: Path, _states: tuple[tuple[int, int], ...]) -> tuple[tuple[Record, ...], int]:
+    """And how many lines are damaged; read once for as long as the files stay as they are."""
     kept: list[Record] = []
     times: Counter[Shape] = Counter()
-    for record in reversed(recall(file)[0]):
+    found, damaged = recall(file)
+    for record in reversed(found):
         times[record.shape] += 1
         if record.shape.device == device and times[record.shape] <= NEAREST and len(kept) < MOST_RECORDS:
             kept.append(record)
-    return tuple(reversed(kept))
+    return tuple(reversed(kept)), damaged
 
 
 def state(file: Path) -> tuple[int, int]:

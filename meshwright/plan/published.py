@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from meshwright.config.kinds import Positive, Range
-from meshwright.config.plain_file import open_plain
+from meshwright.config.plain_file import read_plain
 from meshwright.config.read import convert, show
 from meshwright.errors import ConfigError
 from meshwright.plan.architecture import Architecture, Latent
@@ -51,13 +51,7 @@ def read_published(path: Path) -> Published:
 
 
 def read_config(file: Path) -> Any:
-    try:
-        with open_plain(file) as opened:
-            text = opened.read(LARGEST_CONFIG + 1)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}", "allowed: a model's config.json") from None
-    if len(text) > LARGEST_CONFIG:
-        raise ConfigError(f"{file} is over {LARGEST_CONFIG:,} bytes", "allowed: a model's config.json")
+    text = read_plain(file, LARGEST_CONFIG, str(file), "a model's config.json")
     try:
         return json.loads(text.decode())
     except (ValueError, RecursionError) as error:

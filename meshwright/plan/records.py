@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config import Batch
-from meshwright.config.plain_file import open_plain
+from meshwright.config.plain_file import read_plain
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.plan.architecture import Architecture, Latent
@@ -70,13 +70,10 @@ class Record:
 
 def read_records(path: Path) -> tuple[list[Record], dict[str, str]]:
     """Those of a file that describe a decoder on devices that are known; and, by name, why the others are left out."""
+    text = read_plain(path, LARGEST, f"file of records {path}", "a JSON list of runs")
     try:
-        with open_plain(path) as file:
-            text = file.read(LARGEST + 1)
-        if len(text) > LARGEST:
-            raise ConfigError(f"{path} is larger than {LARGEST >> 20} MiB", "allowed: a file of records")
         rows = json.loads(text.decode())
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no file of records: {error}", "allowed: a JSON list of runs") from None
     if not isinstance(rows, list) or len(rows) > MOST_RECORDS:
         raise ConfigError(f"{path} holds no list of records", "allowed: a JSON list of runs")

@@ -217,19 +217,6 @@ FITTED = (
 """What of a software's seconds is fitted, not known."""
 
 
-KNOWN = (
-    OWN,
-    OWN_COMPILED,
-    COMPOSER,
-    TORCHTITAN,
-    MEGATRON_2021,
-    DEEPSPEED,
-    BRIDGE_2025,
-    BRIDGE,
-)
-"""Those whose seconds were fitted; others have the same constants as one of them."""
-
-
 def stranger(stack: Stack) -> Stack:
     """With what one would plan, had this software never been measured: the constants of the nearest other one."""
     near = OTHERS.get(stack.name, stack)

@@ -8,7 +8,6 @@ from meshwright.plan.figures import Call, Estimate, Memory
 from meshwright.plan.job import Job
 from meshwright.record.wire import wire_bytes
 
-GIB = float(1 << 30)
 CLASSES = (
     "parameters",
     "gradients",

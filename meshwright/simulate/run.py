@@ -98,7 +98,7 @@ def whole_step(
                 size = Size(tuple(own - (blocks.whole - count) for own in each), micro)
                 try:
                     seen, pace = stepped(config, layout, batch, world, size)
-                except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
+                except (RuntimeError, ValueError, TypeError, AssertionError) as error:  # how torch refuses
                     raise refused(layout, rank, error) from error
                 by_blocks.append(seen)
             by_micros.append(grown(by_blocks, blocks.times))

@@ -13,9 +13,11 @@ import pytest
 from meshwright.config import from_dict
 from meshwright.errors import ConfigError
 from meshwright.plan import calibration
-from meshwright.plan.calibration import Correction, Record, Shape, correct, correction, recall, remember
+from meshwright.plan.calibration import Correction, Record, Shape, correct, recall, remember
 from meshwright.plan.cluster import preset
+from meshwright.plan.estimate import estimate
 from meshwright.plan.job import Job
+from meshwright.plan.lessons import Lessons
 from meshwright.plan.stacks import OWN_COMPILED
 
 
@@ -27,6 +29,10 @@ def record(ratio=2.0, memory=None, of=None):
     return Record.of(of or job(), (0.5, 0.5 * ratio), memory)
 
 
+def correction(job, figure="seconds"):
+    return correct(Shape.of(job), recall()[0], figure)
+
+
 @pytest.fixture
 def file(tmp_path, monkeypatch):
     monkeypatch.setenv("MESHWRIGHT_HOME", str(tmp_path / "home"))
@@ -35,16 +41,14 @@ def file(tmp_path, monkeypatch):
 
 def test_without_runs_nothing_is_corrected(file):
     assert correction(job()) == Correction(1.0, 1.0, 0)
-    assert str(correction(job())) == "no run like it was measured on this machine"
 
 
 def test_the_correction_is_the_median_of_the_ratios_in_logarithms(file):
     for ratio in (1.0, 4.0, 2.0, 100.0, 0.5):
         remember(record(ratio))
     found = correction(job())
-    assert (found.ratio, found.n, found.damaged) == (pytest.approx(2.0), 5, 0)
+    assert (found.ratio, found.n) == (pytest.approx(2.0), 5)
     assert found.spread == pytest.approx(4.0)  # four of the five lie within 2 / 4 and 2 * 4
-    assert str(found) == "x 2 (within a factor of 4) by 5 runs like it"
     assert correction(job(), "memory").n == 0
 
 
@@ -109,8 +113,12 @@ def test_a_damaged_line_is_passed_over_and_said(file, line):
         opened.write(line)  # torn: no end
     remember(record(2.0))
     found = correction(job())
-    assert (found.n, found.damaged) == (2, 1)
-    assert str(found).endswith(f"; damaged lines of {file}, passed over: 1")
+    assert found.n == 2
+    records, damaged = recall()
+    assert damaged == 1
+    [note] = Lessons((), damaged).timed(estimate(job())).notes
+    assert note == f"damaged lines of {file}, passed over: 1"
+    assert len(records) == 2
 
 
 def test_the_file_does_not_grow_without_bound(file, monkeypatch):
