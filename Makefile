@@ -33,7 +33,7 @@ check: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest tests/test_house.py -k "file or room"
+	$(BIN)/python -m pytest tests/test_repository.py -k "file or room"
 
 test: .venv/.dev
 	$(BIN)/python -m pytest -m "not long"

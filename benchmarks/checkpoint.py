@@ -34,11 +34,11 @@ from meshwright.checkpoint.catalogue import Lineage
 from meshwright.checkpoint.restore import restore
 from meshwright.checkpoint.saver import Notes, Saver
 from meshwright.checkpoint.state import State, tensors_of
-from meshwright.checkpoint.store import PosixStore
 from meshwright.config import CheckpointConfig, ModelConfig, OptimizerConfig
 from meshwright.launch.ranks import run_ranks
-from meshwright.model.init import build
+from meshwright.models.init import build
 from meshwright.parallel.world import World
+from meshwright.store.posix import PosixStore
 
 MODEL = ModelConfig(vocab=4096, width=512, layers=3, heads=8, kv_heads=4, ffn=1408, tie=True)
 ROUNDS = {1: {"save": 16, "load": 24}, 2: {"save": 12, "load": 16}}

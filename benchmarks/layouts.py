@@ -22,9 +22,9 @@ from benchmarks.plain_layouts import RANKS, Given
 from benchmarks.throughput import AGAIN, OWN, PLAIN, raced, settings, spread
 from meshwright.config import BatchConfig, LayoutConfig, ModelConfig
 from meshwright.data.contract import stream_of
-from meshwright.model.init import build
+from meshwright.models.init import build
 from meshwright.parallel.world import World
-from meshwright.train.loop import Job
+from meshwright.trainer.loop import Job
 
 MODEL = ModelConfig(vocab=1024, width=192, layers=4, heads=6, kv_heads=2, ffn=512)
 SEQUENCE = 128

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from meshwright.config import OptimizerConfig
 from meshwright.data.source import Source
-from meshwright.train.loop import Job
-from meshwright.train.optimizer import learning_rate
+from meshwright.optim.adamw import learning_rate
+from meshwright.trainer.loop import Job
 
 READ_EVERY = 10
 """Steps between two readings of the loss, as an ordinary loop logs it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.ordinary import Run
 from meshwright.parallel.world import World
-from meshwright.train.loop import Job, Training
+from meshwright.trainer.loop import Job, Training
 
 
 def contender(job: Job, world: World) -> Run:

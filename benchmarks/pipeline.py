@@ -13,13 +13,13 @@ from typing import Any
 
 from meshwright.config import RunConfig, load
 from meshwright.parallel.world import World
-from meshwright.plan.slots import timeline
-from meshwright.prove.traffic import third_step
-from meshwright.prove.trail import LR, Concatenated, DataConfig, Loader, real_step, source_of, stream_of
-from meshwright.refused import checked
-from meshwright.schedule import KINDS, usual_stages
+from meshwright.prover.comm_volume import third_step
+from meshwright.prover.reference import LR, Concatenated, DataConfig, Loader, real_step, source_of, stream_of
 from meshwright.testing import run_ranks
-from meshwright.train.ledger import idle
+from meshwright.topology.schedule_timeline import timeline
+from meshwright.topology.schedules import KINDS, usual_stages
+from meshwright.topology.unsupported import validate
+from meshwright.trainer.step_recorder import idle
 
 SHAPE = ["--model.width=64", "--model.layers=8", "--model.ffn=176", "--model.vocab=64", "--data.sequence=16"]
 STEPS = 12
@@ -61,7 +61,7 @@ def activation(world: World, config: RunConfig) -> int:
 
 
 def row(world: World, config: RunConfig) -> dict[str, Any]:
-    layout, batch = checked(config)
+    layout, batch = validate(config)
     step = real_step(world, config, layout)
     loader = Loader(Concatenated([source_of(config)]), stream_of(config), batch, 0, DataConfig(workers=0))
     batches = loader.steps(0, STEPS)

@@ -7,9 +7,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from benchmarks.ordinary import READ_EVERY, Run, Samples, adamw, loader_of, share_of_peak
-from meshwright.model.init import build
+from meshwright.models.init import build
 from meshwright.parallel.world import World
-from meshwright.train.loop import Job
+from meshwright.trainer.loop import Job
 
 
 def contender(job: Job, world: World) -> Run:

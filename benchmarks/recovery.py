@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.throughput import spread
-from meshwright.record.events import Event, Follower
-from meshwright.record.folder import RunFolder
-from meshwright.record.page import Reading, process_start, read_page
+from meshwright.telemetry.events import Event, Follower
+from meshwright.telemetry.heartbeat import HeartbeatReading, process_start, read_heartbeat
+from meshwright.telemetry.run_folder import RunFolder
 
 RANKS = 2
 ROUNDS = 5
@@ -115,8 +115,8 @@ class Job:
             time.sleep(POLL)
         raise RuntimeError(f"the job came no further than step {self.last}:\n{self.log.read_text()[-2000:]}")
 
-    def page(self, attempt: int, rank: int) -> Reading:
-        page = read_page(self.folder.page(attempt, rank))
+    def page(self, attempt: int, rank: int) -> HeartbeatReading:
+        page = read_heartbeat(self.folder.page(attempt, rank))
         assert page is not None
         return page
 
@@ -130,7 +130,7 @@ class Job:
         """Leaves no process behind to disturb the next round."""
         if self.process is not None:
             self.kill()
-        pages = [read_page(path) for path in self.folder.root.glob("attempts/*/page-*")]
+        pages = [read_heartbeat(path) for path in self.folder.root.glob("attempts/*/page-*")]
         end = time.monotonic() + 10.0
         while any(page and process_start(page.pid) == page.started for page in pages):
             if time.monotonic() > end:

@@ -33,8 +33,8 @@ from meshwright.config import BatchConfig, EvalConfig, ModelConfig, RunConfig, l
 from meshwright.launch.job import make_job
 from meshwright.launch.ranks import run_ranks
 from meshwright.parallel.world import World
-from meshwright.record.folder import RunFolder
-from meshwright.train.loop import Job
+from meshwright.telemetry.run_folder import RunFolder
+from meshwright.trainer.loop import Job
 
 Contender = Callable[[Job, World], Run]
 Rounds = dict[str, list[float]]

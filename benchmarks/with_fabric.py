@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from benchmarks.ordinary import READ_EVERY, Run, adamw, loader_of, share_of_peak
-from meshwright.model.init import build
+from meshwright.models.init import build
 from meshwright.parallel.world import World
-from meshwright.train.loop import Job
+from meshwright.trainer.loop import Job
 
 
 def contender(job: Job, world: World) -> Run:

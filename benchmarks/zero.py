@@ -10,9 +10,9 @@ from typing import Any
 
 from meshwright.config import RunConfig, load
 from meshwright.parallel.world import World
-from meshwright.plan.shapes import decoder_shapes
-from meshwright.prove.traffic import third_step
+from meshwright.prover.comm_volume import third_step
 from meshwright.testing import run_ranks
+from meshwright.topology.parameter_shapes import decoder_shapes
 
 RANKS = 4
 KINDS = {"none": "ZeRO-0", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "ZeRO-3"}

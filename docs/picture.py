@@ -8,8 +8,8 @@ from rich.console import Console
 
 from meshwright.config import load
 from meshwright.observe.console import Terminal, live_line
-from meshwright.record.events import read_events
-from meshwright.record.folder import RunFolder
+from meshwright.telemetry.events import read_events
+from meshwright.telemetry.run_folder import RunFolder
 
 SHOWN = ("ledger", "eval", "checkpoint")
 

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.config import RunConfig, from_dict, to_dict
 from meshwright.errors import ConfigError
-from meshwright.launch.host import Nursery
+from meshwright.launch.fork_server import ForkServer
 from meshwright.observe.console import Screen, Terminal
-from meshwright.record.events import Follower
-from meshwright.record.folder import RunFolder
 from meshwright.recover.supervisor import Running, supervise
+from meshwright.telemetry.events import Follower
+from meshwright.telemetry.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from meshwright.parallel.parts import Parts
-    from meshwright.simulate.figures import Simulation
+    from meshwright.parallel.parallel_spec import ParallelSpec
+    from meshwright.simulator.result import Simulation
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def train(
     model: nn.Module | None = None,
     loss: Callable[[Any, Any], Any] | None = None,
     source: Any = None,
-    parts: Parts | None = None,
+    parts: ParallelSpec | None = None,
     run: str | Path | None = None,
     fresh: bool = False,
     fork: bool = False,
@@ -56,7 +56,7 @@ def train(
     """Trains, from wherever the run folder's newest checkpoint stands, and returns when it is done.
 
     `model`, `loss` and `source` may be your own (a loss returns the sum over what counts, see
-    `meshwright.train.objective`); the weights of `model` are then the trained ones. `parts` says what its blocks are
+    `meshwright.trainer.user_loss`); the weights of `model` are then the trained ones. `parts` says what its blocks are
     and how they are cut, where the config shards, cuts, recomputes or compiles it. Ranks are forked from this
     process; under torchrun this process is one of them, and what watches the ranks is torchrun's.
     `fresh` sets an earlier run aside, `fork` goes on from it with other settings, as a new timeline; without `fallback`
@@ -96,7 +96,7 @@ def train_from_cold(
 ) -> Result:
     """The same from a process that has not imported torch and need not."""
     folder = run_folder(run, config)
-    nursery = Nursery(config, folder, fork, fallback, cluster)
+    nursery = ForkServer(config, folder, fork, fallback, cluster)
     try:
         view = viewing(config, folder, screen)
         return result_of(folder, supervise(folder, config.launch, nursery.begin, view, fresh=fresh))
@@ -109,7 +109,7 @@ def simulate(config: RunConfig | None = None, *, ranks: int | None = None, rank:
     parallelism and step on tensors without content. `rank` chooses the ranks to look at (default: the first, and of a
     pipeline also the first of its last). No run folder is touched.
     """
-    from meshwright.simulate.run import simulate as simulate_config
+    from meshwright.simulator.simulate import simulate as simulate_config
 
     config = from_dict(to_dict(config or RunConfig()))
     if ranks is not None:

@@ -53,12 +53,12 @@ def train(
     from meshwright import api, faults
     from meshwright.launch.environment import started_by_torchrun
     from meshwright.observe.console import JsonLines
-    from meshwright.refused import checked
+    from meshwright.topology.unsupported import validate
 
     if restarts is not None:
         overrides = (*overrides, f"--launch.restarts={restarts}")
     config = settings(plan, cluster, file, overrides, ranks, steps, json)
-    checked(config)
+    validate(config)
     faults.parse_all(os.environ.get("MESHWRIGHT_FAULT", ""))  # a misspelt fault is refused here, in one line
     screen = JsonLines if json else None
     if started_by_torchrun():
@@ -77,11 +77,11 @@ def prove(
 ) -> None:
     """Prove: check the contracts of a config on this machine, and write a certificate."""
     from meshwright.config import load
-    from meshwright.prove.frame import prove as prove_config
-    from meshwright.refused import checked
+    from meshwright.prover.prove import prove as prove_config
+    from meshwright.topology.unsupported import validate
 
     config = load(file, overrides, ranks)
-    checked(config)
+    validate(config)
     if not prove_config(config, out, as_json=json):
         raise SystemExit(1)
 
@@ -97,11 +97,11 @@ def simulate(
     """Simulate: what a step would send and hold on any number of ranks, without one of them."""
     from meshwright import api
     from meshwright.config import load
-    from meshwright.observe.simulation import show
-    from meshwright.refused import checked
+    from meshwright.observe.simulation_text import show
+    from meshwright.topology.unsupported import validate
 
     config = load(file, overrides, ranks)
-    checked(config)  # before torch is imported
+    validate(config)  # before torch is imported
     found = api.simulate(config, rank=rank)
     tell(True, found.to_json(), "") if json else show(found)
 

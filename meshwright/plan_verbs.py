@@ -48,12 +48,12 @@ def plan(
         raise ConfigError("no model is given", "allowed: meshwright plan MODEL, or meshwright plan --replay RUNS.json")
     from json import dumps
 
-    from meshwright.observe.plan import show
+    from meshwright.observe.plan_text import show
     from meshwright.observe.whole_file import write_whole
-    from meshwright.plan.answer import answer, as_json, run_file
-    from meshwright.plan.asked import workload
-    from meshwright.plan.machines import cluster_of, of_devices
-    from meshwright.plan.prediction import prediction
+    from meshwright.planner.calibration.prediction import prediction
+    from meshwright.planner.hardware.resolve_cluster import cluster_of, of_devices
+    from meshwright.planner.search.plan_result import answer, as_json, run_file
+    from meshwright.planner.workload.workload_args import workload
 
     for name, number in (("--ranks", ranks), ("--batch", batch), ("--sequence", sequence), ("--top", top)):
         if number is not None and not 1 <= number <= MOST:
@@ -90,8 +90,8 @@ def plan(
 
 
 def show_error(records: Path, json: bool) -> None:
-    from meshwright.observe.replay import show_replay
-    from meshwright.plan.replay import replay
+    from meshwright.observe.replay_text import show_replay
+    from meshwright.planner.calibration.replay import replay
 
     found = replay(records)
     tell(True, found, "") if json else show_replay(found)
@@ -113,21 +113,21 @@ def plan_schedule(
     json: Json = False,
 ) -> None:
     """Plan schedule: a pipeline schedule slot by slot, its bubble and what each rank holds; or all kinds compared."""
-    from meshwright.observe import schedule
-    from meshwright.observe.schedule_picture import write_svg
-    from meshwright.plan.slots import compare, timeline
+    from meshwright.observe import schedule_text
+    from meshwright.observe.schedule_svg import write_svg
+    from meshwright.topology.schedule_timeline import compare, timeline
 
-    costs = schedule.whole_slots(forward, backward_input, weight)
+    costs = schedule_text.whole_slots(forward, backward_input, weight)
     if kind is None:
         if svg is not None:
             raise ConfigError("--svg draws one schedule", "allowed: meshwright plan schedule KIND --svg FILE")
         found = compare(ranks, micro, stages, costs)
-        tell(True, schedule.answers(found, costs), "") if json else schedule.show_all(found)
+        tell(True, schedule_text.answers(found, costs), "") if json else schedule_text.show_all(found)
         return
     drawn = timeline(kind, ranks, micro, stages, costs)
     if svg is not None:
         write_svg(drawn, costs, svg)
-    tell(True, schedule.answer(drawn, costs), "") if json else schedule.show(drawn, costs)
+    tell(True, schedule_text.answer(drawn, costs), "") if json else schedule_text.show(drawn, costs)
 
 
 def plan_measure(
@@ -140,8 +140,8 @@ def plan_measure(
     from dataclasses import asdict
 
     from meshwright.measure.machine import measure
-    from meshwright.observe.machine import show
-    from meshwright.plan.machines import keep, place
+    from meshwright.observe.machine_text import show
+    from meshwright.planner.hardware.resolve_cluster import keep, place
 
     file = place(out)
     cluster, remarks = measure(seconds, ranks)
@@ -164,13 +164,13 @@ def settings(
     from meshwright.config import load
 
     if cluster is not None:
-        from meshwright.plan.machines import cluster_of
+        from meshwright.planner.hardware.resolve_cluster import cluster_of
 
         cluster_of(cluster)  # what is misspelt is refused here, in one line
     if plan is None:
         return load(file, overrides, ranks, steps)
     from meshwright.launch.environment import started_by_torchrun
-    from meshwright.plan.taken import BEST, taken
+    from meshwright.planner.search.plan_to_config import BEST, taken
 
     if plan == BEST and ranks is None and started_by_torchrun():
         ranks = os.environ["WORLD_SIZE"]

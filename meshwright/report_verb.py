@@ -16,9 +16,9 @@ def report(
     json: Json = False,
 ) -> None:
     """Report: what a run measured beside what was predicted of it, with the error of each figure."""
-    from meshwright.observe.report import as_json, show
-    from meshwright.observe.twins import report_of
-    from meshwright.record.folder import RunFolder
+    from meshwright.observe.report_text import as_json, show
+    from meshwright.observe.run_report import report_of
+    from meshwright.telemetry.run_folder import RunFolder
 
     found = report_of(RunFolder(run))
     tell(True, as_json(found), "") if json else show(found)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from meshwright.config import RunConfig, load
-from meshwright.plan.cluster import Cluster, Device, Link
-from meshwright.schedule import KINDS, usual_stages
+from meshwright.planner.hardware.cluster import Cluster, Device, Link
+from meshwright.topology.schedules import KINDS, usual_stages
 
 PLACES = {
     "schedule": "pipeline.schedule",
     "stages": "pipeline.stages",
     "method": "context.method",
-    "keep": "shard.keep",
+    "keep": "fsdp.reshard_after_forward",
     "degree": "layout.shard_degree",
-} | {name: f"compute.{name}" for name in ("recompute", "segment", "offload")}
+    "recompute": "activation_checkpoint.mode",
+    "segment": "activation_checkpoint.segment",
+    "offload": "optimizer.cpu_offload",
+}
 MODEL = ("layers", "heads", "kv_heads", "ffn", "experts", "experts_shared", "separator")
 
 ALONE = [
@@ -33,7 +36,7 @@ PAIRS = [
     "replicate=2 shard=optimizer pipeline=4 schedule=interleaved offload=true",
     "replicate=2 shard=parameters pipeline=2 recompute=full",
     "replicate=2 shard=parameters pipeline=2 schedule=interleaved",
-    "replicate=2 shard=parameters keep=1 pipeline=2 schedule=dualpipev",
+    "replicate=2 shard=parameters keep=false pipeline=2 schedule=dualpipev",
     "tensor=2 pipeline=2",
     "tensor=2 pipeline=2 schedule=zero-bubble",
     "tensor=2 pipeline=2 schedule=zbv",

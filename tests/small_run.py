@@ -13,7 +13,7 @@ SMALL = [
     "--data.samples=500",
     "--schedule.warmup=2",
     "--launch.device=cpu",
-    "--launch.step_timeout=60",
+    "--launch.collective_timeout=60",
 ]
 
 

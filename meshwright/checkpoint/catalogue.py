@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.checkpoint.manifest import LARGEST, NAME, Damaged, Manifest, digest_of
-from meshwright.checkpoint.store import PosixStore, Store
-from meshwright.record.folder import LARGEST_JSON, RunFolder
+from meshwright.store.posix import PosixStore, Store
+from meshwright.telemetry.run_folder import LARGEST_JSON, RunFolder
 
 FOLDER = "checkpoints"
 LEASE = "lease.json"

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.catalogue import FOLDER, SPELLING, Entry, everything, look, published
-from meshwright.checkpoint.store import PosixStore
 from meshwright.checkpoint.tensors import differences, state_digest
 from meshwright.checkpoint.verify import damages
 from meshwright.errors import CheckpointError, ConfigError
+from meshwright.store.posix import PosixStore
 
 
 def entries_of(path: Path) -> list[Entry]:

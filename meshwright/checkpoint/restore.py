@@ -15,10 +15,10 @@ from meshwright.checkpoint.catalogue import Entry, Lineage, look, published
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
 from meshwright.checkpoint.shards import LoadPlans, ShardReader, held, mismatches
 from meshwright.checkpoint.state import State
-from meshwright.checkpoint.store import Store
 from meshwright.checkpoint.verify import Damage, damages
 from meshwright.errors import CheckpointError, IdentityError
 from meshwright.parallel.world import World
+from meshwright.store.posix import Store
 
 
 @dataclass

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from meshwright import faults
 from meshwright.checkpoint.catalogue import Entry, Lineage, everything, fence_of
 from meshwright.checkpoint.manifest import NAME
-from meshwright.checkpoint.store import Store
 from meshwright.checkpoint.verify import damages
+from meshwright.store.posix import Store
 
 
 class Retention:

@@ -26,14 +26,14 @@ from meshwright.checkpoint.manifest import LARGEST, NAME, FileRecord, Manifest, 
 from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.shards import SavePlans, ShardWriter, held
 from meshwright.checkpoint.state import State
-from meshwright.checkpoint.store import Store
 from meshwright.checkpoint.verify import header, read_back
 from meshwright.config import CheckpointConfig
 from meshwright.errors import BusyError, CheckpointError, MeshwrightError, NumericsError, PeerError, lost
-from meshwright.layout import Layout
-from meshwright.parallel.blocks import Block, block_of
-from meshwright.parallel.replicas import Replicas, words_of
+from meshwright.parallel.data_parallel.replica_check import Replicas, words_of
+from meshwright.parallel.local_shard import LocalShard, local_shard_of
 from meshwright.parallel.world import World
+from meshwright.store.posix import Store
+from meshwright.topology.layout import Layout
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process alone is no mistake
 
@@ -75,7 +75,7 @@ class Stager:
     """Host copies of what this rank keeps, in buffers that are made once and reused."""
 
     def __init__(self, state: State, layout: Layout, rank: int) -> None:
-        blocks = {name: block_of(tensor) for name, tensor in state.items()}
+        blocks = {name: local_shard_of(tensor) for name, tensor in state.items()}
         pinned = any(block.local.is_cuda for block in blocks.values())
         self.host = {
             name: blocks[name].like(
@@ -89,14 +89,14 @@ class Stager:
         self.begun, self.copied = (torch.cuda.Event(enable_timing=True) if pinned else None for _ in range(2))
 
     @torch.no_grad()
-    def copy(self, state: State) -> dict[str, Block]:
+    def copy(self, state: State) -> dict[str, LocalShard]:
         """On CUDA the copies are queued before whatever comes next, and `wait` tells when they are there."""
         if self.begun is not None:
             self.begun.record()
         for name, host in self.host.items():
-            host.local.copy_(block_of(state[name]).local, non_blocking=True)
+            host.local.copy_(local_shard_of(state[name]).local, non_blocking=True)
         if self.replicas.names:
-            words = words_of(block_of(state[name]).local for name in self.replicas.names)
+            words = words_of(local_shard_of(state[name]).local for name in self.replicas.names)
             self.words.copy_(words, non_blocking=True)
         if self.copied is not None:
             self.copied.record()
@@ -115,7 +115,7 @@ def compared(name: str) -> bool:
     return name.startswith("model/") or name.endswith("router.bias")
 
 
-def share(blocks: Mapping[str, Block], layout: Layout, rank: int) -> list[str]:
+def share(blocks: Mapping[str, LocalShard], layout: Layout, rank: int) -> list[str]:
     """Which blocks this rank keeps. Of those that hold the same block one does: the largest first, each to whoever has
     the least so far, which all of them work out alike.
     """
@@ -252,7 +252,7 @@ class Saver:
     def close(self) -> None:
         self.thread.shutdown(wait=True)
 
-    def _run(self, notes: Notes, stager: Stager, state: dict[str, Block]) -> Saved:
+    def _run(self, notes: Notes, stager: Stager, state: dict[str, LocalShard]) -> Saved:
         """The thread's whole work. Errors are an outcome: the training thread decides what they mean."""
         start = time.monotonic()
         saved = Saved(notes.step, folder_of(notes.step, self.attempt))
@@ -326,7 +326,7 @@ class Saver:
     def _progress(self) -> None:
         self.moved += 1
 
-    def _agree(self, notes: Notes, state: dict[str, Block], stager: Stager) -> None:
+    def _agree(self, notes: Notes, state: dict[str, LocalShard], stager: Stager) -> None:
         """Every rank learns the same verdict before any of them writes."""
         step = notes.step
         unsound = next((name for name, block in state.items() if not sound(name, block.local)), "")
@@ -335,7 +335,7 @@ class Saver:
         if len({row[1] for row in rows}) > 1:
             raise NumericsError(
                 f"step {step - 1}: ranks did not use the same parameters, and nothing was published",
-                "set replicate.unused = true",
+                "set ddp.find_unused_parameters = true",
             )
         if bad := [rank for rank, flag in enumerate(flags) if flag]:
             where = unsound if self.world.rank == bad[0] else "its state"

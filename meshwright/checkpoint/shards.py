@@ -34,10 +34,10 @@ from meshwright import faults
 from meshwright.checkpoint.catalogue import Entry
 from meshwright.checkpoint.manifest import CHUNK, NAME, FileRecord, Piece, TensorRecord
 from meshwright.checkpoint.state import State, content, dtype_name
-from meshwright.checkpoint.store import Store
 from meshwright.checkpoint.verify import STEP, Digesting
 from meshwright.errors import CheckpointError
-from meshwright.parallel.blocks import Block, block_of
+from meshwright.parallel.local_shard import LocalShard, local_shard_of
+from meshwright.store.posix import Store
 
 ALIGN = 64
 Publish = Callable[[dict[str, FileRecord], dict[str, TensorRecord], dict[str, dict[str, Any]]], None]
@@ -239,7 +239,7 @@ def place(piece: Piece) -> tuple[str, int]:
 class Held:
     """A block as DCP's planners want to see it: they ask for items and chunks by these names."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: LocalShard) -> None:
         self.block = block
         self.chunk = ChunkStorageMetadata(torch.Size(block.offset), block.local.shape)
 
@@ -283,15 +283,15 @@ class LoadPlans(DefaultLoadPlanner):
         return self.state_dict[index.fqn].block.local  # type: ignore[no-any-return]
 
 
-def held(state: Mapping[str, torch.Tensor | Block]) -> dict[str, Any]:
-    return {name: Held(block_of(tensor)) for name, tensor in state.items()}
+def held(state: Mapping[str, torch.Tensor | LocalShard]) -> dict[str, Any]:
+    return {name: Held(local_shard_of(tensor)) for name, tensor in state.items()}
 
 
 def mismatches(state: State, tensors: dict[str, TensorRecord]) -> list[str]:
     """How what a rank holds differs from a checkpoint: DCP would ignore, cast or fail halfway."""
     found = [f"{name} is missing in the checkpoint" for name in sorted(state.keys() - tensors.keys())]
     for name in sorted(state.keys() & tensors.keys()):
-        block = block_of(state[name])
+        block = local_shard_of(state[name])
         here, there = (dtype_name(block.local), block.shape), (tensors[name].dtype, tensors[name].shape)
         if here != there:
             found.append(f"{name} is {there[0]} {list(there[1])} in the checkpoint and {here[0]} {list(here[1])} here")

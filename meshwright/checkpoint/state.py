@@ -8,19 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.tensors import digest_of_lines, tensor_line
-from meshwright.layout import AXES, Layout
-from meshwright.parallel.blocks import Block, block_of, whole_of
+from meshwright.parallel.local_shard import LocalShard, full_tensor_of, local_shard_of
 from meshwright.parallel.world import World
+from meshwright.topology.layout import AXES, Layout
 
-State = dict[str, Tensor | Block]
+State = dict[str, Tensor | LocalShard]
 """Name -> a whole tensor, or this rank's block of one."""
 
 
-def tensors_of(model: nn.Module, parameters: Mapping[str, Tensor], moments: Mapping[str, Block]) -> State:
+def tensors_of(model: nn.Module, parameters: Mapping[str, Tensor], moments: Mapping[str, LocalShard]) -> State:
     """Every tensor that a resumed run needs, under a name that no layout changes. `parameters` are the model's as they
     are between steps, whatever is gathered just now; `moments` are the optimizer's, as parameter name / key.
     """
-    state: State = {f"model/{name}": block_of(parameter) for name, parameter in parameters.items()}
+    state: State = {f"model/{name}": local_shard_of(parameter) for name, parameter in parameters.items()}
     kept = model.state_dict(keep_vars=True)
     state |= {f"buffer/{name}": buffer for name, buffer in model.named_buffers() if name in kept}
     return state | {f"optimizer/{name}": block for name, block in moments.items()}
@@ -59,7 +59,7 @@ def parameter_lines(named: Iterable[tuple[str, Tensor]], wanted: bool = True) ->
     """What is digested of each; none where it is not `wanted`. Ranks that hold blocks of one must all ask."""
     lines = []
     for name, parameter in named:
-        whole = whole_of(parameter)
+        whole = full_tensor_of(parameter)
         if wanted:
             lines.append(tensor_line(name, dtype_name(parameter), parameter.shape, content(whole.cpu())))
     return lines

@@ -11,7 +11,7 @@ import xxhash
 
 from meshwright.checkpoint.catalogue import Entry
 from meshwright.checkpoint.manifest import NAME, FileRecord, Manifest
-from meshwright.checkpoint.store import Buffer, Sink, Store
+from meshwright.store.posix import Buffer, Sink, Store
 
 HEADER = 4096
 """A shard begins with who wrote it, so that one in the wrong place can say where it belongs."""

@@ -2,20 +2,21 @@
 fingerprints.
 """
 
+from meshwright.config.constraints import IGNORED, LARGEST_BATCH
 from meshwright.config.derive import Batch, batch_algebra, fingerprint, identity, placement
-from meshwright.config.kinds import IGNORED, LARGEST_BATCH
 from meshwright.config.model import ModelConfig
-from meshwright.config.presets import PRESETS
-from meshwright.config.read import as_toml, from_dict, load, to_dict
-from meshwright.config.spread import (
-    ComputeConfig,
+from meshwright.config.parallelism import (
+    ActivationCheckpointConfig,
+    CompileConfig,
     ContextConfig,
+    DDPConfig,
+    FSDPConfig,
     LayoutConfig,
     PipelineConfig,
-    ReplicateConfig,
-    ShardConfig,
 )
-from meshwright.config.tree import (
+from meshwright.config.presets import PRESETS
+from meshwright.config.reader import as_toml, from_dict, load, to_dict
+from meshwright.config.run_config import (
     BatchConfig,
     CheckpointConfig,
     DataConfig,
@@ -33,13 +34,16 @@ __all__ = [
     "IGNORED",
     "LARGEST_BATCH",
     "PRESETS",
+    "ActivationCheckpointConfig",
     "Batch",
     "BatchConfig",
     "CheckpointConfig",
-    "ComputeConfig",
+    "CompileConfig",
     "ContextConfig",
+    "DDPConfig",
     "DataConfig",
     "EvalConfig",
+    "FSDPConfig",
     "LaunchConfig",
     "LayoutConfig",
     "ModelConfig",
@@ -47,10 +51,8 @@ __all__ = [
     "OptimizerConfig",
     "PipelineConfig",
     "PrecisionConfig",
-    "ReplicateConfig",
     "RunConfig",
     "ScheduleConfig",
-    "ShardConfig",
     "SourceConfig",
     "as_toml",
     "batch_algebra",

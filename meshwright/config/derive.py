@@ -7,8 +7,8 @@ import hashlib
 import json
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from meshwright.config.kinds import Placement, nearest
-from meshwright.config.tree import BatchConfig, RunConfig
+from meshwright.config.constraints import Placement, nearest
+from meshwright.config.run_config import BatchConfig, RunConfig
 from meshwright.errors import ConfigError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from meshwright.config.kinds import Count, Natural, Positive, Range, Share, nearest
+from meshwright.config.constraints import Count, Natural, Positive, Range, Share, nearest
 from meshwright.errors import ConfigError
 
 

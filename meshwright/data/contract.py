@@ -15,9 +15,9 @@ from meshwright.data.files import open_sources
 from meshwright.data.source import Source
 from meshwright.data.stream import Stream
 from meshwright.errors import ConfigError
-from meshwright.layout import Layout
-from meshwright.record.folder import RunFolder, read_json
-from meshwright.refused import checked
+from meshwright.telemetry.run_folder import RunFolder, read_json
+from meshwright.topology.layout import Layout
+from meshwright.topology.unsupported import validate
 
 MOST_EPOCHS = 1000
 
@@ -90,7 +90,7 @@ def contract_of(run: Path) -> Contract:
         raise ConfigError(f"{run} is neither a run folder nor a run file", "give one of the two")
     config = load(run)
     sources = open_sources(config.data, config.model.vocab)
-    layout, batch = checked(config)
+    layout, batch = validate(config)
     return Contract(stream_of(config, sources), batch, layout, [s.name for s in sources])
 
 

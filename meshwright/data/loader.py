@@ -24,7 +24,7 @@ from meshwright.data.permutation import Positions
 from meshwright.data.source import Concatenated
 from meshwright.data.stream import Stream
 from meshwright.errors import DataError
-from meshwright.process import die_with
+from meshwright.parent_death import die_with
 
 AHEAD = 4096
 """Positions permuted in one call: a vectorised permutation costs the same for sixteen positions as for a thousand."""

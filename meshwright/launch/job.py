@@ -18,18 +18,18 @@ from meshwright.data.source import Indexable
 from meshwright.errors import BusyError, ConfigError, MeshwrightError, PeerError, Stopped
 from meshwright.launch.ranks import Ranks, refuse_while_spawning
 from meshwright.launch.rendezvous import Place, join, leave, restart
-from meshwright.parallel.apply import needed
-from meshwright.parallel.parts import Parts
-from meshwright.record.events import Event
-from meshwright.record.folder import RunFolder
-from meshwright.record.page import Page
+from meshwright.parallel.parallel_spec import ParallelSpec
+from meshwright.parallel.parallelize import needed
 from meshwright.recover.incidents import Incident
 from meshwright.recover.lease import Lease, refuse_while_held, take
 from meshwright.recover.supervisor import account_for_lost, newest_step
-from meshwright.refused import checked
-from meshwright.train.identity import code_fingerprint
-from meshwright.train.loop import Job, Summary, train_rank, user_modules
-from meshwright.train.objective import Loss
+from meshwright.telemetry.events import Event
+from meshwright.telemetry.heartbeat import Heartbeat
+from meshwright.telemetry.run_folder import RunFolder
+from meshwright.topology.unsupported import validate
+from meshwright.trainer.identity import code_fingerprint
+from meshwright.trainer.loop import Job, Summary, train_rank, user_modules
+from meshwright.trainer.user_loss import Loss
 
 
 def make_job(
@@ -39,13 +39,13 @@ def make_job(
     model: nn.Module | None = None,
     loss: Loss | None = None,
     source: Any = None,
-    parts: Parts | None = None,
+    parts: ParallelSpec | None = None,
     fallback: bool = True,
     cluster: str | None = None,
 ) -> Job:
     """A checked job, its sources opened: forked ranks share what this process has mapped."""
     refuse_while_spawning()
-    layout, batch = checked(config, own_model=model is not None)
+    layout, batch = validate(config, own_model=model is not None)
     if (model is None) != (loss is None):
         raise ConfigError(
             "a model of your own and its loss come together", "allowed: train(config, model=..., loss=...)"
@@ -94,7 +94,7 @@ def run_here(
         attempt = world.tell(lease.attempt if isinstance(lease, Lease) else lease, "attempt")
         if isinstance(attempt, str):
             raise BusyError(attempt) if world.rank == 0 else PeerError(attempt)
-        world = replace(world, page=Page(job.folder.page(attempt, world.rank)))
+        world = replace(world, page=Heartbeat(job.folder.page(attempt, world.rank)))
         listener = listen(attempt) if world.rank == 0 else None
         job = job.as_attempt(attempt, restarts, fork)
         job = replace(job, listener=listener, watched=False)

@@ -31,9 +31,9 @@ from meshwright.config import LaunchConfig
 from meshwright.errors import ConfigError
 from meshwright.launch.rendezvous import Place, join, leave
 from meshwright.parallel.world import World
-from meshwright.process import die_with
-from meshwright.record.page import Page, process_start
+from meshwright.parent_death import die_with
 from meshwright.recover.failures import Failure, RanksFailed
+from meshwright.telemetry.heartbeat import Heartbeat, process_start
 
 Work = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -201,7 +201,9 @@ def run_ranks(
     """`work(world, *args)` on so many ranks, on CPU unless `launch` says otherwise; their values in order. Past the
     timeout every rank is killed.
     """
-    ranks = Ranks(work, count, args, launch or LaunchConfig(join_timeout=30.0, step_timeout=60.0, device="cpu"), facts)
+    ranks = Ranks(
+        work, count, args, launch or LaunchConfig(rendezvous_timeout=30.0, collective_timeout=60.0, device="cpu"), facts
+    )
     end = time.monotonic() + timeout
     try:
         while not ranks.poll(max(0.0, min(1.0, end - time.monotonic()))):
@@ -235,7 +237,7 @@ def _be_rank(
     try:
         torch.set_num_threads(launch.threads)
         work, args = pickle.loads(Path(given).read_bytes()) if isinstance(given, str) else given
-        world: World = join(place, launch, facts, Page(page))
+        world: World = join(place, launch, facts, Heartbeat(page))
         value = work(world, *args)
         leave()
         # by value: torch would pass tensors as handles to memory that ends with this process

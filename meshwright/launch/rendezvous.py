@@ -22,7 +22,7 @@ from meshwright.config import LaunchConfig
 from meshwright.errors import ConfigError, IdentityError, PeerError
 from meshwright.launch.environment import started_by_torchrun
 from meshwright.parallel.world import World
-from meshwright.record.page import Page
+from meshwright.telemetry.heartbeat import Heartbeat
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class Place:
         )
 
 
-def join(place: Place, launch: LaunchConfig, facts: Mapping[str, Any], page: Page | None = None) -> World:
+def join(place: Place, launch: LaunchConfig, facts: Mapping[str, Any], page: Heartbeat | None = None) -> World:
     """This rank's World, once every rank has come and said the same facts."""
     device = choose_device(launch, place)
     if place.size == 1:
-        return World(0, 1, device, page or Page())
-    store = dist.PrefixStore(f"{restart()}/{next(JOINS)}", meet(place, launch.join_timeout))
+        return World(0, 1, device, page or Heartbeat())
+    store = dist.PrefixStore(f"{restart()}/{next(JOINS)}", meet(place, launch.rendezvous_timeout))
     store.set(f"host/{place.rank}", socket.gethostname())
     compare(
         store,
@@ -78,7 +78,7 @@ def join(place: Place, launch: LaunchConfig, facts: Mapping[str, Any], page: Pag
             "python": ".".join(map(str, sys.version_info[:2])),
             "device": device.type,
         },
-        launch.join_timeout,
+        launch.rendezvous_timeout,
     )
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
@@ -86,10 +86,10 @@ def join(place: Place, launch: LaunchConfig, facts: Mapping[str, Any], page: Pag
         store=dist.PrefixStore("group", store),
         rank=place.rank,
         world_size=place.size,
-        timeout=timedelta(seconds=launch.step_timeout),
+        timeout=timedelta(seconds=launch.collective_timeout),
     )
     hosts = tuple(store.get(f"host/{rank}").decode() for rank in range(place.size if place.rank == 0 else 0))
-    return World(place.rank, place.size, device, page or Page(), hosts)
+    return World(place.rank, place.size, device, page or Heartbeat(), hosts)
 
 
 JOINS = count()

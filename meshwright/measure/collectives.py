@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.measure.timing import Allowance, Crew, affordable
-from meshwright.plan.cluster import Curve
+from meshwright.planner.hardware.cluster import Curve
 
 SIZES = {
     "cpu": [1 << 10, 1 << 14, 1 << 18, 1 << 21, 1 << 24],

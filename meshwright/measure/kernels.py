@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from meshwright.measure.timing import Allowance, Crew, affordable
-from meshwright.plan.cluster import Product
+from meshwright.planner.hardware.cluster import Product
 
 Shape = tuple[int, int, int]
 """Rows (tokens), inner, columns."""

@@ -19,8 +19,8 @@ from meshwright.measure.collectives import curves
 from meshwright.measure.kernels import copy_rate, launch_seconds, products
 from meshwright.measure.timing import Crew
 from meshwright.parallel.world import World
-from meshwright.plan.cluster import Cluster, Curve, Device, Link, Product
-from meshwright.plan.cluster_file import filled
+from meshwright.planner.hardware.cluster import Cluster, Curve, Device, Link, Product
+from meshwright.planner.hardware.cluster_file import filled
 
 MOST_RANKS = 64
 CORES = 4
@@ -55,7 +55,9 @@ def measure(seconds: float, ranks: int | None = None) -> tuple[Cluster, list[str
     if not 1 <= count <= most:
         raise ConfigError(f"--ranks {count} is out of range", f"allowed: from 1 to {most}")
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    launch = LaunchConfig(join_timeout=60.0, step_timeout=60.0 + 2 * seconds, device="cuda" if devices else "cpu")
+    launch = LaunchConfig(
+        rendezvous_timeout=60.0, collective_timeout=60.0 + 2 * seconds, device="cuda" if devices else "cpu"
+    )
     seen: Seen = run_ranks(look, count, seconds, launch=launch, timeout=120.0 + 4 * seconds)[0]
     kind = "NCCL" if devices else "Gloo"
     remarks = [

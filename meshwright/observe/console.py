@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from meshwright.config import RunConfig, fingerprint, identity, placement
-from meshwright.record.events import Event
+from meshwright.telemetry.events import Event
 from meshwright.version import __version__
 
 WINDOW = 20

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from meshwright.observe.plan import title
-from meshwright.observe.plan_pictures import front_picture, memory_picture, pipeline_picture, step_picture
-from meshwright.plan.answer import Answer
-from meshwright.plan.scale import Row
-from meshwright.plan.wording import count, exposed, extras, plan, seconds, share, size, spread
+from meshwright.observe.plan_svg import front_picture, memory_picture, pipeline_picture, step_picture
+from meshwright.observe.plan_text import title
+from meshwright.planner.search.plan_result import Answer
+from meshwright.planner.search.scaling import Row
+from meshwright.planner.wording import count, exposed, extras, plan, seconds, share, size, spread
 from meshwright.version import __version__
 
 STYLE = """

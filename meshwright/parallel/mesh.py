@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshwright.layout import Layout
-from meshwright.plan.pieces import bank_over, by_ddp, dense_over
+from meshwright.topology.layout import Layout
+from meshwright.topology.parameter_shards import bank_over, by_ddp, dense_over
 
 NOT_DATA = ("pipeline", "expert", "tensor")
 """Dimensions over which FSDP2 spreads nothing."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.record.page import Page
-from meshwright.record.traffic import small_talk
+from meshwright.telemetry.comm_counter import control_traffic
+from meshwright.telemetry.heartbeat import Heartbeat
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    page: Page = field(default_factory=Page)
+    page: Heartbeat = field(default_factory=Heartbeat)
     hosts: tuple[str, ...] = ()
     """where each rank runs; rank 0 alone knows"""
 
@@ -37,7 +37,7 @@ class World:
         self.page.collective(name)
         if self.size == 1:
             return Summing(tensor, None, self.page)
-        with small_talk():
+        with control_traffic():
             return Summing(tensor, dist.all_reduce(tensor, async_op=True), self.page)
 
     def sum_numbers(self, *numbers: int, name: str) -> Summing:
@@ -65,7 +65,7 @@ class Summing:
 
     tensor: torch.Tensor
     work: dist.Work | None
-    page: Page
+    page: Heartbeat
 
     def wait(self) -> torch.Tensor:
         if self.work is not None:

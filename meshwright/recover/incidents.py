@@ -10,9 +10,9 @@ from typing import Any
 
 from meshwright.data.contract import contract_of
 from meshwright.errors import MeshwrightError
-from meshwright.record.folder import RunFolder, read_json, write_json
-from meshwright.record.page import Reading, read_page
 from meshwright.recover.failures import Failure
+from meshwright.telemetry.heartbeat import HeartbeatReading, read_heartbeat
+from meshwright.telemetry.run_folder import RunFolder, read_json, write_json
 
 UNTOUCHED = ("start", "restore", "rehearse", "update", "save", "evaluate", "end")
 """Phases in which a step's samples play no part."""
@@ -63,13 +63,15 @@ def read_incidents(folder: RunFolder) -> list[Incident]:
     return found
 
 
-def readings(folder: RunFolder, attempt: int) -> dict[int, Reading]:
+def readings(folder: RunFolder, attempt: int) -> dict[int, HeartbeatReading]:
     paths = [path for path in folder.attempt(attempt).glob("page-*") if re.fullmatch(r"page-[0-9]{5,9}", path.name)]
-    pages = {int(path.name.removeprefix("page-")): read_page(path) for path in sorted(paths)}
+    pages = {int(path.name.removeprefix("page-")): read_heartbeat(path) for path in sorted(paths)}
     return {rank: page for rank, page in pages.items() if page is not None}
 
 
-def describe(folder: RunFolder, attempt: int, first: Failure, checkpoint: int, pages: dict[int, Reading]) -> Incident:
+def describe(
+    folder: RunFolder, attempt: int, first: Failure, checkpoint: int, pages: dict[int, HeartbeatReading]
+) -> Incident:
     """The incident of a failed attempt, from the failure to blame and from the pages that the ranks left."""
     page = pages.get(first.rank)
     step = page.step if page and page.step >= 0 else None

@@ -23,10 +23,10 @@ from typing import Any
 
 from meshwright.checkpoint.catalogue import LEASE, attempts, everything, leases, published, store_of
 from meshwright.checkpoint.manifest import digest_of
-from meshwright.checkpoint.store import Calls, Store
 from meshwright.errors import BusyError, ConfigError
-from meshwright.record.folder import RunFolder
-from meshwright.record.page import process_start, read_page
+from meshwright.store.posix import Calls, Store
+from meshwright.telemetry.heartbeat import process_start, read_heartbeat
+from meshwright.telemetry.run_folder import RunFolder
 
 BEAT_EVERY = 1.0
 OBSERVE = 6.0
@@ -146,7 +146,7 @@ def alive(lease: dict[str, Any], attempt: Path, observe: float) -> bool:
 def signs(attempt: Path) -> list[Any]:
     """Everything in an attempt's folder that moves while it lives."""
     beat = read_first(str(attempt / "beat"))
-    return [beat, *((page.beats if (page := read_page(path)) else 0) for path in sorted(attempt.glob("page-*")))]
+    return [beat, *((page.beats if (page := read_heartbeat(path)) else 0) for path in sorted(attempt.glob("page-*")))]
 
 
 def read_first(path: str) -> str:

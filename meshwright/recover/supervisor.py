@@ -18,13 +18,13 @@ from typing import Any, Protocol
 from meshwright.checkpoint.catalogue import leases, published, store_of
 from meshwright.config import LaunchConfig
 from meshwright.errors import Killed, MeshwrightError, RestartsExhausted, Stopped, StoppedEarly
-from meshwright.record.events import EventLog
-from meshwright.record.folder import RunFolder
-from meshwright.record.page import Reading
 from meshwright.recover.failures import RanksFailed
 from meshwright.recover.incidents import Incident, describe, judge, readings
 from meshwright.recover.lease import Lease, refuse_while_held, take
 from meshwright.recover.watchdog import Hang, Watchdog, mismatch
+from meshwright.telemetry.events import EventLog
+from meshwright.telemetry.heartbeat import HeartbeatReading
+from meshwright.telemetry.run_folder import RunFolder
 
 FINAL = (2, 3, 4, 6, 7, 9)
 """Exit codes of errors that another attempt would only meet again."""
@@ -140,8 +140,8 @@ class Attempt:
         viewer = self.view(self.lease.attempt)
         self.log = EventLog(self.folder.root / "events" / "supervisor.jsonl", self.lease.attempt, -1, viewer.show)
         # Before a collective's own timeout, or whoever waits would be the first to fail.
-        bound = min(self.launch.hang_timeout, 0.8 * self.launch.step_timeout)
-        self.watchdog = Watchdog(self.folder, self.lease.attempt, bound, self.launch.straggler)
+        bound = min(self.launch.hang_timeout, 0.8 * self.launch.collective_timeout)
+        self.watchdog = Watchdog(self.folder, self.lease.attempt, bound, self.launch.straggler_ratio)
         asked: list[int] = []
         numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
         # Before there are ranks: a signal that comes while they start must find somebody who passes it on.
@@ -180,7 +180,7 @@ class Attempt:
                     running.kill()  # whoever should have ended the other ranks hangs as well
                 if time.monotonic() > self.deadline:
                     running.kill()
-                    raise GraceOver(self.signalled, self.launch.stop_grace, newest_step(self.folder))
+                    raise GraceOver(self.signalled, self.launch.grace_period, newest_step(self.folder))
             viewer.tick()
         except BaseException:
             running.kill()
@@ -191,7 +191,7 @@ class Attempt:
 
     def grace(self, number: int) -> None:
         if not self.signalled:
-            self.signalled, self.deadline = number, time.monotonic() + self.launch.stop_grace
+            self.signalled, self.deadline = number, time.monotonic() + self.launch.grace_period
 
     def look(self) -> None:
         if self.hang is not None:
@@ -261,7 +261,7 @@ def newest_step(folder: RunFolder) -> int:
     return next((entry.step for entry in published(store_of(folder)) if entry.manifest is not None), -1)
 
 
-def end_rank(page: Reading) -> None:
+def end_rank(page: HeartbeatReading) -> None:
     """Kills the rank that a page is of, if it is still that one."""
     if page.lives:
         with suppress(ProcessLookupError):

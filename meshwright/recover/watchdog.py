@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from pathlib import Path
 
-from meshwright.record.folder import RunFolder
-from meshwright.record.page import Reading, process_stat
 from meshwright.recover.incidents import readings
+from meshwright.telemetry.heartbeat import HeartbeatReading, process_stat
+from meshwright.telemetry.run_folder import RunFolder
 
 OWN = ("fetch", "copy", "forward", "backward", "update", "save")
 """The phases that are a rank's own; in `sync` it waits for others."""
@@ -35,7 +35,7 @@ class Hang:
     """-1 for the process that starts the ranks"""
     message: str
     stack: str
-    pages: dict[int, Reading]
+    pages: dict[int, HeartbeatReading]
     """where every rank was when it was found"""
 
 
@@ -64,7 +64,7 @@ class Watchdog:
         self.ticks: dict[int, int] = {}
         self.asked: dict[int, tuple[int, float, bool]] = {}
         """beats, when a rank's stack was taken, and whether it ended in a collective"""
-        self.marks: dict[int, Reading] = {}
+        self.marks: dict[int, HeartbeatReading] = {}
         self.over = float("inf")
         """since when every rank is at its end"""
 
@@ -83,7 +83,7 @@ class Watchdog:
         number = next((page.signal for page in pages.values() if page.signal), 0)
         return self.hang(pages, now), self.stragglers(pages), number
 
-    def hang(self, pages: dict[int, Reading], now: float) -> Hang | None:
+    def hang(self, pages: dict[int, HeartbeatReading], now: float) -> Hang | None:
         still = {rank: now - self.seen[rank][1] for rank in pages}
         # One rank alone may hang while the others still beat, on their way to the next collective.
         stuck = [rank for rank, page in pages.items() if still[rank] > self.bound * (STARTING if starts(page) else 1)]
@@ -112,7 +112,7 @@ class Watchdog:
         stack = take_stack(page, self.folder.log(self.attempt, rank))
         return Hang(rank, said, stack, pages)
 
-    def waits_inside(self, rank: int, page: Reading, now: float) -> bool:
+    def waits_inside(self, rank: int, page: HeartbeatReading, now: float) -> bool:
         """Whether a rank's stack ends in a collective; asked at most once in `bound` seconds while it does not move."""
         if process_stat(page.pid).get("state") in ("T", "t"):
             return False
@@ -122,7 +122,7 @@ class Watchdog:
             self.asked[rank] = asked = (page.beats, now, in_collective(stack))
         return asked[2]
 
-    def state(self, page: Reading, ticks: int) -> str:
+    def state(self, page: HeartbeatReading, ticks: int) -> str:
         stat = process_stat(page.pid)
         if not stat:
             return "its process is gone"
@@ -133,7 +133,7 @@ class Watchdog:
             f"its process spins (used {used:.1f} s of processor)" if used > 0.5 * self.bound else "its process sleeps"
         )
 
-    def stragglers(self, pages: dict[int, Reading]) -> list[Straggler]:
+    def stragglers(self, pages: dict[int, HeartbeatReading]) -> list[Straggler]:
         """Ranks whose own phases took much longer than the others' since the last look that was a window ago."""
         for rank, page in pages.items():
             if rank not in self.marks:
@@ -160,16 +160,16 @@ class Watchdog:
         return found
 
 
-def starts(page: Reading) -> bool:
+def starts(page: HeartbeatReading) -> bool:
     """Building a large model, or reading it, may take long without a sign; a process that was stopped does neither."""
     return page.phase in ("start", "rehearse") and process_stat(page.pid).get("state") not in ("T", "t")
 
 
-def waits(page: Reading) -> bool:
+def waits(page: HeartbeatReading) -> bool:
     return page.waits or page.phase == "sync"
 
 
-def suspect(pages: dict[int, Reading], stuck: list[int], waiting: set[int]) -> int:
+def suspect(pages: dict[int, HeartbeatReading], stuck: list[int], waiting: set[int]) -> int:
     """Among ranks that are still, one that does not wait; else the one that is furthest behind."""
     return min(stuck, key=lambda rank: (rank in waiting, pages[rank].calls, pages[rank].step, rank))
 
@@ -193,7 +193,7 @@ def in_collective(stack: str) -> bool:
     return any("torch/distributed/" in frame for frame in islice(innermost, 24))
 
 
-def mismatch(pages: dict[int, Reading]) -> tuple[int, str] | None:
+def mismatch(pages: dict[int, HeartbeatReading]) -> tuple[int, str] | None:
     """(the odd rank, what was entered) of the first collective that ranks did not enter alike."""
     if len(pages) < 2:
         return None
@@ -210,7 +210,7 @@ def mismatch(pages: dict[int, Reading]) -> tuple[int, str] | None:
     return None
 
 
-def take_stack(page: Reading, log: Path, patience: float = 2.0, last: bool = True) -> str:
+def take_stack(page: HeartbeatReading, log: Path, patience: float = 2.0, last: bool = True) -> str:
     """A rank's Python stack, by py-spy where it is, else by the rank's own faulthandler into its log; where it is the
     `last` that is asked of the rank, it goes no further.
     """

@@ -9,7 +9,7 @@ import pytest
 from simulated_disk import SimulatedDisk, store_on
 from small_checkpoints import save
 
-from meshwright.checkpoint.store import PosixSink
+from meshwright.store.posix import PosixSink
 
 
 def pytest_collection_modifyitems(items):

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from meshwright.checkpoint.store import Buffer, Calls, PosixStore
+from meshwright.store.posix import Buffer, Calls, PosixStore
 
 SECTOR = 512
 """Bytes that are written or zero together when a page was on its way at power loss."""

@@ -13,11 +13,11 @@ from meshwright.checkpoint.manifest import CHUNK
 from meshwright.checkpoint.saver import Notes, Saved, Saver
 from meshwright.checkpoint.shards import ShardWriter
 from meshwright.checkpoint.state import State, parameters_digest
-from meshwright.checkpoint.store import PosixStore
 from meshwright.checkpoint.tensors import state_digest
 from meshwright.checkpoint.verify import damages, header
 from meshwright.config import CheckpointConfig
 from meshwright.parallel.world import World
+from meshwright.store.posix import PosixStore
 
 LINEAGE = Lineage("0123abcd", 1, {})
 FACTS = {"layout": {"replicate": 1}, "identity": {"seed": 0, "eps": 1e-08}, "made_by": {"torch": "2"}}

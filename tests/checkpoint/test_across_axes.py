@@ -14,18 +14,18 @@ from meshwright.checkpoint.catalogue import published
 from meshwright.checkpoint.restore import restore
 from meshwright.checkpoint.saver import Saver
 from meshwright.checkpoint.state import State, tensors_of
-from meshwright.checkpoint.store import PosixStore
 from meshwright.checkpoint.tensors import state_digest
 from meshwright.config import CheckpointConfig, RunConfig
-from meshwright.layout import Layout
-from meshwright.parallel.blocks import Block, block_of, local_of
-from meshwright.parallel.spread import Spread
+from meshwright.optim.adamw import Optimizer
+from meshwright.parallel.local_shard import LocalShard, local_of, local_shard_of
+from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
-from meshwright.refused import checked
+from meshwright.store.posix import PosixStore
 from meshwright.testing import run_ranks
-from meshwright.train.loop import spread_decoder
-from meshwright.train.optimizer import Optimizer
-from meshwright.train.precision import Precision
+from meshwright.topology.layout import Layout
+from meshwright.topology.unsupported import validate
+from meshwright.trainer.loop import spread_decoder
+from meshwright.trainer.precision import Precision
 
 SIZES = ("--model.layers=4", "--model.vocab=250", "--model.ffn=46", "--model.kv_heads=2", "--batch.global=8")
 PIPELINE = ("--layout.pipeline=2", "--batch.micro=1")
@@ -60,11 +60,11 @@ EXPERTS = ("--model.experts=4", "--model.experts_shared=1")
 def config_of(layout: tuple[int, tuple[str, ...]], model: tuple[str, ...]) -> RunConfig:
     ranks, words = layout
     config = small_config(*SIZES, *model, *words, ranks=ranks)
-    checked(config)
+    validate(config)
     return config
 
 
-def numbers(name: str, block: Block) -> torch.Tensor:
+def numbers(name: str, block: LocalShard) -> torch.Tensor:
     """What a block holds of a tensor whose content depends on its name and on the place in the whole alone."""
     start = zlib.crc32(name.encode()) % 1000 + 1
     whole = torch.arange(start, start + prod(block.shape), dtype=torch.float64).reshape(block.shape) / 7
@@ -73,7 +73,7 @@ def numbers(name: str, block: Block) -> torch.Tensor:
     return whole.to(block.local.dtype)
 
 
-def built(world: World, config: RunConfig) -> tuple[Spread, Layout, State]:
+def built(world: World, config: RunConfig) -> tuple[ParallelModel, Layout, State]:
     layout = Layout.of(config.layout)
     spread = spread_decoder(config, layout, Precision(config.precision, world.device), world)
     optimizer = Optimizer(spread.parameters(), config.optimizer, layout, world)
@@ -90,7 +90,7 @@ def carry(world: World, configs: dict[str, RunConfig], folder: str, sources: lis
         if (store := PosixStore(f"{folder}/{name}")).names("checkpoints"):
             continue
         for key, tensor in state.items():
-            block_of(tensor).local.copy_(numbers(key, block_of(tensor)))
+            local_shard_of(tensor).local.copy_(numbers(key, local_shard_of(tensor)))
         mode = CheckpointConfig(mode="sync")
         saver = Saver(mode, store, world, LINEAGE, 1, FACTS, lambda state=state: state, layout=layout)
         (saved,) = saver.save(notes_at(1))
@@ -103,10 +103,10 @@ def carry(world: World, configs: dict[str, RunConfig], folder: str, sources: lis
     }
 
 
-def loaded(world: World, spread: Spread, state: State, folder: str, source: str) -> list[str]:
+def loaded(world: World, spread: ParallelModel, state: State, folder: str, source: str) -> list[str]:
     """What of a layout's state is not what the checkpoint in a folder holds."""
     for tensor in state.values():
-        block_of(tensor).local.fill_(-1)
+        local_shard_of(tensor).local.fill_(-1)
     quiet = {"fallback": False, "say": lambda *_: None}
     assert restore(PosixStore(folder), world, LINEAGE, state, lambda _: None, **quiet) is not None
     spread.updated()
@@ -114,11 +114,11 @@ def loaded(world: World, spread: Spread, state: State, folder: str, source: str)
     off = [
         f"{source}: {key}"
         for key, tensor in state.items()
-        if not torch.equal(block_of(tensor).local, numbers(key, block_of(tensor)))
+        if not torch.equal(local_shard_of(tensor).local, numbers(key, local_shard_of(tensor)))
     ]
     for copy in spread.copies:
         weight = dict(spread.module.named_parameters())[copy]
-        if not torch.equal(local_of(weight), numbers("model/decoder.embedding.weight", block_of(weight))):
+        if not torch.equal(local_of(weight), numbers("model/decoder.embedding.weight", local_shard_of(weight))):
             off.append(f"{source}: {copy}")
     return off
 

@@ -14,17 +14,17 @@ from meshwright.checkpoint.catalogue import published
 from meshwright.checkpoint.restore import restore
 from meshwright.checkpoint.saver import Saver
 from meshwright.checkpoint.state import tensors_of
-from meshwright.checkpoint.store import PosixStore
 from meshwright.checkpoint.tensors import state_digest
 from meshwright.config import CheckpointConfig, RunConfig
-from meshwright.layout import Layout
-from meshwright.parallel.blocks import block_of
-from meshwright.record.events import ledger
-from meshwright.record.folder import RunFolder
+from meshwright.optim.adamw import Optimizer
+from meshwright.parallel.local_shard import local_shard_of
+from meshwright.store.posix import PosixStore
+from meshwright.telemetry.events import ledger
+from meshwright.telemetry.run_folder import RunFolder
 from meshwright.testing import run_ranks
-from meshwright.train.loop import spread_decoder
-from meshwright.train.optimizer import Optimizer
-from meshwright.train.precision import Precision
+from meshwright.topology.layout import Layout
+from meshwright.trainer.loop import spread_decoder
+from meshwright.trainer.precision import Precision
 
 UNEVEN = ("--model.vocab=250", "--model.ffn=46", "--model.kv_heads=2", "--batch.global=24")
 LAYOUTS = {
@@ -65,7 +65,7 @@ def carry(world, config: RunConfig, source: str, target: str) -> None:
         assert found is not None
     else:
         for number, (name, tensor) in enumerate(sorted(state.items())):
-            local = block_of(tensor).local
+            local = local_shard_of(tensor).local
             if name.startswith("optimizer"):
                 local += number + (0 if not local.ndim else local.new_tensor(range(local.numel())).view_as(local) / 7)
     mode = CheckpointConfig(mode="sync")

@@ -11,10 +11,10 @@ from small_checkpoints import LINEAGE, digest_at, intact_steps, newest, save, sa
 from meshwright import faults
 from meshwright.checkpoint.catalogue import everything, leases, published
 from meshwright.checkpoint.retention import Retention
-from meshwright.checkpoint.store import PosixStore
 from meshwright.checkpoint.tensors import state_digest
-from meshwright.record.folder import RunFolder
 from meshwright.recover import lease
+from meshwright.store.posix import PosixStore
+from meshwright.telemetry.run_folder import RunFolder
 
 OUTCOMES = range(6)
 """Seeds of a power loss; 0 loses all that was not synced, 1 nothing."""

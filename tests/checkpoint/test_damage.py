@@ -14,10 +14,10 @@ from meshwright.checkpoint.catalogue import Lineage, published
 from meshwright.checkpoint.manifest import LARGEST, Damaged, Manifest
 from meshwright.checkpoint.restore import Restored, restore
 from meshwright.checkpoint.state import State, parameters_digest
-from meshwright.checkpoint.store import PosixStore
 from meshwright.checkpoint.verify import Damage, damages
 from meshwright.errors import CheckpointError, IdentityError
 from meshwright.parallel.world import World
+from meshwright.store.posix import PosixStore
 
 CHUNK = 512
 SHARDS = ["rank-00000.shard", "rank-00001.shard"]

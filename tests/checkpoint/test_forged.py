@@ -13,9 +13,9 @@ from meshwright.checkpoint.catalogue import published
 from meshwright.checkpoint.manifest import Damaged, Manifest, digest_of
 from meshwright.checkpoint.restore import restore
 from meshwright.checkpoint.state import parameters_digest
-from meshwright.checkpoint.store import PosixStore
 from meshwright.checkpoint.verify import damages
 from meshwright.parallel.world import World
+from meshwright.store.posix import PosixStore
 
 SHARD = "rank-00000.shard"
 

@@ -12,10 +12,10 @@ import torch
 from meshwright.checkpoint.catalogue import Lineage, published
 from meshwright.checkpoint.manifest import FORMAT
 from meshwright.checkpoint.restore import restore
-from meshwright.checkpoint.store import PosixStore
 from meshwright.checkpoint.tensors import state_digest
 from meshwright.checkpoint.verify import damages
 from meshwright.parallel.world import World
+from meshwright.store.posix import PosixStore
 
 FIXTURES = Path(__file__).parent / "fixtures"
 KEPT = FIXTURES / "format-1"

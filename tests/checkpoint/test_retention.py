@@ -12,10 +12,10 @@ from meshwright.checkpoint.catalogue import Lineage, everything, published
 from meshwright.checkpoint.restore import restore
 from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.state import parameters_digest
-from meshwright.checkpoint.store import PosixStore
 from meshwright.parallel.world import World
-from meshwright.record.folder import RunFolder
 from meshwright.recover.lease import take
+from meshwright.store.posix import PosixStore
+from meshwright.telemetry.run_folder import RunFolder
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from small_checkpoints import FACTS, LINEAGE, notes_at
 from meshwright.checkpoint.catalogue import Entry
 from meshwright.checkpoint.manifest import FileRecord, Manifest, Piece, TensorRecord
 from meshwright.checkpoint.state import State, content, dtype_name, parameters_digest
-from meshwright.checkpoint.store import PosixStore
 from meshwright.checkpoint.tensors import differences, state_digest
+from meshwright.store.posix import PosixStore
 
 
 def cuts(size: int, parts: int) -> list[tuple[int, int]]:

@@ -15,9 +15,9 @@ from small_checkpoints import LINEAGE, intact_steps, newest, notes_at, save, sav
 from meshwright.checkpoint.restore import restore
 from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.state import parameters_digest
-from meshwright.checkpoint.store import Calls, PosixStore
 from meshwright.errors import CheckpointError
 from meshwright.parallel.world import World
+from meshwright.store.posix import Calls, PosixStore
 
 READS = ("names", "size", "read")
 TROUBLES = [("error", errno.ENOSPC), ("error", errno.EIO), ("late", errno.EIO), ("part", errno.ENOSPC)]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from meshwright.config import Batch, BatchConfig, batch_algebra, fingerprint, identity, load, placement, to_dict
 from meshwright.errors import ConfigError
-from meshwright.refused import checked
+from meshwright.topology.unsupported import validate
 
 
 @given(st.integers(1, 500), st.integers(1, 50), st.none() | st.integers(1, 50))
@@ -43,7 +43,7 @@ def test_the_algebra_is_told_in_words():
         "--optimizer.lr=0.1",
         "--data.sequence=64",
         "--precision.compute=bf16",
-        "--replicate.compress=bf16",
+        "--ddp.comm_hook=bf16_compress",
         "--eval.holdout=0.1",
         "--schedule.kind=linear",
     ],
@@ -59,7 +59,7 @@ def test_what_changes_the_numbers_changes_the_identity(word):
         "--batch.micro=2",
         "--data.workers=3",
         "--launch.threads=2",
-        "--replicate.bucket_mb=1",
+        "--ddp.bucket_cap_mb=1",
         "--eval.every=7",
         "--log_every=1",
     ],
@@ -79,4 +79,4 @@ def test_every_key_is_identity_or_placement():
 
 def test_a_static_graph_with_accumulation_is_refused():
     with pytest.raises(ConfigError, match="static_graph"):
-        checked(load(overrides=["--replicate.static_graph=true", "--batch.micro=4"]))
+        validate(load(overrides=["--ddp.static_graph=true", "--batch.micro=4"]))

@@ -35,7 +35,7 @@ WRONG = {
     "--eval.holdout=0.9": "eval.holdout = 0.9 is out of range",
     "--layout.replicate=0": "layout.replicate = 0 is out of range",
     "--launch.threads": "'--launch.threads' has no value; allowed: --launch.threads=VALUE",
-    "--launch.step_timeout=1e300": "launch.step_timeout = 1e300 is out of range",
+    "--launch.collective_timeout=1e300": "launch.collective_timeout = 1e300 is out of range",
     "--data.samples=100000000000000000000000": "is out of range",
     "--stepz=3": "Unrecognized options",
 }
@@ -139,5 +139,5 @@ def test_a_value_may_stand_in_the_next_word():
 def test_help_lists_every_key(capsys):
     main(["train", "--help"])
     said = capsys.readouterr().out
-    for key in ("--batch.global", "--optimizer.lr", "--replicate.bucket_mb", "--run DIR"):
+    for key in ("--batch.global", "--optimizer.lr", "--ddp.bucket_cap_mb", "--run DIR"):
         assert key in said

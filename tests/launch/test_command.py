@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.record.events import read_events
+from meshwright.telemetry.events import read_events
 
 BIN = Path(sys.executable).parent
 SMALL = [

@@ -20,7 +20,7 @@ from meshwright.launch.rendezvous import Place, join, leave
 from meshwright.recover.failures import Failure, RanksFailed
 from meshwright.testing import run_ranks
 
-SHORT = LaunchConfig(join_timeout=3.0, step_timeout=30.0, device="cpu")
+SHORT = LaunchConfig(rendezvous_timeout=3.0, collective_timeout=30.0, device="cpu")
 
 
 def test_ranks_give_their_values_in_order_tensors_too():

@@ -15,14 +15,14 @@ from rich.console import Console
 
 from meshwright.cli import main
 from meshwright.config import load
-from meshwright.layout import Layout
-from meshwright.observe.plan import bar, show
 from meshwright.observe.plan_page import page
-from meshwright.plan.answer import answer
-from meshwright.plan.asked import workload
-from meshwright.plan.machines import cluster_of
-from meshwright.plan.wording import seconds, size
-from meshwright.refused import checked
+from meshwright.observe.plan_text import bar, show
+from meshwright.planner.hardware.resolve_cluster import cluster_of
+from meshwright.planner.search.plan_result import answer
+from meshwright.planner.wording import seconds, size
+from meshwright.planner.workload.workload_args import workload
+from meshwright.topology.layout import Layout
+from meshwright.topology.unsupported import validate
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_json_is_one_document_and_its_plan_is_written(tmp_path, capsys):
     record = json.loads(capsys.readouterr().out)
     beside = json.loads(out.with_suffix(".json").read_text())
     assert beside == record["plan"]
-    layout, batch = checked(load(out))
+    layout, batch = validate(load(out))
     assert layout.ranks == 16
     told = record["plan"]["plan"]["layout"]
     assert layout == Layout(**{axis: told[axis] for axis in told if axis != "sharding"})

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from here import keep_machine
+from fake_machine import keep_machine
 from rich.console import Console
 from small_run import small_config
 
 from meshwright import train
 from meshwright.cli import main
 from meshwright.errors import ConfigError
-from meshwright.observe.report import show
-from meshwright.observe.twins import report_of
-from meshwright.record import measured
-from meshwright.record.folder import RunFolder
+from meshwright.observe.report_text import show
+from meshwright.observe.run_report import report_of
+from meshwright.telemetry import run_measurements
+from meshwright.telemetry.run_folder import RunFolder
 
 PIPED = ("--layout.pipeline=2", "--batch.micro=2", "--model.layers=4")
 LAYOUTS = {
@@ -272,12 +272,12 @@ def test_a_strangers_records_are_read_within_bounds(run, monkeypatch):
     assert shown(run)
     os.remove(events(run, 1))
     os.mkfifo(events(run, 1))  # nobody writes to it: a reader that opens it must not wait
-    assert set(measured.measured(RunFolder(run)).ranks) == {0}
+    assert set(run_measurements.measured(RunFolder(run)).ranks) == {0}
     for path in (run / "plan.json", run / "attempts" / "0001" / "incident.json"):
         path.unlink()
         os.mkfifo(path)
     assert "plan.json is no file" in shown(run)
-    monkeypatch.setattr(measured, "MOST_BYTES", 2000)
+    monkeypatch.setattr(run_measurements, "MOST_BYTES", 2000)
     assert report(run).verdict.startswith("no step measured")
 
 
@@ -293,8 +293,8 @@ def test_memory_does_not_grow_with_the_records(run):
     with open(events(run), "a") as file:
         for _ in range(20):
             file.write((step + "\n") * 1000)
-    seen = measured.measured(RunFolder(run)).first
-    assert len(seen.lines) == measured.MOST_STEPS
+    seen = run_measurements.measured(RunFolder(run)).first
+    assert len(seen.lines) == run_measurements.MOST_STEPS
 
 
 class Twice(torch.nn.Module):

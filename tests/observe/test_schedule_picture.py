@@ -16,10 +16,10 @@ from rich.console import Console
 
 from meshwright.cli import main
 from meshwright.errors import ConfigError
-from meshwright.observe.schedule import show
-from meshwright.observe.schedule_picture import write_svg
-from meshwright.plan.slots import Costs, timeline
-from meshwright.schedule import KINDS
+from meshwright.observe.schedule_svg import write_svg
+from meshwright.observe.schedule_text import show
+from meshwright.topology.schedule_timeline import Costs, timeline
+from meshwright.topology.schedules import KINDS
 
 
 def shown(kind: str, width: int, colour: bool = False, **size: int) -> str:

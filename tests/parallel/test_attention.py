@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.model.decoder import Attend
-from meshwright.parallel.attention import Mask, Result, attend_block, attend_block_backward, has_kernel, merge, wide
-from meshwright.parallel.context import Pieces, seen
+from meshwright.models.decoder import CoreAttention
+from meshwright.parallel.context_parallel.blockwise_attention import (
+    Mask,
+    Result,
+    attend_block,
+    attend_block_backward,
+    has_kernel,
+    merge,
+    wide,
+)
+from meshwright.parallel.context_parallel.sequence_chunks import Pieces, seen
 
 BATCH, HEADS, SIZE = 2, 4, 8
 DOCUMENTS = {
@@ -28,7 +36,7 @@ def inputs(sequence: int, kv_heads: int, dtype: torch.dtype, device: str = "cpu"
 def whole(q, k, v, grad, documents):
     """Out, dq, dk, dv on one process."""
     q, k, v = (tensor.detach().clone().requires_grad_() for tensor in (q, k, v))
-    out = Attend()(q, k, v, documents)
+    out = CoreAttention()(q, k, v, documents)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
 
 

@@ -12,15 +12,22 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-from meshwright.config import IGNORED, ComputeConfig, ModelConfig
+from meshwright.config import IGNORED, ActivationCheckpointConfig, ModelConfig
 from meshwright.errors import ConfigError
-from meshwright.model.decoder import Attend, documents_of
-from meshwright.model.init import build
-from meshwright.parallel.context import AllToAllAttend, Pieces, RingAttend, divide_sequences, piece_of, seen
-from meshwright.parallel.recompute import recompute
-from meshwright.parallel.tensor import cut, decoder_parts, sum_partial
-from meshwright.record.memory import MemoryLedger
-from meshwright.record.traffic import Row, TrafficLedger
+from meshwright.models.decoder import CoreAttention, documents_of
+from meshwright.models.init import build
+from meshwright.parallel.activation_checkpoint import apply_activation_checkpointing
+from meshwright.parallel.context_parallel.sequence_chunks import (
+    AllToAllAttend,
+    Pieces,
+    RingAttend,
+    divide_sequences,
+    piece_of,
+    seen,
+)
+from meshwright.parallel.tensor_parallel import cut, decoder_parts, sum_partial
+from meshwright.telemetry.comm_counter import CommCounter, Row
+from meshwright.telemetry.memory_tracker import MemoryTracker
 from meshwright.testing import run_ranks
 
 BATCH, HEADS, SEQUENCE, SIZE = 2, 12, 48, 4
@@ -107,9 +114,9 @@ def inputs(kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
 def differences(group, method: str, kv_heads: int, kind: str, dtype: torch.dtype) -> dict[str, float]:
     """Out, dq, dk and dv of this rank's piece against the same piece of full attention."""
     pieces = Pieces(method, group.size(), group.rank())
-    attend = RingAttend(group) if method == "ring" else AllToAllAttend(group, Attend())
+    attend = RingAttend(group) if method == "ring" else AllToAllAttend(group, CoreAttention())
     found = []
-    for module, own in ((Attend(), lambda t: t), (attend, lambda t: pieces.take(t, 2))):
+    for module, own in ((CoreAttention(), lambda t: t), (attend, lambda t: pieces.take(t, 2))):
         *made, grad = (own(t) for t in inputs(kv_heads, dtype))
         q, k, v = (t.clone().requires_grad_() for t in made)
         out = module(q, k, v, documents(kind))
@@ -124,11 +131,11 @@ def attention_counts(group, kv_heads: int, dtype: torch.dtype) -> dict[str, tupl
     found = {}
     for method in METHODS:
         pieces = Pieces(method, group.size(), group.rank())
-        attend = RingAttend(group) if method == "ring" else AllToAllAttend(group, Attend())
+        attend = RingAttend(group) if method == "ring" else AllToAllAttend(group, CoreAttention())
         q, k, v, grad = (pieces.take(t, 2).requires_grad_() for t in inputs(kv_heads, dtype))
-        with TrafficLedger({group.group_name: "context"}) as forward:
+        with CommCounter({group.group_name: "context"}) as forward:
             out = attend(q, k, v, None)
-        with TrafficLedger({group.group_name: "context"}) as backward:
+        with CommCounter({group.group_name: "context"}) as backward:
             out.backward(grad)
         found[method] = (forward.rows(), backward.rows())
     return found
@@ -203,8 +210,8 @@ def divided(group, method: str, separator: int | None, dtype: torch.dtype, again
     """The same, summed over a context group's ranks."""
     model = build(ModelConfig(**{**MODEL.__dict__, "separator": separator}), 0, dtype)
     pieces = divide_sequences(model, group, method)
-    recompute(model, decoder_parts(MODEL), ComputeConfig(recompute=again))
-    with MemoryLedger(model) as memory, TrafficLedger({group.group_name: "context"}) as ledger:
+    apply_activation_checkpointing(model, decoder_parts(MODEL), ActivationCheckpointConfig(recompute=again))
+    with MemoryTracker(model) as memory, CommCounter({group.group_name: "context"}) as ledger:
         total, count = model(*piece_of(batch(number), pieces, separator))
         kept = memory.now["activation"] + memory.now["communication"] + memory.now["temporary"]
         total.backward()
@@ -304,7 +311,7 @@ def test_a_piece_comes_with_the_documents_of_the_whole():
 
 def refusals(world):
     group, (q, k, v, _) = dist.group.WORLD, inputs(3, torch.float64)
-    attends = RingAttend(group), AllToAllAttend(group, Attend())
+    attends = RingAttend(group), AllToAllAttend(group, CoreAttention())
     calls = [partial(attend, q, k, v, torch.zeros(2, SEQUENCE)) for attend in attends]
     calls.append(partial(attends[1], k, k, v, None))
     calls.append(partial(divide_sequences, torch.nn.Linear(2, 2), group, "ring"))
@@ -318,7 +325,7 @@ def refusals(world):
 
 def alone_and_refused(world):
     own = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
-    with TrafficLedger({}) as ledger:
+    with CommCounter({}) as ledger:
         errors = [max(differences(own, m, 2, "about borders", torch.float64).values()) for m in METHODS]
     return max(errors), sum(row.wire_bytes for row in ledger.rows()), refusals(world)
 

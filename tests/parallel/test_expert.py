@@ -16,13 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.config import ModelConfig, load
 from meshwright.errors import MeshwrightError
 from meshwright.launch.ranks import run_ranks
-from meshwright.model.experts import Experts
-from meshwright.parallel.blocks import block_of
-from meshwright.parallel.expert import AllToAll, SumOver, by_expert, local_matrices
-from meshwright.parallel.replicas import compare_replicas
-from meshwright.parallel.spread import equal_buffers
-from meshwright.prove.trail import real_step
-from meshwright.refused import checked
+from meshwright.models.experts import Experts
+from meshwright.parallel.data_parallel.replica_check import compare_replicas
+from meshwright.parallel.expert_parallel import AllToAll, SumOver, by_expert, local_matrices
+from meshwright.parallel.local_shard import local_shard_of
+from meshwright.parallel.parallel_model import equal_buffers
+from meshwright.prover.reference import real_step
+from meshwright.topology.unsupported import validate
 
 WIDTH, INNER, COUNT, BATCH, SEQUENCE = 16, 24, 8, 2, 8
 CONFIG = ModelConfig(width=WIDTH, ffn=INNER, heads=2, kv_heads=2, experts=COUNT, experts_shared=1)
@@ -192,9 +192,9 @@ def test_rows_that_come_by_rank_are_sorted_by_expert():
 def strayed(world):
     """Rank 1's bias is another: what the comparison says."""
     config = load(overrides=["--model.experts=4", "--model.layers=1", "--model.width=16", "--model.ffn=16"], ranks=2)
-    layout, _ = checked(config)
+    layout, _ = validate(config)
     model = real_step(world, config, layout).spread.module
-    blocks = {name: block_of(tensor) for name, tensor in equal_buffers(model)}
+    blocks = {name: local_shard_of(tensor) for name, tensor in equal_buffers(model)}
     compare_replicas(blocks, layout, world, 0)
     if world.rank == 1:
         model.decoder.blocks[0].ffn.router.bias[2] += 1e-3

@@ -12,7 +12,7 @@ from torch import nn
 from meshwright import Parts, train
 from meshwright.config import from_dict
 from meshwright.errors import ConfigError
-from meshwright.parallel.parts import units_of
+from meshwright.parallel.parallel_spec import units_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_parts.py"
 spec = importlib.util.spec_from_file_location("own_parts", EXAMPLE)
@@ -27,7 +27,7 @@ SETTINGS = {
     "precision": {"compute": "fp64"},
     "optimizer": {"lr": 0.01},
     "eval": {"holdout": 0.1, "every": 3, "samples": 5},
-    "launch": {"device": "cpu", "step_timeout": 60.0},
+    "launch": {"device": "cpu", "collective_timeout": 60.0},
 }
 LAYOUTS = {
     "DDP": {"replicate": 2},
@@ -67,13 +67,18 @@ def test_recomputation_gives_the_same_bits(alone, tmp_path):
     [
         ({"replicate": 2, "shard": "parameters"}, {}, None, "nothing says which the blocks of your model are"),
         ({"replicate": 1, "tensor": 2}, {}, None, "layout.tensor = 2 works block by block"),
-        ({"replicate": 1}, {"compute": {"recompute": "full"}}, None, "compute.recompute = full works block by block"),
-        ({"replicate": 1}, {"compute": {"compile": True}}, None, "compute.compile = true works block by block"),
+        (
+            {"replicate": 1},
+            {"activation_checkpoint": {"mode": "full"}},
+            None,
+            "activation_checkpoint.mode = full works block by block",
+        ),
+        ({"replicate": 1}, {"compile": {"enabled": True}}, None, "compile.enabled = true works block by block"),
         ({"replicate": 1, "tensor": 2}, {}, Parts(blocks="blocks.*"), "Parts.cuts says nothing"),
         ({"replicate": 2, "shard": "parameters"}, {}, Parts(blocks="layers.*"), "no module of the model is called"),
         (
             {"replicate": 1},
-            {"compute": {"recompute": "full", "segment": 2}},
+            {"activation_checkpoint": {"mode": "full", "segment": 2}},
             own_parts.PARTS,
             "the model has no stack to go through them",
         ),
@@ -119,7 +124,11 @@ class Branching(own_parts.Residual):
 def branched(folder, layout: dict, unused: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = Branching().double()
-    settings = SETTINGS | {"batch": {"global": 8, "micro": 1}, "layout": layout, "replicate": {"unused": unused}}
+    settings = SETTINGS | {
+        "batch": {"global": 8, "micro": 1},
+        "layout": layout,
+        "ddp": {"find_unused_parameters": unused},
+    }
     parts = Parts(blocks="blocks.*")
     train(
         from_dict(settings), model=model, loss=own_parts.squares, source=own_parts.Waves(), parts=parts, run=folder,
@@ -136,7 +145,7 @@ def test_ranks_that_use_different_parameters_are_right_where_that_is_said(tmp_pa
 
 
 def test_ranks_that_use_different_parameters_are_stopped_where_it_is_not_said(tmp_path):
-    with pytest.raises(Exception, match=r"did not use the same parameters.*set replicate.unused = true"):
+    with pytest.raises(Exception, match=r"did not use the same parameters.*set ddp.find_unused_parameters = true"):
         branched(tmp_path / "sharded", {"replicate": 4, "shard": "parameters"}, False)
     assert not list((tmp_path / "sharded").glob("checkpoints/*/manifest.json"))
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from meshwright.config import ModelConfig, load
-from meshwright.parallel.pipeline import SCHEDULES, Paced
-from meshwright.plan.slots import timeline
-from meshwright.plan.stages import block_cost, end_costs, spans
-from meshwright.prove.traffic import third_step
-from meshwright.prove.trail import LR, Concatenated, DataConfig, Loader, real_step, source_of, stream_of
-from meshwright.record.clock import StepClock
-from meshwright.refused import checked
-from meshwright.schedule import KINDS, stages_of, usual_stages
+from meshwright.parallel.pipeline_parallel.pipeline_model import SCHEDULES, Paced
+from meshwright.prover.comm_volume import third_step
+from meshwright.prover.reference import LR, Concatenated, DataConfig, Loader, real_step, source_of, stream_of
+from meshwright.telemetry.step_clock import StepClock
 from meshwright.testing import run_ranks
+from meshwright.topology.schedule_timeline import timeline
+from meshwright.topology.schedules import KINDS, stages_of, usual_stages
+from meshwright.topology.stage_partition import block_cost, end_costs, partition_blocks
+from meshwright.topology.unsupported import validate
 
 SMALL = ["--model.width=16", "--model.heads=2", "--model.kv_heads=2", "--model.ffn=18", "--model.vocab=26"]
 SMALL += ["--data.sequence=16", "--layout.replicate=1", "--precision.compute=fp64"]
@@ -27,7 +27,7 @@ def config_of(kind, ranks, micros, *more):
 
 
 def step_of(world, config):
-    layout, batch = checked(config)
+    layout, batch = validate(config)
     step = real_step(world, config, layout)
     loader = Loader(Concatenated([source_of(config)]), stream_of(config), batch, 0, DataConfig(workers=0))
     return step, loader
@@ -135,11 +135,11 @@ def test_weight_gradients_are_deferred_where_the_schedule_says_so():
 
 
 def names(world, configs):
-    return [list(real_step(world, config, checked(config)[0]).spread.parameters()) for config in configs]
+    return [list(real_step(world, config, validate(config)[0]).spread.parameters()) for config in configs]
 
 
 def test_stages_together_have_every_parameter_once_under_its_own_name():
-    from meshwright.model.init import build
+    from meshwright.models.init import build
 
     configs = [config_of(kind, 2, 4, f"--model.tie={tie}") for kind in SCHEDULES for tie in ("false", "true")]
     found = run_ranks(names, 2, configs)
@@ -154,7 +154,7 @@ MODEL = ModelConfig(layers=8, width=64, vocab=256, ffn=176)
 def test_stages_are_contiguous_and_none_is_empty():
     for layers in (1, 2, 5, 8, 13):
         for stages in range(1, layers + 1):
-            found = spans(replace(MODEL, layers=layers), 128, stages)
+            found = partition_blocks(replace(MODEL, layers=layers), 128, stages)
             assert [block for span in found for block in span] == list(range(layers))
             assert all(found)
 
@@ -169,7 +169,7 @@ def test_no_other_division_has_a_cheaper_dearest_stage():
         costs[0] += first
         costs[-1] += last
         for stages in (2, 3, 4):
-            dearest = max(sum(costs[block] for block in span) for span in spans(model, 128, stages))
+            dearest = max(sum(costs[block] for block in span) for span in partition_blocks(model, 128, stages))
             every = [
                 max(sum(costs[a:b]) for a, b in zip([0, *cuts], [*cuts, model.layers], strict=True))
                 for cuts in combinations(range(1, model.layers), stages - 1)
@@ -178,9 +178,9 @@ def test_no_other_division_has_a_cheaper_dearest_stage():
 
 
 def test_a_large_vocabulary_leaves_the_last_stage_fewer_blocks():
-    sizes = [len(span) for span in spans(replace(MODEL, vocab=4096, layers=16), 128, 4)]
+    sizes = [len(span) for span in partition_blocks(replace(MODEL, vocab=4096, layers=16), 128, 4)]
     assert sizes[-1] < sizes[0]
-    assert [len(span) for span in spans(replace(MODEL, vocab=2, layers=16), 128, 4)] == [4, 4, 4, 4]
+    assert [len(span) for span in partition_blocks(replace(MODEL, vocab=2, layers=16), 128, 4)] == [4, 4, 4, 4]
 
 
 def test_in_a_v_the_first_rank_has_both_ends():

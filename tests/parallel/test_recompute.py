@@ -13,9 +13,9 @@ from meshwright.config import RunConfig, load
 from meshwright.data.loader import Loader
 from meshwright.data.source import Concatenated
 from meshwright.parallel.world import World
-from meshwright.prove.trail import LR, real_step, source_of, stream_of
-from meshwright.refused import checked
-from meshwright.train.count import counting
+from meshwright.prover.reference import LR, real_step, source_of, stream_of
+from meshwright.topology.unsupported import validate
+from meshwright.trainer.counted_step import counting
 
 LAYERS = 36
 SHAPE = ["--model.width=32", "--model.ffn=8", "--model.heads=1", "--model.kv_heads=1", f"--model.layers={LAYERS}"]
@@ -25,8 +25,8 @@ INPUT = 4 * 16 * 32 * 4
 SEGMENTS = (1, 2, 4, 12)
 WAYS = {
     "none": [],
-    "selective": ["--compute.recompute=selective"],
-    **{size: ["--compute.recompute=full", f"--compute.segment={size}"] for size in SEGMENTS},
+    "selective": ["--activation_checkpoint.mode=selective"],
+    **{size: ["--activation_checkpoint.mode=full", f"--activation_checkpoint.segment={size}"] for size in SEGMENTS},
 }
 
 
@@ -41,7 +41,7 @@ class Ran:
 
 def ran(config: RunConfig) -> Ran:
     """The second of two steps."""
-    world, (layout, batch) = World(), checked(config)
+    world, (layout, batch) = World(), validate(config)
     step = real_step(world, config, layout)
     batches = Loader(Concatenated([source_of(config)]), stream_of(config), batch, 0, config.data).steps(0, 2)
     step.run(0, LR, batches)
@@ -84,5 +84,5 @@ def test_the_least_is_held_at_the_square_root(ways):
 def test_names_of_parameters_do_not_change():
     for words in WAYS.values():
         config = load(overrides=[*SHAPE, *words], ranks=1)
-        names = {name for name, _ in real_step(World(), config, checked(config)[0]).spread.module.named_parameters()}
+        names = {name for name, _ in real_step(World(), config, validate(config)[0]).spread.module.named_parameters()}
         assert f"decoder.blocks.{LAYERS - 1}.ffn.down.weight" in names

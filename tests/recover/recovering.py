@@ -17,10 +17,10 @@ from meshwright.api import Result
 from meshwright.checkpoint.catalogue import published, store_of
 from meshwright.checkpoint.tensors import state_digest
 from meshwright.checkpoint.verify import damages
-from meshwright.record import events
-from meshwright.record.events import read_events
-from meshwright.record.folder import RunFolder
 from meshwright.recover.incidents import Incident, read_incidents
+from meshwright.telemetry import events
+from meshwright.telemetry.events import read_events
+from meshwright.telemetry.run_folder import RunFolder
 
 STEPS = 12
 PATIENT = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from recovering import STEPS, Runs, config, final_digest, ledger, losses
 
-from meshwright.prove.recovery import check_recovery
+from meshwright.prover.recovery import check_recovery
 from meshwright.recover.failures import RanksFailed
 
 EXPERTS = ("--model.experts=4", "--model.experts_bias=0.01", "--layout.expert=2")

@@ -38,7 +38,7 @@ def test_a_slow_rank_is_named_with_its_phase_and_nothing_else_happens(runs, tmp_
     from meshwright import train
 
     steps = 70
-    config = small_config("--launch.straggler=2", "--checkpoint.mode=sync", steps=steps)
+    config = small_config("--launch.straggler_ratio=2", "--checkpoint.mode=sync", steps=steps)
     runs.monkeypatch.setenv("MESHWRIGHT_FAULT", "step.forward:rank1:slow=0.05")
     train(config, run=runs.folder, quiet=True)
     slow = runs.supervisor_events("straggler")
@@ -94,7 +94,7 @@ def test_where_the_grace_is_too_short_nothing_partial_is_published(runs):
 
     fault = "step.forward:rank1:term@step7,step.fetch:rank0:hang@step8"
     with pytest.raises(GraceOver, match="did not end within 1 s and were killed; the checkpoint of step 6") as over:
-        runs.run(fault, "--launch.stop_grace=1")
+        runs.run(fault, "--launch.grace_period=1")
     assert over.value.exit_code == 143
     assert [entry.step for entry in runs.published()] == [6, 3]
     runs.run()

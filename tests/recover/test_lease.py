@@ -13,11 +13,11 @@ import pytest
 from meshwright.checkpoint.catalogue import everything, leases, published, read_lease, store_of
 from meshwright.checkpoint.manifest import Manifest, digest_of
 from meshwright.errors import BusyError
-from meshwright.record.folder import RunFolder
-from meshwright.record.page import Page
 from meshwright.recover import lease as room
 from meshwright.recover.incidents import Incident
 from meshwright.recover.lease import take, this_process
+from meshwright.telemetry.heartbeat import Heartbeat
+from meshwright.telemetry.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def publish(folder, step, attempt):
 
 def test_a_second_job_is_refused_at_once_naming_host_process_and_start(folder):
     # L1
-    code = "import sys,time; from meshwright.record.folder import RunFolder; from pathlib import Path\n"
+    code = "import sys,time; from meshwright.telemetry.run_folder import RunFolder; from pathlib import Path\n"
     code += "from meshwright.recover.lease import take; take(RunFolder(Path(sys.argv[1]))); print('held', flush=True)\n"
     code += "time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", code, str(folder.root)], stdout=subprocess.PIPE)
@@ -67,7 +67,7 @@ def test_of_many_that_come_at_once_one_gets_the_run(folder):
     room.take(folder)
     Incident(1, "complete").write(folder)
     results = []
-    code = "import sys; from meshwright.record.folder import RunFolder; from pathlib import Path\n"
+    code = "import sys; from meshwright.telemetry.run_folder import RunFolder; from pathlib import Path\n"
     code += "from meshwright.recover.lease import take\n"
     code += "sys.stdin.readline(); print(take(RunFolder(Path(sys.argv[1]))).attempt, flush=True); sys.stdin.read()"
     jobs = [
@@ -108,7 +108,7 @@ def test_a_holder_elsewhere_lives_while_its_beat_moves(folder, change):
     # L4, L2: another boot, another container, another host; its pid means nothing here
     take(folder)
     rewrite(folder, 1, token="another", **change)
-    page = Page(folder.page(1, 0))
+    page = Heartbeat(folder.page(1, 0))
     stop = threading.Event()
 
     def beat():

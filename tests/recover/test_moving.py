@@ -9,8 +9,8 @@ from recovering import STEPS, ledger
 from meshwright.checkpoint.catalogue import published, store_of
 from meshwright.checkpoint.inspect import list_rows
 from meshwright.checkpoint.tensors import numbers, raw
-from meshwright.record.folder import RunFolder
 from meshwright.recover.failures import RanksFailed
+from meshwright.telemetry.run_folder import RunFolder
 
 EXACT = ("--precision.compute=fp64", "--model.layers=4", "--model.tie=true", "--eval.every=4", "--batch.micro=2")
 EXPERTS = ("--model.experts=4", "--model.experts_bias=0.01")

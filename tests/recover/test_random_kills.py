@@ -17,8 +17,8 @@ from small_run import SMALL
 from meshwright.checkpoint.catalogue import published, store_of
 from meshwright.checkpoint.tensors import state_digest
 from meshwright.checkpoint.verify import damages
-from meshwright.record.folder import RunFolder
 from meshwright.recover.incidents import read_incidents, readings
+from meshwright.telemetry.run_folder import RunFolder
 
 SAVING = ["--checkpoint.seconds=0.15", "--checkpoint.overhead=1", "--checkpoint.keep=2", "--eval.every=0"]
 COMMAND = [sys.executable, "-m", "meshwright", "train", "--restarts=1000", *SMALL, *SAVING]

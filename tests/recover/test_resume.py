@@ -15,12 +15,12 @@ from meshwright.checkpoint.tensors import digest_of_lines, state_digest, tensor_
 from meshwright.config import RunConfig, fingerprint, identity
 from meshwright.launch.job import make_job
 from meshwright.launch.ranks import run_ranks
-from meshwright.parallel.blocks import block_of
-from meshwright.record.events import read_events
-from meshwright.record.folder import RunFolder
+from meshwright.parallel.local_shard import local_shard_of
 from meshwright.recover.failures import RanksFailed
-from meshwright.train.identity import differing
-from meshwright.train.loop import Training
+from meshwright.telemetry.events import read_events
+from meshwright.telemetry.run_folder import RunFolder
+from meshwright.trainer.identity import differing
+from meshwright.trainer.loop import Training
 
 
 def stopped_at(runs, step: int, *overrides: str, ranks: int = 2) -> None:
@@ -63,7 +63,7 @@ def test_a_complete_run_is_complete_and_makes_no_step(runs):
 
 def unsharded(world, job):
     training = Training(job, world)
-    state = {name: block_of(tensor).local for name, tensor in training.state().items()}
+    state = {name: local_shard_of(tensor).local for name, tensor in training.state().items()}
     lines = [tensor_line(name, dtype_name(t), t.shape, content(t)) for name, t in state.items()]
     training.signals.close()
     return training.done, digest_of_lines(lines)
@@ -176,7 +176,7 @@ def test_a_fork_into_another_shape_is_refused_before_any_tensor_is_touched(runs)
 def test_another_torch_or_code_is_allowed_and_said(runs, monkeypatch):
     # C5
     stopped_at(runs, 6)
-    monkeypatch.setattr("meshwright.train.resume.code_fingerprint", lambda: "another")
+    monkeypatch.setattr("meshwright.trainer.resume.code_fingerprint", lambda: "another")
     runs.run()
     (restored,) = runs.events("restored")
     assert any(change.startswith("code was ") and change.endswith("is another") for change in restored["changes"])
@@ -290,8 +290,8 @@ def test_checkpoints_without_their_identity_are_not_silently_left_behind(runs):
 
 def test_a_read_error_while_the_run_is_taken_over_costs_no_checkpoint(runs, monkeypatch):
     stopped_at(runs, 6)
-    from meshwright.checkpoint.store import Calls
     from meshwright.recover.lease import take
+    from meshwright.store.posix import Calls
 
     real = Calls.read
 

@@ -39,8 +39,8 @@ def test_a_state_that_is_not_finite_is_never_published(runs, small, tmp_path):
 def save_with_nan(world, folder):
     from meshwright.checkpoint.catalogue import Lineage
     from meshwright.checkpoint.saver import Notes, Saver
-    from meshwright.checkpoint.store import PosixStore
     from meshwright.config import CheckpointConfig
+    from meshwright.store.posix import PosixStore
 
     state = {"model/a": torch.ones(3), "model/b": torch.tensor([1.0, float("nan")])}
     facts = {"layout": {}, "identity": {}, "made_by": {}}

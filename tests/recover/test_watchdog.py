@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from meshwright.launch.ranks import PREFIX, sweep
-from meshwright.record.folder import RunFolder
-from meshwright.record.page import Page, read_page
 from meshwright.recover.watchdog import WINDOW, Watchdog, in_collective, mismatch, suspect, take_stack
+from meshwright.telemetry.heartbeat import Heartbeat, read_heartbeat
+from meshwright.telemetry.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -23,11 +23,11 @@ def folder(tmp_path):
 
 
 def pages(folder, count):
-    return [Page(folder.page(1, rank)) for rank in range(count)]
+    return [Heartbeat(folder.page(1, rank)) for rank in range(count)]
 
 
 def seen(folder, count):
-    return {rank: read_page(folder.page(1, rank)) for rank in range(count)}
+    return {rank: read_heartbeat(folder.page(1, rank)) for rank in range(count)}
 
 
 def test_a_rank_that_waits_is_never_the_suspect(folder):
@@ -106,7 +106,7 @@ def test_what_a_killed_launch_left_in_the_temporary_folder_is_removed_by_the_nex
 
 
 def seen_start():
-    from meshwright.record.page import process_start
+    from meshwright.telemetry.heartbeat import process_start
 
     return process_start(os.getpid())
 

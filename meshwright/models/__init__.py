@@ -1,0 +1,1 @@
+"""What is trained: the decoder, its loss and its initialisation. Knows nothing of ranks."""

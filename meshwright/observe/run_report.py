@@ -1,0 +1,335 @@
+"""A run's measured figures beside the predicted ones, with the error of each. Torch-free.
+
+| measured | predicted phases |
+|---|---|
+| forward + backward | forward, backward, recompute, contention, and the messages that are waited for inside passes |
+| sync | under a pipeline bubble and pipeline; of whole copies by DDP replicate |
+| update | update |
+| fetch + copy | other |
+
+The error is predicted / measured - 1: below zero where the prediction was too small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from meshwright.errors import ConfigError
+from meshwright.planner.exact.comm_volume import Sent
+from meshwright.planner.exact.compare import Pair, compared
+from meshwright.planner.wording import seconds
+from meshwright.telemetry.run_folder import RunFolder, read_json
+from meshwright.telemetry.run_measurements import (
+    Counted,
+    Made,
+    Measured,
+    measured,
+    number,
+    sent_of,
+    sizes,
+    table,
+    whole,
+)
+from meshwright.topology.layout import Layout
+from meshwright.topology.parameter_shards import by_ddp
+
+MOST_LAYOUT = 1 << 16
+"""Ranks of a layout whose bytes are compared."""
+CLASSES = {
+    "parameter": (("parameter",), ("parameters", "gathered")),
+    "gradient": (("gradient",), ("gradients",)),
+    "optimizer": (("optimizer",), ("optimizer",)),
+    "activation": (("activation", "temporary", "buffer"), ("activations", "logits")),
+    "communication": (("communication",), ("communication",)),
+}
+"""Classes of the ledger, and those of the prediction that mean the same."""
+MOST_TOLD = 16
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    section: str
+    figure: str
+    unit: str
+    """s, B, /s, share or count"""
+    measured: float | None
+    predicted: float | None
+    note: str = ""
+
+    @property
+    def error(self) -> float | None:
+        return self.predicted / self.measured - 1 if self.predicted is not None and self.measured else None
+
+
+@dataclass(frozen=True)
+class Report:
+    run: str
+    status: str
+    attempt: int
+    steps: int
+    """that the median is of"""
+    verdict: str = ""
+    inside: bool | None = None
+    """whether the step lies in its interval"""
+    twins: list[ReportRow] = field(default_factory=list)
+    traffic: list[Pair] = field(default_factory=list)
+    """of every rank that counted; those that are not equal are broken"""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def broken(self) -> list[Pair]:
+        return [pair for pair in self.traffic if not pair.equal]
+
+    def twin(self, section: str, figure: str) -> ReportRow | None:
+        return next((twin for twin in self.twins if (twin.section, twin.figure) == (section, figure)), None)
+
+
+def report_of(folder: RunFolder) -> Report:
+    if not any((folder.root / name).exists() for name in ("run.toml", "events", "attempts")):
+        raise ConfigError(f"{folder.root} is no run folder", "allowed: a folder that meshwright train has written")
+    found, (plan, notes) = measured(folder), plan_of(folder)
+    if found is None:
+        return told(Report(str(folder.root), status_of(folder, None), 0, 0, notes=notes), {}, False)
+    steps = found.first.plain_steps()
+    if whole(plan.get("attempt")) not in (None, found.first.attempt):
+        notes.append(f"the prediction is of attempt {plan['attempt']}")
+    layout, why = layout_of(plan, found)
+    pairs: list[Pair] = []
+    if layout is not None:
+        pairs, more = traffic_of(plan, found, layout)
+        notes += more
+    elif plan.get("traffic_exact"):
+        notes.append(f"bytes are not compared: {why}")
+    twins = [
+        *step_twins(steps, plan),
+        *phase_twins(steps, plan, layout),
+        *memory_twins(found, plan),
+        *pipeline_twins(found),
+        *expert_twins(steps),
+    ]
+    if found.unread:
+        notes.append(f"{found.unread:,} more ranks were not read")
+    status = status_of(folder, found)
+    whole_report = Report(
+        str(folder.root), status, found.first.attempt, len(steps), twins=twins, traffic=pairs, notes=notes
+    )
+    return told(whole_report, plan, any(seen.ledger for seen in found.ranks.values()))
+
+
+def plan_of(folder: RunFolder) -> tuple[dict[str, Any], list[str]]:
+    """plan.json, checked where it is used, and what it notes."""
+    try:
+        plan = table(plain_json(folder.plan_file))
+    except ConfigError as error:
+        return {}, [f"nothing was predicted: {error.what}"]
+    given = plan.get("notes")
+    return plan, [str(note)[:300] for note in given[:MOST_TOLD]] if isinstance(given, list) else []
+
+
+def plain_json(path: Path) -> Any:
+    """Whoever opens something else than a file may wait for ever."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no file", "give a run folder")
+    return read_json(path)
+
+
+def status_of(folder: RunFolder, found: Measured | None) -> str:
+    """How far the run is, and how its last attempt ended."""
+    attempt = found.first.attempt if found else folder.last_attempt()
+    if attempt == 0:
+        return "nothing was recorded"
+    made = found.first.steps() if found else []
+    wanted = whole(found.first.start.get("steps")) if found else None
+    done = f"{made[-1].step + 1:,} of {wanted:,} steps" if made and wanted is not None else "no step"
+    name = f"attempt {attempt}, {done}"
+    if found and found.first.ended:
+        return f"{name}, complete"
+    try:
+        incident = table(plain_json(folder.incident(attempt)))
+    except ConfigError:
+        return f"{name}, no end on record: in progress, or lost"
+    lines = str(incident.get("message", ""))[:300].splitlines()
+    return f"{name}, {str(incident.get('outcome'))[:40]}" + (f": {lines[0]}" if lines else "")
+
+
+def middle(steps: Iterable[Made], figure: Callable[[Made], float | None]) -> float | None:
+    values = [value for step in steps if (value := figure(step)) is not None]
+    return median(values) if values else None
+
+
+def step_twins(steps: list[Made], plan: Mapping[str, Any]) -> list[ReportRow]:
+    seconds = middle(steps, lambda step: step.seconds)
+    flops, peak = number(plan.get("flops")), number(plan.get("peak_flops"))
+    used = flops / seconds / peak if seconds and flops and peak else None
+    rate = middle(steps, lambda step: step.tokens / step.seconds)
+    note = "" if peak or not plan.get("plan") else "the device's peak is not known"
+    return [
+        ReportRow("step", "step", "s", seconds, number(plan.get("seconds")), "" if steps else "no step to measure yet"),
+        ReportRow("step", "tokens/s", "/s", rate, number(plan.get("tokens_per_second"))),
+        ReportRow("step", "of peak (MFU)", "share", used, number(plan.get("mfu")), note),
+    ]
+
+
+def phase_twins(steps: list[Made], plan: Mapping[str, Any], layout: Layout | None) -> list[ReportRow]:
+    """See the table above."""
+    given = {phase: value for phase, item in table(plan.get("phases")).items() if (value := number(item)) is not None}
+    waited = {"bubble", "pipeline"} | ({"replicate"} if layout is not None and by_ddp(layout) else set())
+    passes = [phase for phase in given if phase not in waited | {"update", "other"}]
+
+    def twin(name: str, phases: tuple[str, ...], meaning: Iterable[str]) -> ReportRow:
+        spent = middle(steps, lambda step: sum(step.phases.get(phase, 0.0) for phase in phases))
+        names = [phase for phase in meaning if phase in given]
+        return ReportRow(
+            "phases", name, "s", spent, sum(given[phase] for phase in names) if given else None, ", ".join(names)
+        )
+
+    found = [twin("forward + backward", ("forward", "backward"), passes)]
+    inside = [phase for phase in passes if phase not in ("forward", "backward", "recompute")]
+    if inside:
+        note = f"{', '.join(inside)}: waited for inside passes, and measured with them"
+        found.append(ReportRow("phases", "exposed in passes", "s", None, sum(given[phase] for phase in inside), note))
+    else:
+        found += [twin("forward", ("forward",), ("forward",)), twin("backward", ("backward",), passes[1:])]
+    return [
+        *found,
+        twin("exposed (sync)", ("sync",), sorted(waited)),
+        twin("update", ("update",), ("update",)),
+        twin("fetch + copy", ("fetch", "copy"), ("other",)),
+    ]
+
+
+def memory_twins(found: Measured, plan: Mapping[str, Any]) -> list[ReportRow]:
+    """Of the rank that held most."""
+    counted = {rank: seen.ledger for rank, seen in found.ranks.items() if seen.ledger is not None}
+    predicted = {key: number(value) for key, value in table(plan.get("memory")).items()}
+    if not counted:
+        return [ReportRow("memory", "tensors", "B", None, predicted.get("tensors"), "no step was counted")]
+    rank = max(counted, key=lambda one: (counted[one].peak_total, -one))
+    heaviest = counted[rank]
+    note = f"rank {rank} at its peak in step {heaviest.step}, which held most of {len(counted)}"
+    twins = [ReportRow("memory", "tensors", "B", heaviest.peak_total, predicted.get("tensors"), note)]
+    for name, (ours, theirs) in CLASSES.items():
+        held = sum(heaviest.at_peak.get(each, 0) for each in ours)
+        meant = sum(predicted.get(each) or 0.0 for each in theirs) if predicted else None
+        if max(held, meant or 0.0) > heaviest.peak_total / 1000:
+            twins.append(
+                ReportRow("memory", name, "B", held, meant, ", ".join(each for each in theirs if predicted.get(each)))
+            )
+    return [*twins, *exact_peaks(counted, plan)]
+
+
+def exact_peaks(counted: Mapping[int, Counted], plan: Mapping[str, Any]) -> list[ReportRow]:
+    """The peaks that classes of state have each by itself, of the first rank; exact on CPU."""
+    exact, first = sizes(table(plan.get("held_exact")).get("0")), counted.get(0)
+    if first is None:
+        return []
+    return [
+        ReportRow("memory", f"{name}, own peak of rank 0", "B", first.peak.get(name), size)
+        for name, size in exact.items()
+    ]
+
+
+def layout_of(plan: Mapping[str, Any], found: Measured) -> tuple[Layout | None, str]:
+    """The layout that was predicted, where it can be and is the run's; else why not."""
+    given = table(table(plan.get("plan")).get("layout"))
+    degrees = {
+        axis: whole(given.get(axis)) for axis in ("pipeline", "replicate", "shard", "context", "tensor", "expert")
+    }
+    if not all(degree and degree <= MOST_LAYOUT for degree in degrees.values()):
+        return None, "the prediction has no layout"
+    layout = Layout(**{axis: degree or 1 for axis, degree in degrees.items()})
+    if prod(layout.degrees) > MOST_LAYOUT or layout.fold % layout.expert:
+        return None, "the predicted layout is out of range"
+    if layout.ranks != whole(found.first.start.get("ranks")):
+        return None, "the prediction is for another number of ranks"
+    return layout, ""
+
+
+def traffic_of(plan: Mapping[str, Any], found: Measured, layout: Layout) -> tuple[list[Pair], list[str]]:
+    """Every counted row beside that of the formula, and what could not be compared."""
+    exact, untold = table(plan.get("traffic_exact")), table(plan.get("traffic_untold"))
+    counted = {
+        rank: [Sent(*row) for row in seen.ledger.traffic]
+        for rank, seen in found.ranks.items()
+        if seen.ledger is not None
+    }
+    expected, notes = {}, [f"{axis} is not compared: {str(why)[:200]}" for axis, why in untold.items()]
+    for rank in counted:
+        stride = layout.stride("pipeline")
+        rows = exact.get(str(rank // stride * stride))
+        if isinstance(rows, list):
+            expected[rank] = [Sent(*sent) for row in rows[:256] if (sent := sent_of(row)) is not None]
+    if left := counted.keys() - expected.keys():
+        notes.append(f"bytes of {len(left)} ranks were not predicted")
+    return list(compared(layout, expected, counted, untold)), notes
+
+
+def pipeline_twins(found: Measured) -> list[ReportRow]:
+    """What every rank's schedule promised, and what it measured."""
+    twins: list[ReportRow] = []
+    idle: list[float] = []
+    promised = None
+    for rank, seen in found.ranks.items():
+        pipe = table(seen.start.get("pipeline"))
+        if not pipe:
+            continue
+        steps = seen.plain_steps()
+        promised = number(pipe.get("bubble"))
+        live = max((step.live for step in steps if step.live is not None), default=None)
+        if len(twins) < MOST_TOLD or live != number(pipe.get("live")):
+            twins.append(
+                ReportRow("pipeline", f"live micro-batches, rank {rank}", "count", live, number(pipe.get("live")))
+            )
+        if (waiting := middle(steps, lambda step: step.idle)) is not None:
+            idle.append(waiting)
+    if twins:
+        note = "by the schedule alone; the mean over ranks"
+        twins.append(ReportRow("pipeline", "idle", "share", sum(idle) / len(idle) if idle else None, promised, note))
+    return twins
+
+
+def expert_twins(steps: list[Made]) -> list[ReportRow]:
+    imbalance = middle(steps, lambda step: step.imbalance)
+    if imbalance is None:
+        return []
+    dropped = middle(steps, lambda step: step.dropped)
+    note = "the fullest expert as a multiple of an even share, which is what plans are made for"
+    return [
+        ReportRow("experts", "imbalance", "count", imbalance, 1.0, note),
+        ReportRow("experts", "dropped visits", "count", dropped, None, "a step"),
+    ]
+
+
+def told(report: Report, plan: Mapping[str, Any], counted: bool) -> Report:
+    """With its verdict in one line."""
+    low, high = number(plan.get("low")), number(plan.get("high"))
+    step, held = report.twin("step", "step"), report.twin("memory", "tensors")
+    inside = None
+    if step is None or step.measured is None:
+        words = ["no step measured"]
+    elif step.predicted is None:
+        words = [f"step {seconds(step.measured)}, no seconds predicted"]
+    else:
+        words = [f"step {seconds(step.measured)}, predicted {seconds(step.predicted)} ({percent(step.error)})"]
+        if low is not None and high is not None:
+            inside = low <= step.measured <= high
+            words.append("inside its interval" if inside else f"outside of {seconds(low)} to {seconds(high)}")
+    spent = ", ".join(words)
+    if report.broken:
+        sent = f"BYTES DIFFER in {len(report.broken)} of {len(report.traffic)} rows, first {report.broken[0]}"
+    else:
+        sent = "bytes equal" if report.traffic else "bytes not predicted" if counted else "bytes not counted"
+    error = held.error if held is not None else None
+    weight = f"memory {percent(error)}" if error is not None else "memory not compared"
+    return replace(report, inside=inside, verdict=f"{spent}; {sent}; {weight}")
+
+
+def percent(error: float | None) -> str:
+    if error is None:
+        return "-"
+    return f"{100 * error:+.1f} %" if abs(error) >= 0.0005 else "0.0 %"

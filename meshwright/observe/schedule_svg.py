@@ -1,0 +1,97 @@
+"""A pipeline schedule as one SVG file: no script, nothing fetched, readable in light and dark. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from meshwright.observe.schedule_text import MEANINGS, describe, second, title
+from meshwright.observe.whole_file import write_whole
+from meshwright.topology.schedule_timeline import Costs, Slot, Timeline
+
+LEFT, TOP, ROW = 72, 84, 28
+"""Where the rows begin, and how high they are."""
+NARROWEST = 1100
+"""The legend has to fit."""
+
+STYLE = """
+svg { --page: #ffffff; --ink: #1b1f24; --faint: #66707c; --line: #d7dce1; --wait: #f1f3f5;
+  --F: #2f6fd0; --f: #8fb8f0; --B: #d9771c; --b: #f3bd86; --I: #c7a500; --i: #ead873; --W: #2f9450; --w: #94d3a8;
+  --deep: #ffffff; --pale: #14181d; }
+@media (prefers-color-scheme: dark) { svg { --page: #14181d; --ink: #e6eaee; --faint: #98a2ad; --line: #39424c;
+  --wait: #1d232a; } }
+text { font: 12px system-ui, sans-serif; fill: var(--ink); }
+.title { font-size: 15px; font-weight: 600; } .faint { fill: var(--faint); }
+.cell { text-anchor: middle; font-size: 11px; } rect { stroke: var(--page); }
+.F { fill: var(--F); } .f { fill: var(--f); } .B { fill: var(--B); } .b { fill: var(--b); }
+.I { fill: var(--I); } .i { fill: var(--i); } .W { fill: var(--W); } .w { fill: var(--w); }
+.wait { fill: var(--wait); } .page { fill: var(--page); stroke: none; }
+.onF, .onW { fill: var(--deep); } .onB, .onI, .onf, .onb, .oni, .onw { fill: var(--pale); }
+.pair { stroke: var(--ink); stroke-width: 2; }
+"""
+
+
+def svg(timeline: Timeline, costs: Costs) -> Iterator[str]:
+    """Line by line: a large picture is never held whole."""
+    slots, wide = int(timeline.makespan), slot_width(timeline)
+    width = max(NARROWEST, LEFT + slots * wide + 16)
+    bottom = TOP + timeline.ranks * ROW
+    told = describe(timeline, costs)
+    height = bottom + 30 + 18 * len(told)
+    name = escape(title(timeline))
+    yield f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+    yield f'viewBox="0 0 {width} {height}" role="img">\n<title>{name}</title>\n<style>{STYLE}</style>\n'
+    yield f'<rect class="page" width="{width}" height="{height}"/>\n'
+    yield f'<text class="title" x="16" y="26">{name}</text>\n'
+    yield from legend(timeline)
+    for mark in range(0, slots, 5):
+        yield f'<text class="faint" x="{LEFT + mark * wide + 2}" y="{TOP - 8}">{mark}</text>\n'
+    for rank, row in enumerate(timeline.rows):
+        top = TOP + rank * ROW
+        yield f'<text x="16" y="{top + 18}">rank {rank}</text>\n'
+        yield f'<rect class="wait" x="{LEFT}" y="{top}" width="{slots * wide}" height="{ROW - 4}"/>\n'
+        for slot in row:
+            yield cell(timeline, slot, top)
+    for line, text in enumerate(told):
+        yield f'<text x="16" y="{bottom + 26 + 18 * line}">{escape(text)}</text>\n'
+    yield "</svg>\n"
+
+
+def slot_width(timeline: Timeline) -> int:
+    """Room for the largest number of a micro-batch."""
+    return 8 + 7 * max(2, len(str(timeline.micros - 1)))
+
+
+def cell(timeline: Timeline, slot: Slot, top: int) -> str:
+    action = slot.action
+    kind = action.what.lower() if second(timeline, slot) else action.what
+    width = slot_width(timeline)
+    left, wide = LEFT + int(slot.start) * width, int(slot.end - slot.start) * width
+    pair = " pair" if slot.paired else ""
+    told = f"stage {action.stage}, {MEANINGS[action.what]} of micro-batch {action.micro}{', of a pair' if pair else ''}"
+    return (
+        f'<g><title>{told}</title><rect class="{kind}{pair}" x="{left + 1}" y="{top}" width="{wide - 2}" '
+        f'height="{ROW - 4}" rx="2"/><text class="cell on{kind}" x="{left + wide / 2:g}" y="{top + 16}">'
+        f"{action.micro}</text></g>\n"
+    )
+
+
+def legend(timeline: Timeline) -> Iterator[str]:
+    used = {slot.action.what for row in timeline.rows for slot in row}
+    left = 16
+    for what in (what for what in "FBIW" if what in used):
+        for kind in (what, what.lower()) if timeline.each > 1 else (what,):
+            yield f'<rect class="{kind}" x="{left}" y="40" width="16" height="16" rx="2"/>\n'
+            left += 18
+        text = f"{what}: {MEANINGS[what]}"
+        yield f'<text x="{left + 4}" y="52">{text}</text>\n'
+        left += 7 * len(text) + 16
+    if timeline.each > 1:
+        pairs = "; framed: a pair" if timeline.kind == "dualpipev" else ""
+        stages = "second stage" + (", fourth, ..." if timeline.each > 2 else "")
+        yield f'<text class="faint" x="{left}" y="52">pale: a rank\'s {stages}{pairs}</text>\n'
+
+
+def write_svg(timeline: Timeline, costs: Costs, path: Path) -> None:
+    write_whole(path, svg(timeline, costs), "--svg")

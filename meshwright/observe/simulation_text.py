@@ -1,0 +1,70 @@
+"""A simulation on the terminal: of every chosen rank what it sends and what it holds. Torch-free."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from meshwright.observe.console import size
+from meshwright.observe.schedule_text import spread
+
+if TYPE_CHECKING:
+    from meshwright.simulator.result import RankFound, Simulation
+
+
+def show(simulation: Simulation) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
+    say = console.print
+    say(f"{simulation.layout} = {simulation.ranks:,} ranks; {simulation.parameters:,} parameters", highlight=False)
+    say(simulation.batch, highlight=False)
+    if simulation.schedule:
+        live = " ".join(map(str, spread(simulation.live)))
+        say(f"pipeline by {simulation.schedule}: micro-batches held at once, by rank: {live}", highlight=False)
+    for rank in simulation.found:
+        say()
+        say(title(rank), style="bold", highlight=False)
+        say(traffic_table(rank))
+        say(memory_table(rank))
+        for line in rank.multiplied:
+            say(line, style="dim", highlight=False)
+    say()
+    for note in simulation.notes:
+        say(note, style="dim", highlight=False)
+    say(f"{simulation.seconds:.1f} s, nothing was computed", style="dim", highlight=False)
+
+
+def title(rank: RankFound) -> str:
+    where = ", ".join(f"{axis} {place}" for axis, place in rank.place.items())
+    blocks = ", ".join(f"stage {stage} of {count} blocks" for stage, count in rank.blocks.items())
+    held = f", holding {rank.live_most} micro-batches" if rank.live else ""
+    return f"rank {rank.rank}" + (f" ({where})" if where else "") + (f": {blocks}{held}" if rank.live else "")
+
+
+def traffic_table(rank: RankFound) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("axis", "collective"):
+        table.add_column(column)
+    for column in ("ranks", "calls", "message", "on the wire"):
+        table.add_column(column, justify="right")
+    for row in rank.traffic:
+        counts = (f"{row.ranks:,}", f"{row.calls:,}")
+        table.add_row(row.axis, row.collective, *counts, size(row.message_bytes), size(row.wire_bytes))
+    whole = sum(row.wire_bytes for row in rank.traffic)
+    table.add_row("all", "", "", f"{sum(row.calls for row in rank.traffic):,}", "", size(whole), style="bold")
+    return table
+
+
+def memory_table(rank: RankFound) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("held")
+    for column in ("most", "at the peak"):
+        table.add_column(column, justify="right")
+    for kind, most in rank.peak.items():
+        if most or rank.at_peak[kind]:
+            table.add_row(kind, size(most), size(rank.at_peak[kind]))
+    table.add_row("all", "", size(rank.peak_total), style="bold")
+    return table

@@ -1,0 +1,1 @@
+"""Context parallelism: each rank computes a chunk of every sequence."""

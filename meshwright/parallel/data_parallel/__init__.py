@@ -1,0 +1,1 @@
+"""Data parallelism: DDP, FSDP2, and the check that replicas are equal."""

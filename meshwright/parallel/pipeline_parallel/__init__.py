@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages of blocks on the schedules of torch.distributed.pipelining."""

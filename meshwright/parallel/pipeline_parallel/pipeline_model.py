@@ -1,0 +1,208 @@
+"""Pipeline parallelism: stages of blocks on torch's schedules, and what each rank did while they ran.
+
+Every rank reads the same samples: the first stage takes the tokens, the last one the labels, and all of them know from
+the tokens where documents end. A stage computes its gradients micro-batch by micro-batch and keeps them whole; ranks
+that read other samples meet once a step, at its end, whatever `shard` divides. The loss is divided by the step, so the
+schedule must not (`scale_grads`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from meshwright.config.parallelism import Schedule
+from meshwright.parallel.mesh import Meshes
+from meshwright.parallel.parallel_model import ParallelModel
+from meshwright.parallel.pipeline_parallel.stages import TIED, Stage, StagePlan, Tie
+from meshwright.parallel.torch_private import MeetingStage
+from meshwright.topology.schedules import SINGLE
+
+SCHEDULES: dict[Schedule, type] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
+
+@dataclass
+class Pace:
+    """What a rank does while a schedule runs. `enter` hears of every phase: between passes a rank waits."""
+
+    enter: Callable[[str], object] = lambda _phase: None
+    live: Counter[int] = field(default_factory=Counter)
+    peak: Counter[int] = field(default_factory=Counter)
+    """micro-batches whose activations each stage held at once, at most"""
+    most: int = 0
+    """the same over all stages of the rank"""
+
+    def held(self, stage: int, change: int) -> None:
+        self.live[stage] += change
+        self.peak[stage] = max(self.peak[stage], self.live[stage])
+        self.most = max(self.most, self.live.total())
+
+
+class Paced(MeetingStage):
+    """torch's stage, which tells its pace."""
+
+    pace: Pace
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        self.pace.enter("forward")
+        self.pace.held(self.stage_index, 1)
+        output = super().forward_one_chunk(*args, **kwargs)
+        self.pace.enter("sync")
+        return output
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        self.pace.enter("backward")
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if full_backward:
+            self.pace.held(self.stage_index, -1)
+        self.pace.enter("sync")
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        self.pace.enter("backward")
+        super().backward_weight_one_chunk(*args, **kwargs)
+        self.pace.held(self.stage_index, -1)
+        self.pace.enter("sync")
+
+
+@contextmanager
+def as_raised() -> Iterator[None]:
+    """torch wraps whatever is raised within a stage in an error of its own. What it was decides who is to blame: a full
+    memory is this rank's failure, a lost neighbour is not.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if error.__cause__ is None:
+            raise
+        raise error.__cause__ from None
+
+
+class PipelineModel(ParallelModel):
+    """Stages of a pipeline on this rank, each spread over tokens by itself. `module` holds what all of them have, under
+    the names of the whole model.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stages: dict[int, ParallelModel],
+        plan: StagePlan,
+        meshes: Meshes,
+        device: torch.device,
+        tied: bool,
+    ) -> None:
+        super().__init__(module)
+        assert meshes.dense is not None
+        self.stages, self.plan, self.device = stages, plan, device
+        self.group = meshes.dense.get_group("pipeline")
+        self.tie = Tie(module, plan, self.group) if tied else None
+        self.groups = next(iter(stages.values())).groups
+        self.has_loss = plan.last in stages
+        self.copies = frozenset(TIED) if self.tie is not None and self.tie.copy is not None else frozenset()
+        self.pace = Pace()
+        self.weigh: Callable[[Tensor], Tensor] = lambda loss: loss
+        self.paced = [self._stage(index) for index in sorted(stages)]
+        self.schedule = SCHEDULES[plan.kind](
+            self.paced[0] if plan.kind in SINGLE else self.paced,
+            plan.micros,
+            loss_fn=lambda output, _labels: self.weigh(output).sum(),
+            scale_grads=False,
+        )
+
+    def _stage(self, index: int) -> Paced:
+        """Shapes are given: torch would find them out by a pass through the model."""
+        plan = self.plan
+        hidden = torch.empty(plan.hidden, dtype=plan.dtype, device="meta", requires_grad=True)
+        tokens = torch.empty(plan.hidden[:2], dtype=torch.int64, device="meta")
+        loss = torch.empty(1, dtype=plan.dtype, device="meta", requires_grad=True)
+        stage = Paced(
+            self.stages[index].module,
+            index,
+            plan.hold.count,
+            self.device,
+            input_args=(tokens if index == 0 else hidden,),
+            output_args=(loss if index == plan.last else hidden,),
+            group=self.group,
+        )
+        stage.pace = self.pace
+        return stage
+
+    def run(
+        self,
+        micro_batches: Sequence[tuple[Tensor, ...]],
+        weigh: Callable[[Tensor], Tensor],
+        enter: Callable[[str], object],
+        autocast: Callable[[], AbstractContextManager[None]],
+    ) -> Pace:
+        """Forward and backward of all micro-batches; `weigh` makes of each one's loss what its backward begins with."""
+        self.pace = Pace(enter)
+        for stage in self.paced:
+            stage.pace = self.pace
+            assert isinstance(stage.submod, Stage)
+            stage.submod.autocast = autocast
+        self.weigh = weigh
+        tokens, *rest = (torch.cat(column) for column in zip(*micro_batches, strict=True))
+        named = dict(zip(("labels", "documents"), rest, strict=False))
+        enter("sync")  # all but the first stage wait for its first micro-batch
+        with as_raised():
+            self.schedule.step(*((tokens,) if 0 in self.stages else ()), target=rest[0], return_outputs=False, **named)
+        if self.tie is not None:
+            self.tie.sum_gradients()
+        return self.pace
+
+    def infer(self, *inputs: Tensor) -> Tensor:
+        """Stage after stage; only the last one's rank knows the loss."""
+        tokens, labels, *rest = inputs
+        x, total = tokens, torch.zeros((), dtype=self.plan.dtype, device=tokens.device)
+        for index in sorted(self.stages):
+            if index and (source := self.plan.holder(index - 1)) != self.plan.rank:
+                shape = (len(tokens), *self.plan.hidden[1:])
+                x = torch.empty(shape, dtype=self.plan.dtype, device=self.device)
+                dist.recv(x, group=self.group, group_src=source)
+            x = self.stages[index].module(x, labels, *rest)
+            if index == self.plan.last:
+                total = x.sum()
+            elif (target := self.plan.holder(index + 1)) != self.plan.rank:
+                dist.send(x.contiguous(), group=self.group, group_dst=target)
+        return total
+
+    def share_buffers(self) -> None:
+        for stage in self.stages.values():
+            stage.share_buffers()
+
+    def updated(self) -> None:
+        if self.tie is not None:
+            self.tie.share_value()
+
+    def held(self) -> Iterable[tuple[str, Tensor]]:
+        received = (("communication", buffer) for stage in self.paced for buffer in stage.received())
+        return chain(received, chain.from_iterable(stage.held() for stage in self.stages.values()))
+
+    def settle(self) -> None:
+        for stage in self.stages.values():
+            stage.settle()

@@ -1,0 +1,160 @@
+"""The part of a decoder that one rank of a pipeline has, and a weight that two stages use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.config import RunConfig, batch_algebra
+from meshwright.config.parallelism import Schedule
+from meshwright.models.decoder import LanguageModel
+from meshwright.parallel.local_shard import local_of
+from meshwright.parallel.parallel_spec import ParallelSpec
+from meshwright.topology.layout import Layout
+from meshwright.topology.parameter_shards import PipelinePlacement, pipeline_placement
+from meshwright.topology.schedules import holder
+
+TIED = {"head.weight": "decoder.embedding.weight"}
+"""Under a pipeline the head's own weight, where it is tied, is a copy of the embedding's."""
+
+STAGE = ParallelSpec(blocks="blocks.*", ends=(("embedding",), ("norm", "head")))
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """How a pipeline runs: its schedule, which stages this rank holds, and what passes between stages."""
+
+    kind: Schedule
+    ranks: int
+    rank: int
+    hold: PipelinePlacement
+    """this rank's stages and their blocks"""
+    micros: int
+    hidden: tuple[int, ...]
+    """the shape of a micro-batch between stages"""
+    dtype: torch.dtype
+
+    @property
+    def last(self) -> int:
+        return self.hold.count - 1
+
+    def holder(self, stage: int) -> int:
+        """The rank of the pipeline that holds a stage."""
+        return holder(self.kind, self.ranks, stage)
+
+
+def stage_plan(config: RunConfig, layout: Layout, rank: int) -> StagePlan:
+    batch = batch_algebra(config.batch, layout.data_degree)
+    piece = config.data.sequence // (layout.context * layout.tensor)
+    return StagePlan(
+        config.pipeline.schedule,
+        layout.pipeline,
+        layout.coordinates(rank)["pipeline"],
+        pipeline_placement(config, layout, rank),
+        batch.accumulation,
+        (batch.micro, piece, config.model.width),
+        torch.float64 if config.precision.compute == "fp64" else torch.float32,
+    )
+
+
+class Stage(nn.Module):
+    """A run of blocks, with the embedding in front if it is the first and the head behind if it is the last. It shares
+    its modules with the model that they were taken from, where they keep their names.
+    """
+
+    def __init__(self, model: LanguageModel, blocks: range, first: bool, last: bool) -> None:
+        super().__init__()
+        decoder = model.decoder
+        self.blocks = nn.ModuleDict({str(index): decoder.blocks[str(index)] for index in blocks})  # type: ignore[call-overload]
+        self.stack, self.places = decoder.stack, decoder.places
+        self.embedding = decoder.embedding if first else None
+        self.norm = decoder.norm if last else None
+        self.head = model.head if last else None
+        self.autocast: Callable[[], AbstractContextManager[None]] = nullcontext
+        """around forward alone: a schedule runs backward in the same call"""
+
+    def forward(self, x: Tensor, labels: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Tokens or hidden states to hidden states, or to the sum of token losses."""
+        with self.autocast():
+            if self.embedding is not None:
+                x = self.embedding(x)
+            where = self.places(labels.shape[1], x.dtype, x.device, documents)
+            x = self.stack(self.blocks.values(), x, where)
+            if self.norm is None or self.head is None:
+                return x
+            total, _ = self.head(self.norm(x), labels)
+            return total.reshape(1)  # type: ignore[no-any-return]
+
+
+def parts_of(stage: Stage) -> ParallelSpec:
+    """What of a stage is gathered together. The first end leads into the blocks and sets their precision: where there
+    is no embedding it stays empty, so that the head does not take its place.
+    """
+    leading, *others = (tuple(name for name in group if getattr(stage, name) is not None) for group in STAGE.ends)
+    return ParallelSpec(STAGE.blocks, (leading, *(group for group in others if group)))
+
+
+def keep_stages(model: nn.Module, plan: StagePlan) -> None:
+    """Lets go of all that is no part of this rank's stages. A tied head becomes a copy."""
+    assert isinstance(model, LanguageModel)
+    decoder = model.decoder
+    blocks = {str(index): decoder.blocks[index] for span in plan.hold.stages.values() for index in span}
+    decoder.blocks = nn.ModuleDict(blocks)  # type: ignore[assignment]
+    if plan.hold.last and model.head.weight is decoder.embedding.weight:
+        model.head.weight = nn.Parameter(torch.empty_like(model.head.weight))
+    if not plan.hold.first:
+        decoder.embedding = None  # type: ignore[assignment]
+    if not plan.hold.last:
+        decoder.norm = model.head = None  # type: ignore[assignment]
+
+
+def stages_in(model: nn.Module, plan: StagePlan) -> dict[int, Stage]:
+    """This rank's stages, of a model that has kept them."""
+    assert isinstance(model, LanguageModel)
+    return {
+        index: Stage(model, blocks, first=index == 0, last=index == plan.last)
+        for index, blocks in plan.hold.stages.items()
+    }
+
+
+class Tie:
+    """One weight for embedding and head, on the stages of both. The first owns it: the head's gradient goes there, and
+    after each update the new value comes back.
+    """
+
+    def __init__(self, model: nn.Module, plan: StagePlan, group: dist.ProcessGroup) -> None:
+        assert isinstance(model, LanguageModel)
+        self.owned = model.decoder.embedding.weight if model.decoder.embedding is not None else None
+        self.copy = model.head.weight if model.head is not None else None
+        self.owner, self.user, self.group = plan.holder(0), plan.holder(plan.last), group
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        if self.copy is not None:
+            assert self.copy.grad is not None
+            used = local_of(self.copy.grad)
+            self.copy.grad = None
+            if self.owned is None:
+                dist.send(used.contiguous(), group=self.group, group_dst=self.owner)
+                return
+        if self.owned is not None:
+            assert self.owned.grad is not None
+            own = local_of(self.owned.grad)
+            if self.copy is None:
+                used = torch.empty_like(own)
+                dist.recv(used, group=self.group, group_src=self.user)
+            own += used
+
+    @torch.no_grad()
+    def share_value(self) -> None:
+        if self.owned is not None and self.copy is not None:
+            local_of(self.copy).copy_(local_of(self.owned))
+        elif self.owned is not None:
+            dist.send(local_of(self.owned).contiguous(), group=self.group, group_dst=self.user)
+        elif self.copy is not None:
+            dist.recv(local_of(self.copy), group=self.group, group_src=self.owner)

@@ -1,0 +1,222 @@
+"""What finished runs on this machine teach later plans: measured figures beside the predicted ones, kept as JSON lines;
+torch-free.
+
+Predictions are kept as they were before any correction: else corrections would chase themselves. A line is one write to
+the end of the file, so that several runs may write at once. A file that has grown to its limit makes room by becoming
+the old one, in place of the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import exp, log, log2
+from operator import sub
+from pathlib import Path
+from typing import Annotated, Any
+
+from meshwright.config.constraints import Range
+from meshwright.config.reader import build
+from meshwright.errors import ConfigError
+from meshwright.io import open_plain
+from meshwright.planner.hardware.resolve_cluster import home
+from meshwright.planner.workload.job import Job
+from meshwright.topology.layout import Layout
+
+LARGEST_FILE = 1 << 20
+LONGEST_LINE = 4096
+NEAREST = 8
+"""Records that a correction is made of, at most."""
+FAR = 6.0
+"""Doublings between two models and their sequences from which on a run of one says nothing of the other."""
+
+Size = Annotated[int, Range(least=1, most=1 << 50)]
+Seconds = Annotated[float, Range(above=0, most=1e9)]
+Bytes = Annotated[float, Range(above=0, most=1e18)]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the time and memory of a job depend on most."""
+
+    device: str
+    stack: str
+    precision: str
+    recompute: str
+    sharding: str
+    parameters: Size
+    """that a token meets"""
+    width: Size
+    sequence: Size
+    tokens: Size
+    """of one rank in one micro-step"""
+    layout: Layout
+
+    @classmethod
+    def of(cls, job: Job) -> Shape:
+        return cls(
+            job.cluster.device.name,
+            job.stack.name,
+            job.precision,
+            job.recompute,
+            job.sharding,
+            job.model.active_parameters,
+            job.model.width,
+            job.sequence,
+            job.micro_tokens,
+            job.layout,
+        )
+
+    @cached_property
+    def sizes(self) -> tuple[float, ...]:
+        """In doublings: of the work, then of how it is spread."""
+        layout = self.layout
+        return tuple(
+            log2(size)
+            for size in (self.parameters, self.width, self.sequence, self.tokens, *layout.degrees, layout.expert)
+        )
+
+    @property
+    def work(self) -> tuple[str, str, str, int, int, int]:
+        """What no plan changes."""
+        return self.device, self.stack, self.precision, self.parameters, self.width, self.sequence
+
+    def alike(self, other: Shape) -> bool:
+        """Another device, precision or software is another matter altogether, and so is work of quite another size."""
+        if (self.device, self.stack, self.precision) != (other.device, other.stack, other.precision):
+            return False
+        return float(sum(map(abs, map(sub, self.sizes[:3], other.sizes[:3])))) <= FAR
+
+    def distance(self, other: Shape) -> float:
+        """In doublings of what differs."""
+        kinds = (self.recompute != other.recompute) + (self.sharding != other.sharding)
+        return kinds + float(sum(map(abs, map(sub, self.sizes, other.sizes))))
+
+
+@dataclass(frozen=True)
+class Record:
+    cluster: str
+    model: str
+    shape: Shape
+    predicted_seconds: Seconds
+    measured_seconds: Seconds
+    """of a step, the median of the run"""
+    predicted_memory: Bytes | None = None
+    measured_memory: Bytes | None = None
+
+    @classmethod
+    def of(cls, job: Job, seconds: tuple[float, float], memory: tuple[float, float] | None = None) -> Record:
+        """Both as (predicted, measured)."""
+        return cls(job.cluster.name, job.model.name, Shape.of(job), *seconds, *(memory or (None, None)))
+
+    def ratio(self, figure: str) -> float | None:
+        """Measured / predicted."""
+        predicted, measured = getattr(self, f"predicted_{figure}"), getattr(self, f"measured_{figure}")
+        return measured / predicted if predicted and measured else None
+
+
+@dataclass(frozen=True)
+class Correction:
+    """By what predictions are multiplied."""
+
+    ratio: float = 1.0
+    spread: float = 1.0
+    """measured / corrected lay between 1 / spread and spread in four of five of the records"""
+    n: int = 0
+    """records that it is made of; fewer than three say little of the spread"""
+
+
+def calibration_file() -> Path:
+    return home() / "calibration.jsonl"
+
+
+def old(file: Path) -> Path:
+    return file.with_name(f"{file.stem}.old{file.suffix}")
+
+
+def remember(record: Record, file: Path | None = None) -> None:
+    path = file or calibration_file()
+    line = json.dumps(asdict(record), separators=(",", ":")).encode() + b"\n"
+    if len(line) > LONGEST_LINE:
+        raise ConfigError(f"a record of {len(line):,} bytes", f"allowed: at most {LONGEST_LINE:,}; give shorter names")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileNotFoundError):  # it is the first, or another writer has just made room
+        if path.stat().st_size + len(line) > LARGEST_FILE:
+            os.replace(path, old(path))
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no plain file", "allowed: a file")
+    opened = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
+    try:
+        size = os.fstat(opened).st_size
+        torn = size > 0 and os.pread(opened, 1, size - 1) != b"\n"  # a writer was killed in the middle of its line
+        os.write(opened, b"\n" * torn + line)
+    finally:
+        os.close(opened)
+
+
+def recall(file: Path | None = None) -> tuple[list[Record], int]:
+    """Every record, the oldest first, and how many lines are none."""
+    path = file or calibration_file()
+    found: list[Record] = []
+    damaged = 0
+    for each in (old(path), path):
+        for line in lines_of(each):
+            try:
+                found.append(read_record(json.loads(line)))
+            except (ValueError, RecursionError, TypeError, ConfigError):
+                damaged += 1
+    return found, damaged
+
+
+def lines_of(path: Path) -> list[bytes]:
+    """The last ones of a file that is larger than ours become."""
+    try:
+        with open_plain(path) as file:
+            start = max(0, os.fstat(file.fileno()).st_size - LARGEST_FILE)
+            file.seek(start)
+            lines = file.read(LARGEST_FILE).split(b"\n")
+    except OSError:  # there is none, or it is no file: corrections are a gain, not a need
+        return []
+    return [line for line in (lines[1:] if start else lines) if line]
+
+
+def read_record(tree: Any) -> Record:
+    record: Record = build(Record, tree, "")
+    if not all(1 <= degree <= 1 << 24 for degree in asdict(record.shape.layout).values()):
+        raise ConfigError("a degree of a layout is out of range", "allowed: from 1 on")
+    return record
+
+
+def correct(shape: Shape, records: Sequence[Record], figure: str) -> Correction:
+    """The median, in logarithms, of measured / predicted over the nearest records; of equally near ones the newest. One
+    that is a doubling further off counts half.
+
+    All plans of one workload have a correction, or none has: else those that nobody tried would look the best.
+    """
+    rated = []
+    for age, record in enumerate(reversed(records)):
+        ratio = record.ratio(figure)
+        if ratio and shape.alike(record.shape):
+            rated.append((shape.distance(record.shape), age, log(ratio)))
+    if not rated:
+        return Correction()
+    nearest = sorted(rated)[:NEAREST]
+    weights = [2 ** (nearest[0][0] - distance) for distance, _, _ in nearest]
+    ratios = [ratio for _, _, ratio in nearest]
+    middle = (quantile(ratios, weights, 0.5) - quantile([-ratio for ratio in ratios], weights, 0.5)) / 2
+    away = quantile([abs(ratio - middle) for ratio in ratios], weights, 0.8)
+    return Correction(exp(middle), exp(away), len(ratios))
+
+
+def quantile(values: Sequence[float], weights: Sequence[float], share: float) -> float:
+    """The smallest value up to which this share of the weight lies."""
+    until, found = share * sum(weights) * (1 - 1e-9), 0.0
+    for value, weight in sorted(zip(values, weights, strict=True)):
+        found, until = value, until - weight
+        if until <= 0:
+            break
+    return found

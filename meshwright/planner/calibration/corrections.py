@@ -1,0 +1,140 @@
+"""Estimates as finished runs on this machine correct them; torch-free.
+
+Runs are recalled once, when a search begins: every plan of it is corrected by the same ones, whoever writes meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import exp, log, sqrt
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import ConfigError
+from meshwright.planner.calibration.calibration import (
+    NEAREST,
+    Correction,
+    Record,
+    Shape,
+    calibration_file,
+    correct,
+    old,
+    recall,
+)
+from meshwright.planner.cost.estimate import Estimate, Memory
+from meshwright.planner.cost.uncertainty import LEAST
+from meshwright.planner.hardware.cluster import Cluster
+from meshwright.planner.hardware.resolve_cluster import this_machine
+from meshwright.planner.workload.job import Job
+
+MOST_RECORDS = 128
+"""Runs on a device that are asked: the newest, and of one shape no more than a correction is made of."""
+TELLING = 3
+"""Runs from which on their spread says more than the doubt about each part of a step."""
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """Measured runs, and what they make of estimates."""
+
+    records: tuple[Record, ...] = ()
+    damaged: int = 0
+    """lines of the file that could not be read, and were passed over"""
+    known: dict[tuple[Shape, str], Correction] = field(default_factory=dict, compare=False, repr=False)
+    near: dict[tuple[Any, ...], list[Record]] = field(default_factory=dict, compare=False, repr=False)
+
+    def correction(self, job: Job, figure: str) -> Correction:
+        if not self.records:
+            return Correction()
+        key = Shape.of(job), figure
+        if key not in self.known:
+            self.known[key] = correct(key[0], self.alike(key[0]), figure)
+        return self.known[key]
+
+    def alike(self, shape: Shape) -> list[Record]:
+        """Looked for once: all plans of a search are of the same work."""
+        if shape.work not in self.near:
+            self.near[shape.work] = [record for record in self.records if shape.alike(record.shape)]
+        return self.near[shape.work]
+
+    def weighed(self, job: Job, stages: list[Memory]) -> list[Memory]:
+        """Parameters, gradients and the optimizer's state are exact: what differs is taken for activations."""
+        ratio = self.correction(job, "memory").ratio
+        return stages if ratio == 1 else [more_active(stage, (ratio - 1) * stage.tensors) for stage in stages]
+
+    def timed(self, found: Estimate) -> Estimate:
+        """Seconds by the runs' ratio. Their spread takes the place of the doubt, the more of them there are."""
+        seconds, memory = (self.correction(found.job, figure) for figure in ("seconds", "memory"))
+        if self.damaged:
+            lost = f"damaged lines of {calibration_file()}, passed over: {self.damaged}"
+            found = replace(found, notes=[*found.notes, lost])
+        if not seconds.n:
+            return found
+        total = found.seconds * seconds.ratio
+        width = log(found.high / found.low) / 2
+        if seconds.n >= TELLING:
+            width = max(LEAST, (TELLING * width + seconds.n * log(seconds.spread)) / (TELLING + seconds.n))
+        middle = total * sqrt(found.high * found.low) / found.seconds
+        held = f", memory x{memory.ratio:.3g}" if abs(memory.ratio - 1) >= 0.005 else ""
+        runs = "1 run" if seconds.n == 1 else f"{seconds.n} runs"
+        note = f"corrected x{seconds.ratio:.3g}{held} by {runs} like it on this machine"
+        return replace(
+            found,
+            phases={phase: spent * seconds.ratio for phase, spent in found.phases.items()},
+            calls=[
+                replace(call, seconds=call.seconds * seconds.ratio, exposed=call.exposed * seconds.ratio)
+                for call in found.calls
+            ],
+            low=middle * exp(-width),
+            high=middle * exp(width),
+            notes=[*found.notes, note],
+        )
+
+
+UNCORRECTED = Corrections()
+
+
+def more_active(stage: Memory, more: float) -> Memory:
+    return replace(stage, activations=max(0.0, stage.activations + more))
+
+
+def is_here(cluster: Cluster) -> bool:
+    """Whether it is this machine as it was measured, or a part of it."""
+    if not cluster.device.products:
+        return False
+    try:
+        here = this_machine()
+    except ConfigError:  # never measured, or nothing that can be read
+        return False
+    return (cluster.device, cluster.inside) == (here.device, here.inside)
+
+
+def lessons_of(cluster: Cluster) -> Corrections:
+    """What this machine has learned; of every other one nothing is known."""
+    if not is_here(cluster):
+        return UNCORRECTED
+    file = calibration_file()
+    return Corrections(*newest(cluster.device.name, file, tuple(map(state, (file, old(file))))))
+
+
+@lru_cache(maxsize=4)
+def newest(device: str, file: Path, _states: tuple[tuple[int, int], ...]) -> tuple[tuple[Record, ...], int]:
+    """And how many lines are damaged; read once for as long as the files stay as they are."""
+    kept: list[Record] = []
+    times: Counter[Shape] = Counter()
+    found, damaged = recall(file)
+    for record in reversed(found):
+        times[record.shape] += 1
+        if record.shape.device == device and times[record.shape] <= NEAREST and len(kept) < MOST_RECORDS:
+            kept.append(record)
+    return tuple(reversed(kept)), damaged
+
+
+def state(file: Path) -> tuple[int, int]:
+    try:
+        found = file.stat()
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size

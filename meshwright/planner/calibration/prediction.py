@@ -1,0 +1,91 @@
+"""A plan's figures as JSON: the record that a run's report lays beside what was measured; torch-free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.wording import classes, exposed
+
+VERSION = 1
+
+
+def prediction(estimate: Estimate) -> dict[str, Any]:
+    """Seconds, bytes and rates of one step.
+
+    | field | measured as |
+    |---|---|
+    | seconds, low, high | `seconds` of a step record; four of five lie between low and high |
+    | phases | exposed seconds by what they are spent on; they add up to seconds |
+    | exposed_seconds | all waiting for messages; `phases.sync` of a step record is what of it is outside passes |
+    | memory | bytes of the heaviest rank by class; tensors: the ledger's peak_total, reserved: torch's peak reserved |
+    | traffic | the ledger's rows by axis and collective: bytes of one message, how many, all of them |
+    """
+    job, held = estimate.job, estimate.heaviest
+    return {
+        "version": VERSION,
+        "model": job.model.name,
+        "cluster": job.cluster.name,
+        "device": job.cluster.device.name,
+        "devices": job.layout.ranks,
+        "plan": decided(estimate),
+        "seconds": estimate.seconds,
+        "low": estimate.low,
+        "high": estimate.high,
+        "doubt": estimate.doubt,
+        "phases": dict(estimate.phases),
+        "exposed_seconds": exposed(estimate),
+        "tokens": job.tokens,
+        "tokens_per_second": estimate.tokens_per_second,
+        "mfu": estimate.mfu,
+        "hfu": estimate.hfu,
+        "flops": estimate.flops,
+        "hardware_flops": estimate.hardware_flops,
+        "fits": estimate.fits,
+        "memory": {
+            "capacity": job.cluster.device.memory,
+            "stage": estimate.stages.index(held),
+            **classes(held),
+            "tensors": held.tensors,
+            "reserved": held.reserved,
+            "total": held.total,
+            "total_by_stage": [stage.total for stage in estimate.stages],
+        },
+        "traffic": [
+            {
+                "axis": call.axis,
+                "collective": call.collective,
+                "message_bytes": call.message,
+                "calls": call.count,
+                "bytes": call.message * call.count,
+                "ranks": call.ranks,
+                "link": call.link,
+                "seconds": call.seconds,
+                "exposed_seconds": call.exposed,
+            }
+            for call in estimate.calls
+        ],
+        "notes": list(estimate.notes),
+    }
+
+
+def decided(estimate: Estimate) -> dict[str, Any]:
+    """Everything that a plan decides, under the names of a run's settings."""
+    job, layout = estimate.job, estimate.job.layout
+    return {
+        "layout": {axis: getattr(layout, axis) for axis in ("pipeline", "replicate", "shard", "context", "tensor")}
+        | {"expert": layout.expert, "sharding": job.sharding},
+        "batch": {
+            "global": job.batch.global_,
+            "micro": job.batch.micro,
+            "data_parallel": job.batch.replicas,
+            "accumulation": job.batch.accumulation,
+        },
+        "sequence": job.sequence,
+        "precision": job.precision,
+        "recompute": job.recompute,
+        "schedule": job.schedule if layout.pipeline > 1 else None,
+        "stages": job.stages if layout.pipeline > 1 else None,
+        "context_method": job.method if layout.context > 1 else None,
+        "stack": job.stack.name,
+    }

@@ -1,0 +1,232 @@
+"""How long one layer, and each end of the model, computes on one rank, for one micro-batch.
+
+T tokens, H width, A and K heads of size D for queries and keys, F inner width, t ranks that divide matrices. Products
+of a dense layer: (T, (A + 2K) D / t, H), (T, H, A D / t), (T, 2F / t, H), (T, H, F / t); backward runs each twice, for
+its input (T, inner, columns) and for its weight (columns, inner, T). Attention multiplies 2 T S (A D) / t twice, half
+of it by flash kernels that skip what is masked, and flash backward runs five products for forward's two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from meshwright.planner.cost.kernel_time import Rate, matmul, rate, stream
+from meshwright.planner.workload.architecture import Architecture
+from meshwright.planner.workload.job import Job
+from meshwright.planner.workload.trainer_profile import TrainerProfile
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of one layer for one micro-batch; `weight` is the part of backward that only weights wait for."""
+
+    forward: float
+    backward: float
+    weight: float
+    again: float = 0.0
+    """what is recomputed before backward"""
+    look: float = 0.0
+    """of forward, what attention takes between its products with weights"""
+
+
+USUAL_LAUNCH = 9e-6
+"""Seconds that a host of the runs that constants were fitted to took to ask for one operator."""
+OFFLOADED = (2 * 4 + 28) / 50e9
+"""Seconds a parameter: its gradient and its value over a bus of 50 GB/s, and the update in the host's memory."""
+ASKED = 1.4
+"""How much longer than for forward the host takes to ask for backward's kernels."""
+
+Product = tuple[int, int, int, int]
+"""rows, columns, inner, count"""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a layer's cost depends on."""
+
+    model: Architecture
+    stack: TrainerProfile
+    tokens: int
+    sequence: int
+    micro: int
+    context: int
+    tensor: int
+    expert: int
+    recompute: str
+    fast: Rate
+    """of the products with weights"""
+    plain: Rate
+    """of everything else"""
+    quantised: bool
+    newer: bool
+    """whether the device has other instructions for products than an A100"""
+    waits: bool = False
+    """whether the device is the host itself"""
+    launch: float = 0.0
+    """seconds in which this host asks for one operator, where somebody measured"""
+
+
+def shape_of(job: Job) -> Shape:
+    low = job.precision in ("fp8", "fp4")
+    plain = rate(job.cluster.device, "bf16" if low else job.precision, job.stack)
+    fast = rate(job.cluster.device, job.precision, job.stack) if low else plain
+    model, layout = job.model, job.layout
+    return Shape(
+        model,
+        job.stack,
+        job.micro_tokens,
+        job.sequence,
+        job.batch.micro,
+        layout.context,
+        layout.tensor,
+        layout.expert,
+        job.recompute,
+        fast,
+        plain,
+        low,
+        job.cluster.device.newer,
+        job.cluster.device.host,
+        job.cluster.measured.get("launch", 0.0),
+    )
+
+
+def attention_products(of: Shape) -> list[Product]:
+    """With weights."""
+    model, cut, tokens = of.model, of.tensor, of.tokens
+    if model.latent is None:
+        asked = model.head * (model.heads + 2 * model.kv_heads) // cut
+        return [(tokens, max(1, asked), model.width, 1), (tokens, model.width, model.heads * model.head // cut, 1)]
+    mla = model.latent
+    query = model.heads * (mla.plain + mla.rotary) // cut
+    products = [(tokens, mla.keys + mla.rotary, model.width, 1)]
+    products += (
+        [(tokens, mla.query, model.width, 1), (tokens, query, mla.query, 1)]
+        if mla.query
+        else [(tokens, query, model.width, 1)]
+    )
+    products.append((tokens, model.heads * (mla.plain + mla.value) // cut, mla.keys, 1))
+    products.append((tokens, model.width, model.heads * mla.value // cut, 1))
+    return products
+
+
+def feed_forward_products(of: Shape, experts: bool) -> list[Product]:
+    model, cut, tokens = of.model, of.tensor, of.tokens
+    up = model.matrices - 1
+    if not experts:
+        return [(tokens, up * model.ffn // cut, model.width, 1), (tokens, model.width, model.ffn // cut, 1)]
+    local = max(1, model.experts // of.expert)
+    rows = max(1, routed_rows(of) // local)
+    products = [(tokens, model.experts, model.width, 1)]
+    products += [(rows, up * model.expert_ffn, model.width, local), (rows, model.width, model.expert_ffn, local)]
+    if model.experts_shared:
+        inner = model.experts_shared * model.expert_ffn // cut
+        products += [(tokens, up * inner, model.width, 1), (tokens, model.width, inner, 1)]
+    return products
+
+
+def routed_rows(of: Shape) -> int:
+    """Rows that a rank's experts compute, where every expert has as many: each rank of the tensor axis has its part of
+    the tokens.
+    """
+    return of.tokens * of.model.experts_active // of.tensor
+
+
+@cache
+def layer(of: Shape, experts: bool) -> Pass:
+    stack = of.stack
+    products = attention_products(of) + feed_forward_products(of, experts)
+    gap = stack.gap
+    forward = sum(matmul(of.fast, *product) for product in products)
+    inputs = sum(matmul(of.fast, rows, inner, columns, count) for rows, columns, inner, count in products)
+    weights = sum(matmul(of.fast, columns, inner, rows, count) for rows, columns, inner, count in products)
+    if of.quantised:
+        numbers = sum(count * (rows * inner + inner * columns) for rows, columns, inner, count in products)
+        forward += stack.cast * numbers / of.plain.stream
+        inputs += stack.cast * sum(c * (r * n + n * k) for r, n, k, c in products) / of.plain.stream
+    look, back = attention(of)
+    moved = stream_bytes(of, experts) + stack.recast * sum(c * n * k for _, n, k, c in products)
+    small = stream(of.plain, moved, 8)
+    behind = stream(of.plain, 2 * moved, 14)
+    host = stack.host_experts if experts else stack.host
+    if of.launch:
+        host *= of.launch / USUAL_LAUNCH
+    ahead = beside(of, forward + look + small, host) + gap
+    backward = beside(of, inputs + weights + back + behind, ASKED * host) + gap
+    selected = small + (forward / 2 if stack.selective == "half" else 0.0) if stack.flash else look
+    again = {"none": 0.0, "selective": selected, "alternate": ahead / 2, "full": ahead}[of.recompute]
+    return Pass(ahead, backward, weights, again, look)
+
+
+def beside(of: Shape, computing: float, asking: float) -> float:
+    """A device computes while the host asks for more; a host that is the device does one after the other."""
+    return computing + asking if of.waits else max(computing, asking)
+
+
+def attention_flops(of: Shape) -> float:
+    """Forward, all of the square."""
+    return 2.0 * of.tokens * of.sequence * of.model.attended / of.tensor
+
+
+def attention(of: Shape) -> tuple[float, float]:
+    """Forward and backward of what is between the products with weights."""
+    model, stack = of.model, of.stack
+    if stack.flash:
+        half = attention_flops(of) / 2
+        share = stack.attention * head_share(model) * (stack.newer if of.newer else 1.0)
+        ahead = half / (of.plain.flops * share) * (stack.pieces if of.context > 1 else 1.0)
+        return ahead, 2.5 * ahead / 0.85
+    heads, head = of.micro * max(1, model.heads // of.tensor), model.head
+    local = of.sequence // of.context
+    ahead = matmul(of.plain, local, of.sequence, head, heads) + matmul(of.plain, local, head, of.sequence, heads)
+    score_bytes = stack.scores * heads * local * of.sequence
+    return ahead + score_bytes / of.plain.stream, 2 * ahead + 1.3 * score_bytes / of.plain.stream
+
+
+def head_share(model: Architecture) -> float:
+    """Of attention's rate at heads of 128: small heads leave more softmax to each product."""
+    size = model.head if model.latent is None else (model.latent.plain + model.latent.rotary)
+    return float(min(1.0, (size / 128) ** 0.45))
+
+
+def stream_bytes(of: Shape, experts: bool) -> float:
+    """What a layer's forward moves beside its products, attention's scores apart."""
+    model, stack, cut = of.model, of.stack, of.tensor
+    wide = stack.wide * of.tokens * model.width / (cut if stack.cut_sequence else 1)
+    if not experts:
+        return wide + stack.inner * of.tokens * model.ffn * (model.matrices - 1) / cut
+    rows = routed_rows(of)
+    moved = 12 * rows * model.width  # sorted out, brought back and summed
+    shared = of.tokens * model.experts_shared * model.expert_ffn / cut
+    return wide + moved + stack.inner * (rows * model.expert_ffn + shared) * (model.matrices - 1)
+
+
+@cache
+def first(of: Shape) -> Pass:
+    """The embedding."""
+    moved = 4.0 * of.tokens * of.model.width
+    return Pass(stream(of.plain, moved), stream(of.plain, 3 * moved), 0.0)
+
+
+@cache
+def last(of: Shape) -> Pass:
+    """The head and the loss."""
+    columns = -(-of.model.vocab // of.tensor // 8) * 8
+    product = (of.tokens, columns, of.model.width)
+    rows, columns, inner = product
+    ahead = matmul(of.plain, rows, columns, inner)
+    weights = matmul(of.plain, columns, inner, rows)
+    lost = of.stack.loss * of.tokens * columns / of.plain.stream
+    backward = matmul(of.plain, rows, inner, columns) + weights + 0.6 * lost
+    return Pass(ahead + 0.4 * lost, backward, weights, 2.0 * rows * columns * inner)
+
+
+def optimizer(job: Job, parameters: float) -> float:
+    """AdamW over so many parameters of a rank: reads gradient, weight and both moments, writes weight and moments;
+    before it the norm reads gradients, and clipping reads and writes them.
+    """
+    on = rate(job.cluster.device, "bf16", job.stack)
+    stack = job.stack
+    moved = 2 * (stack.state + stack.weights) + stack.computed + 4 * stack.gradients
+    offload = job.run is not None and job.run.optimizer.cpu_offload
+    return moved * parameters / on.stream + (OFFLOADED * parameters if offload else 0.0)

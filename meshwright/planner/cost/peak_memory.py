@@ -1,0 +1,79 @@
+"""Whether it fits: bytes of each rank of a pipeline at the peak of its step, by class."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright.planner.cost.activations import Setting
+from meshwright.planner.cost.estimate import Memory
+from meshwright.planner.cost.fsdp_memory import Holding, spread, stage_of
+from meshwright.planner.cost.in_flight import instants
+from meshwright.planner.cost.megatron_memory import Buffered
+from meshwright.planner.cost.stage_parameters import Part, parts_of
+from meshwright.planner.workload.job import Job
+
+
+def memory(job: Job, quick: bool = False) -> list[Memory]:
+    """By rank of the pipeline; `quick`: of those alone of which one is the heaviest."""
+    setting = setting_of(job)
+    holdings: dict[tuple[Part, ...], Holding] = {}  # most ranks hold the same
+    held = parts_of(job)
+    found = []
+    for place in telling(held) if quick else range(len(held)):
+        parts = held[place]
+        if parts not in holdings:
+            stages = [stage_of(job, setting, part) for part in parts]
+            holdings[parts] = Holding(job, setting, stages) if job.stack.torch else Buffered(job, setting, stages)
+        found.append(peak(job, holdings[parts], place))
+    return found
+
+
+def telling(held: list[tuple[Part, ...]]) -> list[int]:
+    """Of ranks that hold the same the first, which has most micro-batches in flight, and the last two, where a V of
+    stages turns.
+    """
+    count = len(held)
+    firsts = {parts: place for place, parts in reversed(list(enumerate(held)))}
+    return sorted({*firsts.values(), count - 1, max(0, count - 2)})
+
+
+def setting_of(job: Job) -> Setting:
+    return Setting(
+        job.layout,
+        job.stack,
+        job.batch.micro,
+        job.sequence,
+        job.precision,
+        job.recompute,
+        job.segment if job.recompute == "full" else 1,
+        job.method,
+        host=job.cluster.device.host,
+        documents=job.run is not None and job.run.model.separator is not None,
+        autocast=job.stack.torch and job.precision in ("bf16", "fp16") and not spread(job)[0],
+    )
+
+
+def peak(job: Job, held: Holding, place: int) -> Memory:
+    fullest = max(held.update(), held.end(), key=lambda moment: moment.total)
+    for instant in instants(job.schedule, job.layout.pipeline, job.batch.accumulation, job.stages, place):
+        for moment in held.moments(instant):
+            if moment.total > fullest.total:
+                fullest = moment
+    return with_device(job, held.at(fullest), held.left() - fullest.gradients, held.setting.host)
+
+
+def with_device(job: Job, tensors: Memory, later: float, host: bool) -> Memory:
+    """With what the device takes beside tensors. The allocator's slack is a share of what comes and goes: blocks that
+    are there from the beginning leave no gaps. Gradients that come `later` than the peak, and stay to the end of the
+    step, leave holes in which the next step's activations do not find room.
+    """
+    if host:
+        return tensors
+    stack = job.stack
+    comes_and_goes = tensors.activations + tensors.logits + tensors.gathered
+    groups = sum(degree > 1 for degree in (*job.layout.degrees, job.layout.expert))
+    return replace(
+        tensors,
+        slack=stack.slack * comes_and_goes + max(0.0, later),
+        context=stack.context + groups * stack.communicator,
+    )

@@ -1,0 +1,95 @@
+"""What of a model each rank of a job has: layers by pipeline rank, parameters by the ranks that share them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from meshwright.planner.cost.stage_parameters import Part as Stage
+from meshwright.planner.cost.stage_parameters import stages_of, weights
+from meshwright.planner.hardware.links import Place, place_of
+from meshwright.planner.workload.job import Job
+from meshwright.topology.layout import Layout
+from meshwright.topology.schedules import holder
+
+
+def places_of(job: Job) -> dict[str, Place]:
+    """Where the ranks of every axis stand: pipeline outermost, then copies, shards, pieces and matrices."""
+    return _places(job.layout, job.cluster.per_node)
+
+
+@cache
+def _places(layout: Layout, per_node: int) -> dict[str, Place]:
+    shards, copies = layout.shard * layout.context, layout.replicate
+    if layout.shard == 1:
+        shards, copies = 1, layout.replicate * layout.context
+    inner = layout.tensor
+    return {
+        "tensor": place_of(per_node, layout.tensor, 1),
+        "context": place_of(per_node, layout.context, inner),
+        "expert": place_of(per_node, layout.expert, inner if layout.expert <= layout.fold else 1),
+        "shards": place_of(per_node, shards, inner),
+        "copies": place_of(per_node, copies, inner * shards),
+        "pipeline": Place(2, 2 if layout.ranks <= per_node else 1),
+    }
+
+
+Counts = tuple[int, int, bool, bool]
+"""Dense layers, layers with experts, whether the embedding is there, whether the head is."""
+
+
+def counts_of(job: Job) -> list[Counts]:
+    """By rank of the pipeline."""
+    stages = stage_counts(job)
+    ranks, last = job.layout.pipeline, len(stages) - 1
+    found = [[0, 0, False, False] for _ in range(ranks)]
+    for stage, (dense, banks) in enumerate(stages):
+        mine = found[holder(job.schedule, ranks, stage) if ranks > 1 else 0]
+        mine[0] += dense
+        mine[1] += banks
+        mine[2] |= stage == 0
+        mine[3] |= stage == last
+    return [(dense, banks, bool(begins), bool(ends)) for dense, banks, begins, ends in found]
+
+
+def stage_counts(job: Job) -> list[tuple[int, int]]:
+    """Dense layers and layers with experts, by stage."""
+    return [(part.dense, part.experts) for part in stages_of(job)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters of one rank that the same ranks share."""
+
+    numbers: float
+    """once they are gathered"""
+    bank: bool
+    """whether they are experts"""
+    axis: str
+    shards: Place
+    copies: Place
+
+
+@dataclass(frozen=True)
+class Held:
+    parts: list[Part]
+    update: float
+    """numbers that this rank's optimizer updates"""
+
+
+def rank_parameters(job: Job, counts: Counts) -> Held:
+    model, layout = job.model, job.layout
+    dense, banks, begins, ends = counts
+    places = places_of(job)
+    has = weights(model, Stage(dense, banks, begins, ends), layout.tensor, layout.expert, layout.pipeline == 1)
+    parts = [Part(has.dense, False, "shard", places["shards"], places["copies"])]
+    if banks:
+        rest = max(1, layout.fold * (layout.tensor if layout.expert > layout.fold else 1) // layout.expert)
+        stride = layout.tensor * layout.expert
+        sharded = layout.shard > 1
+        near = place_of(job.cluster.per_node, rest, stride)
+        parts.append(
+            Part(has.bank, True, "shard", near if sharded else Place(1, 1), places["copies"] if sharded else near)
+        )
+    cut = [part.shards.ranks if job.sharding != "none" else 1 for part in parts]
+    return Held(parts, sum(part.numbers / each for part, each in zip(parts, cut, strict=True)))

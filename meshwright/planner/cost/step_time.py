@@ -1,0 +1,353 @@
+"""How long a step takes, by what the time is spent on.
+
+Every rank computes its layers for every micro-batch; the slowest rank of a pipeline sets the pace, and the others'
+first and last passes are added once. Messages that nothing hides are added where they are waited for; messages that
+computing hides cost what is left of them, and a little of the computing's speed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from meshwright.planner.cost.estimate import Call, Estimate, Memory
+from meshwright.planner.cost.in_flight import alike
+from meshwright.planner.cost.layer_time import Shape, first, last, layer, optimizer, routed_rows, shape_of
+from meshwright.planner.cost.rank_parameters import Counts, Part, counts_of, places_of, rank_parameters, stage_counts
+from meshwright.planner.cost.uncertainty import interval
+from meshwright.planner.hardware.links import Place, collective
+from meshwright.planner.workload.job import Job
+from meshwright.topology import schedule_timeline, schedules
+
+MOST_PASSES = 1 << 13
+"""Of a schedule that is run pass by pass: micro-batches times stages."""
+CRAMPED = 0.92
+"""Share of a device's memory from which on its allocator may have to wait."""
+
+
+@dataclass
+class StepTime:
+    """Seconds of the slowest rank of a step by what they are spent on, and the collectives behind them."""
+
+    phases: dict[str, float] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+
+    def spend(self, phase: str, seconds: float) -> None:
+        self.phases[phase] = self.phases.get(phase, 0.0) + seconds
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective of one layer or one stage, for one micro-batch."""
+
+    axis: str
+    kind: str
+    size: float
+    count: float
+    place: Place
+    seconds: float
+    """of all `count`"""
+    exposed: float
+
+
+def message(job: Job, axis: str, kind: str, size: float, count: float, place: Place, hidden: float = 0.0) -> Message:
+    """`hidden`: the share of it behind which something is computed."""
+    seconds = count * collective(job.cluster, kind, size, place)
+    return Message(axis, kind, size, count, place, seconds, seconds * (1 - hidden))
+
+
+def tensor_messages(job: Job, of: Shape, experts: bool) -> tuple[list[Message], list[Message]]:
+    """Of one layer, forward and backward. Of experts only those that every token visits are cut; what is recomputed is
+    gathered again, and scattered again where that is not the end of what is needed.
+    """
+    if job.layout.tensor == 1:
+        return [], []
+    place, stack = places_of(job)["tensor"], job.stack
+    size = of.tokens * job.model.width * of.plain.size
+    parts = 1 if experts and not job.model.experts_shared else 2
+    full = job.recompute == "full"
+
+    def sent(kind: str, count: float) -> Message:
+        return message(job, "tensor", kind, size, count, place, stack.tensor_hidden)
+
+    if not stack.cut_sequence:
+        return [sent("all_reduce", parts)], [sent("all_reduce", parts * (2 if full else 1))]
+    gathers = parts * (2 if full or (job.recompute == "selective" and stack.torch) else 1)
+    gathers += parts if stack.gathers_again else 0
+    scatters = parts + (parts - (1 if stack.torch else 0) if full else 0)
+    ahead = [sent("all_gather", parts), sent("reduce_scatter", parts)]
+    return ahead, [sent("all_gather", gathers), sent("reduce_scatter", scatters)]
+
+
+def context_messages(job: Job, of: Shape, look: float) -> tuple[list[Message], list[Message]]:
+    ranks = job.layout.context
+    if ranks == 1:
+        return [], []
+    place, model = places_of(job)["context"], job.model
+    number = of.plain.size
+    keys = number * of.tokens * model.kv_heads * model.head * 2 / job.layout.tensor
+    if model.latent is not None:
+        keys = number * of.tokens * (model.latent.keys + model.latent.rotary)
+    if job.method == "all-to-all":
+        size = keys + number * of.tokens * model.heads * model.head * 2 / job.layout.tensor
+        there = [message(job, "context", "all_to_all", size / 2, 2, place)]
+        return there, there
+    if job.method == "gather":
+        there = [message(job, "context", "all_gather", keys * ranks, 1, place)]
+        return there, [*there, message(job, "context", "reduce_scatter", keys * ranks, 1, place)]
+    near = Place(2, min(2, place.per_node)) if place.nodes == 1 else Place(2, 1)
+    ahead = message(job, "context", "send", keys, ranks - 1, near)
+    behind = message(job, "context", "send", keys, (1 + max(1.0, job.stack.reduced / number)) * (ranks - 1), near)
+    return [kept(ahead, look)], [kept(behind, 2.5 * look)]
+
+
+def kept(sent: Message, computing: float) -> Message:
+    """What is left of it behind so much computing."""
+    return replace(sent, exposed=max(0.0, sent.seconds - computing))
+
+
+def expert_messages(job: Job, of: Shape) -> list[Message]:
+    """There and back, of one layer's forward; backward has the same."""
+    if job.layout.expert == 1:
+        return []
+    place, stack = places_of(job)["expert"], job.stack
+    size = routed_rows(of) * job.model.width * (sent_once(job, place) if stack.deduplicates else 1.0)
+    there = message(job, "expert", "all_to_all", size * max(stack.exchange, of.plain.size), 1, place)
+    return [there, message(job, "expert", "all_to_all", size * of.plain.size, 1, place)]
+
+
+def sent_once(job: Job, place: Place) -> float:
+    """The share of rows that is left where a token goes to each node once: of K experts dealt out over N nodes, those
+    on nodes that none before it is on.
+    """
+    nodes, chosen = place.nodes, job.model.experts_active
+    return nodes * (1 - (1 - 1 / nodes) ** chosen) / chosen if nodes > 1 else 1.0
+
+
+@dataclass(frozen=True)
+class Through:
+    """One micro-batch through all the layers of one rank of the pipeline."""
+
+    forward: float
+    backward: float
+    again: float
+    ahead: list[Message]
+    behind: list[Message]
+    weight: float
+
+    @cached_property
+    def seconds(self) -> float:
+        waited = sum(sent.exposed for sent in (*self.ahead, *self.behind))
+        return self.forward + self.backward + self.again + waited
+
+
+def through(job: Job, of: Shape, counts: Counts) -> Through:
+    """A rank of the pipeline, or one of its stages."""
+    dense, banks, begins, ends = counts
+    forward = backward = again = weight = 0.0
+    ahead: list[Message] = []
+    behind: list[Message] = []
+    repeats = job.recompute == "full" or (job.recompute == "selective" and job.stack.torch)
+    for count, experts in ((dense, False), (banks, True)):
+        if not count:
+            continue
+        cost = layer(of, experts)
+        forward += count * cost.forward
+        backward += count * cost.backward
+        again += count * cost.again
+        weight += count * cost.weight
+        sent, back = tensor_messages(job, of, experts)
+        there, home = context_messages(job, of, cost.look)
+        rows = expert_messages(job, of) if experts else []
+        repeated = [*there, *rows] if repeats else []
+        ahead += [times(one, count) for one in (*sent, *there, *rows)]
+        behind += [times(one, count) for one in (*back, *home, *rows, *repeated)]
+    for there_is, cost in ((begins, first(of)), (ends, last(of))):
+        if there_is:
+            forward, backward, weight = forward + cost.forward, backward + cost.backward, weight + cost.weight
+    return Through(forward, backward, again, ahead, behind, weight)
+
+
+def times(sent: Message, count: float) -> Message:
+    seconds, exposed = sent.seconds * count, sent.exposed * count
+    return Message(sent.axis, sent.kind, sent.size, sent.count * count, sent.place, seconds, exposed)
+
+
+def bubble(job: Job, ranks: list[Through]) -> float:
+    """Seconds that the slowest rank waits for others' first and last passes, in closed form."""
+    if len(ranks) == 1:
+        return 0.0
+    others = sum(one.seconds for one in ranks) - max(one.seconds for one in ranks)
+    share = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1 / job.stages, "zero-bubble": 1 / 3, "dualpipev": 1 / 3}
+    return others * share.get(job.schedule, 1 / 6)
+
+
+def simulated_bubble(job: Job, of: Shape, ranks: list[Through]) -> float:
+    """The same from the schedule itself, pass by pass, each stage with its own seconds. Rounds of micro-batches in full
+    course wait for nothing more, so that a few tell of all. In closed form where even these have too many passes.
+    """
+    count, micros = job.layout.pipeline * job.stages, alike(job.layout.pipeline, job.batch.accumulation)
+    if len(ranks) == 1 or count * micros > MOST_PASSES:
+        return bubble(job, ranks)
+    stages = [
+        through(job, of, (dense, banks, stage == 0, stage == count - 1))
+        for stage, (dense, banks) in enumerate(stage_counts(job))
+    ]
+    seconds = [
+        {
+            "F": one.forward + sum(sent.exposed for sent in one.ahead),
+            "B": one.backward + one.again + sum(sent.exposed for sent in one.behind),
+            "W": one.weight,
+        }
+        for one in stages
+    ]
+    for each in seconds:
+        each["I"] = each["B"] - each["W"]
+    order = schedules.orders(job.schedule, job.layout.pipeline, micros, job.stages)
+    rows = schedule_timeline.run(order, count, lambda action: seconds[action.stage][action.what])
+    busy = max(sum(slot.end - slot.start for slot in row) for row in rows)
+    return float(max(row[-1].end for row in rows) - busy)
+
+
+def timed(job: Job, stages: list[Memory], unstated: bool = False, exact: bool = False) -> Estimate:
+    """`unstated`: whether something that matters had to be assumed; `exact`: a pipeline is run pass by pass."""
+    of, bill = shape_of(job), StepTime()
+    counts = counts_of(job)
+    each = {kind: through(job, of, kind) for kind in set(counts)}  # most ranks have as much as others
+    ranks = [each[kind] for kind in counts]
+    slowest = max(each, key=lambda kind: each[kind].seconds)
+    slow = each[slowest]
+    micros = job.batch.accumulation
+    bill.spend("forward", micros * slow.forward)
+    bill.spend("backward", micros * slow.backward)
+    bill.spend("recompute", micros * slow.again)
+    for sent in (*slow.ahead, *slow.behind):
+        tell(bill, times(sent, micros))
+    bill.spend("bubble", simulated_bubble(job, of, ranks) if exact else bubble(job, ranks))
+    between_stages(job, of, bill, len(ranks))
+    data(job, bill, slow, slowest)
+    bill.spend("update", optimizer(job, max(rank_parameters(job, kind).update for kind in each)))
+    bill.spend("other", job.stack.step)
+    model = sum(flops_of(job))
+    hardware = model + again_flops(job)
+    phases = {phase: seconds for phase, seconds in bill.phases.items() if seconds > 0}
+    cramped = any(stage.total > CRAMPED * job.cluster.device.memory for stage in stages)
+    low, high, doubt = interval(job, phases, cramped, unstated)
+    return Estimate(job, stages, phases, bill.calls, low, high, doubt, model, hardware)
+
+
+def tell(bill: StepTime, sent: Message) -> None:
+    bill.spend(sent.axis.split("+")[0], sent.exposed)
+    place = sent.place
+    bill.calls.append(
+        Call(sent.axis, sent.kind, sent.size, sent.count, place.ranks, place.link, sent.seconds, sent.exposed)
+    )
+
+
+def between_stages(job: Job, of: Shape, bill: StepTime, ranks: int) -> None:
+    """Every micro-batch passes on and comes back, through every stage that a rank has; first and last passes wait for
+    all of them.
+    """
+    if ranks == 1:
+        return
+    place, stack = places_of(job)["pipeline"], job.stack
+    divided = job.layout.tensor if stack.cut_sequence or stack.scatters else 1
+    size = stack.passed * of.tokens * job.model.width / divided
+    one = message(job, "pipeline", "send", size, 1, place)
+    steady = times(one, 2 * job.batch.accumulation * job.stages)
+    tell(bill, replace(steady, exposed=steady.seconds * (1 - stack.sends_hidden)))
+    bill.spend("bubble", 2 * (ranks - 1) * one.seconds)
+
+
+def data(job: Job, bill: StepTime, slow: Through, counts: Counts) -> None:
+    """Gradients meet, and parameters come together."""
+    stack = job.stack
+    for part in rank_parameters(job, counts).parts:
+        shards, copies = part.shards, part.copies
+        if shards.ranks > 1 and unit_by_unit(job):
+            units(job, bill, part, slow, max(1, counts[0] + counts[1]))
+        elif shards.ranks > 1:
+            kind = "all_reduce" if stack.all_reduces else "reduce_scatter"
+            count = job.batch.accumulation if job.sharding == "gradients" and job.layout.pipeline == 1 else 1
+            meet(job, bill, part.axis, kind, part.numbers * summed(job), shards, slow.backward, count)
+            meet(job, bill, part.axis, "all_gather", part.numbers * gathered_bytes(job), shards, slow.forward)
+        if part.bank and job.layout.tensor > 1 and not stack.folds_tensor:  # its ranks have other tokens each
+            meetings = job.batch.accumulation if unit_by_unit(job) and job.layout.pipeline == 1 else 1
+            size = part.numbers * summed(job)
+            meet(job, bill, "tensor", "all_reduce", size, places_of(job)["tensor"], slow.backward, meetings)
+        if copies.ranks > 1:
+            size = part.numbers / shards.ranks * summed(job)
+            meet(job, bill, "replicate", "all_reduce", size, copies, slow.backward)
+
+
+def unit_by_unit(job: Job) -> bool:
+    return job.sharding == "parameters" and not (job.stack.keeps_stages and job.layout.pipeline > 1)
+
+
+def meet(
+    job: Job, bill: StepTime, axis: str, kind: str, size: float, place: Place, computing: float, count: int = 1
+) -> None:
+    """A collective beside the computing of one pass, unless the software waits with it."""
+    one = message(job, axis, kind, size, 1, place)
+    if not job.stack.flat:
+        one = kept(one, job.stack.data_hidden * computing)
+        bill.spend("contention", count * job.stack.contended * (one.seconds - one.exposed))
+    tell(bill, times(one, count))
+
+
+def summed(job: Job) -> float:
+    """Bytes in which gradients meet: those of half precision in its own, but bfloat16's by most in float32."""
+    return 4.0 if job.stack.reduced == 2 and job.precision == "bf16" else job.stack.reduced
+
+
+def gathered_bytes(job: Job) -> float:
+    """Of a parameter: in the precision of compute, and in that of the weights where it is no smaller."""
+    return max(job.stack.gathered, 4.0 if job.precision in ("fp32", "fp64") else 0.0)
+
+
+def units(job: Job, bill: StepTime, part: Part, slow: Through, count: int) -> None:
+    """FSDP: unit by unit, each gathered while the one before computes, in forward and again in backward, where
+    gradients are scattered beside it.
+    """
+    stack, micros = job.stack, job.batch.accumulation
+    place = Place(part.shards.ranks, 1) if stack.one_adapter and part.shards.nodes > 1 else part.shards
+    gather = message(job, part.axis, "all_gather", part.numbers / count * gathered_bytes(job), 1, place)
+    scatter = message(job, part.axis, "reduce_scatter", part.numbers / count * stack.reduced, 1, place)
+    ahead, behind = slow.forward / count, (slow.backward + slow.again) / count
+    if job.layout.pipeline > 1:  # a schedule lets go of units after each forward, and sums gradients up by itself
+        left = count * max(0.0, gather.seconds - ahead) + gather.seconds
+        tell(bill, replace(times(gather, count * (micros + 1)), exposed=(micros + 1) * left))
+        tell(bill, kept(times(scatter, count), slow.backward))
+        bill.spend("contention", micros * count * stack.contended * min(gather.seconds, ahead))
+        return
+    again = 0.0 if job.run is not None and job.run.fsdp.ranks_after_forward == 1 else gather.seconds
+    left = count * max(0.0, gather.seconds - ahead) + gather.seconds
+    left_behind = count * max(0.0, again + scatter.seconds - behind) + scatter.seconds
+    tell(bill, replace(times(gather, (2 if again else 1) * count * micros), exposed=micros * left))
+    tell(bill, replace(times(scatter, count * micros), exposed=micros * left_behind))
+    beside = min(gather.seconds, ahead) + min(again + scatter.seconds, behind)
+    bill.spend("contention", micros * count * stack.contended * beside)
+
+
+def flops_of(job: Job) -> tuple[float, float]:
+    """Of matrices, and of attention with half of its square, of a step, forward and backward."""
+    model, tokens = job.model, job.tokens
+    met = sum(model.visited_weights(layer) * count for layer, count in kinds(job))
+    return 6.0 * tokens * (met + model.vocab * model.width), 3.0 * tokens * job.sequence * model.attended * model.layers
+
+
+def kinds(job: Job) -> list[tuple[int, int]]:
+    """A layer of each kind, and how many there are."""
+    model = job.model
+    return [(0, model.layers - model.expert_layers), (model.layers - 1, model.expert_layers)]
+
+
+def again_flops(job: Job) -> float:
+    matrices, attention = flops_of(job)
+    if job.recompute in ("full", "alternate"):
+        return (
+            (0.5 if job.recompute == "alternate" else 1.0)
+            * (matrices - 6.0 * job.tokens * job.model.vocab * job.model.width + attention)
+            / 3
+        )
+    return attention / 3 if job.recompute == "selective" and not job.stack.flash else 0.0

@@ -1,0 +1,1 @@
+"""Devices, links and clusters, as presets, as files, or as measured on this machine."""

@@ -1,0 +1,91 @@
+"""The cluster that a word on the command line means: usual nodes of a device, a cluster file, or this machine as
+measured; torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from meshwright.errors import ConfigError
+from meshwright.planner.hardware.cluster import NODES, Cluster, preset
+from meshwright.planner.hardware.cluster_file import MOST_DEVICES, cluster_toml, read_cluster
+from meshwright.telemetry.run_folder import write_text
+
+COUNTED = re.compile(r"(?P<device>[^:]+)(:(?P<devices>[0-9]{1,7})(x(?P<nodes>[0-9]{1,7}))?)?")
+WORDS = (
+    f"{', '.join(NODES)}, each also as h100:8 (devices) or h100:8x16 (16 nodes of 8), here, or a cluster file (.toml)"
+)
+
+
+def home() -> Path:
+    """Where this machine keeps what it knows of itself."""
+    given = os.environ.get("MESHWRIGHT_HOME")
+    return Path(given) if given else Path.home() / ".meshwright"
+
+
+def machine_file() -> Path:
+    return home() / "machine.toml"
+
+
+def cluster_of(word: str) -> Cluster:
+    if word.endswith(".toml") or os.sep in word:
+        return read_cluster(Path(word))
+    match = COUNTED.fullmatch(word)
+    device = match["device"].lower() if match else ""
+    if match is None or (device != "here" and device not in NODES):
+        raise ConfigError(f"no cluster {word!r}", f"allowed: {WORDS}")
+    devices, nodes = (int(match[key]) if match[key] else None for key in ("devices", "nodes"))
+    if devices == 0 or nodes == 0 or (devices or 1) * (nodes or 1) > MOST_DEVICES:
+        raise ConfigError(f"cluster {word!r} is out of range", f"allowed: 1 to {MOST_DEVICES:,} devices")
+    whole = replace(this_machine() if device == "here" else preset(device), name=word)
+    if devices is None:
+        return whole
+    if device == "here" and (nodes or devices > whole.per_node):
+        raise ConfigError(f"cluster {word!r} is not this machine", f"allowed: here, or here:1 to here:{whole.per_node}")
+    if nodes is None:
+        return of_devices(whole, devices)
+    if devices > whole.per_node:
+        raise ConfigError(
+            f"cluster {word!r} has nodes of {devices}, and those of {device} have at most {whole.per_node}",
+            f"allowed: {device}:{whole.per_node}x{nodes}, or a cluster file",
+        )
+    return replace(whole, per_node=devices, nodes=nodes)
+
+
+def of_devices(whole: Cluster, devices: int) -> Cluster:
+    """A part of one node, or whole ones."""
+    if devices > whole.per_node and devices % whole.per_node:
+        below = devices // whole.per_node * whole.per_node
+        raise ConfigError(
+            f"{devices} devices of cluster {whole.name!r} are no whole nodes of {whole.per_node}",
+            f"allowed: {below}, {below + whole.per_node}, or DEVICESxNODES",
+        )
+    return whole.of(devices)
+
+
+def this_machine() -> Cluster:
+    if not machine_file().exists():
+        raise ConfigError("this machine was never measured", "run meshwright plan measure first")
+    return read_cluster(machine_file())
+
+
+def place(file: Path | None) -> Path:
+    """Where a measurement goes; what cannot be written is said before anything is measured."""
+    try:
+        path = (file or machine_file()).resolve()  # the file that a link leads to, and not the link
+        if file is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"{file or machine_file()} cannot be written: {error}", "allowed: a file") from None
+    if (path.exists() and not path.is_file()) or not path.parent.is_dir():
+        raise ConfigError(f"{path} cannot be written", "allowed: a file in a folder that exists")
+    return path
+
+
+def keep(cluster: Cluster, remarks: Sequence[str], file: Path) -> None:
+    """Replaces the file whole: a reader sees the old one or the new one."""
+    write_text(file, cluster_toml(cluster, remarks))

@@ -1,0 +1,1 @@
+"""Candidates, the search for the best plan, and its explanation."""

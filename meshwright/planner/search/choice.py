@@ -1,0 +1,105 @@
+"""One way to spread a step: everything that a plan decides, as a job to estimate and as a run to start; torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.config import Batch, LayoutConfig, PipelineConfig, RunConfig
+from meshwright.errors import ConfigError
+from meshwright.planner.hardware.cluster import Cluster
+from meshwright.planner.workload.job import Job
+from meshwright.planner.workload.trainer_profiles import OWN, OWN_COMPILED
+from meshwright.planner.workload.workload import Workload
+from meshwright.topology import schedules
+from meshwright.topology.layout import Layout
+from meshwright.topology.unsupported import validate
+
+
+@dataclass(frozen=True)
+class Choice:
+    layout: Layout
+    micro: int
+    sharding: str = "none"
+    recompute: str = "none"
+    schedule: str = "1f1b"
+    stages: int = 1
+    method: str = "ring"
+
+    @classmethod
+    def of(cls, job: Job) -> Choice:
+        return cls(job.layout, job.batch.micro, job.sharding, job.recompute, job.schedule, job.stages, job.method)
+
+    @property
+    def family(self) -> tuple[Layout, str]:
+        """What the ranked list has one of each of."""
+        return self.layout, self.sharding
+
+
+def job_of(work: Workload, cluster: Cluster, choice: Choice) -> Job:
+    """Without a run, whose exact formulas take longer: `exact` is for the few that are shown."""
+    replicas = choice.layout.data_degree
+    compiled = work.base is not None and work.base.compile.enabled
+    return Job(
+        work.model,
+        cluster,
+        choice.layout,
+        Batch(work.batch, choice.micro, replicas, work.batch // replicas // choice.micro),
+        work.sequence,
+        choice.sharding,
+        work.precision,
+        choice.recompute,
+        1,
+        choice.schedule,
+        choice.stages,
+        choice.method,
+        OWN_COMPILED if compiled else OWN,
+    )
+
+
+def settings_of(base: RunConfig, choice: Choice) -> RunConfig:
+    """The run that trains as the plan says."""
+    layout = choice.layout
+    divided = choice.sharding != "none"
+    both = divided and layout.replicate > 1
+    pipelined = layout.pipeline > 1
+    sharding: Any = choice.sharding
+    order: Any = choice.schedule
+    method: Any = choice.method if layout.context > 1 else "ring"
+    recompute: Any = choice.recompute
+    changed: dict[str, Any] = {
+        "layout": LayoutConfig(
+            layout.shard if divided and not both else layout.replicate,
+            sharding,
+            layout.shard if both else None,
+            layout.tensor,
+            layout.pipeline,
+            layout.context,
+            layout.expert,
+        ),
+        "batch": replace(base.batch, micro=choice.micro),
+        "pipeline": PipelineConfig(order, choice.stages) if pipelined else PipelineConfig(),
+        "context": replace(base.context, method=method),
+        "activation_checkpoint": replace(base.activation_checkpoint, mode=recompute, segment=1),
+    }
+    return replace(base, **changed)
+
+
+def exact(work: Workload, cluster: Cluster, choice: Choice) -> Job:
+    """With the run where there is one."""
+    if work.base is None:
+        return job_of(work, cluster, choice)
+    return Job.of(settings_of(work.base, choice), cluster, work.model.name)
+
+
+def refusal(work: Workload, choice: Choice) -> ConfigError | None:
+    """Why meshwright, or a trainer with the usual rules, would not run it."""
+    try:
+        if work.base is not None:
+            validate(settings_of(work.base, choice))
+        elif choice.layout.pipeline > 1:
+            replicas = choice.layout.data_degree * choice.micro
+            schedules.check(choice.schedule, choice.layout.pipeline, work.batch // replicas, choice.stages)
+    except ConfigError as refused:
+        return refused
+    return None

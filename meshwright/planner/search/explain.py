@@ -1,0 +1,253 @@
+"""Why a plan: problem, mechanism, communication, tradeoff and measurement, and what breaks at ten times the size.
+
+Every sentence is made of the estimate's own figures. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.planner.cost.estimate import Call, Estimate
+from meshwright.planner.exact.comm_volume import Sent, traffic
+from meshwright.planner.search.ladder import Binding, bound_by
+from meshwright.planner.search.mechanism import mechanism, replicated, sharded
+from meshwright.planner.search.scaling import at
+from meshwright.planner.search.search import CostCache
+from meshwright.planner.wording import (
+    again,
+    count,
+    exposed,
+    plan,
+    real_calls,
+    seconds,
+    sent,
+    share,
+    size,
+    synced,
+)
+from meshwright.planner.workload.job import Job
+
+TENFOLD = 10
+
+
+@dataclass(frozen=True)
+class Explanation:
+    problem: list[str]
+    mechanism: list[str]
+    communication: list[str]
+    tradeoff: list[str]
+    measurement: list[str]
+    questions: dict[str, str]
+    """what is replicated, what is sharded, which collective is on the critical path, how the optimizer stays the same,
+    and what breaks first at ten times the size
+    """
+
+
+def explain(
+    estimate: Estimate,
+    others: Sequence[Estimate] = (),
+    plain: tuple[Estimate, Binding] | None = None,
+    desk: CostCache | None = None,
+    file: str = "PLAN.toml",
+) -> Explanation:
+    """Of a plan or a run. `others` are the next best; `plain` is DDP and what binds it; `desk` can ask for more."""
+    rest = [other for other in others if other is not estimate][:2]
+    return Explanation(
+        problem(estimate, plain),
+        mechanism(estimate),
+        communication(estimate),
+        tradeoff(estimate, rest),
+        measurement(estimate, file),
+        {
+            "What is replicated?": replicated(estimate),
+            "What is sharded?": sharded(estimate),
+            "Which collective is on the critical path?": critical(estimate),
+            "How do the optimizer's semantics stay consistent?": semantics(estimate.job),
+            **({f"What breaks first at {TENFOLD}x?": " ".join(breaks(estimate, desk))} if desk is not None else {}),
+        },
+    )
+
+
+def problem(estimate: Estimate, plain: tuple[Estimate, Binding] | None) -> list[str]:
+    job = estimate.job
+    told = [
+        f"{count(job.model.parameters)} parameters, {job.batch.global_:,} samples of {job.sequence:,} tokens a step, "
+        f"{job.layout.ranks:,} {job.cluster.device.name} of {size(job.cluster.device.memory)}."
+    ]
+    if plain is not None:
+        first, binding = plain
+        told.append(
+            f"Whole copies (DDP) take {seconds(first.seconds)} a step, and nothing binds them."
+            if binding.kind == "nothing"
+            else f"Whole copies (DDP) are bound by {kind_of(binding)}: {binding.told}."
+        )
+    now = bound_by(estimate)
+    told.append(
+        f"{now.told.replace('nothing:', 'Nothing binds this plan:')}."
+        if now.kind == "nothing"
+        else f"What binds this plan: {now.told}."
+    )
+    return told
+
+
+def kind_of(binding: Binding) -> str:
+    return {"batch": "the batch", "bubble": "the pipeline's bubble"}.get(binding.kind, binding.kind)
+
+
+def communication(estimate: Estimate) -> list[str]:
+    """The collectives, those that are waited for longest first."""
+    calls = sorted(real_calls(estimate), key=lambda call: (-call.exposed, -call.seconds))
+    if not calls:
+        return ["A rank sends 0 B a step: no axis has messages."]
+    waited = exposed(estimate)
+    told = [
+        f"A rank sends {size(sent(estimate))} a step; messages take {seconds(sum(call.seconds for call in calls))}, "
+        f"of which {seconds(waited)} ({share(waited, estimate.seconds)} of the step) are exposed."
+    ]
+    return told + [f"{call_told(call)}." for call in calls]
+
+
+def call_told(call: Call) -> str:
+    where = "inside a node" if call.link == "inside" else "between nodes"
+    hidden = call.seconds - call.exposed
+    how = (
+        f"exposed, {seconds(call.exposed)}"
+        if hidden <= 0
+        else f"hidden, {seconds(call.seconds)}"
+        if call.exposed <= 0
+        else f"{seconds(call.exposed)} of {seconds(call.seconds)} exposed"
+    )
+    times = f"{call.count:,.0f} x {size(call.message)}"
+    return f"{call.axis} {call.collective}: {times} over {call.ranks:,} ranks {where}: {how}"
+
+
+def tradeoff(estimate: Estimate, others: Sequence[Estimate]) -> list[str]:
+    job, held = estimate.job, estimate.heaviest
+    left = job.cluster.device.memory - held.total
+    told = [
+        f"It takes {seconds(estimate.seconds)} a step ({seconds(estimate.low)} to {seconds(estimate.high)} in four "
+        f"cases of five; most of the doubt: {estimate.doubt}), {estimate.mfu:.1%} of the devices' peak, and leaves "
+        f"{size(left)} of {size(job.cluster.device.memory)} free."
+    ]
+    costs = {"waiting in the pipeline": estimate.phases.get("bubble", 0.0), "computing again": again(estimate)}
+    costs["exposed messages"] = exposed(estimate)
+    paid = [f"{name} {seconds(spent)} ({share(spent, estimate.seconds)})" for name, spent in costs.items() if spent > 0]
+    told.append(f"Its price a step: {', '.join(paid)}." if paid else "Nothing of a step is lost.")
+    return told + [why_not(estimate, other) for other in others]
+
+
+def why_not(estimate: Estimate, other: Estimate) -> str:
+    """What speaks against the next best."""
+    slower = other.seconds - estimate.seconds
+    heavier = other.heaviest.total - estimate.heaviest.total
+    names = {*estimate.phases, *other.phases}
+    grown = {name: other.phases.get(name, 0.0) - estimate.phases.get(name, 0.0) for name in names}
+    term, by = max(grown.items(), key=lambda row: row[1])
+    alike = abs(slower) < 1e-3 * estimate.seconds
+    pace = "as quick" if alike else f"{seconds(abs(slower))} {'slower' if slower > 0 else 'quicker, and of more parts'}"
+    weight = f"{size(abs(heavier))} {'heavier' if heavier > 0 else 'lighter'}"
+    because = f": {term} takes {seconds(by)} more" if by > 0 and slower > 0 and not alike else ""
+    return f"Not {plan(other.job)}: {pace}, {weight}{because}."
+
+
+def measurement(estimate: Estimate, file: str) -> list[str]:
+    held, calls = estimate.heaviest, real_calls(estimate)
+    told = []
+    if estimate.job.run is not None:
+        told.append(
+            f"Run: meshwright train {file} --steps 20. The plan is wrong where step records from the third on say:"
+        )
+    else:
+        told.append("Train 20 steps of it. The plan is wrong where they say:")
+    told.append(f"seconds outside {seconds(estimate.low)} to {seconds(estimate.high)} (median of the steps);")
+    told.append(f"phases.sync far from {seconds(synced(estimate))}, the waiting that is not inside passes;")
+    told.append(f"memory over {size(held.reserved)} on the heaviest rank (rank of the pipeline: {stage_of(estimate)});")
+    if (row := largest(estimate)) is not None:
+        told.append(
+            f"ledger.traffic of rank 0 with other than {row.message_bytes:,} bytes of {row.axis} {row.collective}."
+        )
+    elif calls:
+        call = max(calls, key=lambda one: one.message * one.count)
+        told.append(f"other than {size(call.message * call.count)} of {call.axis} {call.collective} a step.")
+    return told
+
+
+def largest(estimate: Estimate) -> Sent | None:
+    """Of what rank 0 sends, the row with most bytes, exact; of our own runs."""
+    job = estimate.job
+    if job.run is None:
+        return None
+    rows = traffic(job.run, job.layout, job.batch)
+    return max(rows, key=lambda row: row.message_bytes, default=None)
+
+
+def stage_of(estimate: Estimate) -> int:
+    return estimate.stages.index(estimate.heaviest)
+
+
+def critical(estimate: Estimate) -> str:
+    waiting = [call for call in real_calls(estimate) if call.exposed > 0]
+    if not waiting:
+        return "None: nothing that is sent is waited for."
+    call = max(waiting, key=lambda one: one.exposed)
+    return (
+        f"{call.axis} {call.collective}: {seconds(call.exposed)} of the step's {seconds(estimate.seconds)} "
+        f"({share(call.exposed, estimate.seconds)})."
+    )
+
+
+def semantics(job: Job) -> str:
+    batch = job.batch
+    told = (
+        f"Gradients of all {batch.global_:,} samples ({batch.micro} a pass x {batch.accumulation} passes x "
+        f"{data_ranks(batch.replicas)}) are summed before one update"
+    )
+    if job.sharding == "none":
+        return f"{told}, which every copy makes alike."
+    return (
+        f"{told}; each of {job.layout.shard * job.layout.context:,} ranks updates its own part, and parts are gathered."
+    )
+
+
+def breaks(estimate: Estimate, desk: CostCache) -> list[str]:
+    """At ten times the devices: with the same batch, and with ten times the batch."""
+    job, told = estimate.job, []
+    for growing in (False, True):
+        factor = TENFOLD if growing else reach(job, TENFOLD)
+        if factor < TENFOLD:
+            told.append(
+                f"The batch: {job.batch.global_:,} samples do not divide over "
+                f"{data_ranks(job.batch.replicas * TENFOLD)}; {factor}x is as far as they do."
+            )
+        if factor == 1:
+            continue
+        name = f"With {TENFOLD}x the batch" if growing else "With the same batch"
+        devices = f"on {job.layout.ranks * factor:,} devices"
+        more, kept = at(desk, estimate, factor, growing)
+        if more is None:
+            told.append(f"{name} nothing fits {devices}.")
+            continue
+        ideal = estimate.seconds if growing else estimate.seconds / factor
+        term, by = grows_most(estimate, more, ideal / estimate.seconds)
+        shape = "" if kept else f" (by {plan(more.job)})"
+        told.append(
+            f"{name} {devices} a step takes {seconds(more.seconds)}{shape}, where {seconds(ideal)} would be ideal "
+            f"({share(ideal, more.seconds)}); {term} grows most, {seconds(by)} beyond its share."
+        )
+    return told
+
+
+def grows_most(before: Estimate, after: Estimate, ideal: float) -> tuple[str, float]:
+    """The phase that takes most beyond its ideal share of what it took, and by how much."""
+    grown = {phase: spent - before.phases.get(phase, 0.0) * ideal for phase, spent in after.phases.items()}
+    return max(grown.items(), key=lambda row: row[1])
+
+
+def reach(job: Job, most: int) -> int:
+    """Times as many data-parallel ranks as the batch has samples for, at most so many."""
+    return max(factor for factor in range(1, most + 1) if job.batch.global_ % (job.batch.replicas * factor) == 0)
+
+
+def data_ranks(number: int) -> str:
+    return f"{number:,} data-parallel rank{'s' if number > 1 else ''}"

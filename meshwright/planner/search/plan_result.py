@@ -1,0 +1,127 @@
+"""Everything that `meshwright plan` answers: the plans, the ladder, the reasons and the scale; torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.config import as_toml
+from meshwright.errors import ConfigError
+from meshwright.planner.calibration.prediction import prediction
+from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.hardware.cluster import Cluster
+from meshwright.planner.search.choice import Choice, settings_of
+from meshwright.planner.search.explain import Explanation, explain
+from meshwright.planner.search.ladder import Rung, ladder
+from meshwright.planner.search.scaling import Row, Scale, scaled
+from meshwright.planner.search.search import KEPT, CostCache, Found, search
+from meshwright.planner.search.suggestions import impossible
+from meshwright.planner.workload.workload import Workload
+
+
+@dataclass(frozen=True)
+class Answer:
+    work: Workload
+    cluster: Cluster
+    found: Found
+    chosen: Estimate
+    """the plan that is shown, explained and written"""
+    place: int
+    """its place in the list, from 1"""
+    rungs: list[Rung]
+    ending: str
+    """how the last rung stands to the plan"""
+    explanation: Explanation
+    scale: Scale | None
+
+
+def answer(
+    work: Workload,
+    cluster: Cluster,
+    place: int = 1,
+    top: int = 8,
+    scale: bool = False,
+    critical: float | None = None,
+    file: str = "PLAN.toml",
+) -> Answer:
+    """Of a workload on all devices of a cluster; refused in one line where nothing fits."""
+    desk = CostCache(work, cluster)
+    found = search(desk, top=max(top, place, KEPT))
+    if not found.ranked:
+        raise impossible(desk)
+    if not 1 <= place <= len(found.ranked):
+        raise ConfigError(f"there is no plan {place} of {len(found.ranked)}", f"allowed: 1 to {len(found.ranked)}")
+    chosen = found.ranked[place - 1]
+    rungs, ending = ladder(desk, found.ranked[0])
+    others = [other for other in found.ranked[: place + 2] if other is not chosen]
+    reasons = explain(chosen, others, (rungs[0].estimate, rungs[0].binding), desk, file)
+    table = scaled(desk, chosen, critical) if scale else None
+    return Answer(work, cluster, found, chosen, place, rungs, ending, reasons, table)
+
+
+def as_json(whole: Answer, top: int) -> dict[str, Any]:
+    """For machines; every plan is a prediction record."""
+    return {
+        "model": dataclasses.asdict(whole.work.model) | {"parameters": whole.work.model.parameters},
+        "cluster": json.loads(json.dumps(dataclasses.asdict(whole.cluster))) | {"devices": whole.cluster.devices},
+        "trainable": whole.work.base is not None,
+        "pinned": dict(whole.work.pinned),
+        "notes": list(whole.work.notes),
+        "place": whole.place,
+        "plan": prediction(whole.chosen),
+        "ranked": [prediction(each) for each in whole.found.ranked[:top]],
+        "front": [prediction(each) for each in whole.found.front],
+        "search": {
+            "estimates": whole.found.estimates,
+            "weighed": whole.found.weighed,
+            "frames": whole.found.frames,
+            "left_out": whole.found.left_out,
+            "layouts": len(whole.found.ranked),
+        },
+        "ladder": [
+            {
+                "rung": rung.name,
+                "binding": dataclasses.asdict(rung.binding),
+                "fixed": rung.fixed,
+                "cost": rung.cost,
+                "tried": list(rung.tried),
+                "plan": prediction(rung.estimate),
+            }
+            for rung in whole.rungs
+        ],
+        "ending": whole.ending,
+        "explanation": dataclasses.asdict(whole.explanation),
+        "scale": scale_json(whole.scale) if whole.scale else None,
+    }
+
+
+def scale_json(scale: Scale) -> dict[str, Any]:
+    def row(one: Row) -> dict[str, Any]:
+        return {
+            "factor": one.factor,
+            "devices": one.devices,
+            "batch": one.batch,
+            "kept": one.kept,
+            "efficiency": one.efficiency,
+            "exposed_share": one.waiting,
+            "useful_tokens_per_second": one.useful,
+            "plan": prediction(one.estimate) if one.estimate else None,
+        }
+
+    return {
+        "strong": [row(one) for one in scale.strong],
+        "growing": [row(one) for one in scale.growing],
+        "serial_share": scale.serial,
+        "critical_batch_tokens": scale.critical,
+        "assumption": scale.assumption,
+    }
+
+
+def run_file(whole: Answer) -> str:
+    """The plan as a run file, in the words of `meshwright train`."""
+    if whole.work.base is None:
+        reason = whole.work.notes[0] if whole.work.notes else "our decoder does not train it"
+        raise ConfigError(f"{whole.work.model.name} cannot be written as a run: {reason}", "allowed: --json")
+    return as_toml(settings_of(whole.work.base, Choice.of(whole.chosen.job)))

@@ -1,0 +1,159 @@
+"""A run's settings as a plan decides them: the best that a search finds, or those of a plan file; torch-free.
+
+Words of the command line come first: they pin what is searched, and win over a plan file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.config import RunConfig, from_dict, identity, load, placement, to_dict
+from meshwright.config.constraints import Count
+from meshwright.config.reader import Word, convert, put, read_toml
+from meshwright.errors import ConfigError
+from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.hardware.cluster import Cluster
+from meshwright.planner.hardware.resolve_cluster import cluster_of, of_devices
+from meshwright.planner.search.choice import Choice, settings_of
+from meshwright.planner.search.ladder import bound_by, stand
+from meshwright.planner.search.search import CostCache, search
+from meshwright.planner.search.suggestions import impossible
+from meshwright.planner.wording import count, plan, seconds, size
+from meshwright.planner.workload.workload import SEARCHED
+from meshwright.planner.workload.workload_args import run_workload
+from meshwright.telemetry.run_folder import read_json
+from meshwright.telemetry.run_measurements import number, table
+from meshwright.topology.layout import Layout
+
+BEST = "best"
+PLACED = ("layout.", "compute.", "pipeline.", "context.", "shard.", "replicate.")
+"""What a plan file decides beside batch.micro, as far as it is placement: what changes the numbers is the run's own."""
+SAME = ("model.", "data.sequence", "batch.global", "precision.compute")
+"""What a plan is made for."""
+
+
+@dataclass(frozen=True)
+class PlannedConfig:
+    """The settings of a run, and one line on the plan behind them."""
+
+    config: RunConfig
+    told: str
+    seconds: float | None
+    """that the plan predicts of a step"""
+
+
+def taken(
+    plan_word: str,
+    cluster: str | None,
+    file: Path | None,
+    overrides: Sequence[str],
+    ranks: str | None,
+    steps: str | None,
+) -> PlannedConfig:
+    """`plan_word` is `best` or a plan file; the rest as `meshwright train` is given it."""
+    if plan_word == BEST:
+        return best(cluster or "here", file, overrides, ranks, steps)
+    if not plan_word.endswith(".toml"):
+        raise ConfigError(
+            f"--plan {plan_word} is no plan", "allowed: best, or PLAN.toml as meshwright plan --out writes it"
+        )
+    return of_file(Path(plan_word), file, overrides, ranks, steps)
+
+
+def key_of(word: str) -> str:
+    return word.removeprefix("--").partition("=")[0]
+
+
+def best(
+    cluster: str, file: Path | None, overrides: Sequence[str], ranks: str | None, steps: str | None
+) -> PlannedConfig:
+    """The search's first plan for this run on so many of the cluster's devices: as many as are asked for, as a run
+    file's layout has, or all.
+    """
+    run = load(file, [word for word in overrides if key_of(word) not in SEARCHED], None, steps)
+    whole = cluster_of(cluster)
+    asked = convert(Count, Word(ranks), "--ranks") if ranks is not None else ranks_in(file)
+    desk = CostCache(run_workload(run, overrides), part_of(whole, asked or whole.devices))
+    found = search(desk).ranked
+    if not found:
+        raise impossible(desk)
+    return PlannedConfig(settings_of(run, Choice.of(found[0].job)), reason(desk, found[0]), found[0].seconds)
+
+
+def ranks_in(file: Path | None) -> int | None:
+    """Of a run file that has a layout."""
+    if file is None or "layout" not in read_toml(file):
+        return None
+    return Layout.of(load(file).layout).ranks
+
+
+def part_of(whole: Cluster, ranks: int) -> Cluster:
+    if ranks > whole.devices:
+        raise ConfigError(
+            f"{ranks} ranks on {whole.devices} devices of cluster {whole.name!r}", f"allowed: 1 to {whole.devices}"
+        )
+    return of_devices(whole, ranks)
+
+
+def reason(desk: CostCache, found: Estimate) -> str:
+    """Which plan, why, and what it predicts."""
+    copies, binding = stand(desk, ())
+    simple = Choice.of(copies.job).family == Choice.of(found.job).family
+    why = f"binds: {bound_by(found).told}" if simple else f"whole copies alone (DDP): {binding.told}"
+    return f"plan: {plan(found.job)}; {why}; predicted: {predicted(found)}"
+
+
+def predicted(found: Estimate) -> str:
+    between = f"{seconds(found.low)} to {seconds(found.high)}"
+    rate, held = f"{count(found.tokens_per_second)} tokens/s", size(found.heaviest.total)
+    return "; ".join([f"{seconds(found.seconds)} a step ({between}), {rate}, {held}", *found.notes])
+
+
+def of_file(
+    path: Path, file: Path | None, overrides: Sequence[str], ranks: str | None, steps: str | None
+) -> PlannedConfig:
+    """Its placement, over the run's own. Without a run file the plan's own run is meant: it is a whole one."""
+    planned = load(path)
+    of_itself = file is None and not any(key_of(word) == "preset" for word in overrides)
+    run = load(path if of_itself else file, [word for word in overrides if not placed(key_of(word))], None, steps)
+    refuse_another(path, identity(planned), identity(run))
+    tree: dict[str, Any] = to_dict(run)
+    for key, value in placement(planned).items():
+        if placed(key):
+            put(tree, key, value)
+    for word in overrides:
+        if placed(key_of(word)):
+            put(tree, key_of(word), Word(word.partition("=")[2]))
+    merged = from_dict(tree)
+    if ranks is not None:
+        merged = from_dict(
+            to_dict(merged) | {"layout": to_dict(merged.layout.on(convert(Count, Word(ranks), "--ranks")))}
+        )
+    figures = figures_beside(path)
+    takes, where = number(figures.get("seconds")), str(figures.get("cluster"))[:60]
+    told = f"; predicted: {seconds(takes)} a step on {where}" if takes else ""
+    return PlannedConfig(merged, f"plan: {path}, {Layout.of(merged.layout)}{told}", takes)
+
+
+def placed(key: str) -> bool:
+    return key.startswith(PLACED) or key == "batch.micro"
+
+
+def refuse_another(path: Path, planned: dict[str, Any], run: dict[str, Any]) -> None:
+    for key, value in planned.items():
+        if key.startswith(SAME) and run.get(key) != value:
+            raise ConfigError(
+                f"--plan {path} is for another run: {key} = {value} there and {run.get(key)} here",
+                "allowed: a plan made for this run, or --plan best",
+            )
+
+
+def figures_beside(path: Path) -> dict[str, Any]:
+    """PLAN.json, if it is there."""
+    try:
+        return table(read_json(path.with_suffix(".json")))
+    except ConfigError:
+        return {}

@@ -1,0 +1,156 @@
+"""What to change where nothing fits, or nothing divides: found by trying, each change by itself; torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from meshwright.errors import ConfigError
+from meshwright.planner.hardware.cluster import DEVICES, Cluster
+from meshwright.planner.search.candidates import divisors
+from meshwright.planner.search.search import CostCache, lightest
+from meshwright.planner.wording import classes, plan, size
+from meshwright.planner.workload.workload import Workload
+
+DEGREES = ("layout.tensor", "layout.pipeline", "layout.context", "layout.expert")
+MOST_TIMES = 4096
+"""More devices than so many times those that there are are not tried."""
+
+
+def impossible(desk: CostCache) -> ConfigError:
+    """The refusal of a workload that no layout takes: what is in the way, and the smallest changes that would do."""
+    work, cluster = desk.work, desk.cluster
+    least = lightest(desk)
+    name = f"{work.model.name} on {cluster.devices:,} {cluster.device.name}"
+    if least is None:
+        return ConfigError(
+            f"{name}: {divides_not(work, cluster)}", f"allowed: {', or '.join(divisible(work, cluster))}"
+        )
+    held = desk.heaviest(least)
+    worst, most = max(classes(held).items(), key=lambda row: row[1])
+    shape = plan(desk.time(least).job)
+    what = (
+        f"{name} does not fit: the lightest plan ({shape}) takes {size(held.total)} of "
+        f"{size(cluster.device.memory)}, {worst} alone {size(most)}"
+    )
+    return ConfigError(what, f"allowed: {', or '.join(changes(work, cluster)) or 'a smaller model'}")
+
+
+def fits(work: Workload, cluster: Cluster) -> bool:
+    desk = CostCache(work, cluster)
+    least = lightest(desk)
+    return least is not None and desk.fits(least)
+
+
+def changes(work: Workload, cluster: Cluster) -> list[str]:
+    """Each that makes it fit, by itself: without a pin, more devices, larger ones, shorter sequences, fewer bytes."""
+    found = []
+    for key, value in work.pinned.items():
+        free = replace(work, pinned={other: kept for other, kept in work.pinned.items() if other != key})
+        if fits(free, cluster):
+            found.append(f"without --{key}={value}")
+    if devices := more_devices(work, cluster):
+        found.append(f"{devices:,} devices")
+    for device in sorted(DEVICES.values(), key=lambda each: each.memory):
+        if device.memory > cluster.device.memory and fits(work, replace(cluster, device=device)):
+            found.append(f"as many {device.name} of {size(device.memory)}")
+            break
+    sequence = work.sequence // 2
+    while sequence >= 128:
+        if fits(work.of(sequence=sequence), cluster):
+            found.append(f"--sequence {sequence}")
+            break
+        sequence //= 2
+    if work.precision in ("fp32", "fp64") and fits(precise(work, "bf16"), cluster):
+        found.append("--precision bf16")
+    return found
+
+
+def more_devices(work: Workload, cluster: Cluster) -> int:
+    """The fewest that take it: doubled until it fits, then halved back to whole nodes; 0 where more do not help."""
+    times = 2
+    while times <= MOST_TIMES and not fits(work, cluster.of(cluster.devices * times)):
+        times *= 2
+    if times > MOST_TIMES:
+        return 0
+    unit = cluster.per_node if cluster.nodes > 1 or cluster.devices == cluster.per_node else 1
+    low, high = cluster.devices * times // 2, cluster.devices * times
+    while high - low > unit:
+        middle = (low + high) // 2 // unit * unit
+        if middle in (low, high):
+            break
+        low, high = (low, middle) if fits(work, cluster.of(middle)) else (middle, high)
+    return high
+
+
+def precise(work: Workload, precision: str) -> Workload:
+    compute: Any = precision
+    base = work.base and replace(work.base, precision=replace(work.base.precision, compute=compute))
+    return replace(work, precision=precision, base=base)
+
+
+def divides_not(work: Workload, cluster: Cluster) -> str:
+    """The first rule that a pin breaks, or that the batch has no samples for so many devices."""
+    model, pinned = work.model, work.pinned
+    tensor, context = int(pinned.get("layout.tensor", 1)), int(pinned.get("layout.context", 1))
+    pipeline, expert = int(pinned.get("layout.pipeline", 1)), int(pinned.get("layout.expert", 1))
+    unit = tensor * context * pipeline
+    if cluster.devices % unit:
+        factors = f"tensor {tensor} x context {context} x pipeline {pipeline}"
+        return f"{cluster.devices:,} devices do not divide over {unit:,} ({factors})"
+    for name, number in (
+        ("heads", model.heads),
+        ("kv heads", model.kv_heads),
+        ("inner columns", model.ffn),
+        ("tokens", work.sequence),
+    ):
+        if number % tensor:
+            return f"layout.tensor = {tensor} does not divide {number:,} {name}"
+    if pipeline > model.layers:
+        return f"layout.pipeline = {pipeline} has more stages than {model.layers} layers"
+    if work.sequence % (context * tensor):
+        return f"layout.context = {context} does not divide {work.sequence:,} tokens"
+    if expert > 1 and (not model.experts or model.experts % expert):
+        return f"layout.expert = {expert} does not divide {model.experts} experts"
+    told = ", ".join(f"--{key}={value}" for key, value in pinned.items())
+    return f"no layout takes a batch of {work.batch:,}" + (f" with {told}" if told else "")
+
+
+def divisible(work: Workload, cluster: Cluster) -> list[str]:
+    """What divides: without a pin or with another value of it, another batch, other numbers of devices."""
+    found = []
+    for key, value in work.pinned.items():
+        free = replace(work, pinned={other: kept for other, kept in work.pinned.items() if other != key})
+        if lightest(CostCache(free, cluster)) is not None:
+            found.append(f"without --{key}={value}")
+            found += other_degrees(work, cluster, key)
+    below = next((n for n in range(cluster.devices - 1, 0, -1) if divides(work, cluster, n)), 0)
+    above = next((n for n in range(cluster.devices + 1, 2 * cluster.devices + 1) if divides(work, cluster, n)), 0)
+    if near := [f"{n:,}" for n in (below, above) if n]:
+        found.append(f"{' or '.join(near)} devices")
+    if not found and work.pinned and lightest(CostCache(replace(work, pinned={}), cluster)) is not None:
+        found.append("without these words")
+    return found or [f"--batch of a multiple of {divisors(cluster.devices)[-1]:,}"]
+
+
+def other_degrees(work: Workload, cluster: Cluster, key: str) -> list[str]:
+    """Values of a pinned degree that divide, the nearest few."""
+    if key not in DEGREES:
+        return []
+    near = sorted(divisors(cluster.devices), key=lambda degree: abs(degree - int(work.pinned[key])))[:8]
+    fits = [
+        degree
+        for degree in near
+        if lightest(CostCache(replace(work, pinned={**work.pinned, key: degree}), cluster)) is not None
+    ]
+    return [f"{key} = {', '.join(map(str, sorted(fits)))}"] if fits else []
+
+
+def divides(work: Workload, cluster: Cluster, devices: int) -> bool:
+    """Whole copies are tried alone: what they divide over, other layouts do, too."""
+    unit = 1
+    for key in ("layout.tensor", "layout.context", "layout.pipeline"):
+        unit *= int(work.pinned.get(key, 1))
+    if devices % unit or work.batch % (devices // unit):
+        return False
+    return lightest(CostCache(work, cluster.of(devices))) is not None

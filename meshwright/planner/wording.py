@@ -1,0 +1,131 @@
+"""Figures as a person reads them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright.planner.cost.estimate import Call, Estimate, Memory
+from meshwright.planner.workload.job import Job
+from meshwright.topology.collectives import wire_bytes
+
+CLASSES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "gathered",
+    "communication",
+    "slack",
+    "context",
+)
+"""of memory, as they are shown"""
+
+
+def size(count: float) -> str:
+    """Bytes, with three digits that count."""
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024:
+            break
+        count, unit = count / 1024, larger
+    return f"{count:.3g} {unit}" if abs(count) < 999.5 and unit != "B" else f"{count:,.0f} {unit}"
+
+
+def seconds(time: float) -> str:
+    if abs(time) >= 1 or time == 0:
+        return f"{time:.3g} s" if abs(time) < 1000 else f"{time:,.0f} s"
+    return f"{time * 1e3:.3g} ms" if abs(time) >= 1e-3 else f"{time * 1e6:.3g} us"
+
+
+def count(number: float) -> str:
+    """Of parameters or tokens."""
+    for limit, unit in ((1e15, " P"), (1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if number >= limit:
+            return f"{number / limit:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def share(part: float, whole: float) -> str:
+    found = part / whole if whole else 0.0
+    return f"{found:.0%}" if found >= 0.095 or found == 0 else f"{found:.1%}"
+
+
+def spread(job: Job) -> str:
+    """The axes and what is divided along them."""
+    layout = job.layout
+    kind = f" ({job.sharding})" if job.sharding != "none" else ""
+    told = [f"{axis} {getattr(layout, axis)}" + (kind if axis == "shard" else "") for axis in layout.axes]
+    return " x ".join(told) or "one device"
+
+
+def extras(job: Job) -> str:
+    """The rest of what a plan decides."""
+    told = [f"micro {job.batch.micro} x {job.batch.accumulation}"]
+    if job.layout.pipeline > 1:
+        told.append(job.schedule + (f" of {job.stages} stages a rank" if job.stages > 1 else ""))
+    if job.layout.context > 1:
+        told.append(job.method)
+    if job.recompute != "none":
+        told.append(f"recompute {job.recompute}")
+    return ", ".join(told)
+
+
+def plan(job: Job) -> str:
+    return f"{spread(job)}; {extras(job)}"
+
+
+def classes(memory: Memory) -> dict[str, float]:
+    """Bytes by class, those that are there, in the order in which they are shown."""
+    return {name: getattr(memory, name) for name in CLASSES if getattr(memory, name)}
+
+
+def exposed(estimate: Estimate) -> float:
+    """Seconds of a step in which a rank waits for messages."""
+    return sum(call.exposed for call in estimate.calls)
+
+
+def sent(estimate: Estimate) -> float:
+    """Bytes that one rank sends in a step, by the ring count."""
+    return sum(call.count * wire_bytes(call.collective, int(call.message), call.ranks) for call in estimate.calls)
+
+
+def synced(estimate: Estimate) -> float:
+    """Of the step's seconds, those that a run records as its phase `sync`: waiting for neighbours in a pipeline, or for
+    the last sums of whole copies. What passes wait for inside themselves is part of forward and backward.
+    """
+    phases = ("bubble", "pipeline") if estimate.job.layout.pipeline > 1 else ("replicate",)
+    return sum(estimate.phases.get(phase, 0.0) for phase in phases)
+
+
+def again(estimate: Estimate) -> float:
+    """Seconds of a step in which what was computed is computed again."""
+    computing = estimate.phases.get("forward", 0.0) + estimate.phases.get("backward", 0.0)
+    return estimate.phases.get("recompute", computing * (1 - estimate.flops / estimate.hardware_flops))
+
+
+def lost(estimate: Estimate) -> dict[str, float]:
+    """Seconds of a step that neither go through the model nor update it, by what takes them."""
+    return {
+        "communication": exposed(estimate),
+        "recomputation": again(estimate),
+        "bubble": estimate.phases.get("bubble", 0.0),
+    }
+
+
+def real_calls(estimate: Estimate) -> list[Call]:
+    """Collectives of more than one rank, those of one kind and size together."""
+    found: dict[tuple[str, str, float, int, str], Call] = {}
+    for call in estimate.calls:
+        if call.ranks < 2 or call.count <= 0:
+            continue
+        key = (call.axis, call.collective, call.message, call.ranks, call.link)
+        if (same := found.get(key)) is not None:
+            call = replace(
+                call,
+                count=call.count + same.count,
+                seconds=call.seconds + same.seconds,
+                exposed=call.exposed + same.exposed,
+            )
+        found[key] = call
+    return list(found.values())

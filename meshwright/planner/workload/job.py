@@ -1,0 +1,67 @@
+"""What is estimated: a model on a cluster, spread, cut into batches, and run by some software; torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.config import Batch, RunConfig, batch_algebra
+from meshwright.planner.hardware.cluster import Cluster
+from meshwright.planner.workload.architecture import Architecture
+from meshwright.planner.workload.trainer_profile import TrainerProfile
+from meshwright.planner.workload.trainer_profiles import OWN, OWN_COMPILED
+from meshwright.topology.layout import Layout, stages_each
+
+
+@dataclass(frozen=True)
+class Job:
+    model: Architecture
+    cluster: Cluster
+    layout: Layout
+    batch: Batch
+    sequence: int
+    sharding: str = "none"
+    """none, optimizer, gradients or parameters"""
+    precision: str = "bf16"
+    """fp64, fp32, bf16, fp16, fp8 or fp4"""
+    recompute: str = "none"
+    """none, selective or full"""
+    segment: int = 1
+    """full: blocks that are recomputed together"""
+    schedule: str = "1f1b"
+    stages: int = 1
+    """of the pipeline, a rank"""
+    method: str = "ring"
+    """of context: ring, all-to-all, or gather"""
+    stack: TrainerProfile = OWN
+    run: RunConfig | None = None
+    """the run that it was made of, of which exact formulas know more"""
+
+    @classmethod
+    def of(cls, config: RunConfig, cluster: Cluster, name: str = "") -> Job:
+        layout = Layout.of(config.layout)
+        return cls(
+            Architecture.of(config.model, name or config.preset),
+            cluster,
+            layout,
+            batch_algebra(config.batch, layout.data_degree),
+            config.data.sequence,
+            config.layout.shard,
+            config.precision.compute,
+            config.activation_checkpoint.mode,
+            config.activation_checkpoint.segment,
+            config.pipeline.schedule,
+            stages_each(config),
+            config.context.method,
+            OWN_COMPILED if config.compile.enabled else OWN,
+            config,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """of a step, over all ranks"""
+        return self.batch.global_ * self.sequence
+
+    @property
+    def micro_tokens(self) -> int:
+        """that one rank of the context axis computes on in one micro-step"""
+        return self.batch.micro * self.sequence // self.layout.context

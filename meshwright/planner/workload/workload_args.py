@@ -1,0 +1,91 @@
+"""What the words of `meshwright plan` ask for: a workload, with what was assumed; torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from meshwright.config import RunConfig, from_dict, load, to_dict
+from meshwright.errors import ConfigError
+from meshwright.planner.workload.architecture import Architecture
+from meshwright.planner.workload.resolve_model import architecture_of
+from meshwright.planner.workload.workload import SEARCHED, Workload
+
+USUAL_TOKENS = 4 << 20
+"""of a step, where nobody says: what published runs of large models begin with"""
+USUAL_SEQUENCE = 4096
+RUN_PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+PRECISIONS = (*RUN_PRECISIONS, "fp8", "fp4")
+
+
+def workload(
+    word: str,
+    overrides: Sequence[str] = (),
+    batch: int | None = None,
+    sequence: int | None = None,
+    precision: str | None = None,
+) -> Workload:
+    """A word for each of the three settings that the figures hang on most; the rest of the run by its keys."""
+    split = [text.removeprefix("--").partition("=") for text in overrides]
+    pinned = {key: value for key, _, value in split if key in SEARCHED}
+    words = [text for text, (key, _, _) in zip(overrides, split, strict=True) if key not in SEARCHED]
+    named = architecture_of(word, words)
+    run = named.run
+    if run is None and named.model is not None:
+        run = from_dict({"model": to_dict(named.model), "precision": {"compute": "bf16"}})
+        batch, sequence = usual(batch, sequence)
+    notes = [named.reason] if named.reason else []
+    if precision is not None and precision not in PRECISIONS:
+        raise ConfigError(f"--precision {precision} is not known", f"allowed: {', '.join(PRECISIONS)}")
+    if run is None:
+        usual_batch, usual_sequence = usual(batch, sequence)
+        if batch is None:
+            notes.append(f"batch assumed: {usual_batch:,} samples of {usual_sequence:,} tokens a step")
+        whole = pins(pinned)
+        return Workload(named.architecture, usual_batch, usual_sequence, precision or "bf16", None, whole, tuple(notes))
+    tree: dict[str, Any] = to_dict(run)
+    tree["batch"] |= {"micro": None, **({"global": batch} if batch is not None else {})}
+    tree["data"] |= {"sequence": sequence} if sequence is not None else {}
+    if precision in RUN_PRECISIONS:
+        tree["precision"]["compute"] = precision
+    run = from_dict(tree)
+    if precision is not None and precision not in RUN_PRECISIONS:
+        notes.append(f"{precision} is estimated alone: meshwright trains in {', '.join(RUN_PRECISIONS)}")
+    base = run if precision is None or precision in RUN_PRECISIONS else None
+    return Workload(
+        named.architecture,
+        run.batch.global_,
+        run.data.sequence,
+        precision or run.precision.compute,
+        base,
+        pins(pinned),
+        tuple(notes),
+    )
+
+
+def run_workload(run: RunConfig, overrides: Sequence[str] = ()) -> Workload:
+    """A run's own, with what `--KEY=VALUE` words pin of what is searched."""
+    split = [text.removeprefix("--").partition("=") for text in overrides]
+    pinned = pins({key: value for key, _, value in split if key in SEARCHED})
+    free = replace(run, batch=replace(run.batch, micro=None))
+    model = Architecture.of(run.model, run.preset)
+    return Workload(model, run.batch.global_, run.data.sequence, run.precision.compute, free, pinned)
+
+
+def usual(batch: int | None, sequence: int | None) -> tuple[int, int]:
+    sequence = sequence or USUAL_SEQUENCE
+    return batch or max(1, USUAL_TOKENS // sequence), sequence
+
+
+def pins(pinned: dict[str, str]) -> dict[str, int | str]:
+    """What words fix of what is searched, each checked as the run's own key would be."""
+    found: dict[str, int | str] = {}
+    for key, value in pinned.items():
+        room, _, name = key.partition(".")
+        lone = {"layout.shard_degree": {"shard": "optimizer"}}.get(key, {})
+        config = load(None, [f"--{key}={value}", *(f"--{room}.{k}={v}" for k, v in lone.items())])
+        given = getattr(getattr(config, room), name)
+        if given is not None:
+            found[key] = given
+    return found

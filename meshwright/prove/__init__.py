@@ -1,1 +1,0 @@
-"""The contracts as runnable checks, and the certificate they sign."""

@@ -1,0 +1,1 @@
+"""The contracts as runnable checks, and the certificate of their results."""

@@ -1,0 +1,92 @@
+"""A step of the layout under the ledgers: counted bytes against the formulas, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from meshwright.config import DataConfig, RunConfig
+from meshwright.data.loader import Loader
+from meshwright.data.source import Concatenated
+from meshwright.launch.ranks import run_ranks
+from meshwright.parallel.world import World
+from meshwright.planner.exact.activation_messages import untold
+from meshwright.planner.exact.comm_volume import Sent, traffic
+from meshwright.planner.exact.compare import compared
+from meshwright.planner.exact.state_memory import Held, held
+from meshwright.prover.layouts import kind, variants
+from meshwright.prover.reference import LR, real_step, source_of, stream_of
+from meshwright.topology.layout import Layout
+from meshwright.topology.unsupported import validate
+from meshwright.trainer.counted_step import Counted, counting
+
+Counts = tuple[list[Sent], Held]
+
+
+def check_traffic(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
+    """In float32, as a run would be."""
+    proofs, note = variants(config)
+    proof = next(proof for proof in proofs if proof.precision.compute == "fp32")
+    layout, batch = validate(proof)
+    found: list[Counts] = run_ranks(counted, layout.ranks, proof, launch=proof.launch)
+    expected = [traffic(proof, layout, batch, rank) for rank in range(layout.ranks)]
+    differing = list(all_differences(layout, expected, [sent for sent, _ in found], left_out := untold(proof, layout)))
+    total = sum(row.wire_bytes for row in expected[0])
+    rows = ", ".join(
+        f"{row.axis} {row.collective} {row.message_bytes:,}" for row in expected[0] if row.axis != "control"
+    )
+    yield (
+        f"{layout}{kind(proof)}: bytes counted on a real step = the formulas, exactly",
+        not differing,
+        "; ".join(differing)
+        if differing
+        else f"rank 0: {rows}; {total:,} bytes on the wire a step{note}{said(left_out)}",
+    )
+    wrong = [
+        f"rank {rank}: {name} {getattr(got, name):,} bytes at peak, by the formula {getattr(want, name):,}"
+        for rank, (_, got) in enumerate(found)
+        for want in [held(proof, layout, batch, rank)]
+        for name in ("parameter", "gradient", "optimizer")
+        if getattr(got, name) != getattr(want, name)
+    ]
+    first = found[0][1]
+    yield (
+        f"{layout}{kind(proof)}: peak bytes of parameters, gradients and optimizer = the formulas, exactly",
+        not wrong,
+        "; ".join(wrong)
+        if wrong
+        else f"rank 0: parameter {first.parameter:,}, gradient {first.gradient:,}, optimizer {first.optimizer:,}{note}",
+    )
+
+
+def counted(world: World, config: RunConfig) -> Counts:
+    ledgers = third_step(world, config)
+    sent = [Sent(row.axis, row.collective, row.message_bytes, row.wire_bytes) for row in ledgers.rows()]
+    peak = ledgers.memory.peak
+    return sent, Held(peak["parameter"], peak["gradient"], peak["optimizer"])
+
+
+def third_step(world: World, config: RunConfig) -> Counted:
+    """Its ledgers: by then everything has been made that is made once."""
+    layout, batch = validate(config)
+    step = real_step(world, config, layout)
+    source, coordinate = Concatenated([source_of(config)]), layout.data_coordinate(world.rank)
+    loader = Loader(source, stream_of(config), batch, coordinate, DataConfig(workers=0))
+    step.rehearse(loader.first)
+    batches = loader.steps(0, 3)
+    for number in range(2):
+        step.run(number, LR, batches)
+    with counting(step.spread, step.optimizer) as ledgers:
+        step.run(2, LR, batches, ledgers.enter)
+    return ledgers
+
+
+def said(left_out: dict[str, str]) -> str:
+    return "".join(f"; {axis} not compared: {why}" for axis, why in left_out.items())
+
+
+def all_differences(
+    layout: Layout, expected: list[list[Sent]], found: list[list[Sent]], left_out: Collection[str] = ()
+) -> Iterator[str]:
+    """In words; see `compared`."""
+    pairs = compared(layout, dict(enumerate(expected)), dict(enumerate(found)), left_out)
+    return (str(pair) for pair in pairs if not pair.equal)

@@ -1,0 +1,117 @@
+"""Runs every check on a config, prints the table, signs the certificate."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from meshwright.config import RunConfig, fingerprint, identity, placement
+from meshwright.errors import RestartsExhausted
+from meshwright.prover.comm_volume import check_traffic
+from meshwright.prover.layouts import check_layouts
+from meshwright.prover.recovery import check_recovery
+from meshwright.prover.stream import check_stream
+from meshwright.recover.failures import RanksFailed
+from meshwright.telemetry.run_folder import write_json
+from meshwright.trainer.identity import code_fingerprint
+from meshwright.version import __version__
+
+Check = Callable[[RunConfig], Iterator[tuple[str, bool, str]]]
+
+CHECKS: dict[str, Check] = {
+    "stream": check_stream,
+    "layout": check_layouts,
+    "traffic": check_traffic,
+    "recovery": check_recovery,
+}
+"""Name -> check. A check yields (promise, kept, what was measured); one that raises has failed."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    check: str
+    promise: str
+    kept: bool
+    measured: str
+    seconds: float = field(compare=False, default=0.0)
+
+
+def findings(config: RunConfig) -> Iterator[Finding]:
+    for name, check in CHECKS.items():
+        start = time.monotonic()
+        try:
+            for promise, kept, measured in check(config):
+                yield Finding(name, promise, bool(kept), measured, round(time.monotonic() - start, 3))
+                start = time.monotonic()
+        except (RanksFailed, RestartsExhausted) as error:
+            yield Finding(name, "the check runs to its end", False, str(error), round(time.monotonic() - start, 3))
+
+
+def prove(config: RunConfig, out: Path, as_json: bool = False) -> bool:
+    """Every promise checked on this machine; True if all were kept."""
+    torch.set_num_threads(config.launch.threads)
+    console = Console(stderr=as_json)
+    if not console.is_terminal:
+        console = Console(stderr=as_json, width=140)
+    found = []
+    for finding in findings(config):
+        found.append(finding)
+        if not as_json and console.is_terminal:
+            word = "[green]kept  [/]" if finding.kept else "[red]BROKEN[/]"
+            console.print(f"{word} {finding.check}: {finding.promise}", highlight=False)
+    certificate = sign(config, found)
+    write_json(out, certificate)
+    if as_json:
+        print(json.dumps(certificate))
+    else:
+        show(console, found, out)
+    return bool(certificate["kept"])
+
+
+def sign(config: RunConfig, found: list[Finding]) -> dict[str, Any]:
+    """The certificate: what was checked, where, of which code, and a digest of all of it."""
+    certificate: dict[str, Any] = {
+        "meshwright": __version__,
+        "code": code_fingerprint(),
+        "identity": fingerprint(identity(config)),
+        "placement": fingerprint(placement(config)),
+        "machine": {
+            "system": platform.platform(),
+            "cores": os.cpu_count(),
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+        },
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "kept": bool(found) and all(finding.kept for finding in found),
+        "findings": [asdict(finding) for finding in found],
+    }
+    certificate["digest"] = hashlib.sha256(json.dumps(certificate, sort_keys=True).encode()).hexdigest()
+    return certificate
+
+
+def show(console: Console, found: list[Finding], out: Path) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("check", "promise", "", "measured", "s"):
+        table.add_column(column, overflow="fold", justify="right" if column == "s" else "left")
+    for finding in found:
+        word = "[green]kept[/]" if finding.kept else "[bold red]BROKEN[/]"
+        table.add_row(finding.check, escape(finding.promise), word, escape(finding.measured), f"{finding.seconds:.1f}")
+    console.print(table)
+    broken = sum(not finding.kept for finding in found)
+    console.print(
+        f"{len(found) - broken} of {len(found)} promises kept; certificate in {out}", highlight=False, soft_wrap=True
+    )

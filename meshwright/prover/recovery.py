@@ -1,0 +1,174 @@
+"""Kills this config on this machine at every phase, and holds the result against a run that was never killed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.catalogue import Entry, published, store_of
+from meshwright.checkpoint.tensors import differences, state_digest
+from meshwright.config import CheckpointConfig, LayoutConfig, RunConfig
+from meshwright.launch.job import make_job, start
+from meshwright.prover.layouts import fewer_stages, fitting, kind, micro_steps
+from meshwright.prover.scale_down import few_ranks, sequence_of, shrunk
+from meshwright.recover.incidents import Incident, read_incidents
+from meshwright.recover.supervisor import Running, supervise
+from meshwright.telemetry.events import ledger
+from meshwright.telemetry.run_folder import RunFolder
+from meshwright.topology.layout import Layout
+from meshwright.topology.unsupported import sharers, validate
+
+PHASES = ("fetch", "copy", "forward", "backward", "sync", "update", "updated")
+SAVES = ("stage", "begin", "write", "after_shard", "before_manifest", "before_publish", "after_publish")
+BY_RANK_0 = ("save.before_manifest", "save.before_publish", "save.after_publish", "retain.unpublished")
+MOST_RANKS = 4
+LONGEST = 32
+"""Tokens a sample, at most: the proof is about state, not about size."""
+
+
+def points() -> list[str]:
+    """Every point at which the run is killed, in the order of the kills."""
+    return [
+        *(f"step.{phase}" for phase in PHASES),
+        *(f"save.{part}" for part in SAVES),
+        "retain.unpublished",
+        "start.restore",
+        "start.restored",
+    ]
+
+
+def plan(ranks: int) -> tuple[str, int]:
+    """(one kill a launch, each a step further on, ranks taking turns; the steps that such a run needs)."""
+    asked = []
+    for restart, point in enumerate(points()):
+        rank = 0 if point in BY_RANK_0 else restart % ranks
+        # A save belongs to the steps that are done, a deletion to an old checkpoint: whichever comes first.
+        where = "" if point.startswith(("start", "retain")) else f"@step{restart + 1}"
+        asked.append(f"{point}:rank{rank}:kill{where}#{restart}")
+    return ",".join(asked), len(asked) + 3
+
+
+def check_recovery(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
+    layout, _ = few_ranks(config.layout, MOST_RANKS)
+    ranks = Layout.of(layout).ranks
+    faults, steps = plan(ranks)
+    proof, note = scaled(config, layout, steps)
+    with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as base:
+        calm, struck = RunFolder(Path(base) / "calm"), RunFolder(Path(base) / "struck")
+        run(proof, calm)
+        with environment(MESHWRIGHT_FAULT=faults):
+            run(proof, struck)
+        kills = [incident for incident in read_incidents(struck) if incident.kind == "Killed"]
+        last, expected = newest(struck), newest(calm)
+        same = state_digest(last) == state_digest(expected)
+        off = "" if same else f"; first off: {next(differences(expected, last), 'nothing')}"
+        yield (
+            f"{Layout.of(layout)}{kind(proof)} killed with -9 at {len(points())} points = never killed, every bit",
+            same and len(kills) == len(points()),
+            f"{len(kills)} kills ({places(kills)}); state {state_digest(last)[:16]} and {state_digest(expected)[:16]}"
+            f"{off}{note}",
+        )
+        yield told_once(calm, struck, steps)
+        yield damaged(proof, struck, state_digest(expected))
+
+
+def told_once(calm: RunFolder, struck: RunFolder, steps: int) -> tuple[str, bool, str]:
+    """The ledgers: every step once, each with the loss of the undisturbed run, bit for bit."""
+    ours, theirs = ledger(struck.events(0)), ledger(calm.events(0))
+    missing = sorted(set(range(steps)) - ours.keys())
+    other = [step for step in sorted(ours) if ours[step]["loss"] != theirs.get(step, {}).get("loss")]
+    kept = not missing and not other and len(ours) == steps
+    measured = f"{len(ours)} of {steps} steps in the ledger; losses differ at {other or 'no step'}"
+    return "every step and its samples once, every loss bitwise the same", kept, measured
+
+
+def damaged(config: RunConfig, folder: RunFolder, expected: str) -> tuple[str, bool, str]:
+    """One flipped bit in the newest checkpoint: it must be passed over, and the run end the same from an older one."""
+    entry = newest(folder)
+    shard = folder.root / entry.folder / "rank-00000.shard"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    run(config, folder)
+    again = newest(folder)
+    kept = state_digest(again) == expected and again.attempt > entry.attempt
+    return (
+        "a checkpoint with one flipped bit is never loaded",
+        kept,
+        f"{entry.name} passed over, {again.name} made anew",
+    )
+
+
+def scaled(config: RunConfig, layout: LayoutConfig, steps: int) -> tuple[RunConfig, str]:
+    """The config with its structure kept and its sizes small, and what was made smaller."""
+    mesh = Layout.of(layout)
+    config = replace(config, pipeline=fewer_stages(config))
+    model, note = shrunk(config, mesh)
+    samples = (micro_steps(config, mesh) if mesh.pipeline > 1 else 2) * mesh.data_degree
+    sequence = sequence_of(config, mesh, min(config.data.sequence, LONGEST))
+    proof = replace(
+        config,
+        steps=steps,
+        model=model,
+        data=replace(config.data, sequence=sequence),
+        batch=replace(config.batch, global_=samples, micro=1),
+        schedule=replace(config.schedule, warmup=min(config.schedule.warmup, 3)),
+        layout=layout,
+        fsdp=fitting(config.fsdp, sharers(mesh)),
+        eval=replace(config.eval, every=5, samples=4),
+        checkpoint=CheckpointConfig(mode="sync", seconds=0, every=1, keep=2),
+        launch=replace(config.launch, device="cpu", restarts=3),
+    )
+    if config.ddp.static_graph:  # DDP's static graph never accumulates
+        proof = replace(proof, batch=replace(proof.batch, micro=2))
+    validate(proof)
+    return proof, f"; {steps} steps of {samples} x {sequence} tokens on CPU" + (f", model {note}" if note else "")
+
+
+def run(config: RunConfig, folder: RunFolder) -> None:
+    job = make_job(config, folder)
+
+    def begin(attempt: int, restart: int) -> Running:
+        return start(job.as_attempt(attempt, restart, fork=False))
+
+    supervise(folder, config.launch, begin, lambda _attempt: Unseen(), say=lambda _text: None)
+
+
+def newest(folder: RunFolder) -> Entry:
+    return published(store_of(folder))[0]
+
+
+def places(kills: list[Incident]) -> str:
+    return ", ".join(dict.fromkeys(kill.phase for kill in kills))
+
+
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+class Unseen:
+    """Nobody looks on."""
+
+    def tick(self) -> None:
+        pass
+
+    def show(self, event: dict[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,210 @@
+"""What three optimizer steps leave behind, computed twice: by one plain process, and by the real step on a layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.config import IGNORED, DataConfig, RunConfig
+from meshwright.data.loader import Decoder, Loader
+from meshwright.data.source import Concatenated, Sample, Synthetic
+from meshwright.data.stream import Stream
+from meshwright.models.experts import Experts, rebalance
+from meshwright.models.init import build
+from meshwright.optim.adamw import Optimizer
+from meshwright.parallel.local_shard import full_tensor_of, local_of
+from meshwright.parallel.world import World
+from meshwright.telemetry.step_clock import StepClock
+from meshwright.topology.layout import AXES, Layout
+from meshwright.topology.unsupported import validate
+from meshwright.trainer.evaluate import Evaluation
+from meshwright.trainer.expert_balance import Balance
+from meshwright.trainer.loop import spread_decoder, weighs
+from meshwright.trainer.precision import Precision
+from meshwright.trainer.step import Step
+
+STEPS = 3
+LR = 0.01
+"""Larger ones make too much, in three steps of a deep model, of a rounding in the first."""
+SAMPLES = 1000
+SEQUENCE = 16
+HELD_OUT = 0.05
+DOCUMENT = 6
+"""Tokens, on average."""
+
+
+class Masked(Synthetic):
+    """Synthetic samples of which a part, another for every sample, does not count. With a `separator` they are cut into
+    documents of a few tokens.
+    """
+
+    separator: int | None = None
+
+    def __getitem__(self, index: int) -> Sample:
+        tokens, labels = super().__getitem__(index)
+        draws = np.random.Generator(np.random.Philox(key=[index, 1]))
+        valid = draws.integers(0, len(labels) + 1)
+        if self.separator is not None:
+            tokens = np.where(draws.random(len(tokens)) < 1 / DOCUMENT, self.separator, tokens)
+        return tokens, np.where(np.arange(len(labels)) < valid, labels, IGNORED)
+
+
+@dataclass
+class Trail:
+    """Losses and norms of every step, the first step's gradients, how far each parameter moved, and an evaluation."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    moved: dict[str, Tensor] = field(default_factory=dict)
+    evaluation: float = 0.0
+    stale: float = 0.0
+    """the second step's loss, had the first not changed a single parameter"""
+
+
+def for_proof(config: RunConfig) -> RunConfig:
+    """Settings that hide nothing: an epsilon large enough for AdamW to feel the scale of a gradient, a norm that is
+    clipped at every step, nothing rounded on the way.
+    """
+    return replace(
+        config,
+        optimizer=replace(config.optimizer, eps=1e-4, clip=0.1, weight_decay=0.1),
+        ddp=replace(config.ddp, comm_hook="none"),
+        launch=replace(config.launch, device="cpu"),
+    )
+
+
+def source_of(config: RunConfig) -> Masked:
+    source = Masked(SAMPLES, config.data.sequence, config.model.vocab)
+    source.separator = config.model.separator
+    return source
+
+
+def stream_of(config: RunConfig) -> Stream:
+    return Stream.over(config.seed, config.batch.global_, [SAMPLES], [1.0], HELD_OUT)
+
+
+def held_out(layout: Layout) -> int:
+    """Held-out samples that no number of ranks divides evenly."""
+    return 2 * layout.data_degree + 1
+
+
+def alone(_world: World, configs: list[RunConfig]) -> list[Trail]:
+    """One plain process, whole batches, torch's own optimizer: no code of the training path but the model."""
+    return [_alone(config) for config in configs]
+
+
+def _alone(config: RunConfig) -> Trail:
+    dtype = torch.float64 if config.precision.compute == "fp64" else torch.float32
+    model = build(config.model, config.seed, dtype)
+    named, biases = dict(model.named_parameters()), dict(model.named_buffers())
+    before = {name: p.detach().clone() for name, p in (named | biases).items()}
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    for each in experts:
+        each.explicit = True  # its balance loss is added to the loss here, and pulls nothing by itself
+    rates = config.optimizer
+    groups = [
+        {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": rates.weight_decay},
+        {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    betas = (rates.beta1, rates.beta2)
+    adamw = torch.optim.AdamW(groups, lr=LR, betas=betas, eps=rates.eps, foreach=False)
+    decoder, stream, trail = Decoder(Concatenated([source_of(config)]), False), stream_of(config), Trail()
+
+    def loss_of(ids: np.ndarray) -> Tensor:
+        total, count = model(*decoder[ids].tensors)
+        return total / count  # type: ignore[no-any-return]
+
+    def balance_of(ids: np.ndarray) -> Tensor:
+        of_all = sum((each.auxiliary for each in experts if each.auxiliary is not None), torch.zeros((), dtype=dtype))
+        return config.model.experts_auxiliary * of_all / len(ids)
+
+    with torch.no_grad():
+        trail.stale = float(loss_of(stream.step(1)))
+    for step in range(STEPS):
+        for each in experts:
+            each.take()
+        loss = loss_of(stream.step(step))
+        (loss + balance_of(stream.step(step))).backward()
+        if step == 0:
+            trail.gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+        trail.losses.append(float(loss.detach()))
+        norm = torch.stack([p.grad.square().sum() for p in named.values() if p.grad is not None]).sum().sqrt()
+        trail.norms.append(float(norm))
+        for p in named.values():
+            if p.grad is not None:
+                p.grad /= torch.clamp(norm / rates.clip, min=1.0)
+        adamw.step()
+        adamw.zero_grad()
+        for each in experts:
+            each.router.bias.copy_(rebalance(each.router.bias, each.take()[0], config.model.experts_bias))
+    trail.moved = {name: p.detach() - before[name] for name, p in (named | biases).items()}
+    with torch.no_grad():
+        trail.evaluation = float(loss_of(stream.evaluation(held_out(Layout.of(config.layout)))))
+    return trail
+
+
+def together(world: World, configs: list[RunConfig]) -> list[Trail]:
+    """The real step on this rank of the layout."""
+    return [_together(world, config) for config in configs]
+
+
+def _together(world: World, config: RunConfig) -> Trail:
+    layout, batch = validate(config)
+    step, stream = real_step(world, config, layout), stream_of(config)
+    source, coordinate = Concatenated([source_of(config)]), layout.data_coordinate(world.rank)
+    loader = Loader(source, stream, batch, coordinate, DataConfig(workers=0))
+    named = step.spread.parameters()
+    biases = dict(step.spread.module.named_buffers())
+    before = {name: full_tensor_of(p).clone() for name, p in (named | biases).items()}
+    trail = Trail()
+    step.rehearse(loader.first)
+    step.gradient(0, next(loader.steps(0, 1)), StepClock(world.device))
+    step.balance.forget()
+    trail.gradients = {name: as_taken(p, p.grad).clone() for name, p in named.items() if p.grad is not None}
+    step.optimizer.zero()
+    step.spread.take_traffic()
+    batches = loader.steps(0, STEPS)
+    for number in range(STEPS):
+        loss, norm, *_ = step.run(number, LR, batches).numbers.tolist()
+        trail.losses.append(loss)
+        trail.norms.append(norm)
+    trail.moved = {name: full_tensor_of(p) - before[name] for name, p in (named | biases).items()}
+    evaluation = Evaluation(source, stream, held_out(layout), batch, coordinate)
+    trail.evaluation, *_ = evaluation.run(step.spread, step.precision, world, step.speaks, step.weighs)
+    if not layout.first(world.rank, [axis for axis in AXES if axis != "pipeline"]):
+        trail.gradients, trail.moved = {}, {}  # somebody else has the same
+    return trail
+
+
+def as_taken(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """The whole of a gradient as the optimizer takes it: each rank's own block. What is still a sum to be made must
+    show here; `whole_of` the gradient itself would make it.
+    """
+    if not isinstance(parameter, DTensor):
+        return full_tensor_of(gradient)
+    shape, stride = parameter.shape, parameter.stride()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return full_tensor_of(
+        DTensor.from_local(local_of(gradient), mesh, placements, run_check=False, shape=shape, stride=stride)
+    )
+
+
+def real_step(world: World, config: RunConfig, layout: Layout) -> Step:
+    precision = Precision(config.precision, world.device)
+    spread = spread_decoder(config, layout, precision, world)
+    return Step(
+        spread,
+        Optimizer(spread.parameters(), config.optimizer, layout, world, config.optimizer.cpu_offload),
+        precision,
+        world,
+        balance=Balance(spread.module, config, world),
+        seed=config.seed,
+        coordinate=layout.data_coordinate(world.rank),
+        speaks=layout.speaks(world.rank),
+        weighs=weighs(spread, layout, world.rank),
+    )

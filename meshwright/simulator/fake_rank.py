@@ -1,0 +1,176 @@
+"""One rank of a layout that does not exist: its model, its parallelism and its step, on tensors without content."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.config import Batch, RunConfig
+from meshwright.data.loader import MicroBatch
+from meshwright.errors import ConfigError
+from meshwright.models.init import outline
+from meshwright.optim.adamw import Optimizer
+from meshwright.parallel.local_shard import LocalShard
+from meshwright.parallel.materialize import Materializer
+from meshwright.parallel.parallel_model import ParallelModel
+from meshwright.parallel.parallelize import parallelize
+from meshwright.parallel.pipeline_parallel.pipeline_model import Pace
+from meshwright.parallel.pipeline_parallel.stages import StagePlan, stage_plan
+from meshwright.parallel.tensor_parallel import decoder_parts
+from meshwright.parallel.torch_private import Imagined, forget_meshes, imagine_ranks, unhurried_torch
+from meshwright.parallel.world import World
+from meshwright.simulator.extrapolation import Course, Seen
+from meshwright.simulator.fake_ddp import ImaginedCopies
+from meshwright.simulator.uniform_routing import share_evenly
+from meshwright.telemetry.memory_tracker import FRESH, KINDS, MemoryTracker
+from meshwright.topology.layout import Layout
+from meshwright.topology.parameter_shards import PipelinePlacement
+from meshwright.trainer.counted_step import counting
+from meshwright.trainer.expert_balance import Balance
+from meshwright.trainer.loop import weighs
+from meshwright.trainer.precision import Precision
+from meshwright.trainer.step import Step, StepControl
+
+CLASSES = (*KINDS, FRESH)
+LR = 1e-3
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of a rank's step is gone through: blocks of each of its stages, and micro-steps."""
+
+    blocks: tuple[int, ...]
+    micros: int
+
+
+class CourseLedger(MemoryTracker):
+    """A memory ledger that keeps its whole course."""
+
+    def __init__(self, *args: Any, **words: Any) -> None:
+        super().__init__(*args, **words)
+        self.course: Course = [("begin", [])]
+
+    @property
+    def phase(self) -> str:
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self.course.append((phase, []))
+        self._phase = phase
+        self._settle()
+
+    def _mark_peaks(self, kind: str, size: int) -> None:
+        super()._mark_peaks(kind, size)
+        self.course[-1][1].append(((kind, size), tuple(self._bytes[name] for name in CLASSES)))
+
+
+class ImaginedStep(Step):
+    """A step whose ranks agree without hearing of each other."""
+
+    def _agree(self, step: int, batches: list[MicroBatch], sums: Tensor) -> StepControl:  # noqa: ARG002
+        return StepControl(tokens=1, bad_samples=0)
+
+    def _seed(self, step: int) -> None:
+        """Nothing is drawn, and the caller's generators are his own."""
+
+
+class ImaginedOptimizer(Optimizer):
+    """All gradients are finite."""
+
+    def update(self, lr: float, norm: Tensor, scale: Tensor, finite: Tensor) -> None:
+        super().update(lr, norm, scale, torch.ones_like(finite) if self.fused else torch.tensor(True))
+
+
+@contextmanager
+def imagined_world(rank: int, ranks: int) -> Iterator[World]:
+    """This process as one rank of many."""
+    if dist.is_available() and dist.is_initialized():
+        raise ConfigError("this process is a rank of a run already", "allowed: simulate in a process of its own")
+    if ranks > 1:
+        imagine_ranks(rank, ranks)
+    try:
+        yield World(rank, ranks)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def stepped(config: RunConfig, layout: Layout, batch: Batch, world: World, size: Size) -> tuple[Seen, Pace | None]:
+    """The second step of a rank of this size, under the ledgers: by then everything has been made that is made once."""
+    imagined = Imagined()
+    forget_meshes()
+    with warnings.catch_warnings(), unhurried_torch():
+        warnings.simplefilter("ignore")
+        spread = spread_imagined(config, layout, world, size, imagined)
+        with imagined.active():
+            return run(config, layout, replace(batch, accumulation=size.micros), world, spread)
+
+
+def spread_imagined(config: RunConfig, layout: Layout, world: World, size: Size, imagined: Imagined) -> ParallelModel:
+    """The real model and the real parallelism; torch cuts and shards imagined tensors from outside alone."""
+    dtype = Precision(config.precision, world.device).weights
+    model = outline(replace(config.model, layers=sum(size.blocks)), dtype)
+    with imagined.active():
+        Materializer(model, None, world.device).ready(model)
+    plan = small_plan(stage_plan(config, layout, world.rank), size) if layout.pipeline > 1 else None
+    parts = decoder_parts(config.model)
+    spread = parallelize(model, config, layout, world, parts, no_content, plan=plan, copies=ImaginedCopies)
+    share_evenly(spread.module)
+    return spread
+
+
+def no_content(_block: LocalShard, _name: str) -> None:
+    """What weights imagined parameters hold: none."""
+
+
+def small_plan(plan: StagePlan, size: Size) -> StagePlan:
+    """The same stages with fewer blocks each, numbered from 0."""
+    ends = list(accumulate(size.blocks))
+    stages = {
+        stage: range(end - count, end)
+        for stage, end, count in zip(plan.hold.stages, ends, size.blocks, strict=True)
+    }  # fmt: skip
+    return replace(plan, hold=PipelinePlacement(stages, plan.hold.count), micros=size.micros)
+
+
+def run(
+    config: RunConfig, layout: Layout, batch: Batch, world: World, spread: ParallelModel
+) -> tuple[Seen, Pace | None]:
+    optimizer = ImaginedOptimizer(spread.parameters(), config.optimizer, layout, world, config.optimizer.cpu_offload)
+    step = ImaginedStep(
+        spread,
+        optimizer,
+        Precision(config.precision, world.device),
+        world,
+        balance=Balance(spread.module, config, world),
+        seed=config.seed,
+        coordinate=layout.data_coordinate(world.rank),
+        speaks=layout.speaks(world.rank),
+        weighs=weighs(spread, layout, world.rank),
+    )
+    batches = micro_batches(batch, config.data.sequence)
+    step.run(0, LR, batches)
+    with counting(spread, optimizer, CourseLedger) as counted:
+        outcome = step.run(1, LR, batches, counted.enter)
+    assert isinstance(counted.memory, CourseLedger)
+    sums = {(row.axis, row.collective, row.ranks): (row.calls, row.message_bytes) for row in counted.rows()}
+    return Seen(sums, counted.memory.course), outcome.pace
+
+
+def micro_batches(batch: Batch, sequence: int) -> Iterator[list[MicroBatch]]:
+    """Tokens and labels of every micro-step, step after step."""
+
+    def tokens() -> Tensor:
+        return torch.zeros(batch.micro, sequence, dtype=torch.int64)
+
+    while True:
+        yield [MicroBatch((tokens(), tokens()), batch.micro * sequence) for _ in range(batch.accumulation)]

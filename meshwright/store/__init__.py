@@ -1,0 +1,1 @@
+"""Where durable files live: new files, and one way to publish them."""

@@ -1,0 +1,106 @@
+"""The run folder: where everything a run leaves behind is. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import ConfigError
+from meshwright.io import open_plain
+
+LARGEST_JSON = 16 << 20
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    root: Path
+
+    @property
+    def run_file(self) -> Path:
+        return self.root / "run.toml"
+
+    @property
+    def identity_file(self) -> Path:
+        return self.root / "identity.json"
+
+    @property
+    def plan_file(self) -> Path:
+        """What the newest attempt was predicted to take."""
+        return self.root / "plan.json"
+
+    def events(self, rank: int) -> Path:
+        return self.root / "events" / f"rank-{rank:05d}.jsonl"
+
+    def attempt(self, number: int) -> Path:
+        return self.root / "attempts" / f"{number:04d}"
+
+    def incident(self, number: int) -> Path:
+        """Why an attempt ended."""
+        return self.attempt(number) / "incident.json"
+
+    def page(self, attempt: int, rank: int) -> Path:
+        """A rank's heartbeat."""
+        return self.attempt(attempt) / f"page-{rank:05d}"
+
+    def log(self, attempt: int, rank: int) -> Path:
+        """What a rank printed."""
+        return self.attempt(attempt) / f"rank-{rank:05d}.log"
+
+    def last_attempt(self) -> int:
+        return max(self.attempts(), default=0)
+
+    def attempts(self) -> list[int]:
+        """The numbers of the attempts that have a folder, in order."""
+        names = [path.name for path in (self.root / "attempts").glob("[0-9]*")]
+        return sorted(int(name) for name in names if re.fullmatch(r"[0-9]{4,9}", name))
+
+    def set_aside(self) -> None:
+        """Moves what the folder holds to the first free NAME.old-K beside it; nothing is deleted."""
+        root = self.root.resolve()
+        if root.exists():
+            number = 1
+            while (aside := root.with_name(f"{root.name}.old-{number}")).exists():
+                number += 1
+            os.rename(root, aside)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces a JSON file whole and durably: a reader sees the old one or the new one, also after a power loss."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(part, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file of a run folder; a file too large or broken is named, not taken into memory."""
+    try:
+        with open_plain(path) as file:
+            raw = file.read(LARGEST_JSON + 1)
+        if len(raw) > LARGEST_JSON:
+            raise ValueError(f"over {LARGEST_JSON:,} bytes")
+        return json.loads(raw)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", "give a run folder") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}", "give a run folder") from None

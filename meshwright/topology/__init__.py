@@ -1,0 +1,1 @@
+"""Ranks and what they own: axes, process groups, pipeline schedules, stage partition, parameter shards. Torch-free."""

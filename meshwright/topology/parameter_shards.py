@@ -1,0 +1,157 @@
+"""What one rank holds: its part of each parameter, the stage and the unit of it, and the groups that it is spread over.
+
+Parameters are spread over ranks that see other tokens: those with other samples, and those with other pieces of the
+same sequences. Banks of experts that are divided are spread over fewer ranks, and are units of their own inside their
+blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from meshwright.config import RunConfig
+from meshwright.topology import schedules
+from meshwright.topology.layout import Layout, stages_each
+from meshwright.topology.parameter_shapes import ParameterShape, decoder_shapes, own, padded
+from meshwright.topology.stage_partition import partition_blocks
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """The ranks that FSDP2 spreads a unit over: copies of shards. Axes are named as the ledgers name them."""
+
+    copies_axis: str
+    copies: int
+    shards_axis: str
+    shards: int
+    coordinate: int
+    """of this rank among the shards"""
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    name: str
+    dims: tuple[int, ...]
+    """of what the rank holds of it once it is gathered"""
+    stage: int
+    unit: str
+    over: ShardGroup
+    partial: bool
+    """whether ranks of the tensor axis hold the same of it, and see other tokens: gradients are parts of a sum"""
+    copied: bool = False
+    """of a weight that another stage owns"""
+
+    @property
+    def elements(self) -> int:
+        return prod(self.dims)
+
+    @property
+    def padded(self) -> int:
+        return padded(self.dims, self.over.shards)
+
+    @property
+    def shard(self) -> int:
+        """With the filling."""
+        return self.padded // self.over.shards
+
+    @property
+    def own(self) -> int:
+        return own(self.dims, self.over.shards, self.over.coordinate)
+
+
+Units = dict[str, list[ParameterShard]]
+
+
+@dataclass(frozen=True)
+class PipelinePlacement:
+    """A rank's place in the pipeline: which stages, and which blocks each of them has. Without one, the whole."""
+
+    stages: dict[int, range]
+    count: int
+
+    @property
+    def first(self) -> bool:
+        return 0 in self.stages
+
+    @property
+    def last(self) -> bool:
+        return self.count - 1 in self.stages
+
+    @property
+    def layers(self) -> int:
+        return sum(map(len, self.stages.values()))
+
+
+def pipeline_placement(config: RunConfig, layout: Layout, rank: int) -> PipelinePlacement:
+    if layout.pipeline == 1:
+        return PipelinePlacement({0: range(config.model.layers)}, 1)
+    each = stages_each(config)
+    every = partition_blocks(config.model, config.data.sequence, layout.pipeline * each)
+    place = layout.coordinates(rank)["pipeline"]
+    mine = schedules.stages_of(config.pipeline.schedule, layout.pipeline, place, each)
+    return PipelinePlacement({stage: every[stage] for stage in mine}, len(every))
+
+
+def dense_over(layout: Layout, rank: int) -> ShardGroup:
+    """Context is folded into the shards, or into the copies where nothing is sharded."""
+    place, pieces = layout.coordinates(rank), "+context" if layout.context > 1 else ""
+    if layout.shard == 1:
+        return ShardGroup(f"replicate{pieces}", layout.replicate * layout.context, "shard", 1, 0)
+    coordinate = place["shard"] * layout.context + place["context"]
+    return ShardGroup("replicate", layout.replicate, f"shard{pieces}", layout.shard * layout.context, coordinate)
+
+
+def bank_over(layout: Layout, rank: int) -> ShardGroup:
+    if layout.expert == 1:
+        return dense_over(layout, rank)
+    rest = layout.fold // layout.expert
+    if layout.shard == 1:
+        return ShardGroup("expert_replicate", rest, "expert_shard", 1, 0)
+    coordinate = layout.coordinates(rank)["expert_shard"]
+    return ShardGroup("expert_replicate", layout.replicate, "expert_shard", rest, coordinate)
+
+
+def in_units(layout: Layout) -> bool:
+    """Whether FSDP2 spreads the parameters; else ranks hold them whole, or DDP does."""
+    return not by_ddp(layout) and layout.data_degree * layout.context > 1
+
+
+def by_ddp(layout: Layout) -> bool:
+    """Whether there is nothing but whole copies."""
+    others = layout.data_degree * layout.context > 1
+    return others and set(layout.used) <= {"replicate", "context"} and layout.expert == 1
+
+
+def parameter_shards(config: RunConfig, layout: Layout, rank: int = 0) -> list[ParameterShard]:
+    """In the order of the model."""
+    hold, model = pipeline_placement(config, layout, rank), config.model
+    # A pipeline's last stage has a head of its own: of a tied weight, a copy.
+    shapes = decoder_shapes(replace(model, tie=False) if layout.pipeline > 1 else model)
+    stage_of = {f"decoder.blocks.{block}": stage for stage, blocks in hold.stages.items() for block in blocks}
+    stage_of |= (
+        {"whole": 0} | ({"embedding": 0} if hold.first else {}) | ({"head": hold.count - 1} if hold.last else {})
+    )
+    dense, bank = dense_over(layout, rank), bank_over(layout, rank)
+
+    def piece(shape: ParameterShape) -> ParameterShard:
+        apart = shape.bank and layout.expert > 1
+        return ParameterShard(
+            shape.name,
+            shape.local(layout.tensor, layout.expert),
+            stage_of[shape.unit],
+            f"{shape.unit}.ffn.bank" if apart else shape.unit,
+            bank if apart else dense,
+            partial=layout.tensor > 1 and shape.cut is None,
+            copied=model.tie and layout.pipeline > 1 and shape.name == "head.weight",
+        )
+
+    return [piece(shape) for shape in shapes if shape.unit in stage_of]
+
+
+def units_of(pieces: list[ParameterShard]) -> Units:
+    """What is gathered together, in the order of use: a bank after its block, which holds it."""
+    units: Units = {}
+    for piece in pieces:
+        units.setdefault(piece.unit, []).append(piece)
+    return units

@@ -1,0 +1,356 @@
+"""A rank's whole life in a run: build, then step after step, recording each, evaluating at its own cadence."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from meshwright import faults
+from meshwright.checkpoint.catalogue import Lineage, published, store_of
+from meshwright.checkpoint.restore import restore
+from meshwright.checkpoint.saver import Notes, Saved, Saver
+from meshwright.checkpoint.state import run_digest, tensors_of
+from meshwright.checkpoint.verify import Damage
+from meshwright.config import Batch, RunConfig
+from meshwright.data.contract import stream_of
+from meshwright.data.loader import Loader
+from meshwright.data.source import Concatenated, Source
+from meshwright.errors import CheckpointError, Stopped
+from meshwright.models.init import fill, outline
+from meshwright.optim.adamw import Optimizer
+from meshwright.parallel.data_parallel.replica_check import compare_replicas
+from meshwright.parallel.local_shard import LocalShard, full_tensor_of, local_shard_of
+from meshwright.parallel.parallel_model import ParallelModel, equal_buffers
+from meshwright.parallel.parallel_spec import ParallelSpec
+from meshwright.parallel.parallelize import parallelize
+from meshwright.parallel.tensor_parallel import decoder_parts
+from meshwright.parallel.world import World
+from meshwright.store.posix import Store
+from meshwright.telemetry.events import Event, EventLog
+from meshwright.telemetry.run_folder import RunFolder, read_json
+from meshwright.topology.layout import Layout
+from meshwright.trainer.counted_step import counting
+from meshwright.trainer.evaluate import Evaluation
+from meshwright.trainer.expert_balance import Balance
+from meshwright.trainer.identity import describe, enter
+from meshwright.trainer.plan_record import Foresight
+from meshwright.trainer.precision import Precision
+from meshwright.trainer.resume import Resume
+from meshwright.trainer.run_info import start_facts
+from meshwright.trainer.signals import SignalWatch
+from meshwright.trainer.step import Step
+from meshwright.trainer.step_recorder import StepRecorder, number
+from meshwright.trainer.user_loss import Loss, Objective
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank of a run is given."""
+
+    config: RunConfig
+    batch: Batch
+    layout: Layout
+    sources: list[Source]
+    folder: RunFolder
+    attempt: int = 0
+    restart: int = 0
+    """how often this job has been restarted: faults know by it whether they have struck"""
+    fork: int = 0
+    """the attempt with which this job began, where it is to begin a new timeline: its restarts stay on that one"""
+    fallback: bool = True
+    watched: bool = True
+    """whether a supervisor of ours looks on"""
+    model: nn.Module | None = None  # a user's own; None is the decoder of the config
+    loss: Loss | None = None
+    parts: ParallelSpec | None = None
+    """what a layout must know of a user's own model"""
+    cluster: str | None = None
+    """the machine that its seconds are predicted for (default: this one, where it was measured)"""
+    listener: Callable[[Event], None] | None = None
+
+    def as_attempt(self, attempt: int, restart: int, fork: bool) -> Job:
+        """This job's next attempt. A fork is known by the attempt that the job began with, so that it is made once."""
+        return replace(self, attempt=attempt, restart=restart, fork=attempt - restart if fork else 0)
+
+
+@dataclass
+class Summary:
+    """How a run ended."""
+
+    steps: int
+    loss: float | None
+    skipped: int
+    parameters_digest: str
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+
+
+def train_rank(job: Job, world: World) -> Summary:
+    """The whole run on this rank, from wherever its newest checkpoint stands."""
+    faults.arm(world.rank, job.restart)
+    faults.reach("start.begin", -1)
+    training = Training(job, world)
+    try:
+        while training.done < job.config.steps:
+            training.advance()
+            if training.evaluation_is_due():
+                training.evaluate()
+            training.keep()
+    except Stopped:
+        training.spread.settle()
+        training.ledger.settle()  # the last whole step is on record
+        training.save()
+        raise
+    finally:
+        training.signals.close()
+    return training.finish()
+
+
+class Training:
+    """One rank's parts of a run. `advance` makes the next step; `done` counts them."""
+
+    def __init__(self, job: Job, world: World) -> None:
+        config = job.config
+        self.job, self.world = job, world
+        self.signals = SignalWatch(world.page)
+        decide_bits(config, world)
+        self.precision = Precision(config.precision, world.device)
+        self.spread = spread_model(job, self.precision, world)
+        self.model = self.spread.module
+        self.stream = stream_of(config, job.sources)
+        identity = describe(config, job.sources, self.stream, job.model)
+        lineage = self._enter(identity)
+        listener = job.listener if world.rank == 0 else None
+        self.log = EventLog(job.folder.events(world.rank), job.attempt, world.rank, listener)
+        self.log.write("start", **start_facts(job, self.spread, self.stream, world))
+        self.foresight = Foresight(job, world)
+        self.ledger = StepRecorder(config, job.batch, world, self.spread, self.precision, self.log)
+        self.resume = Resume(config, job.batch, job.layout, self.stream, identity["identity"], lineage, world)
+        self.parameters = self.spread.parameters()
+        self.optimizer = Optimizer(self.parameters, config.optimizer, job.layout, world, config.optimizer.cpu_offload)
+        store = store_of(job.folder)
+        self.state = partial(tensors_of, self.model, self.parameters, self.optimizer.moments())
+        self.saver = Saver(
+            config.checkpoint,
+            store,
+            world,
+            lineage,
+            job.attempt,
+            self.resume.facts(),
+            self.state,
+            config.launch.hang_timeout,
+            job.layout,
+        )
+        coordinate = job.layout.data_coordinate(world.rank)
+        self.speaks = job.layout.speaks(world.rank)
+        self.weighs = weighs(self.spread, job.layout, world.rank)
+        self.step = Step(
+            self.spread,
+            self.optimizer,
+            self.precision,
+            world,
+            balance=Balance(self.model, config, world),
+            seed=config.seed,
+            coordinate=coordinate,
+            speaks=self.speaks,
+            weighs=self.weighs,
+            quarantine=config.data.on_bad_sample == "quarantine",
+            signal_seen=self.signals.seen,
+            saving=self.saver.news if world.rank == 0 else lambda _done: (False, False),
+        )
+        source = Concatenated(job.sources)
+        loader = Loader(source, self.stream, job.batch, coordinate, config.data)
+        self.evaluation = Evaluation(source, self.stream, config.eval.samples, job.batch, coordinate)
+        self.step.rehearse(loader.first)
+        self.done = self._restore(store, lineage)
+        self.began = self.done
+        self.batches = loader.steps(self.done, config.steps)
+
+    def _enter(self, identity: Event) -> Lineage:
+        """Rank 0 writes down which run this is, or refuses; the other ranks hear which."""
+        job, store = self.job, store_of(self.job.folder)
+        if self.world.rank == 0:
+            newest = next((entry.step for entry in published(store)), -1)
+            enter(job.folder, job.config, identity, job.fork, newest)
+        told = self.world.tell(read_json(job.folder.identity_file) if self.world.rank == 0 else None, "lineage")
+        return Lineage.of(told)
+
+    def _restore(self, store: Store, lineage: Lineage) -> int:
+        """Goes on from the newest intact checkpoint; the steps that it has done."""
+
+        def say(name: str, found: list[Damage]) -> None:
+            self.log.write("damaged", checkpoint=name, damages=[damage.to_json() for damage in found])
+
+        found = restore(
+            store, self.world, lineage, self.state(), self.resume.check, fallback=self.job.fallback, say=say
+        )
+        if found is None:
+            return 0
+        manifest = found.manifest
+        self.optimizer.reload()
+        self.spread.updated()
+        self.resume.apply(manifest, self.ledger, self.precision)
+        self.saver.follow(manifest)
+        self.log.write(
+            "restored",
+            step=manifest.step,
+            checkpoint=found.name,
+            seconds=round(found.seconds, 3),
+            changes=self.resume.changes(manifest),
+        )
+        return manifest.step
+
+    def advance(self) -> None:
+        lr = self.resume.rate(self.done)
+        if self.counting_is_due():
+            with counting(self.spread, self.optimizer) as counted:
+                outcome = self.step.run(self.done, lr, self.batches, counted.enter)
+            outcome.counted = True
+            self.ledger.take(outcome)
+            self.log.write("ledger", step=self.done, **counted.to_json())
+            self.foresight.counted(counted.memory.peak_total)
+        else:
+            outcome = self.step.run(self.done, lr, self.batches)
+            self.ledger.take(outcome)
+        faults.reach("step.updated", self.done)
+        self.done += 1
+        self.agreed = outcome.agreement
+        every = self.job.config.numerics.compare_every
+        if every and self.done % every == 0 and self.world.size > 1:
+            alike = self.parameters | dict(equal_buffers(self.model))
+            blocks = {name: local_shard_of(tensor) for name, tensor in alike.items()}
+            compare_replicas(blocks, self.job.layout, self.world, self.done - 1)
+
+    def counting_is_due(self) -> bool:
+        """The second step of every attempt, when everything has been made that is made once; then at a cadence. Never
+        where blocks are compiled: under a ledger they would run as they are written, with other last bits.
+        """
+        every = self.job.config.count_bytes_every
+        return (
+            every > 0
+            and not self.job.config.compile.enabled
+            and (self.done == self.began + 1 or (self.done > self.began and self.done % every == 0))
+        )
+
+    def evaluation_is_due(self) -> bool:
+        cadence = self.job.config.eval
+        if not (cadence.every and self.evaluation.samples):
+            return False
+        return self.done % cadence.every == 0 or self.done == self.job.config.steps
+
+    def evaluate(self) -> None:
+        self.world.page.enter("evaluate")
+        faults.reach("evaluate", self.done - 1)
+        self.ledger.settle()
+        found = self.evaluation.run(self.spread, self.precision, self.world, self.speaks, self.weighs)
+        self.ledger.evaluated(self.done - 1, *found)
+
+    def notes(self) -> Notes:
+        return self.resume.notes(self.done, self.ledger, self.precision, self.optimizer.used)
+
+    def keep(self) -> None:
+        """Saves where all ranks agreed to, and says what became of the save before."""
+        if self.agreed.save:
+            self.ledger.settle()
+            self._tell(self.saver.save(self.notes()))
+        elif self.agreed.saved:
+            self._tell(self.saver.settle())
+        elif said := self.saver.stuck():
+            self.log.write("save_failed", step=self.done, message=said)
+
+    def save(self) -> None:
+        """A checkpoint of this very step, before anything else happens."""
+        self.world.page.enter("save")
+        self._tell(self.saver.settle())
+        if self.saver.newest != self.done and self.job.config.checkpoint.mode != "off":
+            self._tell(self.saver.save(self.notes(), wait=True), must=True)
+
+    def _tell(self, saves: list[Saved], must: bool = False) -> None:
+        for saved in saves:
+            if saved.error is None:
+                self.log.write("checkpoint", **saved.to_json())
+                continue
+            self.log.write("save_failed", step=saved.step, message=str(saved.error))
+            stops = must or self.job.config.checkpoint.on_failure == "stop"
+            if stops or not isinstance(saved.error, CheckpointError):
+                raise saved.error
+
+    def finish(self) -> Summary:
+        faults.reach("end", self.done)
+        self.ledger.settle()
+        self.save()
+        self.world.page.enter("end")
+        self.saver.close()
+        digest = run_digest(self.parameters, self.job.layout, self.world, self.spread.together)
+        summary = Summary(self.done, self.ledger.loss, self.ledger.skipped, digest, self.ledger.evaluations)
+        self.foresight.end(list(self.ledger.paces), self.began, self.log)
+        complete = self.began == self.done > 0
+        self.log.write("end", **asdict(summary) | {"loss": number(summary.loss), "was_complete": complete})
+        self.log.close()
+        if isinstance(self.model, Objective):
+            give_back(self.model, self.job, self.world.rank == 0 or not in_shared_memory(self.job))
+        return summary
+
+
+def weighs(spread: ParallelModel, layout: Layout, rank: int) -> bool:
+    """Whether a rank's loss counts: ranks of the tensor axis come to the same, and not every stage to any."""
+    return spread.has_loss and layout.first(rank, ["tensor"])
+
+
+def spread_model(job: Job, precision: Precision, world: World) -> ParallelModel:
+    if job.model is None or job.loss is None:
+        return spread_decoder(job.config, job.layout, precision, world)
+    # The user's modules may live in memory that all ranks share: train on copies, and give the weights back at the end.
+    model, loss = copy.deepcopy(job.model), copy.deepcopy(job.loss) if isinstance(job.loss, nn.Module) else job.loss
+    objective = Objective(model.to(world.device, precision.weights), loss).to(world.device)
+    return parallelize(objective, job.config, job.layout, world, job.parts.of_objective() if job.parts else None)
+
+
+def spread_decoder(config: RunConfig, layout: Layout, precision: Precision, world: World) -> ParallelModel:
+    """The config's own model with its initial weights, each rank's part made by itself."""
+
+    def weights(block: LocalShard, name: str) -> None:
+        fill(block.local, name, block.shape, block.offset, config.model, config.seed)
+
+    return parallelize(
+        outline(config.model, precision.weights), config, layout, world, decoder_parts(config.model), weights
+    )
+
+
+def in_shared_memory(job: Job) -> bool:
+    """Forked ranks see the launching process's modules; ranks that torchrun started have each their own."""
+    return any(tensor.is_shared() for module in user_modules(job) for tensor in module.state_dict().values())
+
+
+def user_modules(job: Job) -> list[nn.Module]:
+    """What a user brought that has weights to train."""
+    return [module for module in (job.model, job.loss) if isinstance(module, nn.Module)]
+
+
+@torch.no_grad()
+def give_back(trained: Objective, job: Job, write: bool) -> None:
+    """Blocks are put together by all of their holders; some of these write."""
+    for mine, theirs in zip((trained.model, trained.loss), user_modules(job), strict=False):
+        state = mine.state_dict()
+        for name, value in theirs.state_dict().items():
+            whole = full_tensor_of(state[name])
+            if write:
+                value.copy_(whole)
+
+
+def decide_bits(config: RunConfig, world: World) -> None:
+    """The process-wide switches that decide bits."""
+    deterministic = config.precision.deterministic
+    if deterministic is None:
+        deterministic = world.device.type == "cpu"
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_num_threads(config.launch.threads)
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    # Meant for finding bugs: it would write every new tensor twice.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -1,0 +1,105 @@
+"""What the numbers of a run say: the gradient noise scale, and where a value stopped being finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.data.loader import MicroBatch
+from meshwright.models.experts import Experts
+from meshwright.parallel.local_shard import local_of
+from meshwright.parallel.parallel_model import ParallelModel
+
+
+class NoiseScale:
+    """The simple noise scale, in samples: the batch beyond which averaging more gradients helps little.
+
+    From the squared norms of gradients over a small batch (one rank's) and the big one (all ranks'), smoothed apart
+    before their ratio is taken (McCandlish et al., "An empirical model of large-batch training", 2018, appendix A).
+    """
+
+    def __init__(self, global_batch: int, replicas: int, smoothing: float = 0.95) -> None:
+        self.big, self.small = global_batch, global_batch / replicas
+        self.replicas, self.smoothing = replicas, smoothing
+        self.signal = self.noise = 0.0
+
+    def to_json(self) -> dict[str, float]:
+        return {"signal": self.signal, "noise": self.noise}
+
+    def restore(self, values: dict[str, float]) -> None:
+        self.signal, self.noise = values["signal"], values["noise"]
+
+    def update(self, norm: float, local_square: float) -> float | None:
+        """The smoothed estimate, or None where one rank alone cannot tell or no signal is left."""
+        if self.replicas == 1 or not math.isfinite(local_square):
+            return None
+        big = norm**2
+        small = local_square
+        signal = (self.big * big - self.small * small) / (self.big - self.small)
+        noise = (small - big) / (1 / self.small - 1 / self.big)
+        keep = self.smoothing if self.noise else 0.0
+        self.signal = keep * self.signal + (1 - keep) * signal
+        self.noise = keep * self.noise + (1 - keep) * noise
+        return self.noise / self.signal if self.signal > 0 else None
+
+
+def first_nonfinite(
+    spread: ParallelModel,
+    batches: list[MicroBatch],
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[None]],
+) -> str | None:
+    """The first module, in the order of computation, whose output is not finite on these batches; else whose weight
+    has such a gradient. Where ranks make each pass together, none of them may end early, and gradients are not looked
+    at.
+    """
+    model, together = spread.module, spread.together
+    found: list[str] = []
+
+    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if not found and not all_finite(output):
+                found.append(name)
+
+        return hook
+
+    leaves = [(name, module) for name, module in model.named_modules() if not any(True for _ in module.children())]
+    handles = [module.register_forward_hook(watch(name or type(module).__name__)) for name, module in leaves]
+    handles.append(model.register_forward_hook(watch("the loss")))
+    try:
+        with autocast(), spread.micro_step(last=True), torch.set_grad_enabled(not together):
+            for batch in batches:
+                total = spread.infer(*(t.to(device) for t in spread.take(batch.tensors)))
+                if together:
+                    continue
+                if found:
+                    return found[0]
+                names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
+                gradients = torch.autograd.grad(
+                    total, parameters, allow_unused=True
+                )  # leaves .grad and its hooks alone
+                bad = [name for name, gradient in zip(names, gradients, strict=True) if not all_finite(gradient)]
+                if bad:  # backward runs from the last module to the first
+                    return f"{bad[-1]} (in backward)"
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in model.modules():
+            if isinstance(module, Experts):
+                module.take()  # this pass was no part of a step
+    spread.settle()
+    return found[0] if found else None
+
+
+def all_finite(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        value = local_of(value)
+        return bool(torch.isfinite(value).all()) if value.is_floating_point() else True
+    if isinstance(value, (tuple, list)):
+        return all(all_finite(v) for v in value)
+    return all(all_finite(v) for v in value.values()) if isinstance(value, dict) else True

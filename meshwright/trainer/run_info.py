@@ -1,0 +1,79 @@
+"""What a run says of itself at its start."""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import torch
+
+from meshwright.data.stream import Stream
+from meshwright.parallel.parallel_model import ParallelModel
+from meshwright.parallel.world import World
+from meshwright.telemetry.events import Event
+from meshwright.topology.layout import stages_each
+from meshwright.topology.parameter_shapes import decoder_shapes
+from meshwright.topology.parameter_shards import pipeline_placement
+from meshwright.topology.schedule_timeline import formula, held_together
+from meshwright.topology.schedules import orders
+
+if TYPE_CHECKING:
+    from meshwright.trainer.loop import Job
+
+GROUPS_TOLD = 64
+"""Groups of an axis that the start of a run lists."""
+
+
+def start_facts(job: Job, spread: ParallelModel, stream: Stream, world: World) -> Event:
+    return {
+        "steps": job.config.steps,
+        "restart": job.restart,
+        "watched": job.watched,
+        "parameters": parameter_count(job, spread),
+        "decoder": job.model is None,
+        "layout": str(job.layout),
+        "shard": job.config.layout.shard,
+        "pipeline": pipeline_facts(job, world.rank),
+        "groups": {axis: list(islice(job.layout.groups(axis), GROUPS_TOLD)) for axis in job.layout.axes},
+        "hosts": world.hosts,
+        "ranks": world.size,
+        "batch": str(job.batch),
+        "device": device_name(world.device),
+        "precision": job.config.precision.compute,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "sources": [s.name for s in job.sources],
+        "samples": stream.samples,
+        "held_out": sum(part.held_out for part in stream.parts),
+        "epoch_steps": round(sum(part.trained for part in stream.parts) / stream.global_batch, 2),
+        "time": time.time(),
+    }
+
+
+def pipeline_facts(job: Job, rank: int) -> Event | None:
+    """What the schedule promises, to be held against what steps record."""
+    layout, kind = job.layout, job.config.pipeline.schedule
+    if layout.pipeline == 1:
+        return None
+    each, place = stages_each(job.config), layout.coordinates(rank)["pipeline"]
+    facts: Event = {
+        "schedule": kind,
+        "stages": {
+            s: [span.start, span.stop - 1] for s, span in pipeline_placement(job.config, layout, rank).stages.items()
+        },
+        "live": held_together(orders(kind, layout.pipeline, job.batch.accumulation, each)[place]),
+    }
+    known = formula(kind, layout.pipeline, job.batch.accumulation, each)
+    return facts | {"bubble": round(float(known[1]), 4) if known is not None else None}
+
+
+def parameter_count(job: Job, spread: ParallelModel) -> int:
+    """Of the whole model: a rank of a pipeline has a part of it."""
+    if job.model is None:
+        return sum(shape.elements() for shape in decoder_shapes(job.config.model))
+    return sum(p.numel() for p in spread.module.parameters())
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -1,0 +1,288 @@
+"""One optimizer step: fetch, copy, forward, backward, sync, update. Done whole, or it never happened."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwright import faults
+from meshwright.data.loader import BadSample, MicroBatch
+from meshwright.errors import DataError, NumericsError, PeerError, Stopped
+from meshwright.optim.adamw import Optimizer
+from meshwright.parallel.data_parallel.ddp import DDPModel
+from meshwright.parallel.local_shard import local_of
+from meshwright.parallel.parallel_model import GradientTraffic, ParallelModel, changing_buffers
+from meshwright.parallel.pipeline_parallel.pipeline_model import Pace, PipelineModel
+from meshwright.parallel.world import World
+from meshwright.telemetry.step_clock import StepClock
+from meshwright.trainer.expert_balance import Balance
+from meshwright.trainer.precision import Precision
+
+
+@dataclass
+class StepControl:
+    """What all ranks know of a step before any of them computes a gradient."""
+
+    tokens: int
+    bad_samples: int
+    save: bool = False
+    """a checkpoint is due once this step is done"""
+    saved: bool = False
+    """the save before has ended"""
+
+
+@dataclass
+class Outcome:
+    """A step as it leaves the device, to be read once its clock has passed: `numbers` is (loss, gradient norm,
+    square of this rank's own gradient, finite, loss scale).
+    """
+
+    step: int
+    lr: float
+    agreement: StepControl
+    numbers: Tensor
+    traffic: GradientTraffic
+    clock: StepClock
+    batches: list[MicroBatch]
+    counted: bool = False
+    """whether the ledgers were on, which makes a step slower"""
+    pace: Pace | None = None
+    """what this rank held while a pipeline's schedule ran"""
+    loads: Tensor | None = None
+    """tokens of every expert over all ranks, see Balance"""
+
+
+class Step:
+    """The parts that a step needs, and the step itself."""
+
+    def __init__(
+        self,
+        spread: ParallelModel,
+        optimizer: Optimizer,
+        precision: Precision,
+        world: World,
+        *,
+        balance: Balance,
+        seed: int,
+        coordinate: int,
+        speaks: bool = True,
+        weighs: bool = True,
+        quarantine: bool = False,
+        signal_seen: Callable[[], int] = lambda: 0,
+        saving: Callable[[int], tuple[bool, bool]] = lambda _done: (False, False),
+    ) -> None:
+        """Of the ranks that share a `coordinate`, and with it their samples, one `speaks` for their number; of those
+        that come to the same loss one `weighs`.
+        """
+        self.spread, self.optimizer, self.precision, self.world = spread, optimizer, precision, world
+        self.balance = balance
+        self.seed, self.coordinate, self.speaks, self.weighs = seed, coordinate, speaks, weighs
+        self.quarantine, self.signal_seen, self.saving = quarantine, signal_seen, saving
+        self.stateful = any(True for _ in changing_buffers(spread.module))
+        self.pace: Pace | None = None
+        """of the last step, where there is a pipeline"""
+
+    def run(
+        self,
+        step: int,
+        lr: float,
+        stream: Iterator[list[MicroBatch]],
+        watch: Callable[[str], None] = lambda _phase: None,
+    ) -> Outcome:
+        """Fetches the step's micro-batches, computes the gradient of the global mean, and updates once. `watch` hears
+        of every phase.
+        """
+        clock = StepClock(self.world.device, self.world.page, step, watch)
+        if clock.enter("fetch") == "flip":
+            flip_bit(self.spread.module)
+        batches = next(stream)
+        agreement, loss = self.gradient(step, batches, clock)
+        clock.enter("update")
+        scale = self.precision.scale
+        norm = self.optimizer.gradient_norm() / scale
+        finite = torch.isfinite(norm) & torch.isfinite(loss)
+        self.optimizer.update(lr, norm, scale, finite)
+        self.spread.updated()
+        self.optimizer.zero(in_place=self.spread.in_place and len(batches) > 1)
+        loads = self.balance.end(finite)
+        if self.precision.scaler:
+            self.precision.scaler.update(finite)
+        traffic = self.spread.take_traffic()
+        local = self._local_square(traffic, agreement, batches, norm) / scale**2
+        on_host = to_host(torch.stack([t.double() for t in (loss, norm, local, finite, scale)]))
+        loads = to_host(loads) if loads is not None else None
+        clock.close()
+        return Outcome(step, lr, agreement, on_host, traffic, clock, batches, pace=self.pace, loads=loads)
+
+    def gradient(self, step: int, batches: list[MicroBatch], clock: StepClock) -> tuple[StepControl, Tensor]:
+        """Leaves in every parameter the gradient of (sum of token losses) / (count of valid tokens) over the whole
+        global batch, and gives that loss.
+        """
+        self._seed(step)
+        self.balance.begin(self.precision.scale, self.precision.weights)
+        if faults.reach("step.collective", step) == "desync":
+            self.world.sum(torch.zeros(7), "a stray sum").wait()
+        asked = self.world.sum_numbers(*self._say(step, batches), name="control sum")  # travels during the forward
+        agreement: StepControl | None = None
+        if self.stateful or isinstance(self.spread, PipelineModel) or not all(batch.tensors for batch in batches):
+            # A forward pass may change buffers, so that one must not begin which is not to be finished.
+            agreement = self._agree(step, batches, asked.wait())  # raises where there is nothing to compute on
+        clock.enter("copy")
+        inputs = [tuple(map(self.world.to_device, self.spread.take(batch.tensors))) for batch in batches]
+        total = torch.zeros((), device=self.world.device, dtype=self.precision.weights)
+        if isinstance(self.spread, PipelineModel):
+            assert agreement is not None
+            self._through_stages(self.spread, inputs, agreement, total, clock)
+            clock.enter("sync")
+            return agreement, self.world.sum(total, "loss sum").wait()
+        for index, micro_batch in enumerate(inputs):
+            last = index == len(inputs) - 1
+            with self.spread.micro_step(last):
+                clock.enter("forward")
+                with self.precision.autocast():
+                    losses, _ = self.spread(*micro_batch)
+                if agreement is None:
+                    clock.enter("sync")
+                    agreement = self._agree(step, batches, asked.wait())
+                if clock.enter("backward") == "nan":
+                    losses = losses * float("nan")
+                # Divided by the count over all ranks and micro-steps, here and nowhere else; ranks are summed.
+                mean = losses / max(1, agreement.tokens)
+                if self.weighs:
+                    total += mean.detach()
+                if last:
+                    summing = self.world.sum(total, "loss sum")  # travels while the last backward runs
+                    self.spread.on_last_bucket = lambda: clock.enter("sync")
+                (mean * self.precision.scale).backward()
+        clock.enter("sync")
+        assert agreement is not None
+        return agreement, summing.wait()
+
+    def _through_stages(
+        self,
+        pipe: PipelineModel,
+        inputs: list[tuple[Tensor, ...]],
+        agreement: StepControl,
+        total: Tensor,
+        clock: StepClock,
+    ) -> None:
+        """Forward and backward of all micro-batches, in the order of a schedule."""
+        poison = 1.0
+
+        def enter(phase: str) -> None:
+            nonlocal poison
+            if clock.enter(phase) == "nan":
+                poison = float("nan")
+
+        def weigh(losses: Tensor) -> Tensor:
+            mean = losses * poison / max(1, agreement.tokens)
+            if self.weighs:
+                total.add_(mean.detach().sum())
+            return mean * self.precision.scale
+
+        with pipe.micro_step(last=True):
+            self.pace = pipe.run(inputs, weigh, enter, self.precision.autocast)
+        total.mul_(poison)  # also where no loss is computed, or all losses were before the first backward
+
+    def rehearse(self, first: Callable[[], MicroBatch]) -> None:
+        """Where there is DDP, a backward pass that is thrown away. DDP settles its buckets, and with them the order of
+        its sums, after its first: a resumed run must begin with the order in which an uninterrupted one would go on.
+        """
+        self.world.page.enter("rehearse")
+        if not isinstance(self.spread, DDPModel):
+            return
+        batch, module = first(), self.spread.module
+        if not all(row[0] for row in self.world.gather_numbers(bool(batch.tensors), name="rehearsal")):
+            return  # a sample that cannot be decoded: the first step will say so
+        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        self._seed(0)
+        with self.precision.autocast():
+            losses, _ = self.spread(*map(self.world.to_device, self.spread.take(batch.tensors)))
+        losses.backward()
+        self.optimizer.zero()
+        self.balance.forget()
+        self.spread.take_traffic()
+        self.spread.buckets.clear()  # DDP makes others now
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+    def _local_square(
+        self, traffic: GradientTraffic, agreement: StepControl, batches: list[MicroBatch], norm: Tensor
+    ) -> Tensor:
+        """The square of this rank's own mean gradient, before it met the others'; not a number where only their sum is
+        known, or the rank had a piece of its samples alone.
+        """
+        if traffic.local_square is None or self.spread.together:
+            return torch.full_like(norm, float("nan"))
+        own = sum(batch.valid for batch in batches)
+        return traffic.local_square * (agreement.tokens / max(1, own)) ** 2
+
+    def _seed(self, step: int) -> None:
+        """Dropout and the like draw from a generator seeded anew each step: a function of position."""
+        seed = step_seed(self.seed, step, self.coordinate)
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed walks the stack where CUDA is not started: 0.4 ms
+        if self.world.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def _say(self, step: int, batches: list[MicroBatch]) -> list[int]:
+        bad = sum(len(batch.bad) for batch in batches)
+        seen = self.signal_seen()
+        stops = [seen == signal.SIGINT, seen == signal.SIGTERM]
+        own = [sum(b.valid for b in batches), bad, int(bad > 0)] if self.speaks else [0, 0, 0]
+        used = self.optimizer.used & 0xFFFF
+        return [*own, *stops, *self.saving(step + 1), used, used**2]
+
+    def _agree(self, step: int, batches: list[MicroBatch], sums: Tensor) -> StepControl:
+        """Every rank hears the same sums, so every rank stops at the same step or none does."""
+        tokens, bad, bad_ranks, interrupted, terminated, save, saved, used, squares = sums.tolist()
+        if squares * self.world.size != used**2:  # equal on all ranks, or not
+            raise used_differently(self.world.rank, step - 1)
+        if bad and not self.quarantine:
+            own: list[BadSample] = [sample for batch in batches for sample in batch.bad]
+            if own:
+                raise DataError(
+                    f"rank {self.world.rank} step {step}: {own[0]}",
+                    'mend the sample, or set data.on_bad_sample = "quarantine"',
+                )
+            raise PeerError(
+                f"rank {self.world.rank} step {step}: {bad_ranks} other rank(s) met a sample that cannot be decoded"
+            )
+        if interrupted or terminated:
+            raise Stopped(signal.SIGINT if interrupted else signal.SIGTERM, step)
+        return StepControl(tokens, bad, bool(save), bool(saved))
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy that is there once the step's clock has passed; nothing waits for it here."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def used_differently(rank: int, step: int) -> NumericsError:
+    """FSDP2 has then added up gradients of different parameters; DDP would have waited for ever."""
+    return NumericsError(
+        f"rank {rank} step {step}: ranks did not use the same parameters, and gradients of different ones were summed",
+        "set ddp.find_unused_parameters = true",
+    )
+
+
+def step_seed(seed: int, step: int, coordinate: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/step/{step}/data/{coordinate}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def flip_bit(module: torch.nn.Module) -> None:
+    """A silent fault, when asked for: one bit of the first parameter."""
+    first = local_of(next(module.parameters())).reshape(-1)
+    bits = first.view({8: torch.int64, 4: torch.int32}[first.element_size()])
+    bits[0] ^= 1 << 12

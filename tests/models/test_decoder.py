@@ -1,0 +1,200 @@
+"""The decoder is the transformer it says it is, in any precision, from any layout's initialisation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from meshwright.config import IGNORED, PRESETS, ModelConfig, from_dict
+from meshwright.models.decoder import LanguageModel, RotaryTables, documents_of, rotary_tables, rotate
+from meshwright.models.feed_forward import FeedForward
+from meshwright.models.init import ROWS, build, initial_rows, std_of
+from meshwright.models.loss import HeadLoss
+
+SMALL = ModelConfig(vocab=50, width=32, layers=2, heads=4, kv_heads=2, ffn=40)
+
+# As published with the models (Llama 3.2 1B, 3.1 8B, 70B, 405B; Mixtral 8x7B).
+PUBLISHED = {
+    "llama-1b": 1_235_814_400,
+    "llama-8b": 8_030_261_248,
+    "llama-70b": 70_553_706_496,
+    "llama-405b": 405_853_388_800,
+    "mixtral-8x7b": 46_702_792_704,
+}
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_a_preset_has_the_published_number_of_parameters(preset):
+    with torch.device("meta"):
+        model = LanguageModel(from_dict({"preset": preset}).model)
+    assert sum(p.numel() for p in model.parameters()) == PUBLISHED[preset]
+
+
+def test_deepseek_moe_preset_is_the_published_model_but_for_its_first_layer():
+    config = from_dict({"preset": "deepseek-moe-16b"}).model
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    ours, first = (sum(p.numel() for p in part.parameters()) for part in (model, model.decoder.blocks[0].ffn))
+    assert ours - first + 3 * config.width * 10944 == 16_375_728_128
+
+
+def test_gpt2_preset_is_of_gpt2_size():
+    with torch.device("meta"):
+        model = LanguageModel(from_dict({"preset": "gpt2-124m"}).model)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(124e6, rel=0.01)
+    assert set(PRESETS) >= PUBLISHED.keys() | {"tiny", "small", "gpt2-124m"}
+
+
+def tokens(batch: int = 2, sequence: int = 9) -> torch.Tensor:
+    return torch.randint(0, SMALL.vocab, (batch, sequence), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_everything_is_float64_when_the_weights_are(experts):
+    model = build(ModelConfig(**{**SMALL.__dict__, "experts": experts}), 0, torch.float64)
+    seen = []
+    for module in model.modules():
+        module.register_forward_hook(lambda _m, _i, out: seen.append(out[0] if isinstance(out, tuple) else out))
+    total, _ = model(tokens(), tokens())
+    total.backward()
+    assert {t.dtype for t in seen if t.is_floating_point()} == {torch.float64}
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float64}
+
+
+def test_a_token_never_sees_a_later_one():
+    model = build(SMALL, 0, torch.float64)
+    early = tokens()
+    late = early.clone()
+    late[:, 6:] = (late[:, 6:] + 1) % SMALL.vocab
+    before, after = model.decoder(early), model.decoder(late)
+    assert torch.equal(before[:, :6], after[:, :6])
+    assert not torch.equal(before[:, 6:], after[:, 6:])
+
+
+def test_a_separator_ends_its_document():
+    rows = torch.tensor([[5, 0, 5, 5, 0, 0, 5], [0, 5, 5, 5, 5, 5, 0]])
+    assert documents_of(rows, 0).tolist() == [[0, 0, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
+    assert documents_of(rows, None) is None
+    assert documents_of(rows, 7).tolist() == [[0] * 7] * 2
+
+
+def test_a_token_never_sees_another_document():
+    model = build(SMALL, 0, torch.float64)
+    one = tokens()
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 2]])
+    before = model.decoder(one, documents)
+    for other in range(3):
+        changed = torch.where(documents == other, (one + 1) % SMALL.vocab, one)
+        same = (model.decoder(changed, documents) == before).all(-1)
+        assert torch.equal(same, documents != other)
+
+
+def test_documents_together_are_the_documents_apart():
+    """Rotation knows distances alone, so a document that begins later comes to the same, but for rounding."""
+    separator = 7
+    model = build(ModelConfig(**{**SMALL.__dict__, "separator": separator}), 0, torch.float64)
+    row = torch.tensor([[1, 2, 3, separator, separator, 4, 5, 6, 8, separator, 9, 10]])
+    apart = [row[:, :4], row[:, 4:5], row[:, 5:10], row[:, 10:]]
+    together, _ = model(row, row.roll(1))
+    together.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    labels = row.roll(1).split([4, 1, 5, 2], dim=1)
+    alone = sum(model(part, label)[0] for part, label in zip(apart, labels, strict=True))
+    alone.backward()
+    assert torch.allclose(together, alone, rtol=1e-13)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(gradients[name], parameter.grad, atol=1e-12), name
+
+
+def test_grouped_query_attention_equals_repeated_heads():
+    model = build(SMALL, 0, torch.float64)
+    attention = model.decoder.blocks[0].attention
+    x = torch.randn(2, 9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    where = model.decoder.places(9, torch.float64, x.device, None)
+    q, k, v = (p(x).view(2, 9, -1, 8).transpose(1, 2) for p in (attention.q, attention.k, attention.v))
+    q, k = rotate(q, where), rotate(k, where)
+    k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
+    scores = (q @ k.transpose(-1, -2)) / 8**0.5
+    scores = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf"))
+    expected = attention.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(2, 9, 32))
+    assert torch.allclose(attention(x, where), expected, atol=1e-13)
+
+
+def test_rotation_depends_on_distance_alone():
+    q, k = torch.randn(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+    def score(i: int, j: int) -> float:
+        cos, sin = rotary_tables(torch.tensor([i, j]), 8, 10_000.0, torch.float64)
+        at = [RotaryTables(cos[i], sin[i], None) for i in (0, 1)]
+        return float(rotate(q, at[0]) @ rotate(k, at[1]))
+
+    assert score(3, 1) == pytest.approx(score(103, 101), rel=1e-12)
+    assert score(3, 1) != pytest.approx(score(3, 2), rel=1e-3)
+
+
+def test_the_loss_is_a_sum_and_a_count_of_valid_tokens():
+    head = HeadLoss(8, 50).double()
+    torch.nn.init.normal_(head.weight)
+    hidden = torch.randn(3, 5, 8, dtype=torch.float64)
+    labels = torch.randint(0, 50, (3, 5))
+    labels[0, 2:] = IGNORED
+    labels[2] = IGNORED
+    total, count = head(hidden, labels)
+    each = F.cross_entropy(F.linear(hidden, head.weight).flatten(0, 1), labels.flatten(), reduction="none")
+    assert int(count) == 7
+    assert torch.allclose(total, each.sum())
+
+
+def test_a_batch_with_no_valid_token_has_a_zero_sum_and_zero_gradients():
+    model = build(SMALL, 0)
+    total, count = model(tokens(), torch.full((2, 9), IGNORED))
+    total.backward()
+    assert (total.item(), count.item()) == (0.0, 0)
+    assert all(float(p.grad.abs().max()) == 0 for p in model.parameters())
+
+
+def test_experts_that_are_all_alike_are_one_dense_feed_forward():
+    config = ModelConfig(**{**SMALL.__dict__, "experts": 4})
+    block = build(config, 0, torch.float64).decoder.blocks[0]
+    dense = FeedForward(config.width, config.ffn).double()
+    with torch.no_grad():
+        for name, stacked in block.ffn.bank.named_parameters():
+            stacked.copy_(stacked[0].expand_as(stacked))
+            dense.get_submodule(name).weight.copy_(stacked[0])
+    x = torch.randn(2, 9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    assert torch.allclose(block.ffn(x), dense(x), atol=1e-14)
+
+
+def test_an_expert_nobody_chose_has_a_zero_gradient_not_none():
+    config = ModelConfig(**{**SMALL.__dict__, "experts": 8})
+    model = build(config, 0)
+    model(tokens(1, 2), tokens(1, 2))[0].backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_initial_weights_depend_on_seed_name_and_rows_alone():
+    config = ModelConfig(**{**SMALL.__dict__, "vocab": 2 * ROWS + 10})
+    one, again, other = build(config, 5), build(config, 5), build(config, 6)
+    for name, parameter in one.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name))
+        if "norm" not in name:
+            assert not torch.equal(parameter, other.get_parameter(name))
+    name = "decoder.embedding.weight"
+    whole = one.get_parameter(name)
+    block = initial_rows(5, name, whole.shape, ROWS, 2 * ROWS, std_of(name, config))
+    assert torch.equal(whole[ROWS : 2 * ROWS], block)  # a rank that holds these rows makes them alone
+    assert not torch.equal(whole[:10], whole[ROWS : ROWS + 10])
+
+
+def test_deeper_models_keep_their_layers_initial_weights():
+    shallow, deep = build(SMALL, 0), build(ModelConfig(**{**SMALL.__dict__, "layers": 4}), 0)
+    name = "decoder.blocks.1.attention.q.weight"
+    assert torch.equal(shallow.get_parameter(name), deep.get_parameter(name))
+
+
+def test_tied_weights_are_one_parameter_after_the_meta_device():
+    model = build(ModelConfig(**{**SMALL.__dict__, "tie": True}), 0)
+    assert model.head.weight is model.decoder.embedding.weight
+    assert "head.weight" not in dict(model.named_parameters())

@@ -1,0 +1,274 @@
+"""Experts: every token visits those that it chose, is counted once, and sequences are drawn to an even spread."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.config import ModelConfig
+from meshwright.models.decoder import RotaryEmbedding
+from meshwright.models.expert_weights import ExpertWeights, fits, grouped, looped
+from meshwright.models.experts import Experts, Router, rebalance
+from meshwright.models.init import build, fill, initial_rows, outline, std_of
+from meshwright.parallel.activation_checkpoint import wrap
+from meshwright.parallel.materialize import Materializer
+
+WIDTH, INNER, COUNT, ACTIVE = 16, 24, 6, 2
+CONFIG = ModelConfig(vocab=50, width=WIDTH, layers=1, heads=2, kv_heads=2, ffn=INNER, experts=COUNT)
+
+
+def config(**more) -> ModelConfig:
+    return ModelConfig(**{**CONFIG.__dict__, **more})
+
+
+def experts(dtype: torch.dtype = torch.float64, **more) -> Experts:
+    """Large enough weights that choices differ and gradients are not lost beside one."""
+    made = Experts(config(**more)).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    return made
+
+
+def inputs(batch: int = 3, sequence: int = 7, dtype: torch.dtype = torch.float64, seed: int = 2) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, sequence, WIDTH, dtype=dtype, generator=generator).requires_grad_()
+
+
+def plainly(module: Experts, x: torch.Tensor) -> torch.Tensor:
+    """Token by token, as the sentence says it."""
+    out = []
+    for token in x.reshape(-1, WIDTH):
+        scores = module.router.weight @ token
+        best = sorted(range(COUNT), key=lambda e: (-(scores + module.router.bias)[e].item(), e))[:ACTIVE]
+        weights = scores[best].softmax(0)
+        gate, up, down = module.bank.weights()
+        visits = [down[e] @ (F.silu(gate[e] @ token) * (up[e] @ token)) for e in best]
+        out.append(sum(weight * visit for weight, visit in zip(weights, visits, strict=True)))
+    return torch.stack(out).view_as(x)
+
+
+@pytest.mark.parametrize("shared", [0, 2])
+def test_a_token_visits_the_experts_that_it_chose(shared):
+    module, x = experts(experts_shared=shared), inputs()
+    expected = plainly(module, x)
+    if module.shared is not None:
+        assert module.shared.gate.weight.shape == (2 * INNER, WIDTH)
+        expected = expected + module.shared(x)
+    leaves = [x, *module.parameters()]
+    for ours, theirs in zip(
+        *(torch.autograd.grad(o.square().sum(), leaves) for o in (module(x), expected)), strict=True
+    ):
+        assert torch.allclose(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+def bank_run(way, counts, dtype):
+    generator = torch.Generator().manual_seed(3)
+    bank = ExpertWeights(len(counts), WIDTH, INNER).to(dtype)
+    for parameter in bank.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    rows = torch.randn(sum(counts), WIDTH, generator=generator).to(dtype).requires_grad_()
+    out = way(rows, torch.tensor(counts), bank.weights()) if way else bank(rows, counts)
+    return out, *torch.autograd.grad(out.sum(), [rows, *bank.parameters()])  # a gradient of one number spread out
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 0, 4], [1, 2, 3, 0]], ids=str)
+def test_all_experts_at_once_are_the_experts_one_by_one(counts):
+    for dtype, off in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):  # 24 bits and 8
+        at_once, one_by_one = (bank_run(way, counts, dtype) for way in (grouped, looped))
+        for ours, theirs in zip(at_once, one_by_one, strict=True):
+            assert torch.allclose(ours, theirs, atol=off, rtol=off)
+
+
+def test_an_expert_without_rows_has_a_gradient_of_zero():
+    for counts, dtype in (([3, 0, 5], torch.float32), ([3, 0, 5], torch.float64), ([0, 0, 0], torch.float32)):
+        _, _, *gradients = bank_run(None, counts, dtype)
+        for gradient in gradients:
+            assert not gradient[1].any()
+            assert bool(gradient[0].any()) is (counts[0] > 0)
+
+
+def test_the_kernel_is_not_asked_for_what_it_refuses():
+    rows = torch.zeros(4, WIDTH)
+    assert fits(rows, torch.zeros(3, INNER, WIDTH))
+    assert not fits(rows.double(), torch.zeros(3, INNER, WIDTH))
+    assert not fits(rows[:0], torch.zeros(3, INNER, WIDTH))
+    assert not fits(rows, torch.zeros(3, INNER + 1, WIDTH))
+    assert not fits(rows.bfloat16(), torch.zeros(3, INNER - 4, WIDTH))
+
+
+def test_autocast_computes_in_half_precision_and_gives_gradients_in_that_of_the_weights():
+    module, x = experts(torch.float32, experts_shared=1), inputs(dtype=torch.float32)
+    seen = []
+    module.bank.register_forward_hook(lambda _m, rows, out: seen.append((rows[0].dtype, out.dtype)))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = module(x)
+    assert seen == [(torch.bfloat16, torch.bfloat16)]
+    assert torch.allclose(out, module(x), atol=0.1, rtol=0.1)
+    out.sum().backward()
+    assert {p.grad.dtype for p in module.parameters()} == {torch.float32}
+
+
+def test_the_bias_changes_who_is_chosen_and_no_weight():
+    router = Router(WIDTH, COUNT, ACTIVE).double()
+    torch.nn.init.normal_(router.weight)
+    x = inputs().detach().view(-1, WIDTH)
+    _, before, _ = router(x)
+    router.bias[4] = 100.0
+    scores, chosen, weights = router(x)
+    assert (chosen[:, 0] == 4).all()
+    assert not torch.equal(before, chosen)
+    assert torch.equal(weights, scores.gather(1, chosen).softmax(-1))
+    assert "bias" in router.state_dict()
+    assert router.bias.dtype == torch.float64
+
+
+def test_of_equal_scores_the_first_experts_are_chosen():
+    router = Router(WIDTH, COUNT, ACTIVE)
+    torch.nn.init.zeros_(router.weight)
+    assert router(torch.ones(5, WIDTH))[1].tolist() == [[0, 1]] * 5
+
+
+def test_the_load_of_several_passes_adds_up_until_it_is_taken():
+    module = experts()
+    chosen = [module.router(inputs(seed=s).view(-1, WIDTH))[1] for s in (2, 3)]
+    for seed in (2, 3):
+        module(inputs(seed=seed))
+    load, dropped = module.take()
+    assert load.dtype == dropped.dtype == torch.int64
+    assert load.tolist() == torch.cat(chosen).flatten().bincount(minlength=COUNT).tolist()
+    assert int(dropped) == 0
+    assert module.take()[0].tolist() == [0] * COUNT
+    module.eval()(inputs())
+    assert module.take()[0].sum() == 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_pass_that_is_recomputed_counts_once(reentrant):
+    module, plain = experts(), experts()
+    for each in (module, plain):
+        each.pull = torch.tensor(0.1)
+    x = inputs()
+    (wanted,) = torch.autograd.grad(plain(x).square().sum(), x)
+    again = inputs()
+    checkpoint(module, again, use_reentrant=reentrant).square().sum().backward()
+    assert torch.equal(again.grad, wanted)
+    assert torch.equal(module.take()[0], plain.take()[0])
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_a_compiled_block_goes_around_its_experts(mode):
+    plain, compiled = (build(CONFIG, 0).decoder.blocks[0] for _ in range(2))
+    if mode != "none":
+        wrap(compiled, mode)
+    compiled.forward = torch.compile(compiled.forward, backend="aot_eager")  # no kernels of its own: they take a minute
+    found = []
+    for block in (plain, compiled):
+        block.ffn.pull = torch.tensor(0.1)
+        x = inputs(dtype=torch.float32)
+        block(x, RotaryEmbedding(CONFIG)(7, x.dtype, x.device, None)).square().sum().backward()
+        found.append((x.grad, block.ffn.take()[0], *(p.grad for p in block.parameters())))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))
+
+
+def test_beyond_its_capacity_an_expert_takes_the_first_tokens_alone():
+    free, x = experts(), inputs(2, 9)
+    _, chosen, weights = free.router(x.view(-1, WIDTH))
+    module = experts(experts_capacity=0.5)
+    most = math.ceil(0.5 * 18 * ACTIVE / COUNT)
+    kept = torch.zeros_like(chosen, dtype=torch.bool)
+    for expert in range(COUNT):
+        visits = (chosen == expert).nonzero()[:most]
+        kept[visits[:, 0], visits[:, 1]] = True
+    gate, up, down = module.bank.weights()
+    expected = torch.zeros(18, WIDTH, dtype=torch.float64)
+    for token, slot in kept.nonzero().tolist():
+        e, row = chosen[token, slot], x.view(-1, WIDTH)[token]
+        expected[token] += weights[token, slot] * (down[e] @ (F.silu(gate[e] @ row) * (up[e] @ row)))
+    assert torch.allclose(module(x).view(18, WIDTH), expected, atol=1e-12)
+    load, dropped = module.take()
+    assert load.tolist() == chosen.flatten().bincount(minlength=COUNT).tolist()
+    assert int(dropped) == int((~kept).sum()) > 0
+
+
+def by_the_book(module: Experts, x: torch.Tensor) -> torch.Tensor:
+    """Sequence by sequence, expert by expert."""
+    total = torch.zeros((), dtype=x.dtype)
+    for sequence in x:
+        scores, chosen, _ = module.router(sequence)
+        for expert in range(COUNT):
+            often = COUNT / (ACTIVE * len(sequence)) * int((chosen == expert).sum())
+            total = total + often * scores.softmax(-1)[:, expert].mean()
+    return total
+
+
+def test_the_auxiliary_loss_pulls_as_if_it_were_in_the_loss():
+    module, x, weight = experts(experts_shared=1), inputs(4, 5), 0.7
+    leaves = [x, *module.parameters()]
+    plain = module(x)
+    assert module.auxiliary is None
+    module.explicit = True
+    explicit = module(x).square().sum() + weight * module.auxiliary
+    assert torch.allclose(module.auxiliary, by_the_book(module, x), rtol=1e-13)
+    wanted = torch.autograd.grad(explicit, leaves)
+    module.explicit, module.pull = False, torch.tensor(weight, dtype=torch.float64)
+    out = module(x)
+    assert torch.equal(out, plain)
+    assert not module.auxiliary.requires_grad
+    assert torch.allclose(module.auxiliary, by_the_book(module, x), rtol=1e-13)
+    for ours, theirs in zip(torch.autograd.grad(out.square().sum(), leaves), wanted, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-12, rtol=1e-12)
+    unpulled = torch.autograd.grad(plain.square().sum(), module.router.weight)[0]
+    assert not torch.allclose(unpulled, wanted[1], atol=1e-3)
+
+
+def test_the_bias_moves_against_the_load():
+    bias = torch.tensor([0.0, 0.5, -0.5, 0.0], dtype=torch.float64)
+    after = rebalance(bias, torch.tensor([10, 2, 4, 0]), 0.25)
+    assert after.tolist() == [-0.25, 0.75, -0.5, 0.25]  # the mean is 4
+    assert bias.tolist() == [0.0, 0.5, -0.5, 0.0]
+
+
+def test_rebalancing_evens_the_load():
+    module, x = experts(torch.float32), inputs(8, 32, torch.float32)
+
+    def uneven() -> float:
+        module(x)
+        load = module.take()[0].double()
+        module.router.bias.copy_(rebalance(module.router.bias, load, 0.05))
+        return float(load.max() / load.mean())
+
+    module.router.bias[0] = 2.0
+    first, *_, last = [uneven() for _ in range(60)]
+    assert last < 1.15 < 2 < first
+
+
+def test_an_expert_is_made_by_itself_and_alike_on_every_layout():
+    model, name = build(CONFIG, 5), "decoder.blocks.0.ffn.bank.down"
+    whole = model.get_parameter(name)
+    part = torch.empty(2, WIDTH, 5)
+    fill(part, name, whole.shape, (3, 0, 7), CONFIG, 5)
+    assert torch.equal(part, whole[3:5, :, 7:12])
+    assert torch.equal(whole[4], initial_rows(5, f"{name}.4", whole.shape[1:], 0, WIDTH, std_of(name, CONFIG)))
+    assert std_of(name, CONFIG) == std_of("decoder.blocks.0.ffn.shared.down.weight", CONFIG) < 0.02
+    assert not model.get_buffer("decoder.blocks.0.ffn.router.bias").any()
+
+
+def test_buffers_come_from_the_meta_device_with_their_initial_values():
+    model = outline(CONFIG, torch.float64)
+
+    def content(block, name):
+        block.local.fill_(7.0)  # what was in memory before
+        fill(block.local, name, block.shape, block.offset, CONFIG, 5)
+
+    weights = Materializer(model, content, torch.device("cpu"))
+    weights.ready(model)
+    weights.fill(model)
+    bias = model.get_buffer("decoder.blocks.0.ffn.router.bias")
+    assert (bias.tolist(), bias.dtype) == ([0.0] * COUNT, torch.float64)
+    wanted = build(CONFIG, 5, torch.float64).state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())

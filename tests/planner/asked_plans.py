@@ -1,0 +1,39 @@
+"""Workloads and clusters that the planner's tests share."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from meshwright.planner.hardware.resolve_cluster import cluster_of
+from meshwright.planner.search.plan_result import Answer, answer
+from meshwright.planner.search.search import CostCache
+from meshwright.planner.workload.architecture import Architecture, Latent
+from meshwright.planner.workload.workload import Workload
+from meshwright.planner.workload.workload_args import workload
+
+CASES = [
+    ("gpt2-124m", "a100-80:8"),
+    ("llama-8b", "h100:8"),
+    ("llama-8b", "h100:8x3"),
+    ("llama-70b", "h100:8x16"),
+    ("mixtral-8x7b", "h200:8x4"),
+    ("deepseek-moe-16b", "h100:8x2"),
+]
+
+
+def desk(model: str, cluster: str, *overrides: str) -> CostCache:
+    return CostCache(workload(model, overrides), cluster_of(cluster))
+
+
+@cache
+def answered(model: str, cluster: str, scale: bool = False) -> Answer:
+    return answer(workload(model), cluster_of(cluster), scale=scale)
+
+
+def foreign() -> Workload:
+    """A model that our decoder does not train: latent attention, a vocabulary that nothing divides."""
+    model = Architecture(
+        "lat", 27, 2048, 16, 16, 128, 10944, 102403, experts=64, experts_active=6, experts_shared=2, expert_ffn=1408,
+        dense_layers=1, latent=Latent(0, 512, 128, 64, 128),
+    )  # fmt: skip
+    return Workload(model, 512, 4096)

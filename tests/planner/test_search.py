@@ -1,0 +1,172 @@
+"""The search finds what trying everything finds, of what fits and runs, in time and without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import product
+from math import prod
+
+import pytest
+from asked_plans import CASES, answered, desk, foreign
+
+from meshwright.planner.hardware.resolve_cluster import cluster_of
+from meshwright.planner.search import search as searching
+from meshwright.planner.search.candidates import KINDS, RECOMPUTED, Space, divisors, fills, frames, layouts, schedules
+from meshwright.planner.search.choice import Choice, refusal, settings_of
+from meshwright.planner.search.search import MOST_WEIGHED, CostCache, lightest, search
+from meshwright.topology.unsupported import validate
+
+
+def everything(at: CostCache):
+    """Every choice that fits, is allowed and fills its schedule; nothing else is left out."""
+    for frame in frames(at.work, at.cluster.devices, at.cluster.per_node, Space()):
+        for sharding, options in layouts(at.work, frame, Space()):
+            sizes = divisors(at.work.batch // frame.data)
+            for layout, micro, recompute in product(options, sizes, RECOMPUTED):
+                for kind, each in schedules(at.work, frame):
+                    choice = Choice(layout, micro, sharding, recompute, kind, each, frame.method)
+                    if not fills(kind, frame.pipeline, at.work.batch // frame.data // micro):
+                        continue
+                    if refusal(at.work, choice) is None and at.fits(choice):
+                        yield choice
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "words"),
+    [
+        ("llama-8b", "h100:8", ["--batch.global=32"]),
+        ("llama-1b", "a100-40:4", ["--batch.global=24"]),
+        ("deepseek-moe-16b", "h200:8", ["--batch.global=16"]),
+    ],
+)
+def test_the_plan_is_as_quick_as_the_best_of_all(model, cluster, words):
+    at = desk(model, cluster, *words)
+    best = min(at.time(choice).seconds for choice in everything(at))
+    fresh = desk(model, cluster, *words)
+    assert search(fresh).ranked[0].seconds <= (1 + searching.ALIKE) * best
+
+
+@pytest.mark.parametrize(("model", "cluster"), CASES)
+def test_every_plan_fits_runs_and_uses_every_device(model, cluster):
+    whole = answered(model, cluster)
+    assert whole.found.ranked
+    for found in [*whole.found.ranked, *whole.found.front]:
+        assert found.fits
+        assert found.job.layout.ranks == whole.cluster.devices
+        layout, batch = validate(settings_of(whole.work.base, Choice.of(found.job)))
+        assert (layout, batch) == (found.job.layout, found.job.batch)
+
+
+@pytest.mark.parametrize(("model", "cluster"), CASES)
+def test_no_ddp_that_fits_is_quicker_than_the_plan(model, cluster):
+    whole = answered(model, cluster)
+    copies = search(desk(model, cluster), Space(frozenset())).ranked
+    assert all(whole.chosen.seconds <= (1 + searching.ALIKE) * found.seconds for found in copies)
+
+
+@pytest.mark.parametrize(("model", "cluster"), CASES)
+def test_the_front_is_of_plans_that_no_other_beats(model, cluster):
+    found = answered(model, cluster).found
+    for one, other in product(found.front, [*found.front, *found.ranked]):
+        quicker, lighter = other.seconds < one.seconds, other.heaviest.total < one.heaviest.total
+        assert not (quicker and lighter)
+
+
+def test_the_plan_is_the_simplest_of_those_as_quick():
+    found = answered("gpt2-124m", "a100-80:8").found.ranked
+    alike = [one for one in found if one.seconds <= (1 + searching.ALIKE) * min(each.seconds for each in found)]
+    assert searching.parts(found[0]) == min(map(searching.parts, alike))
+
+
+def test_sixteen_thousand_devices_are_searched_in_seconds_and_without_torch():
+    code = (
+        "import sys, time; began = time.process_time()\n"
+        "from meshwright.planner.workload.workload_args import workload\n"
+        "from meshwright.planner.hardware.resolve_cluster import cluster_of\n"
+        "from meshwright.planner.search.search import CostCache, search\n"
+        "found = search(CostCache(workload('llama-405b'), cluster_of('h100:8x2048')))\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(time.process_time() - began, found.estimates, found.weighed, found.frames, len(found.ranked))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
+    took, estimates, weighed, cuts, plans = map(float, done.stdout.split())
+    assert took < 6  # a third of it on an idle machine
+    assert weighed <= MOST_WEIGHED + 3 * cuts  # a frame that was begun is finished
+    assert estimates <= 10 * cuts
+    assert plans >= 8
+
+
+def test_tensor_groups_stay_inside_a_node_unless_nothing_else_fits():
+    for model, cluster in CASES:
+        whole = answered(model, cluster)
+        assert all(found.job.layout.tensor <= whole.cluster.per_node for found in whole.found.ranked)
+    words = [f"--layout.{axis}=1" for axis in ("pipeline", "context")] + ["--layout.shard=none"]
+    found = search(desk("llama-8b", "h100:2x4", *words, "--batch.global=8", "--model.layers=80"))
+    assert {one.job.layout.tensor for one in found.ranked} <= {4, 8}
+    assert found.ranked
+
+
+@pytest.mark.parametrize(
+    ("word", "read"),
+    [
+        ("--layout.tensor=4", lambda job: job.layout.tensor == 4),
+        ("--layout.shard=optimizer", lambda job: job.sharding == "optimizer"),
+        ("--layout.pipeline=2", lambda job: job.layout.pipeline == 2),
+        ("--layout.context=2", lambda job: job.layout.context == 2),
+        ("--activation_checkpoint.mode=full", lambda job: job.recompute == "full"),
+        ("--batch.micro=2", lambda job: job.batch.micro == 2),
+    ],
+)
+def test_what_a_word_pins_every_plan_keeps(word, read):
+    found = search(desk("llama-8b", "h100:8x4", word))
+    assert found.ranked
+    assert all(read(one.job) for one in [*found.ranked, *found.front])
+
+
+def test_a_schedule_is_pinned_with_its_stages():
+    at = desk(
+        "llama-8b",
+        "h100:8x4",
+        "--layout.pipeline=4",
+        "--pipeline.schedule=interleaved",
+        "--pipeline.stages=4",
+        "--batch.global=64",
+    )
+    assert {(one.job.schedule, one.job.stages) for one in search(at).ranked} == {("interleaved", 4)}
+
+
+def test_a_model_that_our_decoder_does_not_train_is_planned_by_the_usual_rules():
+    work = foreign()
+    found = search(CostCache(work, cluster_of("h100:8x4"))).ranked
+    assert found
+    for one in found:
+        layout, model = one.job.layout, work.model
+        assert one.job.run is None
+        assert model.heads % layout.tensor == model.expert_ffn % layout.tensor == 0
+        assert layout.pipeline * one.job.stages <= model.layers
+        assert model.experts % layout.expert == 0
+        assert layout.fold % layout.expert == 0
+        assert one.job.batch.global_ == one.job.batch.micro * layout.data_degree * one.job.batch.accumulation
+
+
+def test_the_lightest_is_lighter_than_every_plan():
+    at = desk("llama-8b", "h100:8")
+    least = lightest(at)
+    assert least is not None
+    assert all(at.heaviest(least).total <= found.heaviest.total for found in search(at).ranked)
+
+
+def test_the_space_is_what_a_search_keeps_to():
+    for axes in ((), ("shard",), ("tensor",), ("shard", "context")):
+        for one in search(desk("llama-1b", "h100:8"), Space(frozenset(axes), RECOMPUTED[:1])).ranked:
+            layout = one.job.layout
+            used = {axis for axis in ("tensor", "pipeline", "context", "expert") if getattr(layout, axis) > 1}
+            assert used | ({"shard"} if one.job.sharding in KINDS else set()) <= set(axes)
+            assert one.job.recompute == "none"
+
+
+def test_divisors_are_all_of_them():
+    for number in (1, 2, 12, 97, 360, 16384):
+        assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+    assert prod(divisors(12)) == 1728

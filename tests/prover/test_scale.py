@@ -1,0 +1,149 @@
+"""A proof's small size is legal for every legal layout, on at most eight ranks, and keeps what there is to prove."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import lcm
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.config import load
+from meshwright.prover.layouts import variants
+from meshwright.prover.recovery import MOST_RANKS, scaled
+from meshwright.prover.scale_down import RANKS, few_ranks
+from meshwright.topology.layout import Layout, stages_each
+from meshwright.topology.schedules import FEWEST_STAGES, KINDS, MOST_STAGES, SPLIT
+from meshwright.topology.unsupported import sharers, validate
+
+
+@st.composite
+def legal(draw):
+    """A config over all axes that is not refused."""
+    layout = {axis: draw(st.sampled_from([1, 2, 3, 4, 8, 16])) for axis in ("replicate", "pipeline", "context")}
+    layout["tensor"] = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    kind, method = draw(st.sampled_from(KINDS)), draw(st.sampled_from(["ring", "all-to-all"]))
+    barred = {"gradients"} if layout["pipeline"] > 1 else set()
+    barred |= {"parameters"} if layout["pipeline"] > 1 and kind in SPLIT else set()
+    shard = draw(st.sampled_from(sorted({"none", "optimizer", "gradients", "parameters"} - barred)))
+    degree = draw(st.sampled_from([None, 2, 3, 4, 16])) if shard != "none" else None
+    config = load()
+    spread = Layout.of(replace(config.layout, **layout, shard=shard, shard_degree=degree))
+    layout["expert"] = draw(st.sampled_from([n for n in range(1, spread.fold + 1) if spread.fold % n == 0]))
+    apart = layout["pipeline"] > 1 or layout["tensor"] > 1
+    shared = sharers(replace(spread, expert=layout["expert"]))
+    keeps = [True, False] if apart or shared < 2 else [True, False, shared]
+    stages = draw(st.integers(FEWEST_STAGES[kind], MOST_STAGES.get(kind, 4)))
+    tensor, context = layout["tensor"], layout["context"]
+    kv_heads = tensor * draw(st.sampled_from([1, 2, 3]))
+    heads = lcm(kv_heads, tensor * (context if method == "all-to-all" else 1)) * draw(st.sampled_from([1, 2, 8]))
+    model = replace(
+        config.model,
+        vocab=tensor * draw(st.integers(2, 200)),
+        width=heads * draw(st.sampled_from([2, 8, 128])),
+        layers=layout["pipeline"] * stages + draw(st.integers(0, 5)),
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=tensor * draw(st.integers(1, 100)),
+        experts=layout["expert"] * draw(st.integers(1, 3)) if layout["expert"] > 1 else draw(st.integers(0, 9)),
+        experts_active=1,
+        experts_shared=draw(st.integers(0, 2)),
+        separator=draw(st.sampled_from([None, 1])),
+    )
+    model = replace(model, experts_active=draw(st.integers(1, model.experts or 2)))
+    return replace(
+        config,
+        model=model,
+        layout=replace(config.layout, **layout, shard=shard, shard_degree=degree),
+        pipeline=replace(config.pipeline, schedule=kind, stages=stages),
+        context=replace(config.context, method=method),
+        data=replace(config.data, sequence=2 * tensor * context * draw(st.integers(1, 9))),
+        batch=replace(config.batch, global_=spread.data_degree * 2 * layout["pipeline"], micro=1),
+        fsdp=replace(config.fsdp, reshard_after_forward=draw(st.sampled_from(keeps))),
+    )
+
+
+@settings(max_examples=400)
+@given(legal())
+def test_a_proof_is_legal_on_eight_ranks_and_keeps_every_axis_that_they_allow(config):
+    layout, _ = validate(config)
+    proofs, _ = variants(config)
+    assert len(proofs) == 3
+    for proof in proofs:
+        small, batch = validate(proof)
+        assert 2 <= small.ranks <= RANKS
+        assert batch.accumulation > 1
+        assert set(small.used) <= set(layout.used) or layout.ranks == 1
+        assert len(small.used) >= min(3, len(layout.used))
+        assert (small.expert > 1) == (layout.expert > 1)
+        assert bool(proof.model.experts) == bool(config.model.experts)
+        assert stages_each(proof) == min(stages_each(config), 2)
+
+
+@settings(max_examples=200)
+@given(legal())
+def test_a_run_that_is_to_be_killed_is_legal_on_four_ranks(config):
+    layout, _ = few_ranks(config.layout, MOST_RANKS)
+    proof, _ = scaled(config, layout, steps=5)
+    assert 2 <= validate(proof)[0].ranks <= MOST_RANKS
+
+
+LARGE = {
+    "experts by eight in a pipeline of four": (
+        "mixtral-8x7b",
+        "--layout.expert=8 --layout.pipeline=4 --layout.shard=parameters --layout.replicate=16",
+        Layout(pipeline=2, shard=4, expert=2),
+    ),
+    "experts by eight on eight shards": (
+        "mixtral-8x7b",
+        "--layout.expert=8 --layout.shard=parameters --layout.replicate=8 --layout.tensor=2 --layout.context=2",
+        Layout(shard=2, context=2, tensor=2, expert=2),
+    ),
+    "four stages a rank of eight": (
+        "llama-70b",
+        "--layout.pipeline=8 --pipeline.schedule=interleaved --pipeline.stages=4 --layout.replicate=4",
+        Layout(pipeline=2, replicate=2),
+    ),
+    "sixteen pieces": (
+        "llama-70b",
+        "--layout.replicate=1 --layout.context=16 --context.method=all-to-all",
+        Layout(context=2),
+    ),
+    "all axes of the dense model": (
+        "llama-405b",
+        "--layout.replicate=2 --layout.shard=parameters --layout.shard_degree=8 --layout.pipeline=16 --layout.context=8"
+        " --layout.tensor=8",
+        Layout(pipeline=2, context=2, tensor=2),
+    ),
+    "shards and no copies, all other axes": (
+        "llama-405b",
+        "--layout.replicate=1 --layout.shard=parameters --layout.shard_degree=8 --layout.pipeline=16 --layout.context=8"
+        " --layout.tensor=8",
+        Layout(pipeline=2, context=2, tensor=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_layout_becomes_a_small_one_of_the_same_axes(name):
+    preset, words, expected = LARGE[name]
+    proofs, note = variants(load(overrides=[f"--preset={preset}", *words.split()]))
+    assert {validate(proof)[0] for proof in proofs} == {expected}
+    assert "layout " in note
+
+
+def test_key_heads_stay_fewer_than_the_ranks_that_attend():
+    words = ["--layout.replicate=1", "--layout.context=4", "--context.method=all-to-all", "--model.heads=8"]
+    proofs, _ = variants(load(overrides=words))
+    assert (proofs[0].model.heads, proofs[0].model.kv_heads) == (4, 2)
+    proofs, _ = variants(load(overrides=[*words, "--model.kv_heads=8"]))
+    assert (proofs[0].model.heads, proofs[0].model.kv_heads) == (4, 4)
+
+
+@pytest.mark.parametrize("words", ["--layout.tensor=3 --model.kv_heads=3 --model.heads=3", "--layout.context=3"])
+def test_a_sequence_divides_over_three(words):
+    more = ["--layout.replicate=1", "--model.width=192", "--model.vocab=258", "--model.ffn=360", "--data.sequence=96"]
+    proofs, _ = variants(load(overrides=[*more, *words.split()]))
+    assert proofs[0].data.sequence == 18
+    assert validate(proofs[0])[0].ranks == 3

@@ -1,0 +1,271 @@
+"""Every collective is counted once, on its axis, with its bytes; whoever issues it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+from meshwright.telemetry.comm_counter import CommCounter, Row
+from meshwright.telemetry.memory_tracker import MemoryTracker
+from meshwright.testing import run_ranks
+from meshwright.topology.collectives import wire_bytes
+
+WIDTH, HIDDEN, LAYERS = 8, 10, 3
+BATCH, TOKENS = 2, 4
+ACTIVATION = BATCH * TOKENS * WIDTH * 4
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block() for _ in range(LAYERS)])
+
+
+def bytes_of(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def padded(module: nn.Module, ranks: int) -> int:
+    """FSDP shards rows, each parameter filled up to a multiple of the ranks."""
+    return sum(-(-p.shape[0] // ranks) * ranks * p[0].numel() * 4 for p in module.parameters())
+
+
+def spread_by_tensor(model: nn.Module, mesh) -> nn.Module:
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    for block in model:
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+def counted(axes, step) -> list[Row]:
+    """The rows of a step, counted alone and under a memory ledger: the same."""
+    with CommCounter(axes) as alone:
+        step()
+    with MemoryTracker(nn.Module()) as memory, CommCounter(axes) as above:
+        memory.phase = "backward"
+        step()
+    with CommCounter(axes) as below, MemoryTracker(nn.Module()):
+        step()
+    assert alone.rows() == above.rows() == below.rows()
+    return alone.rows()
+
+
+def row(axis: str, collective: str, calls: int, each: int, ranks: int) -> Row:
+    return Row(axis, collective, calls, calls * each, calls * wire_bytes(collective, each, ranks), ranks)
+
+
+def test_the_ring_count():
+    assert wire_bytes("all_reduce", 4000, 4) == 6000
+    assert [wire_bytes(c, 4000, 4) for c in ("all_gather", "reduce_scatter", "all_to_all")] == [3000] * 3
+    assert [wire_bytes(c, 4000, 4) for c in ("broadcast", "send", "barrier")] == [4000, 4000, 0]
+    assert wire_bytes("all_reduce", 10, 3) == 13  # rounded down once, not twice
+    assert {wire_bytes(c, 4000, 1) for c in ("all_reduce", "all_gather", "broadcast", "send")} == {0}
+    with pytest.raises(ValueError, match="no ring count for 'allreduce'"):
+        wire_bytes("allreduce", 1, 2)
+
+
+def plain_collectives(world):
+    pair = dist.new_group([0, 1])
+    single = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
+    axes = {dist.group.WORLD.group_name: "world", single.group_name: "alone"}
+    a, b = torch.ones(4), torch.ones(8)
+
+    def step():
+        dist.all_reduce(a)
+        dist.all_reduce(a, group=pair)
+        dist.all_reduce(a, group=single)
+        dist.all_reduce_coalesced([a, b])
+        dist.all_gather([torch.empty(4), torch.empty(4)], a)
+        dist.all_gather_into_tensor(torch.empty(8), a)
+        dist.reduce_scatter_tensor(torch.empty(4), b)
+        dist.all_to_all_single(torch.empty(8), b)
+        dist.all_to_all([torch.empty(4), torch.empty(4)], [a, a])
+        dist.broadcast(a, 0)
+        dist.barrier()
+        dist.reduce(a, 0)
+        other = 1 - world.rank  # each sends one and receives one, both on their way at once
+        both = [dist.P2POp(dist.isend, a, other), dist.P2POp(dist.irecv, torch.empty(4), other)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+        if world.rank == 0:
+            dist.send(b, 1)
+        else:
+            dist.recv(b, 0)
+
+    return counted(axes, step)
+
+
+def uneven_exchange(world):
+    """Rank 0 gives three numbers and gets one."""
+    rows, splits = ([1, 2], [1, 0]) if world.rank == 0 else ([0, 1], [2, 1])
+    given, got = torch.ones(sum(rows)), torch.empty(sum(splits))
+    return counted({}, lambda: dist.all_to_all_single(got, given, splits, rows))
+
+
+def test_of_an_exchange_the_message_is_what_a_rank_gives():
+    first, second = run_ranks(uneven_exchange, 2)
+    assert [rows[0].message_bytes for rows in (first, second)] == [3 * 4, 1 * 4]
+
+
+def ddp(world):
+    model = nn.parallel.DistributedDataParallel(blocks(), bucket_cap_mb=0.0005, gradient_as_bucket_view=True)
+    model.register_comm_hook(None, summed)
+
+    def step():
+        with model.no_sync():
+            model(torch.ones(BATCH, TOKENS, WIDTH)).sum().backward()
+        model(torch.ones(BATCH, TOKENS, WIDTH)).sum().backward()
+
+    step()
+    step()  # by now the buckets are what they will be
+    return counted({dist.group.WORLD.group_name: "replicate"}, step)
+
+
+def summed(_state, bucket):
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+def fsdp(world, reshard: bool, sync_each: bool, micro: int = 2):
+    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("shard",))
+    model = blocks()
+    for block in model:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+
+    def step():
+        for index in range(micro):
+            model.set_requires_gradient_sync(sync_each or index == micro - 1)
+            model(torch.ones(BATCH, TOKENS, WIDTH)).sum().backward()
+
+    return counted({mesh.get_group().group_name: "shard"}, step)
+
+
+def tensor(world):
+    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tensor",))
+    model = spread_by_tensor(blocks(), mesh)
+
+    def step():
+        model(torch.ones(BATCH, TOKENS // world.size, WIDTH)).sum().backward()
+
+    def reshard():
+        rows = DTensor.from_local(torch.ones(4, WIDTH), mesh, [Shard(0)])
+        rows.redistribute(mesh, [Replicate()]).to_local()
+
+    def norm():  # nobody asks for a sum here: the operator needs it
+        torch.relu(model[0].norm.weight.grad)
+
+    axes = {mesh.get_group().group_name: "tensor"}
+    return counted(axes, step), counted(axes, norm), counted(axes, reshard)
+
+
+def two_ranks(world):
+    """Many checks in one launch."""
+    sharded = [fsdp(world, reshard, each) for reshard in (True, False) for each in (True, False)]
+    return plain_collectives(world), ddp(world), sharded, tensor(world)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return run_ranks(two_ranks, 2)
+
+
+def test_collectives_of_every_kind_are_counted_on_their_axis(pair):
+    common = [
+        row("alone", "all_reduce", 1, 16, 1),
+        row("other", "all_reduce", 1, 16, 2),
+        row("world", "all_gather", 2, 32, 2),
+        Row("world", "all_reduce", 2, 16 + 48, 16 + 48, 2),
+        row("world", "all_to_all", 2, 32, 2),
+        Row("world", "barrier", 1, 0, 0, 2),
+        row("world", "broadcast", 1, 16, 2),
+        row("world", "other", 1, 16, 2),
+        row("world", "reduce_scatter", 1, 32, 2),
+    ]
+    assert pair[0][0] == [*common, Row("world", "send", 2, 16 + 32, 16 + 32, 2)]
+    assert pair[1][0] == [*common, row("world", "send", 1, 16, 2)]
+    assert common[0].wire_bytes == 0
+
+
+def test_ddp_sends_the_gradient_once_a_step_in_buckets(pair):
+    for _, rows, _, _ in pair:
+        (all_reduce,) = rows
+        assert (all_reduce.axis, all_reduce.collective) == ("replicate", "all_reduce")
+        assert all_reduce.calls > 1
+        assert all_reduce.message_bytes == bytes_of(blocks()) == all_reduce.wire_bytes
+
+
+def test_fsdp_gathers_and_scatters_what_its_setting_says(pair):
+    unit = padded(blocks()[0], 2)
+    for _, _, sharded, _ in pair:
+        for rows, gathers, scatters in zip(sharded, (4, 4, 2, 2), (2, 1, 2, 1), strict=True):
+            assert rows == [
+                row("shard", "all_gather", gathers * LAYERS, unit, 2),
+                row("shard", "reduce_scatter", scatters * LAYERS, unit, 2),
+            ]
+
+
+def test_the_collectives_inside_dtensors_are_counted(pair):
+    """With sequence parallelism every block gathers and scatters once forward and once backward. The gradient of the
+    norm's weight is left a partial sum: it is summed by whoever reads it.
+    """
+    for _, _, _, (rows, read, resharded) in pair:
+        assert rows == [
+            row("tensor", "all_gather", 2 * LAYERS, ACTIVATION, 2),
+            row("tensor", "reduce_scatter", 2 * LAYERS, ACTIVATION, 2),
+        ]
+        assert read == [row("tensor", "all_reduce", 1, WIDTH * 4, 2)]
+        assert resharded == [row("tensor", "all_gather", 1, 8 * WIDTH * 4, 2)]
+
+
+def four_ranks(world):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    axes = {mesh.get_group(name).group_name: name for name in ("outer", "inner")}
+    hybrid, both = blocks(), spread_by_tensor(blocks(), mesh["inner"])
+    for model, part in ((hybrid, mesh), (both, mesh["outer"])):
+        for block in model:
+            fully_shard(block, mesh=part)
+        fully_shard(model, mesh=part, reshard_after_forward=True)
+    return (
+        counted(axes, lambda: hybrid(torch.ones(BATCH, TOKENS, WIDTH)).sum().backward()),
+        counted(axes, lambda: both(torch.ones(BATCH, TOKENS // 2, WIDTH)).sum().backward()),
+    )
+
+
+def test_two_axes_are_told_apart():
+    unit = padded(blocks()[0], 2)
+    # Tensor parallelism leaves half the rows of `up`, half the columns of `down`, and the whole norm.
+    up, down = -(-(HIDDEN // 2) // 2) * 2 * WIDTH * 4, WIDTH * HIDDEN // 2 * 4
+    local = up + down + WIDTH * 4
+    for hybrid, both in run_ranks(four_ranks, 4):
+        assert hybrid == [
+            row("inner", "all_gather", 2 * LAYERS, unit, 2),
+            row("inner", "reduce_scatter", LAYERS, unit, 2),
+            row("outer", "all_reduce", LAYERS, unit // 2, 2),
+        ]
+        assert both == [
+            row("inner", "all_gather", 2 * LAYERS, ACTIVATION, 2),
+            row("inner", "all_reduce", LAYERS, WIDTH * 4, 2),
+            row("inner", "reduce_scatter", 2 * LAYERS, ACTIVATION, 2),
+            row("outer", "all_gather", 2 * LAYERS, local, 2),
+            row("outer", "reduce_scatter", LAYERS, local, 2),
+        ]
