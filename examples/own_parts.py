@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from meshwright import Parts, RunConfig, train
+from meshwright import ParallelSpec, RunConfig, train
 from meshwright.config import BatchConfig, EvalConfig, LayoutConfig
 
 
@@ -58,7 +58,7 @@ def cuts() -> dict[str, ParallelStyle]:
     return {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
 
 
-PARTS = Parts(blocks="blocks.*", cuts=cuts)
+PARTS = ParallelSpec(blocks="blocks.*", cuts=cuts)
 
 if __name__ == "__main__":
     torch.manual_seed(0)

@@ -75,7 +75,9 @@ def units_of(model: nn.Module, parts: ParallelSpec) -> tuple[list[Unit], Unit | 
     shared = {parameter for parameter, places in held.items() if places > 1}
     apart = [end for end in ends if not parameters_of(end) & shared]
     if any(parameters_of(end) & parameters_of(block) for end in ends for block in blocks):
-        raise ConfigError("Parts.ends names a block, or a part of one", "allowed: what lies outside of the blocks")
+        raise ConfigError(
+            "ParallelSpec.ends names a block, or a part of one", "allowed: what lies outside of the blocks"
+        )
     leading = ends[0] if ends and ends[0] in apart else None
     for block in blocks:
         inside = Counter(id(p) for _, _, p in owned_parameters(block[0]))
@@ -95,7 +97,9 @@ def units_of(model: nn.Module, parts: ParallelSpec) -> tuple[list[Unit], Unit | 
 def named(model: nn.Module, names: tuple[str, ...]) -> Unit:
     found = [(name, matching(model, name)) for name in names]
     if missing := [name.removeprefix("model.") for name, modules in found if not modules]:
-        raise ConfigError(f"no module of the model is called {missing[0]}, as Parts says", "allowed: names of modules")
+        raise ConfigError(
+            f"no module of the model is called {missing[0]}, as ParallelSpec says", "allowed: names of modules"
+        )
     return [module for _, modules in found for module in modules]
 
 

@@ -109,7 +109,9 @@ def over_tokens(
 def needed(parts: ParallelSpec | None, layout: Layout, config: RunConfig) -> ParallelSpec:
     """Refuses to guess the blocks of a model, where a guess could gather the whole of it at once."""
     if layout.tensor > 1 and parts is not None and not parts.cuts():
-        raise ConfigError("layout.tensor > 1 and Parts.cuts says nothing of how to cut", "allowed: layout.tensor = 1")
+        raise ConfigError(
+            "layout.tensor > 1 and ParallelSpec.cuts says nothing of how to cut", "allowed: layout.tensor = 1"
+        )
     if parts is not None:
         return parts
     asked = {
@@ -123,6 +125,6 @@ def needed(parts: ParallelSpec | None, layout: Layout, config: RunConfig) -> Par
         if yes:
             raise ConfigError(
                 f"{what} works block by block, and nothing says which the blocks of your model are",
-                'allowed: train(config, model=..., loss=..., parts=Parts(blocks="layers.*"))',
+                'allowed: train(config, model=..., loss=..., parts=ParallelSpec(blocks="layers.*"))',
             )
     return ParallelSpec(blocks="")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright import Parts, train
+from meshwright import ParallelSpec, train
 from meshwright.config import from_dict
 from meshwright.errors import ConfigError
 from meshwright.parallel.parallel_spec import units_of
@@ -37,7 +37,7 @@ LAYOUTS = {
 }
 
 
-def trained(folder, layout: dict, parts: Parts | None = own_parts.PARTS, **more) -> nn.Module:
+def trained(folder, layout: dict, parts: ParallelSpec | None = own_parts.PARTS, **more) -> nn.Module:
     torch.manual_seed(0)
     model = own_parts.Residual(width=8, depth=2).double()
     config = from_dict(SETTINGS | {"layout": layout} | more)
@@ -58,7 +58,7 @@ def test_the_trained_weights_are_those_of_one_process(layout, alone, tmp_path):
 
 
 def test_recomputation_gives_the_same_bits(alone, tmp_path):
-    found = trained(tmp_path / "run", {"replicate": 1}, compute={"recompute": "full"}).state_dict()
+    found = trained(tmp_path / "run", {"replicate": 1}, activation_checkpoint={"mode": "full"}).state_dict()
     assert all(torch.equal(found[name], right) for name, right in alone.items())
 
 
@@ -74,13 +74,18 @@ def test_recomputation_gives_the_same_bits(alone, tmp_path):
             "activation_checkpoint.mode = full works block by block",
         ),
         ({"replicate": 1}, {"compile": {"enabled": True}}, None, "compile.enabled = true works block by block"),
-        ({"replicate": 1, "tensor": 2}, {}, Parts(blocks="blocks.*"), "Parts.cuts says nothing"),
-        ({"replicate": 2, "shard": "parameters"}, {}, Parts(blocks="layers.*"), "no module of the model is called"),
+        ({"replicate": 1, "tensor": 2}, {}, ParallelSpec(blocks="blocks.*"), "ParallelSpec.cuts says nothing"),
+        (
+            {"replicate": 2, "shard": "parameters"},
+            {},
+            ParallelSpec(blocks="layers.*"),
+            "no module of the model is called",
+        ),
         (
             {"replicate": 1},
             {"activation_checkpoint": {"mode": "full", "segment": 2}},
             own_parts.PARTS,
-            "the model has no stack to go through them",
+            "needs a model with a BlockStack",
         ),
     ],
 )
@@ -129,7 +134,7 @@ def branched(folder, layout: dict, unused: bool) -> dict[str, torch.Tensor]:
         "layout": layout,
         "ddp": {"find_unused_parameters": unused},
     }
-    parts = Parts(blocks="blocks.*")
+    parts = ParallelSpec(blocks="blocks.*")
     train(
         from_dict(settings), model=model, loss=own_parts.squares, source=own_parts.Waves(), parts=parts, run=folder,
         quiet=True,
@@ -177,8 +182,11 @@ def test_buffers_are_the_first_ranks_on_every_rank_as_under_ddp(tmp_path):
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        (Parts(blocks="blocks.*", ends=(("entry",),)), "no module of the model is called entry"),
-        (Parts(blocks="blocks.*", cuts=lambda: {"blocks.*.upp": own_parts.ColwiseParallel()}), "called blocks.*.upp"),
+        (ParallelSpec(blocks="blocks.*", ends=(("entry",),)), "no module of the model is called entry"),
+        (
+            ParallelSpec(blocks="blocks.*", cuts=lambda: {"blocks.*.upp": own_parts.ColwiseParallel()}),
+            "called blocks.*.upp",
+        ),
     ],
 )
 def test_a_name_that_is_not_there_is_refused(parts, said, tmp_path):
@@ -207,4 +215,4 @@ def test_a_module_in_several_places_is_seen_in_all_of_them(shared, said):
 
 def test_an_end_is_no_block():
     with pytest.raises(ConfigError, match="names a block"):
-        units_of(own_parts.Residual(width=8, depth=2), Parts(blocks="blocks.*", ends=(("enter", "blocks.0"),)))
+        units_of(own_parts.Residual(width=8, depth=2), ParallelSpec(blocks="blocks.*", ends=(("enter", "blocks.0"),)))

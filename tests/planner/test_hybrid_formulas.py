@@ -53,7 +53,7 @@ WHOLE = {
         *(f"pipeline=2 replicate=2 optimizer {kind}" for kind in KINDS),
         *(f"pipeline=2 replicate=2 parameters {kind}{tie}" for kind in KINDS[:3] for tie in ("", " tie")),
         "pipeline=2 replicate=2 parameters full",
-        "pipeline=2 replicate=2 parameters keep=1 zbv",
+        "pipeline=2 replicate=2 parameters keep=false zbv",
         "pipeline=2 replicate=2 shard_degree=2 parameters interleaved tie",
     ],
     "stages cut": [
@@ -103,6 +103,11 @@ WHOLE = {
         "experts=2 replicate=4 parameters pipeline=2 expert=2 ffn=32",
     ],
 }
+OPTIONS = {
+    "segment": "activation_checkpoint.segment",
+    "keep": "fsdp.reshard_after_forward",
+    "stages": "pipeline.stages",
+}
 
 
 def proof_of(case: str) -> RunConfig:
@@ -121,8 +126,8 @@ def proof_of(case: str) -> RunConfig:
             words.append(f"--activation_checkpoint.mode={word}")
         elif word == "all-to-all":
             words.append("--context.method=all-to-all")
-        elif name in ("segment", "keep", "stages"):
-            words.append(f"--{ {'segment': 'compute', 'keep': 'shard', 'stages': 'pipeline'}[name] }.{word}")
+        elif name in OPTIONS:
+            words.append(f"--{OPTIONS[name]}={word.partition('=')[2]}")
         elif name in ("tie", "ffn") or name.startswith("experts"):
             words.append(f"--model.{word}" if "=" in word else "--model.tie=true")
         elif name != "layers":

@@ -25,7 +25,7 @@ def file(tmp_path):
     """A run file without a layout."""
     path = tmp_path / "run.toml"
     tree = as_toml(small_config(steps=3)).partition("\n[layout]")
-    path.write_text(tree[0] + "\n[replicate]" + tree[2].partition("\n[replicate]")[2])
+    path.write_text(tree[0] + "\n[ddp]" + tree[2].partition("\n[ddp]")[2])
     return path
 
 
@@ -137,7 +137,7 @@ def test_words_win_over_a_plan_file(plan, file):
 
 def test_what_changes_the_numbers_stays_the_runs_own(plan, file):
     plan.write_text(
-        plan.read_text().replace('compress = "none"', 'compress = "bf16"').replace("lr = 0.003", "lr = 0.5")
+        plan.read_text().replace('comm_hook = "none"', 'comm_hook = "bf16_compress"').replace("lr = 0.003", "lr = 0.5")
     )
     assert load(plan).ddp.comm_hook == "bf16_compress"
     config = of_plan(plan, file).config

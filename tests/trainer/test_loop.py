@@ -10,7 +10,16 @@ import torch
 from torch import nn
 
 from meshwright import train
-from meshwright.config import BatchConfig, DataConfig, EvalConfig, LaunchConfig, LayoutConfig, NumericsConfig, RunConfig
+from meshwright.config import (
+    BatchConfig,
+    DataConfig,
+    DDPConfig,
+    EvalConfig,
+    LaunchConfig,
+    LayoutConfig,
+    NumericsConfig,
+    RunConfig,
+)
 from meshwright.errors import ConfigError, DataError, IdentityError
 from meshwright.recover.failures import RanksFailed
 from meshwright.telemetry.events import read_events
@@ -364,7 +373,7 @@ def test_a_model_with_nothing_to_train_is_refused(tmp_path):
 def test_unused_parameters_are_allowed_when_the_config_says_so(tmp_path):
     mine = model()
     mine.register_parameter("idle", nn.Parameter(torch.zeros(3)))
-    config = own_config(replicate=RunConfig().replicate.__class__(unused=True))
+    config = own_config(ddp=DDPConfig(find_unused_parameters=True))
     result, _ = run(tmp_path / "r", config, model=mine, loss=summed, source=Points())
     assert result.steps == 4
 

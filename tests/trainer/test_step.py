@@ -82,7 +82,7 @@ def test_bucket_size_is_a_setting():
 
 
 def test_bf16_compression_halves_the_bytes_and_little_else():
-    plain, packed = (run_ranks(one_step, 2, f"--ddp.comm_hook={kind}") for kind in ("none", "bf16"))
+    plain, packed = (run_ranks(one_step, 2, f"--ddp.comm_hook={kind}") for kind in ("none", "bf16_compress"))
     assert packed[0]["traffic"].message_bytes * 2 == plain[0]["traffic"].message_bytes
     assert packed[0]["numbers"][1] == pytest.approx(plain[0]["numbers"][1], rel=0.02)
     assert torch.equal(packed[0]["weights"], packed[1]["weights"])

@@ -67,7 +67,7 @@ def matrices(config: RunConfig, layout: Layout, batch: Batch, hold: PipelinePlac
 
 
 def cut_parts(config: RunConfig) -> int:
-    """Parts of a block that are cut: attention, and a feed-forward that every token visits."""
+    """ParallelSpec of a block that are cut: attention, and a feed-forward that every token visits."""
     return 1 if config.model.experts and not config.model.experts_shared else 2
 
 

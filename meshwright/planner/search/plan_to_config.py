@@ -29,7 +29,16 @@ from meshwright.telemetry.run_measurements import number, table
 from meshwright.topology.layout import Layout
 
 BEST = "best"
-PLACED = ("layout.", "compute.", "pipeline.", "context.", "shard.", "replicate.")
+PLACED = (
+    "layout.",
+    "ddp.",
+    "fsdp.",
+    "pipeline.",
+    "context.",
+    "activation_checkpoint.",
+    "compile.",
+    "optimizer.cpu_offload",
+)
 """What a plan file decides beside batch.micro, as far as it is placement: what changes the numbers is the run's own."""
 SAME = ("model.", "data.sequence", "batch.global", "precision.compute")
 """What a plan is made for."""
