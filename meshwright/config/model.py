@@ -37,11 +37,11 @@ class ModelConfig:
     """experts that each token visits"""
     experts_shared: Natural = 0
     """experts that every token visits beside those"""
-    experts_bias: Share = 0.001
+    router_bias_rate: Share = 0.001
     """how far a step moves each expert's bias, by which tokens choose, against its load over all ranks; 0 never"""
-    experts_auxiliary: Annotated[float, Range(least=0, most=1e6)] = 0.0001
+    router_aux_loss: Annotated[float, Range(least=0, most=1e6)] = 0.0001
     """weight of a loss, of each sequence by itself, that is least where its tokens spread evenly over experts"""
-    experts_capacity: Annotated[float, Range(least=0, most=1e6)] = 0.0
+    capacity_factor: Annotated[float, Range(least=0, most=1e6)] = 0.0
     """tokens an expert takes of one rank's pass, as a multiple of an even share; the rest are dropped, so that results
     depend on the layout; 0 drops none
     """

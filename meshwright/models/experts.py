@@ -69,7 +69,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.count, self.active, self.capacity = config.experts, config.experts_active, config.experts_capacity
+        self.count, self.active, self.capacity = config.experts, config.experts_active, config.capacity_factor
         self.router = Router(config.width, config.experts, config.experts_active)
         self.bank = ExpertWeights(config.experts, config.width, config.ffn)
         inner = config.experts_shared * config.ffn

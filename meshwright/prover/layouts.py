@@ -47,7 +47,7 @@ def variants(config: RunConfig) -> tuple[list[RunConfig], str]:
     layout = Layout.of(spread)
     config = replace(config, pipeline=fewer_stages(config))
     model, scaled = shrunk(config, layout)
-    model = replace(model, experts_capacity=0.0)
+    model = replace(model, capacity_factor=0.0)
     accumulation = micro_steps(config, layout)
     proof = replace(
         for_proof(config),
@@ -61,8 +61,8 @@ def variants(config: RunConfig) -> tuple[list[RunConfig], str]:
     note = "; on CPU" + "".join(f", {text}" for text in said if text)
     if config.ddp.comm_hook != "none":
         note += f", without ddp.comm_hook = {config.ddp.comm_hook}, which rounds"
-    if config.model.experts_capacity:
-        note += ", without model.experts_capacity, which makes results depend on the layout"
+    if config.model.capacity_factor:
+        note += ", without model.capacity_factor, which makes results depend on the layout"
     if config.precision.compute not in TOLERANCE:
         note += f", not in {config.precision.compute}, which rounds"
     separator = 0 if model.separator is None and layout.context > 1 else model.separator

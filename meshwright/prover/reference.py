@@ -121,7 +121,7 @@ def _alone(config: RunConfig) -> Trail:
 
     def balance_of(ids: np.ndarray) -> Tensor:
         of_all = sum((each.auxiliary for each in experts if each.auxiliary is not None), torch.zeros((), dtype=dtype))
-        return config.model.experts_auxiliary * of_all / len(ids)
+        return config.model.router_aux_loss * of_all / len(ids)
 
     with torch.no_grad():
         trail.stale = float(loss_of(stream.step(1)))
@@ -141,7 +141,7 @@ def _alone(config: RunConfig) -> Trail:
         adamw.step()
         adamw.zero_grad()
         for each in experts:
-            each.router.bias.copy_(rebalance(each.router.bias, each.take()[0], config.model.experts_bias))
+            each.router.bias.copy_(rebalance(each.router.bias, each.take()[0], config.model.router_bias_rate))
     trail.moved = {name: p.detach() - before[name] for name, p in (named | biases).items()}
     with torch.no_grad():
         trail.evaluation = float(loss_of(stream.evaluation(held_out(Layout.of(config.layout)))))

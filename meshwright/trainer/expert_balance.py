@@ -20,8 +20,8 @@ class Balance:
     def __init__(self, module: nn.Module, config: RunConfig, world: World) -> None:
         self.world = world
         self.shape = (config.model.layers, config.model.experts + 1)
-        self.rate = config.model.experts_bias
-        self.weight = config.model.experts_auxiliary / config.batch.global_
+        self.rate = config.model.router_bias_rate
+        self.weight = config.model.router_aux_loss / config.batch.global_
         named = ((name, m) for name, m in module.named_modules() if isinstance(m, Experts))
         self.layers = {block_number(name): experts for name, experts in named}
 

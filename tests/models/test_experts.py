@@ -178,7 +178,7 @@ def test_a_compiled_block_goes_around_its_experts(mode):
 def test_beyond_its_capacity_an_expert_takes_the_first_tokens_alone():
     free, x = experts(), inputs(2, 9)
     _, chosen, weights = free.router(x.view(-1, WIDTH))
-    module = experts(experts_capacity=0.5)
+    module = experts(capacity_factor=0.5)
     most = math.ceil(0.5 * 18 * ACTIVE / COUNT)
     kept = torch.zeros_like(chosen, dtype=torch.bool)
     for expert in range(COUNT):

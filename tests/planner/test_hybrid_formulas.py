@@ -90,10 +90,10 @@ WHOLE = {
     ],
     "experts cut and in stages": [
         *(f"experts=4 tensor=2 {more}" for more in ("", "experts_shared=1", "full", "selective")),
-        *(f"experts=4 tensor=2 full experts_auxiliary=0 {more}" for more in ("", "experts_shared=1")),
+        *(f"experts=4 tensor=2 full router_aux_loss=0 {more}" for more in ("", "experts_shared=1")),
         "experts=4 replicate=2 tensor=2 parameters expert=2",
         *(f"experts=4 replicate=2 pipeline=2 expert=2 {more}" for more in ("", "parameters", "zbv", "interleaved")),
-        "experts=4 replicate=2 pipeline=2 parameters expert=2 experts_shared=1 experts_capacity=1",
+        "experts=4 replicate=2 pipeline=2 parameters expert=2 experts_shared=1 capacity_factor=1",
     ],
     "banks": [
         *(f"experts=4 replicate=8 {what} ffn=32" for what in ("optimizer", "gradients", "parameters")),
@@ -214,7 +214,7 @@ def test_what_no_formula_can_tell_is_said_and_all_else_compared():
     proof = proof_of("experts=4 expert=2 replicate=2")
     layout = validate(proof)[0]
     assert not untold(proof, layout)
-    assert list(untold(replace(proof, model=replace(proof.model, experts_capacity=1.0)), layout)) == ["expert"]
+    assert list(untold(replace(proof, model=replace(proof.model, capacity_factor=1.0)), layout)) == ["expert"]
     rows = [[Sent("tensor", "all_gather", 4, 2), Sent("pipeline", "send", size, size)] for size in (8, 9)]
     assert list(all_differences(Layout(pipeline=2), rows, [rows[0], rows[0]], ["tensor"])) == [
         "rank 1: pipeline send sends 8 bytes, by the formula 9"

@@ -255,7 +255,7 @@ def copies_of_experts_do_not_meet(patch):
 # What keeps experts evenly loaded.
 
 
-@fault((*EXPERTS, "--model.experts_bias=1e-9"), "way of decoder.blocks.0.ffn.router.bias", LOADS)
+@fault((*EXPERTS, "--model.router_bias_rate=1e-9"), "way of decoder.blocks.0.ffn.router.bias", LOADS)
 def router_biases_move_by_the_load_of_one_rank(patch):
     sums(patch, "expert loads", unsummed)
 

@@ -8,7 +8,7 @@ from recovering import STEPS, Runs, config, final_digest, ledger, losses
 from meshwright.prover.recovery import check_recovery
 from meshwright.recover.failures import RanksFailed
 
-EXPERTS = ("--model.experts=4", "--model.experts_bias=0.01", "--layout.expert=2")
+EXPERTS = ("--model.experts=4", "--model.router_bias_rate=0.01", "--layout.expert=2")
 ZBV = ("--layout.pipeline=2", "--batch.micro=4", "--pipeline.schedule=zbv", "--model.layers=4", "--model.tie=true")
 LAYOUTS = {
     "pipeline": ("--layout.pipeline=2", "--batch.micro=4", "--model.tie=true"),

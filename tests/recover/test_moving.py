@@ -13,7 +13,7 @@ from meshwright.recover.failures import RanksFailed
 from meshwright.telemetry.run_folder import RunFolder
 
 EXACT = ("--precision.compute=fp64", "--model.layers=4", "--model.tie=true", "--eval.every=4", "--batch.micro=2")
-EXPERTS = ("--model.experts=4", "--model.experts_bias=0.01")
+EXPERTS = ("--model.experts=4", "--model.router_bias_rate=0.01")
 PIPELINE = ("--layout.pipeline=2",)
 LEGS = {
     "a dense model": (

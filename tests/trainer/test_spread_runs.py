@@ -23,7 +23,7 @@ LAYOUTS = {
     "experts over copies": (2, ("--layout.expert=2",)),
     "experts over shards, in stages": (4, (*PIPED, "--layout.expert=2", "--layout.shard=optimizer")),
 }
-EXPERTS = ("--model.experts=4", "--model.experts_bias=0.01", "--model.layers=4", "--precision.compute=fp64")
+EXPERTS = ("--model.experts=4", "--model.router_bias_rate=0.01", "--model.layers=4", "--precision.compute=fp64")
 
 
 def run(folder, config):
@@ -85,7 +85,7 @@ def test_a_pipeline_run_twice_has_the_same_bits(tmp_path, runs):
 
 def test_biases_move_towards_an_even_load():
     """From a bias that sends every token to the first expert, until it has no more than the others."""
-    config = small_config("--model.experts=4", "--model.experts_active=1", "--model.experts_bias=0.05", ranks=1)
+    config = small_config("--model.experts=4", "--model.experts_active=1", "--model.router_bias_rate=0.05", ranks=1)
     model, tokens = build(config.model, 0), torch.randint(0, 256, (8, 16), generator=torch.Generator().manual_seed(0))
     balance = Balance(model, config, World())
     for block in model.decoder.blocks:
@@ -103,7 +103,7 @@ def test_biases_move_towards_an_even_load():
 
 
 def test_a_capacity_drops_tokens_and_says_so(tmp_path):
-    words = ("--model.experts=4", "--model.experts_capacity=0.5", "--log_every=1")
+    words = ("--model.experts=4", "--model.capacity_factor=0.5", "--log_every=1")
     _, events = run(tmp_path / "dropped", small_config(*words, steps=2))
     told = [event for event in events if event["kind"] == "experts"]
     assert all(sum(event["dropped"]) > 0 for event in told)

@@ -35,8 +35,8 @@ Messages = Counter[tuple[str, str]]
 
 def untold(config: RunConfig, layout: Layout) -> dict[str, str]:
     """Axes of which nobody can say beforehand what they carry, and why."""
-    if config.model.experts_capacity and layout.expert > 1:
-        return {"expert": "how many rows exceed experts_capacity depends on the data"}
+    if config.model.capacity_factor and layout.expert > 1:
+        return {"expert": "how many rows exceed capacity_factor depends on the data"}
     return {}
 
 
@@ -81,7 +81,7 @@ def recomputed(config: RunConfig, hold: PipelinePlacement) -> tuple[int, int]:
         return 0, 0
     if checkpointing.mode == "selective":
         return parts * hold.layers, 0
-    ends = not model.experts or (model.experts_shared > 0 and not model.experts_auxiliary)
+    ends = not model.experts or (model.experts_shared > 0 and not model.router_aux_loss)
     segments = sum(-(-len(blocks) // checkpointing.segment) for blocks in hold.stages.values())
     return parts * hold.layers, parts * hold.layers - segments * ends
 
@@ -111,7 +111,7 @@ def experts(config: RunConfig, layout: Layout, batch: Batch, hold: PipelinePlace
     if layout.expert > 1:
         forward = 8 * model.experts + there_and_back
         messages["expert", "all_to_all"] = passes(config) * forward + there_and_back
-    if layout.context * layout.tensor > 1 and model.experts_auxiliary:
+    if layout.context * layout.tensor > 1 and model.router_aux_loss:
         messages["context+tensor", "all_reduce"] = passes(config) * 8 * batch.micro * model.experts
     return times(batch.accumulation * hold.layers, messages)
 
