@@ -25,7 +25,6 @@ from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.pipeline_parallel.pipeline_model import Pace
 from meshwright.parallel.pipeline_parallel.stages import StagePlan, stage_plan
 from meshwright.parallel.tensor_parallel import decoder_parts
-from meshwright.parallel.torch_private import Imagined, forget_meshes, imagine_ranks, unhurried_torch
 from meshwright.parallel.world import World
 from meshwright.simulator.extrapolation import Course, Seen
 from meshwright.simulator.fake_ddp import ImaginedCopies
@@ -33,6 +32,7 @@ from meshwright.simulator.uniform_routing import share_evenly
 from meshwright.telemetry.memory_tracker import FRESH, KINDS, MemoryTracker
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import PipelinePlacement
+from meshwright.torch_private import Imagined, forget_meshes, imagine_ranks, unhurried_torch
 from meshwright.trainer.counted_step import counting
 from meshwright.trainer.expert_balance import Balance
 from meshwright.trainer.loop import weighs

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from meshwright.parallel.torch_private import fsdp_tensors
 from meshwright.telemetry.comm_counter import CommCounter
 from meshwright.telemetry.memory_tracker import KINDS, MemoryTracker
 from meshwright.testing import run_ranks
+from meshwright.torch_private import fsdp_tensors
 
 WIDTH, HIDDEN, LAYERS, RANKS = 8, 9, 3, 2
 

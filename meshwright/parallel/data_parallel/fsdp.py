@@ -30,8 +30,8 @@ from meshwright.parallel.expert_parallel import banks_of
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.parallel_spec import ParallelSpec, units_of
-from meshwright.parallel.torch_private import fsdp_tensors
 from meshwright.topology.parameter_shapes import shard_dimension
+from meshwright.torch_private import fsdp_tensors
 
 # FSDP2 warns of in-place changes to what a unit gives on. Ours makes none; a user's own unit is still warned of.
 OURS = "Embedding|RMSNorm, FSDPHeadLoss|Block|LanguageModel|Stage|Bank"

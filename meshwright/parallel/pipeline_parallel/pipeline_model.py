@@ -31,8 +31,8 @@ from meshwright.config.parallelism import Schedule
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.pipeline_parallel.stages import TIED, Stage, StagePlan, Tie
-from meshwright.parallel.torch_private import MeetingStage
 from meshwright.topology.schedules import SINGLE
+from meshwright.torch_private import MeetingStage
 
 SCHEDULES: dict[Schedule, type] = {
     "gpipe": ScheduleGPipe,
