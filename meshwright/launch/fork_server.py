@@ -108,15 +108,15 @@ class ForkServer:
             raise StoppedEarly(self._asked)  # it had not come to listen for signals yet
         if not self._result:
             lines = self._log.read_text(errors="replace").splitlines()[-15:] if self._log.exists() else []
-            said = Failure.silent(0, self._process.returncode).message.removeprefix("rank 0 ")
+            said = Failure.from_exit_status(0, self._process.returncode).message.removeprefix("rank 0 ")
             what = f"the process that starts the ranks {said}"
             kind = "Killed" if "signal" in said else "Exited"
-            raise RanksFailed([Failure(-1, kind, what, 1, 0.0, detail="\n".join(lines))])
+            raise RanksFailed([Failure(-1, kind, what, 1, 0.0, traceback="\n".join(lines))])
         result = json.loads(self._result)
         if "error" in result:
             error = MeshwrightError(result["error"])
             error.exit_code = result["exit_code"]
             raise error
         if "failures" in result:
-            raise RanksFailed([Failure(**failure) for failure in result["failures"]])
+            raise RanksFailed([Failure.from_json(failure) for failure in result["failures"]])
         return [result["summary"]]

@@ -107,7 +107,7 @@ class Ranks:
             self._hear(rank)
         now = time.monotonic()
         if self._failures:
-            known = not all(failure.witness for failure in self._failures.values())
+            known = not all(failure.secondary for failure in self._failures.values())
             self._end = min(self._end, now + (CAUSE_GRACE if known else GRACE))
         if now > self._end and self._pipes:
             self.kill()
@@ -124,7 +124,7 @@ class Ranks:
             pass
         self._processes[rank].join(GRACE)
         if rank not in self._values and rank not in self._failures:
-            self._failures[rank] = Failure.silent(rank, self._processes[rank].exitcode or 0)
+            self._failures[rank] = Failure.from_exit_status(rank, self._processes[rank].exitcode or 0)
         pipe.close()
 
     def signal(self, number: int) -> None:
@@ -143,9 +143,9 @@ class Ranks:
             self._processes[rank].kill()
             self._processes[rank].join(GRACE)
             self._hear(rank)
-            if rank in self._failures and self._failures[rank].kind == "Killed":
+            if rank in self._failures and self._failures[rank].error_type == "Killed":
                 message = f"rank {rank} did not end by itself and was killed"
-                self._failures[rank] = replace(self._failures[rank], message=message, witness=True)
+                self._failures[rank] = replace(self._failures[rank], message=message, secondary=True)
 
     def results(self) -> list[Any]:
         """Every rank's value in order, or RanksFailed. Leaves nothing behind."""
@@ -234,20 +234,22 @@ def _be_rank(
         redirect(log)
         faulthandler.register(signal.SIGUSR1)  # the watchdog's question; answered even while the lock is held
     status = 0
+    heartbeat = Heartbeat()
     try:
+        heartbeat = Heartbeat(page)
         torch.set_num_threads(launch.threads)
         work, args = pickle.loads(Path(given).read_bytes()) if isinstance(given, str) else given
-        world: World = join(place, launch, facts, Heartbeat(page))
+        world: World = join(place, launch, facts, heartbeat)
         value = work(world, *args)
         leave()
         # by value: torch would pass tensors as handles to memory that ends with this process
         writer.send_bytes(pickle.dumps(("value", value)))
     except BaseException as error:  # noqa: BLE001  whatever ends a rank is reported
-        failure = Failure.of(place.rank, error)
+        failure = Failure.from_exception(place.rank, error, heartbeat.step if heartbeat.step >= 0 else None)
         writer.send_bytes(pickle.dumps(("failure", failure)))
         status = failure.exit_code
         with suppress(OSError):  # the log may be what is full
-            print(failure.detail or failure.message, file=sys.stderr, flush=True)
+            print(failure.traceback or failure.message, file=sys.stderr, flush=True)
     with suppress(OSError):
         sys.stdout.flush()
     os._exit(status)  # a fork must not run its parent's exit handlers

@@ -63,7 +63,7 @@ def check_recovery(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
         run(proof, calm)
         with environment(MESHWRIGHT_FAULT=faults):
             run(proof, struck)
-        kills = [incident for incident in read_incidents(struck) if incident.kind == "Killed"]
+        kills = [incident for incident in read_incidents(struck) if incident.error_type == "Killed"]
         last, expected = newest(struck), newest(calm)
         same = state_digest(last) == state_digest(expected)
         off = "" if same else f"; first off: {next(differences(expected, last), 'nothing')}"

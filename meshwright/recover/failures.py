@@ -1,11 +1,12 @@
-"""What went wrong on which rank, the one to blame first. Torch-free."""
+"""How ranks fail: one record per failed rank, and the exception that carries them with the root cause first. Torch-free."""
 
 from __future__ import annotations
 
 import signal
 import time
-import traceback
-from dataclasses import asdict, dataclass
+import traceback as tracebacks
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from meshwright.errors import ConfigError, MeshwrightError, PeerError, Stopped, lost
@@ -13,56 +14,70 @@ from meshwright.errors import ConfigError, MeshwrightError, PeerError, Stopped, 
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's end. `at` is this host's monotonic clock, good for order alone."""
+    """How one rank ended."""
 
     rank: int
-    kind: str
+    """The rank, or -1 for the fork server."""
+    error_type: str
+    """The name of the exception class; "Killed" and "Exited" for a process that ended without an exception."""
     message: str
     exit_code: int
-    at: float
-    witness: bool = False
-    detail: str = ""
+    time: float
+    """This host's monotonic clock; it only orders the failures of one launch."""
+    secondary: bool = False
+    """Whether the rank failed because it lost another rank; a secondary failure is never the root cause."""
+    traceback: str = ""
+    step: int | None = None
+    error_args: tuple[Any, ...] | None = field(default=None)
+    """The constructor arguments of a MeshwrightError, so that `RanksFailed.cause` can rebuild it."""
 
     @classmethod
-    def of(cls, rank: int, error: BaseException) -> Failure:
-        message = spoken(error)
-        left = lost(error)
-        witness = isinstance(error, PeerError) or left
-        own = isinstance(error, MeshwrightError)
+    def from_exception(cls, rank: int, error: BaseException, step: int | None = None) -> Failure:
+        message = error_message(error)
+        lost_peer = lost(error)
+        secondary = isinstance(error, PeerError) or lost_peer
+        known = isinstance(error, MeshwrightError)
         return cls(
             rank,
             type(error).__name__,
-            f"rank {rank} lost another rank ({message.splitlines()[0][:120]})" if left else message,
-            error.exit_code if isinstance(error, MeshwrightError) else 8 if witness else 1,
+            f"rank {rank} lost another rank ({message.splitlines()[0][:120]})" if lost_peer else message,
+            error.exit_code if isinstance(error, MeshwrightError) else 8 if secondary else 1,
             time.monotonic(),
-            witness,
-            "" if own else "".join(traceback.format_exception(error)),
+            secondary,
+            "" if known else "".join(tracebacks.format_exception(error)),
+            step,
+            plain_args(error) if known else None,
         )
 
     @classmethod
-    def silent(cls, rank: int, exit_status: int) -> Failure:
-        """A rank that ended without a word."""
+    def from_exit_status(cls, rank: int, exit_status: int) -> Failure:
+        """The failure of a process that ended without a report."""
         if exit_status < 0:
             name = signal_name(-exit_status)
             return cls(rank, "Killed", f"rank {rank} was ended by signal {-exit_status} ({name})", 8, time.monotonic())
-        return cls(
-            rank,
-            "Exited",
-            f"rank {rank} exited with status {exit_status} and no report",
-            1,
-            time.monotonic(),
-        )
+        message = f"rank {rank} exited with status {exit_status} and no report"
+        return cls(rank, "Exited", message, 1, time.monotonic())
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Failure:
+        failure = cls(**values)
+        return failure if failure.error_args is None else replace(failure, error_args=tuple(failure.error_args))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def spoken(error: BaseException) -> str:
-    """What an error says; one that says nothing is known by its name."""
+def error_message(error: BaseException) -> str:
+    """The text of an exception, or the name of its class where the text is empty."""
     try:
         return str(error).strip() or type(error).__name__
-    except Exception:  # noqa: BLE001  a user's error may fail to say even that
+    except Exception:  # noqa: BLE001  the __str__ of a user's exception may itself fail
         return type(error).__name__
+
+
+def plain_args(error: BaseException) -> tuple[Any, ...] | None:
+    """The arguments of an exception if JSON can carry them, else None."""
+    return error.args if all(isinstance(value, str | int | float) for value in error.args) else None
 
 
 def signal_name(number: int) -> str:
@@ -73,10 +88,10 @@ def signal_name(number: int) -> str:
 
 
 class RanksFailed(MeshwrightError):
-    """The failures of a launch, the first cause on top."""
+    """One or more ranks of a launch failed; `failures` starts with the root cause."""
 
     def __init__(self, failures: list[Failure]) -> None:
-        self.failures = sorted(failures, key=lambda f: (f.witness, f.at))
+        self.failures = sorted(failures, key=lambda failure: (failure.secondary, failure.time))
         self.verdict = ""
         super().__init__(self.first.message)
         self.exit_code = self.first.exit_code
@@ -84,20 +99,62 @@ class RanksFailed(MeshwrightError):
 
     @property
     def first(self) -> Failure:
+        """The root cause."""
         return self.failures[0]
 
-    def __str__(self) -> str:
-        """The first cause; then what the others say, a line each, where it is more than an echo."""
+    @property
+    def rank(self) -> int:
+        return self.first.rank
+
+    @property
+    def step(self) -> int | None:
+        return self.first.step
+
+    def cause(self) -> MeshwrightError:
+        """The root cause as an exception to raise in this process: the class that the rank raised if it is one of
+        Meshwright's, else a MeshwrightError that names rank, step, class and message, with the traceback as a note.
+        """
         first = self.first
-        if first.kind in (Stopped.__name__, ConfigError.__name__):
+        error_class = next((c for c in error_classes() if c.__name__ == first.error_type), None)
+        if error_class is not None and first.error_args is not None:
+            error = error_class(*first.error_args)
+        else:
+            error = MeshwrightError(self._root_cause_line())
+            if first.traceback:
+                error.add_note(first.traceback.rstrip())
+        error.exit_code = self.exit_code
+        return error
+
+    def _root_cause_line(self) -> str:
+        first = self.first
+        verdict = f"{self.verdict}; " if self.verdict else ""
+        if f"rank {first.rank}" in first.message or first.rank < 0:
+            return verdict + first.message
+        step = f", step {first.step}" if first.step is not None else ""
+        return f"{verdict}rank {first.rank}{step}: {first.error_type}: {first.message}"
+
+    def __str__(self) -> str:
+        """The root cause, then one line for every other rank that reports something else."""
+        first = self.first
+        if first.error_type in (Stopped.__name__, ConfigError.__name__):
             return first.message
-        known = bool(not first.detail and first.kind != "Killed")  # an error of ours: witnesses add nothing
-        where = "" if f"rank {first.rank}" in first.message or known else f"rank {first.rank}: {first.kind}: "
+        # Next to one of Meshwright's own errors, the ranks that lost their peer add nothing.
+        known = bool(not first.traceback and first.error_type != "Killed")
+        where = "" if f"rank {first.rank}" in first.message or known else f"rank {first.rank}: {first.error_type}: "
         lines = [self.verdict] if self.verdict else []
         lines.append(where + first.message)
-        if first.detail:
-            lines.append(first.detail.rstrip())
+        if first.traceback:
+            lines.append(first.traceback.rstrip())
         for other in self.failures[1:]:
-            if other.message != first.message and not (known and other.witness):
-                lines.append(f"  also rank {other.rank}: {other.kind}: {other.message.partition(chr(10))[0]}")
+            if other.message != first.message and not (known and other.secondary):
+                lines.append(f"  also rank {other.rank}: {other.error_type}: {other.message.partition(chr(10))[0]}")
         return "\n".join(lines)
+
+
+def error_classes(base: type[MeshwrightError] = MeshwrightError) -> Iterator[type[MeshwrightError]]:
+    """Every loaded class of Meshwright's errors that a rank may raise."""
+    for error_class in (base, *base.__subclasses__()):
+        if error_class is base:
+            yield base
+        elif error_class is not RanksFailed:
+            yield from error_classes(error_class)

@@ -29,7 +29,7 @@ class Incident:
     step: int | None = None
     phase: str = ""
     exit_code: int = 0
-    kind: str = ""
+    error_type: str = ""
     message: str = ""
     last_lines: list[str] = field(default_factory=list)
     stack: str = ""
@@ -83,10 +83,10 @@ def describe(
         step,
         phase,
         first.exit_code,
-        first.kind,
+        first.error_type,
         first.message,
         last_lines(folder.log(attempt, first.rank)),
-        first.detail,
+        first.traceback,
         [{"rank": rank, "where": reading.where, "collectives": reading.calls} for rank, reading in pages.items()],
         samples_of(folder, step, first.rank) if step is not None and phase not in UNTOUCHED else [],
         checkpoint,

@@ -221,7 +221,7 @@ class Attempt:
         first = failed.first
         if self.hang is not None:
             first = next((f for f in failed.failures if f.rank == self.hang.rank), first)
-            first = replace(first, message=self.hang.message, detail=self.hang.stack, witness=False, exit_code=8)
+            first = replace(first, message=self.hang.message, traceback=self.hang.stack, secondary=False, exit_code=8)
             failed.failures = [first, *(f for f in failed.failures if f.rank != first.rank)]
         pages = self.hang.pages if self.hang is not None else readings(self.folder, self.lease.attempt)
         incident = describe(self.folder, self.lease.attempt, first, newest_step(self.folder), pages)
@@ -229,10 +229,11 @@ class Attempt:
             incident = replace(incident, outcome="hang")
         elif (odd := mismatch(pages)) is not None:
             incident = replace(incident, message=f"{odd[1]}; then {incident.message}")
+        failed.failures[0] = replace(first, step=incident.step)
         for page in pages.values():  # one that came too late to be looked at
             if page.signal:
                 self.grace(page.signal)
-        stopped = first.kind == Stopped.__name__
+        stopped = first.error_type == Stopped.__name__
         incident = replace(incident, outcome="stopped") if stopped else judge(incident, before)
         with suppress(OSError):  # on a full disk the failure itself is still told
             incident.write(self.folder)

@@ -47,9 +47,9 @@ def test_the_rank_that_failed_is_on_top_and_a_rank_that_lost_its_peer_is_never_b
     for _ in range(3):  # a race between the cause and its witnesses, in any order
         with pytest.raises(RanksFailed) as failed:
             run_ranks(failing, 3)
-        assert (failed.value.first.rank, failed.value.first.kind) == (1, "ZeroDivisionError")
+        assert (failed.value.first.rank, failed.value.first.error_type) == (1, "ZeroDivisionError")
         assert "the real cause" in str(failed.value).splitlines()[0]
-        assert [f.witness for f in failed.value.failures] == [False, True, True]
+        assert [f.secondary for f in failed.value.failures] == [False, True, True]
         assert failed.value.exit_code == 1
 
 
@@ -183,7 +183,9 @@ def test_torchruns_variables_make_a_place():
 def test_failures_are_ordered_by_cause_then_time():
     late = Failure(0, "ValueError", "late", 1, 9.0)
     early = Failure(2, "ValueError", "early", 1, 5.0)
-    lost = Failure.of(1, RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]"))
+    lost = Failure.from_exception(
+        1, RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]")
+    )
     assert [f.rank for f in RanksFailed([late, lost, early]).failures] == [2, 0, 1]
     assert lost.exit_code == 8
 

@@ -65,7 +65,7 @@ KILLS = [
 @pytest.mark.parametrize(("layout", "faults"), KILLS)
 def test_killed_it_ends_with_every_bit_of_a_run_never_killed(layout, faults, undisturbed, runs):
     runs.run(faults, *LAYOUTS[layout])
-    found = [(i.rank, i.phase) for i in runs.incidents if i.kind == "Killed"]
+    found = [(i.rank, i.phase) for i in runs.incidents if i.error_type == "Killed"]
     assert [rank for rank, _ in found] == [int(fault.split(":rank")[1][0]) for fault in faults.split(",")]
     assert_as_if_nothing_happened(runs, undisturbed(layout))
 
@@ -135,8 +135,8 @@ def test_a_rank_that_fails_is_blamed_and_not_one_that_lost_it_inside_a_stage(fau
     with pytest.raises(RanksFailed, match="injected at") as failed:
         runs.run(fault, *LAYOUTS["pipeline"], "--layout.context=2", "--launch.restarts=0", ranks=4)
     rank = int(fault.split(":rank")[1][0])
-    assert (runs.incidents[0].rank, runs.incidents[0].kind) == (rank, "InjectedFault")
-    assert [f.rank for f in failed.value.failures if not f.witness] == [rank], failed.value.failures
+    assert (runs.incidents[0].rank, runs.incidents[0].error_type) == (rank, "InjectedFault")
+    assert [f.rank for f in failed.value.failures if not f.secondary] == [rank], failed.value.failures
 
 
 @pytest.mark.long

@@ -113,7 +113,7 @@ def test_a_job_that_was_told_to_stop_does_not_come_back_when_it_then_fails(runs)
 @pytest.mark.parametrize("fault", ["save.begin:rank1:kill@step12", "save.after_shard:rank1:kill@step12"])
 def test_a_rank_lost_in_the_last_save_is_the_one_to_blame_and_the_job_goes_on(runs, fault):
     runs.run(fault)
-    assert (runs.incidents[0].rank, runs.incidents[0].kind) == (1, "Killed")
+    assert (runs.incidents[0].rank, runs.incidents[0].error_type) == (1, "Killed")
     runs.assert_as_if_undisturbed()
 
 

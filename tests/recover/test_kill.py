@@ -43,7 +43,7 @@ def test_a_rank_killed_at_any_point_does_not_change_the_result(runs, fault):
     overrides = ("--checkpoint.keep=1",) if "retain" in fault else ()
     runs.run(fault, *overrides)
     first, *_ = runs.incidents
-    assert (first.outcome, first.kind) == ("failed", "Killed")
+    assert (first.outcome, first.error_type) == ("failed", "Killed")
     assert f"rank{first.rank}:" in fault
     assert runs.incidents[-1].outcome == "complete"
     runs.assert_as_if_undisturbed()

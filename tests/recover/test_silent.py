@@ -56,7 +56,7 @@ def test_memory_that_is_full_on_one_rank_names_it_and_the_job_goes_on(runs):
     # N2
     runs.run("step.forward:rank1:oom@step7")
     incident = runs.incidents[0]
-    assert (incident.rank, incident.kind, incident.phase) == (1, "MemoryError", "forward")
+    assert (incident.rank, incident.error_type, incident.phase) == (1, "MemoryError", "forward")
     assert "MemoryError" in incident.stack
     runs.assert_as_if_undisturbed()
 
@@ -65,7 +65,7 @@ def test_a_flipped_bit_names_the_odd_replica_and_is_never_published(runs):
     # N3
     runs.run("step.fetch:rank1:flip@step7", "--numerics.compare_every=1", "--batch.global=24", ranks=3)
     incident = runs.incidents[0]
-    assert (incident.rank, incident.kind, incident.step) == (1, "ReplicaError", 7)
+    assert (incident.rank, incident.error_type, incident.step) == (1, "ReplicaError", 7)
     assert "rank 1 differs from the 3 replicas" in incident.message
     assert runs.events("restored")[0]["step"] == 6
     disturbed, runs.folder = runs.folder, runs.folder.with_name("undisturbed")

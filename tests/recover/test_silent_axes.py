@@ -89,7 +89,7 @@ def test_a_flipped_bit_names_the_odd_rank(words, rank, ranks, runs):
         )
     incident = runs.incidents[0]
     alike = 3 if ranks == 6 else 4 if "--layout.pipeline=2" not in words else 2
-    assert (incident.kind, incident.step) == ("ReplicaError", 2)
+    assert (incident.error_type, incident.step) == ("ReplicaError", 2)
     said = f"rank {rank} differs from the {alike} replicas" if alike > 2 else "all differ among the 2 replicas"
     assert said in incident.message
     assert "first in decoder." in incident.message

@@ -35,7 +35,7 @@ def undisturbed(tmp_path_factory) -> dict[str, Runs]:
 def test_killed_it_ends_with_every_bit_of_a_run_never_killed(layout, faults, undisturbed, runs):
     runs.run(faults, *LAYOUTS[layout])
     calm = undisturbed[layout].folder
-    assert len([i for i in runs.incidents if i.kind == "Killed"]) == faults.count("kill")
+    assert len([i for i in runs.incidents if i.error_type == "Killed"]) == faults.count("kill")
     assert final_digest(runs.folder) == final_digest(calm)
     assert losses(runs.folder) == losses(calm)
     assert sorted(ledger(runs.folder)) == list(range(STEPS))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
+from meshwright.errors import NumericsError, Stopped
 from meshwright.recover.failures import Failure, RanksFailed
 from meshwright.recover.incidents import Incident, judge
 
 ERROR = Incident(2, "failed", 1, 20, "forward", 1, "ValueError", "no", samples=[4, 5])
-KILLED = replace(ERROR, kind="Killed", message="rank 1 was ended by signal 9 (SIGKILL)")
+KILLED = replace(ERROR, error_type="Killed", message="rank 1 was ended by signal 9 (SIGKILL)")
 
 
 def verdict(now: Incident, *before: Incident) -> str:
@@ -55,21 +57,21 @@ def test_attempts_that_did_not_fail_are_no_evidence():
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_rank_that_only_lost_its_connection_is_never_blamed(order):
     said = "[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242"
-    witness = Failure.of(0, RuntimeError(said))
-    cause = Failure.silent(1, -11)
+    witness = Failure.from_exception(0, RuntimeError(said))
+    cause = Failure.from_exit_status(1, -11)
     failures = [(witness, cause)[index] for index in order]
     assert RanksFailed(failures).first.rank == 1
 
 
 def test_a_users_own_error_about_a_connection_is_an_error_and_keeps_its_stack():
-    failure = Failure.of(0, RuntimeError("database: Connection refused"))
-    assert (failure.witness, failure.exit_code) == (False, 1)
-    assert "RuntimeError: database: Connection refused" in failure.detail
+    failure = Failure.from_exception(0, RuntimeError("database: Connection refused"))
+    assert (failure.secondary, failure.exit_code) == (False, 1)
+    assert "RuntimeError: database: Connection refused" in failure.traceback
 
 
 def test_an_error_that_says_nothing_is_known_by_its_name():
-    assert Failure.of(0, AssertionError()).message == "AssertionError"
-    assert Failure.silent(0, -40).message == "rank 0 was ended by signal 40 (SIG40)"
+    assert Failure.from_exception(0, AssertionError()).message == "AssertionError"
+    assert Failure.from_exit_status(0, -40).message == "rank 0 was ended by signal 40 (SIG40)"
 
 
 def test_an_error_of_the_program_in_the_same_step_stops_the_job_with_the_verdict(runs):
@@ -84,3 +86,23 @@ def test_an_error_that_does_not_come_back_is_survived(runs):
     runs.run("step.update:rank0:raise@step7")
     assert "InjectedFault" in runs.incidents[0].stack
     runs.assert_as_if_undisturbed()
+
+
+def test_ranks_failed_rebuilds_the_error_class_that_a_rank_raised():
+    error = NumericsError("step 7: loss nan", "try a lower learning rate")
+    failure = Failure.from_json(json.loads(json.dumps(Failure.from_exception(1, error, step=7).to_json())))
+    failed = RanksFailed([failure])
+    assert (failed.rank, failed.step) == (1, 7)
+    cause = failed.cause()
+    assert type(cause) is NumericsError
+    assert (str(cause), cause.exit_code) == (str(error), 7)
+    stopped = RanksFailed([Failure.from_exception(0, Stopped(15, 4))]).cause()
+    assert (type(stopped), stopped.exit_code) == (Stopped, 143)
+
+
+def test_ranks_failed_names_rank_step_and_class_of_a_foreign_exception():
+    cause = RanksFailed([Failure.from_exception(1, ZeroDivisionError("division by zero"), step=3)]).cause()
+    assert (str(cause), cause.exit_code) == ("rank 1, step 3: ZeroDivisionError: division by zero", 1)
+    assert "Traceback" in cause.__notes__[0] or "ZeroDivisionError" in cause.__notes__[0]
+    killed = RanksFailed([Failure.from_exit_status(2, -9)]).cause()
+    assert (str(killed), killed.exit_code) == ("rank 2 was ended by signal 9 (SIGKILL)", 8)

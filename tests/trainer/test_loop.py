@@ -177,7 +177,7 @@ def test_nan_stops_every_rank_in_the_same_step_and_names_the_first_module(tmp_pa
     with pytest.raises(RanksFailed) as failed:
         run(tmp_path / "r", own_config(), model=mine, loss=summed, source=Points(nan={poison}))
     first = failed.value.first
-    assert (failed.value.exit_code, first.rank, first.kind) == (7, 1, "NumericsError")
+    assert (failed.value.exit_code, first.rank, first.error_type) == (7, 1, "NumericsError")
     assert "rank 1 step 2: loss nan or its gradient is not finite, first in model.0" in first.message
     for rank in (0, 1):
         steps = [e for e in read_events(tmp_path / "r" / "events" / f"rank-0000{rank}.jsonl") if e["kind"] == "step"]
