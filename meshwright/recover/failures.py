@@ -1,4 +1,4 @@
-"""How ranks fail: one record per failed rank, and the exception that carries them with the root cause first. Torch-free."""
+"""Records of failed ranks, and the exception that carries them with the root cause first. Torch-free."""
 
 from __future__ import annotations
 
