@@ -1,32 +1,188 @@
-"""Files of strangers, opened only where they are plain files: a pipe would wait for ever, a device never end."""
+"""Reads untrusted files, writes files atomically, and formats numbers and text for people and for JSON."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import secrets
 import stat
+from collections.abc import Iterable
+from contextlib import suppress
+from math import isfinite
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from meshwright.errors import ConfigError
 
+MAX_JSON_BYTES = 16 << 20
+"""Size limit of a JSON file in a run folder."""
 
-def open_plain(path: Path) -> BinaryIO:
-    """An OSError where it is anything else."""
+
+def open_regular_file(path: Path) -> BinaryIO:
+    """Opens a regular file for reading; raises OSError for anything else.
+
+    Opening a pipe could block for ever, and reading a device might never end.
+    """
     file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # noqa: SIM115 - the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, "not a plain file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     return file
 
 
-def read_plain(path: Path, most: int, what: str, allowed: str) -> bytes:
-    """All of it, where that is no more than `most` bytes; else one line that says what it should be."""
+def read_regular_file(path: Path, max_bytes: int, name: str, expected: str) -> bytes:
+    """Reads an untrusted file of at most `max_bytes` bytes.
+
+    Args:
+        path: the file to read.
+        max_bytes: size limit; nothing beyond it is read into memory.
+        name: what the file is called in an error message, including its path.
+        expected: what the file should be, for the hint of the error.
+    """
     try:
-        with open_plain(path) as file:
-            text = file.read(most + 1)
+        with open_regular_file(path) as file:
+            content = file.read(max_bytes + 1)
     except OSError as error:
-        raise ConfigError(f"{what} cannot be read: {error.strerror}", f"allowed: {allowed}") from None
-    if len(text) > most:
-        raise ConfigError(f"{what} is over {most:,} bytes", f"allowed: {allowed}")
-    return text
+        raise ConfigError(f"{name} cannot be read: {error.strerror}", f"expected {expected}") from None
+    if len(content) > max_bytes:
+        raise ConfigError(f"{name} is larger than {max_bytes:,} bytes", f"expected {expected}")
+    return content
+
+
+def read_json(path: Path, expected: str = "a file that Meshwright wrote into a run folder") -> Any:
+    """Reads an untrusted JSON file of at most MAX_JSON_BYTES."""
+    content = read_regular_file(path, MAX_JSON_BYTES, str(path), expected)
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}", f"expected {expected}") from None
+
+
+def atomic_write(path: Path, content: str | Iterable[str]) -> None:
+    """Replaces a text file atomically and durably, and creates its folder if it is missing.
+
+    A reader sees either the old file or the new one, also after a power loss. If `path` is a symbolic link, the file
+    that it points to is replaced, not the link.
+    """
+    path = path.resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        with temporary.open("x", encoding="utf-8") as file:
+            file.writelines([content] if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces a JSON file atomically and durably."""
+    atomic_write(path, json.dumps(value, indent=1) + "\n")
+
+
+def output_file(path: Path, option: str) -> Path:
+    """Resolves a path that the user chose for an output file; raises ConfigError if no file can be created there.
+
+    Called before the work begins, so that a mistyped path does not cost its result. `option` is the command-line option
+    or argument that named the file.
+    """
+    hint = "expected a file in a folder that exists and is writable"
+    try:
+        resolved = path.resolve()
+        if (resolved.exists() and not resolved.is_file()) or not resolved.parent.is_dir():
+            raise ConfigError(f"{option} {path} cannot be written", hint)
+    except (OSError, RuntimeError) as error:  # a loop of symbolic links, a name that is too long
+        raise ConfigError(f"{option} {path} cannot be written: {error}", hint) from None
+    if not os.access(resolved.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {path} cannot be written: permission denied", hint)
+    return resolved
+
+
+def write_output(path: Path, content: str | Iterable[str], option: str) -> None:
+    """Writes an output file that the user named with `option`; raises ConfigError if that fails."""
+    try:
+        atomic_write(output_file(path, option), content)
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {path} cannot be written: {error.strerror}",
+            "expected a file in a folder that exists and is writable",
+        ) from None
+
+
+def printable(text: str) -> str:
+    """Replaces control characters with "?": text from an untrusted file must not reach the terminal as escape codes."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+
+
+def finite(value: Any) -> Any:
+    """Replaces infinity and NaN with None in nested lists and dicts: JSON has neither."""
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def format_bytes(count: float) -> str:
+    """Formats a number of bytes with three significant digits: "512 B", "1.5 GiB"."""
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024:
+            break
+        count, unit = count / 1024, larger
+    return f"{count:.3g} {unit}" if abs(count) < 999.5 and unit != "B" else f"{count:,.0f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Formats a duration with three significant digits: "12.3 ms", "4.56 s"."""
+    if abs(seconds) >= 1 or seconds == 0:
+        return f"{seconds:.3g} s" if abs(seconds) < 999.5 else f"{seconds:,.0f} s"
+    return f"{seconds * 1e3:.3g} ms" if abs(seconds) >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def format_clock(seconds: float) -> str:
+    """Formats a remaining or elapsed time as a clock does: "01:05", "01:01:40", "3d 04h"."""
+    minutes, seconds = divmod(int(max(0.0, min(seconds, 1e12))), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24:,}d {hours % 24:02d}h"
+    return f"{hours:02d}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes:02d}:{seconds:02d}"
+
+
+def format_count(count: float) -> str:
+    """Formats a number of parameters or tokens with three significant digits: "8.03 B", "512"."""
+    for unit, letter in ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= unit:
+            return f"{count / unit:.3g} {letter}"
+    return f"{count:.3g}"
+
+
+def format_si(value: float) -> str:
+    """Formats a rate with three significant digits and an SI prefix, to be followed by its unit: "989 T", "12.5 G"."""
+    for unit, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * unit:
+            return f"{value / unit:.3g} {prefix}"
+    return f"{value:.3g} "
+
+
+def format_percent(fraction: float | None, decimals: int | None = None, *, signed: bool = False) -> str:
+    """Formats a fraction as a percentage: "41%", "3.2%", "+1.5%"; "-" if there is none.
+
+    Without `decimals`, a percentage below 9.5 has one decimal and a larger one has none.
+    """
+    if fraction is None:
+        return "-"
+    if decimals is None:
+        decimals = 1 if 0 < abs(fraction) < 0.095 else 0
+    if abs(fraction) * 100 < 0.5 * 10**-decimals:  # no sign on a zero
+        return f"{0:.{decimals}%}"
+    return f"{fraction:{'+' if signed else ''}.{decimals}%}"

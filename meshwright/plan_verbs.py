@@ -48,8 +48,8 @@ def plan(
         raise ConfigError("no model is given", "allowed: meshwright plan MODEL, or meshwright plan --replay RUNS.json")
     from json import dumps
 
+    from meshwright.io import write_output
     from meshwright.observe.plan_text import show
-    from meshwright.observe.whole_file import write_whole
     from meshwright.planner.calibration.prediction import prediction
     from meshwright.planner.hardware.resolve_cluster import cluster_of, of_devices
     from meshwright.planner.search.plan_result import answer, as_json, run_file
@@ -75,12 +75,12 @@ def plan(
     place = explain[0] if explain else 1
     whole = answer(work, devices, place, top, scale, critical_batch, str(out or "PLAN.toml"))
     if out is not None:
-        write_whole(out, [run_file(whole)], "--out")
-        write_whole(out.with_suffix(".json"), [dumps(prediction(whole.chosen), indent=1), "\n"], "--out")
+        write_output(out, [run_file(whole)], "--out")
+        write_output(out.with_suffix(".json"), [dumps(prediction(whole.chosen), indent=1), "\n"], "--out")
     if html is not None:
         from meshwright.observe.plan_page import page
 
-        write_whole(html, page(whole, top), "--html")
+        write_output(html, page(whole, top), "--html")
     if json:
         tell(True, as_json(whole, top), "")
         return
@@ -141,11 +141,11 @@ def plan_measure(
 
     from meshwright.measure.machine import measure
     from meshwright.observe.machine_text import show
-    from meshwright.planner.hardware.resolve_cluster import keep, place
+    from meshwright.planner.hardware.resolve_cluster import measurement_file, write_cluster
 
-    file = place(out)
+    file = measurement_file(out)
     cluster, remarks = measure(seconds, ranks)
-    keep(cluster, remarks, file)
+    write_cluster(cluster, remarks, file)
     tell(True, {"file": str(file), "remarks": remarks, **asdict(cluster)}, "") if json else show(cluster, remarks, file)
 
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.checkpoint.manifest import LARGEST, NAME, Damaged, Manifest, digest_of
+from meshwright.io import MAX_JSON_BYTES
 from meshwright.store.posix import PosixStore, Store
-from meshwright.telemetry.run_folder import LARGEST_JSON, RunFolder
+from meshwright.telemetry.run_folder import RunFolder
 
 FOLDER = "checkpoints"
 LEASE = "lease.json"
@@ -135,7 +136,7 @@ def attempts(store: Store) -> list[int]:
 
 def read_lease(store: Store, attempt: int) -> dict[str, Any] | None:
     try:
-        values = json.loads(store.read(f"attempts/{attempt:04d}/{LEASE}", 0, LARGEST_JSON))
+        values = json.loads(store.read(f"attempts/{attempt:04d}/{LEASE}", 0, MAX_JSON_BYTES))
         said = values.pop("digest")
         sane = isinstance(values["inherited"], dict) and type(values["pid"]) is int and values["pid"] > 0
         return values if sane and digest_of(values) == said else None

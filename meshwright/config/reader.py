@@ -18,7 +18,7 @@ from meshwright.config.constraints import Count, Range
 from meshwright.config.presets import PRESETS
 from meshwright.config.run_config import RunConfig
 from meshwright.errors import ConfigError
-from meshwright.io import read_plain
+from meshwright.io import read_regular_file
 
 MAX_TOML_BYTES = 1 << 20  # a run file is a page of settings; more than this is a mistake or an attack
 MOST_DOTS = 4096
@@ -67,7 +67,7 @@ def from_dict(tree: Mapping[str, Any]) -> RunConfig:
 
 
 def read_toml(path: Path, what: str = "run file") -> dict[str, Any]:
-    text = read_plain(path, MAX_TOML_BYTES, f"{what} {path}", "a TOML file of settings")
+    text = read_regular_file(path, MAX_TOML_BYTES, f"{what} {path}", "a TOML file of settings")
     if any(line.count(b".") > MOST_DOTS for line in text.splitlines()):  # parsing takes the square of them
         raise ConfigError(f"{what} {path} has a line with over {MOST_DOTS:,} dots", "allowed: a TOML file of settings")
     try:

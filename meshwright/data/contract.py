@@ -15,7 +15,8 @@ from meshwright.data.files import open_sources
 from meshwright.data.source import Source
 from meshwright.data.stream import Stream
 from meshwright.errors import ConfigError
-from meshwright.telemetry.run_folder import RunFolder, read_json
+from meshwright.io import read_json
+from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
 from meshwright.topology.unsupported import validate
 

@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from meshwright.config import RunConfig, fingerprint, identity, placement
+from meshwright.io import format_bytes, format_clock
 from meshwright.telemetry.events import Event
 from meshwright.version import __version__
 
@@ -78,14 +79,18 @@ class Terminal:
 
     def _ledger(self, event: Event) -> None:
         rows = [row for row in event["traffic"] if row["axis"] != "control"]
-        sent = ", ".join(f"{row['axis']} {row['collective']} {size(row['message_bytes'])}" for row in rows)
+        sent = ", ".join(f"{row['axis']} {row['collective']} {format_bytes(row['message_bytes'])}" for row in rows)
         memory = event["memory"]
         classes = sorted(memory["at_peak"].items(), key=lambda item: -item[1])
-        held = ", ".join(f"{kind} {size(count)}" for kind, count in classes if count * 20 >= memory["peak_total"])
+        held = ", ".join(
+            f"{kind} {format_bytes(count)}" for kind, count in classes if count * 20 >= memory["peak_total"]
+        )
         if pipe := self.recent[-1].get("pipeline") if self.recent else None:
             self.note(event, f"rank 0 held {pipe['live']} live micro-batches, idle {pipe['idle']:.0%}", "dim")
         self.note(
-            event, f"rank 0 sent {sent or 'nothing'}; held {size(memory['peak_total'])} at its peak: {held}", "dim"
+            event,
+            f"rank 0 sent {sent or 'nothing'}; held {format_bytes(memory['peak_total'])} at its peak: {held}",
+            "dim",
         )
 
     def _eval(self, event: Event) -> None:
@@ -237,8 +242,8 @@ def plain_line(recent: list[Event], steps: int, saved: int = -1) -> str:
     step_seconds, tokens_second = rates(recent)
     phases = " ".join(f"{phase} {share:.0%}" for phase, share in shares(recent).items() if share >= 0.005)
     numbers = f"loss {value(event['loss'], '.4f')}  lr {event['lr']:.2e}  norm {value(event['grad_norm'], '.3f')}"
-    left = clock(step_seconds * (steps - event["step"] - 1))
-    speed = f"{tokens_second:,.0f} tok/s  {phases}  mem {size(event['memory'])}  eta {left}"
+    left = format_clock(step_seconds * (steps - event["step"] - 1))
+    speed = f"{tokens_second:,.0f} tok/s  {phases}  mem {format_bytes(event['memory'])}  eta {left}"
     speed += f"  saved {saved}" if saved >= 0 else ""
     return f"step {event['step'] + 1:>6}/{steps}  {numbers}  {speed}"
 
@@ -247,7 +252,7 @@ def live_line(recent: list[Event], steps: int, width: int, saved: int = -1) -> T
     """One line for any width: a bar of what is left over, the numbers, the phases with exposed communication in red."""
     event, part = recent[-1], shares(recent)
     step_seconds, rate = rates(recent)
-    left = clock(step_seconds * (steps - event["step"] - 1))
+    left = format_clock(step_seconds * (steps - event["step"] - 1))
     loss, norm = value(event["loss"], ".4f"), value(event["grad_norm"], ".2f")
     data = part["fetch"] + part["copy"]
     text = Text()
@@ -257,12 +262,12 @@ def live_line(recent: list[Event], steps: int, width: int, saved: int = -1) -> T
         names = {"data": data, "fwd": part["forward"], "bwd": part["backward"], "update": part["update"]}
         text.append("".join(f" {name} {share:.0%}" for name, share in names.items()))
         text.append(f" exposed {part['sync']:.0%}", EXPOSED)
-        text.append(f"  mem {size(event['memory'])}  eta {left}" + (f"  saved {saved}" if saved >= 0 else ""))
+        text.append(f"  mem {format_bytes(event['memory'])}  eta {left}" + (f"  saved {saved}" if saved >= 0 else ""))
     else:
         text.append(f" {event['step'] + 1}/{steps} loss {loss}", "bold")
         text.append(f" lr {event['lr']:.0e} g {norm} {rate / 1000:,.1f}k tok/s")
         text.append(f" f{part['forward']:.0%} b{part['backward']:.0%}").append(f" x{part['sync']:.0%}", EXPOSED)
-        text.append(f" {size(event['memory']).replace(' ', '')} {left}")
+        text.append(f" {format_bytes(event['memory']).replace(' ', '')} {left}")
     cells = max(4, min(32, width - len(text.plain) - 1))
     done = round(cells * (event["step"] + 1) / max(1, steps))
     bar = (
@@ -273,19 +278,3 @@ def live_line(recent: list[Event], steps: int, width: int, saved: int = -1) -> T
 
 def value(number: float | None, form: str) -> str:
     return "not finite" if number is None else format(number, form)
-
-
-def size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
-
-
-def clock(seconds: float) -> str:
-    minutes, seconds = divmod(int(max(0.0, min(seconds, 1e12))), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours >= 48:
-        return f"{hours // 24:,}d {hours % 24:02d}h"
-    return f"{hours:02d}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes:02d}:{seconds:02d}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from meshwright.io import format_si
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.hardware.resolve_cluster import machine_file
 
@@ -15,8 +16,8 @@ from meshwright.planner.hardware.resolve_cluster import machine_file
 def show(cluster: Cluster, remarks: Sequence[str], file: Path, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     device = cluster.device
-    console.print(f"{cluster.per_node} x {device.name}, {amount(device.memory)}B each", style="bold", markup=False)
-    console.print(f"memory     {amount(device.stream)}B/s read and written")
+    console.print(f"{cluster.per_node} x {device.name}, {format_si(device.memory)}B each", style="bold", markup=False)
+    console.print(f"memory     {format_si(device.stream)}B/s read and written")
     if "launch" in cluster.measured:
         console.print(f"operators  {cluster.measured['launch'] * 1e6:.3g} us each")
     if device.products:
@@ -37,7 +38,7 @@ def products(cluster: Cluster) -> Table:
         table.add_column(precision, justify="right")
     for shape in dict.fromkeys(key[:3] for key in rates):
         cells = (rates.get((*shape, precision)) for precision in precisions)
-        table.add_row(" x ".join(map(str, shape)), *(amount(rate) if rate else "-" for rate in cells))
+        table.add_row(" x ".join(map(str, shape)), *(format_si(rate) if rate else "-" for rate in cells))
     return table
 
 
@@ -46,17 +47,9 @@ def collectives(cluster: Cluster) -> Table:
     sizes = sorted({size for curve in curves for size, _ in curve.points})
     table = Table("collective", "ranks", title="bytes/s on the bus", title_justify="left", title_style="")
     for size in sizes:
-        table.add_column(f"{amount(size)}B", justify="right")
+        table.add_column(f"{format_si(size)}B", justify="right")
     for curve in curves:
         rates = dict(curve.points)
-        cells = (amount(rates[size]) if size in rates else "-" for size in sizes)
+        cells = (format_si(rates[size]) if size in rates else "-" for size in sizes)
         table.add_row(curve.collective, str(curve.ranks), *cells)
     return table
-
-
-def amount(value: float) -> str:
-    """With three digits and the letter of its thousands."""
-    for letter, unit in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= 0.9995 * unit:
-            return f"{value / unit:.3g} {letter}"
-    return f"{value:.3g} "

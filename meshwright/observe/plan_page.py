@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
+from meshwright.io import format_bytes, format_count, format_percent, format_seconds
 from meshwright.observe.plan_svg import front_picture, memory_picture, pipeline_picture, step_picture
 from meshwright.observe.plan_text import title
 from meshwright.planner.search.plan_result import Answer
 from meshwright.planner.search.scaling import Row
-from meshwright.planner.wording import count, exposed, extras, plan, seconds, share, size, spread
+from meshwright.planner.wording import exposed, extras, plan, spread
 from meshwright.version import __version__
 
 STYLE = """
@@ -79,7 +80,8 @@ def section(name: str, inside: str, told: str = "") -> str:
 def head(whole: Answer) -> Iterator[str]:
     work, chosen = whole.work, whole.chosen
     asked = (
-        f"{count(work.model.parameters)} parameters, {work.batch:,} x {work.sequence:,} tokens a step, {work.precision}"
+        f"{format_count(work.model.parameters)} parameters, {work.batch:,} x {work.sequence:,} tokens "
+        f"a step, {work.precision}"
     )
     yield f'<p class="faint">{escape(asked)}</p>\n<p class="plan">{escape(spread(chosen.job))}</p>'
     yield f"<p>{escape(extras(chosen.job))}</p>\n"
@@ -89,10 +91,10 @@ def head(whole: Answer) -> Iterator[str]:
     figures = {
         "seconds a step": f"{chosen.seconds:.3g}",
         "in 4 of 5 cases": f"{chosen.low:.3g}-{chosen.high:.3g} s",
-        "tokens a second": count(chosen.tokens_per_second),
+        "tokens a second": format_count(chosen.tokens_per_second),
         "of the devices' peak": f"{chosen.mfu:.1%}",
-        f"of {size(capacity)}": size(chosen.heaviest.total),
-        "of the step exposed": share(exposed(chosen), chosen.seconds),
+        f"of {format_bytes(capacity)}": format_bytes(chosen.heaviest.total),
+        "of the step exposed": format_percent(exposed(chosen) / chosen.seconds),
     }
     shown = "".join(
         f"<div><b>{escape(figure)}</b><span>{escape(name)}</span></div>" for name, figure in figures.items()
@@ -147,12 +149,12 @@ def candidates(whole: Answer, top: int) -> Iterator[str]:
             str(place),
             spread(each.job),
             extras(each.job),
-            seconds(each.seconds),
+            format_seconds(each.seconds),
             f"{each.low:.3g} - {each.high:.3g} s",
             f"{each.mfu:.1%}",
-            size(each.heaviest.total),
-            share(exposed(each), each.seconds),
-            share(each.phases.get("bubble", 0.0), each.seconds),
+            format_bytes(each.heaviest.total),
+            format_percent(exposed(each) / each.seconds),
+            format_percent(each.phases.get("bubble", 0.0) / each.seconds),
         ]
         for place, each in enumerate(whole.found.ranked[: max(top, 10)], 1)
     ]
@@ -178,10 +180,10 @@ def scale_row(row: Row) -> list[str]:
         return [*start, "-", "-", "-", "-", "-", "none divides and fits"]
     return [
         *start,
-        seconds(row.estimate.seconds),
-        count(row.estimate.tokens_per_second),
+        format_seconds(row.estimate.seconds),
+        format_count(row.estimate.tokens_per_second),
         f"{row.efficiency:.0%}",
         f"{row.waiting:.1%}",
-        count(row.useful),
+        format_count(row.useful),
         spread(row.estimate.job) + ("" if row.kept else " (new)"),
     ]

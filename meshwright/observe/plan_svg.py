@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
+from meshwright.io import format_bytes, format_seconds
 from meshwright.observe.plan_text import LABELS
 from meshwright.observe.schedule_text import MEANINGS
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.search.plan_result import Answer
-from meshwright.planner.wording import classes, plan, real_calls, seconds, size
+from meshwright.planner.wording import classes, plan, real_calls
 from meshwright.topology.schedule_timeline import Timeline, timeline
 
 WIDTH, LEFT, RIGHT, ROW = 1000, 150, 110, 26
@@ -48,40 +49,44 @@ def memory_picture(estimate: Estimate) -> str:
         y = 8 + row * ROW
         label = LABELS.get(name, name)
         parts.append(text(LEFT - 8, y + 13, label, "end"))
-        parts.append(box(LEFT + at * scale, y, value * scale, f"m-{name}", f"{label}: {size(value)}"))
+        parts.append(box(LEFT + at * scale, y, value * scale, f"m-{name}", f"{label}: {format_bytes(value)}"))
         at += value
-        parts.append(text(LEFT + at * scale + 6, y + 13, size(value), "faint"))
+        parts.append(text(LEFT + at * scale + 6, y + 13, format_bytes(value), "faint"))
     y = 8 + len(held) * ROW
     parts.append(text(LEFT - 8, y + 13, "heaviest rank", "end strong"))
-    parts.append(box(LEFT, y, total * scale, "total" if total <= capacity else "over", f"all: {size(total)}"))
-    parts.append(text(LEFT + total * scale + 6, y + 13, size(total), "strong"))
+    parts.append(box(LEFT, y, total * scale, "total" if total <= capacity else "over", f"all: {format_bytes(total)}"))
+    parts.append(text(LEFT + total * scale + 6, y + 13, format_bytes(total), "strong"))
     edge = LEFT + capacity * scale
     parts.append(f'<line class="limit" x1="{edge:.1f}" x2="{edge:.1f}" y1="0" y2="{y + ROW:g}"/>')
-    parts.append(text(edge, y + ROW + 14, f"device {size(capacity)}", "middle faint"))
-    return framed(y + ROW + 22, "".join(parts), f"memory of the heaviest rank: {size(total)} of {size(capacity)}")
+    parts.append(text(edge, y + ROW + 14, f"device {format_bytes(capacity)}", "middle faint"))
+    return framed(
+        y + ROW + 22, "".join(parts), f"memory of the heaviest rank: {format_bytes(total)} of {format_bytes(capacity)}"
+    )
 
 
 def step_picture(estimate: Estimate) -> str:
     """The step by phase, end to end; below, every collective, dark where it is waited for."""
     scale, parts, at = SPAN / estimate.seconds, [text(LEFT - 8, 25, "step", "end strong")], 0.0
     for name, value in estimate.phases.items():
-        parts.append(box(LEFT + at * scale, 6, value * scale, kind_of(name), f"{name}: {seconds(value)}", 30))
+        parts.append(box(LEFT + at * scale, 6, value * scale, kind_of(name), f"{name}: {format_seconds(value)}", 30))
         if value * scale > 9 * len(name):
             parts.append(text(LEFT + (at + value / 2) * scale, 25, name, "middle on"))
         at += value
-    parts.append(text(LEFT + SPAN + 6, 25, seconds(estimate.seconds), "strong"))
-    rows = keys({name: (kind_of(name), seconds(value)) for name, value in estimate.phases.items() if value > 0}, 58)
+    parts.append(text(LEFT + SPAN + 6, 25, format_seconds(estimate.seconds), "strong"))
+    rows = keys(
+        {name: (kind_of(name), format_seconds(value)) for name, value in estimate.phases.items() if value > 0}, 58
+    )
     parts += [key for row in rows for key in row]
     y = 58.0 + 20 * len(rows)
     for call in sorted(real_calls(estimate), key=lambda call: -call.exposed)[:10]:
         longest = min(SPAN, max(call.seconds, call.exposed) * scale)
-        told = f"{call.axis} {call.collective}: {seconds(call.seconds)}, {seconds(call.exposed)} exposed"
+        told = f"{call.axis} {call.collective}: {format_seconds(call.seconds)}, {format_seconds(call.exposed)} exposed"
         parts.append(text(LEFT - 8, y + 13, f"{call.axis} {call.collective}", "end small"))
         parts.append(box(LEFT, y, longest, "hidden", told))
         parts.append(box(LEFT, y, min(longest, call.exposed * scale), "exposed", told))
-        parts.append(text(LEFT + longest + 6, y + 13, seconds(max(call.seconds, call.exposed)), "faint"))
+        parts.append(text(LEFT + longest + 6, y + 13, format_seconds(max(call.seconds, call.exposed)), "faint"))
         y += ROW
-    return framed(y + 6, "".join(parts), f"a step of {seconds(estimate.seconds)} by phase, and its collectives")
+    return framed(y + 6, "".join(parts), f"a step of {format_seconds(estimate.seconds)} by phase, and its collectives")
 
 
 def keys(values: dict[str, tuple[str, str]], y: float) -> list[list[str]]:
@@ -160,14 +165,17 @@ def front_picture(whole: Answer) -> str:
         )
 
     parts = [f'<path class="axis" d="M{LEFT} 8V{high - 24}H{LEFT + SPAN}"/>']
-    parts += [text(LEFT - 8, 18, size(capacity), "end faint"), text(LEFT - 8, high - 24, "0", "end faint")]
-    parts += [text(LEFT, high - 6, seconds(quick), "faint"), text(LEFT + SPAN, high - 6, seconds(slow), "end faint")]
+    parts += [text(LEFT - 8, 18, format_bytes(capacity), "end faint"), text(LEFT - 8, high - 24, "0", "end faint")]
+    parts += [
+        text(LEFT, high - 6, format_seconds(quick), "faint"),
+        text(LEFT + SPAN, high - 6, format_seconds(slow), "end faint"),
+    ]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, front))
     parts.append(f'<polyline class="front" points="{line}"/>')
     for kind, group in (("dot", points[:400]), ("dot front-dot", front), ("dot chosen", [whole.chosen])):
         for one in group:
             x, y = place(one)
-            told = f"{plan(one.job)}: {seconds(one.seconds)}, {size(one.heaviest.total)}"
+            told = f"{plan(one.job)}: {format_seconds(one.seconds)}, {format_bytes(one.heaviest.total)}"
             parts.append(
                 f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{escape(told)}</title></circle>'
             )

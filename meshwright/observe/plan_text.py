@@ -7,11 +7,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.io import format_bytes, format_count, format_percent, format_seconds, printable
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.search.plan_result import Answer
 from meshwright.planner.search.scaling import Row, Scale
-from meshwright.planner.wording import classes, count, exposed, extras, plan, seconds, share, size, spread
-from meshwright.words import printable
+from meshwright.planner.wording import classes, exposed, extras, plan, spread
 
 MEMORY = {
     "parameters": "blue",
@@ -68,15 +68,17 @@ def facts(rows: list[tuple[str, Text]]) -> Table:
 def head(whole: Answer) -> list[tuple[str, Text]]:
     """What was asked, and the answer."""
     work, chosen, model, job = whole.work, whole.chosen, whole.work.model, whole.chosen.job
-    active = f" ({count(model.active_parameters)} active)" if model.experts else ""
+    active = f" ({format_count(model.active_parameters)} active)" if model.experts else ""
     step = f"{work.batch:,} x {work.sequence:,} tokens a step"
     nth = f" [plan {whole.place} of the list]" if whole.place > 1 else ""
-    rate = f"{count(chosen.tokens_per_second)} tokens/s, {chosen.mfu:.1%} of peak"
-    interval = f"  ({seconds(chosen.low)} to {seconds(chosen.high)} in 4 of 5 cases; most doubt: {chosen.doubt})"
+    rate = f"{format_count(chosen.tokens_per_second)} tokens/s, {chosen.mfu:.1%} of peak"
+    interval = (
+        f"  ({format_seconds(chosen.low)} to {format_seconds(chosen.high)} in 4 of 5 cases; most doubt: {chosen.doubt})"
+    )
     return [
-        ("model", Text(f"{count(model.parameters)} parameters{active}, {step}, {work.precision}")),
+        ("model", Text(f"{format_count(model.parameters)} parameters{active}, {step}, {work.precision}")),
         ("plan", Text(spread(job), "bold green").append(f"; {extras(job)}{nth}", "default not bold")),
-        ("step", Text(f"{seconds(chosen.seconds)}, {rate}").append(interval, "dim")),
+        ("step", Text(f"{format_seconds(chosen.seconds)}, {rate}").append(interval, "dim")),
         *(("note", Text(printable(note), "yellow")) for note in (*work.notes, *chosen.notes)),
     ]
 
@@ -90,12 +92,17 @@ def bars(estimate: Estimate, width: int) -> list[tuple[str, Text]]:
     return [
         ("", Text()),
         ("memory", bar(held, capacity, cells, MEMORY)),
-        ("", Text(f"{size(total)} of {size(capacity)}, {share(total, capacity)}{where}")),
-        ("", legend({name: (part, size(part)) for name, part in held.items()}, total, MEMORY, width - 12)),
+        ("", Text(f"{format_bytes(total)} of {format_bytes(capacity)}, {format_percent(total / capacity)}{where}")),
+        ("", legend({name: (part, format_bytes(part)) for name, part in held.items()}, total, MEMORY, width - 12)),
         ("time", bar(phases, estimate.seconds, cells, TIME)),
         (
             "",
-            legend({name: (part, seconds(part)) for name, part in phases.items()}, estimate.seconds, TIME, width - 12),
+            legend(
+                {name: (part, format_seconds(part)) for name, part in phases.items()},
+                estimate.seconds,
+                TIME,
+                width - 12,
+            ),
         ),
     ]
 
@@ -137,11 +144,11 @@ def ranking(whole: Answer, top: int, width: int) -> Table:
             str(place),
             spread(each.job),
             extras(each.job),
-            seconds(each.seconds),
+            format_seconds(each.seconds),
             f"{each.mfu:.0%}",
-            size(each.heaviest.total),
-            share(exposed(each), each.seconds),
-            share(each.phases.get("bubble", 0.0), each.seconds),
+            format_bytes(each.heaviest.total),
+            format_percent(exposed(each) / each.seconds),
+            format_percent(each.phases.get("bubble", 0.0) / each.seconds),
             style="bold" if place == whole.place else "",
         )
     return table
@@ -152,7 +159,7 @@ def found_told(whole: Answer) -> str:
     light = found.front[-1]
     return (
         f"{len(found.ranked):,} layouts fit; {found.estimates:,} plans timed, {found.weighed:,} weighed; "
-        f"lightest: {size(light.heaviest.total)} at {seconds(light.seconds)} ({plan(light.job)})"
+        f"lightest: {format_bytes(light.heaviest.total)} at {format_seconds(light.seconds)} ({plan(light.job)})"
     )
 
 
@@ -190,7 +197,8 @@ def show_scale(scale: Scale, tokens: int, console: Console) -> None:
     console.print(
         Text(
             f"Amdahl: {scale.serial:.1%} of the first row's step does not get shorter on more devices\n"
-            f"batch: {count(tokens)} tokens a step, {tokens / scale.critical:.2g} of the critical batch; a token "
+            f"batch: {format_count(tokens)} tokens a step, {tokens / scale.critical:.2g} of the critical "
+            f"batch; a token "
             f"counts for {1 / (1 + tokens / scale.critical):.0%} of one in a small batch"
         )
     )
@@ -207,11 +215,11 @@ def scale_table(rows: list[Row]) -> Table:
             table.add_row(*start, "-", "-", "-", "-", "-", "none divides and fits")
             continue
         figures = (
-            seconds(row.estimate.seconds),
-            count(row.estimate.tokens_per_second),
+            format_seconds(row.estimate.seconds),
+            format_count(row.estimate.tokens_per_second),
             f"{row.efficiency:.0%}",
             f"{row.waiting:.1%}",
-            count(row.useful),
+            format_count(row.useful),
         )
         table.add_row(*start, *figures, spread(row.estimate.job) + ("" if row.kept else " (new)"))
     return table

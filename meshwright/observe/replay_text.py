@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.words import printable
+from meshwright.io import format_percent, printable
 
 
 def show_replay(found: dict[str, Any], console: Console | None = None) -> None:
@@ -48,17 +48,13 @@ def table_of(scores: list[dict[str, Any]]) -> Table:
         table.add_row(
             Text(printable(one["source"])[:60]),
             str(one["timed"]),
-            *(percent(one[key]) for key in ("median", "ninth", "mean", "alone", "inside")),
-            *(percent(one[key]) for key in ("memory_median", "memory_ninth")),
+            *(format_percent(one[key], 1) for key in ("median", "ninth", "mean", "alone", "inside")),
+            *(format_percent(one[key], 1) for key in ("memory_median", "memory_ninth")),
             oom,
             str(one["wrongly"] or ""),
             str(one["sweeps"] or ""),
             "" if one["tau"] is None else f"{one['tau']:.2f}",
-            percent(one["regret"]),
+            format_percent(one["regret"], 1),
             style="bold" if totals else "",
         )
     return table
-
-
-def percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f}%"

@@ -10,19 +10,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.io import format_bytes, format_count, format_percent, format_seconds, printable
 from meshwright.observe.console import span
-from meshwright.observe.run_report import Report, ReportRow, percent
+from meshwright.observe.run_report import Report, ReportRow
 from meshwright.planner.exact.compare import Pair
-from meshwright.planner.wording import count, seconds, size
-from meshwright.words import printable
 
 BROKEN = "bold red"
 FAR = 0.2
 """Errors beyond this stand out."""
 UNITS: dict[str, Callable[[float], str]] = {
-    "s": seconds,
-    "B": size,
-    "/s": count,
+    "s": format_seconds,
+    "B": format_bytes,
+    "/s": format_count,
     "share": lambda value: f"{value:.1%}",
     "count": lambda value: f"{value:.4g}",
 }
@@ -58,7 +57,7 @@ def figures(twins: list[ReportRow]) -> Table:
             Text(printable(twin.figure)),
             Text(measured, "" if twin.measured is not None else "dim"),
             predicted,
-            Text(percent(twin.error), "yellow" if far else ""),
+            Text(format_percent(twin.error, 1, signed=True), "yellow" if far else ""),
             Text(printable(twin.note), "dim"),
         )
         before = twin.section

@@ -20,10 +20,10 @@ from statistics import median
 from typing import Any
 
 from meshwright.errors import ConfigError
+from meshwright.io import format_percent, format_seconds, read_json
 from meshwright.planner.exact.comm_volume import Sent
 from meshwright.planner.exact.compare import Pair, compared
-from meshwright.planner.wording import seconds
-from meshwright.telemetry.run_folder import RunFolder, read_json
+from meshwright.telemetry.run_folder import RunFolder
 from meshwright.telemetry.run_measurements import (
     Counted,
     Made,
@@ -313,23 +313,22 @@ def told(report: Report, plan: Mapping[str, Any], counted: bool) -> Report:
     if step is None or step.measured is None:
         words = ["no step measured"]
     elif step.predicted is None:
-        words = [f"step {seconds(step.measured)}, no seconds predicted"]
+        words = [f"step {format_seconds(step.measured)}, no seconds predicted"]
     else:
-        words = [f"step {seconds(step.measured)}, predicted {seconds(step.predicted)} ({percent(step.error)})"]
+        words = [
+            f"step {format_seconds(step.measured)}, predicted {format_seconds(step.predicted)} "
+            f"({format_percent(step.error, 1, signed=True)})"
+        ]
         if low is not None and high is not None:
             inside = low <= step.measured <= high
-            words.append("inside its interval" if inside else f"outside of {seconds(low)} to {seconds(high)}")
+            words.append(
+                "inside its interval" if inside else f"outside of {format_seconds(low)} to {format_seconds(high)}"
+            )
     spent = ", ".join(words)
     if report.broken:
         sent = f"BYTES DIFFER in {len(report.broken)} of {len(report.traffic)} rows, first {report.broken[0]}"
     else:
         sent = "bytes equal" if report.traffic else "bytes not predicted" if counted else "bytes not counted"
     error = held.error if held is not None else None
-    weight = f"memory {percent(error)}" if error is not None else "memory not compared"
+    weight = f"memory {format_percent(error, 1, signed=True)}" if error is not None else "memory not compared"
     return replace(report, inside=inside, verdict=f"{spent}; {sent}; {weight}")
-
-
-def percent(error: float | None) -> str:
-    if error is None:
-        return "-"
-    return f"{100 * error:+.1f} %" if abs(error) >= 0.0005 else "0.0 %"

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from meshwright.io import write_output
 from meshwright.observe.schedule_text import MEANINGS, describe, second, title
-from meshwright.observe.whole_file import write_whole
 from meshwright.topology.schedule_timeline import Costs, Slot, Timeline
 
 LEFT, TOP, ROW = 72, 84, 28
@@ -94,4 +94,4 @@ def legend(timeline: Timeline) -> Iterator[str]:
 
 
 def write_svg(timeline: Timeline, costs: Costs, path: Path) -> None:
-    write_whole(path, svg(timeline, costs), "--svg")
+    write_output(path, svg(timeline, costs), "--svg")

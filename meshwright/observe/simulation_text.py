@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.observe.console import size
+from meshwright.io import format_bytes
 from meshwright.observe.schedule_text import spread
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ def traffic_table(rank: RankFound) -> Table:
         table.add_column(column, justify="right")
     for row in rank.traffic:
         counts = (f"{row.ranks:,}", f"{row.calls:,}")
-        table.add_row(row.axis, row.collective, *counts, size(row.message_bytes), size(row.wire_bytes))
+        table.add_row(row.axis, row.collective, *counts, format_bytes(row.message_bytes), format_bytes(row.wire_bytes))
     whole = sum(row.wire_bytes for row in rank.traffic)
-    table.add_row("all", "", "", f"{sum(row.calls for row in rank.traffic):,}", "", size(whole), style="bold")
+    table.add_row("all", "", "", f"{sum(row.calls for row in rank.traffic):,}", "", format_bytes(whole), style="bold")
     return table
 
 
@@ -65,6 +65,6 @@ def memory_table(rank: RankFound) -> Table:
         table.add_column(column, justify="right")
     for kind, most in rank.peak.items():
         if most or rank.at_peak[kind]:
-            table.add_row(kind, size(most), size(rank.at_peak[kind]))
-    table.add_row("all", "", size(rank.peak_total), style="bold")
+            table.add_row(kind, format_bytes(most), format_bytes(rank.at_peak[kind]))
+    table.add_row("all", "", format_bytes(rank.peak_total), style="bold")
     return table

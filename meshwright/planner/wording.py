@@ -22,35 +22,6 @@ CLASSES = (
 """of memory, as they are shown"""
 
 
-def size(count: float) -> str:
-    """Bytes, with three digits that count."""
-    unit = "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024:
-            break
-        count, unit = count / 1024, larger
-    return f"{count:.3g} {unit}" if abs(count) < 999.5 and unit != "B" else f"{count:,.0f} {unit}"
-
-
-def seconds(time: float) -> str:
-    if abs(time) >= 1 or time == 0:
-        return f"{time:.3g} s" if abs(time) < 1000 else f"{time:,.0f} s"
-    return f"{time * 1e3:.3g} ms" if abs(time) >= 1e-3 else f"{time * 1e6:.3g} us"
-
-
-def count(number: float) -> str:
-    """Of parameters or tokens."""
-    for limit, unit in ((1e15, " P"), (1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if number >= limit:
-            return f"{number / limit:.3g}{unit}"
-    return f"{number:.3g}"
-
-
-def share(part: float, whole: float) -> str:
-    found = part / whole if whole else 0.0
-    return f"{found:.0%}" if found >= 0.095 or found == 0 else f"{found:.1%}"
-
-
 def spread(job: Job) -> str:
     """The axes and what is divided along them."""
     layout = job.layout

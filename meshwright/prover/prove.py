@@ -20,12 +20,12 @@ from rich.table import Table
 
 from meshwright.config import RunConfig, fingerprint, identity, placement
 from meshwright.errors import RestartsExhausted
+from meshwright.io import write_json
 from meshwright.prover.comm_volume import check_traffic
 from meshwright.prover.layouts import check_layouts
 from meshwright.prover.recovery import check_recovery
 from meshwright.prover.stream import check_stream
 from meshwright.recover.failures import RanksFailed
-from meshwright.telemetry.run_folder import write_json
 from meshwright.trainer.identity import code_fingerprint
 from meshwright.version import __version__
 

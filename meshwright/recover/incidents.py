@@ -10,9 +10,10 @@ from typing import Any
 
 from meshwright.data.contract import contract_of
 from meshwright.errors import MeshwrightError
+from meshwright.io import read_json, write_json
 from meshwright.recover.failures import Failure
 from meshwright.telemetry.heartbeat import HeartbeatReading, read_heartbeat
-from meshwright.telemetry.run_folder import RunFolder, read_json, write_json
+from meshwright.telemetry.run_folder import RunFolder
 
 UNTOUCHED = ("start", "restore", "rehearse", "update", "save", "evaluate", "end")
 """Phases in which a step's samples play no part."""

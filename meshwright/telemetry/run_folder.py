@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from meshwright.errors import ConfigError
-from meshwright.io import open_plain
-
-LARGEST_JSON = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -66,41 +59,3 @@ class RunFolder:
             while (aside := root.with_name(f"{root.name}.old-{number}")).exists():
                 number += 1
             os.rename(root, aside)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replaces a JSON file whole and durably: a reader sees the old one or the new one, also after a power loss."""
-    write_text(path, json.dumps(value, indent=1) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(part, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
-
-
-def read_json(path: Path) -> Any:
-    """A JSON file of a run folder; a file too large or broken is named, not taken into memory."""
-    try:
-        with open_plain(path) as file:
-            raw = file.read(LARGEST_JSON + 1)
-        if len(raw) > LARGEST_JSON:
-            raise ValueError(f"over {LARGEST_JSON:,} bytes")
-        return json.loads(raw)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", "give a run folder") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}", "give a run folder") from None

@@ -17,7 +17,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from meshwright.io import open_plain
+from meshwright.io import open_regular_file
 from meshwright.telemetry.events import LONGEST_LINE, Event
 from meshwright.telemetry.run_folder import RunFolder
 
@@ -139,7 +139,7 @@ def seen(path: Path, steps: int) -> Seen:
 def lines_of(path: Path) -> Iterator[bytes]:
     """Whole lines of a plain file; one longer than ours become is passed over."""
     try:
-        with open_plain(path) as file:
+        with open_regular_file(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_BYTES))
             left, rest = MOST_BYTES, b""
             while left > 0 and (block := file.read(min(left, LONGEST_LINE))):

@@ -13,7 +13,8 @@ from meshwright.config import RunConfig, as_toml, fingerprint, identity, placeme
 from meshwright.data.source import Source
 from meshwright.data.stream import Stream
 from meshwright.errors import IdentityError
-from meshwright.telemetry.run_folder import RunFolder, read_json, write_json, write_text
+from meshwright.io import atomic_write, read_json, write_json
+from meshwright.telemetry.run_folder import RunFolder
 from meshwright.version import __version__
 
 
@@ -53,7 +54,7 @@ def enter(folder: RunFolder, config: RunConfig, record: dict[str, Any], fork: in
         if fork and lineage["forked_by"] != fork:
             until = lineage["until"] | {str(lineage["timeline"]): newest}
             lineage |= {"timeline": lineage["timeline"] + 1, "until": until, "forked_by": fork}
-    write_text(folder.run_file, as_toml(config))
+    atomic_write(folder.run_file, as_toml(config))
     write_json(folder.identity_file, record | lineage)
 
 

@@ -22,6 +22,7 @@ from meshwright.data.contract import stream_of
 from meshwright.data.loader import Loader
 from meshwright.data.source import Concatenated, Source
 from meshwright.errors import CheckpointError, Stopped
+from meshwright.io import read_json
 from meshwright.models.init import fill, outline
 from meshwright.optim.adamw import Optimizer
 from meshwright.parallel.data_parallel.replica_check import compare_replicas
@@ -33,7 +34,7 @@ from meshwright.parallel.tensor_parallel import decoder_parts
 from meshwright.parallel.world import World
 from meshwright.store.posix import Store
 from meshwright.telemetry.events import Event, EventLog
-from meshwright.telemetry.run_folder import RunFolder, read_json
+from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
 from meshwright.trainer.counted_step import counting
 from meshwright.trainer.evaluate import Evaluation

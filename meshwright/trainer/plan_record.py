@@ -8,10 +8,10 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from meshwright.errors import ConfigError
+from meshwright.io import write_json
 from meshwright.parallel.world import World
 from meshwright.planner.calibration.run_prediction import foretold
 from meshwright.telemetry.events import EventLog
-from meshwright.telemetry.run_folder import write_json
 from meshwright.telemetry.run_measurements import FIRST
 from meshwright.trainer.run_info import device_name
 

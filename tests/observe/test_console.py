@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.config import RunConfig, load
-from meshwright.observe.console import Terminal, clock, live_line, plain_line, rates, shares, size
+from meshwright.io import format_bytes, format_clock
+from meshwright.observe.console import Terminal, live_line, plain_line, rates, shares
 
 PHASES = {"fetch": 0.01, "copy": 0.0, "forward": 0.3, "backward": 0.5, "sync": 0.15, "update": 0.04}
 
@@ -78,7 +79,7 @@ def test_events_of_another_attempt_are_not_shown():
 def test_the_live_line_fits_any_terminal_with_all_that_matters(width):
     line = live_line([step(n) for n in range(150)], 300, width).plain
     assert len(line) < width
-    narrow = ("150/300", "loss 2.5000", "lr 3e-03", "g 1.25", "2.0k tok/s", "f30%", "b50%", "x15%", "3.0GiB", "02:30")
+    narrow = ("150/300", "loss 2.5000", "lr 3e-03", "g 1.25", "2.0k tok/s", "f30%", "b50%", "x15%", "3GiB", "02:30")
     wide = (
         "150/300",
         "loss 2.5000",
@@ -87,7 +88,7 @@ def test_the_live_line_fits_any_terminal_with_all_that_matters(width):
         "2,000 tok/s",
         "fwd 30%",
         "exposed 15%",
-        "mem 3.0 GiB",
+        "mem 3 GiB",
         "eta 02:30",
     )
     assert all(word in line for word in (wide if width >= 140 else narrow))
@@ -114,5 +115,5 @@ def test_shares_add_up():
 
 
 def test_sizes_and_times_read_well():
-    assert [size(n) for n in (5, 2048, 5 << 20, 3 << 30)] == ["5 B", "2 KiB", "5 MiB", "3.0 GiB"]
-    assert [clock(s) for s in (5, 65, 3700)] == ["00:05", "01:05", "01:01:40"]
+    assert [format_bytes(n) for n in (5, 2048, 5 << 20, 3 << 30)] == ["5 B", "2 KiB", "5 MiB", "3 GiB"]
+    assert [format_clock(s) for s in (5, 65, 3700)] == ["00:05", "01:05", "01:01:40"]

@@ -15,11 +15,11 @@ from rich.console import Console
 
 from meshwright.cli import main
 from meshwright.config import load
+from meshwright.io import format_bytes, format_seconds
 from meshwright.observe.plan_page import page
 from meshwright.observe.plan_text import bar, show
 from meshwright.planner.hardware.resolve_cluster import cluster_of
 from meshwright.planner.search.plan_result import answer
-from meshwright.planner.wording import seconds, size
 from meshwright.planner.workload.workload_args import workload
 from meshwright.topology.layout import Layout
 from meshwright.topology.unsupported import validate
@@ -44,8 +44,8 @@ def shown(whole, width: int = 120) -> str:
 def test_the_terminal_has_the_plan_its_figures_and_the_ladder(whole):
     text = shown(whole, 200)
     assert "\x1b" not in text
-    assert seconds(whole.chosen.seconds) in text
-    assert size(whole.chosen.heaviest.total) in text
+    assert format_seconds(whole.chosen.seconds) in text
+    assert format_bytes(whole.chosen.heaviest.total) in text
     for rung in whole.rungs:
         assert rung.binding.told in text
     for part in ("Problem", "Mechanism", "Communication", "Tradeoff", "Measurement", "What breaks first at 10x?"):

@@ -8,6 +8,7 @@ import pytest
 from asked_plans import CASES, answered, desk, foreign
 
 from meshwright.errors import ConfigError
+from meshwright.io import format_bytes, format_seconds
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.calibration.prediction import prediction
 from meshwright.planner.hardware.resolve_cluster import cluster_of
@@ -16,7 +17,7 @@ from meshwright.planner.search.plan_result import answer, as_json
 from meshwright.planner.search.scaling import critical_batch, serial_share
 from meshwright.planner.search.search import CostCache, search
 from meshwright.planner.search.suggestions import impossible
-from meshwright.planner.wording import exposed, plan, real_calls, seconds, size
+from meshwright.planner.wording import exposed, plan, real_calls
 from meshwright.planner.workload.job import Job
 from meshwright.planner.workload.workload_args import workload
 
@@ -29,15 +30,17 @@ def test_the_five_parts_hold_the_estimates_own_figures(model, cluster):
     chosen, told = whole.chosen, whole.explanation
     text = {part: " ".join(getattr(told, part)) for part in FIVE}
     assert all(text.values())
-    assert size(chosen.job.cluster.device.memory) in text["problem"]
+    assert format_bytes(chosen.job.cluster.device.memory) in text["problem"]
     assert whole.rungs[0].binding.told in text["problem"] or whole.rungs[0].binding.kind == "nothing"
     for axis in chosen.job.layout.axes:
         assert f"{axis} {getattr(chosen.job.layout, axis)}: " in text["mechanism"]
     for call in real_calls(chosen):
-        assert f"{call.axis} {call.collective}: {call.count:,.0f} x {size(call.message)}" in text["communication"]
-    assert seconds(chosen.seconds) in text["tradeoff"]
+        assert (
+            f"{call.axis} {call.collective}: {call.count:,.0f} x {format_bytes(call.message)}" in text["communication"]
+        )
+    assert format_seconds(chosen.seconds) in text["tradeoff"]
     assert f"{chosen.mfu:.1%}" in text["tradeoff"]
-    assert f"{seconds(chosen.low)} to {seconds(chosen.high)}" in text["measurement"]
+    assert f"{format_seconds(chosen.low)} to {format_seconds(chosen.high)}" in text["measurement"]
     assert "meshwright train PLAN.toml --steps 20" in text["measurement"]
     for other in whole.found.ranked[1:3]:
         assert f"Not {plan(other.job)}: " in text["tradeoff"]

@@ -19,10 +19,11 @@ from meshwright.measure.collectives import CALLS, SIZES, on_bus
 from meshwright.measure.kernels import SHAPES, TYPES
 from meshwright.measure.machine import Seen, cluster_of_seen, measure
 from meshwright.measure.timing import FEWEST, MOST_CALLS, Allowance, Crew, affordable
-from meshwright.observe.machine_text import amount, show
+from meshwright.io import format_si
+from meshwright.observe.machine_text import show
 from meshwright.planner.hardware.cluster import Curve, Product
 from meshwright.planner.hardware.cluster_file import read_cluster
-from meshwright.planner.hardware.resolve_cluster import cluster_of, keep, place
+from meshwright.planner.hardware.resolve_cluster import cluster_of, measurement_file, write_cluster
 
 MESHWRIGHT = str(Path(sys.executable).with_name("meshwright"))
 
@@ -111,7 +112,7 @@ def test_one_device_has_no_curves_and_is_a_cluster_all_the_same(tmp_path):
     seen = Seen("a device", 8e9, [Product("fp32", 1, 2, 3, 123456.0)], 1.23456e9, 2e-6, [], True)
     cluster = cluster_of_seen(seen, 1)
     assert cluster.device.products[0].rate == 123500.0  # as many digits as a measurement has
-    keep(cluster, ["alone"], place(tmp_path / "one.toml"))
+    write_cluster(cluster, ["alone"], measurement_file(tmp_path / "one.toml"))
     assert read_cluster(tmp_path / "one.toml") == cluster
 
 
@@ -155,7 +156,7 @@ def test_what_one_thing_overdraws_the_next_ones_do_without(monkeypatch):
     ("value", "said"), [(0.5, "0.5 "), (999.9, "1 k"), (1024, "1.02 k"), (6.67e13, "66.7 T"), (12.6e9, "12.6 G")]
 )
 def test_amounts_have_three_digits(value, said):
-    assert amount(value) == said
+    assert format_si(value) == said
 
 
 def test_here_is_refused_where_the_file_is_broken(tmp_path, monkeypatch):

@@ -12,10 +12,10 @@ import pytest
 
 from meshwright.cli import main
 from meshwright.errors import ConfigError
+from meshwright.io import finite
 from meshwright.planner.calibration.published_runs import read_records
 from meshwright.planner.calibration.replay import replay
-from meshwright.planner.hardware.resolve_cluster import place
-from meshwright.words import finite
+from meshwright.planner.hardware.resolve_cluster import measurement_file
 
 PUBLISHED = Path(__file__).parents[2] / "examples" / "published_runs.json"
 
@@ -41,7 +41,7 @@ def test_a_device_or_a_pipe_is_never_replaced(tmp_path):
     os.mkfifo(pipe)
     for path in (Path("/dev/null"), pipe, tmp_path, tmp_path / "missing" / "file"):
         with pytest.raises(ConfigError):
-            place(path)
+            measurement_file(path)
 
 
 @pytest.mark.parametrize(

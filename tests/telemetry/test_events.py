@@ -7,8 +7,9 @@ import json
 import pytest
 
 from meshwright.errors import ConfigError
+from meshwright.io import read_json, write_json
 from meshwright.telemetry.events import EventLog, Follower, ledger, read_events
-from meshwright.telemetry.run_folder import RunFolder, read_json, write_json
+from meshwright.telemetry.run_folder import RunFolder
 
 
 def test_a_record_carries_its_kind_attempt_and_rank(tmp_path):

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 from meshwright.config.constraints import Range
 from meshwright.config.reader import build
 from meshwright.errors import ConfigError
-from meshwright.io import open_plain
+from meshwright.io import open_regular_file
 from meshwright.planner.hardware.resolve_cluster import home
 from meshwright.planner.workload.job import Job
 from meshwright.topology.layout import Layout
@@ -175,7 +175,7 @@ def recall(file: Path | None = None) -> tuple[list[Record], int]:
 def lines_of(path: Path) -> list[bytes]:
     """The last ones of a file that is larger than ours become."""
     try:
-        with open_plain(path) as file:
+        with open_regular_file(path) as file:
             start = max(0, os.fstat(file.fileno()).st_size - LARGEST_FILE)
             file.seek(start)
             lines = file.read(LARGEST_FILE).split(b"\n")

@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright.config import Batch
 from meshwright.errors import ConfigError
-from meshwright.io import read_plain
+from meshwright.io import read_regular_file
 from meshwright.planner.hardware.cluster import DEVICES, GB, NODES, Cluster, preset
 from meshwright.planner.workload.architecture import Architecture, Latent
 from meshwright.planner.workload.job import Job
@@ -70,7 +70,7 @@ class Record:
 
 def read_records(path: Path) -> tuple[list[Record], dict[str, str]]:
     """Those of a file that describe a decoder on devices that are known; and, by name, why the others are left out."""
-    text = read_plain(path, LARGEST, f"file of records {path}", "a JSON list of runs")
+    text = read_regular_file(path, LARGEST, f"file of records {path}", "a JSON list of runs")
     try:
         rows = json.loads(text.decode())
     except (ValueError, RecursionError) as error:

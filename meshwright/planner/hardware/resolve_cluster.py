@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshwright.errors import ConfigError
+from meshwright.io import atomic_write, output_file
 from meshwright.planner.hardware.cluster import NODES, Cluster, preset
 from meshwright.planner.hardware.cluster_file import MOST_DEVICES, cluster_toml, read_cluster
-from meshwright.telemetry.run_folder import write_text
 
 COUNTED = re.compile(r"(?P<device>[^:]+)(:(?P<devices>[0-9]{1,7})(x(?P<nodes>[0-9]{1,7}))?)?")
 WORDS = (
@@ -73,19 +73,13 @@ def this_machine() -> Cluster:
     return read_cluster(machine_file())
 
 
-def place(file: Path | None) -> Path:
-    """Where a measurement goes; what cannot be written is said before anything is measured."""
-    try:
-        path = (file or machine_file()).resolve()  # the file that a link leads to, and not the link
-        if file is None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:
-        raise ConfigError(f"{file or machine_file()} cannot be written: {error}", "allowed: a file") from None
-    if (path.exists() and not path.is_file()) or not path.parent.is_dir():
-        raise ConfigError(f"{path} cannot be written", "allowed: a file in a folder that exists")
-    return path
+def measurement_file(file: Path | None) -> Path:
+    """Resolves where a measurement is written; called before measuring, so that a bad path is reported at once."""
+    if file is None:
+        machine_file().parent.mkdir(parents=True, exist_ok=True)
+    return output_file(file or machine_file(), "--out")
 
 
-def keep(cluster: Cluster, remarks: Sequence[str], file: Path) -> None:
-    """Replaces the file whole: a reader sees the old one or the new one."""
-    write_text(file, cluster_toml(cluster, remarks))
+def write_cluster(cluster: Cluster, remarks: Sequence[str], file: Path) -> None:
+    """Writes a cluster file atomically."""
+    atomic_write(file, cluster_toml(cluster, remarks))

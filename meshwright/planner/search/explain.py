@@ -8,24 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshwright.io import format_bytes, format_count, format_percent, format_seconds
 from meshwright.planner.cost.estimate import Call, Estimate
 from meshwright.planner.exact.comm_volume import Sent, traffic
 from meshwright.planner.search.ladder import Binding, bound_by
 from meshwright.planner.search.mechanism import mechanism, replicated, sharded
 from meshwright.planner.search.scaling import at
 from meshwright.planner.search.search import CostCache
-from meshwright.planner.wording import (
-    again,
-    count,
-    exposed,
-    plan,
-    real_calls,
-    seconds,
-    sent,
-    share,
-    size,
-    synced,
-)
+from meshwright.planner.wording import again, exposed, plan, real_calls, sent, synced
 from meshwright.planner.workload.job import Job
 
 TENFOLD = 10
@@ -72,13 +62,14 @@ def explain(
 def problem(estimate: Estimate, plain: tuple[Estimate, Binding] | None) -> list[str]:
     job = estimate.job
     told = [
-        f"{count(job.model.parameters)} parameters, {job.batch.global_:,} samples of {job.sequence:,} tokens a step, "
-        f"{job.layout.ranks:,} {job.cluster.device.name} of {size(job.cluster.device.memory)}."
+        f"{format_count(job.model.parameters)} parameters, {job.batch.global_:,} samples of "
+        f"{job.sequence:,} tokens a step, "
+        f"{job.layout.ranks:,} {job.cluster.device.name} of {format_bytes(job.cluster.device.memory)}."
     ]
     if plain is not None:
         first, binding = plain
         told.append(
-            f"Whole copies (DDP) take {seconds(first.seconds)} a step, and nothing binds them."
+            f"Whole copies (DDP) take {format_seconds(first.seconds)} a step, and nothing binds them."
             if binding.kind == "nothing"
             else f"Whole copies (DDP) are bound by {kind_of(binding)}: {binding.told}."
         )
@@ -102,8 +93,9 @@ def communication(estimate: Estimate) -> list[str]:
         return ["A rank sends 0 B a step: no axis has messages."]
     waited = exposed(estimate)
     told = [
-        f"A rank sends {size(sent(estimate))} a step; messages take {seconds(sum(call.seconds for call in calls))}, "
-        f"of which {seconds(waited)} ({share(waited, estimate.seconds)} of the step) are exposed."
+        f"A rank sends {format_bytes(sent(estimate))} a step; messages take "
+        f"{format_seconds(sum(call.seconds for call in calls))}, "
+        f"of which {format_seconds(waited)} ({format_percent(waited / estimate.seconds)} of the step) are exposed."
     ]
     return told + [f"{call_told(call)}." for call in calls]
 
@@ -112,13 +104,13 @@ def call_told(call: Call) -> str:
     where = "inside a node" if call.link == "inside" else "between nodes"
     hidden = call.seconds - call.exposed
     how = (
-        f"exposed, {seconds(call.exposed)}"
+        f"exposed, {format_seconds(call.exposed)}"
         if hidden <= 0
-        else f"hidden, {seconds(call.seconds)}"
+        else f"hidden, {format_seconds(call.seconds)}"
         if call.exposed <= 0
-        else f"{seconds(call.exposed)} of {seconds(call.seconds)} exposed"
+        else f"{format_seconds(call.exposed)} of {format_seconds(call.seconds)} exposed"
     )
-    times = f"{call.count:,.0f} x {size(call.message)}"
+    times = f"{call.count:,.0f} x {format_bytes(call.message)}"
     return f"{call.axis} {call.collective}: {times} over {call.ranks:,} ranks {where}: {how}"
 
 
@@ -126,13 +118,18 @@ def tradeoff(estimate: Estimate, others: Sequence[Estimate]) -> list[str]:
     job, held = estimate.job, estimate.heaviest
     left = job.cluster.device.memory - held.total
     told = [
-        f"It takes {seconds(estimate.seconds)} a step ({seconds(estimate.low)} to {seconds(estimate.high)} in four "
+        f"It takes {format_seconds(estimate.seconds)} a step ({format_seconds(estimate.low)} to "
+        f"{format_seconds(estimate.high)} in four "
         f"cases of five; most of the doubt: {estimate.doubt}), {estimate.mfu:.1%} of the devices' peak, and leaves "
-        f"{size(left)} of {size(job.cluster.device.memory)} free."
+        f"{format_bytes(left)} of {format_bytes(job.cluster.device.memory)} free."
     ]
     costs = {"waiting in the pipeline": estimate.phases.get("bubble", 0.0), "computing again": again(estimate)}
     costs["exposed messages"] = exposed(estimate)
-    paid = [f"{name} {seconds(spent)} ({share(spent, estimate.seconds)})" for name, spent in costs.items() if spent > 0]
+    paid = [
+        f"{name} {format_seconds(spent)} ({format_percent(spent / estimate.seconds)})"
+        for name, spent in costs.items()
+        if spent > 0
+    ]
     told.append(f"Its price a step: {', '.join(paid)}." if paid else "Nothing of a step is lost.")
     return told + [why_not(estimate, other) for other in others]
 
@@ -145,9 +142,13 @@ def why_not(estimate: Estimate, other: Estimate) -> str:
     grown = {name: other.phases.get(name, 0.0) - estimate.phases.get(name, 0.0) for name in names}
     term, by = max(grown.items(), key=lambda row: row[1])
     alike = abs(slower) < 1e-3 * estimate.seconds
-    pace = "as quick" if alike else f"{seconds(abs(slower))} {'slower' if slower > 0 else 'quicker, and of more parts'}"
-    weight = f"{size(abs(heavier))} {'heavier' if heavier > 0 else 'lighter'}"
-    because = f": {term} takes {seconds(by)} more" if by > 0 and slower > 0 and not alike else ""
+    pace = (
+        "as quick"
+        if alike
+        else f"{format_seconds(abs(slower))} {'slower' if slower > 0 else 'quicker, and of more parts'}"
+    )
+    weight = f"{format_bytes(abs(heavier))} {'heavier' if heavier > 0 else 'lighter'}"
+    because = f": {term} takes {format_seconds(by)} more" if by > 0 and slower > 0 and not alike else ""
     return f"Not {plan(other.job)}: {pace}, {weight}{because}."
 
 
@@ -160,16 +161,20 @@ def measurement(estimate: Estimate, file: str) -> list[str]:
         )
     else:
         told.append("Train 20 steps of it. The plan is wrong where they say:")
-    told.append(f"seconds outside {seconds(estimate.low)} to {seconds(estimate.high)} (median of the steps);")
-    told.append(f"phases.sync far from {seconds(synced(estimate))}, the waiting that is not inside passes;")
-    told.append(f"memory over {size(held.reserved)} on the heaviest rank (rank of the pipeline: {stage_of(estimate)});")
+    told.append(
+        f"seconds outside {format_seconds(estimate.low)} to {format_seconds(estimate.high)} (median of the steps);"
+    )
+    told.append(f"phases.sync far from {format_seconds(synced(estimate))}, the waiting that is not inside passes;")
+    told.append(
+        f"memory over {format_bytes(held.reserved)} on the heaviest rank (rank of the pipeline: {stage_of(estimate)});"
+    )
     if (row := largest(estimate)) is not None:
         told.append(
             f"ledger.traffic of rank 0 with other than {row.message_bytes:,} bytes of {row.axis} {row.collective}."
         )
     elif calls:
         call = max(calls, key=lambda one: one.message * one.count)
-        told.append(f"other than {size(call.message * call.count)} of {call.axis} {call.collective} a step.")
+        told.append(f"other than {format_bytes(call.message * call.count)} of {call.axis} {call.collective} a step.")
     return told
 
 
@@ -192,8 +197,9 @@ def critical(estimate: Estimate) -> str:
         return "None: nothing that is sent is waited for."
     call = max(waiting, key=lambda one: one.exposed)
     return (
-        f"{call.axis} {call.collective}: {seconds(call.exposed)} of the step's {seconds(estimate.seconds)} "
-        f"({share(call.exposed, estimate.seconds)})."
+        f"{call.axis} {call.collective}: {format_seconds(call.exposed)} of the step's "
+        f"{format_seconds(estimate.seconds)} "
+        f"({format_percent(call.exposed / estimate.seconds)})."
     )
 
 
@@ -232,8 +238,9 @@ def breaks(estimate: Estimate, desk: CostCache) -> list[str]:
         term, by = grows_most(estimate, more, ideal / estimate.seconds)
         shape = "" if kept else f" (by {plan(more.job)})"
         told.append(
-            f"{name} {devices} a step takes {seconds(more.seconds)}{shape}, where {seconds(ideal)} would be ideal "
-            f"({share(ideal, more.seconds)}); {term} grows most, {seconds(by)} beyond its share."
+            f"{name} {devices} a step takes {format_seconds(more.seconds)}{shape}, where "
+            f"{format_seconds(ideal)} would be ideal "
+            f"({format_percent(ideal / more.seconds)}); {term} grows most, {format_seconds(by)} beyond its share."
         )
     return told
 

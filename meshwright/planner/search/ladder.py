@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from meshwright.io import format_bytes, format_percent, format_seconds
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.search.candidates import RECOMPUTED, Space
 from meshwright.planner.search.choice import Choice
 from meshwright.planner.search.search import CostCache, lightest, search
-from meshwright.planner.wording import classes, lost, plan, real_calls, seconds, sent, share, size
+from meshwright.planner.wording import classes, lost, plan, real_calls, sent
 
 ADDED = ("recompute", "shard", "tensor", "context", "pipeline", "expert")
 """What a rung may add, the least trouble first."""
@@ -110,16 +111,22 @@ def bound_by(estimate: Estimate, idle: int = 0) -> Binding:
     if held.total > capacity:
         name, most = max(classes(held).items(), key=lambda row: row[1])
         over = held.total - capacity
-        told = f"{size(held.total)} of {size(capacity)}, {size(over)} over; {name} alone {size(most)}"
+        told = (
+            f"{format_bytes(held.total)} of {format_bytes(capacity)}, {format_bytes(over)} over; {name} "
+            f"alone {format_bytes(most)}"
+        )
         return Binding("memory", over, told)
     kind, most = max(lost(estimate).items(), key=lambda row: row[1])
     if most <= WORTH * estimate.seconds:
-        told = f"nothing: {share(held.total, capacity)} of memory, {share(most, estimate.seconds)} lost to {kind}"
+        told = (
+            f"nothing: {format_percent(held.total / capacity)} of memory, "
+            f"{format_percent(most / estimate.seconds)} lost to {kind}"
+        )
         return Binding("nothing", 0, told)
-    told = f"{kind} takes {seconds(most)}, {share(most, estimate.seconds)} of the step"
+    told = f"{kind} takes {format_seconds(most)}, {format_percent(most / estimate.seconds)} of the step"
     if kind == "communication":
         call = max(real_calls(estimate), key=lambda one: one.exposed)
-        told += f"; most: {call.axis} {call.collective} {seconds(call.exposed)}"
+        told += f"; most: {call.axis} {call.collective} {format_seconds(call.exposed)}"
     return Binding(kind, most, told)
 
 
@@ -171,22 +178,22 @@ def fixed(before: Binding, after: Binding, was: Estimate, now: Estimate) -> str:
     if before.kind == "batch":
         return f"devices without a sample {before.over:,.0f} -> {after.over if after.kind == 'batch' else 0:,.0f}"
     if before.kind == "memory":
-        return f"heaviest rank {size(was.heaviest.total)} -> {size(now.heaviest.total)}"
-    told = f"{before.kind} {seconds(lost(was)[before.kind])} -> {seconds(lost(now)[before.kind])}"
+        return f"heaviest rank {format_bytes(was.heaviest.total)} -> {format_bytes(now.heaviest.total)}"
+    told = f"{before.kind} {format_seconds(lost(was)[before.kind])} -> {format_seconds(lost(now)[before.kind])}"
     if lost(now)[before.kind] < lost(was)[before.kind]:
         return told
     gained = was.seconds - now.seconds
-    return f"{seconds(gained)} of the step, though {told}"
+    return f"{format_seconds(gained)} of the step, though {told}"
 
 
 def cost(was: Estimate, now: Estimate) -> str:
     """Of a rung: seconds, bytes and waiting, each against the rung before."""
     told = [
-        f"step {seconds(was.seconds)} -> {seconds(now.seconds)}",
-        f"sent a rank {size(sent(was))} -> {size(sent(now))}",
+        f"step {format_seconds(was.seconds)} -> {format_seconds(now.seconds)}",
+        f"sent a rank {format_bytes(sent(was))} -> {format_bytes(sent(now))}",
     ]
     if now.phases.get("bubble", 0):
-        told.append(f"bubble {share(now.phases['bubble'], now.seconds)}")
+        told.append(f"bubble {format_percent(now.phases['bubble'] / now.seconds)}")
     return ", ".join(told)
 
 
@@ -200,5 +207,8 @@ def compared(last: Rung, chosen: Estimate) -> str:
     if last.binding.kind in ("batch", "memory"):
         return f"{where}: no rung alone removes what binds, {last.binding.told}; together they do"
     if gain > 0:
-        return f"{where}: {seconds(gain)} ({share(gain, last.estimate.seconds)}) quicker than the last rung"
-    return f"{where}: as quick within a hundredth, {size(abs(less))} {'lighter' if less > 0 else 'heavier'}"
+        return (
+            f"{where}: {format_seconds(gain)} ({format_percent(gain / last.estimate.seconds)}) quicker "
+            f"than the last rung"
+        )
+    return f"{where}: as quick within a hundredth, {format_bytes(abs(less))} {'lighter' if less > 0 else 'heavier'}"

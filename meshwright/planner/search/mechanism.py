@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from meshwright.io import format_bytes, format_count
 from meshwright.planner.cost.estimate import Estimate
-from meshwright.planner.wording import count, size
 
 DIVIDED = {
     "none": (),
@@ -28,7 +28,7 @@ def mechanism(estimate: Estimate) -> list[str]:
     if layout.replicate > 1:
         told.append(f"replicate {layout.replicate}: so many copies, each with {samples(estimate)}.")
     if layout.shard > 1:
-        what = ", ".join(f"{name} ({size(getattr(held, name))} left)" for name in DIVIDED[job.sharding])
+        what = ", ".join(f"{name} ({format_bytes(getattr(held, name))} left)" for name in DIVIDED[job.sharding])
         over = layout.shard * layout.context
         told.append(f"shard {layout.shard}: {what} divided over {over} ranks; {samples(estimate)} each.")
     if layout.context > 1:
@@ -47,9 +47,10 @@ def mechanism(estimate: Estimate) -> list[str]:
         )
     if job.recompute != "none":
         told.append(
-            f"recompute {job.recompute}: {size(held.activations)} of activations are kept, the rest computed again."
+            f"recompute {job.recompute}: {format_bytes(held.activations)} of activations are kept, the "
+            f"rest computed again."
         )
-    return told or [f"one device holds all of it: {size(held.total)}."]
+    return told or [f"one device holds all of it: {format_bytes(held.total)}."]
 
 
 def inner(estimate: Estimate) -> int:
@@ -77,7 +78,7 @@ def replicated(estimate: Estimate) -> str:
     copies = job.layout.data_degree * job.layout.context if not divided else job.layout.replicate
     if whole:
         over = job.layout.data_degree * job.layout.context
-        told = ", ".join(f"{name} {size(held_of(estimate, name))}" for name in whole)
+        told = ", ".join(f"{name} {format_bytes(held_of(estimate, name))}" for name in whole)
         return f"Over {over:,} ranks alike: {told}." if over > 1 else f"Nothing: one rank holds each part ({told})."
     return f"Over {copies} copies alike: the shards." if copies > 1 else "Nothing: every number has one owner."
 
@@ -97,5 +98,8 @@ def sharded(estimate: Estimate) -> str:
     if layout.expert > 1:
         told.append(f"experts over {layout.expert}")
     numbers = held.parameters / job.stack.weights
-    rest = f"; a rank keeps {size(held.parameters)} of parameters, {count(numbers)} of {count(job.model.parameters)}"
+    rest = (
+        f"; a rank keeps {format_bytes(held.parameters)} of parameters, {format_count(numbers)} of "
+        f"{format_count(job.model.parameters)}"
+    )
     return ("; ".join(told) if told else "Nothing but the batch") + rest + "."

@@ -14,6 +14,7 @@ from meshwright.config import RunConfig, from_dict, identity, load, placement, t
 from meshwright.config.constraints import Count
 from meshwright.config.reader import Word, convert, put, read_toml
 from meshwright.errors import ConfigError
+from meshwright.io import format_bytes, format_count, format_seconds, read_json
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.hardware.resolve_cluster import cluster_of, of_devices
@@ -21,10 +22,9 @@ from meshwright.planner.search.choice import Choice, settings_of
 from meshwright.planner.search.ladder import bound_by, stand
 from meshwright.planner.search.search import CostCache, search
 from meshwright.planner.search.suggestions import impossible
-from meshwright.planner.wording import count, plan, seconds, size
+from meshwright.planner.wording import plan
 from meshwright.planner.workload.workload import SEARCHED
 from meshwright.planner.workload.workload_args import run_workload
-from meshwright.telemetry.run_folder import read_json
 from meshwright.telemetry.run_measurements import number, table
 from meshwright.topology.layout import Layout
 
@@ -116,9 +116,9 @@ def reason(desk: CostCache, found: Estimate) -> str:
 
 
 def predicted(found: Estimate) -> str:
-    between = f"{seconds(found.low)} to {seconds(found.high)}"
-    rate, held = f"{count(found.tokens_per_second)} tokens/s", size(found.heaviest.total)
-    return "; ".join([f"{seconds(found.seconds)} a step ({between}), {rate}, {held}", *found.notes])
+    between = f"{format_seconds(found.low)} to {format_seconds(found.high)}"
+    rate, held = f"{format_count(found.tokens_per_second)} tokens/s", format_bytes(found.heaviest.total)
+    return "; ".join([f"{format_seconds(found.seconds)} a step ({between}), {rate}, {held}", *found.notes])
 
 
 def of_file(
@@ -143,7 +143,7 @@ def of_file(
         )
     figures = figures_beside(path)
     takes, where = number(figures.get("seconds")), str(figures.get("cluster"))[:60]
-    told = f"; predicted: {seconds(takes)} a step on {where}" if takes else ""
+    told = f"; predicted: {format_seconds(takes)} a step on {where}" if takes else ""
     return PlannedConfig(merged, f"plan: {path}, {Layout.of(merged.layout)}{told}", takes)
 
 

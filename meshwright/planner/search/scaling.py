@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from meshwright.io import format_count
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.search.candidates import divisors, fills
 from meshwright.planner.search.choice import Choice, job_of
 from meshwright.planner.search.search import CostCache, search
-from meshwright.planner.wording import count, exposed
+from meshwright.planner.wording import exposed
 from meshwright.planner.workload.architecture import Architecture
 from meshwright.planner.workload.workload import Workload
 
@@ -141,11 +142,12 @@ def critical_batch(model: Architecture, given: float | None = None) -> tuple[flo
     of 20 tokens a parameter is 1.69 + 406.4 / N^0.34 + 410.7 / D^0.28 (Hoffmann 2022, arXiv:2203.15556).
     """
     if given is not None:
-        return given, f"critical batch {count(given)} tokens, as given"
+        return given, f"critical batch {format_count(given)} tokens, as given"
     numbers = model.active_parameters
     loss = 1.69 + 406.4 / numbers**0.34 + 410.7 / (20 * numbers) ** 0.28
     tokens = 2.1e8 * loss**-4.8
     return tokens, (
-        f"critical batch assumed: {count(tokens)} tokens, by 2.1e8 L^-4.8 (arXiv:2001.08361) at a loss of {loss:.2f} "
+        f"critical batch assumed: {format_count(tokens)} tokens, by 2.1e8 L^-4.8 (arXiv:2001.08361) at a "
+        f"loss of {loss:.2f} "
         f"after 20 tokens a parameter (arXiv:2203.15556); give --critical-batch, or measure noise_scale"
     )

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.errors import ConfigError
+from meshwright.io import format_bytes
 from meshwright.planner.hardware.cluster import DEVICES, Cluster
 from meshwright.planner.search.candidates import divisors
 from meshwright.planner.search.search import CostCache, lightest
-from meshwright.planner.wording import classes, plan, size
+from meshwright.planner.wording import classes, plan
 from meshwright.planner.workload.workload import Workload
 
 DEGREES = ("layout.tensor", "layout.pipeline", "layout.context", "layout.expert")
@@ -30,8 +31,8 @@ def impossible(desk: CostCache) -> ConfigError:
     worst, most = max(classes(held).items(), key=lambda row: row[1])
     shape = plan(desk.time(least).job)
     what = (
-        f"{name} does not fit: the lightest plan ({shape}) takes {size(held.total)} of "
-        f"{size(cluster.device.memory)}, {worst} alone {size(most)}"
+        f"{name} does not fit: the lightest plan ({shape}) takes {format_bytes(held.total)} of "
+        f"{format_bytes(cluster.device.memory)}, {worst} alone {format_bytes(most)}"
     )
     return ConfigError(what, f"allowed: {', or '.join(changes(work, cluster)) or 'a smaller model'}")
 
@@ -53,7 +54,7 @@ def changes(work: Workload, cluster: Cluster) -> list[str]:
         found.append(f"{devices:,} devices")
     for device in sorted(DEVICES.values(), key=lambda each: each.memory):
         if device.memory > cluster.device.memory and fits(work, replace(cluster, device=device)):
-            found.append(f"as many {device.name} of {size(device.memory)}")
+            found.append(f"as many {device.name} of {format_bytes(device.memory)}")
             break
     sequence = work.sequence // 2
     while sequence >= 128:

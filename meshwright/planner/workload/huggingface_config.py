@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from meshwright.config.constraints import Positive, Range
 from meshwright.config.reader import convert, show
 from meshwright.errors import ConfigError
-from meshwright.io import read_plain
+from meshwright.io import read_regular_file
 from meshwright.planner.workload.architecture import Architecture, Latent
 
 LARGEST_CONFIG = 1 << 20
@@ -51,7 +51,7 @@ def read_published(path: Path) -> Published:
 
 
 def read_config(file: Path) -> Any:
-    text = read_plain(file, LARGEST_CONFIG, str(file), "a model's config.json")
+    text = read_regular_file(file, LARGEST_CONFIG, str(file), "a model's config.json")
     try:
         return json.loads(text.decode())
     except (ValueError, RecursionError) as error:
