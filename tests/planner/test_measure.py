@@ -15,11 +15,11 @@ from rich.console import Console
 
 from meshwright.cli import main
 from meshwright.errors import ConfigError
+from meshwright.io import format_si
 from meshwright.measure.collectives import CALLS, SIZES, on_bus
 from meshwright.measure.kernels import SHAPES, TYPES
 from meshwright.measure.machine import Seen, cluster_of_seen, measure
 from meshwright.measure.timing import FEWEST, MOST_CALLS, Allowance, Crew, affordable
-from meshwright.io import format_si
 from meshwright.observe.machine_text import show
 from meshwright.planner.hardware.cluster import Curve, Product
 from meshwright.planner.hardware.cluster_file import read_cluster
