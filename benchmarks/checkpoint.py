@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from benchmarks.ordinary import adamw
 from benchmarks.throughput import spread
-from meshwright.checkpoint.catalogue import Lineage
+from meshwright.checkpoint.listing import RunLineage
 from meshwright.checkpoint.restore import restore
-from meshwright.checkpoint.saver import Notes, Saver
-from meshwright.checkpoint.state import State, tensors_of
+from meshwright.checkpoint.saver import CheckpointMetadata, CheckpointSaver
+from meshwright.checkpoint.state import CheckpointState, collect_state
 from meshwright.config import CheckpointConfig, ModelConfig, OptimizerConfig
 from meshwright.launch.ranks import run_ranks
 from meshwright.models.init import build
@@ -46,7 +46,7 @@ ROUNDS = {1: {"save": 16, "load": 24}, 2: {"save": 12, "load": 16}}
 SYNCHRONOUS = 16
 """Whole saves in which digests are timed."""
 
-LINEAGE = Lineage("bench", 1, {})
+LINEAGE = RunLineage("bench", 1, {})
 OWN, TORCH_SAVE, ASYNC_SAVE, LOAD = "meshwright", "torch.save", "dcp.async_save", "dcp.load"
 TARGETS = {TORCH_SAVE: 0.25, ASYNC_SAVE: 1.0, LOAD: 1.25}
 """The most that Meshwright's seconds may be of a peer's: the stall of a save, and a restore with its verification."""
@@ -96,7 +96,7 @@ def race(world: World, folder: Path) -> dict[str, Any]:
     }
 
 
-def subject() -> State:
+def subject() -> CheckpointState:
     """A model and its optimizer after a step."""
     model = build(MODEL, 0)
     optimizer = adamw(model, OptimizerConfig())
@@ -104,7 +104,7 @@ def subject() -> State:
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    return tensors_of(model, optimizer)
+    return collect_state(model, optimizer)
 
 
 def taking_turns(world: World, contenders: dict[str, Callable[[int], Finish]], rounds: int) -> Seconds:
@@ -123,7 +123,7 @@ def taking_turns(world: World, contenders: dict[str, Callable[[int], Finish]], r
     return seconds
 
 
-def savers(world: World, folder: Path, state: State, group: Any) -> dict[str, Callable[[int], Finish]]:
+def savers(world: World, folder: Path, state: CheckpointState, group: Any) -> dict[str, Callable[[int], Finish]]:
     """Each begins a save, and gives back how to wait until it is durable."""
     saver = saver_of(world, folder, state, "async")
     stager = DefaultStager(StagingOptions(False, False, False, False))  # kept: it copies into the buffers it has
@@ -172,7 +172,7 @@ def savers(world: World, folder: Path, state: State, group: Any) -> dict[str, Ca
     return {OWN: own, TORCH_SAVE: torch_save, ASYNC_SAVE: async_save}
 
 
-def loaders(world: World, folder: Path, state: State, group: Any) -> dict[str, Callable[[int], Finish]]:
+def loaders(world: World, folder: Path, state: CheckpointState, group: Any) -> dict[str, Callable[[int], Finish]]:
     """Each loads the whole state, from files that were just written, and has been seen to load it right."""
     path = folder / "dcp"
     dcp.save(dict(state), storage_writer=FileSystemWriter(path), process_group=group, no_dist=group is None)
@@ -198,14 +198,14 @@ def loaders(world: World, folder: Path, state: State, group: Any) -> dict[str, C
     return {OWN: own, LOAD: load}
 
 
-def saver_of(world: World, folder: Path, state: State, mode: Any) -> Saver:
+def saver_of(world: World, folder: Path, state: CheckpointState, mode: Any) -> CheckpointSaver:
     """As training makes it; the checkpoint is of no step of a real run."""
     facts: dict[str, Any] = {"layout": {}, "identity": {}, "made_by": {}}
-    return Saver(CheckpointConfig(mode=mode), PosixStore(folder), world, LINEAGE, 1, facts, lambda: state)
+    return CheckpointSaver(CheckpointConfig(mode=mode), PosixStore(folder), world, LINEAGE, 1, facts, lambda: state)
 
 
-def notes(step: int) -> Notes:
-    return Notes(step, {"data": {}, "rng": {}, "schedule": {}, "scaler": {}, "counters": {}}, "data/0", {})
+def notes(step: int) -> CheckpointMetadata:
+    return CheckpointMetadata(step, {"data": {}, "rng": {}, "schedule": {}, "scaler": {}, "counters": {}}, "data/0", {})
 
 
 def digests(world: World, folder: Path) -> dict[str, Any]:

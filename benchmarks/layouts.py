@@ -21,7 +21,7 @@ from benchmarks.ordinary import READ_EVERY, Run, Samples, adamw, share_of_peak
 from benchmarks.plain_layouts import RANKS, Given
 from benchmarks.throughput import AGAIN, OWN, PLAIN, raced, settings, spread
 from meshwright.config import BatchConfig, LayoutConfig, ModelConfig
-from meshwright.data.contract import stream_of
+from meshwright.data.sample_lookup import build_stream
 from meshwright.models.init import build
 from meshwright.parallel.world import World
 from meshwright.trainer.loop import Job
@@ -82,7 +82,7 @@ def one_layout(name: str, layout: LayoutConfig, step: Callable[[Given], Run]) ->
 
 def contender(step: Callable[[Given], Run], job: Job, world: World) -> Run:
     """Plain torch on the samples that Meshwright reads, in its order."""
-    config, stream = job.config, stream_of(job.config, job.sources)
+    config, stream = job.config, build_stream(job.config, job.sources)
     coordinate, degree = job.layout.data_coordinate(world.rank), job.layout.data_degree
     ids = [stream.slice(number, coordinate, degree).tolist() for number in range(config.steps)]
     return step(

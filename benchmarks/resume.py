@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.ordinary import Samples
 from meshwright.config import Batch, RunConfig
 from meshwright.data.loader import Loader
-from meshwright.data.source import Concatenated, Synthetic
+from meshwright.data.source import ConcatenatedSource, SyntheticSource
 from meshwright.data.stream import Stream
 
 SMALL, LARGE = 10**6, 10**12
@@ -28,7 +28,7 @@ def own() -> dict[str, Any]:
     """Over 10^12 samples, with the default workers."""
 
     def first(step: int) -> None:
-        source = Concatenated([Synthetic(LARGE, SEQUENCE, VOCAB)])
+        source = ConcatenatedSource([SyntheticSource(LARGE, SEQUENCE, VOCAB)])
         batches = Loader(source, stream_over(LARGE), BATCH, 0, RunConfig().data).steps(step, 2 * STEPS[-1])
         next(batches)
 
@@ -47,7 +47,7 @@ def torchdata() -> dict[str, Any]:
         from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
     except ImportError as error:
         return {"stateful_data_loader": None, "missing": str(error)}
-    samples = Samples(Synthetic(SMALL, SEQUENCE, VOCAB))
+    samples = Samples(SyntheticSource(SMALL, SEQUENCE, VOCAB))
 
     def distributed() -> Any:
         return StatefulDataLoader(

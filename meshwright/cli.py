@@ -113,9 +113,9 @@ def data_show(
     json: Json = False,
 ) -> None:
     """Data show: the samples of a step, in global order, from the contract alone."""
-    from meshwright.data.contract import contract_of
+    from meshwright.data.sample_lookup import open_sample_lookup
 
-    answer = contract_of(run).show(step, rank)
+    answer = open_sample_lookup(run).show(step, rank)
     tell(
         json,
         answer,
@@ -130,9 +130,9 @@ def data_find(
     json: Json = False,
 ) -> None:
     """Data find: the steps that meet a sample, epoch after epoch."""
-    from meshwright.data.contract import contract_of
+    from meshwright.data.sample_lookup import open_sample_lookup
 
-    answer = contract_of(run).find(sample, epochs)
+    answer = open_sample_lookup(run).find(sample, epochs)
     lines = [f"sample {sample} is index {answer['source_index']} of {answer['source']}"]
     lines += ["held out: training never meets it"] if answer["held_out"] else []
     lines += [

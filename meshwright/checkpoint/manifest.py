@@ -14,11 +14,11 @@ from math import prod
 from typing import Any
 
 FORMAT = 1
-NAME = "manifest.json"
-LARGEST = 256 << 20
-CHUNK = 8 << 20
+MANIFEST_FILE = "manifest.json"
+MAX_MANIFEST_BYTES = 256 << 20
+DIGEST_CHUNK_BYTES = 8 << 20
 """Bytes that one digest covers."""
-DTYPES = {
+DTYPE_BYTES = {
     "float64": 8,
     "float32": 4,
     "float16": 2,
@@ -35,12 +35,12 @@ DTYPES = {
 """Bytes an element, by torch's name of the dtype."""
 
 
-class Damaged(Exception):
+class InvalidManifest(Exception):
     """A manifest that cannot be trusted, and why."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorRegion:
     """A block of a tensor: where it sits in the tensor, and where its bytes lie."""
 
     offset: tuple[int, ...]
@@ -54,7 +54,7 @@ class Piece:
 class TensorRecord:
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorRegion, ...]
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Manifest:
     files: dict[str, FileRecord]
     tensors: dict[str, TensorRecord]
     format: int = FORMAT
-    chunk: int = CHUNK
+    chunk: int = DIGEST_CHUNK_BYTES
     digest: str = field(default="", compare=False)
 
     @property
@@ -103,7 +103,7 @@ class Manifest:
         """The manifest as a file, with its own digest as the last key."""
         values = asdict(self)
         del values["digest"]
-        return spelled(values, digest_of(values))
+        return serialize(values, canonical_digest(values))
 
     @classmethod
     def decode(cls, raw: bytes) -> Manifest:
@@ -111,15 +111,15 @@ class Manifest:
         try:
             values = json.loads(raw)
             said = values.pop("digest")
-            found, again = digest_of(values), spelled(values, said)
+            found, again = canonical_digest(values), serialize(values, said)
         except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
-            raise Damaged("the manifest is torn: it is not whole JSON with a digest") from None
+            raise InvalidManifest("the manifest is torn: it is not whole JSON with a digest") from None
         if found != said:
-            raise Damaged(f"the manifest's own digest is {str(said)[:16]}, its content gives {found[:16]}")
+            raise InvalidManifest(f"the manifest's own digest is {str(said)[:16]}, its content gives {found[:16]}")
         if again != raw:  # 1e-8 for 1e-08: the same values in other bytes
-            raise Damaged("the manifest's bytes are not those that were written")
+            raise InvalidManifest("the manifest's bytes are not those that were written")
         if type(values.get("format")) is not int or values["format"] != FORMAT:
-            raise Damaged(f"the manifest has format {values.get('format')}, this version reads {FORMAT}")
+            raise InvalidManifest(f"the manifest has format {values.get('format')}, this version reads {FORMAT}")
         try:
             files = {name: FileRecord(f["size"], tuple(f["chunks"])) for name, f in values.pop("files").items()}
             tensors = {
@@ -127,7 +127,7 @@ class Manifest:
                     t["dtype"],
                     tuple(t["shape"]),
                     tuple(
-                        Piece(tuple(p["offset"]), tuple(p["shape"]), p["file"], p["start"], p["length"])
+                        TensorRegion(tuple(p["offset"]), tuple(p["shape"]), p["file"], p["start"], p["length"])
                         for p in t["pieces"]
                     ),
                 )
@@ -135,7 +135,7 @@ class Manifest:
             }
             manifest = cls(**values, files=files, tensors=tensors, digest=said)
         except (TypeError, KeyError, AttributeError) as error:
-            raise Damaged(f"the manifest lacks a field or has a strange one: {error}") from None
+            raise InvalidManifest(f"the manifest lacks a field or has a strange one: {error}") from None
         manifest.check()
         return manifest
 
@@ -143,7 +143,7 @@ class Manifest:
         """What must hold of any manifest, whoever wrote it."""
         counts = (self.timeline, self.step, self.attempt, self.ordinal, self.chunk)
         if not all(type(n) is int and n >= 0 for n in counts) or not 1 <= self.chunk <= 1 << 30:
-            raise Damaged("the manifest has a number out of range")
+            raise InvalidManifest("the manifest has a number out of range")
         tables = [self.layout, self.identity, self.made_by, self.data, self.rng, self.schedule, self.scaler]
         tables += [self.counters, self.owners]
         if (
@@ -151,53 +151,57 @@ class Manifest:
             or type(self.run) is not str
             or type(self.parent) is not str
         ):
-            raise Damaged("the manifest has a field of another kind")
+            raise InvalidManifest("the manifest has a field of another kind")
         if not all(type(n) is int for n in self.rng.values()) or not all(type(o) is dict for o in self.owners.values()):
-            raise Damaged("the manifest has a strange generator or owner")
+            raise InvalidManifest("the manifest has a strange generator or owner")
         for name, record in self.files.items():
             if not all(type(chunk) is str for chunk in record.chunks):
-                raise Damaged(f"the manifest gives {name} a digest that is none")
-            if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name) or name == NAME:
-                raise Damaged(f"the manifest names a file {name!r}, which is none of a checkpoint's")
+                raise InvalidManifest(f"the manifest gives {name} a digest that is none")
+            if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name) or name == MANIFEST_FILE:
+                raise InvalidManifest(f"the manifest names a file {name!r}, which is none of a checkpoint's")
             if type(record.size) is not int or record.size < 0 or len(record.chunks) != -(-record.size // self.chunk):
-                raise Damaged(f"the manifest gives {name} {record.size} bytes and {len(record.chunks)} digests")
+                raise InvalidManifest(f"the manifest gives {name} {record.size} bytes and {len(record.chunks)} digests")
         for name, tensor in self.tensors.items():
-            check_tensor(name, tensor, self.files)
+            validate_tensor(name, tensor, self.files)
 
 
-def check_tensor(name: str, tensor: TensorRecord, files: dict[str, FileRecord]) -> None:
+def validate_tensor(name: str, tensor: TensorRecord, files: dict[str, FileRecord]) -> None:
     """Its pieces lie in known files and fill it exactly."""
-    if type(tensor.dtype) is not str or tensor.dtype not in DTYPES:
-        raise Damaged(f"tensor {name}: no dtype {tensor.dtype!r}")
+    if type(tensor.dtype) is not str or tensor.dtype not in DTYPE_BYTES:
+        raise InvalidManifest(f"tensor {name}: no dtype {tensor.dtype!r}")
     rank = len(tensor.shape)
     if rank > 64 or not all(type(n) is int and 0 <= n < 1 << 63 for n in tensor.shape):
-        raise Damaged(f"tensor {name}: no tensor has its shape")
+        raise InvalidManifest(f"tensor {name}: no tensor has its shape")
     filled = 0
     for piece in tensor.pieces:
         numbers = (*piece.offset, *piece.shape, piece.start, piece.length)
         if len(piece.offset) != rank or len(piece.shape) != rank or not all(type(n) is int and n >= 0 for n in numbers):
-            raise Damaged(f"tensor {name}: a piece of {piece.shape} at {piece.offset} is no block of {tensor.shape}")
+            raise InvalidManifest(
+                f"tensor {name}: a piece of {piece.shape} at {piece.offset} is no block of {tensor.shape}"
+            )
         if any(o + s > t for o, s, t in zip(piece.offset, piece.shape, tensor.shape, strict=True)):
-            raise Damaged(f"tensor {name}: a piece reaches outside of {tensor.shape}")
-        if piece.length != prod(piece.shape) * DTYPES[tensor.dtype]:
-            raise Damaged(f"tensor {name}: a piece of {piece.shape} {tensor.dtype} has {piece.length} bytes")
+            raise InvalidManifest(f"tensor {name}: a piece reaches outside of {tensor.shape}")
+        if piece.length != prod(piece.shape) * DTYPE_BYTES[tensor.dtype]:
+            raise InvalidManifest(f"tensor {name}: a piece of {piece.shape} {tensor.dtype} has {piece.length} bytes")
         if (
             type(piece.file) is not str
             or piece.file not in files
             or piece.start + piece.length > files[piece.file].size
         ):
-            raise Damaged(f"tensor {name}: a piece lies outside of {piece.file}")
+            raise InvalidManifest(f"tensor {name}: a piece lies outside of {piece.file}")
         filled += prod(piece.shape)
-    if filled != prod(tensor.shape) or overlap(tensor.pieces):
-        raise Damaged(f"tensor {name}: its pieces hold {filled} of {prod(tensor.shape)} elements, or some twice")
+    if filled != prod(tensor.shape) or regions_overlap(tensor.pieces):
+        raise InvalidManifest(
+            f"tensor {name}: its pieces hold {filled} of {prod(tensor.shape)} elements, or some twice"
+        )
 
 
-def overlap(pieces: tuple[Piece, ...]) -> bool:
+def regions_overlap(pieces: tuple[TensorRegion, ...]) -> bool:
     """Whether two blocks share an element: swept along the axis that is cut most, so that shards stay quick."""
     if pieces and not pieces[0].shape:
         return len(pieces) > 1
     axis = max(range(len(pieces[0].shape)), key=lambda axis: len({p.offset[axis] for p in pieces})) if pieces else 0
-    reaching: list[Piece] = []
+    reaching: list[TensorRegion] = []
     for piece in sorted((p for p in pieces if prod(p.shape)), key=lambda p: p.offset[axis]):
         reaching = [other for other in reaching if other.offset[axis] + other.shape[axis] > piece.offset[axis]]
         for other in reaching:
@@ -208,11 +212,11 @@ def overlap(pieces: tuple[Piece, ...]) -> bool:
     return False
 
 
-def spelled(values: dict[str, Any], digest: str) -> bytes:
+def serialize(values: dict[str, Any], digest: str) -> bytes:
     """The one way to write a manifest down."""
     return json.dumps(values | {"digest": digest}, separators=(",", ":")).encode() + b"\n"
 
 
-def digest_of(values: dict[str, Any]) -> str:
+def canonical_digest(values: dict[str, Any]) -> str:
     """SHA-256 of a canonical JSON text."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -11,18 +11,18 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright import faults
-from meshwright.checkpoint.catalogue import Entry, Lineage, look, published
+from meshwright.checkpoint.listing import CheckpointEntry, RunLineage, list_published, read_entry
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
-from meshwright.checkpoint.shards import LoadPlans, ShardReader, held, mismatches
-from meshwright.checkpoint.state import State
-from meshwright.checkpoint.verify import Damage, damages
+from meshwright.checkpoint.shards import LocalShardLoadPlanner, ShardReader, as_planner_state, find_mismatches
+from meshwright.checkpoint.state import CheckpointState
+from meshwright.checkpoint.verify import Damage, find_damage
 from meshwright.errors import CheckpointError, IdentityError
 from meshwright.parallel.world import World
-from meshwright.store.posix import Store
+from meshwright.store.interface import Store
 
 
 @dataclass
-class Restored:
+class RestoreResult:
     """What was loaded, and what had to be passed over on the way."""
 
     manifest: Manifest
@@ -34,28 +34,28 @@ class Restored:
 def restore(
     store: Store,
     world: World,
-    lineage: Lineage,
-    state: State,
+    lineage: RunLineage,
+    state: CheckpointState,
     check: Callable[[Manifest], None],
     *,
     fallback: bool,
     say: Callable[[str, list[Damage]], None],
-) -> Restored | None:
+) -> RestoreResult | None:
     """Loads the newest intact checkpoint into `state`, in place; None where the run has none at all.
 
     `check` refuses a manifest of another run before anything is copied. A damaged checkpoint is said loudly and passed
     over, or, without fallback, ends the run.
     """
     start = time.monotonic()
-    candidates = world.tell([(e.folder, e.step, e.attempt) for e in published(store, lineage)], "checkpoints")
+    candidates = world.tell([(e.folder, e.step, e.attempt) for e in list_published(store, lineage)], "checkpoints")
     passed: list[tuple[str, list[Damage]]] = []
     for folder, step, attempt in candidates:
         world.page.enter("restore", step)
-        entry = look(store, folder, step, attempt)
+        entry = read_entry(store, folder, step, attempt)
         # Every file is verified by some rank before any rank copies; each then verifies again what it reads itself.
         own = sorted(entry.manifest.files)[world.rank :: world.size] if entry.manifest is not None else None
-        found = damages(entry, own, world.page.beat)
-        if worst := first_damage(world, found):
+        found = find_damage(entry, own, world.page.beat)
+        if worst := first_damage_on_any_rank(world, found):
             say(entry.name, [worst])
             passed.append((entry.name, [worst]))
             if not fallback:
@@ -65,21 +65,21 @@ def restore(
             continue
         assert entry.manifest is not None
         check(entry.manifest)
-        if differs := all_mismatches(state, entry.manifest.tensors, world):
+        if differs := gather_mismatches(state, entry.manifest.tensors, world):
             more = f" and {len(differs) - 3} more" if len(differs) > 3 else ""
             raise IdentityError(f"checkpoint {entry.name} holds another model: {'; '.join(differs[:3])}{more}")
         faults.reach("start.restore", step)
         try:
-            load(entry, state, world)
-        except Unreadable as error:  # heard by every rank alike
+            load_tensors(entry, state, world)
+        except CheckpointReadError as error:  # heard by every rank alike
             say(entry.name, [error.damage])
             passed.append((entry.name, [error.damage]))
             if not fallback:
                 raise CheckpointError(str(error)) from None
             continue
         faults.reach("start.restored", step)
-        return Restored(entry.manifest, entry.name, time.monotonic() - start, passed)
-    foreign = world.tell([entry.name for entry in published(store)] if not candidates else [], "foreign")
+        return RestoreResult(entry.manifest, entry.name, time.monotonic() - start, passed)
+    foreign = world.tell([entry.name for entry in list_published(store)] if not candidates else [], "foreign")
     if foreign:
         raise CheckpointError(
             f"{len(foreign)} checkpoint(s) are there and none is this run's (the newest is {foreign[0]}): was "
@@ -94,9 +94,9 @@ def restore(
     return None
 
 
-def all_mismatches(state: State, tensors: dict[str, TensorRecord], world: World) -> list[str]:
+def gather_mismatches(state: CheckpointState, tensors: dict[str, TensorRecord], world: World) -> list[str]:
     """How the model, of which each rank may hold a part alone, differs from a checkpoint: the same on every rank."""
-    own = mismatches(state, tensors)
+    own = find_mismatches(state, tensors)
     names = sorted(tensors)
     holders = world.sum_numbers(*(name in state for name in names), name="holders of tensors").wait().tolist()
     own += [f"{name} is only in the checkpoint" for name, count in zip(names, holders, strict=True) if not count]
@@ -104,7 +104,7 @@ def all_mismatches(state: State, tensors: dict[str, TensorRecord], world: World)
     return world.tell(own, "mismatches told", speaker=finders[0]) if finders else []
 
 
-def first_damage(world: World, found: list[Damage]) -> Damage | None:
+def first_damage_on_any_rank(world: World, found: list[Damage]) -> Damage | None:
     """The first damage that any rank has found, told to all: either every rank loads a checkpoint or none does."""
     finders = [rank for rank, row in enumerate(world.gather_numbers(len(found), name="damage")) if row[0]]
     if not finders:
@@ -112,21 +112,23 @@ def first_damage(world: World, found: list[Damage]) -> Damage | None:
     return Damage(**world.tell(found[0].to_json() if found else None, "damage told", speaker=finders[0]))
 
 
-def load(entry: Entry, state: State, world: World) -> None:
+def load_tensors(entry: CheckpointEntry, state: CheckpointState, world: World) -> None:
     try:
         with torch.no_grad():
             dcp.load(
-                held(state),
+                as_planner_state(state),
                 storage_reader=ShardReader(entry, world.page.beat),
-                planner=LoadPlans(),
+                planner=LocalShardLoadPlanner(),
                 no_dist=world.size == 1,
             )
     except CheckpointException as failed:
         rank, (error, _) = min(failed.failures.items())
-        raise Unreadable(entry.name, Damage(f"as rank {rank} reads it", -1, "what was verified", str(error))) from error
+        raise CheckpointReadError(
+            entry.name, Damage(f"as rank {rank} reads it", -1, "what was verified", str(error))
+        ) from error
 
 
-class Unreadable(Exception):
+class CheckpointReadError(Exception):
     """A checkpoint that verified and could then not be read."""
 
     def __init__(self, name: str, damage: Damage) -> None:

@@ -21,25 +21,25 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright import faults
-from meshwright.checkpoint.catalogue import Lineage, fence_of, folder_of
-from meshwright.checkpoint.manifest import LARGEST, NAME, FileRecord, Manifest, TensorRecord
-from meshwright.checkpoint.retention import Retention
-from meshwright.checkpoint.shards import SavePlans, ShardWriter, held
-from meshwright.checkpoint.state import State
-from meshwright.checkpoint.verify import header, read_back
+from meshwright.checkpoint.listing import RunLineage, checkpoint_folder, read_fence
+from meshwright.checkpoint.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, FileRecord, Manifest, TensorRecord
+from meshwright.checkpoint.retention import RetentionPolicy
+from meshwright.checkpoint.shards import LocalShardSavePlanner, ShardWriter, as_planner_state
+from meshwright.checkpoint.state import CheckpointState
+from meshwright.checkpoint.verify import shard_header, verify_file
 from meshwright.config import CheckpointConfig
 from meshwright.errors import BusyError, CheckpointError, MeshwrightError, NumericsError, PeerError, lost
 from meshwright.parallel.data_parallel.replica_check import Replicas, words_of
 from meshwright.parallel.local_shard import LocalShard, local_shard_of
 from meshwright.parallel.world import World
-from meshwright.store.posix import Store
+from meshwright.store.interface import Store
 from meshwright.topology.layout import Layout
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process alone is no mistake
 
 
 @dataclass(frozen=True)
-class Notes:
+class CheckpointMetadata:
     """What a manifest says beside tensors, at one step."""
 
     step: int
@@ -52,7 +52,7 @@ class Notes:
 
 
 @dataclass
-class Saved:
+class SaveResult:
     """What became of a save."""
 
     step: int
@@ -71,25 +71,25 @@ class Saved:
         return facts | {"stall": round(self.stall, 4), "seconds": round(self.seconds, 4)}
 
 
-class Stager:
+class HostStager:
     """Host copies of what this rank keeps, in buffers that are made once and reused."""
 
-    def __init__(self, state: State, layout: Layout, rank: int) -> None:
+    def __init__(self, state: CheckpointState, layout: Layout, rank: int) -> None:
         blocks = {name: local_shard_of(tensor) for name, tensor in state.items()}
         pinned = any(block.local.is_cuda for block in blocks.values())
         self.host = {
             name: blocks[name].like(
                 torch.zeros(blocks[name].local.shape, dtype=blocks[name].local.dtype, pin_memory=pinned)
             )
-            for name in share(blocks, layout, rank)
+            for name in assign_shards(blocks, layout, rank)
         }
-        self.replicas = Replicas({name: b for name, b in blocks.items() if compared(name)}, layout)
+        self.replicas = Replicas({name: b for name, b in blocks.items() if is_replica_checked(name)}, layout)
         self.words = torch.zeros(len(self.replicas.names), dtype=torch.int64, pin_memory=pinned)
         """a word of every parameter that others hold too, kept by this rank or not: replicas are compared by them"""
         self.begun, self.copied = (torch.cuda.Event(enable_timing=True) if pinned else None for _ in range(2))
 
     @torch.no_grad()
-    def copy(self, state: State) -> dict[str, LocalShard]:
+    def copy(self, state: CheckpointState) -> dict[str, LocalShard]:
         """On CUDA the copies are queued before whatever comes next, and `wait` tells when they are there."""
         if self.begun is not None:
             self.begun.record()
@@ -110,12 +110,12 @@ class Stager:
         return float(self.begun.elapsed_time(self.copied)) / 1e3
 
 
-def compared(name: str) -> bool:
+def is_replica_checked(name: str) -> bool:
     """Parameters, and biases of routers: other buffers differ between copies until the next pass."""
     return name.startswith("model/") or name.endswith("router.bias")
 
 
-def share(blocks: Mapping[str, LocalShard], layout: Layout, rank: int) -> list[str]:
+def assign_shards(blocks: Mapping[str, LocalShard], layout: Layout, rank: int) -> list[str]:
     """Which blocks this rank keeps. Of those that hold the same block one does: the largest first, each to whoever has
     the least so far, which all of them work out alike.
     """
@@ -133,7 +133,7 @@ def share(blocks: Mapping[str, LocalShard], layout: Layout, rank: int) -> list[s
     return kept
 
 
-class Saver:
+class CheckpointSaver:
     """One rank's side of saving. Rank 0 has the `news`; every rank then calls `save` or `settle` at the same step."""
 
     def __init__(
@@ -141,10 +141,10 @@ class Saver:
         config: CheckpointConfig,
         store: Store,
         world: World,
-        lineage: Lineage,
+        lineage: RunLineage,
         attempt: int,
         facts: dict[str, Any],
-        state: Callable[[], State],
+        state: Callable[[], CheckpointState],
         patience: float = 300.0,
         layout: Layout | None = None,
     ) -> None:
@@ -154,12 +154,12 @@ class Saver:
         self.config, self.store, self.world, self.state = config, store, world, state
         self.lineage, self.attempt, self.facts = lineage, attempt, facts
         self.group = dist.new_group(backend="gloo") if world.size > 1 else None
-        self.retention = Retention(store, attempt, config.keep, config.keep_every, lineage)
+        self.retention = RetentionPolicy(store, attempt, config.keep, config.keep_every, lineage)
         layout = layout or Layout(replicate=world.size)
-        self.stager = Stager(state(), layout, world.rank) if config.mode != "off" else None
-        self.planner = SavePlans()
+        self.stager = HostStager(state(), layout, world.rank) if config.mode != "off" else None
+        self.planner = LocalShardSavePlanner()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
-        self.flying: Future[Saved] | None = None
+        self.flying: Future[SaveResult] | None = None
         self.parent, self.ordinal, self.newest = "", 0, -1
         self.writer: ShardWriter | None = None
         self.begun = time.monotonic()
@@ -190,7 +190,7 @@ class Saver:
             return False
         return True
 
-    def save(self, notes: Notes, wait: bool = False) -> list[Saved]:
+    def save(self, notes: CheckpointMetadata, wait: bool = False) -> list[SaveResult]:
         """Begins a save; gives what became of the one before, and of this one where it was waited for."""
         done = self.settle()  # rank 0 found its own ended; another rank's is at most a message behind
         self.begun = start = time.monotonic()
@@ -207,7 +207,7 @@ class Saver:
         self.world.page.add({"save": self.stall})
         return done
 
-    def settle(self) -> list[Saved]:
+    def settle(self) -> list[SaveResult]:
         """The save that is in flight, waited for. The page shows life as long as bytes move, and says so where only
         other ranks' bytes are still missing.
         """
@@ -252,14 +252,14 @@ class Saver:
     def close(self) -> None:
         self.thread.shutdown(wait=True)
 
-    def _run(self, notes: Notes, stager: Stager, state: dict[str, LocalShard]) -> Saved:
+    def _run(self, notes: CheckpointMetadata, stager: HostStager, state: dict[str, LocalShard]) -> SaveResult:
         """The thread's whole work. Errors are an outcome: the training thread decides what they mean."""
         start = time.monotonic()
-        saved = Saved(notes.step, folder_of(notes.step, self.attempt))
+        saved = SaveResult(notes.step, checkpoint_folder(notes.step, self.attempt))
         try:
             saved.stall = stager.wait()
             self._agree(notes, state, stager)
-            head = header(self.lineage.run, self.lineage.timeline, notes.step, self.attempt, self.world.rank)
+            head = shard_header(self.lineage.run, self.lineage.timeline, notes.step, self.attempt, self.world.rank)
             self.writer = ShardWriter(
                 self.store,
                 saved.folder,
@@ -271,7 +271,7 @@ class Saver:
                 written=self._written,
             )
             dcp.save(
-                held(state),
+                as_planner_state(state),
                 storage_writer=self.writer,
                 planner=self.planner,
                 process_group=self.group,
@@ -285,7 +285,7 @@ class Saver:
         except MeshwrightError as error:
             saved.error = error
         except (Exception, CheckpointException) as error:  # noqa: BLE001  DCP's is no Exception
-            saved.error = named(error, saved.folder)
+            saved.error = to_save_error(error, saved.folder)
         self.waits = False
         saved.seconds = time.monotonic() - start
         return saved
@@ -297,7 +297,7 @@ class Saver:
     def _read_back(self, folder: str, writer: ShardWriter) -> None:
         """Every rank reads its own shard again; only then may older checkpoints go."""
         path = f"{folder}/{writer.file}"
-        found = next(read_back(self.store, path, writer.record, writer.chunk, self._progress), None)
+        found = next(verify_file(self.store, path, writer.record, writer.chunk, self._progress), None)
         bad = [rank for rank, (flag,) in enumerate(self._gather(found is not None)) if flag]
         if bad:
             raise CheckpointError(
@@ -315,7 +315,7 @@ class Saver:
             self.waits = False
         return [one.tolist() for one in said]
 
-    def _prune(self, saved: Saved) -> None:
+    def _prune(self, saved: SaveResult) -> None:
         """The checkpoint is there, whatever becomes of older ones."""
         self.retention.verified.add(saved.folder.rpartition("/")[2])
         try:
@@ -326,10 +326,10 @@ class Saver:
     def _progress(self) -> None:
         self.moved += 1
 
-    def _agree(self, notes: Notes, state: dict[str, LocalShard], stager: Stager) -> None:
+    def _agree(self, notes: CheckpointMetadata, state: dict[str, LocalShard], stager: HostStager) -> None:
         """Every rank learns the same verdict before any of them writes."""
         step = notes.step
-        unsound = next((name for name, block in state.items() if not sound(name, block.local)), "")
+        unsound = next((name for name, block in state.items() if not is_finite(name, block.local)), "")
         rows = self._gather(bool(unsound), notes.used, *stager.replicas.digests(stager.words))
         flags, digests = [row[0] for row in rows], [row[2:] for row in rows]
         if len({row[1] for row in rows}) > 1:
@@ -346,8 +346,8 @@ class Saver:
 
     def _publish(
         self,
-        notes: Notes,
-        saved: Saved,
+        notes: CheckpointMetadata,
+        saved: SaveResult,
         files: dict[str, FileRecord],
         tensors: dict[str, TensorRecord],
         owners: dict[str, dict[str, Any]],
@@ -355,7 +355,7 @@ class Saver:
         """On the coordinator, once every shard is durable."""
         self.waits = False
         faults.reach("save.before_manifest", notes.step)
-        if (newest := fence_of(self.store).attempt) > self.attempt:
+        if (newest := read_fence(self.store).attempt) > self.attempt:
             raise BusyError(f"attempt {newest} has taken the run over: nothing of attempt {self.attempt} is published")
         lineage = {"run": self.lineage.run, "timeline": self.lineage.timeline}
         place = {"step": notes.step, "attempt": self.attempt, "ordinal": self.ordinal, "parent": self.parent}
@@ -363,24 +363,24 @@ class Saver:
         manifest = Manifest(**lineage, **place, **self.facts, **notes.common, **content)  # type: ignore[arg-type]
         manifest.check()
         raw = manifest.encode()
-        if len(raw) > LARGEST:
-            raise CheckpointError(f"the manifest of {saved.folder} has {len(raw):,} bytes, over {LARGEST:,}")
+        if len(raw) > MAX_MANIFEST_BYTES:
+            raise CheckpointError(f"the manifest of {saved.folder} has {len(raw):,} bytes, over {MAX_MANIFEST_BYTES:,}")
         reached = lambda: faults.reach("save.before_publish", notes.step)  # noqa: E731
-        if not self.store.publish_if_absent(f"{saved.folder}/{NAME}", raw, reached):
+        if not self.store.publish_if_absent(f"{saved.folder}/{MANIFEST_FILE}", raw, reached):
             raise CheckpointError(f"{saved.folder} exists already and is not written over")
         faults.reach("save.after_publish", notes.step)
         self.parent = json.loads(raw[raw.rindex(b":") + 1 : -2])  # the digest is the last key
         saved.bytes = manifest.total
 
 
-def sound(name: str, tensor: torch.Tensor) -> bool:
+def is_finite(name: str, tensor: torch.Tensor) -> bool:
     """Finite; a buffer may hold what it likes. The sum is quick, and only a doubtful one is looked at closely."""
     if name.startswith("buffer/") or not tensor.is_floating_point() or not tensor.numel():
         return True
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
-def named(error: BaseException, folder: str) -> MeshwrightError:
+def to_save_error(error: BaseException, folder: str) -> MeshwrightError:
     """A failed save in one line: which rank, which file, what."""
     rank = None
     if isinstance(error, CheckpointException) and error.failures:

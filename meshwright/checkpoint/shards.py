@@ -31,21 +31,21 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from meshwright import faults
-from meshwright.checkpoint.catalogue import Entry
-from meshwright.checkpoint.manifest import CHUNK, NAME, FileRecord, Piece, TensorRecord
-from meshwright.checkpoint.state import State, content, dtype_name
-from meshwright.checkpoint.verify import STEP, Digesting
+from meshwright.checkpoint.listing import CheckpointEntry
+from meshwright.checkpoint.manifest import DIGEST_CHUNK_BYTES, MANIFEST_FILE, FileRecord, TensorRecord, TensorRegion
+from meshwright.checkpoint.state import CheckpointState, dtype_name, tensor_bytes
+from meshwright.checkpoint.verify import IO_BLOCK_BYTES, DigestingSink
 from meshwright.errors import CheckpointError
 from meshwright.parallel.local_shard import LocalShard, local_shard_of
-from meshwright.store.posix import Store
+from meshwright.store.interface import Store
 
-ALIGN = 64
-Publish = Callable[[dict[str, FileRecord], dict[str, TensorRecord], dict[str, dict[str, Any]]], None]
+TENSOR_ALIGNMENT = 64
+PublishManifest = Callable[[dict[str, FileRecord], dict[str, TensorRecord], dict[str, dict[str, Any]]], None]
 """(files, tensors, owners) -> the manifest is in place"""
 
 
 @dataclass(frozen=True)
-class Shard:
+class WrittenShard:
     """What a rank tells the coordinator of its own file, and of the small state that it owns."""
 
     file: str
@@ -65,8 +65,8 @@ class ShardWriter(StorageWriter):
         step: int,
         header: bytes,
         owner: tuple[str, dict[str, Any]],
-        publish: Publish,
-        chunk: int = CHUNK,
+        publish: PublishManifest,
+        chunk: int = DIGEST_CHUNK_BYTES,
         written: Callable[[], None] = lambda: None,
     ) -> None:
         self.store, self.folder, self.step, self.header = store, folder, step, header
@@ -90,9 +90,9 @@ class ShardWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         faults.reach("save.begin", self.step)
         path = f"{self.folder}/{self.file}"
-        if self.store.size(path) is not None and self.store.size(f"{self.folder}/{NAME}") is None:
+        if self.store.size(path) is not None and self.store.size(f"{self.folder}/{MANIFEST_FILE}") is None:
             self.store.remove(path)  # of a save of this very step that failed
-        sink = Digesting(self.store.create(path), self.chunk)
+        sink = DigestingSink(self.store.create(path), self.chunk)
         results = []
         try:
             sink.write(self.header)
@@ -101,34 +101,34 @@ class ShardWriter(StorageWriter):
                 data = planner.resolve_data(item)
                 if not isinstance(data, torch.Tensor):
                     raise TypeError(f"{item.index.fqn} is no tensor: it belongs into the manifest")
-                sink.write(bytes(-sink.size % ALIGN))
-                block = content(data.cpu())
+                sink.write(bytes(-sink.size % TENSOR_ALIGNMENT))
+                block = tensor_bytes(data.cpu())
                 results.append(WriteResult(item.index, len(block), self._piece(item, sink.size, len(block))))
                 sink.write(block)
                 self.written += len(block)
             sink.close()
         finally:
-            sink.sink.abandon()
+            sink.sink.abort()
         faults.reach("save.after_shard", self.step)
         self.record = FileRecord(sink.size, tuple(sink.chunks))
         self.on_written()
-        shard = Shard(self.file, self.record, *self.owner)
+        shard = WrittenShard(self.file, self.record, *self.owner)
         results.append(WriteResult(MetadataIndex(self.file), sink.size, shard))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
-    def _piece(self, item: WriteItem, start: int, length: int) -> Piece:
+    def _piece(self, item: WriteItem, start: int, length: int) -> TensorRegion:
         assert item.tensor_data is not None
         where = item.tensor_data.chunk
-        return Piece(tuple(where.offsets), tuple(where.sizes), self.file, start, length)
+        return TensorRegion(tuple(where.offsets), tuple(where.sizes), self.file, start, length)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         files: dict[str, FileRecord] = {}
         owners: dict[str, dict[str, Any]] = {}
-        pieces: dict[str, list[Piece]] = {name: [] for name in metadata.state_dict_metadata}
+        pieces: dict[str, list[TensorRegion]] = {name: [] for name in metadata.state_dict_metadata}
         for result in (result for rank in results for result in rank):
-            if isinstance(result.storage_data, Shard):
+            if isinstance(result.storage_data, WrittenShard):
                 files[result.storage_data.file] = result.storage_data.record
                 owners[result.storage_data.owner] = result.storage_data.owned
             else:
@@ -148,7 +148,7 @@ class ShardWriter(StorageWriter):
 class ShardReader(StorageReader):
     """Copies a verified checkpoint's blocks into whatever layout asks for them."""
 
-    def __init__(self, entry: Entry, progress: Callable[[], None]) -> None:
+    def __init__(self, entry: CheckpointEntry, progress: Callable[[], None]) -> None:
         self.entry, self.progress = entry, progress
         assert entry.manifest is not None
         self.manifest, self.tensors = entry.manifest, entry.manifest.tensors
@@ -182,7 +182,9 @@ class ShardReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Piece after piece as they lie in the files, so that each chunk is read and verified once."""
-        for piece, item in sorted(((self._piece(item), item) for item in plan.items), key=lambda pair: place(pair[0])):
+        for piece, item in sorted(
+            ((self._piece(item), item) for item in plan.items), key=lambda pair: file_position(pair[0])
+        ):
             target = planner.resolve_tensor(item).detach()
             if prod(piece.shape):
                 block = self._block(piece, self.tensors[item.storage_index.fqn].dtype)
@@ -195,10 +197,10 @@ class ShardReader(StorageReader):
         done.set_result(None)
         return done
 
-    def _piece(self, item: ReadItem) -> Piece:
+    def _piece(self, item: ReadItem) -> TensorRegion:
         return self.pieces[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
 
-    def _block(self, piece: Piece, dtype: str) -> torch.Tensor:
+    def _block(self, piece: TensorRegion, dtype: str) -> torch.Tensor:
         index, begin = divmod(piece.start, self.manifest.chunk)
         raw: bytearray | memoryview = self._verified(piece.file, index)[begin : begin + piece.length]
         if len(raw) < piece.length:  # it goes on in the next chunks
@@ -215,11 +217,11 @@ class ShardReader(StorageReader):
             size, state, filled = self.manifest.chunk, xxhash.xxh3_128(), 0
             path, expected = f"{self.entry.folder}/{file}", self.manifest.files[file].chunks[index]
             while filled < size:  # in steps that stay in the processor's cache between their reading and their digest
-                content = self.entry.store.read(path, index * size + filled, min(STEP, size - filled))
+                content = self.entry.store.read(path, index * size + filled, min(IO_BLOCK_BYTES, size - filled))
                 self.buffer[filled : filled + len(content)] = content
                 state.update(content)
                 filled += len(content)
-                if len(content) < STEP:
+                if len(content) < IO_BLOCK_BYTES:
                     break
             if (found := state.hexdigest()) != expected:
                 what = f"{self.entry.name} changed while it was read: {file} chunk {index}"
@@ -232,11 +234,11 @@ class ShardReader(StorageReader):
         return False
 
 
-def place(piece: Piece) -> tuple[str, int]:
+def file_position(piece: TensorRegion) -> tuple[str, int]:
     return piece.file, piece.start
 
 
-class Held:
+class PlannerShard:
     """A block as DCP's planners want to see it: they ask for items and chunks by these names."""
 
     def __init__(self, block: LocalShard) -> None:
@@ -246,7 +248,7 @@ class Held:
     def size(self) -> torch.Size:
         return torch.Size(self.block.shape)
 
-    def __create_write_items__(self, name: str, _held: Held) -> list[WriteItem]:
+    def __create_write_items__(self, name: str, _held: PlannerShard) -> list[WriteItem]:
         if not self.block.local.numel() and self.size().numel():
             return []  # more ranks than rows: this one has nothing of it
         data = TensorWriteData(self.chunk, TensorProperties.create_from_tensor(self.block.local), self.size())
@@ -256,7 +258,7 @@ class Held:
         return [self.chunk] if self.block.local.numel() or not self.size().numel() else []
 
 
-class SavePlans(DefaultSavePlanner):
+class LocalShardSavePlanner(DefaultSavePlanner):
     """DCP's planner over `Held` blocks."""
 
     def __init__(self) -> None:
@@ -266,7 +268,7 @@ class SavePlans(DefaultSavePlanner):
         return self.state_dict[index.fqn].block.local
 
 
-class LoadPlans(DefaultLoadPlanner):
+class LocalShardLoadPlanner(DefaultLoadPlanner):
     """DCP's planner over `Held` blocks."""
 
     def __init__(self) -> None:
@@ -283,11 +285,11 @@ class LoadPlans(DefaultLoadPlanner):
         return self.state_dict[index.fqn].block.local  # type: ignore[no-any-return]
 
 
-def held(state: Mapping[str, torch.Tensor | LocalShard]) -> dict[str, Any]:
-    return {name: Held(local_shard_of(tensor)) for name, tensor in state.items()}
+def as_planner_state(state: Mapping[str, torch.Tensor | LocalShard]) -> dict[str, Any]:
+    return {name: PlannerShard(local_shard_of(tensor)) for name, tensor in state.items()}
 
 
-def mismatches(state: State, tensors: dict[str, TensorRecord]) -> list[str]:
+def find_mismatches(state: CheckpointState, tensors: dict[str, TensorRecord]) -> list[str]:
     """How what a rank holds differs from a checkpoint: DCP would ignore, cast or fail halfway."""
     found = [f"{name} is missing in the checkpoint" for name in sorted(state.keys() - tensors.keys())]
     for name in sorted(state.keys() & tensors.keys()):

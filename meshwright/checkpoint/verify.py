@@ -9,13 +9,13 @@ from typing import Any
 
 import xxhash
 
-from meshwright.checkpoint.catalogue import Entry
-from meshwright.checkpoint.manifest import NAME, FileRecord, Manifest
-from meshwright.store.posix import Buffer, Sink, Store
+from meshwright.checkpoint.listing import CheckpointEntry
+from meshwright.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest
+from meshwright.store.interface import Buffer, Sink, Store
 
-HEADER = 4096
+SHARD_HEADER_BYTES = 4096
 """A shard begins with who wrote it, so that one in the wrong place can say where it belongs."""
-STEP = 1 << 20
+IO_BLOCK_BYTES = 1 << 20
 """Bytes that are moved and then digested at once: few enough to be still in the processor's cache."""
 
 
@@ -36,7 +36,7 @@ class Damage:
         return asdict(self)
 
 
-class Digesting:
+class DigestingSink:
     """A sink that digests what it is given, chunk by chunk, from the memory that it is written from."""
 
     def __init__(self, sink: Sink, chunk: int) -> None:
@@ -47,7 +47,7 @@ class Digesting:
     def write(self, content: Buffer) -> None:
         view = memoryview(content).cast("B")
         while view:
-            part = view[: min(STEP, self.chunk - self.size % self.chunk)]
+            part = view[: min(IO_BLOCK_BYTES, self.chunk - self.size % self.chunk)]
             self.sink.write(part)
             self.state.update(part)
             self.size += len(part)
@@ -65,43 +65,45 @@ class Digesting:
         self.state.reset()
 
 
-def header(run: str, timeline: int, step: int, attempt: int, rank: int) -> bytes:
+def shard_header(run: str, timeline: int, step: int, attempt: int, rank: int) -> bytes:
     facts = {"run": run, "timeline": timeline, "step": step, "attempt": attempt, "rank": rank}
-    return (b"meshwright shard " + json.dumps(facts).encode() + b"\n").ljust(HEADER, b"\0")
+    return (b"meshwright shard " + json.dumps(facts).encode() + b"\n").ljust(SHARD_HEADER_BYTES, b"\0")
 
 
-def whose(store: Store, path: str) -> str:
+def describe_shard(store: Store, path: str) -> str:
     """What a shard's own header says of it."""
     try:
-        line = store.read(path, 0, HEADER).partition(b"\n")[0].removeprefix(b"meshwright shard ")
+        line = store.read(path, 0, SHARD_HEADER_BYTES).partition(b"\n")[0].removeprefix(b"meshwright shard ")
         facts = json.loads(line)
         return "step {step}, attempt {attempt}, rank {rank} of run {run}".format(**facts)
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
         return ""
 
 
-def damages(entry: Entry, files: list[str] | None = None, progress: Callable[[], None] = lambda: None) -> list[Damage]:
+def find_damage(
+    entry: CheckpointEntry, files: list[str] | None = None, progress: Callable[[], None] = lambda: None
+) -> list[Damage]:
     """Everything wrong with a published checkpoint (or with some of its files); an intact one gives nothing."""
     if entry.manifest is None:
-        return [Damage(NAME, -1, "a whole manifest", entry.problem)]
+        return [Damage(MANIFEST_FILE, -1, "a whole manifest", entry.problem)]
     names = list(entry.manifest.files) if files is None else files
-    found = [damage for name in names for damage in file_damages(entry, name, progress)]
-    known = {*entry.manifest.files, NAME}
-    for name in entry.store.names(entry.folder):
+    found = [damage for name in names for damage in find_file_damage(entry, name, progress)]
+    known = {*entry.manifest.files, MANIFEST_FILE}
+    for name in entry.store.list_names(entry.folder):
         if name not in known and not name.startswith("."):
             found.append(Damage(name, -1, "no such file", "a file that the manifest does not know"))
     return found
 
 
-def file_damages(entry: Entry, name: str, progress: Callable[[], None]) -> Iterator[Damage]:
+def find_file_damage(entry: CheckpointEntry, name: str, progress: Callable[[], None]) -> Iterator[Damage]:
     manifest = entry.manifest
     assert manifest is not None
     path = f"{entry.folder}/{name}"
-    for damage in read_back(entry.store, path, manifest.files[name], manifest.chunk, progress):
-        yield replace(damage, found=damage.found + stranger(entry, manifest, path))
+    for damage in verify_file(entry.store, path, manifest.files[name], manifest.chunk, progress):
+        yield replace(damage, found=damage.found + misplaced_shard_note(entry, manifest, path))
 
 
-def read_back(
+def verify_file(
     store: Store, path: str, record: FileRecord, chunk: int, progress: Callable[[], None] = lambda: None
 ) -> Iterator[Damage]:
     """How a file on disk differs from what was written."""
@@ -117,26 +119,26 @@ def read_back(
     for index, expected in enumerate(record.chunks):
         progress()
         try:
-            found = digest_of_range(store, path, index * chunk, chunk)
+            found = digest_range(store, path, index * chunk, chunk)
         except OSError as error:
             found = f"a read error ({error.strerror})"
         if found != expected:
             yield Damage(name, index, expected, found)
 
 
-def digest_of_range(store: Store, path: str, start: int, length: int) -> str:
+def digest_range(store: Store, path: str, start: int, length: int) -> str:
     state = xxhash.xxh3_128()
-    for place in range(start, start + length, STEP):
-        content = store.read(path, place, min(STEP, start + length - place))
+    for place in range(start, start + length, IO_BLOCK_BYTES):
+        content = store.read(path, place, min(IO_BLOCK_BYTES, start + length - place))
         state.update(content)
-        if len(content) < STEP:
+        if len(content) < IO_BLOCK_BYTES:
             break
     return str(state.hexdigest())
 
 
-def stranger(entry: Entry, manifest: Manifest, path: str) -> str:
+def misplaced_shard_note(entry: CheckpointEntry, manifest: Manifest, path: str) -> str:
     """Says so where the file is a shard of another step, attempt, rank or run."""
-    says = whose(entry.store, path)
+    says = describe_shard(entry.store, path)
     rank = path.rpartition("rank-")[2].removesuffix(".shard").lstrip("0") or "0"
     own = f"step {manifest.step}, attempt {manifest.attempt}, rank {rank} of run {manifest.run}"
     return f" (it is the shard of {says})" if says and says != own else ""

@@ -21,12 +21,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from meshwright.config import IGNORED, Batch, DataConfig
 from meshwright.data.permutation import Positions
-from meshwright.data.source import Concatenated
+from meshwright.data.source import ConcatenatedSource
 from meshwright.data.stream import Stream
 from meshwright.errors import DataError
 from meshwright.parent_death import die_with
 
-AHEAD = 4096
+POSITIONS_PER_CALL = 4096
 """Positions permuted in one call: a vectorised permutation costs the same for sixteen positions as for a thousand."""
 
 
@@ -52,12 +52,12 @@ class MicroBatch:
     bad: tuple[BadSample, ...] = ()
 
 
-class Decoder(Dataset[MicroBatch]):
+class MicroBatchDataset(Dataset[MicroBatch]):
     """ids -> MicroBatch. A sample that cannot be decoded comes back as a fact, never as an exception out of its
     turn.
     """
 
-    def __init__(self, source: Concatenated, quarantine: bool) -> None:
+    def __init__(self, source: ConcatenatedSource, quarantine: bool) -> None:
         self.source, self.quarantine = source, quarantine
 
     def __getitem__(self, ids: Positions) -> MicroBatch:
@@ -82,16 +82,16 @@ class Decoder(Dataset[MicroBatch]):
                 what = f"sample {sample} has the shapes {shapes}, sample {int(ids[0])} has {first}"
                 raise DataError(what, "pad samples to one shape")
         tensors = tuple(torch.from_numpy(np.stack(column)) for column in zip(*whole, strict=True))
-        return MicroBatch(tensors, count_valid(tensors[-1]), tuple(bad))
+        return MicroBatch(tensors, count_valid_targets(tensors[-1]), tuple(bad))
 
 
-def count_valid(targets: Tensor) -> int:
+def count_valid_targets(targets: Tensor) -> int:
     """What the loss is divided by: integer targets that are not masked; for other targets the samples."""
     return len(targets) if targets.is_floating_point() else int((targets != IGNORED).sum())
 
 
 @dataclass(frozen=True)
-class WithParent:
+class ExitWithParent:
     """A worker that ends when its rank does, however that ends."""
 
     parent: int
@@ -103,9 +103,11 @@ class WithParent:
 class Loader:
     """The micro-batches of one data coordinate from any step on."""
 
-    def __init__(self, source: Concatenated, stream: Stream, batch: Batch, coordinate: int, config: DataConfig) -> None:
+    def __init__(
+        self, source: ConcatenatedSource, stream: Stream, batch: Batch, coordinate: int, config: DataConfig
+    ) -> None:
         self.stream, self.batch, self.coordinate, self.config = stream, batch, coordinate, config
-        self.decoder = Decoder(source, config.on_bad_sample == "quarantine")
+        self.decoder = MicroBatchDataset(source, config.on_bad_sample == "quarantine")
 
     def steps(self, first: int, end: int) -> Iterator[list[MicroBatch]]:
         """For each step of [first, end), its micro-batches."""
@@ -119,7 +121,7 @@ class Loader:
 
     def _ids(self, first: int, end: int) -> Iterator[Positions]:
         """The ids of each micro-batch, permuted many steps at a time."""
-        stride = max(1, AHEAD // self.batch.local)
+        stride = max(1, POSITIONS_PER_CALL // self.batch.local)
         own = np.arange(self.batch.local, dtype=np.uint64) + np.uint64(self.coordinate * self.batch.local)
         for start in range(first, end, stride):
             steps = np.arange(start, min(start + stride, end), dtype=np.uint64)
@@ -140,7 +142,7 @@ class Loader:
                 prefetch_factor=-(-ahead // workers),
                 multiprocessing_context="fork",
                 generator=torch.Generator(),
-                worker_init_fn=WithParent(os.getpid()),
+                worker_init_fn=ExitWithParent(os.getpid()),
             )
         else:
             yield from self._by_threads(ids, workers, ahead)

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 Positions = NDArray[np.uint64]
 
 ROUNDS = 8
-LARGEST = 1 << 62
-SMALLEST_SIDE = 8
+MAX_LENGTH = 1 << 62
+MIN_SIDE = 8
 """On fewer values a side the rounds cannot reach every order evenly."""
 
 
@@ -33,7 +33,7 @@ class Permutation:
     key: str
 
     def __post_init__(self) -> None:
-        if not 1 <= self.n <= LARGEST:
+        if not 1 <= self.n <= MAX_LENGTH:
             raise ValueError(f"a permutation of {self.n} elements; allowed: from 1 to 2^62")
 
     @cached_property
@@ -44,8 +44,8 @@ class Permutation:
     @cached_property
     def sides(self) -> tuple[np.uint64, np.uint64]:
         """(a, b) with a * b >= n, both near its square root."""
-        a = max(SMALLEST_SIDE, isqrt(self.n - 1) + 1)
-        return np.uint64(a), np.uint64(max(SMALLEST_SIDE, -(-self.n // a)))
+        a = max(MIN_SIDE, isqrt(self.n - 1) + 1)
+        return np.uint64(a), np.uint64(max(MIN_SIDE, -(-self.n // a)))
 
     def __call__(self, positions: Positions) -> Positions:
         return self._walk(positions, self._forward)
@@ -70,7 +70,7 @@ class Permutation:
         a, b = self.sides
         high, low = np.divmod(x, b)
         for key in self.round_keys:
-            high, low = low, modulo(high + drawn(low, key, a), a)
+            high, low = low, reduce_modulo(high + keyed_hash(low, key, a), a)
             a, b = b, a
         return high * b + low
 
@@ -79,16 +79,16 @@ class Permutation:
         high, low = np.divmod(x, b)
         for key in reversed(self.round_keys):
             a, b = b, a
-            high, low = modulo(low + (a - drawn(high, key, a)), a), high
+            high, low = reduce_modulo(low + (a - keyed_hash(high, key, a)), a), high
         return high * b + low
 
 
-def modulo(x: Positions, side: np.uint64) -> Positions:
+def reduce_modulo(x: Positions, side: np.uint64) -> Positions:
     """x % side for x below 2 * side, without a division."""
     return x - (x >= side) * side
 
 
-def drawn(x: Positions, key: np.uint64, side: np.uint64) -> Positions:
+def keyed_hash(x: Positions, key: np.uint64, side: np.uint64) -> Positions:
     """A number below side (at most 2^31), from the finalizer of splitmix64 over x + key; products wrap on purpose."""
     x = x + key
     x ^= x >> np.uint64(30)

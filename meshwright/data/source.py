@@ -33,7 +33,7 @@ class Source(Protocol):
         ...
 
 
-class Concatenated:
+class ConcatenatedSource:
     """Several sources in one line of ids, as the stream numbers them. The pieces are never copied."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
@@ -57,13 +57,13 @@ class Concatenated:
         return source[within]
 
     def fingerprint(self) -> str:
-        return digest_of(*(source.fingerprint() for source in self.sources))
+        return content_digest(*(source.fingerprint() for source in self.sources))
 
     def blank(self) -> Sample:
         return self.sources[0].blank()
 
 
-class Synthetic:
+class SyntheticSource:
     """Token samples hashed from their index: any number of them, no file, no memory."""
 
     def __init__(self, samples: int, sequence: int, vocab: int) -> None:
@@ -78,13 +78,13 @@ class Synthetic:
         return tokens[:-1], tokens[1:]
 
     def fingerprint(self) -> str:
-        return digest_of("synthetic", self.samples, self.sequence, self.vocab)
+        return content_digest("synthetic", self.samples, self.sequence, self.vocab)
 
     def blank(self) -> Sample:
-        return blank_tokens(self.sequence)
+        return masked_tokens(self.sequence)
 
 
-class Indexable:
+class IndexableSource:
     """Any object with a length and an item for every index, as a source: a list, a dataset, a class of the user's.
 
     An item is an array, a tuple of arrays or numbers (targets last), or a dict of them (targets under its last key).
@@ -127,7 +127,7 @@ class Indexable:
                 pieces.extend(array.tobytes() for array in self[int(index)])
             except Exception as error:  # noqa: BLE001  a sample that cannot be decoded is the loader's to name, in its turn
                 pieces.append(type(error).__name__)
-        return digest_of(*pieces)
+        return content_digest(*pieces)
 
     def blank(self) -> Sample:
         for index in range(min(len(self), 1000)):
@@ -145,11 +145,11 @@ class Indexable:
         raise DataError(f"source {self.name} has no decodable sample among its first 1000", "check the source")
 
 
-def blank_tokens(sequence: int) -> Sample:
+def masked_tokens(sequence: int) -> Sample:
     return np.zeros(sequence, np.int64), np.full(sequence, IGNORED, np.int64)
 
 
-def digest_of(*pieces: Any) -> str:
+def content_digest(*pieces: Any) -> str:
     digest = hashlib.sha256()
     for piece in pieces:
         raw = piece if isinstance(piece, bytes) else str(piece).encode()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.config import LARGEST_BATCH
-from meshwright.data.permutation import LARGEST, Permutation, Positions
+from meshwright.data.permutation import MAX_LENGTH, Permutation, Positions
 from meshwright.errors import DataError
 
 CYCLE = 10_000
@@ -25,7 +25,7 @@ CYCLE = 10_000
 
 
 @dataclass(frozen=True)
-class Part:
+class SourceShare:
     """One source's place in the stream."""
 
     samples: int
@@ -38,7 +38,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Place:
+class SampleOccurrence:
     """Where the stream meets a sample."""
 
     epoch: int
@@ -51,7 +51,7 @@ class Place:
 class Stream:
     seed: int
     global_batch: int
-    parts: tuple[Part, ...]
+    parts: tuple[SourceShare, ...]
 
     @classmethod
     def over(
@@ -59,7 +59,7 @@ class Stream:
     ) -> Stream:
         """The stream over sources of these lengths and weights, with a share of each held out for evaluation."""
         parts = []
-        for index, (samples, quota) in enumerate(zip(lengths, quotas(weights), strict=True)):
+        for index, (samples, quota) in enumerate(zip(lengths, mixture_quotas(weights), strict=True)):
             if samples < 1:
                 raise DataError(f"source {index} is empty", "give it at least one sample")
             held_out = max(1, int(samples * holdout)) if holdout else 0
@@ -68,17 +68,17 @@ class Stream:
                     f"source {index} has {samples} sample(s), and eval.holdout = {holdout} leaves none to train on",
                     "give more data, shorter sequences, or eval.holdout = 0",
                 )
-            parts.append(Part(samples, held_out, quota))
+            parts.append(SourceShare(samples, held_out, quota))
         return cls(seed, global_batch, tuple(parts))
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Stream:
         """The inverse of to_json. What a stranger wrote must be a possible stream, or it is a ValueError."""
-        parts = tuple(Part(**part) for part in tree["parts"])
+        parts = tuple(SourceShare(**part) for part in tree["parts"])
         stream = cls(tree["seed"], tree["global_batch"], parts)
         numbers = [stream.global_batch, *(n for p in parts for n in (p.samples, p.held_out, p.quota))]
         possible = (
-            all(type(number) is int and 0 <= number <= LARGEST for number in numbers)
+            all(type(number) is int and 0 <= number <= MAX_LENGTH for number in numbers)
             and type(stream.seed) is int
             and 0 <= stream.seed < 1 << 63
             and 1 <= stream.global_batch <= LARGEST_BATCH
@@ -153,7 +153,7 @@ class Stream:
             sample -= part.samples
         raise AssertionError("unreachable")
 
-    def find(self, sample: int) -> Iterator[Place]:
+    def find(self, sample: int) -> Iterator[SampleOccurrence]:
         """Every place where training meets the sample, epoch after epoch without end; none if it is held out."""
         for epoch in count():
             place = self.place(sample, epoch)
@@ -161,25 +161,25 @@ class Stream:
                 return
             yield place
 
-    def place(self, sample: int, epoch: int) -> Place | None:
+    def place(self, sample: int, epoch: int) -> SampleOccurrence | None:
         """Where training meets the sample in one epoch of its source; None if it is held out."""
         index, within = self.source_of(sample)
         part = self.parts[index]
-        ordinal = int(self._split_permutation(index).inverse(one(within))[0]) if part.held_out else within
+        ordinal = int(self._split_permutation(index).inverse(as_positions(within))[0]) if part.held_out else within
         if ordinal < part.held_out:
             return None
-        own = epoch * part.trained + int(self._epoch(index, epoch).inverse(one(ordinal - part.held_out))[0])
+        own = epoch * part.trained + int(self._epoch(index, epoch).inverse(as_positions(ordinal - part.held_out))[0])
         position = self._position(index, own)
-        return Place(epoch, position, position // self.global_batch, position % self.global_batch)
+        return SampleOccurrence(epoch, position, position // self.global_batch, position % self.global_batch)
 
     def epoch_at(self, position: int) -> int:
         """Which epoch of its own source the sample at a position belongs to."""
-        which, own = self._assign(one(position))
+        which, own = self._assign(as_positions(position))
         return int(own[0]) // self.parts[int(which[0])].trained
 
     def _positions(self, start: int, length: int) -> Positions:
-        if not 0 <= start <= LARGEST:
-            raise DataError(f"position {start} is outside the stream", f"allowed: from 0 to {LARGEST}")
+        if not 0 <= start <= MAX_LENGTH:
+            raise DataError(f"position {start} is outside the stream", f"allowed: from 0 to {MAX_LENGTH}")
         return np.arange(start, start + length, dtype=np.uint64)
 
     def _assign(self, positions: Positions) -> tuple[Positions, Positions]:
@@ -190,7 +190,7 @@ class Stream:
         cycle, within = np.divmod(positions, np.uint64(CYCLE))
         for c in np.unique(cycle):
             here = cycle == c
-            source = cycle_of(self.seed, tuple(part.quota for part in self.parts), int(c))
+            source = cycle_sources(self.seed, tuple(part.quota for part in self.parts), int(c))
             which[here] = source[within[here]]
             for index, part in enumerate(self.parts):
                 before = np.cumsum(source == index, dtype=np.uint64) - np.uint64(1)
@@ -203,7 +203,7 @@ class Stream:
         if len(self.parts) == 1:
             return own
         cycle, nth = divmod(own, self.parts[index].quota)
-        source = cycle_of(self.seed, tuple(part.quota for part in self.parts), cycle)
+        source = cycle_sources(self.seed, tuple(part.quota for part in self.parts), cycle)
         return cycle * CYCLE + int(np.flatnonzero(source == index)[nth])
 
     def _offset(self, index: int) -> int:
@@ -221,18 +221,18 @@ class Stream:
 
 
 @lru_cache(maxsize=8)
-def cycle_of(seed: int, quota: tuple[int, ...], cycle: int) -> Positions:
+def cycle_sources(seed: int, quota: tuple[int, ...], cycle: int) -> Positions:
     """Which source each of the CYCLE positions of one cycle belongs to."""
     slots = Permutation(CYCLE, f"{seed}/cycle/{cycle}")(np.arange(CYCLE, dtype=np.uint64))
     ends = np.cumsum(quota).astype(np.uint64)
     return np.searchsorted(ends, slots, side="right").astype(np.uint64)
 
 
-def one(value: int) -> Positions:
+def as_positions(value: int) -> Positions:
     return np.array([value], dtype=np.uint64)
 
 
-def quotas(weights: Sequence[float]) -> list[int]:
+def mixture_quotas(weights: Sequence[float]) -> list[int]:
     """Weights as whole shares of CYCLE, by largest remainder."""
     whole = sum(weights)
     exact = [weight / whole * CYCLE for weight in weights]

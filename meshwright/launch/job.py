@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from meshwright.config import RunConfig, fingerprint, identity, placement
-from meshwright.data.files import open_sources
-from meshwright.data.source import Indexable
+from meshwright.data.file_sources import open_sources
+from meshwright.data.source import IndexableSource
 from meshwright.errors import BusyError, ConfigError, MeshwrightError, PeerError, Stopped
 from meshwright.launch.ranks import Ranks, refuse_while_spawning
 from meshwright.launch.rendezvous import Place, join, leave, restart
@@ -57,7 +57,7 @@ def make_job(
     if source is None:
         sources = open_sources(config.data, config.model.vocab)
     else:
-        sources = [source if is_source(source) else Indexable(source)]
+        sources = [source if is_source(source) else IndexableSource(source)]
     job = Job(config, batch, layout, sources, folder, fallback=fallback, cluster=cluster)
     return replace(job, model=model, loss=loss, parts=parts)
 

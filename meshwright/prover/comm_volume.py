@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from meshwright.config import DataConfig, RunConfig
 from meshwright.data.loader import Loader
-from meshwright.data.source import Concatenated
+from meshwright.data.source import ConcatenatedSource
 from meshwright.launch.ranks import run_ranks
 from meshwright.parallel.world import World
 from meshwright.planner.exact.activation_messages import untold
@@ -69,7 +69,7 @@ def third_step(world: World, config: RunConfig) -> Counted:
     """Its ledgers: by then everything has been made that is made once."""
     layout, batch = validate(config)
     step = real_step(world, config, layout)
-    source, coordinate = Concatenated([source_of(config)]), layout.data_coordinate(world.rank)
+    source, coordinate = ConcatenatedSource([source_of(config)]), layout.data_coordinate(world.rank)
     loader = Loader(source, stream_of(config), batch, coordinate, DataConfig(workers=0))
     step.rehearse(loader.first)
     batches = loader.steps(0, 3)

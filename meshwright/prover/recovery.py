@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.catalogue import Entry, published, store_of
-from meshwright.checkpoint.tensors import differences, state_digest
+from meshwright.checkpoint.listing import CheckpointEntry, list_published, open_run_store
+from meshwright.checkpoint.unsharded import compare_checkpoints, state_digest
 from meshwright.config import CheckpointConfig, LayoutConfig, RunConfig
 from meshwright.launch.job import make_job, start
 from meshwright.prover.layouts import fewer_stages, fitting, kind, micro_steps
@@ -66,7 +66,7 @@ def check_recovery(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
         kills = [incident for incident in read_incidents(struck) if incident.error_type == "Killed"]
         last, expected = newest(struck), newest(calm)
         same = state_digest(last) == state_digest(expected)
-        off = "" if same else f"; first off: {next(differences(expected, last), 'nothing')}"
+        off = "" if same else f"; first off: {next(compare_checkpoints(expected, last), 'nothing')}"
         yield (
             f"{Layout.of(layout)}{kind(proof)} killed with -9 at {len(points())} points = never killed, every bit",
             same and len(kills) == len(points()),
@@ -139,8 +139,8 @@ def run(config: RunConfig, folder: RunFolder) -> None:
     supervise(folder, config.launch, begin, lambda _attempt: Unseen(), say=lambda _text: None)
 
 
-def newest(folder: RunFolder) -> Entry:
-    return published(store_of(folder))[0]
+def newest(folder: RunFolder) -> CheckpointEntry:
+    return list_published(open_run_store(folder))[0]
 
 
 def places(kills: list[Incident]) -> str:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.config import IGNORED, DataConfig, RunConfig
-from meshwright.data.loader import Decoder, Loader
-from meshwright.data.source import Concatenated, Sample, Synthetic
+from meshwright.data.loader import Loader, MicroBatchDataset
+from meshwright.data.source import ConcatenatedSource, Sample, SyntheticSource
 from meshwright.data.stream import Stream
 from meshwright.models.experts import Experts, rebalance
 from meshwright.models.init import build
@@ -37,7 +37,7 @@ DOCUMENT = 6
 """Tokens, on average."""
 
 
-class Masked(Synthetic):
+class Masked(SyntheticSource):
     """Synthetic samples of which a part, another for every sample, does not count. With a `separator` they are cut into
     documents of a few tokens.
     """
@@ -113,7 +113,11 @@ def _alone(config: RunConfig) -> Trail:
     ]
     betas = (rates.beta1, rates.beta2)
     adamw = torch.optim.AdamW(groups, lr=LR, betas=betas, eps=rates.eps, foreach=False)
-    decoder, stream, trail = Decoder(Concatenated([source_of(config)]), False), stream_of(config), Trail()
+    decoder, stream, trail = (
+        MicroBatchDataset(ConcatenatedSource([source_of(config)]), False),
+        stream_of(config),
+        Trail(),
+    )
 
     def loss_of(ids: np.ndarray) -> Tensor:
         total, count = model(*decoder[ids].tensors)
@@ -156,7 +160,7 @@ def together(world: World, configs: list[RunConfig]) -> list[Trail]:
 def _together(world: World, config: RunConfig) -> Trail:
     layout, batch = validate(config)
     step, stream = real_step(world, config, layout), stream_of(config)
-    source, coordinate = Concatenated([source_of(config)]), layout.data_coordinate(world.rank)
+    source, coordinate = ConcatenatedSource([source_of(config)]), layout.data_coordinate(world.rank)
     loader = Loader(source, stream, batch, coordinate, DataConfig(workers=0))
     named = step.spread.parameters()
     biases = dict(step.spread.module.named_buffers())

@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 
 from meshwright.config import Batch, BatchConfig, RunConfig, batch_algebra
-from meshwright.data.contract import stream_of
-from meshwright.data.files import open_sources
+from meshwright.data.file_sources import open_sources
 from meshwright.data.loader import Loader
 from meshwright.data.permutation import Positions
-from meshwright.data.source import Concatenated
+from meshwright.data.sample_lookup import build_stream
+from meshwright.data.source import ConcatenatedSource
 from meshwright.data.stream import Stream
 
 WHOLE_EPOCH = 2_000_000
@@ -22,13 +22,13 @@ WHOLE_EPOCH = 2_000_000
 
 def check_stream(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
     sources = open_sources(config.data, config.model.vocab)
-    stream = stream_of(config, sources)
+    stream = build_stream(config, sources)
     yield union_of_slices(stream)
     yield from each_sample_once(stream)
     yield reshuffled(stream)
     yield held_out_never_trained(stream)
     yield find_inverts_show(stream)
-    yield resumed_anywhere(config, Concatenated(sources), stream)
+    yield resumed_anywhere(config, ConcatenatedSource(sources), stream)
 
 
 def telling_steps(stream: Stream) -> list[int]:
@@ -115,7 +115,7 @@ def find_inverts_show(stream: Stream) -> tuple[str, bool, str]:
     return "find is the inverse of show", True, f"{checked} samples led back to their step"
 
 
-def resumed_anywhere(config: RunConfig, source: Concatenated, stream: Stream) -> tuple[str, bool, str]:
+def resumed_anywhere(config: RunConfig, source: ConcatenatedSource, stream: Stream) -> tuple[str, bool, str]:
     """What the real loader gives from step k on is what it gave from step 0, on other rank counts and workers too."""
     promise, steps = "resume at any step, other ranks, other workers: same data", 6
     few = min(stream.global_batch, 64)
@@ -136,7 +136,7 @@ def resumed_anywhere(config: RunConfig, source: Concatenated, stream: Stream) ->
 
 
 def loaded(
-    config: RunConfig, source: Concatenated, stream: Stream, replicas: int, workers: int, first: int, end: int
+    config: RunConfig, source: ConcatenatedSource, stream: Stream, replicas: int, workers: int, first: int, end: int
 ) -> list[str]:
     """A digest of each step's tensors, ranks put together in order."""
     batch: Batch = batch_algebra(BatchConfig(stream.global_batch, None), replicas)

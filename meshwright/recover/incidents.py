@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.contract import contract_of
+from meshwright.data.sample_lookup import open_sample_lookup
 from meshwright.errors import MeshwrightError
 from meshwright.io import read_json, write_json
 from meshwright.recover.failures import Failure
@@ -107,7 +107,7 @@ def last_lines(log: Path, count: int = 15) -> list[str]:
 def samples_of(folder: RunFolder, step: int, rank: int) -> list[int]:
     """What a rank had in a step, from the contract alone."""
     try:
-        return [int(sample) for sample in contract_of(folder.root).show(step, rank)["samples"]]
+        return [int(sample) for sample in open_sample_lookup(folder.root).show(step, rank)["samples"]]
     except (MeshwrightError, ValueError, KeyError):
         return []
 

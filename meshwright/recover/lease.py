@@ -21,10 +21,18 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.catalogue import LEASE, attempts, everything, leases, published, store_of
-from meshwright.checkpoint.manifest import digest_of
+from meshwright.checkpoint.listing import (
+    LEASE_FILE,
+    list_attempts,
+    list_checkpoint_folders,
+    list_leases,
+    list_published,
+    open_run_store,
+)
+from meshwright.checkpoint.manifest import canonical_digest
 from meshwright.errors import BusyError, ConfigError
-from meshwright.store.posix import Calls, Store
+from meshwright.store.interface import Store
+from meshwright.store.posix import PosixCalls
 from meshwright.telemetry.heartbeat import process_start, read_heartbeat
 from meshwright.telemetry.run_folder import RunFolder
 
@@ -70,8 +78,8 @@ def take(folder: RunFolder, observe: float = OBSERVE) -> Lease:
             f"run folder {folder.root} cannot be made: {error.strerror}",
             "allowed: --run DIR, a folder that can be written",
         ) from None
-    store = store_of(folder)
-    Calls().sync_folder(str(folder.root.resolve().parent))
+    store = open_run_store(folder)
+    PosixCalls().sync_folder(str(folder.root.resolve().parent))
     while True:
         refuse_while_held(folder, observe)
         attempt = newest_attempt(store) + 1
@@ -79,11 +87,11 @@ def take(folder: RunFolder, observe: float = OBSERVE) -> Lease:
             **this_process(),
             "attempt": attempt,
             # By name alone where one cannot be read just now: names are never used twice.
-            "inherited": {e.name: e.manifest.digest if e.manifest is not None else "" for e in published(store)},
+            "inherited": {e.name: e.manifest.digest if e.manifest is not None else "" for e in list_published(store)},
         }
-        content = json.dumps(values | {"digest": digest_of(values)}, indent=1).encode() + b"\n"
+        content = json.dumps(values | {"digest": canonical_digest(values)}, indent=1).encode() + b"\n"
         try:
-            if store.publish_if_absent(f"attempts/{attempt:04d}/{LEASE}", content):
+            if store.publish_if_absent(f"attempts/{attempt:04d}/{LEASE_FILE}", content):
                 return Lease(folder, attempt)
         except OSError as error:
             raise ConfigError(
@@ -94,13 +102,13 @@ def take(folder: RunFolder, observe: float = OBSERVE) -> Lease:
 
 def newest_attempt(store: Store) -> int:
     """The newest attempt that has a lease, readable or not: a damaged one has been taken all the same."""
-    taken = [n for n in attempts(store) if store.size(f"attempts/{n:04d}/{LEASE}") is not None]
-    wrote = [entry.attempt for entry in everything(store)]  # also where the attempts' own folders are gone
+    taken = [n for n in list_attempts(store) if store.size(f"attempts/{n:04d}/{LEASE_FILE}") is not None]
+    wrote = [entry.attempt for entry in list_checkpoint_folders(store)]  # also where the attempts' own folders are gone
     return max([*taken, *wrote], default=0)
 
 
 def refuse_while_held(folder: RunFolder, observe: float = OBSERVE) -> None:
-    for attempt, lease in leases(store_of(folder))[:1]:
+    for attempt, lease in list_leases(open_run_store(folder))[:1]:
         if folder.incident(attempt).exists():
             return  # ended, and said so
         if lease.get("token") != token() and alive(lease, folder.attempt(attempt), observe):

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from meshwright.checkpoint.catalogue import leases, published, store_of
+from meshwright.checkpoint.listing import list_leases, list_published, open_run_store
 from meshwright.config import LaunchConfig
 from meshwright.errors import Killed, MeshwrightError, RestartsExhausted, Stopped, StoppedEarly
 from meshwright.recover.failures import RanksFailed
@@ -214,7 +214,7 @@ class Attempt:
 
     def got_further(self) -> bool:
         """Whether this attempt published anything: that is always beyond where it began."""
-        return any(entry.attempt == self.lease.attempt for entry in published(store_of(self.folder)))
+        return any(entry.attempt == self.lease.attempt for entry in list_published(open_run_store(self.folder)))
 
     def incident(self, failed: RanksFailed, before: list[Incident]) -> Incident:
         """Written down, and judged by what came before in this job."""
@@ -251,7 +251,7 @@ class GraceOver(MeshwrightError):
 
 def account_for_lost(folder: RunFolder, now: int) -> None:
     """An attempt whose supervisor died left no word: its pages say where its ranks were."""
-    for attempt, lease in leases(store_of(folder)):
+    for attempt, lease in list_leases(open_run_store(folder)):
         if attempt < now and not folder.incident(attempt).exists():
             ranks = [{"rank": rank, "where": page.where} for rank, page in readings(folder, attempt).items()]
             message = f"process {lease.get('pid')} on {lease.get('host')} ended without a word"
@@ -259,7 +259,7 @@ def account_for_lost(folder: RunFolder, now: int) -> None:
 
 
 def newest_step(folder: RunFolder) -> int:
-    return next((entry.step for entry in published(store_of(folder)) if entry.manifest is not None), -1)
+    return next((entry.step for entry in list_published(open_run_store(folder)) if entry.manifest is not None), -1)
 
 
 def end_rank(page: HeartbeatReading) -> None:

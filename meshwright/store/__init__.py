@@ -1,1 +1,1 @@
-"""Where durable files live: new files, and one way to publish them."""
+"""Durable storage: the `Store` interface and its implementations."""

@@ -1,8 +1,7 @@
-"""Where checkpoints are kept: durable new files, and one way to publish. Torch-free.
+"""A store in a directory of a POSIX file system with hard links and a reliable fsync. Torch-free.
 
-A file is written once, under a new name, and is durable when it is closed. `publish_if_absent` makes a small file
-appear whole or not at all, once. Everything goes through `Calls`, one method a system call, so that a test can put a
-simulated disk there and crash at each of them.
+Every system call goes through `PosixCalls`, one method per call, so that a test can substitute a simulated disk and
+crash at each call.
 """
 
 from __future__ import annotations
@@ -14,15 +13,13 @@ import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from meshwright.errors import CheckpointError
+from meshwright.store.interface import Buffer, Sink
 
-Buffer = bytes | bytearray | memoryview
 
-
-class Calls:
-    """The system calls that a store makes."""
+class PosixCalls:
+    """The system calls that a `PosixStore` makes."""
 
     def make_folder(self, path: str) -> None:
         os.mkdir(path)
@@ -55,64 +52,34 @@ class Calls:
         finally:
             os.close(folder)
 
-    def names(self, path: str) -> list[str]:
+    def list_names(self, path: str) -> list[str]:
         return os.listdir(path)
 
     def size(self, path: str) -> int:
         return os.stat(path).st_size
 
     def read(self, path: str, start: int, length: int) -> bytes:
-        # Neither a pipe that never answers nor a link to somewhere else is a file of ours.
+        # An untrusted folder may contain a FIFO, which would block, or a symbolic link out of the folder.
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise OSError(errno.EINVAL, "no plain file", path)
-            parts = []
-            while length > 0 and (part := os.pread(file, length, start)):  # a call may give less than was asked for
-                parts.append(part)
-                start, length = start + len(part), length - len(part)
-            return b"".join(parts) if len(parts) != 1 else parts[0]
+                raise OSError(errno.EINVAL, "not a regular file", path)
+            blocks = []
+            while length > 0 and (block := os.pread(file, length, start)):  # one call may return less than requested
+                blocks.append(block)
+                start, length = start + len(block), length - len(block)
+            return b"".join(blocks) if len(blocks) != 1 else blocks[0]
         finally:
             os.close(file)
 
 
-class Sink(Protocol):
-    """A new file on its way."""
-
-    def write(self, content: Buffer) -> None: ...
-
-    def close(self) -> None:
-        """Returns once the file and its name are durable."""
-        ...
-
-    def abandon(self) -> None: ...
-
-
-class Store(Protocol):
-    """What a checkpoint needs of storage. Names are relative, with `/` between folders."""
-
-    def create(self, name: str) -> Sink: ...
-
-    def publish_if_absent(self, name: str, content: bytes, before: Callable[[], object] = ...) -> bool: ...
-
-    def read(self, name: str, start: int, length: int) -> bytes: ...
-
-    def size(self, name: str) -> int | None: ...
-
-    def names(self, folder: str) -> list[str]: ...
-
-    def remove(self, name: str) -> None: ...
-
-    def remove_folder(self, name: str) -> None: ...
-
-
 class PosixStore:
-    """A store in a folder of a file system that has hard links and honours fsync."""
+    """A `Store` in a directory."""
 
-    def __init__(self, root: Path, calls: Calls | None = None) -> None:
-        self.root, self.calls = str(root), calls or Calls()
-        self.durable: set[str] = set()
-        """folders whose names this store has synced itself; that one exists says nothing of that"""
+    def __init__(self, root: Path, calls: PosixCalls | None = None) -> None:
+        self.root, self.calls = str(root), calls or PosixCalls()
+        self.durable_folders: set[str] = set()
+        """Folders whose names this store has synced. That a folder exists does not imply that its name is durable."""
 
     def path(self, name: str) -> str:
         return os.path.join(self.root, name)
@@ -120,28 +87,28 @@ class PosixStore:
     def create(self, name: str) -> Sink:
         try:
             return self._create(name)
-        except FileNotFoundError:  # somebody has removed a folder that was there
-            self.durable.clear()
+        except FileNotFoundError:  # another process has removed a folder that this store had created
+            self.durable_folders.clear()
             return self._create(name)
 
     def _create(self, name: str) -> Sink:
-        self._folders(os.path.dirname(name))
+        self._make_folders(os.path.dirname(name))
         return PosixSink(self.calls, self.path(name))
 
-    def publish_if_absent(self, name: str, content: bytes, before: Callable[[], object] = lambda: None) -> bool:
-        """Whether this call put it there. Durable when it returns True; `before` runs just before the name appears."""
+    def publish_if_absent(self, name: str, content: bytes, before_publish: Callable[[], object] = lambda: None) -> bool:
+        """See `Store.publish_if_absent`. The content is made durable under a temporary name, then hard-linked."""
         folder, _, base = name.rpartition("/")
-        part = f"{folder}/.{base}.{secrets.token_hex(6)}".lstrip("/")
-        sink = self.create(part)
+        temporary = f"{folder}/.{base}.{secrets.token_hex(6)}".lstrip("/")
+        sink = self.create(temporary)
         try:
             sink.write(content)
             sink.close()
         except BaseException:
-            sink.abandon()
+            sink.abort()
             raise
-        before()
+        before_publish()
         try:
-            self.calls.link(self.path(part), self.path(name))  # fails if the name exists, unlike rename
+            self.calls.link(self.path(temporary), self.path(name))  # unlike rename, link fails if the name exists
             self.calls.sync_folder(self.path(folder))
             return True
         except FileExistsError:
@@ -149,12 +116,13 @@ class PosixStore:
         except OSError as error:
             if error.errno in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
                 raise CheckpointError(
-                    f"{self.root}: this file system has no hard links", "give a --run DIR on one that has"
+                    f"{self.root}: the file system does not support hard links",
+                    "try --run DIR on a file system that supports them",
                 ) from None
             raise
         finally:
-            with suppress(OSError):  # a part that stays is never listed
-                self.calls.remove(self.path(part))
+            with suppress(OSError):  # a temporary file that remains is never listed
+                self.calls.remove(self.path(temporary))
 
     def read(self, name: str, start: int, length: int) -> bytes:
         return self.calls.read(self.path(name), start, length)
@@ -165,54 +133,54 @@ class PosixStore:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def names(self, folder: str) -> list[str]:
+    def list_names(self, folder: str) -> list[str]:
         try:
-            return sorted(self.calls.names(self.path(folder)))
+            return sorted(self.calls.list_names(self.path(folder)))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def remove(self, name: str) -> None:
-        """Durably, so that what is removed next is never missed before this."""
+        """Delete durably, so that a crash never undoes this removal while it keeps a later one."""
         self.calls.remove(self.path(name))
         self.calls.sync_folder(self.path(os.path.dirname(name)))
 
     def remove_folder(self, name: str) -> None:
-        for inner in self.names(name):
+        for inner in self.list_names(name):
             self.calls.remove(self.path(f"{name}/{inner}"))
         self.calls.remove_folder(self.path(name))
-        self.durable.discard(name)
+        self.durable_folders.discard(name)
 
-    def _folders(self, folder: str) -> None:
-        """Makes a folder and those above it, each one's name durable in the one above, whoever has made it."""
-        if not folder or folder in self.durable:
+    def _make_folders(self, folder: str) -> None:
+        """Create a folder and its parents, and sync each name in its parent, whichever process created it."""
+        if not folder or folder in self.durable_folders:
             return
-        above = os.path.dirname(folder)
-        self._folders(above)
+        parent = os.path.dirname(folder)
+        self._make_folders(parent)
         with suppress(FileExistsError):
             self.calls.make_folder(self.path(folder))
-        self.calls.sync_folder(self.path(above))
-        self.durable.add(folder)
+        self.calls.sync_folder(self.path(parent))
+        self.durable_folders.add(folder)
 
 
 class PosixSink:
-    """Small writes are gathered; an error, once seen, is never written over."""
+    """A new file that buffers small writes. After a failed write the file is never retried or overwritten."""
 
-    GATHER = 1 << 20
+    BUFFER_BYTES = 1 << 20
 
-    def __init__(self, calls: Calls, path: str) -> None:
+    def __init__(self, calls: PosixCalls, path: str) -> None:
         self.calls, self.path = calls, path
         self.file: int | None = calls.create(path)
-        self.gathered = bytearray()
+        self.buffer = bytearray()
 
     def write(self, content: Buffer) -> None:
         view = memoryview(content).cast("B")
-        if len(view) < self.GATHER:
-            self.gathered += view
-            if len(self.gathered) >= self.GATHER:
+        if len(view) < self.BUFFER_BYTES:
+            self.buffer += view
+            if len(self.buffer) >= self.BUFFER_BYTES:
                 self._flush()
             return
         self._flush()
-        self._all(view)
+        self._write_all(view)
 
     def close(self) -> None:
         assert self.file is not None
@@ -222,17 +190,17 @@ class PosixSink:
         self.calls.close(file)
         self.calls.sync_folder(os.path.dirname(self.path))
 
-    def abandon(self) -> None:
-        """Lets go of the file; what was written stays, unpublished, until it is collected."""
+    def abort(self) -> None:
+        """Close the file handle. The bytes written so far stay, unpublished, until retention deletes them."""
         if self.file is not None:
             file, self.file = self.file, None
             self.calls.close(file)
 
     def _flush(self) -> None:
-        self._all(memoryview(self.gathered))
-        self.gathered = bytearray()
+        self._write_all(memoryview(self.buffer))
+        self.buffer = bytearray()
 
-    def _all(self, view: memoryview) -> None:
+    def _write_all(self, view: memoryview) -> None:
         assert self.file is not None
         while view:
             view = view[self.calls.write(self.file, view) :]

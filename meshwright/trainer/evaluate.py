@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from meshwright.config import Batch
-from meshwright.data.loader import Decoder
-from meshwright.data.source import Concatenated
+from meshwright.data.loader import MicroBatchDataset
+from meshwright.data.source import ConcatenatedSource
 from meshwright.data.stream import Stream
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
@@ -18,14 +18,14 @@ class Evaluation:
     rank makes as many passes, though: where the model is spread over ranks, they make each pass together.
     """
 
-    def __init__(self, source: Concatenated, stream: Stream, samples: int, batch: Batch, coordinate: int) -> None:
+    def __init__(self, source: ConcatenatedSource, stream: Stream, samples: int, batch: Batch, coordinate: int) -> None:
         ids = stream.evaluation(samples)
         own = ids[coordinate :: batch.replicas]
         self.samples = len(ids)
         self.cuts = [own[start : start + batch.micro] for start in range(0, len(own), batch.micro)]
         self.passes = -(-len(ids[:: batch.replicas]) // batch.micro)  # of the first coordinate, whose share is largest
         self.filler = ids[:1]
-        self.decoder = Decoder(source, quarantine=True)
+        self.decoder = MicroBatchDataset(source, quarantine=True)
 
     @torch.no_grad()
     def run(

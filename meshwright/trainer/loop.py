@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from meshwright import faults
-from meshwright.checkpoint.catalogue import Lineage, published, store_of
+from meshwright.checkpoint.listing import RunLineage, list_published, open_run_store
 from meshwright.checkpoint.restore import restore
-from meshwright.checkpoint.saver import Notes, Saved, Saver
-from meshwright.checkpoint.state import run_digest, tensors_of
+from meshwright.checkpoint.saver import CheckpointMetadata, CheckpointSaver, SaveResult
+from meshwright.checkpoint.state import collect_state, digest_parallel_parameters
 from meshwright.checkpoint.verify import Damage
 from meshwright.config import Batch, RunConfig
-from meshwright.data.contract import stream_of
 from meshwright.data.loader import Loader
-from meshwright.data.source import Concatenated, Source
+from meshwright.data.sample_lookup import build_stream
+from meshwright.data.source import ConcatenatedSource, Source
 from meshwright.errors import CheckpointError, Stopped
 from meshwright.io import read_json
 from meshwright.models.init import fill, outline
@@ -32,7 +32,7 @@ from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.tensor_parallel import decoder_parts
 from meshwright.parallel.world import World
-from meshwright.store.posix import Store
+from meshwright.store.interface import Store
 from meshwright.telemetry.events import Event, EventLog
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
@@ -123,7 +123,7 @@ class Training:
         self.precision = Precision(config.precision, world.device)
         self.spread = spread_model(job, self.precision, world)
         self.model = self.spread.module
-        self.stream = stream_of(config, job.sources)
+        self.stream = build_stream(config, job.sources)
         identity = describe(config, job.sources, self.stream, job.model)
         lineage = self._enter(identity)
         listener = job.listener if world.rank == 0 else None
@@ -134,9 +134,9 @@ class Training:
         self.resume = Resume(config, job.batch, job.layout, self.stream, identity["identity"], lineage, world)
         self.parameters = self.spread.parameters()
         self.optimizer = Optimizer(self.parameters, config.optimizer, job.layout, world, config.optimizer.cpu_offload)
-        store = store_of(job.folder)
-        self.state = partial(tensors_of, self.model, self.parameters, self.optimizer.moments())
-        self.saver = Saver(
+        store = open_run_store(job.folder)
+        self.state = partial(collect_state, self.model, self.parameters, self.optimizer.moments())
+        self.saver = CheckpointSaver(
             config.checkpoint,
             store,
             world,
@@ -164,7 +164,7 @@ class Training:
             signal_seen=self.signals.seen,
             saving=self.saver.news if world.rank == 0 else lambda _done: (False, False),
         )
-        source = Concatenated(job.sources)
+        source = ConcatenatedSource(job.sources)
         loader = Loader(source, self.stream, job.batch, coordinate, config.data)
         self.evaluation = Evaluation(source, self.stream, config.eval.samples, job.batch, coordinate)
         self.step.rehearse(loader.first)
@@ -172,16 +172,16 @@ class Training:
         self.began = self.done
         self.batches = loader.steps(self.done, config.steps)
 
-    def _enter(self, identity: Event) -> Lineage:
+    def _enter(self, identity: Event) -> RunLineage:
         """Rank 0 writes down which run this is, or refuses; the other ranks hear which."""
-        job, store = self.job, store_of(self.job.folder)
+        job, store = self.job, open_run_store(self.job.folder)
         if self.world.rank == 0:
-            newest = next((entry.step for entry in published(store)), -1)
+            newest = next((entry.step for entry in list_published(store)), -1)
             enter(job.folder, job.config, identity, job.fork, newest)
         told = self.world.tell(read_json(job.folder.identity_file) if self.world.rank == 0 else None, "lineage")
-        return Lineage.of(told)
+        return RunLineage.of(told)
 
-    def _restore(self, store: Store, lineage: Lineage) -> int:
+    def _restore(self, store: Store, lineage: RunLineage) -> int:
         """Goes on from the newest intact checkpoint; the steps that it has done."""
 
         def say(name: str, found: list[Damage]) -> None:
@@ -251,7 +251,7 @@ class Training:
         found = self.evaluation.run(self.spread, self.precision, self.world, self.speaks, self.weighs)
         self.ledger.evaluated(self.done - 1, *found)
 
-    def notes(self) -> Notes:
+    def notes(self) -> CheckpointMetadata:
         return self.resume.notes(self.done, self.ledger, self.precision, self.optimizer.used)
 
     def keep(self) -> None:
@@ -271,7 +271,7 @@ class Training:
         if self.saver.newest != self.done and self.job.config.checkpoint.mode != "off":
             self._tell(self.saver.save(self.notes(), wait=True), must=True)
 
-    def _tell(self, saves: list[Saved], must: bool = False) -> None:
+    def _tell(self, saves: list[SaveResult], must: bool = False) -> None:
         for saved in saves:
             if saved.error is None:
                 self.log.write("checkpoint", **saved.to_json())
@@ -287,7 +287,7 @@ class Training:
         self.save()
         self.world.page.enter("end")
         self.saver.close()
-        digest = run_digest(self.parameters, self.job.layout, self.world, self.spread.together)
+        digest = digest_parallel_parameters(self.parameters, self.job.layout, self.world, self.spread.together)
         summary = Summary(self.done, self.ledger.loss, self.ledger.skipped, digest, self.ledger.evaluations)
         self.foresight.end(list(self.ledger.paces), self.began, self.log)
         complete = self.began == self.done > 0

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.catalogue import Lineage
+from meshwright.checkpoint.listing import RunLineage
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.saver import Notes
+from meshwright.checkpoint.saver import CheckpointMetadata
 from meshwright.config import Batch, RunConfig
 from meshwright.data.stream import Stream
 from meshwright.errors import DataError, IdentityError
@@ -43,7 +43,7 @@ class Resume:
         layout: Layout,
         stream: Stream,
         identity: dict[str, Any],
-        lineage: Lineage,
+        lineage: RunLineage,
         world: World,
     ) -> None:
         self.config, self.batch, self.layout, self.stream = config, batch, layout, stream
@@ -71,7 +71,7 @@ class Resume:
             "made_by": self.made_by,
         }
 
-    def notes(self, done: int, ledger: StepRecorder, precision: Precision, used: int) -> Notes:
+    def notes(self, done: int, ledger: StepRecorder, precision: Precision, used: int) -> CheckpointMetadata:
         common = {
             "data": self.cursor(done),
             "rng": self.seeds(done),
@@ -79,7 +79,7 @@ class Resume:
             "scaler": precision.scaler.to_json() if precision.scaler is not None else {},
             "counters": ledger.counters(),
         }
-        return Notes(done, common, self.owner, {"noise": ledger.noise.to_json()}, used)
+        return CheckpointMetadata(done, common, self.owner, {"noise": ledger.noise.to_json()}, used)
 
     def apply(self, manifest: Manifest, ledger: StepRecorder, precision: Precision) -> None:
         """Puts small state back. What belongs to a data coordinate is only meaningful among as many of them."""

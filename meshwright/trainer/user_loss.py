@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.data.loader import count_valid
+from meshwright.data.loader import count_valid_targets
 from meshwright.errors import ConfigError
 
 Loss = Callable[[Any, Tensor], Any]
@@ -39,7 +39,7 @@ class Objective(nn.Module):
         result = self.loss(self.model(*inputs), targets)
         total, count = result if isinstance(result, tuple) else (result, None)
         if not self.checked:
-            self.check(total, count, count_valid(targets))
+            self.check(total, count, count_valid_targets(targets))
         return total, targets.new_tensor(0) if count is None else torch.as_tensor(count)
 
     def check(self, total: Any, count: Any, expected: int) -> None:

@@ -9,7 +9,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from meshwright.store.posix import Buffer, Calls, PosixStore
+from meshwright.store.interface import Buffer
+from meshwright.store.posix import PosixCalls, PosixStore
 
 SECTOR = 512
 """Bytes that are written or zero together when a page was on its way at power loss."""
@@ -55,7 +56,7 @@ class Trouble:
         return OSError(self.number, os.strerror(self.number))
 
 
-class SimulatedDisk(Calls):
+class SimulatedDisk(PosixCalls):
     """Reads see what is live; `crash` gives the disk as power loss may leave it, decided by a seed."""
 
     def __init__(self) -> None:
@@ -137,8 +138,8 @@ class SimulatedDisk(Calls):
     def sync_folder(self, path: str) -> None:
         self._call("sync_folder", path, lambda: self._folder(path).before.clear())
 
-    def names(self, path: str) -> list[str]:
-        return self._call("names", path, lambda: list(self._folder(path).live))
+    def list_names(self, path: str) -> list[str]:
+        return self._call("list_names", path, lambda: list(self._folder(path).live))
 
     def size(self, path: str) -> int:
         return self._call("size", path, lambda: len(self._file(path).live))

@@ -8,22 +8,22 @@ import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 from turns import Turns
 
-from meshwright.checkpoint.catalogue import Entry, Lineage, folder_of, published
-from meshwright.checkpoint.manifest import CHUNK
-from meshwright.checkpoint.saver import Notes, Saved, Saver
+from meshwright.checkpoint.listing import CheckpointEntry, RunLineage, checkpoint_folder, list_published
+from meshwright.checkpoint.manifest import DIGEST_CHUNK_BYTES
+from meshwright.checkpoint.saver import CheckpointMetadata, CheckpointSaver, SaveResult
 from meshwright.checkpoint.shards import ShardWriter
-from meshwright.checkpoint.state import State, parameters_digest
-from meshwright.checkpoint.tensors import state_digest
-from meshwright.checkpoint.verify import damages, header
+from meshwright.checkpoint.state import CheckpointState, parameters_digest
+from meshwright.checkpoint.unsharded import state_digest
+from meshwright.checkpoint.verify import find_damage, shard_header
 from meshwright.config import CheckpointConfig
 from meshwright.parallel.world import World
 from meshwright.store.posix import PosixStore
 
-LINEAGE = Lineage("0123abcd", 1, {})
+LINEAGE = RunLineage("0123abcd", 1, {})
 FACTS = {"layout": {"replicate": 1}, "identity": {"seed": 0, "eps": 1e-08}, "made_by": {"torch": "2"}}
 
 
-def state_of(step: int) -> State:
+def state_of(step: int) -> CheckpointState:
     """Three kinds of tensor, all of it other numbers at another step."""
     numbers = torch.arange(60, dtype=torch.float32) / 7 + step
     return {
@@ -38,17 +38,19 @@ def digest_at(step: int) -> str:
     return parameters_digest(state_of(step).items())
 
 
-def notes_at(step: int) -> Notes:
+def notes_at(step: int) -> CheckpointMetadata:
     common = {"data": {"next": step}, "rng": {"0": step}, "schedule": {"lr": 0.1}, "scaler": {}, "counters": {}}
-    return Notes(step, common, "0", {"noise": 0.30000000000000004})
+    return CheckpointMetadata(step, common, "0", {"noise": 0.30000000000000004})
 
 
-def saver_at(step: int, store, attempt: int = 1, keep: int = 1, every: int = 0, lineage=LINEAGE, **facts) -> Saver:
+def saver_at(
+    step: int, store, attempt: int = 1, keep: int = 1, every: int = 0, lineage=LINEAGE, **facts
+) -> CheckpointSaver:
     config = CheckpointConfig(mode="sync", keep=keep, keep_every=every)
-    return Saver(config, store, World(), lineage, attempt, FACTS | facts, lambda: state_of(step))
+    return CheckpointSaver(config, store, World(), lineage, attempt, FACTS | facts, lambda: state_of(step))
 
 
-def save(step: int, store, parent: Entry | None = None, **how) -> Saved:
+def save(step: int, store, parent: CheckpointEntry | None = None, **how) -> SaveResult:
     """One rank's save, as a run makes it; a failure is raised. Its ordinal follows on that of `parent`."""
     saver = saver_at(step, store, **how)
     if parent is not None:
@@ -62,11 +64,13 @@ def save(step: int, store, parent: Entry | None = None, **how) -> Saved:
     return saved
 
 
-def save_on_two_ranks(step: int, store, attempt: int = 1, seed: int = 0, chunk: int = CHUNK, **how) -> Saved:
+def save_on_two_ranks(
+    step: int, store, attempt: int = 1, seed: int = 0, chunk: int = DIGEST_CHUNK_BYTES, **how
+) -> SaveResult:
     """Two ranks' shards, written in an order that `seed` decides, published by the first."""
     saver = saver_at(step, store, attempt, chunk=chunk, **how)
     saver.close()
-    notes, saved = notes_at(step), Saved(step, folder_of(step, attempt))
+    notes, saved = notes_at(step), SaveResult(step, checkpoint_folder(step, attempt))
     planners = [DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False) for _ in range(2)]
     for rank, planner in enumerate(planners):
         planner.set_up_planner(state_of(step), is_coordinator=rank == 0)
@@ -77,7 +81,7 @@ def save_on_two_ranks(step: int, store, attempt: int = 1, seed: int = 0, chunk: 
             saved.folder,
             rank,
             step,
-            header(saver.lineage.run, saver.lineage.timeline, step, attempt, rank),
+            shard_header(saver.lineage.run, saver.lineage.timeline, step, attempt, rank),
             (str(rank), notes.owned),
             lambda *parts: saver._publish(notes, saved, *parts),
             chunk,
@@ -95,12 +99,12 @@ def save_on_two_ranks(step: int, store, attempt: int = 1, seed: int = 0, chunk: 
 
 def intact_steps(store: PosixStore, why: object = "") -> set[int]:
     """The steps of a run's checkpoints, after asserting that each is whole and holds exactly its step's tensors."""
-    listed = published(store)
+    listed = list_published(store)
     for entry in listed:
-        assert not damages(entry), (why, entry.name, entry.problem, damages(entry))
+        assert not find_damage(entry), (why, entry.name, entry.problem, find_damage(entry))
         assert state_digest(entry) == digest_at(entry.step), (why, entry.name)
     return {entry.step for entry in listed}
 
 
-def newest(store: PosixStore) -> Entry:
-    return published(store)[0]
+def newest(store: PosixStore) -> CheckpointEntry:
+    return list_published(store)[0]

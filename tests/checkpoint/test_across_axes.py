@@ -10,11 +10,11 @@ import torch
 from small_checkpoints import FACTS, LINEAGE, notes_at
 from small_run import small_config
 
-from meshwright.checkpoint.catalogue import published
+from meshwright.checkpoint.listing import list_published
 from meshwright.checkpoint.restore import restore
-from meshwright.checkpoint.saver import Saver
-from meshwright.checkpoint.state import State, tensors_of
-from meshwright.checkpoint.tensors import state_digest
+from meshwright.checkpoint.saver import CheckpointSaver
+from meshwright.checkpoint.state import CheckpointState, collect_state
+from meshwright.checkpoint.unsharded import state_digest
 from meshwright.config import CheckpointConfig, RunConfig
 from meshwright.optim.adamw import Optimizer
 from meshwright.parallel.local_shard import LocalShard, local_of, local_shard_of
@@ -73,11 +73,11 @@ def numbers(name: str, block: LocalShard) -> torch.Tensor:
     return whole.to(block.local.dtype)
 
 
-def built(world: World, config: RunConfig) -> tuple[ParallelModel, Layout, State]:
+def built(world: World, config: RunConfig) -> tuple[ParallelModel, Layout, CheckpointState]:
     layout = Layout.of(config.layout)
     spread = spread_decoder(config, layout, Precision(config.precision, world.device), world)
     optimizer = Optimizer(spread.parameters(), config.optimizer, layout, world)
-    return spread, layout, tensors_of(spread.module, spread.parameters(), optimizer.moments())
+    return spread, layout, collect_state(spread.module, spread.parameters(), optimizer.moments())
 
 
 @torch.no_grad()
@@ -87,12 +87,12 @@ def carry(world: World, configs: dict[str, RunConfig], folder: str, sources: lis
     """
     made = {name: built(world, config) for name, config in configs.items()}
     for name, (_, layout, state) in made.items():
-        if (store := PosixStore(f"{folder}/{name}")).names("checkpoints"):
+        if (store := PosixStore(f"{folder}/{name}")).list_names("checkpoints"):
             continue
         for key, tensor in state.items():
             local_shard_of(tensor).local.copy_(numbers(key, local_shard_of(tensor)))
         mode = CheckpointConfig(mode="sync")
-        saver = Saver(mode, store, world, LINEAGE, 1, FACTS, lambda state=state: state, layout=layout)
+        saver = CheckpointSaver(mode, store, world, LINEAGE, 1, FACTS, lambda state=state: state, layout=layout)
         (saved,) = saver.save(notes_at(1))
         saver.close()
         if saved.error is not None:
@@ -103,7 +103,7 @@ def carry(world: World, configs: dict[str, RunConfig], folder: str, sources: lis
     }
 
 
-def loaded(world: World, spread: ParallelModel, state: State, folder: str, source: str) -> list[str]:
+def loaded(world: World, spread: ParallelModel, state: CheckpointState, folder: str, source: str) -> list[str]:
     """What of a layout's state is not what the checkpoint in a folder holds."""
     for tensor in state.values():
         local_shard_of(tensor).local.fill_(-1)
@@ -138,7 +138,7 @@ def carried(tmp_path, layouts, model: tuple[str, ...], hubs: list[str] | None = 
         check(
             tmp_path, ranks, mine, [name for name in layouts if layouts[name][0] < ranks or (hubs and name not in hubs)]
         )
-    digests = {name: state_digest(published(PosixStore(tmp_path / name))[0]) for name in layouts}
+    digests = {name: state_digest(list_published(PosixStore(tmp_path / name))[0]) for name in layouts}
     assert len(set(digests.values())) == 1, digests
 
 

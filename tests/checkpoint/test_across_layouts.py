@@ -10,11 +10,11 @@ from small_checkpoints import FACTS, LINEAGE, notes_at
 from small_run import small_config
 
 from meshwright import train
-from meshwright.checkpoint.catalogue import published
+from meshwright.checkpoint.listing import list_published
 from meshwright.checkpoint.restore import restore
-from meshwright.checkpoint.saver import Saver
-from meshwright.checkpoint.state import tensors_of
-from meshwright.checkpoint.tensors import state_digest
+from meshwright.checkpoint.saver import CheckpointSaver
+from meshwright.checkpoint.state import collect_state
+from meshwright.checkpoint.unsharded import state_digest
 from meshwright.config import CheckpointConfig, RunConfig
 from meshwright.optim.adamw import Optimizer
 from meshwright.parallel.local_shard import local_shard_of
@@ -59,7 +59,7 @@ def carry(world, config: RunConfig, source: str, target: str) -> None:
     layout = Layout.of(config.layout)
     spread = spread_decoder(config, layout, Precision(config.precision, world.device), world)
     optimizer = Optimizer(spread.parameters(), config.optimizer, layout, world)
-    state = tensors_of(spread.module, dict(spread.module.named_parameters()), optimizer.moments())
+    state = collect_state(spread.module, dict(spread.module.named_parameters()), optimizer.moments())
     if source:
         found = restore(PosixStore(source), world, LINEAGE, state, lambda _: None, fallback=False, say=lambda *_: None)
         assert found is not None
@@ -69,7 +69,7 @@ def carry(world, config: RunConfig, source: str, target: str) -> None:
             if name.startswith("optimizer"):
                 local += number + (0 if not local.ndim else local.new_tensor(range(local.numel())).view_as(local) / 7)
     mode = CheckpointConfig(mode="sync")
-    saver = Saver(mode, PosixStore(target), world, LINEAGE, 1, FACTS, lambda: state, layout=layout)
+    saver = CheckpointSaver(mode, PosixStore(target), world, LINEAGE, 1, FACTS, lambda: state, layout=layout)
     (saved,) = saver.save(notes_at(1))
     saver.close()
     if saved.error is not None:
@@ -77,7 +77,7 @@ def carry(world, config: RunConfig, source: str, target: str) -> None:
 
 
 def digest(folder) -> str:
-    return state_digest(published(PosixStore(folder))[0])
+    return state_digest(list_published(PosixStore(folder))[0])
 
 
 def carried(source: str, config: RunConfig, target) -> str:
@@ -105,7 +105,7 @@ def test_from_each_layout_into_each_other(tmp_path):
 
 def test_each_block_is_kept_by_one_of_its_holders_and_everything_is_kept(tmp_path):
     carried("", config_of("replicate 2 x tensor 2"), tmp_path / "saved")
-    manifest = published(PosixStore(tmp_path / "saved"))[0].manifest
+    manifest = list_published(PosixStore(tmp_path / "saved"))[0].manifest
     assert manifest is not None
     assert len(manifest.files) == 4
     sizes = [file.size for file in manifest.files.values()]

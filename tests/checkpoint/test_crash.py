@@ -9,9 +9,9 @@ from simulated_disk import PowerLoss, SimulatedDisk, Trouble, store_on
 from small_checkpoints import LINEAGE, digest_at, intact_steps, newest, save, save_on_two_ranks
 
 from meshwright import faults
-from meshwright.checkpoint.catalogue import everything, leases, published
-from meshwright.checkpoint.retention import Retention
-from meshwright.checkpoint.tensors import state_digest
+from meshwright.checkpoint.listing import list_checkpoint_folders, list_leases, list_published
+from meshwright.checkpoint.retention import RetentionPolicy
+from meshwright.checkpoint.unsharded import state_digest
 from meshwright.recover import lease
 from meshwright.store.posix import PosixStore
 from meshwright.telemetry.run_folder import RunFolder
@@ -92,9 +92,9 @@ def test_what_a_crashed_save_left_behind_is_collected_by_the_next_attempt(disk):
         left = killed(disk, at, partial(save, 2))
         for seed in (0, 1, 2 + at):
             store = store_on(left.crash(seed))
-            orphans += sum(not entry.published for entry in everything(store))
+            orphans += sum(not entry.published for entry in list_checkpoint_folders(store))
             save(3, store, attempt=2)
-            assert [entry.step for entry in everything(store)] == [3], (at, calls[at], seed)
+            assert [entry.step for entry in list_checkpoint_folders(store)] == [3], (at, calls[at], seed)
     assert orphans
 
 
@@ -137,7 +137,7 @@ def test_a_crash_at_any_disk_call_of_retention_keeps_enough_and_lists_none_that_
         save(step, store_on(disk), keep=9, parent=parent)
     disk = disk.crash(1)
     keep, every = 2, 3  # ordinals 0 and 3 stay for good: steps 1 and 4
-    pruning = lambda store: Retention(store, 1, keep, every, LINEAGE).apply()  # noqa: E731
+    pruning = lambda store: RetentionPolicy(store, 1, keep, every, LINEAGE).apply()  # noqa: E731
     calls, _ = calls_of(disk, pruning)
     assert calls.count("remove manifest.json") == 2
     for at in range(len(calls)):
@@ -174,7 +174,7 @@ def test_a_crash_at_any_disk_call_of_taking_a_run_leaves_no_lease_or_a_whole_one
         for seed in OUTCOMES:
             why = f"killed at call {at} ({calls[at]}), power loss {seed}"
             store = store_on(left.crash(seed))
-            held = [attempt for attempt, _ in leases(store)]
+            held = [attempt for attempt, _ in list_leases(store)]
             assert held == [2, 1] or (held == [1] and at < returned), why
             assert taking(store) > max(held), why
 
@@ -187,7 +187,7 @@ def test_a_lease_taken_after_a_killed_taker_is_durable(taking):
         attempt = taking(store_on(left))
         for seed in OUTCOMES:
             why = f"killed at call {at} ({calls[at]}), taken again, power loss {seed}"
-            assert attempt in [number for number, _ in leases(store_on(left.crash(seed)))], why
+            assert attempt in [number for number, _ in list_leases(store_on(left.crash(seed)))], why
 
 
 # O3: two that race for one name.
@@ -196,8 +196,8 @@ def test_a_published_file_is_never_replaced_and_the_second_publisher_is_told(dis
     old = newest(store)
     assert not store.publish_if_absent(f"{old.folder}/manifest.json", b"{}")
     assert state_digest(newest(store)) == digest_at(1)
-    assert store.names(old.folder) == ["manifest.json", "rank-00000.shard"]
-    assert [entry.step for entry in published(store)] == [1]
+    assert store.list_names(old.folder) == ["manifest.json", "rank-00000.shard"]
+    assert [entry.step for entry in list_published(store)] == [1]
 
 
 @pytest.mark.long

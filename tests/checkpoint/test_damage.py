@@ -10,11 +10,11 @@ import torch
 import xxhash
 from small_checkpoints import LINEAGE, digest_at, save_on_two_ranks, state_of
 
-from meshwright.checkpoint.catalogue import Lineage, published
-from meshwright.checkpoint.manifest import LARGEST, Damaged, Manifest
-from meshwright.checkpoint.restore import Restored, restore
-from meshwright.checkpoint.state import State, parameters_digest
-from meshwright.checkpoint.verify import Damage, damages
+from meshwright.checkpoint.listing import RunLineage, list_published
+from meshwright.checkpoint.manifest import MAX_MANIFEST_BYTES, InvalidManifest, Manifest
+from meshwright.checkpoint.restore import RestoreResult, restore
+from meshwright.checkpoint.state import CheckpointState, parameters_digest
+from meshwright.checkpoint.verify import Damage, find_damage
 from meshwright.errors import CheckpointError, IdentityError
 from meshwright.parallel.world import World
 from meshwright.store.posix import PosixStore
@@ -27,7 +27,7 @@ SHARDS = ["rank-00000.shard", "rank-00001.shard"]
 def whole(tmp_path_factory):
     """A run of steps 1 and 2, two shards each, and another run's step 2."""
     root = tmp_path_factory.mktemp("whole")
-    for name, lineage in (("run", LINEAGE), ("other", Lineage("ffff0000", 1, {}))):
+    for name, lineage in (("run", LINEAGE), ("other", RunLineage("ffff0000", 1, {}))):
         (root / name).mkdir()
         for step in (1, 2):
             save_on_two_ranks(step, PosixStore(root / name), chunk=CHUNK, keep=9, lineage=lineage)
@@ -47,10 +47,10 @@ def newest(run):
 
 def found_in(run) -> list[Damage]:
     """What is wrong with the newest checkpoint."""
-    return damages(published(PosixStore(run))[0])
+    return find_damage(list_published(PosixStore(run))[0])
 
 
-def restored(run, state: State, fallback: bool = True, said: list | None = None) -> Restored | None:
+def restored(run, state: CheckpointState, fallback: bool = True, said: list | None = None) -> RestoreResult | None:
     say = (lambda name, found: said.append((name, found))) if said is not None else lambda *_: None
     return restore(PosixStore(run), World(), LINEAGE, state, lambda _: None, fallback=fallback, say=say)
 
@@ -81,25 +81,25 @@ def test_the_checkpoint_that_is_broken_below_is_whole_before(run):
     state = state_of(0)
     assert restored(run, state).manifest.step == 2
     assert parameters_digest(state.items()) == digest_at(2)
-    assert min(len(record.chunks) for record in published(PosixStore(run))[0].manifest.files.values()) >= 9
+    assert min(len(record.chunks) for record in list_published(PosixStore(run))[0].manifest.files.values()) >= 9
 
 
 @pytest.mark.parametrize("name", SHARDS)
 def test_a_flipped_bit_in_each_byte_of_a_shard_names_file_chunk_and_both_digests(run, newest, name):
     """D3: header, padding, tensors, the last byte."""
-    entry = published(PosixStore(run))[0]
+    entry = list_published(PosixStore(run))[0]
     content = (newest / name).read_bytes()
     with open(newest / name, "r+b", buffering=0) as file:
         for position in range(len(content)):
             broken = flipped(content, position, position % 8)
             os.pwrite(file.fileno(), broken[position : position + 1], position)
             chunk = position // CHUNK
-            (found,) = damages(entry)
+            (found,) = find_damage(entry)
             assert (found.file, found.chunk) == (name, chunk), position
             assert found.expected == xxhash.xxh3_128_hexdigest(content[chunk * CHUNK : (chunk + 1) * CHUNK])
             assert found.found.startswith(xxhash.xxh3_128_hexdigest(broken[chunk * CHUNK : (chunk + 1) * CHUNK]))
             os.pwrite(file.fileno(), content[position : position + 1], position)
-    assert not damages(entry)
+    assert not find_damage(entry)
 
 
 @pytest.mark.parametrize("bit", range(8))
@@ -109,7 +109,7 @@ def test_a_flipped_bit_in_any_byte_of_a_manifest_is_found(newest, bit):
     assert b"e-08" in content
     assert b"0.30000000000000004" in content
     for position in range(len(content)):
-        with pytest.raises(Damaged, match="the manifest"):
+        with pytest.raises(InvalidManifest, match="the manifest"):
             Manifest.decode(flipped(content, position, bit))
 
 
@@ -162,22 +162,22 @@ def test_a_manifest_torn_at_any_byte_is_found(newest):
     """D6"""
     content = (newest / "manifest.json").read_bytes()
     for length in range(len(content)):
-        with pytest.raises(Damaged):
+        with pytest.raises(InvalidManifest):
             Manifest.decode(content[:length])
 
 
 def test_a_checkpoint_without_its_manifest_was_never_published(run, newest):
     """D5, D6: it is no damage, and no candidate."""
     (newest / "manifest.json").unlink()
-    assert [entry.step for entry in published(PosixStore(run))] == [1]
+    assert [entry.step for entry in list_published(PosixStore(run))] == [1]
     assert restored(run, state_of(0), fallback=False).manifest.step == 1
 
 
 def test_a_manifest_too_large_to_be_one_is_not_read(run, newest):
     """D6"""
-    os.truncate(newest / "manifest.json", LARGEST + 1)
+    os.truncate(newest / "manifest.json", MAX_MANIFEST_BYTES + 1)
     (found,) = found_in(run)
-    assert f"over {LARGEST:,}" in found.found
+    assert f"over {MAX_MANIFEST_BYTES:,}" in found.found
     assert_passed_over(run)
 
 
@@ -223,7 +223,7 @@ def test_a_file_where_a_folder_should_be_is_no_checkpoint(run, place):
     """D5"""
     (run / place).parent.mkdir(exist_ok=True)
     (run / place).write_text("a note")
-    assert [entry.step for entry in published(PosixStore(run))] == [2, 1]
+    assert [entry.step for entry in list_published(PosixStore(run))] == [2, 1]
     assert restored(run, state_of(0)).manifest.step == 2
 
 

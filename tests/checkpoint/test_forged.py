@@ -9,11 +9,11 @@ import sys
 import pytest
 from small_checkpoints import LINEAGE, digest_at, save_on_two_ranks, state_of
 
-from meshwright.checkpoint.catalogue import published
-from meshwright.checkpoint.manifest import Damaged, Manifest, digest_of
+from meshwright.checkpoint.listing import list_published
+from meshwright.checkpoint.manifest import InvalidManifest, Manifest, canonical_digest
 from meshwright.checkpoint.restore import restore
 from meshwright.checkpoint.state import parameters_digest
-from meshwright.checkpoint.verify import damages
+from meshwright.checkpoint.verify import find_damage
 from meshwright.parallel.world import World
 from meshwright.store.posix import PosixStore
 
@@ -38,7 +38,7 @@ def forged(raw: bytes, forge) -> bytes:
     values = json.loads(raw)
     del values["digest"]
     forge(values)
-    return json.dumps(values | {"digest": digest_of(values)}, separators=(",", ":")).encode() + b"\n"
+    return json.dumps(values | {"digest": canonical_digest(values)}, separators=(",", ":")).encode() + b"\n"
 
 
 def weight(**altered):
@@ -158,10 +158,10 @@ def test_a_forged_manifest_is_damaged_and_the_checkpoint_before_it_is_used(whole
     store = PosixStore(shutil.copytree(whole, tmp_path / "run"))
     path = tmp_path / "run" / "checkpoints" / "step-00000002.a0001" / "manifest.json"
     path.write_bytes(forged(raw, FORGED[how]))
-    entry = published(store)[0]
+    entry = list_published(store)[0]
     assert entry.manifest is None
     assert entry.problem
-    assert [damage.file for damage in damages(entry)] == ["manifest.json"]
+    assert [damage.file for damage in find_damage(entry)] == ["manifest.json"]
     state, said = state_of(0), []
     found = restore(store, World(), LINEAGE, state, lambda _: None, fallback=True, say=lambda *told: said.append(told))
     assert found.manifest.step == 1
@@ -178,7 +178,7 @@ def test_a_field_altered_in_valid_json_is_found_by_the_digest(raw):
     """D6"""
     for key, value in json.loads(raw).items():
         altered = json.loads(raw) | {key: [value]}
-        with pytest.raises(Damaged, match="own digest"):
+        with pytest.raises(InvalidManifest, match="own digest"):
             Manifest.decode(json.dumps(altered, separators=(",", ":")).encode() + b"\n")
 
 
@@ -187,7 +187,7 @@ def test_a_field_altered_in_valid_json_is_found_by_the_digest(raw):
 )
 def test_what_is_no_manifest_at_all_is_damaged(content):
     """D6"""
-    with pytest.raises(Damaged):
+    with pytest.raises(InvalidManifest):
         Manifest.decode(content)
 
 
@@ -195,14 +195,14 @@ def test_json_nested_to_any_depth_is_damaged_and_nothing_worse(raw):
     """D6: at each depth around what the interpreter bears."""
     for depth in (*range(sys.getrecursionlimit() - 120, sys.getrecursionlimit() + 20), 10**6):
         nested = b"[" * depth + b"]" * depth
-        with pytest.raises(Damaged):
+        with pytest.raises(InvalidManifest):
             Manifest.decode(b'{"data":' + nested + b',"digest":"0"}')
 
 
 @pytest.mark.timeout(5)
 def test_numbers_without_end_are_damaged_quickly(raw):
     """D6"""
-    with pytest.raises(Damaged):
+    with pytest.raises(InvalidManifest):
         Manifest.decode(raw.replace(b'"step":2', b'"step":' + b"9" * 10**6))
-    with pytest.raises(Damaged):
+    with pytest.raises(InvalidManifest):
         Manifest.decode(forged(raw, weight(shape=[2**60] * 150_000, pieces=[])))

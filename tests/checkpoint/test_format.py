@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint.catalogue import Lineage, published
+from meshwright.checkpoint.listing import RunLineage, list_published
 from meshwright.checkpoint.manifest import FORMAT
 from meshwright.checkpoint.restore import restore
-from meshwright.checkpoint.tensors import state_digest
-from meshwright.checkpoint.verify import damages
+from meshwright.checkpoint.unsharded import state_digest
+from meshwright.checkpoint.verify import find_damage
 from meshwright.parallel.world import World
 from meshwright.store.posix import PosixStore
 
@@ -38,8 +38,8 @@ def test_the_kept_checkpoint_is_the_one_that_was_written_then():
 
 def test_the_kept_checkpoint_verifies_and_says_what_it_said(tmp_path):
     """C8"""
-    (entry,) = published(PosixStore(KEPT))
-    assert damages(entry) == []
+    (entry,) = list_published(PosixStore(KEPT))
+    assert find_damage(entry) == []
     manifest = entry.manifest
     assert (manifest.run, manifest.timeline, manifest.step, manifest.attempt) == ("00c0ffee", 1, 3, 1)
     assert (manifest.ordinal, manifest.parent, manifest.chunk) == (2, "ab" * 32, 1024)
@@ -59,7 +59,7 @@ def test_the_kept_checkpoint_loads_to_known_numbers():
         "buffer/mask": torch.tensor([False, True]),
         "optimizer/weight/step": torch.tensor(0.0),
     }
-    lineage = Lineage("00c0ffee", 1, {})
+    lineage = RunLineage("00c0ffee", 1, {})
     found = restore(PosixStore(KEPT), World(), lineage, state, lambda _: None, fallback=False, say=lambda *_: None)
     assert found.name == "step-00000003.a0001"
     assert torch.equal(state["model/weight"], torch.tensor([[0.5, -1.25, 3.0], [1e-8, 2.0**100, 0.0]]))

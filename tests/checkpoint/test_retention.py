@@ -8,9 +8,9 @@ import pytest
 from small_checkpoints import LINEAGE, digest_at, intact_steps, newest, save, state_of
 
 from meshwright import faults
-from meshwright.checkpoint.catalogue import Lineage, everything, published
+from meshwright.checkpoint.listing import RunLineage, list_checkpoint_folders, list_published
 from meshwright.checkpoint.restore import restore
-from meshwright.checkpoint.retention import Retention
+from meshwright.checkpoint.retention import RetentionPolicy
 from meshwright.checkpoint.state import parameters_digest
 from meshwright.parallel.world import World
 from meshwright.recover.lease import take
@@ -26,12 +26,12 @@ def store(tmp_path):
 def save_all(store: PosixStore, steps, **how) -> None:
     """A lineage: each the child of the one before."""
     for step in steps:
-        listed = published(store)
+        listed = list_published(store)
         save(step, store, parent=listed[0] if listed else None, **how)
 
 
-def prune(store: PosixStore, keep: int, every: int = 0, attempt: int = 1, lineage: Lineage = LINEAGE) -> list[str]:
-    return Retention(store, attempt, keep, every, lineage).apply()
+def prune(store: PosixStore, keep: int, every: int = 0, attempt: int = 1, lineage: RunLineage = LINEAGE) -> list[str]:
+    return RetentionPolicy(store, attempt, keep, every, lineage).apply()
 
 
 def damage(store: PosixStore, step: int, attempt: int = 1) -> None:
@@ -39,7 +39,7 @@ def damage(store: PosixStore, step: int, attempt: int = 1) -> None:
 
 
 def names(store: PosixStore) -> list[str]:
-    return [entry.name for entry in reversed(everything(store))]
+    return [entry.name for entry in reversed(list_checkpoint_folders(store))]
 
 
 def test_the_newest_and_every_kth_stay(store):
@@ -59,7 +59,7 @@ def test_damaged_ones_do_not_count_as_kept(store):
     damage(store, 5)
     damage(store, 3)
     assert prune(store, keep=2) == ["step-00000001.a0001"]  # 4 and 2 verify
-    assert [entry.step for entry in published(store)] == [5, 4, 3, 2]
+    assert [entry.step for entry in list_published(store)] == [5, 4, 3, 2]
 
 
 def test_nothing_is_deleted_before_enough_verify(store):
@@ -69,7 +69,7 @@ def test_nothing_is_deleted_before_enough_verify(store):
         damage(store, step)
     assert prune(store, keep=2) == []
     assert prune(store, keep=1) == []
-    assert [entry.step for entry in published(store)] == [4, 3, 2, 1]
+    assert [entry.step for entry in list_published(store)] == [4, 3, 2, 1]
 
 
 def test_damaged_ones_older_than_those_that_are_kept_go(store):
@@ -101,11 +101,11 @@ def test_what_earlier_attempts_never_published_goes_and_the_current_attempts_sta
 def test_other_timelines_and_other_runs_are_left_alone(store):
     """C1"""
     save_all(store, (1, 2, 3), keep=9)
-    save(9, store, keep=9, lineage=Lineage("ffff0000", 1, {}))
-    fork = Lineage(LINEAGE.run, 2, {1: 2})  # left timeline 1 after step 2
+    save(9, store, keep=9, lineage=RunLineage("ffff0000", 1, {}))
+    fork = RunLineage(LINEAGE.run, 2, {1: 2})  # left timeline 1 after step 2
     for step in (3, 4):
         save(step, store, attempt=2, lineage=fork, keep=9)
-    assert [entry.name for entry in published(store, fork)] == [
+    assert [entry.name for entry in list_published(store, fork)] == [
         "step-00000004.a0002",
         "step-00000003.a0002",
         "step-00000002.a0001",
@@ -125,7 +125,7 @@ def test_what_an_old_holder_publishes_after_a_take_over_is_never_listed_and_goes
         asleep.setattr(faults, "reach", over)
         save(2, store, attempt=1, keep=9)
     assert [lease.attempt for lease in taken] == [2]
-    (late,) = [entry for entry in everything(store) if entry.fenced]
+    (late,) = [entry for entry in list_checkpoint_folders(store) if entry.fenced]
     assert late.name == "step-00000002.a0001"
     assert "attempt 1 after attempt 2" in late.problem
     assert intact_steps(store) == {1}

@@ -13,13 +13,13 @@ from simulated_disk import SimulatedDisk, Trouble, store_on
 from small_checkpoints import LINEAGE, intact_steps, newest, notes_at, save, save_on_two_ranks, saver_at, state_of
 
 from meshwright.checkpoint.restore import restore
-from meshwright.checkpoint.retention import Retention
+from meshwright.checkpoint.retention import RetentionPolicy
 from meshwright.checkpoint.state import parameters_digest
 from meshwright.errors import CheckpointError
 from meshwright.parallel.world import World
-from meshwright.store.posix import Calls, PosixStore
+from meshwright.store.posix import PosixCalls, PosixStore
 
-READS = ("names", "size", "read")
+READS = ("list_names", "size", "read")
 TROUBLES = [("error", errno.ENOSPC), ("error", errno.EIO), ("late", errno.EIO), ("part", errno.ENOSPC)]
 RANKS = {"1 rank": save, "2 ranks": partial(save_on_two_ranks, seed=1)}
 
@@ -126,7 +126,7 @@ def test_a_failure_of_any_disk_call_of_retention_leaves_enough():
     disk = SimulatedDisk()
     for step in range(1, 5):
         save(step, store_on(disk), keep=9, parent=newest(store_on(disk)) if step > 1 else None)
-    pruning = lambda store: Retention(store, 1, 2, 0, LINEAGE).apply()  # noqa: E731
+    pruning = lambda store: RetentionPolicy(store, 1, 2, 0, LINEAGE).apply()  # noqa: E731
     for at, call in enumerate(calls_of(disk, pruning)):
         trial = disk.with_trouble(Trouble(at, "error"))
         failure_of(pruning, store_on(trial))
@@ -162,7 +162,7 @@ def test_a_run_folder_that_vanishes_fails_the_next_save_at_once(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-class Blocked(Calls):
+class Blocked(PosixCalls):
     """A disk whose syncs wait until they are let go."""
 
     def __init__(self) -> None:

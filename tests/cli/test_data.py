@@ -9,7 +9,7 @@ import pytest
 
 from meshwright import train
 from meshwright.cli import main
-from meshwright.data.contract import contract_of
+from meshwright.data.sample_lookup import open_sample_lookup
 
 
 def answer(capsys, *words: str):
@@ -88,7 +88,7 @@ def test_a_broken_identity_is_named_not_a_stack_trace(run, content, capsys, tmp_
 def test_ranks_that_differ_on_tensor_alone_show_the_same_samples(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('[data]\nkind = "synthetic"\nsamples = 500\n[layout]\nshard = "parameters"\ntensor = 2\n')
-    contract = contract_of(file)
+    contract = open_sample_lookup(file)
     shown = [contract.show(3, rank)["samples"] for rank in range(4)]
     assert shown[0] == shown[1] != shown[2] == shown[3]
     assert shown[0] + shown[2] == contract.show(3)["samples"]

@@ -12,7 +12,7 @@ import torch
 
 from meshwright.config import Batch, BatchConfig, DataConfig, batch_algebra
 from meshwright.data.loader import Loader
-from meshwright.data.source import Concatenated, Indexable
+from meshwright.data.source import ConcatenatedSource, IndexableSource
 from meshwright.data.stream import Stream
 from meshwright.errors import DataError
 
@@ -36,7 +36,7 @@ class Echo:
 
 
 def ids_of(source, batch: Batch, coordinate: int, first: int, end: int, **data) -> list[list[int]]:
-    loader = Loader(Concatenated([Indexable(source)]), STREAM, batch, coordinate, DataConfig(**data))
+    loader = Loader(ConcatenatedSource([IndexableSource(source)]), STREAM, batch, coordinate, DataConfig(**data))
     return [[int(i) for micro in step for i in micro.tensors[0][:, 0]] for step in loader.steps(first, end)]
 
 
@@ -63,7 +63,11 @@ def test_global_generators_are_left_alone(workers):
 def test_a_sample_that_cannot_be_decoded_is_named_by_source_and_id_in_its_turn(workers):
     broken = int(STREAM.step(2)[5])
     loader = Loader(
-        Concatenated([Indexable(Echo({broken}), "echo")]), STREAM, Batch(12, 4, 1, 3), 0, DataConfig(**workers)
+        ConcatenatedSource([IndexableSource(Echo({broken}), "echo")]),
+        STREAM,
+        Batch(12, 4, 1, 3),
+        0,
+        DataConfig(**workers),
     )
     for number, micros in enumerate(loader.steps(0, 3)):
         bad = [bad for micro in micros for bad in micro.bad]
@@ -77,7 +81,11 @@ def test_a_sample_that_cannot_be_decoded_is_named_by_source_and_id_in_its_turn(w
 def test_quarantine_masks_the_sample_and_keeps_every_other_place():
     stream = Stream.over(3, 50, [50], [1.0], 0.0)
     loader = Loader(
-        Concatenated([Indexable(Echo({17, 4}))]), stream, Batch(50, 50, 1, 1), 0, DataConfig(on_bad_sample="quarantine")
+        ConcatenatedSource([IndexableSource(Echo({17, 4}))]),
+        stream,
+        Batch(50, 50, 1, 1),
+        0,
+        DataConfig(on_bad_sample="quarantine"),
     )
     [[micro]] = list(loader.steps(0, 1))
     order = stream.step(0).tolist()
@@ -88,15 +96,17 @@ def test_quarantine_masks_the_sample_and_keeps_every_other_place():
 
 def test_ragged_samples_are_named():
     ragged = [(np.ones(3), 1)] * 5 + [(np.ones(4), 1)] * 45
-    loader = Loader(Concatenated([Indexable(ragged)]), STREAM, Batch(12, 12, 1, 1), 0, DataConfig(workers=0))
+    loader = Loader(
+        ConcatenatedSource([IndexableSource(ragged)]), STREAM, Batch(12, 12, 1, 1), 0, DataConfig(workers=0)
+    )
     with pytest.raises(DataError, match="has the shapes"):
         list(loader.steps(0, 4))
 
 
 def test_stopping_early_leaves_no_thread_waiting():
-    steps = Loader(Concatenated([Indexable(Echo())]), STREAM, Batch(12, 4, 1, 3), 0, DataConfig(workers=3)).steps(
-        0, 10**9
-    )
+    steps = Loader(
+        ConcatenatedSource([IndexableSource(Echo())]), STREAM, Batch(12, 4, 1, 3), 0, DataConfig(workers=3)
+    ).steps(0, 10**9)
     next(steps)
     steps.close()
     end = time.monotonic() + 10

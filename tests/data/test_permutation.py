@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.data.permutation import LARGEST, Permutation
+from meshwright.data.permutation import MAX_LENGTH, Permutation
 
 
 def order(n: int, key: str, count: int | None = None) -> list[int]:
@@ -21,7 +21,9 @@ def test_it_is_a_bijection_of_any_length(n, key):
     assert sorted(order(n, key)) == list(range(n))
 
 
-@given(st.integers(1, LARGEST), st.text(max_size=8), st.lists(st.integers(0, LARGEST - 1), min_size=1, max_size=50))
+@given(
+    st.integers(1, MAX_LENGTH), st.text(max_size=8), st.lists(st.integers(0, MAX_LENGTH - 1), min_size=1, max_size=50)
+)
 def test_the_inverse_leads_back_at_any_size(n, key, points):
     positions = np.array([p % n for p in points], dtype=np.uint64)
     permutation = Permutation(n, key)
@@ -70,7 +72,7 @@ def test_memory_does_not_grow_with_the_length():
     assert peaks[1] < 2 * peaks[0] < 2_000_000
 
 
-@pytest.mark.parametrize("n", [0, -1, LARGEST + 1])
+@pytest.mark.parametrize("n", [0, -1, MAX_LENGTH + 1])
 def test_an_impossible_length_is_refused(n):
     with pytest.raises(ValueError, match="elements"):
         Permutation(n, "")

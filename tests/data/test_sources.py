@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from meshwright.config import DataConfig, SourceConfig, load
-from meshwright.data import files
-from meshwright.data.files import Tokens, open_sources
-from meshwright.data.source import IGNORED, Concatenated, Indexable, Synthetic
+from meshwright.data import file_sources
+from meshwright.data.file_sources import TokenSource, open_sources
+from meshwright.data.source import IGNORED, ConcatenatedSource, IndexableSource, SyntheticSource
 from meshwright.errors import DataError
 
 
@@ -65,10 +65,10 @@ def test_ids_beyond_the_vocabulary_are_named(tmp_path):
 
 
 def test_in_a_file_too_large_to_check_whole_an_id_beyond_the_vocabulary_is_met_at_its_sample(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "WHOLE", 0)
+    monkeypatch.setattr(file_sources, "WHOLE", 0)
     ids = np.zeros(10_000_000, dtype=np.uint16)
     ids[1_234_567] = 999
-    source = Tokens(ids, 4, 256, "large")
+    source = TokenSource(ids, 4, 256, "large")
     with pytest.raises(ValueError, match=r"token id 999 is beyond model\.vocab"):
         source[1_234_567 // 4]
 
@@ -155,22 +155,22 @@ def test_a_fingerprint_follows_the_content_not_the_path(tmp_path):
 
 
 def test_any_indexable_object_is_a_source():
-    pairs = Indexable([(np.ones(3), 1), (np.zeros(3), 0)])
+    pairs = IndexableSource([(np.ones(3), 1), (np.zeros(3), 0)])
     assert [int(t) for _, t in (pairs[0], pairs[1])] == [1, 0]
-    sequences = Indexable([[1, 2, 3], [4, 5, 6]])
+    sequences = IndexableSource([[1, 2, 3], [4, 5, 6]])
     assert [part.tolist() for part in sequences[1]] == [[4, 5], [5, 6]]
-    records = Indexable([{"x": np.ones(2), "y": 3}])
+    records = IndexableSource([{"x": np.ones(2), "y": 3}])
     assert [part.tolist() for part in records[0]] == [[1, 1], 3]
     with pytest.raises(DataError, match="no length"):
-        Indexable(iter([]))
-    assert Indexable([[1, 2, 3]]).fingerprint() != Indexable([[1, 2, 4]]).fingerprint()
+        IndexableSource(iter([]))
+    assert IndexableSource([[1, 2, 3]]).fingerprint() != IndexableSource([[1, 2, 4]]).fingerprint()
 
 
 def test_a_quarantined_sample_counts_for_nothing():
-    inputs, targets = Indexable([(np.ones(3), np.array([1, 2]))]).blank()
+    inputs, targets = IndexableSource([(np.ones(3), np.array([1, 2]))]).blank()
     assert (inputs.tolist(), targets.tolist()) == ([0, 0, 0], [IGNORED, IGNORED])
     with pytest.raises(DataError, match="cannot quarantine"):
-        Indexable([(np.ones(3), 0.5)]).blank()
+        IndexableSource([(np.ones(3), 0.5)]).blank()
 
 
 def test_a_mixture_opens_every_source(tmp_path):
@@ -182,14 +182,14 @@ def test_a_mixture_opens_every_source(tmp_path):
         ]
     )
     sources = open_sources(config.data, 256)
-    together = Concatenated(sources)
+    together = ConcatenatedSource(sources)
     assert [len(s) for s in sources] == [4, 5]
     assert together.locate(4) == (sources[1], 0)
     assert np.array_equal(together[6][0], sources[1][2][0])
 
 
 def test_synthetic_samples_depend_on_their_index_alone():
-    one, two = Synthetic(10**12, 8, 100), Synthetic(10**12, 8, 100)
+    one, two = SyntheticSource(10**12, 8, 100), SyntheticSource(10**12, 8, 100)
     assert np.array_equal(one[10**11][0], two[10**11][0])
     assert not np.array_equal(one[0][0], one[1][0])
     assert SourceConfig().kind == "stdlib"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.stream import CYCLE, Stream, quotas
+from meshwright.data.stream import CYCLE, Stream, mixture_quotas
 from meshwright.errors import DataError
 
 
@@ -88,10 +88,10 @@ def test_a_mixture_is_mixed_at_every_scale():
 
 
 def test_quotas_use_up_the_cycle_and_refuse_what_rounds_to_nothing():
-    assert quotas([1, 1, 1]) == [3334, 3333, 3333]
-    assert sum(quotas([0.123, 4.56, 7.0])) == CYCLE
+    assert mixture_quotas([1, 1, 1]) == [3334, 3333, 3333]
+    assert sum(mixture_quotas([0.123, 4.56, 7.0])) == CYCLE
     with pytest.raises(DataError, match="source 1 has a share"):
-        quotas([1.0, 1e-9])
+        mixture_quotas([1.0, 1e-9])
 
 
 def test_a_trillion_samples_cost_nothing_at_any_step():

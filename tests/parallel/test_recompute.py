@@ -11,7 +11,7 @@ import torch
 
 from meshwright.config import RunConfig, load
 from meshwright.data.loader import Loader
-from meshwright.data.source import Concatenated
+from meshwright.data.source import ConcatenatedSource
 from meshwright.parallel.world import World
 from meshwright.prover.reference import LR, real_step, source_of, stream_of
 from meshwright.topology.unsupported import validate
@@ -43,7 +43,7 @@ def ran(config: RunConfig) -> Ran:
     """The second of two steps."""
     world, (layout, batch) = World(), validate(config)
     step = real_step(world, config, layout)
-    batches = Loader(Concatenated([source_of(config)]), stream_of(config), batch, 0, config.data).steps(0, 2)
+    batches = Loader(ConcatenatedSource([source_of(config)]), stream_of(config), batch, 0, config.data).steps(0, 2)
     step.run(0, LR, batches)
     kept = {}
     with counting(step.spread, step.optimizer) as counted:

@@ -14,9 +14,9 @@ from small_run import small_config
 
 from meshwright import train
 from meshwright.api import Result
-from meshwright.checkpoint.catalogue import published, store_of
-from meshwright.checkpoint.tensors import state_digest
-from meshwright.checkpoint.verify import damages
+from meshwright.checkpoint.listing import list_published, open_run_store
+from meshwright.checkpoint.unsharded import state_digest
+from meshwright.checkpoint.verify import find_damage
 from meshwright.recover.incidents import Incident, read_incidents
 from meshwright.telemetry import events
 from meshwright.telemetry.events import read_events
@@ -47,7 +47,7 @@ def losses(folder: Path) -> list[str]:
 
 
 def final_digest(folder: Path) -> str:
-    entry = published(store_of(RunFolder(folder)))[0]
+    entry = list_published(open_run_store(RunFolder(folder)))[0]
     assert entry.step == STEPS
     return state_digest(entry)
 
@@ -73,7 +73,7 @@ class Runs:
         return [e for e in read_events(self.folder / "events" / "supervisor.jsonl") if e["kind"] == kind]
 
     def published(self) -> list[Any]:
-        return published(store_of(RunFolder(self.folder)))
+        return list_published(open_run_store(RunFolder(self.folder)))
 
     def assert_as_if_undisturbed(self, ranks: int = 2) -> None:
         """O1 bitwise, O2 ledger, O3 one truth, O5 nothing left behind."""
@@ -83,7 +83,7 @@ class Runs:
         assert sorted(ledger(self.folder)) == list(range(STEPS))
         assert all(record["samples"] == 16 for record in ledger(self.folder).values())
         for entry in self.published():
-            assert damages(entry) == []
+            assert find_damage(entry) == []
         assert not children(), "a process was left behind"
 
 

@@ -10,8 +10,14 @@ import time
 
 import pytest
 
-from meshwright.checkpoint.catalogue import everything, leases, published, read_lease, store_of
-from meshwright.checkpoint.manifest import Manifest, digest_of
+from meshwright.checkpoint.listing import (
+    list_checkpoint_folders,
+    list_leases,
+    list_published,
+    open_run_store,
+    read_lease,
+)
+from meshwright.checkpoint.manifest import Manifest, canonical_digest
 from meshwright.errors import BusyError
 from meshwright.recover import lease as room
 from meshwright.recover.incidents import Incident
@@ -27,9 +33,9 @@ def folder(tmp_path):
 
 def rewrite(folder, attempt, **changes):
     """The lease as another process would have written it."""
-    values = read_lease(store_of(folder), attempt) | changes
+    values = read_lease(open_run_store(folder), attempt) | changes
     path = folder.attempt(attempt) / "lease.json"
-    path.write_text(json.dumps(values | {"digest": digest_of(values)}))
+    path.write_text(json.dumps(values | {"digest": canonical_digest(values)}))
 
 
 def manifest(step: int, attempt: int) -> Manifest:
@@ -39,7 +45,7 @@ def manifest(step: int, attempt: int) -> Manifest:
 
 def publish(folder, step, attempt):
     name = f"checkpoints/step-{step:08d}.a{attempt:04d}/manifest.json"
-    assert store_of(folder).publish_if_absent(name, manifest(step, attempt).encode())
+    assert open_run_store(folder).publish_if_absent(name, manifest(step, attempt).encode())
 
 
 def test_a_second_job_is_refused_at_once_naming_host_process_and_start(folder):
@@ -50,7 +56,7 @@ def test_a_second_job_is_refused_at_once_naming_host_process_and_start(folder):
     holder = subprocess.Popen([sys.executable, "-c", code, str(folder.root)], stdout=subprocess.PIPE)
     try:
         assert holder.stdout.readline() == b"held\n"
-        lease = read_lease(store_of(folder), 1)
+        lease = read_lease(open_run_store(folder), 1)
         with pytest.raises(BusyError) as refused:
             take(folder)
         said = str(refused.value)
@@ -134,38 +140,40 @@ def test_what_an_old_holder_publishes_after_it_was_taken_over_is_never_listed(fo
     take(folder)
     publish(folder, 20, 1)  # the old holder comes back
     publish(folder, 15, 2)
-    store = store_of(folder)
-    assert [entry.name for entry in published(store)] == ["step-00000015.a0002", "step-00000010.a0001"]
-    late = next(entry for entry in everything(store) if entry.step == 20)
+    store = open_run_store(folder)
+    assert [entry.name for entry in list_published(store)] == ["step-00000015.a0002", "step-00000010.a0001"]
+    late = next(entry for entry in list_checkpoint_folders(store) if entry.step == 20)
     assert late.fenced
     assert "published by attempt 1 after attempt 2 had taken the run over" in late.problem
     rewrite(folder, 2, token="another", started=1)
     take(folder)
-    assert [entry.step for entry in published(store)] == [15, 10]  # nor does a later holder inherit it
+    assert [entry.step for entry in list_published(store)] == [15, 10]  # nor does a later holder inherit it
 
 
 def test_an_old_holder_that_comes_back_cannot_save(folder):
     # L2: it notices by itself, before readers have to ignore it
     import torch
 
-    from meshwright.checkpoint.catalogue import Lineage
-    from meshwright.checkpoint.saver import Notes, Saver
+    from meshwright.checkpoint.listing import RunLineage
+    from meshwright.checkpoint.saver import CheckpointMetadata, CheckpointSaver
     from meshwright.config import CheckpointConfig
     from meshwright.parallel.world import World
 
     take(folder)
     facts = {"layout": {}, "identity": {}, "made_by": {}}
     state = {"model/a": torch.ones(3)}
-    saver = Saver(CheckpointConfig(), store_of(folder), World(), Lineage("r", 1, {}), 1, facts, lambda: state)
+    saver = CheckpointSaver(
+        CheckpointConfig(), open_run_store(folder), World(), RunLineage("r", 1, {}), 1, facts, lambda: state
+    )
     common = {"data": {}, "rng": {}, "schedule": {}, "scaler": {}, "counters": {}}
-    (first,) = saver.save(Notes(1, common, "data/0", {}), wait=True)
+    (first,) = saver.save(CheckpointMetadata(1, common, "data/0", {}), wait=True)
     assert first.error is None
     rewrite(folder, 1, token="another", started=1)
     take(folder)
-    (second,) = saver.save(Notes(2, common, "data/0", {}), wait=True)
+    (second,) = saver.save(CheckpointMetadata(2, common, "data/0", {}), wait=True)
     assert isinstance(second.error, BusyError)
     assert "attempt 2 has taken the run over" in str(second.error)
-    assert [entry.step for entry in published(store_of(folder))] == [1]
+    assert [entry.step for entry in list_published(open_run_store(folder))] == [1]
 
 
 def test_an_attempt_that_said_its_end_is_free_at_once(folder):
@@ -180,7 +188,7 @@ def test_an_attempt_that_said_its_end_is_free_at_once(folder):
 def test_a_torn_lease_was_never_taken(folder):
     take(folder)
     (folder.attempt(1) / "lease.json").write_text('{"pid": 1')
-    assert leases(store_of(folder)) == []
+    assert list_leases(open_run_store(folder)) == []
     folder.attempt(1).joinpath("lease.json").unlink()
     assert take(folder).attempt == 1
 

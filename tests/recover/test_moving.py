@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from recovering import STEPS, ledger
 
-from meshwright.checkpoint.catalogue import published, store_of
 from meshwright.checkpoint.inspect import list_rows
-from meshwright.checkpoint.tensors import numbers, raw
+from meshwright.checkpoint.listing import list_published, open_run_store
+from meshwright.checkpoint.unsharded import read_full_tensor, to_float64
 from meshwright.recover.failures import RanksFailed
 from meshwright.telemetry.run_folder import RunFolder
 
@@ -82,9 +82,9 @@ def test_stopped_and_gone_on_elsewhere_it_is_the_run_that_never_moved(case, runs
             # float64: the order of sums is all that differs
             assert record[key] == pytest.approx(theirs[step][key], rel=1e-10), (step, key)
         assert record.get("experts") == theirs[step].get("experts")
-    one, other = (published(store_of(RunFolder(folder)))[0] for folder in (moved, runs.folder))
+    one, other = (list_published(open_run_store(RunFolder(folder)))[0] for folder in (moved, runs.folder))
     for name, record in other.manifest.tensors.items():
-        found, wanted = (numbers(raw(entry, name), record.dtype) for entry in (one, other))
+        found, wanted = (to_float64(read_full_tensor(entry, name), record.dtype) for entry in (one, other))
         if name.startswith("buffer/"):  # biases move by the loads, which are whole numbers
             assert np.array_equal(found, wanted), name
         assert np.allclose(found, wanted, rtol=1e-7, atol=1e-12), name

@@ -14,9 +14,9 @@ import pytest
 from recovering import ledger, losses
 from small_run import SMALL
 
-from meshwright.checkpoint.catalogue import published, store_of
-from meshwright.checkpoint.tensors import state_digest
-from meshwright.checkpoint.verify import damages
+from meshwright.checkpoint.listing import list_published, open_run_store
+from meshwright.checkpoint.unsharded import state_digest
+from meshwright.checkpoint.verify import find_damage
 from meshwright.recover.incidents import read_incidents, readings
 from meshwright.telemetry.run_folder import RunFolder
 
@@ -46,7 +46,7 @@ def below(pid: int) -> list[int]:
 
 
 def newest(folder: Path) -> int:
-    return next((entry.step for entry in published(store_of(RunFolder(folder)))), -1)
+    return next((entry.step for entry in list_published(open_run_store(RunFolder(folder)))), -1)
 
 
 def strike(kind: str, job: subprocess.Popen[bytes], folder: Path, rng: random.Random) -> None:
@@ -121,8 +121,8 @@ def check(tmp_path: Path, steps: int, kills: int, seed: int) -> None:
     assert sorted(ledger(disturbed)) == list(range(steps)), f"seed {seed}"
     digests = []
     for folder in (disturbed, undisturbed):
-        entries = published(store_of(RunFolder(folder)))
-        assert not [damage for entry in entries for damage in damages(entry)]
+        entries = list_published(open_run_store(RunFolder(folder)))
+        assert not [damage for entry in entries for damage in find_damage(entry)]
         assert entries[0].step == steps
         digests.append(state_digest(entries[0]))
     assert digests[0] == digests[1], f"seed {seed}"

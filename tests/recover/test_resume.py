@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from recovering import STEPS, config, final_digest, ledger, losses
 
-from meshwright.checkpoint.catalogue import published, store_of
-from meshwright.checkpoint.state import content, dtype_name
-from meshwright.checkpoint.tensors import digest_of_lines, state_digest, tensor_line
+from meshwright.checkpoint.listing import list_published, open_run_store
+from meshwright.checkpoint.state import dtype_name, tensor_bytes
+from meshwright.checkpoint.unsharded import digest_of_lines, state_digest, tensor_digest_line
 from meshwright.config import RunConfig, fingerprint, identity
 from meshwright.launch.job import make_job
 from meshwright.launch.ranks import run_ranks
@@ -64,7 +64,7 @@ def test_a_complete_run_is_complete_and_makes_no_step(runs):
 def unsharded(world, job):
     training = Training(job, world)
     state = {name: local_shard_of(tensor).local for name, tensor in training.state().items()}
-    lines = [tensor_line(name, dtype_name(t), t.shape, content(t)) for name, t in state.items()]
+    lines = [tensor_digest_line(name, dtype_name(t), t.shape, tensor_bytes(t)) for name, t in state.items()]
     training.signals.close()
     return training.done, digest_of_lines(lines)
 
@@ -276,7 +276,7 @@ def test_a_checkpoint_that_was_saved_while_training_went_on_is_that_of_its_own_s
     sync, runs.folder = runs.folder, runs.folder.with_name("sync")
     runs.run("", "--checkpoint.every=1", "--checkpoint.keep=100")
     exact = {entry.step: state_digest(entry) for entry in runs.published()}
-    for entry in published(store_of(RunFolder(sync))):
+    for entry in list_published(open_run_store(RunFolder(sync))):
         assert state_digest(entry) == exact[entry.step]
 
 
@@ -291,9 +291,9 @@ def test_checkpoints_without_their_identity_are_not_silently_left_behind(runs):
 def test_a_read_error_while_the_run_is_taken_over_costs_no_checkpoint(runs, monkeypatch):
     stopped_at(runs, 6)
     from meshwright.recover.lease import take
-    from meshwright.store.posix import Calls
+    from meshwright.store.posix import PosixCalls
 
-    real = Calls.read
+    real = PosixCalls.read
 
     def broken(self, path, start, length):
         if path.endswith("manifest.json"):
@@ -301,7 +301,7 @@ def test_a_read_error_while_the_run_is_taken_over_costs_no_checkpoint(runs, monk
         return real(self, path, start, length)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Calls, "read", broken)
+        patch.setattr(PosixCalls, "read", broken)
         take(RunFolder(runs.folder))
     assert [entry.step for entry in runs.published()] == [6, 3]
 

@@ -8,7 +8,7 @@ import torch
 from recovering import Poisoned, config, final_digest
 
 from meshwright import train
-from meshwright.checkpoint.tensors import numbers, raw
+from meshwright.checkpoint.unsharded import read_full_tensor, to_float64
 from meshwright.recover.failures import RanksFailed
 
 
@@ -21,7 +21,7 @@ def test_a_loss_that_is_no_number_stops_all_ranks_at_one_step_and_is_never_publi
     assert [entry.step for entry in runs.published()] == [6, 3]
     for entry in runs.published():
         for name, record in entry.manifest.tensors.items():
-            assert np.isfinite(numbers(raw(entry, name), record.dtype)).all()
+            assert np.isfinite(to_float64(read_full_tensor(entry, name), record.dtype)).all()
     runs.run()
     runs.assert_as_if_undisturbed()
 
@@ -37,16 +37,18 @@ def test_a_state_that_is_not_finite_is_never_published(runs, small, tmp_path):
 
 
 def save_with_nan(world, folder):
-    from meshwright.checkpoint.catalogue import Lineage
-    from meshwright.checkpoint.saver import Notes, Saver
+    from meshwright.checkpoint.listing import RunLineage
+    from meshwright.checkpoint.saver import CheckpointMetadata, CheckpointSaver
     from meshwright.config import CheckpointConfig
     from meshwright.store.posix import PosixStore
 
     state = {"model/a": torch.ones(3), "model/b": torch.tensor([1.0, float("nan")])}
     facts = {"layout": {}, "identity": {}, "made_by": {}}
-    saver = Saver(CheckpointConfig(), PosixStore(folder), world, Lineage("r", 1, {}), 1, facts, lambda: state)
+    saver = CheckpointSaver(
+        CheckpointConfig(), PosixStore(folder), world, RunLineage("r", 1, {}), 1, facts, lambda: state
+    )
     common = {"data": {}, "rng": {}, "schedule": {}, "scaler": {}, "counters": {}}
-    (saved,) = saver.save(Notes(1, common, f"data/{world.rank}", {}), wait=True)
+    (saved,) = saver.save(CheckpointMetadata(1, common, f"data/{world.rank}", {}), wait=True)
     assert saved.error is not None
     assert saved.error.exit_code == 7
     return str(saved.error)
@@ -94,10 +96,10 @@ def go(runs, bad: dict[int, str], *overrides: str):
 
 def victim(runs, step: int) -> tuple[int, list[int]]:
     """The first sample of rank 1 in a step, and all that it has there."""
-    from meshwright.data.contract import contract_of
+    from meshwright.data.sample_lookup import open_sample_lookup
 
     go(runs, {})
-    samples = [int(s) for s in contract_of(runs.folder).show(step, 1)["samples"]]
+    samples = [int(s) for s in open_sample_lookup(runs.folder).show(step, 1)["samples"]]
     runs.folder = runs.folder.with_name("poisoned")
     return samples[0], samples
 

@@ -6,7 +6,7 @@ import pytest
 from recovering import Poisoned, config
 
 from meshwright import train
-from meshwright.data.contract import contract_of
+from meshwright.data.sample_lookup import open_sample_lookup
 from meshwright.recover.failures import RanksFailed
 
 EXPERTS = ("--model.experts=4", "--layout.expert=2")
@@ -54,7 +54,7 @@ def test_a_sample_that_cannot_be_decoded_is_met_by_all_that_read_it(layout, runs
         return train(asked, run=runs.folder, quiet=True, source=Poisoned({bad: "raises"}))
 
     go(-1, "stop")
-    shown = [[int(s) for s in contract_of(runs.folder).show(7, rank)["samples"]] for rank in range(ranks)]
+    shown = [[int(s) for s in open_sample_lookup(runs.folder).show(7, rank)["samples"]] for rank in range(ranks)]
     assert all(samples == shown[0] for samples in shown)  # stages and pieces read the same
     bad = shown[0][5]
     runs.folder = runs.folder.with_name("poisoned")

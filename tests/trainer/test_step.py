@@ -7,7 +7,7 @@ import torch
 
 from meshwright.config import Batch, RunConfig, load
 from meshwright.data.loader import Loader, MicroBatch
-from meshwright.data.source import Concatenated
+from meshwright.data.source import ConcatenatedSource
 from meshwright.data.stream import Stream
 from meshwright.models.init import build
 from meshwright.optim.adamw import Optimizer
@@ -34,7 +34,7 @@ def test_masks_really_are_unequal():
     batch = Batch(24, 2, 4, 3)
     stream = stream_for(CONFIG, source, batch)
     counts = [
-        sum(m.valid for m in next(Loader(Concatenated([source]), stream, batch, r, CONFIG.data).steps(0, 1)))
+        sum(m.valid for m in next(Loader(ConcatenatedSource([source]), stream, batch, r, CONFIG.data).steps(0, 1)))
         for r in range(4)
     ]
     assert len(set(counts)) == 4
@@ -53,7 +53,7 @@ def one_step(world: World, *overrides: str) -> dict:
     batch = Batch(8 * world.size, micro, world.size, 8 // micro)
     source = Masked(1000, 16, 256)
     stream = stream_for(config, source, batch)
-    steps = Loader(Concatenated([source]), stream, batch, world.rank, config.data).steps(0, 4)
+    steps = Loader(ConcatenatedSource([source]), stream, batch, world.rank, config.data).steps(0, 4)
     for number in range(4):
         outcome = step.run(number, 1e-3, steps)
     size = sum(p.numel() * p.element_size() for p in model.parameters())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config import Batch, BatchConfig, RunConfig, batch_algebra, from_dict, load
-from meshwright.data.files import open_sources
+from meshwright.data.file_sources import open_sources
 from meshwright.data.source import Source
 from meshwright.data.stream import Stream
 from meshwright.errors import ConfigError
@@ -20,11 +20,11 @@ from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
 from meshwright.topology.unsupported import validate
 
-MOST_EPOCHS = 1000
+MAX_EPOCHS = 1000
 
 
 @dataclass(frozen=True)
-class Contract:
+class SampleLookup:
     stream: Stream
     batch: Batch
     layout: Layout
@@ -51,8 +51,8 @@ class Contract:
 
     def find(self, sample: int, epochs: int) -> dict[str, Any]:
         """Where training meets a sample, for its first so many epochs."""
-        if not 1 <= epochs <= MOST_EPOCHS:
-            raise ConfigError(f"--epochs {epochs} is out of range", f"allowed: from 1 to {MOST_EPOCHS}")
+        if not 1 <= epochs <= MAX_EPOCHS:
+            raise ConfigError(f"--epochs {epochs} is out of range", f"allowed: from 1 to {MAX_EPOCHS}")
         source, index = self.stream.source_of(sample)
         places = []
         for place in islice(self.stream.find(sample), epochs):
@@ -68,19 +68,19 @@ class Contract:
         }
 
 
-def contract_of(run: Path) -> Contract:
+def open_sample_lookup(run: Path) -> SampleLookup:
     """The contract of a run folder, read from its identity; of a run file, read from the data it names."""
     if run.is_dir():
         record = read_json(RunFolder(run).identity_file)
         try:
             stream = Stream.from_json(record["stream"])
-            micro, layout = record["placement"]["batch.micro"], layout_in(record["placement"])
+            micro, layout = record["placement"]["batch.micro"], layout_from_record(record["placement"])
             names = [str(source["name"]) for source in record["sources"]]
             if type(micro) not in (int, type(None)) or micro == 0:
                 raise ValueError("impossible batch")
             if len(names) != len(stream.parts):
                 raise ValueError("sources and stream differ")
-            return Contract(
+            return SampleLookup(
                 stream, batch_algebra(BatchConfig(stream.global_batch, micro), layout.data_degree), layout, names
             )
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
@@ -92,16 +92,16 @@ def contract_of(run: Path) -> Contract:
     config = load(run)
     sources = open_sources(config.data, config.model.vocab)
     layout, batch = validate(config)
-    return Contract(stream_of(config, sources), batch, layout, [s.name for s in sources])
+    return SampleLookup(build_stream(config, sources), batch, layout, [s.name for s in sources])
 
 
-def layout_in(placement: dict[str, Any]) -> Layout:
+def layout_from_record(placement: dict[str, Any]) -> Layout:
     """The layout that a run's record speaks of; one that a stranger made up is refused as a run file's would be."""
     said = {key.removeprefix("layout."): value for key, value in placement.items() if key.startswith("layout.")}
     return Layout.of(from_dict({"layout": {key: value for key, value in said.items() if value is not None}}).layout)
 
 
-def stream_of(config: RunConfig, sources: Sequence[Source]) -> Stream:
+def build_stream(config: RunConfig, sources: Sequence[Source]) -> Stream:
     """The stream that a config makes of its sources."""
     weights = [source.weight for source in config.data.mixture] or [1.0]
     return Stream.over(config.seed, config.batch.global_, [len(s) for s in sources], weights, config.eval.holdout)

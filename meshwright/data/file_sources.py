@@ -17,22 +17,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.config import DataConfig, SourceConfig
-from meshwright.data.source import Concatenated, Sample, Source, Synthetic, blank_tokens, digest_of
+from meshwright.data.source import ConcatenatedSource, Sample, Source, SyntheticSource, content_digest, masked_tokens
 from meshwright.errors import DataError
 
-WHOLE = 256 << 20
+MAX_FULL_SCAN_BYTES = 256 << 20
 """Files up to this size are fingerprinted and checked whole; larger ones by their size and 64 blocks spread over
 them.
 """
 
-LONGEST_LINE = 64 << 20
+MAX_LINE_BYTES = 64 << 20
 """A JSONL line beyond this is refused: it would be held in memory at once."""
 
-SEPARATOR = 0
+SEPARATOR_BYTE = 0
 """The byte between two documents of a byte-level corpus."""
 
 
-class Tokens:
+class TokenSource:
     """A line of token ids cut into samples of `sequence` tokens; the label of each token is the one after it."""
 
     def __init__(self, ids: NDArray[Any], sequence: int, vocab: int, name: str) -> None:
@@ -42,7 +42,7 @@ class Tokens:
                 f"source {name} is empty: {len(ids)} token(s), one sample needs {sequence + 1}",
                 "give more data or a shorter data.sequence",
             )
-        for block in spread(ids):
+        for block in scan_blocks(ids):
             if int(block.max()) >= vocab:
                 raise DataError(
                     f"source {name} holds token id {int(block.max())}, beyond model.vocab = {vocab}",
@@ -62,12 +62,16 @@ class Tokens:
         return cut[:-1], cut[1:]
 
     def fingerprint(self) -> str:
-        return digest_of(
-            "tokens", self.ids.dtype, len(self.ids), self.sequence, *(block.tobytes() for block in spread(self.ids))
+        return content_digest(
+            "tokens",
+            self.ids.dtype,
+            len(self.ids),
+            self.sequence,
+            *(block.tobytes() for block in scan_blocks(self.ids)),
         )
 
     def blank(self) -> Sample:
-        return blank_tokens(self.sequence)
+        return masked_tokens(self.sequence)
 
 
 def open_sources(config: DataConfig, vocab: int) -> list[Source]:
@@ -78,13 +82,13 @@ def open_sources(config: DataConfig, vocab: int) -> list[Source]:
 def open_source(source: SourceConfig, data: DataConfig, vocab: int) -> Source:
     sequence = data.sequence
     if source.kind == "stdlib":
-        return Tokens(standard_library(), sequence, vocab, "stdlib")
+        return TokenSource(standard_library(), sequence, vocab, "stdlib")
     if source.kind == "synthetic":
-        return Synthetic(source.samples, sequence, vocab)
+        return SyntheticSource(source.samples, sequence, vocab)
     files = find_files(source.path)
     if source.kind == "tokens":
         opened: list[Source] = [
-            Tokens(
+            TokenSource(
                 map_file(file, np.dtype(f"<{source.dtype[0]}{np.dtype(source.dtype).itemsize}")),
                 sequence,
                 vocab,
@@ -92,12 +96,12 @@ def open_source(source: SourceConfig, data: DataConfig, vocab: int) -> Source:
             )
             for file in files
         ]
-        return opened[0] if len(opened) == 1 else Concatenated(opened)
+        return opened[0] if len(opened) == 1 else ConcatenatedSource(opened)
     if source.kind == "text" and not source.tokenizer:
-        opened = [Tokens(map_file(file, np.dtype("u1")), sequence, vocab, str(file)) for file in files]
-        return opened[0] if len(opened) == 1 else Concatenated(opened)
+        opened = [TokenSource(map_file(file, np.dtype("u1")), sequence, vocab, str(file)) for file in files]
+        return opened[0] if len(opened) == 1 else ConcatenatedSource(opened)
     skips = data.bad_sample_budget if data.on_bad_sample == "quarantine" else 0
-    return Tokens(tokenized(source, files, skips), sequence, vocab, source.path)
+    return TokenSource(tokenize_files(source, files, skips), sequence, vocab, source.path)
 
 
 def find_files(path: str) -> list[Path]:
@@ -130,10 +134,10 @@ def map_file(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
         raise DataError(f"source {file} cannot be read: {error.strerror}", "check data.path") from None
 
 
-def spread(ids: NDArray[Any]) -> Iterator[NDArray[Any]]:
+def scan_blocks(ids: NDArray[Any]) -> Iterator[NDArray[Any]]:
     """The whole array in blocks if it is small enough, else 64 blocks spread evenly, both ends included."""
     block = 1 << 20
-    if ids.nbytes <= WHOLE:
+    if ids.nbytes <= MAX_FULL_SCAN_BYTES:
         starts = np.arange(0, len(ids), block)
     else:
         block //= 16
@@ -150,7 +154,7 @@ def standard_library() -> NDArray[np.uint8]:
     for folder, below, files in os.walk(root):
         below[:] = sorted(name for name in below if name not in outside and not name.startswith("config-"))
         pieces.extend(
-            Path(folder, name).read_bytes() + bytes([SEPARATOR])
+            Path(folder, name).read_bytes() + bytes([SEPARATOR_BYTE])
             for name in sorted(files)
             if name.endswith(".py") and not name.startswith("_sysconfigdata")
         )
@@ -159,14 +163,16 @@ def standard_library() -> NDArray[np.uint8]:
     return np.frombuffer(b"".join(pieces), dtype=np.uint8)
 
 
-def tokenized(source: SourceConfig, files: list[Path], skips: int) -> NDArray[Any]:
+def tokenize_files(source: SourceConfig, files: list[Path], skips: int) -> NDArray[Any]:
     """The ids of text or JSONL files, made once and kept in the cache under the digest of content and tokenizer."""
     encode, tokenizer_digest = open_tokenizer(source.tokenizer)
     contents = [
-        digest_of(file.stat().st_size, *(block.tobytes() for block in spread(map_file(file, np.dtype("u1")))))
+        content_digest(file.stat().st_size, *(block.tobytes() for block in scan_blocks(map_file(file, np.dtype("u1")))))
         for file in files
     ]
-    key = digest_of(source.kind, source.field if source.kind == "jsonl" else "", tokenizer_digest, skips, *contents)
+    key = content_digest(
+        source.kind, source.field if source.kind == "jsonl" else "", tokenizer_digest, skips, *contents
+    )
     cache = Path(os.environ.get("MESHWRIGHT_CACHE") or Path.home() / ".cache" / "meshwright")
     kept = cache / f"{key}.u32"
     if not kept.exists():
@@ -174,7 +180,7 @@ def tokenized(source: SourceConfig, files: list[Path], skips: int) -> NDArray[An
         # Written under a name of its own and renamed whole: two ranks may do this at once, and a crash leaves nothing.
         with tempfile.NamedTemporaryFile(dir=cache, suffix=".part", delete=False) as part:
             try:
-                for document in documents(source, files, skips):
+                for document in read_documents(source, files, skips):
                     part.write(np.asarray(encode(document), dtype="<u4").tobytes())
                 part.close()
                 os.replace(part.name, kept)
@@ -186,22 +192,22 @@ def tokenized(source: SourceConfig, files: list[Path], skips: int) -> NDArray[An
     return map_file(kept, np.dtype("<u4"))
 
 
-def documents(source: SourceConfig, files: list[Path], skips: int) -> Iterator[str]:
+def read_documents(source: SourceConfig, files: list[Path], skips: int) -> Iterator[str]:
     """Each document's text. A line that cannot be decoded is named; up to `skips` of them are left out, as a property
     of the file alone.
     """
     for file in files:
         with open(file, "rb") as lines:
             for number in range(1, 1 << 62):
-                line = lines.readline(LONGEST_LINE + 1)
+                line = lines.readline(MAX_LINE_BYTES + 1)
                 if not line:
                     break
                 if source.kind == "jsonl" and not line.strip():
                     continue
                 try:
-                    if len(line) > LONGEST_LINE:
-                        raise ValueError(f"over {LONGEST_LINE:,} bytes")
-                    yield line.decode() if source.kind == "text" else text_of(line, source.field)
+                    if len(line) > MAX_LINE_BYTES:
+                        raise ValueError(f"over {MAX_LINE_BYTES:,} bytes")
+                    yield line.decode() if source.kind == "text" else jsonl_text(line, source.field)
                 except (ValueError, RecursionError) as error:
                     skips -= 1
                     if skips < 0:
@@ -211,7 +217,7 @@ def documents(source: SourceConfig, files: list[Path], skips: int) -> Iterator[s
                         ) from None
 
 
-def text_of(line: bytes, field: str) -> str:
+def jsonl_text(line: bytes, field: str) -> str:
     record = json.loads(line)
     if not isinstance(record, dict) or not isinstance(record.get(field), str):
         raise ValueError(f"no text under {field!r}")
@@ -223,7 +229,7 @@ def text_of(line: bytes, field: str) -> str:
 def open_tokenizer(path: str) -> tuple[Any, str]:
     """(text -> ids, digest) of a tokenizer.json, or the byte level with its separator."""
     if not path:
-        return (lambda text: [*text.encode(), SEPARATOR]), "bytes"
+        return (lambda text: [*text.encode(), SEPARATOR_BYTE]), "bytes"
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -235,4 +241,4 @@ def open_tokenizer(path: str) -> tuple[Any, str]:
         tokenizer = Tokenizer.from_buffer(raw)
     except Exception as error:  # noqa: BLE001  the library raises bare Exceptions
         raise DataError(f"tokenizer {path} cannot be read: {error}", "give a tokenizer.json") from None
-    return (lambda text: tokenizer.encode(text).ids), digest_of(raw)
+    return (lambda text: tokenizer.encode(text).ids), content_digest(raw)
