@@ -50,10 +50,10 @@ def plan(
 
     from meshwright.io import write_output
     from meshwright.observe.plan_text import show
-    from meshwright.planner.calibration.prediction import prediction
-    from meshwright.planner.hardware.resolve_cluster import cluster_of, of_devices
+    from meshwright.planner.calibration.prediction import prediction_record
+    from meshwright.planner.hardware.resolve_cluster import resolve_cluster, with_whole_nodes
     from meshwright.planner.search.plan_result import answer, as_json, run_file
-    from meshwright.planner.workload.workload_args import workload
+    from meshwright.planner.workload.workload_args import build_workload
 
     for name, number in (("--ranks", ranks), ("--batch", batch), ("--sequence", sequence), ("--top", top)):
         if number is not None and not 1 <= number <= MOST:
@@ -66,17 +66,17 @@ def plan(
         raise ConfigError(f"--out {out} is no run file", "allowed: a name that ends in .toml")
     if out is not None and html in (out, out.with_suffix(".json")):
         raise ConfigError(f"--html {html} is also written by --out", "allowed: another name")
-    devices = cluster_of(cluster)
+    devices = resolve_cluster(cluster)
     if ranks is not None:
         if ranks > devices.devices:
             raise ConfigError(f"--ranks {ranks} of {devices.devices} devices", f"allowed: 1 to {devices.devices}")
-        devices = of_devices(devices, ranks)
-    work = workload(model, overrides, batch, sequence, precision)
+        devices = with_whole_nodes(devices, ranks)
+    work = build_workload(model, overrides, batch, sequence, precision)
     place = explain[0] if explain else 1
     whole = answer(work, devices, place, top, scale, critical_batch, str(out or "PLAN.toml"))
     if out is not None:
         write_output(out, [run_file(whole)], "--out")
-        write_output(out.with_suffix(".json"), [dumps(prediction(whole.chosen), indent=1), "\n"], "--out")
+        write_output(out.with_suffix(".json"), [dumps(prediction_record(whole.chosen), indent=1), "\n"], "--out")
     if html is not None:
         from meshwright.observe.plan_page import page
 
@@ -164,9 +164,9 @@ def settings(
     from meshwright.config import load
 
     if cluster is not None:
-        from meshwright.planner.hardware.resolve_cluster import cluster_of
+        from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 
-        cluster_of(cluster)  # what is misspelt is refused here, in one line
+        resolve_cluster(cluster)  # what is misspelt is refused here, in one line
     if plan is None:
         return load(file, overrides, ranks, steps)
     from meshwright.launch.environment import started_by_torchrun

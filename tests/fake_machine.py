@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.planner.hardware.cluster import Cluster, Device, Link, Product
+from meshwright.planner.hardware.cluster import Cluster, Device, Link, MatmulRate
 from meshwright.planner.hardware.cluster_file import cluster_toml
-from meshwright.planner.hardware.resolve_cluster import this_machine
+from meshwright.planner.hardware.resolve_cluster import measured_machine
 
 GB = 1e9
 
@@ -14,7 +14,7 @@ GB = 1e9
 def machine(devices: int = 4, memory: float = 4 * GB, name: str = "made-up processor", rate: float = 20e9) -> Cluster:
     """Processors of one host."""
     products = tuple(
-        Product(precision, size, size, size, rate * share)
+        MatmulRate(precision, size, size, size, rate * share)
         for precision, share in (("fp32", 1.0), ("bf16", 0.5))
         for size in (64, 512)
     )
@@ -27,4 +27,4 @@ def keep_machine(home: Path, cluster: Cluster | None = None) -> Cluster:
     """Written where `meshwright plan measure` would write it; as plans read it."""
     home.mkdir(parents=True, exist_ok=True)
     (home / "machine.toml").write_text(cluster_toml(cluster or machine()))
-    return this_machine()
+    return measured_machine()

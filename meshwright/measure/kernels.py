@@ -7,39 +7,39 @@ from functools import partial
 
 import torch
 
-from meshwright.measure.timing import Allowance, Crew, affordable
-from meshwright.planner.hardware.cluster import Product
+from meshwright.measure.timing import TimeBudget, TimingGroup, fits_budget
+from meshwright.planner.hardware.cluster import MatmulRate
 
 Shape = tuple[int, int, int]
 """Rows (tokens), inner, columns."""
-SHAPES: dict[str, list[Shape]] = {
+MATMUL_SHAPES: dict[str, list[Shape]] = {
     "cpu": [(128, 128, 128), (512, 512, 512), (4096, 256, 256), (256, 512, 2048), (1024, 1024, 1024)],
     "cuda": [(1024, 1024, 1024), (4096, 4096, 4096), (16384, 4096, 1024), (2048, 4096, 14336), (8192, 8192, 8192)],
 }
 """Small, tall, wide and large ones; the smallest first, of which the others' time is foreseen."""
-TYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 COPIED = {"cpu": 64 << 20, "cuda": 1 << 30}
 """Bytes; more than caches hold."""
 TINY = 64
 """Numbers of an operator that has nothing to compute."""
 
 
-def products(crew: Crew, budget: float) -> list[Product]:
+def measure_matmuls(crew: TimingGroup, budget: float) -> list[MatmulRate]:
     """Rates by precision and shape. What is too slow for its share of the time is left out, but for the smallest."""
     found = []
-    precisions = [*TYPES, *(["fp8"] if has_fp8(crew.device) else [])]
-    shapes = SHAPES[crew.device.type]
-    allowance = Allowance(crew, budget, len(precisions) * len(shapes))
+    precisions = [*DTYPES, *(["fp8"] if has_fp8(crew.device) else [])]
+    shapes = MATMUL_SHAPES[crew.device.type]
+    allowance = TimeBudget(crew, budget, len(precisions) * len(shapes))
     for precision in precisions:
         best = 0.0
         for rows, inner, columns in shapes:
             work, share = 2.0 * rows * inner * columns, allowance.share()
-            if best and not affordable(work / best, share):
+            if best and not fits_budget(work / best, share):
                 continue
             call = product(precision, (rows, inner, columns), crew.device)
             rate = work / crew.seconds(call, share)
             best = max(best, rate)
-            found.append(Product(precision, rows, inner, columns, rate))
+            found.append(MatmulRate(precision, rows, inner, columns, rate))
     return found
 
 
@@ -52,7 +52,7 @@ def product(precision: str, shape: Shape, device: torch.device) -> Callable[[], 
         )
         one = torch.ones((), device=device)
         return partial(torch._scaled_mm, left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-    left, right = (torch.randn(size, device=device).to(TYPES[precision]) for size in ((rows, inner), (inner, columns)))
+    left, right = (torch.randn(size, device=device).to(DTYPES[precision]) for size in ((rows, inner), (inner, columns)))
     out = torch.empty(rows, columns, dtype=left.dtype, device=device)
     return partial(torch.mm, left, right, out=out)
 
@@ -61,7 +61,7 @@ def has_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def copy_rate(crew: Crew, budget: float) -> float:
+def measure_memory_bandwidth(crew: TimingGroup, budget: float) -> float:
     """Bytes a second that are read and written."""
     size = COPIED[crew.device.type]
     source = torch.ones(size // 4, device=crew.device)
@@ -69,7 +69,7 @@ def copy_rate(crew: Crew, budget: float) -> float:
     return 2 * size / crew.seconds(partial(target.copy_, source), budget)
 
 
-def launch_seconds(crew: Crew, budget: float) -> float:
+def measure_launch(crew: TimingGroup, budget: float) -> float:
     """Of one operator from its call to the next."""
     small = torch.zeros(TINY, device=crew.device)
     return crew.seconds(partial(torch.add, small, small), budget)

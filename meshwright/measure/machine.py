@@ -15,12 +15,12 @@ import torch.distributed as dist
 from meshwright.config import LaunchConfig
 from meshwright.errors import ConfigError
 from meshwright.launch.ranks import run_ranks
-from meshwright.measure.collectives import curves
-from meshwright.measure.kernels import copy_rate, launch_seconds, products
-from meshwright.measure.timing import Crew
+from meshwright.measure.collectives import measure_curves
+from meshwright.measure.kernels import measure_launch, measure_matmuls, measure_memory_bandwidth
+from meshwright.measure.timing import TimingGroup
 from meshwright.parallel.world import World
-from meshwright.planner.hardware.cluster import Cluster, Curve, Device, Link, Product
-from meshwright.planner.hardware.cluster_file import filled
+from meshwright.planner.hardware.cluster import BandwidthCurve, Cluster, Device, Link, MatmulRate
+from meshwright.planner.hardware.cluster_file import fill_peak_flops
 
 MOST_RANKS = 64
 CORES = 4
@@ -33,15 +33,15 @@ DIGITS = 4
 
 
 @dataclass(frozen=True)
-class Seen:
+class MachineMeasurement:
     """What the ranks found; the same on each."""
 
     device: str
     memory: float
-    products: list[Product]
+    matmuls: list[MatmulRate]
     copy: float
     launch: float
-    curves: list[Curve]
+    curves: list[BandwidthCurve]
     host: bool
 
 
@@ -58,7 +58,7 @@ def measure(seconds: float, ranks: int | None = None) -> tuple[Cluster, list[str
     launch = LaunchConfig(
         rendezvous_timeout=60.0, collective_timeout=60.0 + 2 * seconds, device="cuda" if devices else "cpu"
     )
-    seen: Seen = run_ranks(look, count, seconds, launch=launch, timeout=120.0 + 4 * seconds)[0]
+    seen: MachineMeasurement = run_ranks(look, count, seconds, launch=launch, timeout=120.0 + 4 * seconds)[0]
     kind = "NCCL" if devices else "Gloo"
     remarks = [
         f"measured on {socket.gethostname()}, {date.today()}, with torch {torch.__version__}",
@@ -66,26 +66,26 @@ def measure(seconds: float, ranks: int | None = None) -> tuple[Cluster, list[str
     ]
     if load > BUSY * cores:
         remarks.append(f"the machine was busy: a load of {load:.1f} on {cores} cores; measure again when it is idle")
-    return cluster_of_seen(seen, count), remarks
+    return measured_cluster(seen, count), remarks
 
 
-def look(world: World, seconds: float) -> Seen:
+def look(world: World, seconds: float) -> MachineMeasurement:
     """A rank's part of the measurement."""
-    crew = Crew(world.size, world.device)
+    crew = TimingGroup(world.size, world.device)
     with torch.no_grad():
-        found = Seen(
+        found = MachineMeasurement(
             device_name(world.device),
             device_memory(world),
-            products(crew, SHARES["products"] * seconds),
-            copy_rate(crew, SHARES["copy"] * seconds),
-            launch_seconds(crew, SHARES["launch"] * seconds),
+            measure_matmuls(crew, SHARES["products"] * seconds),
+            measure_memory_bandwidth(crew, SHARES["copy"] * seconds),
+            measure_launch(crew, SHARES["launch"] * seconds),
             all_curves(world, SHARES["curves"] * seconds) if world.size > 1 else [],
             world.device.type == "cpu",
         )
     return found
 
 
-def all_curves(world: World, budget: float) -> list[Curve]:
+def all_curves(world: World, budget: float) -> list[BandwidthCurve]:
     """Over two ranks, four, and so on to all of them; those that are left out of a group wait for it."""
     sizes = [*(1 << power for power in range(1, 7) if 1 << power < world.size), world.size]
     found = []
@@ -93,25 +93,26 @@ def all_curves(world: World, budget: float) -> list[Curve]:
         peers = list(range(size))
         group = dist.new_group(peers) if size < world.size else None
         if world.rank in peers:
-            found += curves(Crew(size, world.device, group), peers, budget / len(sizes))
+            found += measure_curves(TimingGroup(size, world.device, group), peers, budget / len(sizes))
         world.sum(torch.zeros(()), "measured").wait()
     return found
 
 
-def cluster_of_seen(seen: Seen, ranks: int) -> Cluster:
-    rows = tuple(Product(row.precision, row.rows, row.inner, row.columns, short(row.rate)) for row in seen.products)
+def measured_cluster(seen: MachineMeasurement, ranks: int) -> Cluster:
+    rows = tuple(MatmulRate(row.precision, row.rows, row.inner, row.columns, short(row.rate)) for row in seen.matmuls)
     peak: dict[str, float] = {}
     for row in rows:
         peak[row.precision] = max(row.rate, peak.get(row.precision, 0.0))
-    device = Device(seen.device, seen.memory, short(seen.copy), filled(peak), host=seen.host, products=rows)
+    device = Device(seen.device, seen.memory, short(seen.copy), fill_peak_flops(peak), host=seen.host, products=rows)
     link = link_of_curves(seen.curves, ranks) if ranks > 1 else Link(device.stream, 0.0)
     return Cluster("here", device, ranks, 1, link, link, {"launch": short(seen.launch)})
 
 
-def link_of_curves(found: list[Curve], ranks: int) -> Link:
+def link_of_curves(found: list[BandwidthCurve], ranks: int) -> Link:
     """Bandwidth is the best of all-reduce among all ranks; latency what a hop of its smallest message took."""
     rounded = tuple(
-        Curve(row.collective, row.ranks, tuple((size, short(rate)) for size, rate in row.points)) for row in found
+        BandwidthCurve(row.collective, row.ranks, tuple((size, short(rate)) for size, rate in row.points))
+        for row in found
     )
     [whole] = [row for row in rounded if (row.collective, row.ranks) == ("all_reduce", ranks)]
     size, rate = whole.points[0]

@@ -12,16 +12,16 @@ import torch.distributed as dist
 
 BATCH = 0.005
 """Seconds of one batch, at least: calls shorter than the clock is sure of are timed together."""
-MOST_CALLS = 2000
+MAX_CALLS = 2000
 """of one batch"""
-FEWEST, MOST = 3, 25
+MIN_BATCHES, MOST = 3, 25
 """batches"""
 PATIENCE = 4.0
 """A call that would take more than so many times its share of the time is not made."""
 
 
 @dataclass(frozen=True)
-class Crew:
+class TimingGroup:
     """The ranks that time something together, seen from one of them."""
 
     ranks: int
@@ -56,22 +56,22 @@ class Crew:
         """
         self.once(call, 1)
         first = max(1e-9, self.agree(self.once(call, 1), slowest=True))
-        calls = min(MOST_CALLS, max(1, int(BATCH / first)))
-        batches = min(MOST, max(FEWEST, int(share / (calls * first))))
+        calls = min(MAX_CALLS, max(1, int(BATCH / first)))
+        batches = min(MOST, max(MIN_BATCHES, int(share / (calls * first))))
         took: list[float] = []
         start = time.monotonic()
         while len(took) < batches:
             spent = self.agree(time.monotonic() - start, slowest=True)  # all begin together, and end together
-            if spent > share and len(took) >= FEWEST:
+            if spent > share and len(took) >= MIN_BATCHES:
                 break
             took.append(self.once(call, calls) / calls)
         return self.agree(median(took), slowest)
 
 
-class Allowance:
+class TimeBudget:
     """Time for several things, one after the other: what one of them leaves or overdraws is the next ones'."""
 
-    def __init__(self, crew: Crew, seconds: float, things: int) -> None:
+    def __init__(self, crew: TimingGroup, seconds: float, things: int) -> None:
         self._crew, self._end, self._things = crew, time.monotonic() + seconds, things
 
     def share(self) -> float:
@@ -81,6 +81,6 @@ class Allowance:
         return self._crew.agree(left, slowest=True)
 
 
-def affordable(seconds: float, share: float) -> bool:
+def fits_budget(seconds: float, share: float) -> bool:
     """Whether a call of so many seconds can be timed in its share, or not much more."""
-    return seconds * (FEWEST + 2) <= PATIENCE * share
+    return seconds * (MIN_BATCHES + 2) <= PATIENCE * share

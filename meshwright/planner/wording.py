@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.planner.cost.estimate import Call, Estimate, Memory
-from meshwright.planner.workload.job import Job
+from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology.collectives import wire_bytes
 
 CLASSES = (
@@ -22,7 +22,7 @@ CLASSES = (
 """of memory, as they are shown"""
 
 
-def spread(job: Job) -> str:
+def spread(job: PlannedJob) -> str:
     """The axes and what is divided along them."""
     layout = job.layout
     kind = f" ({job.sharding})" if job.sharding != "none" else ""
@@ -30,7 +30,7 @@ def spread(job: Job) -> str:
     return " x ".join(told) or "one device"
 
 
-def extras(job: Job) -> str:
+def extras(job: PlannedJob) -> str:
     """The rest of what a plan decides."""
     told = [f"micro {job.batch.micro} x {job.batch.accumulation}"]
     if job.layout.pipeline > 1:
@@ -42,7 +42,7 @@ def extras(job: Job) -> str:
     return ", ".join(told)
 
 
-def plan(job: Job) -> str:
+def plan(job: PlannedJob) -> str:
     return f"{spread(job)}; {extras(job)}"
 
 

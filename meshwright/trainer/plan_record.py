@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from meshwright.errors import ConfigError
 from meshwright.io import write_json
 from meshwright.parallel.world import World
-from meshwright.planner.calibration.run_prediction import foretold
+from meshwright.planner.calibration.run_prediction import predict_run
 from meshwright.telemetry.events import EventLog
 from meshwright.telemetry.run_measurements import FIRST
 from meshwright.trainer.run_info import device_name
@@ -30,7 +30,7 @@ class Foresight:
         self.peak: int | None = None
         """bytes of live tensors at the most that a ledger counted"""
         if self.known:
-            self.foretold = foretold(
+            self.foretold = predict_run(
                 job.config, job.attempt, device_name(world.device), job.cluster, own_model=job.model is not None
             )
             with suppress(OSError):

@@ -18,21 +18,21 @@ from meshwright.config import load
 from meshwright.io import format_bytes, format_seconds
 from meshwright.observe.plan_page import page
 from meshwright.observe.plan_text import bar, show
-from meshwright.planner.hardware.resolve_cluster import cluster_of
+from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search.plan_result import answer
-from meshwright.planner.workload.workload_args import workload
+from meshwright.planner.workload.workload_args import build_workload
 from meshwright.topology.layout import Layout
 from meshwright.topology.unsupported import validate
 
 
 @pytest.fixture(scope="module")
 def whole():
-    return answer(workload("llama-70b"), cluster_of("h100:8x16"), scale=True)
+    return answer(build_workload("llama-70b"), resolve_cluster("h100:8x16"), scale=True)
 
 
 @pytest.fixture(scope="module")
 def piped():
-    return answer(workload("llama-70b", ["--layout.pipeline=8"]), cluster_of("h100:8x16"))
+    return answer(build_workload("llama-70b", ["--layout.pipeline=8"]), resolve_cluster("h100:8x16"))
 
 
 def shown(whole, width: int = 120) -> str:

@@ -12,25 +12,32 @@ import pytest
 
 from meshwright.config import from_dict
 from meshwright.errors import ConfigError
-from meshwright.planner.calibration import calibration
-from meshwright.planner.calibration.calibration import Correction, Record, Shape, correct, recall, remember
+from meshwright.planner.calibration import calibration_log
+from meshwright.planner.calibration.calibration_log import (
+    CalibrationRecord,
+    CorrectionFactor,
+    JobSignature,
+    append_record,
+    correction_factor,
+    read_records,
+)
 from meshwright.planner.calibration.corrections import Corrections
 from meshwright.planner.calibration.estimator import estimate
-from meshwright.planner.hardware.cluster import preset
-from meshwright.planner.workload.job import Job
-from meshwright.planner.workload.trainer_profiles import OWN_COMPILED
+from meshwright.planner.hardware.cluster import preset_cluster
+from meshwright.planner.workload.planned_job import PlannedJob
+from meshwright.planner.workload.trainer_profiles import MESHWRIGHT_COMPILED
 
 
 def job(**model):
-    return Job.of(from_dict({"model": model}), preset("h100", 8))
+    return PlannedJob.of(from_dict({"model": model}), preset_cluster("h100", 8))
 
 
 def record(ratio=2.0, memory=None, of=None):
-    return Record.of(of or job(), (0.5, 0.5 * ratio), memory)
+    return CalibrationRecord.of(of or job(), (0.5, 0.5 * ratio), memory)
 
 
 def correction(job, figure="seconds"):
-    return correct(Shape.of(job), recall()[0], figure)
+    return correction_factor(JobSignature.of(job), read_records()[0], figure)
 
 
 @pytest.fixture
@@ -40,12 +47,12 @@ def file(tmp_path, monkeypatch):
 
 
 def test_without_runs_nothing_is_corrected(file):
-    assert correction(job()) == Correction(1.0, 1.0, 0)
+    assert correction(job()) == CorrectionFactor(1.0, 1.0, 0)
 
 
 def test_the_correction_is_the_median_of_the_ratios_in_logarithms(file):
     for ratio in (1.0, 4.0, 2.0, 100.0, 0.5):
-        remember(record(ratio))
+        append_record(record(ratio))
     found = correction(job())
     assert (found.ratio, found.n) == (pytest.approx(2.0), 5)
     assert found.spread == pytest.approx(4.0)  # four of the five lie within 2 / 4 and 2 * 4
@@ -53,39 +60,39 @@ def test_the_correction_is_the_median_of_the_ratios_in_logarithms(file):
 
 
 def test_memory_is_corrected_by_itself(file):
-    remember(record(3.0, (10.0, 12.0)))
+    append_record(record(3.0, (10.0, 12.0)))
     assert correction(job(), "memory").ratio == pytest.approx(1.2)
 
 
 def test_records_come_back_as_they_were_written(file):
     kept = [record(1.5), record(2.5, (1e9, 1.25e9), job(layers=7, experts=4))]
     for each in kept:
-        remember(each)
-    assert recall() == (kept, 0)
+        append_record(each)
+    assert read_records() == (kept, 0)
 
 
 def test_the_nearest_runs_count_and_of_those_the_newest(file):
-    near, far = Shape.of(job()), job(layers=32, width=512, heads=8)
+    near, far = JobSignature.of(job()), job(layers=32, width=512, heads=8)
     for ratio in range(1, 21):
-        remember(record(float(ratio)))
-        remember(record(1000.0, of=far))
+        append_record(record(float(ratio)))
+        append_record(record(1000.0, of=far))
     assert correction(job()).ratio == pytest.approx((16 * 17) ** 0.5)  # of 13 to 20
     assert near.distance(near) == 0
-    assert near.distance(Shape.of(far)) > 0
+    assert near.distance(JobSignature.of(far)) > 0
 
 
 @pytest.mark.parametrize(
     "other",
     [
         replace(job(), precision="bf16"),
-        replace(job(), stack=OWN_COMPILED),
-        replace(job(), cluster=preset("h200", 8)),
+        replace(job(), stack=MESHWRIGHT_COMPILED),
+        replace(job(), cluster=preset_cluster("h200", 8)),
         job(layers=4000, width=8192, heads=64),
     ],
     ids=["precision", "software", "device", "size"],
 )
 def test_a_run_of_another_kind_says_nothing(file, other):
-    remember(record(9.0, of=other))
+    append_record(record(9.0, of=other))
     assert correction(job()).n == 0
     assert correction(other).n == 1
 
@@ -108,13 +115,13 @@ def test_a_run_of_another_kind_says_nothing(file, other):
     ],
 )
 def test_a_damaged_line_is_passed_over_and_said(file, line):
-    remember(record(2.0))
+    append_record(record(2.0))
     with open(file, "ab") as opened:
         opened.write(line)  # torn: no end
-    remember(record(2.0))
+    append_record(record(2.0))
     found = correction(job())
     assert found.n == 2
-    records, damaged = recall()
+    records, damaged = read_records()
     assert damaged == 1
     [note] = Corrections((), damaged).timed(estimate(job())).notes
     assert note == f"damaged lines of {file}, passed over: 1"
@@ -122,29 +129,29 @@ def test_a_damaged_line_is_passed_over_and_said(file, line):
 
 
 def test_the_file_does_not_grow_without_bound(file, monkeypatch):
-    monkeypatch.setattr(calibration, "LARGEST_FILE", 4000)
+    monkeypatch.setattr(calibration_log, "LARGEST_FILE", 4000)
     for ratio in range(1, 41):
-        remember(record(float(ratio)))
+        append_record(record(float(ratio)))
     sizes = [path.stat().st_size for path in file.parent.iterdir()]
     assert len(sizes) == 2
     assert max(sizes) <= 4000
-    found, damaged = recall()
+    found, damaged = read_records()
     assert damaged == 0
     assert found[-1].measured_seconds == 20.0
     assert len(found) > 8
     file.write_bytes(b"x" * 3_990 + b"\n" + file.read_bytes())  # larger than ours become: only its end is read
-    assert recall()[1] == 0
+    assert read_records()[1] == 0
 
 
 def test_a_record_that_is_too_long_is_refused(file):
     with pytest.raises(ConfigError, match="allowed: at most 4,096"):
-        remember(replace(record(), model="x" * 5000))
+        append_record(replace(record(), model="x" * 5000))
     assert not file.exists()
 
 
 def write_many(number):
     for _ in range(50):
-        remember(record(float(number)))
+        append_record(record(float(number)))
 
 
 def test_several_writers_at_once_lose_nothing(file):
@@ -154,16 +161,16 @@ def test_several_writers_at_once_lose_nothing(file):
         writer.start()
     for writer in writers:
         writer.join(60)
-    found, damaged = recall()
+    found, damaged = read_records()
     assert (len(found), damaged) == (150, 0)
     assert sorted({each.measured_seconds for each in found}) == [0.5, 1.0, 1.5]
 
 
 def test_equally_far_runs_are_ordered_by_age_alone():
     records = [record(float(ratio)) for ratio in range(1, 10)]
-    assert correct(Shape.of(job()), records, "seconds").n == calibration.NEAREST
+    assert correction_factor(JobSignature.of(job()), records, "seconds").n == calibration_log.MAX_NEAREST_RECORDS
 
 
 def test_calibration_imports_no_torch():
-    code = "import sys, meshwright.planner.calibration.calibration; assert 'torch' not in sys.modules"
+    code = "import sys, meshwright.planner.calibration.calibration_log; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

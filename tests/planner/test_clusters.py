@@ -13,9 +13,9 @@ from hypothesis import strategies as some
 
 from meshwright.config.reader import build
 from meshwright.errors import ConfigError
-from meshwright.planner.hardware.cluster import DEVICES, GB, NODES, TERA, Curve, Product, preset
-from meshwright.planner.hardware.cluster_file import ClusterForm, cluster_of_form, cluster_toml, read_cluster
-from meshwright.planner.hardware.resolve_cluster import cluster_of, machine_file
+from meshwright.planner.hardware.cluster import DEVICES, GB, NODES, TERA, BandwidthCurve, MatmulRate, preset_cluster
+from meshwright.planner.hardware.cluster_file import ClusterSchema, build_cluster, cluster_toml, read_cluster
+from meshwright.planner.hardware.resolve_cluster import machine_file, resolve_cluster
 
 CUSTOM = """
 nodes = 4
@@ -55,7 +55,7 @@ def written(tmp_path):
     ],
 )
 def test_a_word_names_devices_and_nodes(word, device, per_node, nodes):
-    found = cluster_of(word)
+    found = resolve_cluster(word)
     assert (found.device.name, found.per_node, found.nodes, found.name) == (device, per_node, nodes, word)
     assert (found.inside, found.between) == NODES[device][1:]
 
@@ -81,7 +81,7 @@ def test_a_word_names_devices_and_nodes(word, device, per_node, nodes):
 def test_a_word_that_names_nothing_is_refused_in_one_line(word, said, tmp_path, monkeypatch):
     monkeypatch.setenv("MESHWRIGHT_HOME", str(tmp_path / "empty"))
     with pytest.raises(ConfigError) as refused:
-        cluster_of(word)
+        resolve_cluster(word)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -89,15 +89,15 @@ def test_a_word_that_names_nothing_is_refused_in_one_line(word, said, tmp_path, 
 def test_here_is_this_machine_as_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("MESHWRIGHT_HOME", str(tmp_path))
     assert machine_file() == tmp_path / "machine.toml"
-    machine_file().write_text(cluster_toml(preset("a100-40", 4)))
-    assert cluster_of("here") == replace(preset("a100-40", 4), name="here")
-    assert cluster_of("here:2").devices == 2
+    machine_file().write_text(cluster_toml(preset_cluster("a100-40", 4)))
+    assert resolve_cluster("here") == replace(preset_cluster("a100-40", 4), name="here")
+    assert resolve_cluster("here:2").devices == 2
     for word in ("here:8", "here:4x2"):
         with pytest.raises(ConfigError, match="is not this machine; allowed: here, or here:1 to here:4"):
-            cluster_of(word)
+            resolve_cluster(word)
     machine_file().write_text("nodes = 'many'")
     with pytest.raises(ConfigError, match=r"machine.toml: nodes = \"many\" has the wrong type"):
-        cluster_of("here")
+        resolve_cluster("here")
 
 
 def test_what_a_file_leaves_out_is_that_of_what_it_is_like(written):
@@ -170,15 +170,17 @@ def test_a_mistake_in_a_file_is_one_line_that_names_field_and_file(written, text
 
 def measured():
     """With everything that a measurement writes."""
-    whole = preset("h100", 4)
+    whole = preset_cluster("h100", 4)
     points = ((65536.0, 1.25 * GB), (1048576.0, 40.5 * GB))
-    curves = (Curve("all_reduce", 2, points), Curve("send", 4, points[:1]))
-    device = replace(whole.device, products=(Product("bf16", 4096, 1024, 64, 512.25 * TERA),))
+    curves = (BandwidthCurve("all_reduce", 2, points), BandwidthCurve("send", 4, points[:1]))
+    device = replace(whole.device, products=(MatmulRate("bf16", 4096, 1024, 64, 512.25 * TERA),))
     inside = replace(whole.inside, curve=points, curves=curves)
     return replace(whole, device=device, inside=inside, between=inside, measured={"launch": 4.75e-6})
 
 
-@pytest.mark.parametrize("cluster", [*map(preset, NODES), preset("b200", 64), measured()], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "cluster", [*map(preset_cluster, NODES), preset_cluster("b200", 64), measured()], ids=lambda c: c.name
+)
 def test_a_cluster_survives_being_written(cluster, written):
     text = cluster_toml(cluster, ["measured here"])
     assert read_cluster(written(text)) == cluster
@@ -186,7 +188,7 @@ def test_a_cluster_survives_being_written(cluster, written):
 
 @given(some.floats(1e-6, 1e9), some.floats(0, 1e6))
 def test_figures_are_written_with_fifteen_digits(rate, latency):
-    whole = preset("h100")
+    whole = preset_cluster("h100")
     text = cluster_toml(replace(whole, inside=replace(whole.inside, bandwidth=rate, latency=latency)))
     said = dict(line.split(" = ") for line in text.partition("[inside]")[2].partition("[")[0].split("\n") if line)
     assert float(said["gbs"]) * GB == pytest.approx(rate, rel=1e-14)
@@ -211,7 +213,7 @@ def test_whatever_stands_in_a_field_is_read_or_refused(data):
         below = below[key]
     below[key] = data.draw(ANYTHING)
     try:
-        found = cluster_of_form(build(ClusterForm, tree, ""), "any")
+        found = build_cluster(build(ClusterSchema, tree, ""), "any")
     except ConfigError as error:
         assert "\n" not in str(error)
     else:

@@ -10,16 +10,16 @@ from asked_plans import CASES, answered, desk, foreign
 from meshwright.errors import ConfigError
 from meshwright.io import format_bytes, format_seconds
 from meshwright.planner.calibration.estimator import estimate
-from meshwright.planner.calibration.prediction import prediction
-from meshwright.planner.hardware.resolve_cluster import cluster_of
+from meshwright.planner.calibration.prediction import prediction_record
+from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search.explain import explain
 from meshwright.planner.search.plan_result import answer, as_json
 from meshwright.planner.search.scaling import critical_batch, serial_share
 from meshwright.planner.search.search import CostCache, search
 from meshwright.planner.search.suggestions import impossible
 from meshwright.planner.wording import exposed, plan, real_calls
-from meshwright.planner.workload.job import Job
-from meshwright.planner.workload.workload_args import workload
+from meshwright.planner.workload.planned_job import PlannedJob
+from meshwright.planner.workload.workload_args import build_workload
 
 FIVE = ("problem", "mechanism", "communication", "tradeoff", "measurement")
 
@@ -55,8 +55,8 @@ def test_the_four_questions_and_ten_times_the_size_are_answered(model, cluster):
 
 
 def test_a_run_is_explained_without_a_search():
-    work = workload("llama-8b")
-    run = Job.of(work.base, cluster_of("h100:2"))
+    work = build_workload("llama-8b")
+    run = PlannedJob.of(work.base, resolve_cluster("h100:2"))
     told = explain(estimate(run))
     assert "replicate 2: " in told.mechanism[0]
     assert len(told.questions) == 4
@@ -72,7 +72,7 @@ def test_a_sentence_has_a_figure_in_it():
 @pytest.mark.parametrize(("model", "cluster"), CASES)
 def test_a_prediction_adds_up_and_survives_json(model, cluster):
     chosen = answered(model, cluster).chosen
-    record = json.loads(json.dumps(prediction(chosen)))
+    record = json.loads(json.dumps(prediction_record(chosen)))
     assert record["seconds"] == pytest.approx(sum(record["phases"].values()))
     assert record["low"] <= record["seconds"] <= record["high"]
     assert record["memory"]["total"] == chosen.heaviest.total
@@ -122,7 +122,7 @@ def test_amdahls_share_is_found_again():
 
 
 def test_the_critical_batch_is_given_or_said_to_be_assumed():
-    model = workload("llama-8b").model
+    model = build_workload("llama-8b").model
     assert critical_batch(model, 4e6) == (4e6, "critical batch 4 M tokens, as given")
     tokens, told = critical_batch(model)
     assert 1e6 < tokens < 2e7
@@ -143,7 +143,7 @@ def test_the_critical_batch_is_given_or_said_to_be_assumed():
 )
 def test_what_cannot_be_is_refused_in_one_line_with_what_could(model, cluster, words, said):
     with pytest.raises(ConfigError) as refused:
-        answer(workload(model, words), cluster_of(cluster))
+        answer(build_workload(model, words), resolve_cluster(cluster))
     assert said in str(refused.value)
     assert "allowed: " in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -160,11 +160,11 @@ def test_the_devices_that_a_refusal_names_do_and_a_node_less_does_not():
 
 
 def test_a_shorter_sequence_is_named_where_it_would_do():
-    work = workload("llama-8b", sequence=1 << 20, batch=8)
-    told = str(impossible(CostCache(work, cluster_of("h100:8"))))
+    work = build_workload("llama-8b", sequence=1 << 20, batch=8)
+    told = str(impossible(CostCache(work, resolve_cluster("h100:8"))))
     assert "--sequence " in told
 
 
 def test_a_foreign_model_is_explained_without_a_run():
-    whole = answer(foreign(), cluster_of("h100:8x4"))
+    whole = answer(foreign(), resolve_cluster("h100:8x4"))
     assert whole.explanation.measurement[0].startswith("Train 20 steps of it.")

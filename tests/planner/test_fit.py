@@ -12,16 +12,16 @@ from meshwright.planner.cost.in_flight import alike, instants, walk
 from meshwright.planner.cost.peak_memory import memory
 from meshwright.planner.cost.stage_parameters import evenly
 from meshwright.planner.exact.state_memory import held
-from meshwright.planner.hardware.cluster import MIB, preset
+from meshwright.planner.hardware.cluster import MIB, preset_cluster
 from meshwright.planner.workload.architecture import Architecture
-from meshwright.planner.workload.job import Job
+from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.trainer_profiles import (
     DEEPSPEED,
     DEEPSPEED_BF16,
     MEGATRON_2021,
     MEGATRON_2022,
-    OWN,
+    MESHWRIGHT,
     TORCHTITAN,
 )
 from meshwright.topology.layout import Layout
@@ -43,11 +43,11 @@ def gpt(layers: int, width: int, heads: int, vocab: int = 51200, positions: int 
 
 def job(
     model: Architecture, stack: TrainerProfile, layout: Layout, micro: int, micros: int, sequence: int, **more
-) -> Job:
+) -> PlannedJob:
     data = layout.data_degree
     device = more.pop("device", "a100-80")
     batch = Batch(data * micro * micros, micro, data, micros)
-    return Job(model, preset(device, layout.ranks), layout, batch, sequence, stack=stack, **more)
+    return PlannedJob(model, preset_cluster(device, layout.ranks), layout, batch, sequence, stack=stack, **more)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_our_decoder_on_a_gpu_is_met_within_five_per_cent(words, allocated):
     given = [f"--model.{name}={size}" for name, size in shape.items()]
     batch = ["--data.sequence=4096", "--precision.compute=bf16", "--batch.global=4", "--batch.micro=4"]
     config = load(overrides=[*given, *batch, "--layout.replicate=1", *words])
-    [found] = memory(Job.of(config, preset("h200", 1)))
+    [found] = memory(PlannedJob.of(config, preset_cluster("h200", 1)))
     assert found.tensors / GIB == pytest.approx(allocated, rel=0.05)
 
 
@@ -165,7 +165,7 @@ def test_parameters_and_optimizer_are_those_of_the_exact_formulas(words):
         overrides=["--layout.replicate=4", "--model.layers=6", "--batch.global=32", "--batch.micro=1", *words]
     )
     layout, batch = validate(config)
-    found = memory(Job.of(config, preset("h100", layout.ranks)))
+    found = memory(PlannedJob.of(config, preset_cluster("h100", layout.ranks)))
     for place, stage in enumerate(found):
         rank = place * layout.stride("pipeline")
         exact = held(config, layout, batch, rank)
@@ -208,7 +208,7 @@ def test_layers_that_do_not_divide_count_the_ends():
 
 
 def test_each_remedy_makes_its_class_smaller():
-    plain = job(LLAMA_8B, OWN, Layout(shard=8), 2, 1, 8192, sharding="parameters", device="h100")
+    plain = job(LLAMA_8B, MESHWRIGHT, Layout(shard=8), 2, 1, 8192, sharding="parameters", device="h100")
     [before] = memory(plain)
     [again] = memory(replace(plain, recompute="full"))
     [selective] = memory(replace(plain, recompute="selective"))
@@ -222,7 +222,7 @@ def test_each_remedy_makes_its_class_smaller():
 def test_the_memory_of_a_job_is_quick_to_tell():
     """A search asks tens of thousands of times. The bound leaves room for a busy machine."""
     layout = Layout(pipeline=16, shard=128, tensor=8)
-    large = job(LLAMA_405B, OWN, layout, 1, 16, 8192, sharding="parameters", recompute="full", device="h100")
+    large = job(LLAMA_405B, MESHWRIGHT, layout, 1, 16, 8192, sharding="parameters", recompute="full", device="h100")
     memory(large)
     began = time.process_time()
     for _ in range(100):

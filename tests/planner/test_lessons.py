@@ -10,27 +10,27 @@ from fake_machine import keep_machine, machine
 from small_run import small_config
 
 from meshwright import train
-from meshwright.planner.calibration.calibration import Record, recall, remember
-from meshwright.planner.calibration.corrections import UNCORRECTED, lessons_of
+from meshwright.planner.calibration.calibration_log import CalibrationRecord, append_record, read_records
+from meshwright.planner.calibration.corrections import UNCORRECTED, corrections_for
 from meshwright.planner.calibration.estimator import estimate
-from meshwright.planner.calibration.run_prediction import foretold
-from meshwright.planner.hardware.resolve_cluster import cluster_of
+from meshwright.planner.calibration.run_prediction import predict_run
+from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search.choice import Choice
 from meshwright.planner.search.plan_to_config import best
 from meshwright.planner.search.search import CostCache, search
-from meshwright.planner.workload.job import Job
+from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.workload import Workload
 
 
 def job(cluster, *words, ranks=2):
-    return Job.of(small_config(*words, ranks=ranks), cluster)
+    return PlannedJob.of(small_config(*words, ranks=ranks), cluster)
 
 
 def teach(cluster, *ratios, words=(), memory=None):
     of = job(cluster, *words)
     seconds = estimate(of, lessons=UNCORRECTED).seconds
     for ratio in ratios:
-        remember(Record.of(of, (seconds, ratio * seconds), memory))
+        append_record(CalibrationRecord.of(of, (seconds, ratio * seconds), memory))
 
 
 def test_runs_that_took_longer_make_the_next_estimate_longer(home):
@@ -69,7 +69,7 @@ def test_another_machine_learns_nothing_from_this_one(home):
     here = keep_machine(home)
     teach(here, 3.0)
     other = machine(rate=30e9)
-    assert lessons_of(other) is UNCORRECTED
+    assert corrections_for(other) is UNCORRECTED
     assert estimate(job(other)) == estimate(job(other), lessons=UNCORRECTED)
     other = keep_machine(home, other)  # this one, measured anew
     assert estimate(job(other)).notes
@@ -104,27 +104,27 @@ def test_a_layout_that_disappoints_makes_room_for_another(home, tmp_path):
     file.write_text("[model]\nwidth = 32\nlayers = 2\nffn = 48\n[data]\nsequence = 16\n")
     first = best("here", file, [], None, None).config
     for _ in range(3):
-        plain = estimate(Job.of(first, here), lessons=UNCORRECTED).seconds
-        remember(Record.of(Job.of(first, here), (plain, 10 * plain)))
+        plain = estimate(PlannedJob.of(first, here), lessons=UNCORRECTED).seconds
+        append_record(CalibrationRecord.of(PlannedJob.of(first, here), (plain, 10 * plain)))
     work = Workload(job(here).model, 16, 16, "fp32", first)
     for other in search(CostCache(work, here)).ranked:  # everything else was tried once, and is as predicted
         plain = estimate(other.job, lessons=UNCORRECTED).seconds
-        if other.job.layout != Job.of(first, here).layout:
-            remember(Record.of(other.job, (plain, plain)))
+        if other.job.layout != PlannedJob.of(first, here).layout:
+            append_record(CalibrationRecord.of(other.job, (plain, plain)))
     assert best("here", file, [], None, None).config.layout != first.layout
 
 
 def test_a_run_that_ends_well_teaches_once(home, tmp_path):
     keep_machine(home)
     train(small_config(steps=13), run=tmp_path / "r", quiet=True)
-    [record], damaged = recall()
+    [record], damaged = read_records()
     assert damaged == 0
     plan = json.loads((tmp_path / "r" / "plan.json").read_text())
     assert record.predicted_seconds == plan["uncorrected"]["seconds"] == plan["seconds"]
     assert record.predicted_memory == pytest.approx(record.measured_memory, rel=0.05)
     train(small_config(steps=13), run=tmp_path / "r", quiet=True)  # complete: no step was left
     train(small_config(steps=8), run=tmp_path / "short", quiet=True)
-    assert len(recall()[0]) == 1
+    assert len(read_records()[0]) == 1
     ratio = record.measured_seconds / record.predicted_seconds
     short = json.loads((tmp_path / "short" / "plan.json").read_text())
     assert short["seconds"] == pytest.approx(ratio * record.predicted_seconds)
@@ -135,7 +135,7 @@ def test_a_run_that_ends_well_teaches_once(home, tmp_path):
 def test_a_run_on_a_named_machine_teaches_nothing(home, tmp_path):
     keep_machine(home)
     train(small_config(steps=13), run=tmp_path / "r", cluster="h100:2", quiet=True)
-    assert recall() == ([], 0)
+    assert read_records() == ([], 0)
     assert json.loads((tmp_path / "r" / "plan.json").read_text())["device"] == "h100"
 
 
@@ -149,7 +149,7 @@ def test_a_run_on_a_named_machine_teaches_nothing(home, tmp_path):
     ],
 )
 def test_without_a_machine_bytes_are_predicted_and_seconds_are_not(device, word, note):
-    tree = foretold(small_config(), 1, device, word).tree
+    tree = predict_run(small_config(), 1, device, word).tree
     assert tree["notes"][0].find(note) >= 0
     assert tree["seconds"] is tree["phases"] is tree["cluster"] is None
     assert tree["memory"]["tensors"] > 0
@@ -160,8 +160,8 @@ def test_without_a_machine_bytes_are_predicted_and_seconds_are_not(device, word,
 
 def test_what_was_measured_of_another_device_says_nothing_of_this_one(home):
     keep_machine(home)
-    assert foretold(small_config(), 1, "cpu").tree["seconds"] > 0
-    tree = foretold(small_config(), 1, "NVIDIA H200").tree
+    assert predict_run(small_config(), 1, "cpu").tree["seconds"] > 0
+    tree = predict_run(small_config(), 1, "NVIDIA H200").tree
     assert tree["seconds"] is None
     assert tree["notes"] == ["what was measured of this machine is its made-up processor: no seconds are predicted"]
 
@@ -181,8 +181,8 @@ def test_a_prediction_takes_no_time_that_a_start_would_show(home):
     took = []
     for _ in range(5):
         start = perf_counter()
-        foretold(config, 1, "cpu")
+        predict_run(config, 1, "cpu")
         took.append(perf_counter() - start)
     assert min(took) < 0.05  # the best of five: the machine may be busy
-    assert cluster_of("here:2").devices == 2
+    assert resolve_cluster("here:2").devices == 2
     assert replace(config) == config

@@ -16,14 +16,14 @@ from rich.console import Console
 from meshwright.cli import main
 from meshwright.errors import ConfigError
 from meshwright.io import format_si
-from meshwright.measure.collectives import CALLS, SIZES, on_bus
-from meshwright.measure.kernels import SHAPES, TYPES
-from meshwright.measure.machine import Seen, cluster_of_seen, measure
-from meshwright.measure.timing import FEWEST, MOST_CALLS, Allowance, Crew, affordable
+from meshwright.measure.collectives import COLLECTIVES, MESSAGE_BYTES, bus_factor
+from meshwright.measure.kernels import DTYPES, MATMUL_SHAPES
+from meshwright.measure.machine import MachineMeasurement, measure, measured_cluster
+from meshwright.measure.timing import MAX_CALLS, MIN_BATCHES, TimeBudget, TimingGroup, fits_budget
 from meshwright.observe.machine_text import show
-from meshwright.planner.hardware.cluster import Curve, Product
+from meshwright.planner.hardware.cluster import BandwidthCurve, MatmulRate
 from meshwright.planner.hardware.cluster_file import read_cluster
-from meshwright.planner.hardware.resolve_cluster import cluster_of, measurement_file, write_cluster
+from meshwright.planner.hardware.resolve_cluster import measurement_file, resolve_cluster, write_cluster
 
 MESHWRIGHT = str(Path(sys.executable).with_name("meshwright"))
 
@@ -47,16 +47,16 @@ def test_every_figure_of_a_measurement_is_there(measured):
     assert device["stream"] > 0
     assert answer["measured"]["launch"] > 0
     shapes = {(row["precision"], row["rows"], row["inner"], row["columns"]) for row in device["products"]}
-    assert shapes >= {(precision, *SHAPES["cpu"][0]) for precision in TYPES}
-    for precision in TYPES:
+    assert shapes >= {(precision, *MATMUL_SHAPES["cpu"][0]) for precision in DTYPES}
+    for precision in DTYPES:
         rates = [row["rate"] for row in device["products"] if row["precision"] == precision]
         assert device["peak"][precision] == max(rates) > 0
     assert [(row["collective"], row["ranks"]) for row in inside["curves"]] == [
-        (collective, ranks) for ranks in (2, 3) for collective in CALLS
+        (collective, ranks) for ranks in (2, 3) for collective in COLLECTIVES
     ]
     for row in inside["curves"]:
         sizes = [size for size, _ in row["points"]]
-        assert 2 <= len(sizes) <= len(SIZES["cpu"])
+        assert 2 <= len(sizes) <= len(MESSAGE_BYTES["cpu"])
         assert sizes == sorted(sizes)
         assert all(size % (4 * row["ranks"]) == 0 for size in sizes)
         assert all(rate > 0 for _, rate in row["points"])
@@ -109,8 +109,8 @@ def test_what_cannot_be_measured_is_refused_first(words, said, capsys, tmp_path,
 
 
 def test_one_device_has_no_curves_and_is_a_cluster_all_the_same(tmp_path):
-    seen = Seen("a device", 8e9, [Product("fp32", 1, 2, 3, 123456.0)], 1.23456e9, 2e-6, [], True)
-    cluster = cluster_of_seen(seen, 1)
+    seen = MachineMeasurement("a device", 8e9, [MatmulRate("fp32", 1, 2, 3, 123456.0)], 1.23456e9, 2e-6, [], True)
+    cluster = measured_cluster(seen, 1)
     assert cluster.device.products[0].rate == 123500.0  # as many digits as a measurement has
     write_cluster(cluster, ["alone"], measurement_file(tmp_path / "one.toml"))
     assert read_cluster(tmp_path / "one.toml") == cluster
@@ -118,37 +118,37 @@ def test_one_device_has_no_curves_and_is_a_cluster_all_the_same(tmp_path):
 
 def test_a_hop_takes_what_the_smallest_all_reduce_took_divided_by_its_hops():
     seconds, ranks, size = 6e-6, 4, 1024.0
-    rate = size * on_bus("all_reduce", ranks) / seconds
-    curves = [Curve("all_reduce", ranks, ((size, rate), (2 * size, 3 * rate), (4 * size, 2 * rate)))]
-    seen = Seen("a device", 8e9, [Product("bf16", 1, 2, 3, 1.0)], 1e9, 2e-6, curves, False)
-    link = cluster_of_seen(seen, ranks).inside
+    rate = size * bus_factor("all_reduce", ranks) / seconds
+    curves = [BandwidthCurve("all_reduce", ranks, ((size, rate), (2 * size, 3 * rate), (4 * size, 2 * rate)))]
+    seen = MachineMeasurement("a device", 8e9, [MatmulRate("bf16", 1, 2, 3, 1.0)], 1e9, 2e-6, curves, False)
+    link = measured_cluster(seen, ranks).inside
     assert link.latency == pytest.approx(seconds / (2 * (ranks - 1)), rel=1e-3)
     assert link.bandwidth == pytest.approx(3 * rate, rel=1e-3)  # a curve that falls again is left as it is
     assert [size for size, _ in link.curve] == [1024.0, 2048.0, 4096.0]
 
 
 def test_a_call_is_timed_in_batches_and_few_times_if_it_is_slow(monkeypatch):
-    crew, calls = Crew(1, torch.device("cpu")), []
+    crew, calls = TimingGroup(1, torch.device("cpu")), []
     now = iter(range(10**6))
     monkeypatch.setattr("time.perf_counter", lambda: float(next(now)))
     assert crew.seconds(lambda: calls.append(1), share=0.1) == 1.0  # a clock that ticks once a call
-    assert len(calls) == 2 + FEWEST
+    assert len(calls) == 2 + MIN_BATCHES
     monkeypatch.undo()
     calls.clear()
     assert 0 < crew.seconds(lambda: calls.append(1), share=0.01) < 1
-    assert len(calls) > FEWEST * 10
-    assert MOST_CALLS > 10
+    assert len(calls) > MIN_BATCHES * 10
+    assert MAX_CALLS > 10
 
 
 def test_what_takes_too_long_for_its_share_is_not_made():
-    assert affordable(0.1, 1.0)
-    assert not affordable(1.0, 1.0)
+    assert fits_budget(0.1, 1.0)
+    assert not fits_budget(1.0, 1.0)
 
 
 def test_what_one_thing_overdraws_the_next_ones_do_without(monkeypatch):
     now = iter([0.0, 1.0, 9.0, 20.0])
     monkeypatch.setattr("time.monotonic", lambda: next(now))
-    allowance = Allowance(Crew(1, torch.device("cpu")), 10.0, 3)
+    allowance = TimeBudget(TimingGroup(1, torch.device("cpu")), 10.0, 3)
     assert [allowance.share() for _ in range(3)] == [3.0, 0.5, 0.0]
 
 
@@ -163,7 +163,7 @@ def test_here_is_refused_where_the_file_is_broken(tmp_path, monkeypatch):
     monkeypatch.setenv("MESHWRIGHT_HOME", str(tmp_path))
     (tmp_path / "machine.toml").write_text("devices = 2\n[device")
     with pytest.raises(ConfigError, match=r"machine.toml is not TOML"):
-        cluster_of("here")
+        resolve_cluster("here")
 
 
 def test_measure_refuses_before_it_starts_ranks():

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from meshwright.planner.hardware.cluster import DEVICES, GB, NODES, TERA
 from meshwright.planner.workload import trainer_profiles
-from meshwright.planner.workload.trainer_profiles import FITTED
+from meshwright.planner.workload.trainer_profiles import FITTED_FIELDS
 
 KNOWN = (
-    trainer_profiles.OWN,
-    trainer_profiles.OWN_COMPILED,
+    trainer_profiles.MESHWRIGHT,
+    trainer_profiles.MESHWRIGHT_COMPILED,
     trainer_profiles.COMPOSER,
     trainer_profiles.TORCHTITAN,
     trainer_profiles.MEGATRON_2021,
@@ -40,7 +40,7 @@ def device_rows() -> list[str]:
 def software_rows() -> list[str]:
     rows = []
     for stack in KNOWN:
-        values = [getattr(stack, name) for name in FITTED]
+        values = [getattr(stack, name) for name in FITTED_FIELDS]
         rows.append(f"| {stack.name} | " + " | ".join(f"{value:g}" for value in values) + " |")
     return rows
 
@@ -50,5 +50,5 @@ def test_devices_and_what_of_them_is_fitted_are_listed() -> None:
 
 
 def test_what_is_fitted_of_every_software_is_listed() -> None:
-    assert "| software | " + " | ".join(FITTED) + " |" in PAGE
+    assert "| software | " + " | ".join(FITTED_FIELDS) + " |" in PAGE
     assert [row for row in software_rows() if row not in PAGE] == []

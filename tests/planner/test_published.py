@@ -18,8 +18,8 @@ from hypothesis import strategies as some
 from meshwright.config import PRESETS
 from meshwright.errors import ConfigError
 from meshwright.planner.workload.architecture import Architecture
-from meshwright.planner.workload.huggingface_config import FAMILIES, LARGEST_CONFIG, from_config
-from meshwright.planner.workload.resolve_model import architecture_of, own_model
+from meshwright.planner.workload.huggingface_config import FAMILIES, MAX_CONFIG_BYTES, parse_huggingface_config
+from meshwright.planner.workload.resolve_model import resolve_model, trainable_config
 from meshwright.topology.parameter_shapes import decoder_shapes
 
 COUNTED = json.loads((Path(__file__).parent / "published.json").read_text())
@@ -40,7 +40,7 @@ LLAMA = COUNTED["llama-3-8b"]["config"]
 
 
 def read(config):
-    return from_config(config, "config.json")
+    return parse_huggingface_config(config, "config.json")
 
 
 @pytest.mark.parametrize("name", COUNTED)
@@ -67,7 +67,7 @@ def test_deepseek_v3_is_counted_without_the_biases_of_its_routers_and_without_mt
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_counted_as_its_parameters_are_laid_out(preset):
-    found = architecture_of(preset)
+    found = resolve_model(preset)
     assert found.architecture.parameters == sum(prod(shape.dims) for shape in decoder_shapes(found.model))
     assert found.run is not None
     assert found.architecture == Architecture.of(found.run.model, preset)
@@ -89,7 +89,7 @@ def test_a_preset_is_counted_as_its_parameters_are_laid_out(preset):
 )
 def test_what_our_decoder_trains_has_the_same_parameters_and_what_it_does_not_is_said(name, reason):
     found = read(COUNTED[name]["config"])
-    model, said = own_model(found)
+    model, said = trainable_config(found)
     if reason:
         assert (model, said) == (None, reason)
     else:
@@ -100,10 +100,10 @@ def test_what_our_decoder_trains_has_the_same_parameters_and_what_it_does_not_is
 
 def test_what_is_left_out_of_a_model_that_we_train_is_said():
     scaled = LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "rope_theta": 500000.0}
-    model, said = own_model(read(scaled))
+    model, said = trainable_config(read(scaled))
     assert model.rope_theta == 500000.0
     assert said == 'left out: rotary positions are scaled ("llama3")'
-    model, said = own_model(read(COUNTED["mistral-7b"]["config"]))
+    model, said = trainable_config(read(COUNTED["mistral-7b"]["config"]))
     assert said == "left out: attention looks back 4,096 tokens only"
 
 
@@ -164,13 +164,13 @@ def test_layers_in_an_order_that_plans_do_not_know_are_refused(change, said):
         (b"\xff\xfe", "is not JSON"),
         (b'{"hidden_size": ' + b"9" * 10_000 + b"}", "is not JSON"),
         (b"[1]", "holds [1]"),
-        (b" " * (LARGEST_CONFIG + 1), "is over 1,048,576 bytes"),
+        (b" " * (MAX_CONFIG_BYTES + 1), "is over 1,048,576 bytes"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused_in_one_line(tmp_path, content, said):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError) as refused:
-        architecture_of(str(tmp_path))
+        resolve_model(str(tmp_path))
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -180,19 +180,19 @@ def test_a_word_is_a_preset_a_run_file_a_config_or_its_folder(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "own.toml").write_text("[model]\nlayers = 3\n")
-    by_folder, by_file = architecture_of(str(folder)), architecture_of(str(folder / "config.json"))
+    by_folder, by_file = resolve_model(str(folder)), resolve_model(str(folder / "config.json"))
     assert by_folder == by_file
     assert by_folder.architecture.name == "Meta-Llama-3-8B"
     assert by_folder.model.layers == 32
     assert by_folder.run is None
-    own = architecture_of(str(tmp_path / "own.toml"), ["--steps=7"])
+    own = resolve_model(str(tmp_path / "own.toml"), ["--steps=7"])
     assert (own.architecture.layers, own.run.steps, own.architecture.name) == (3, 7, "own")
-    assert architecture_of("tiny", ["--model.layers=2"]).architecture.layers == 2
+    assert resolve_model("tiny", ["--model.layers=2"]).architecture.layers == 2
     for word in ("", "llama-9b", str(tmp_path / "none.json")):
         with pytest.raises(ConfigError, match="neither a preset nor a file; allowed: tiny, small"):
-            architecture_of(word)
+            resolve_model(word)
     with pytest.raises(ConfigError, match="is a setting of a run"):
-        architecture_of(str(folder), ["--steps=7"])
+        resolve_model(str(folder), ["--steps=7"])
 
 
 ANYTHING = some.recursive(

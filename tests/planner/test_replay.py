@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.planner.calibration.published_runs import read_records, record_of
-from meshwright.planner.calibration.replay import ranked, replay, twin
+from meshwright.planner.calibration.published_runs import parse_run, read_published_runs
+from meshwright.planner.calibration.replay import rank_sweep, replay, replay_run
 
 PUBLISHED = Path(__file__).parents[2] / "examples" / "published_runs.json"
 """One in seven of the collected runs, two whole sweeps, and those that report classes of memory or ran out of it."""
@@ -57,24 +57,24 @@ def row(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_run_that_took_twice_as_long_is_not_inside_its_interval() -> None:
-    one = twin(record_of(row(), "right"))
+    one = replay_run(parse_run(row(), "right"))
     assert one.inside
     assert one.error is not None
     twice = {"reported": {"step_time_s": 2 * (one.record.seconds or 0)}, "derived": {}}
-    wrong = twin(record_of(row(**twice), "wrong"))
+    wrong = replay_run(parse_run(row(**twice), "wrong"))
     assert not wrong.inside
     assert wrong.error is not None
     assert wrong.error < -0.4
 
 
 def test_ranking_notices_a_wrong_order() -> None:
-    one = twin(record_of(row(), "one"))
+    one = replay_run(parse_run(row(), "one"))
     assert one.record.seconds
-    longer = record_of(row(global_batch=2 * one.record.job.batch.global_), "longer")
+    longer = parse_run(row(global_batch=2 * one.record.job.batch.global_), "longer")
     shorter_than_predicted = {"reported": {"step_time_s": one.record.seconds / 2}, "derived": {}}
-    swapped = record_of(row(global_batch=2 * one.record.job.batch.global_, **shorter_than_predicted), "swapped")
+    swapped = parse_run(row(global_batch=2 * one.record.job.batch.global_, **shorter_than_predicted), "swapped")
     assert longer.seconds is not None
-    assert ranked([one, twin(swapped)]) == (-1.0, 1.0)
+    assert rank_sweep([one, replay_run(swapped)]) == (-1.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_file_that_is_no_list_of_records_is_refused_in_one_line(tmp_path: Path
     path = tmp_path / "runs.json"
     path.write_text(text)
     with pytest.raises(ConfigError) as refused:
-        read_records(path)
+        read_published_runs(path)
     assert "\n" not in str(refused.value)
 
 
@@ -104,7 +104,7 @@ def test_records_of_a_stranger_are_left_out_not_followed(tmp_path: Path) -> None
     ]
     path = tmp_path / "runs.json"
     path.write_text(json.dumps(strange))
-    records, left = read_records(path)
+    records, left = read_published_runs(path)
     assert not records
     assert len(left) == len(strange)
 
@@ -112,17 +112,17 @@ def test_records_of_a_stranger_are_left_out_not_followed(tmp_path: Path) -> None
 def test_a_record_without_what_matters_says_what_was_assumed() -> None:
     stated = row()
     del stated["recompute"]
-    assert record_of(stated, "one").assumed
-    assert not record_of(row(), "other").assumed
+    assert parse_run(stated, "one").assumed
+    assert not parse_run(row(), "other").assumed
 
 
 def test_words_of_other_records_are_understood() -> None:
-    plain = record_of(row(), "plain")
+    plain = parse_run(row(), "plain")
     for gpu in ("NVIDIA H100-80", "H100-80GB", "h100-sxm5"):
-        assert record_of(row(gpu=gpu), gpu).job.cluster.device.name == "h100"
-    assert record_of(row(precision="amp_bf16"), "amp").job.precision == "bf16"
-    assert record_of(row(precision="NVFP4"), "fp4").job.precision == "fp4"
+        assert parse_run(row(gpu=gpu), gpu).job.cluster.device.name == "h100"
+    assert parse_run(row(precision="amp_bf16"), "amp").job.precision == "bf16"
+    assert parse_run(row(precision="NVFP4"), "fp4").job.precision == "fp4"
     places = row()["layout"]
-    assert record_of(row(layout=places | {"sharding": "ZeRO-3"}), "zero").job.sharding == "parameters"
-    assert record_of(row(layout={"dp": places["dp"], "sharding": "zero3"}), "few").job.layout == plain.job.layout
-    assert record_of(row(layout=places | {"sharding": "of its own"}), "own").assumed
+    assert parse_run(row(layout=places | {"sharding": "ZeRO-3"}), "zero").job.sharding == "parameters"
+    assert parse_run(row(layout={"dp": places["dp"], "sharding": "zero3"}), "few").job.layout == plain.job.layout
+    assert parse_run(row(layout=places | {"sharding": "of its own"}), "own").assumed

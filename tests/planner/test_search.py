@@ -10,7 +10,7 @@ from math import prod
 import pytest
 from asked_plans import CASES, answered, desk, foreign
 
-from meshwright.planner.hardware.resolve_cluster import cluster_of
+from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search import search as searching
 from meshwright.planner.search.candidates import KINDS, RECOMPUTED, Space, divisors, fills, frames, layouts, schedules
 from meshwright.planner.search.choice import Choice, refusal, settings_of
@@ -138,7 +138,7 @@ def test_a_schedule_is_pinned_with_its_stages():
 
 def test_a_model_that_our_decoder_does_not_train_is_planned_by_the_usual_rules():
     work = foreign()
-    found = search(CostCache(work, cluster_of("h100:8x4"))).ranked
+    found = search(CostCache(work, resolve_cluster("h100:8x4"))).ranked
     assert found
     for one in found:
         layout, model = one.job.layout, work.model

@@ -15,18 +15,18 @@ from meshwright.config import batch_algebra, load
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.kernel_time import Rate, matmul
 from meshwright.planner.exact.comm_volume import traffic
-from meshwright.planner.hardware.cluster import Link, preset
-from meshwright.planner.hardware.links import Place, collective, place_of
-from meshwright.planner.workload.job import Job
+from meshwright.planner.hardware.cluster import Link, preset_cluster
+from meshwright.planner.hardware.links import GroupPlacement, collective_seconds, group_placement
+from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology.layout import Layout
 
 H200 = Rate(683e12, 4.1e12, 132, 2)
 """As measured: 8192 x 8192 x 8192 in bfloat16 for as long as the card stays warm, and a copy."""
 
 
-def job(*words: str, device: str = "h100", preset_name: str = "llama-8b") -> Job:
+def job(*words: str, device: str = "h100", preset_name: str = "llama-8b") -> PlannedJob:
     config = load(None, (f"--preset={preset_name}", *words))
-    return Job.of(config, preset(device, Layout.of(config.layout).ranks))
+    return PlannedJob.of(config, preset_cluster(device, Layout.of(config.layout).ranks))
 
 
 def test_products_take_what_they_were_measured_to() -> None:
@@ -52,26 +52,28 @@ def test_a_wave_that_is_not_full_costs_a_whole_one() -> None:
 
 
 def test_groups_stand_where_the_order_of_axes_puts_them() -> None:
-    assert place_of(8, 8, 1) == Place(8, 8)
-    assert place_of(8, 8, 8) == Place(8, 1)
-    assert place_of(8, 16, 4) == Place(16, 2)
-    assert place_of(8, 64, 1).nodes == 8
+    assert group_placement(8, 8, 1) == GroupPlacement(8, 8)
+    assert group_placement(8, 8, 8) == GroupPlacement(8, 1)
+    assert group_placement(8, 16, 4) == GroupPlacement(16, 2)
+    assert group_placement(8, 64, 1).nodes == 8
 
 
 def test_a_group_of_whole_nodes_drives_all_their_adapters() -> None:
-    cluster = preset("h100", 64)
-    alone = collective(cluster, "all_reduce", 1e9, Place(8, 1))
-    together = collective(cluster, "all_reduce", 1e9, Place(64, 8))
+    cluster = preset_cluster("h100", 64)
+    alone = collective_seconds(cluster, "all_reduce", 1e9, GroupPlacement(8, 1))
+    together = collective_seconds(cluster, "all_reduce", 1e9, GroupPlacement(64, 8))
     assert 5 < alone / together < 9
 
 
 def test_a_measured_curve_takes_the_place_of_latency_and_bandwidth() -> None:
     """Points of eight H200 on one node: bytes of an all-reduce, and bytes a second on the bus."""
     curve = ((2.0**20, 39.93e9), (2.0**24, 219.89e9), (2.0**28, 436.15e9), (2.0**34, 482.26e9))
-    cluster = replace(preset("h200", 8), inside=Link(450e9, 3e-6, curve))
+    cluster = replace(preset_cluster("h200", 8), inside=Link(450e9, 3e-6, curve))
     for size, rate in curve:
-        assert isclose(collective(cluster, "all_reduce", size, Place(8, 8)), 1.75 * size / rate, rel_tol=1e-6)
-    between = collective(cluster, "all_reduce", 2.0**22, Place(8, 8))
+        assert isclose(
+            collective_seconds(cluster, "all_reduce", size, GroupPlacement(8, 8)), 1.75 * size / rate, rel_tol=1e-6
+        )
+    between = collective_seconds(cluster, "all_reduce", 2.0**22, GroupPlacement(8, 8))
     assert 1.75 * 2**22 / 219.89e9 < between < 1.75 * 2**22 / 39.93e9
 
 
@@ -96,7 +98,7 @@ def test_messages_that_are_timed_are_those_that_are_sent(name: str) -> None:
     config = load(None, ("--preset=llama-8b", *LAYOUTS[name], "--batch.global=64", "--batch.micro=2"))
     layout = Layout.of(config.layout)
     timed: Counter[str] = Counter()
-    for call in estimate(Job.of(config, preset("h100", 8))).calls:
+    for call in estimate(PlannedJob.of(config, preset_cluster("h100", 8))).calls:
         timed[call.axis.split("+")[0]] += int(call.message * call.count)
     sent: Counter[str] = Counter()
     for row in traffic(config, layout, batch_algebra(config.batch, layout.data_degree), layout.ranks // 2):

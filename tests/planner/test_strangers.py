@@ -13,7 +13,7 @@ import pytest
 from meshwright.cli import main
 from meshwright.errors import ConfigError
 from meshwright.io import finite
-from meshwright.planner.calibration.published_runs import read_records
+from meshwright.planner.calibration.published_runs import read_published_runs
 from meshwright.planner.calibration.replay import replay
 from meshwright.planner.hardware.resolve_cluster import measurement_file
 
@@ -98,4 +98,4 @@ def test_too_many_records_are_refused(tmp_path):
     path = tmp_path / "runs.json"
     path.write_text("[" + ",".join(["0"] * 6000) + "]")
     with pytest.raises(ConfigError):
-        read_records(path)
+        read_published_runs(path)

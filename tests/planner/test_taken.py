@@ -12,11 +12,11 @@ from small_run import SMALL, small_config
 from meshwright.cli import main
 from meshwright.config import as_toml, load
 from meshwright.errors import ConfigError
-from meshwright.planner.hardware.resolve_cluster import cluster_of
+from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search.choice import Choice, settings_of
 from meshwright.planner.search.plan_to_config import taken
 from meshwright.planner.search.search import CostCache, search
-from meshwright.planner.workload.workload_args import run_workload
+from meshwright.planner.workload.workload_args import workload_from_config
 from meshwright.topology.layout import Layout
 
 
@@ -50,8 +50,8 @@ def of_plan(plan, file, *words, ranks=None, steps=None):
 
 def searched(file, devices, *words):
     """What the search says by itself."""
-    work = run_workload(load(file), words)
-    return search(CostCache(work, cluster_of("here").of(devices))).ranked[0]
+    work = workload_from_config(load(file), words)
+    return search(CostCache(work, resolve_cluster("here").of(devices))).ranked[0]
 
 
 @pytest.mark.parametrize("memory", [4e9, 0.9e6, 0.7e6])

@@ -11,7 +11,7 @@ from meshwright.planner.exact.activation_messages import untold
 from meshwright.planner.exact.comm_volume import Sent, traffic
 from meshwright.planner.exact.compare import pairs
 from meshwright.planner.exact.state_memory import held
-from meshwright.planner.workload.job import Job
+from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.prover.layouts import variants
 from meshwright.simulator.simulate import one_rank
 from meshwright.topology.unsupported import validate
@@ -65,7 +65,7 @@ def memory_off(row: str) -> list[str]:
     """Where the peak of all tensors is not within 5 % of the planner's, on the first and the last rank."""
     config = in_proportion(row)
     layout, batch = validate(config)
-    said = memory(Job.of(config, MACHINE))
+    said = memory(PlannedJob.of(config, MACHINE))
     found = []
     allowed = KNOWN.get(row, 0.05)
     for rank in (0, layout.ranks - 1):

@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError
-from meshwright.planner.calibration.calibration import (
-    NEAREST,
-    Correction,
-    Record,
-    Shape,
+from meshwright.planner.calibration.calibration_log import (
+    MAX_NEAREST_RECORDS,
+    CalibrationRecord,
+    CorrectionFactor,
+    JobSignature,
     calibration_file,
-    correct,
-    old,
-    recall,
+    correction_factor,
+    read_records,
+    rotated_file,
 )
 from meshwright.planner.cost.estimate import Estimate, Memory
 from meshwright.planner.cost.uncertainty import LEAST
 from meshwright.planner.hardware.cluster import Cluster
-from meshwright.planner.hardware.resolve_cluster import this_machine
-from meshwright.planner.workload.job import Job
+from meshwright.planner.hardware.resolve_cluster import measured_machine
+from meshwright.planner.workload.planned_job import PlannedJob
 
 MOST_RECORDS = 128
 """Runs on a device that are asked: the newest, and of one shape no more than a correction is made of."""
@@ -39,27 +39,27 @@ TELLING = 3
 class Corrections:
     """Measured runs, and what they make of estimates."""
 
-    records: tuple[Record, ...] = ()
+    records: tuple[CalibrationRecord, ...] = ()
     damaged: int = 0
     """lines of the file that could not be read, and were passed over"""
-    known: dict[tuple[Shape, str], Correction] = field(default_factory=dict, compare=False, repr=False)
-    near: dict[tuple[Any, ...], list[Record]] = field(default_factory=dict, compare=False, repr=False)
+    known: dict[tuple[JobSignature, str], CorrectionFactor] = field(default_factory=dict, compare=False, repr=False)
+    near: dict[tuple[Any, ...], list[CalibrationRecord]] = field(default_factory=dict, compare=False, repr=False)
 
-    def correction(self, job: Job, figure: str) -> Correction:
+    def correction(self, job: PlannedJob, figure: str) -> CorrectionFactor:
         if not self.records:
-            return Correction()
-        key = Shape.of(job), figure
+            return CorrectionFactor()
+        key = JobSignature.of(job), figure
         if key not in self.known:
-            self.known[key] = correct(key[0], self.alike(key[0]), figure)
+            self.known[key] = correction_factor(key[0], self.alike(key[0]), figure)
         return self.known[key]
 
-    def alike(self, shape: Shape) -> list[Record]:
+    def alike(self, shape: JobSignature) -> list[CalibrationRecord]:
         """Looked for once: all plans of a search are of the same work."""
         if shape.work not in self.near:
             self.near[shape.work] = [record for record in self.records if shape.alike(record.shape)]
         return self.near[shape.work]
 
-    def weighed(self, job: Job, stages: list[Memory]) -> list[Memory]:
+    def weighed(self, job: PlannedJob, stages: list[Memory]) -> list[Memory]:
         """Parameters, gradients and the optimizer's state are exact: what differs is taken for activations."""
         ratio = self.correction(job, "memory").ratio
         return stages if ratio == 1 else [more_active(stage, (ratio - 1) * stage.tensors) for stage in stages]
@@ -100,34 +100,34 @@ def more_active(stage: Memory, more: float) -> Memory:
     return replace(stage, activations=max(0.0, stage.activations + more))
 
 
-def is_here(cluster: Cluster) -> bool:
+def is_this_machine(cluster: Cluster) -> bool:
     """Whether it is this machine as it was measured, or a part of it."""
     if not cluster.device.products:
         return False
     try:
-        here = this_machine()
+        here = measured_machine()
     except ConfigError:  # never measured, or nothing that can be read
         return False
     return (cluster.device, cluster.inside) == (here.device, here.inside)
 
 
-def lessons_of(cluster: Cluster) -> Corrections:
+def corrections_for(cluster: Cluster) -> Corrections:
     """What this machine has learned; of every other one nothing is known."""
-    if not is_here(cluster):
+    if not is_this_machine(cluster):
         return UNCORRECTED
     file = calibration_file()
-    return Corrections(*newest(cluster.device.name, file, tuple(map(state, (file, old(file))))))
+    return Corrections(*newest(cluster.device.name, file, tuple(map(state, (file, rotated_file(file))))))
 
 
 @lru_cache(maxsize=4)
-def newest(device: str, file: Path, _states: tuple[tuple[int, int], ...]) -> tuple[tuple[Record, ...], int]:
+def newest(device: str, file: Path, _states: tuple[tuple[int, int], ...]) -> tuple[tuple[CalibrationRecord, ...], int]:
     """And how many lines are damaged; read once for as long as the files stay as they are."""
-    kept: list[Record] = []
-    times: Counter[Shape] = Counter()
-    found, damaged = recall(file)
+    kept: list[CalibrationRecord] = []
+    times: Counter[JobSignature] = Counter()
+    found, damaged = read_records(file)
     for record in reversed(found):
         times[record.shape] += 1
-        if record.shape.device == device and times[record.shape] <= NEAREST and len(kept) < MOST_RECORDS:
+        if record.shape.device == device and times[record.shape] <= MAX_NEAREST_RECORDS and len(kept) < MOST_RECORDS:
             kept.append(record)
     return tuple(reversed(kept)), damaged
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from meshwright.planner.calibration.corrections import Corrections, lessons_of
+from meshwright.planner.calibration.corrections import Corrections, corrections_for
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.peak_memory import memory
 from meshwright.planner.cost.step_time import timed
-from meshwright.planner.workload.job import Job
+from meshwright.planner.workload.planned_job import PlannedJob
 
 
-def estimate(job: Job, unstated: bool = False, exact: bool = False, lessons: Corrections | None = None) -> Estimate:
+def estimate(
+    job: PlannedJob, unstated: bool = False, exact: bool = False, lessons: Corrections | None = None
+) -> Estimate:
     """`unstated`: whether something that matters had to be assumed of it; `exact`: what takes longer to know, too;
     `lessons`: the runs that correct it (default: those that finished on this machine, where it is this machine's).
     """
-    lessons = lessons_of(job.cluster) if lessons is None else lessons
+    lessons = corrections_for(job.cluster) if lessons is None else lessons
     return lessons.timed(timed(job, lessons.weighed(job, memory(job)), unstated, exact))

@@ -10,7 +10,7 @@ from meshwright.planner.wording import classes, exposed
 VERSION = 1
 
 
-def prediction(estimate: Estimate) -> dict[str, Any]:
+def prediction_record(estimate: Estimate) -> dict[str, Any]:
     """Seconds, bytes and rates of one step.
 
     | field | measured as |

@@ -14,11 +14,11 @@ from typing import Any
 from meshwright.config import Batch
 from meshwright.errors import ConfigError
 from meshwright.io import read_regular_file
-from meshwright.planner.hardware.cluster import DEVICES, GB, NODES, Cluster, preset
-from meshwright.planner.workload.architecture import Architecture, Latent
-from meshwright.planner.workload.job import Job
+from meshwright.planner.hardware.cluster import DEVICES, GB, NODES, Cluster, preset_cluster
+from meshwright.planner.workload.architecture import Architecture, LatentAttention
+from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
-from meshwright.planner.workload.trainer_profiles import stack_for
+from meshwright.planner.workload.trainer_profiles import profile_for_run
 from meshwright.topology.layout import Layout
 
 MOST_RECORDS = 5_000
@@ -39,17 +39,17 @@ SHARDING = {
 }
 PRECISIONS = {"fp4": "fp4", "fp8": "fp8", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
 """By what a record's word has in it; the first that is found."""
-DEEPSEEK = Latent(1536, 512, 128, 64, 128)
+DEEPSEEK = LatentAttention(1536, 512, 128, 64, 128)
 """The only published sizes of attention through compressed keys, where a record only says that it is."""
 
 
 @dataclass(frozen=True)
-class Record:
+class PublishedRun:
     """A run that was measured, and the job that it was."""
 
     name: str
     source: str
-    job: Job
+    job: PlannedJob
     seconds: float | None
     memory: float | None
     """bytes, of the kind that `counted` says"""
@@ -68,7 +68,7 @@ class Record:
         return not self.flagged and not self.assumed
 
 
-def read_records(path: Path) -> tuple[list[Record], dict[str, str]]:
+def read_published_runs(path: Path) -> tuple[list[PublishedRun], dict[str, str]]:
     """Those of a file that describe a decoder on devices that are known; and, by name, why the others are left out."""
     text = read_regular_file(path, LARGEST, f"file of records {path}", "a JSON list of runs")
     try:
@@ -81,7 +81,7 @@ def read_records(path: Path) -> tuple[list[Record], dict[str, str]]:
     for place, row in enumerate(rows):
         name = str(row.get("id", f"record {place}")) if isinstance(row, dict) else f"record {place}"
         try:
-            found.append(record_of(row, name))
+            found.append(parse_run(row, name))
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, ConfigError) as error:
             left[name] = str(error) if not isinstance(error, KeyError) else f"it does not say {error}"
     return found, left
@@ -111,7 +111,7 @@ def count(row: dict[str, Any], key: str, least: int = 1, most: int = MOST) -> in
     return value
 
 
-def record_of(row: dict[str, Any], name: str) -> Record:
+def parse_run(row: dict[str, Any], name: str) -> PublishedRun:
     source, notes = str(row["source"]), str(row.get("notes", ""))
     if "LoRA" in notes:
         raise ConfigError("it trains adapters alone", "allowed: runs that train all parameters")
@@ -119,7 +119,7 @@ def record_of(row: dict[str, Any], name: str) -> Record:
     model = architecture(row["model"])
     cluster = cluster_of(str(row["gpu"]), count(row, "gpus", most=1 << 24), f"{source} {notes}")
     precision = precision_of(row.get("precision"))
-    stack = stack_for(source, str(row["layout"].get("sharding")), cluster.device.name, precision)
+    stack = profile_for_run(source, str(row["layout"].get("sharding")), cluster.device.name, precision)
     places, whole = row["layout"], count(row, "global_batch")
     sharding = sharded(places.get("sharding"), stack, assumed)
     degrees = {axis: count(places, axis, most=1 << 24) if places.get(axis) is not None else 1 for axis in AXES}
@@ -142,7 +142,7 @@ def record_of(row: dict[str, Any], name: str) -> Record:
     sp = places.get("sp")
     if sp is not None:
         stack = replace(stack, cut_sequence=bool(sp))
-    job = Job(
+    job = PlannedJob(
         model,
         cluster,
         layout,
@@ -161,7 +161,7 @@ def record_of(row: dict[str, Any], name: str) -> Record:
     seconds = seconds_of(reported, row.get("derived", {}), job)
     memory, counted = memory_of(reported, notes)
     flagged = bool(row.get("quality_flags"))
-    return Record(name, source, job, seconds, memory, counted, bool(reported.get("oom")), flagged, tuple(assumed))
+    return PublishedRun(name, source, job, seconds, memory, counted, bool(reported.get("oom")), flagged, tuple(assumed))
 
 
 def architecture(model: dict[str, Any]) -> Architecture:
@@ -225,7 +225,7 @@ def precision_of(word: Any) -> str:
     return found
 
 
-def seconds_of(reported: dict[str, Any], derived: dict[str, Any], job: Job) -> float | None:
+def seconds_of(reported: dict[str, Any], derived: dict[str, Any], job: PlannedJob) -> float | None:
     """As printed, or by the tokens or the FLOP of a second that are."""
     for said in (reported, derived):
         if "step_time_s" in said:
@@ -268,7 +268,7 @@ def cluster_of(gpu: str, devices: int, text: str) -> Cluster:
     name = "h100-500w" if "500w" in gpu.lower() else ALIASES.get(word, word)
     if name not in DEVICES or name not in NODES:
         raise ConfigError(f"nothing is known of {gpu}", f"allowed: {', '.join(DEVICES)}")
-    cluster = preset(name, devices)
+    cluster = preset_cluster(name, devices)
     for pattern, rate, each in NETWORKS:
         if found := re.search(pattern, text):
             share = figure(found[1] or 1) * rate / 8 * GB / (1 if each else NODES[name][0])

@@ -21,9 +21,9 @@ from statistics import mean, median
 from typing import Any
 
 from meshwright.planner.calibration.estimator import estimate
-from meshwright.planner.calibration.published_runs import Record, read_records
+from meshwright.planner.calibration.published_runs import PublishedRun, read_published_runs
 from meshwright.planner.cost.estimate import Estimate
-from meshwright.planner.workload.trainer_profiles import stranger
+from meshwright.planner.workload.trainer_profiles import unfitted_profile
 
 SWEEP = 3
 """Runs of the same work that make a sweep."""
@@ -33,7 +33,7 @@ SWEEP = 3
 class ReplayedRun:
     """A record, and what is predicted of it."""
 
-    record: Record
+    record: PublishedRun
     estimate: Estimate
 
     @property
@@ -56,7 +56,7 @@ class ReplayedRun:
 
 
 @dataclass(frozen=True)
-class Score:
+class SourceScore:
     """Of the runs of one source."""
 
     source: str
@@ -82,18 +82,18 @@ class Score:
     """the largest regret"""
 
 
-def twin(record: Record) -> ReplayedRun:
+def replay_run(record: PublishedRun) -> ReplayedRun:
     return ReplayedRun(record, estimate(record.job, unstated=bool(record.assumed)))
 
 
 def replay(path: Path) -> dict[str, Any]:
     """Every figure, by source and of all; and which records were left out, and why."""
-    records, left = read_records(path)
+    records, left = read_published_runs(path)
     flagged = [record.name for record in records if record.flagged]
     twins = []
     for record in records:
         try:
-            twins += [] if record.flagged else [twin(record)]
+            twins += [] if record.flagged else [replay_run(record)]
         except (ArithmeticError, LookupError, ValueError) as error:
             left[record.name] = f"it cannot be: {error}"
     by_source: dict[str, list[ReplayedRun]] = defaultdict(list)
@@ -129,13 +129,13 @@ def family(source: str) -> str:
     return re.split(r"[ ,(]", source.replace("repo train", "repo/train"), maxsplit=1)[0].split("/docs")[0]
 
 
-def score(source: str, twins: list[ReplayedRun]) -> Score:
+def score(source: str, twins: list[ReplayedRun]) -> SourceScore:
     errors = [abs(one.error) for one in twins if one.error is not None]
     weighed = [abs(one.memory_error) for one in twins if one.memory_error is not None]
     oom = [one for one in twins if one.record.oom]
     ran = [one for one in twins if not one.record.oom and one.record.seconds and not one.record.assumed]
-    ranks = [ranked(rows) for rows in sweeps(twins)]
-    return Score(
+    ranks = [rank_sweep(rows) for rows in sweeps(twins)]
+    return SourceScore(
         source,
         len(twins),
         len(errors),
@@ -159,7 +159,7 @@ def score(source: str, twins: list[ReplayedRun]) -> Score:
 
 def alone(one: ReplayedRun) -> float:
     """The error with the constants of the nearest other software, as if this source had never been seen."""
-    job = replace(one.record.job, stack=stranger(one.record.job.stack))
+    job = replace(one.record.job, stack=unfitted_profile(one.record.job.stack))
     found = estimate(job, unstated=True)
     return abs(found.seconds / one.record.seconds - 1) if one.record.seconds else 0.0
 
@@ -175,7 +175,7 @@ def sweeps(twins: list[ReplayedRun]) -> Iterable[list[ReplayedRun]]:
     return (rows for rows in groups.values() if len(rows) >= SWEEP)
 
 
-def ranked(rows: list[ReplayedRun]) -> tuple[float | None, float]:
+def rank_sweep(rows: list[ReplayedRun]) -> tuple[float | None, float]:
     """Kendall's tau of predicted and measured seconds, none where nothing differs, and the regret of the predicted
     best; of equally good ones, the mean.
     """

@@ -13,17 +13,17 @@ from typing import Any
 
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError
-from meshwright.planner.calibration.calibration import Record, remember
-from meshwright.planner.calibration.corrections import UNCORRECTED, is_here
+from meshwright.planner.calibration.calibration_log import CalibrationRecord, append_record
+from meshwright.planner.calibration.corrections import UNCORRECTED, is_this_machine
 from meshwright.planner.calibration.estimator import estimate
-from meshwright.planner.calibration.prediction import VERSION, prediction
+from meshwright.planner.calibration.prediction import VERSION, prediction_record
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.exact.activation_messages import untold
 from meshwright.planner.exact.comm_volume import traffic
 from meshwright.planner.exact.state_memory import held
-from meshwright.planner.hardware.cluster import DEVICES, Cluster, Device, Link, preset
-from meshwright.planner.hardware.resolve_cluster import cluster_of, machine_file, this_machine
-from meshwright.planner.workload.job import Job
+from meshwright.planner.hardware.cluster import DEVICES, Cluster, Device, Link, preset_cluster
+from meshwright.planner.hardware.resolve_cluster import machine_file, measured_machine, resolve_cluster
+from meshwright.planner.workload.planned_job import PlannedJob
 
 LONGEST = 0.04
 """Seconds that a start may spend on exact bytes; ranks of a pipeline that are left then are not told."""
@@ -41,17 +41,17 @@ class RunPrediction:
     plain: Estimate | None = None
     """uncorrected, where the machine is this one and was measured"""
 
-    def learn(self, seconds: float, tensors: float | None) -> Record | None:
+    def learn(self, seconds: float, tensors: float | None) -> CalibrationRecord | None:
         """Remembers what the first rank measured, for later plans on this machine."""
         if self.plain is None:
             return None
         weighed = (self.plain.stages[0].tensors, tensors) if tensors else None
-        record = Record.of(self.plain.job, (self.plain.seconds, seconds), weighed)
-        remember(record)
+        record = CalibrationRecord.of(self.plain.job, (self.plain.seconds, seconds), weighed)
+        append_record(record)
         return record
 
 
-def foretold(
+def predict_run(
     config: RunConfig, attempt: int, device: str, word: str | None = None, own_model: bool = False
 ) -> RunPrediction:
     """Of a run on a device by torch's name for it, or `cpu`; `word` names the cluster. Whatever goes wrong here must
@@ -69,11 +69,11 @@ def foretold(
 def of_decoder(head: dict[str, Any], config: RunConfig, device: str, word: str | None) -> RunPrediction:
     cluster, note = cluster_for(config, device, word)
     known = cluster is not None
-    job = Job.of(config, cluster or likely(device))
+    job = PlannedJob.of(config, cluster or likely(device))
     found = estimate(job)
-    here = known and is_here(job.cluster)
+    here = known and is_this_machine(job.cluster)
     plain = estimate(job, lessons=UNCORRECTED) if here else None
-    tree = head | prediction(found) | exactly(job, config, host=device == "cpu")
+    tree = head | prediction_record(found) | exactly(job, config, host=device == "cpu")
     tree["notes"] = [*tree["notes"], *([note] if note else [])]
     tree["peak_flops"] = found.peak if known or device_known(device) else None
     tree["uncorrected"] = {"seconds": plain.seconds, "tensors": plain.stages[0].tensors} if plain else None
@@ -85,7 +85,7 @@ def of_decoder(head: dict[str, Any], config: RunConfig, device: str, word: str |
     return RunPrediction(tree, plain)
 
 
-def exactly(job: Job, config: RunConfig, host: bool) -> dict[str, Any]:
+def exactly(job: PlannedJob, config: RunConfig, host: bool) -> dict[str, Any]:
     """What the ledger of every rank must count: ranks with the same stages of a pipeline send the same. Peaks of state
     are exact on the host alone.
     """
@@ -103,11 +103,11 @@ def exactly(job: Job, config: RunConfig, host: bool) -> dict[str, Any]:
 
 def cluster_for(config: RunConfig, device: str, word: str | None) -> tuple[Cluster | None, str]:
     """The machine of a run, or none and why."""
-    ranks = Job.of(config, ANY).layout.ranks
+    ranks = PlannedJob.of(config, ANY).layout.ranks
     if word is None and not machine_file().exists():
         return None, "this machine was never measured (meshwright plan measure): no seconds are predicted"
     try:
-        whole = this_machine() if word is None else cluster_of(word)
+        whole = measured_machine() if word is None else resolve_cluster(word)
     except ConfigError as error:
         return None, f"no seconds are predicted: {error.what}"
     if word is None and not (whole.device.host if device == "cpu" else whole.device.name == device):
@@ -121,7 +121,7 @@ def likely(device: str) -> Cluster:
     """A cluster of such devices, to ask for bytes alone."""
     if device == "cpu":
         return ANY
-    return preset(device_known(device) or "h100")
+    return preset_cluster(device_known(device) or "h100")
 
 
 def device_known(name: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from meshwright.planner.workload.job import Job
+from meshwright.planner.workload.planned_job import PlannedJob
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Estimate:
-    job: Job
+    job: PlannedJob
     stages: list[Memory]
     """by rank of the pipeline"""
     phases: dict[str, float]

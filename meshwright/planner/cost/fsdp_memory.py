@@ -36,7 +36,7 @@ from meshwright.planner.cost.activations import Block, Ends, Setting, block, end
 from meshwright.planner.cost.estimate import Memory
 from meshwright.planner.cost.in_flight import Instant
 from meshwright.planner.cost.stage_parameters import Part, Weights, weights
-from meshwright.planner.workload.job import Job
+from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology.parameter_shards import by_ddp, in_units
 from meshwright.topology.schedules import SPLIT
 
@@ -64,7 +64,7 @@ class Stage:
         return self.part.layers * self.inner.waiting + (self.ends.waiting if self.ends else 0.0)
 
 
-def stage_of(job: Job, setting: Setting, part: Part) -> Stage:
+def stage_of(job: PlannedJob, setting: Setting, part: Part) -> Stage:
     """What it receives lies in a buffer that is counted elsewhere; what it gives on it keeps."""
     layout, alone = job.layout, job.layout.pipeline == 1
     has = weights(job.model, part, layout.tensor, layout.expert, alone)
@@ -92,7 +92,7 @@ class Moment(NamedTuple):
         return sum(self)
 
 
-def spread(job: Job) -> tuple[bool, bool, int]:
+def spread(job: PlannedJob) -> tuple[bool, bool, int]:
     """Whether parameters are in FSDP2's units, whether DDP copies them, and over how many ranks they are divided."""
     layout = job.layout
     others = job.stack.shares_context and job.sharding != "none" and layout.context > 1
@@ -103,7 +103,7 @@ def spread(job: Job) -> tuple[bool, bool, int]:
 class Holding:
     """What a rank holds all the time, and what at each moment."""
 
-    def __init__(self, job: Job, setting: Setting, stages: list[Stage]) -> None:
+    def __init__(self, job: PlannedJob, setting: Setting, stages: list[Stage]) -> None:
         self.job, self.setting, self.stages, self.stack = job, setting, stages, job.stack
         layout, run = job.layout, job.run
         self.piped, self.micros = layout.pipeline > 1, job.batch.accumulation

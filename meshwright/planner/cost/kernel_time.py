@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil, log2
 
-from meshwright.planner.hardware.cluster import Device, Product
+from meshwright.planner.hardware.cluster import Device, MatmulRate
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.topology.parameter_shapes import BYTES
 
@@ -39,7 +39,7 @@ class Rate:
     size: float
     """bytes of an element"""
     misaligned: float = 1.0
-    measured: tuple[Product, ...] = ()
+    measured: tuple[MatmulRate, ...] = ()
     """products of this precision on this device, where somebody measured"""
 
 
@@ -52,7 +52,7 @@ def rate(device: Device, precision: str, stack: TrainerProfile) -> Rate:
     return Rate(reached, device.stream * device.streamed, device.processors, size, stack.misaligned)
 
 
-def nearest(measured: tuple[Product, ...], rows: int, columns: int, inner: int) -> float:
+def nearest(measured: tuple[MatmulRate, ...], rows: int, columns: int, inner: int) -> float:
     """The rate of products of about this shape: those measured, each the more the nearer it is, in doublings."""
     weights = [
         1 / (0.1 + log2(row.rows / rows) ** 2 + log2(row.columns / columns) ** 2 + log2(row.inner / inner) ** 2)

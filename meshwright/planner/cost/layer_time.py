@@ -13,7 +13,7 @@ from functools import cache
 
 from meshwright.planner.cost.kernel_time import Rate, matmul, rate, stream
 from meshwright.planner.workload.architecture import Architecture
-from meshwright.planner.workload.job import Job
+from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 
 
@@ -67,7 +67,7 @@ class Shape:
     """seconds in which this host asks for one operator, where somebody measured"""
 
 
-def shape_of(job: Job) -> Shape:
+def shape_of(job: PlannedJob) -> Shape:
     low = job.precision in ("fp8", "fp4")
     plain = rate(job.cluster.device, "bf16" if low else job.precision, job.stack)
     fast = rate(job.cluster.device, job.precision, job.stack) if low else plain
@@ -221,7 +221,7 @@ def last(of: Shape) -> Pass:
     return Pass(ahead + 0.4 * lost, backward, weights, 2.0 * rows * columns * inner)
 
 
-def optimizer(job: Job, parameters: float) -> float:
+def optimizer(job: PlannedJob, parameters: float) -> float:
     """AdamW over so many parameters of a rank: reads gradient, weight and both moments, writes weight and moments;
     before it the norm reads gradients, and clipping reads and writes them.
     """

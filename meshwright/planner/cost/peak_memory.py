@@ -10,10 +10,10 @@ from meshwright.planner.cost.fsdp_memory import Holding, spread, stage_of
 from meshwright.planner.cost.in_flight import instants
 from meshwright.planner.cost.megatron_memory import Buffered
 from meshwright.planner.cost.stage_parameters import Part, parts_of
-from meshwright.planner.workload.job import Job
+from meshwright.planner.workload.planned_job import PlannedJob
 
 
-def memory(job: Job, quick: bool = False) -> list[Memory]:
+def memory(job: PlannedJob, quick: bool = False) -> list[Memory]:
     """By rank of the pipeline; `quick`: of those alone of which one is the heaviest."""
     setting = setting_of(job)
     holdings: dict[tuple[Part, ...], Holding] = {}  # most ranks hold the same
@@ -37,7 +37,7 @@ def telling(held: list[tuple[Part, ...]]) -> list[int]:
     return sorted({*firsts.values(), count - 1, max(0, count - 2)})
 
 
-def setting_of(job: Job) -> Setting:
+def setting_of(job: PlannedJob) -> Setting:
     return Setting(
         job.layout,
         job.stack,
@@ -53,7 +53,7 @@ def setting_of(job: Job) -> Setting:
     )
 
 
-def peak(job: Job, held: Holding, place: int) -> Memory:
+def peak(job: PlannedJob, held: Holding, place: int) -> Memory:
     fullest = max(held.update(), held.end(), key=lambda moment: moment.total)
     for instant in instants(job.schedule, job.layout.pipeline, job.batch.accumulation, job.stages, place):
         for moment in held.moments(instant):
@@ -62,7 +62,7 @@ def peak(job: Job, held: Holding, place: int) -> Memory:
     return with_device(job, held.at(fullest), held.left() - fullest.gradients, held.setting.host)
 
 
-def with_device(job: Job, tensors: Memory, later: float, host: bool) -> Memory:
+def with_device(job: PlannedJob, tensors: Memory, later: float, host: bool) -> Memory:
     """With what the device takes beside tensors. The allocator's slack is a share of what comes and goes: blocks that
     are there from the beginning leave no gaps. Gradients that come `later` than the peak, and stay to the end of the
     step, leave holes in which the next step's activations do not find room.

@@ -7,30 +7,30 @@ from functools import cache
 
 from meshwright.planner.cost.stage_parameters import Part as Stage
 from meshwright.planner.cost.stage_parameters import stages_of, weights
-from meshwright.planner.hardware.links import Place, place_of
-from meshwright.planner.workload.job import Job
+from meshwright.planner.hardware.links import GroupPlacement, group_placement
+from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology.layout import Layout
 from meshwright.topology.schedules import holder
 
 
-def places_of(job: Job) -> dict[str, Place]:
+def places_of(job: PlannedJob) -> dict[str, GroupPlacement]:
     """Where the ranks of every axis stand: pipeline outermost, then copies, shards, pieces and matrices."""
     return _places(job.layout, job.cluster.per_node)
 
 
 @cache
-def _places(layout: Layout, per_node: int) -> dict[str, Place]:
+def _places(layout: Layout, per_node: int) -> dict[str, GroupPlacement]:
     shards, copies = layout.shard * layout.context, layout.replicate
     if layout.shard == 1:
         shards, copies = 1, layout.replicate * layout.context
     inner = layout.tensor
     return {
-        "tensor": place_of(per_node, layout.tensor, 1),
-        "context": place_of(per_node, layout.context, inner),
-        "expert": place_of(per_node, layout.expert, inner if layout.expert <= layout.fold else 1),
-        "shards": place_of(per_node, shards, inner),
-        "copies": place_of(per_node, copies, inner * shards),
-        "pipeline": Place(2, 2 if layout.ranks <= per_node else 1),
+        "tensor": group_placement(per_node, layout.tensor, 1),
+        "context": group_placement(per_node, layout.context, inner),
+        "expert": group_placement(per_node, layout.expert, inner if layout.expert <= layout.fold else 1),
+        "shards": group_placement(per_node, shards, inner),
+        "copies": group_placement(per_node, copies, inner * shards),
+        "pipeline": GroupPlacement(2, 2 if layout.ranks <= per_node else 1),
     }
 
 
@@ -38,7 +38,7 @@ Counts = tuple[int, int, bool, bool]
 """Dense layers, layers with experts, whether the embedding is there, whether the head is."""
 
 
-def counts_of(job: Job) -> list[Counts]:
+def counts_of(job: PlannedJob) -> list[Counts]:
     """By rank of the pipeline."""
     stages = stage_counts(job)
     ranks, last = job.layout.pipeline, len(stages) - 1
@@ -52,7 +52,7 @@ def counts_of(job: Job) -> list[Counts]:
     return [(dense, banks, bool(begins), bool(ends)) for dense, banks, begins, ends in found]
 
 
-def stage_counts(job: Job) -> list[tuple[int, int]]:
+def stage_counts(job: PlannedJob) -> list[tuple[int, int]]:
     """Dense layers and layers with experts, by stage."""
     return [(part.dense, part.experts) for part in stages_of(job)]
 
@@ -66,8 +66,8 @@ class Part:
     bank: bool
     """whether they are experts"""
     axis: str
-    shards: Place
-    copies: Place
+    shards: GroupPlacement
+    copies: GroupPlacement
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Held:
     """numbers that this rank's optimizer updates"""
 
 
-def rank_parameters(job: Job, counts: Counts) -> Held:
+def rank_parameters(job: PlannedJob, counts: Counts) -> Held:
     model, layout = job.model, job.layout
     dense, banks, begins, ends = counts
     places = places_of(job)
@@ -87,9 +87,15 @@ def rank_parameters(job: Job, counts: Counts) -> Held:
         rest = max(1, layout.fold * (layout.tensor if layout.expert > layout.fold else 1) // layout.expert)
         stride = layout.tensor * layout.expert
         sharded = layout.shard > 1
-        near = place_of(job.cluster.per_node, rest, stride)
+        near = group_placement(job.cluster.per_node, rest, stride)
         parts.append(
-            Part(has.bank, True, "shard", near if sharded else Place(1, 1), places["copies"] if sharded else near)
+            Part(
+                has.bank,
+                True,
+                "shard",
+                near if sharded else GroupPlacement(1, 1),
+                places["copies"] if sharded else near,
+            )
         )
     cut = [part.shards.ranks if job.sharding != "none" else 1 for part in parts]
     return Held(parts, sum(part.numbers / each for part, each in zip(parts, cut, strict=True)))

@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from meshwright.config import ModelConfig
 from meshwright.planner.workload.architecture import Architecture
-from meshwright.planner.workload.job import Job
+from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology import schedules
 from meshwright.topology.stage_partition import partition_blocks
 
@@ -66,13 +66,13 @@ class Weights:
         return self.dense + self.bank
 
 
-def parts_of(job: Job) -> list[tuple[Part, ...]]:
+def parts_of(job: PlannedJob) -> list[tuple[Part, ...]]:
     """The stages of every rank of the pipeline."""
     every = stages_of(job)
     return parts_at(every, job.schedule, job.layout.pipeline, job.stages) if job.layout.pipeline > 1 else [every]
 
 
-def stages_of(job: Job) -> tuple[Part, ...]:
+def stages_of(job: PlannedJob) -> tuple[Part, ...]:
     """Of the whole pipeline; without one, the model."""
     if job.layout.pipeline == 1:
         return division(job.model, 1, None, 0)

@@ -15,8 +15,8 @@ from meshwright.planner.cost.in_flight import alike
 from meshwright.planner.cost.layer_time import Shape, first, last, layer, optimizer, routed_rows, shape_of
 from meshwright.planner.cost.rank_parameters import Counts, Part, counts_of, places_of, rank_parameters, stage_counts
 from meshwright.planner.cost.uncertainty import interval
-from meshwright.planner.hardware.links import Place, collective
-from meshwright.planner.workload.job import Job
+from meshwright.planner.hardware.links import GroupPlacement, collective_seconds
+from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology import schedule_timeline, schedules
 
 MOST_PASSES = 1 << 13
@@ -44,19 +44,21 @@ class Message:
     kind: str
     size: float
     count: float
-    place: Place
+    place: GroupPlacement
     seconds: float
     """of all `count`"""
     exposed: float
 
 
-def message(job: Job, axis: str, kind: str, size: float, count: float, place: Place, hidden: float = 0.0) -> Message:
+def message(
+    job: PlannedJob, axis: str, kind: str, size: float, count: float, place: GroupPlacement, hidden: float = 0.0
+) -> Message:
     """`hidden`: the share of it behind which something is computed."""
-    seconds = count * collective(job.cluster, kind, size, place)
+    seconds = count * collective_seconds(job.cluster, kind, size, place)
     return Message(axis, kind, size, count, place, seconds, seconds * (1 - hidden))
 
 
-def tensor_messages(job: Job, of: Shape, experts: bool) -> tuple[list[Message], list[Message]]:
+def tensor_messages(job: PlannedJob, of: Shape, experts: bool) -> tuple[list[Message], list[Message]]:
     """Of one layer, forward and backward. Of experts only those that every token visits are cut; what is recomputed is
     gathered again, and scattered again where that is not the end of what is needed.
     """
@@ -79,7 +81,7 @@ def tensor_messages(job: Job, of: Shape, experts: bool) -> tuple[list[Message], 
     return ahead, [sent("all_gather", gathers), sent("reduce_scatter", scatters)]
 
 
-def context_messages(job: Job, of: Shape, look: float) -> tuple[list[Message], list[Message]]:
+def context_messages(job: PlannedJob, of: Shape, look: float) -> tuple[list[Message], list[Message]]:
     ranks = job.layout.context
     if ranks == 1:
         return [], []
@@ -95,7 +97,7 @@ def context_messages(job: Job, of: Shape, look: float) -> tuple[list[Message], l
     if job.method == "gather":
         there = [message(job, "context", "all_gather", keys * ranks, 1, place)]
         return there, [*there, message(job, "context", "reduce_scatter", keys * ranks, 1, place)]
-    near = Place(2, min(2, place.per_node)) if place.nodes == 1 else Place(2, 1)
+    near = GroupPlacement(2, min(2, place.per_node)) if place.nodes == 1 else GroupPlacement(2, 1)
     ahead = message(job, "context", "send", keys, ranks - 1, near)
     behind = message(job, "context", "send", keys, (1 + max(1.0, job.stack.reduced / number)) * (ranks - 1), near)
     return [kept(ahead, look)], [kept(behind, 2.5 * look)]
@@ -106,7 +108,7 @@ def kept(sent: Message, computing: float) -> Message:
     return replace(sent, exposed=max(0.0, sent.seconds - computing))
 
 
-def expert_messages(job: Job, of: Shape) -> list[Message]:
+def expert_messages(job: PlannedJob, of: Shape) -> list[Message]:
     """There and back, of one layer's forward; backward has the same."""
     if job.layout.expert == 1:
         return []
@@ -116,7 +118,7 @@ def expert_messages(job: Job, of: Shape) -> list[Message]:
     return [there, message(job, "expert", "all_to_all", size * of.plain.size, 1, place)]
 
 
-def sent_once(job: Job, place: Place) -> float:
+def sent_once(job: PlannedJob, place: GroupPlacement) -> float:
     """The share of rows that is left where a token goes to each node once: of K experts dealt out over N nodes, those
     on nodes that none before it is on.
     """
@@ -141,7 +143,7 @@ class Through:
         return self.forward + self.backward + self.again + waited
 
 
-def through(job: Job, of: Shape, counts: Counts) -> Through:
+def through(job: PlannedJob, of: Shape, counts: Counts) -> Through:
     """A rank of the pipeline, or one of its stages."""
     dense, banks, begins, ends = counts
     forward = backward = again = weight = 0.0
@@ -173,7 +175,7 @@ def times(sent: Message, count: float) -> Message:
     return Message(sent.axis, sent.kind, sent.size, sent.count * count, sent.place, seconds, exposed)
 
 
-def bubble(job: Job, ranks: list[Through]) -> float:
+def bubble(job: PlannedJob, ranks: list[Through]) -> float:
     """Seconds that the slowest rank waits for others' first and last passes, in closed form."""
     if len(ranks) == 1:
         return 0.0
@@ -182,7 +184,7 @@ def bubble(job: Job, ranks: list[Through]) -> float:
     return others * share.get(job.schedule, 1 / 6)
 
 
-def simulated_bubble(job: Job, of: Shape, ranks: list[Through]) -> float:
+def simulated_bubble(job: PlannedJob, of: Shape, ranks: list[Through]) -> float:
     """The same from the schedule itself, pass by pass, each stage with its own seconds. Rounds of micro-batches in full
     course wait for nothing more, so that a few tell of all. In closed form where even these have too many passes.
     """
@@ -209,7 +211,7 @@ def simulated_bubble(job: Job, of: Shape, ranks: list[Through]) -> float:
     return float(max(row[-1].end for row in rows) - busy)
 
 
-def timed(job: Job, stages: list[Memory], unstated: bool = False, exact: bool = False) -> Estimate:
+def timed(job: PlannedJob, stages: list[Memory], unstated: bool = False, exact: bool = False) -> Estimate:
     """`unstated`: whether something that matters had to be assumed; `exact`: a pipeline is run pass by pass."""
     of, bill = shape_of(job), StepTime()
     counts = counts_of(job)
@@ -244,7 +246,7 @@ def tell(bill: StepTime, sent: Message) -> None:
     )
 
 
-def between_stages(job: Job, of: Shape, bill: StepTime, ranks: int) -> None:
+def between_stages(job: PlannedJob, of: Shape, bill: StepTime, ranks: int) -> None:
     """Every micro-batch passes on and comes back, through every stage that a rank has; first and last passes wait for
     all of them.
     """
@@ -259,7 +261,7 @@ def between_stages(job: Job, of: Shape, bill: StepTime, ranks: int) -> None:
     bill.spend("bubble", 2 * (ranks - 1) * one.seconds)
 
 
-def data(job: Job, bill: StepTime, slow: Through, counts: Counts) -> None:
+def data(job: PlannedJob, bill: StepTime, slow: Through, counts: Counts) -> None:
     """Gradients meet, and parameters come together."""
     stack = job.stack
     for part in rank_parameters(job, counts).parts:
@@ -280,12 +282,19 @@ def data(job: Job, bill: StepTime, slow: Through, counts: Counts) -> None:
             meet(job, bill, "replicate", "all_reduce", size, copies, slow.backward)
 
 
-def unit_by_unit(job: Job) -> bool:
+def unit_by_unit(job: PlannedJob) -> bool:
     return job.sharding == "parameters" and not (job.stack.keeps_stages and job.layout.pipeline > 1)
 
 
 def meet(
-    job: Job, bill: StepTime, axis: str, kind: str, size: float, place: Place, computing: float, count: int = 1
+    job: PlannedJob,
+    bill: StepTime,
+    axis: str,
+    kind: str,
+    size: float,
+    place: GroupPlacement,
+    computing: float,
+    count: int = 1,
 ) -> None:
     """A collective beside the computing of one pass, unless the software waits with it."""
     one = message(job, axis, kind, size, 1, place)
@@ -295,22 +304,22 @@ def meet(
     tell(bill, times(one, count))
 
 
-def summed(job: Job) -> float:
+def summed(job: PlannedJob) -> float:
     """Bytes in which gradients meet: those of half precision in its own, but bfloat16's by most in float32."""
     return 4.0 if job.stack.reduced == 2 and job.precision == "bf16" else job.stack.reduced
 
 
-def gathered_bytes(job: Job) -> float:
+def gathered_bytes(job: PlannedJob) -> float:
     """Of a parameter: in the precision of compute, and in that of the weights where it is no smaller."""
     return max(job.stack.gathered, 4.0 if job.precision in ("fp32", "fp64") else 0.0)
 
 
-def units(job: Job, bill: StepTime, part: Part, slow: Through, count: int) -> None:
+def units(job: PlannedJob, bill: StepTime, part: Part, slow: Through, count: int) -> None:
     """FSDP: unit by unit, each gathered while the one before computes, in forward and again in backward, where
     gradients are scattered beside it.
     """
     stack, micros = job.stack, job.batch.accumulation
-    place = Place(part.shards.ranks, 1) if stack.one_adapter and part.shards.nodes > 1 else part.shards
+    place = GroupPlacement(part.shards.ranks, 1) if stack.one_adapter and part.shards.nodes > 1 else part.shards
     gather = message(job, part.axis, "all_gather", part.numbers / count * gathered_bytes(job), 1, place)
     scatter = message(job, part.axis, "reduce_scatter", part.numbers / count * stack.reduced, 1, place)
     ahead, behind = slow.forward / count, (slow.backward + slow.again) / count
@@ -329,20 +338,20 @@ def units(job: Job, bill: StepTime, part: Part, slow: Through, count: int) -> No
     bill.spend("contention", micros * count * stack.contended * beside)
 
 
-def flops_of(job: Job) -> tuple[float, float]:
+def flops_of(job: PlannedJob) -> tuple[float, float]:
     """Of matrices, and of attention with half of its square, of a step, forward and backward."""
     model, tokens = job.model, job.tokens
     met = sum(model.visited_weights(layer) * count for layer, count in kinds(job))
     return 6.0 * tokens * (met + model.vocab * model.width), 3.0 * tokens * job.sequence * model.attended * model.layers
 
 
-def kinds(job: Job) -> list[tuple[int, int]]:
+def kinds(job: PlannedJob) -> list[tuple[int, int]]:
     """A layer of each kind, and how many there are."""
     model = job.model
     return [(0, model.layers - model.expert_layers), (model.layers - 1, model.expert_layers)]
 
 
-def again_flops(job: Job) -> float:
+def again_flops(job: PlannedJob) -> float:
     matrices, attention = flops_of(job)
     if job.recompute in ("full", "alternate"):
         return (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import exp, hypot
 
-from meshwright.planner.workload.job import Job
+from meshwright.planner.workload.planned_job import PlannedJob
 
 COMPUTING = "how near its kernels come to the device's rate"
 ACCURACY = {
@@ -33,7 +33,9 @@ UNSTATED = (0.2, "what is recomputed, which the record does not say")
 CRAMPED = (0.12, "whether the allocator finds room without waiting: memory is nearly full")
 
 
-def interval(job: Job, phases: dict[str, float], cramped: bool, unstated: bool = False) -> tuple[float, float, str]:
+def interval(
+    job: PlannedJob, phases: dict[str, float], cramped: bool, unstated: bool = False
+) -> tuple[float, float, str]:
     """Seconds between which a step lies in four of five cases, and where most of the doubt is from."""
     total = sum(phases.values())
     doubts: dict[str, float] = {}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
-class Product:
+class MatmulRate:
     """A product of matrices as it was measured: rows x inner by inner x columns."""
 
     precision: str
@@ -18,7 +18,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Curve:
+class BandwidthCurve:
     """A collective as it was measured."""
 
     collective: str
@@ -47,7 +47,7 @@ class Device:
     """share of `stream` that kernels reach"""
     host: bool = False
     """whether it is the host itself that computes"""
-    products: tuple[Product, ...] = ()
+    products: tuple[MatmulRate, ...] = ()
     """where somebody measured: then these are what products reach, and `stream` is what kernels do"""
 
 
@@ -61,7 +61,7 @@ class Link:
     """seconds that one hop of a collective takes"""
     curve: tuple[tuple[float, float], ...] = ()
     """measured (bytes of a message, bytes a second on the bus), where somebody measured; else latency and bandwidth"""
-    curves: tuple[Curve, ...] = ()
+    curves: tuple[BandwidthCurve, ...] = ()
     """the same by collective and number of ranks"""
 
 
@@ -164,7 +164,7 @@ NODES: dict[str, tuple[int, Link, Link]] = {
 """Devices of a usual node (all that NVLink joins), the links inside it, and a device's share of those between nodes."""
 
 
-def preset(device: str, devices: int | None = None) -> Cluster:
+def preset_cluster(device: str, devices: int | None = None) -> Cluster:
     """Usual nodes of a device."""
     per_node, inside, between = NODES[device]
     whole = Cluster(device, DEVICES[device], per_node, 1, inside, between)

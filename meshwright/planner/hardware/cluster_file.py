@@ -31,7 +31,17 @@ from typing import Annotated, Any, Literal
 from meshwright.config.constraints import Range
 from meshwright.config.reader import build, read_toml
 from meshwright.errors import ConfigError
-from meshwright.planner.hardware.cluster import DEVICES, GB, TERA, Cluster, Curve, Device, Link, Product, preset
+from meshwright.planner.hardware.cluster import (
+    DEVICES,
+    GB,
+    TERA,
+    BandwidthCurve,
+    Cluster,
+    Device,
+    Link,
+    MatmulRate,
+    preset_cluster,
+)
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8", "fp4"]
@@ -42,7 +52,7 @@ Size = Annotated[int, Range(least=1, most=1 << 24)]
 Points = tuple[tuple[Annotated[float, Range(above=0, most=1e15)], ...], ...]
 
 MOST_POINTS = 256
-MOST_DEVICES = 1 << 20
+MAX_DEVICES = 1 << 20
 MOST_ROWS = 256
 MICROS = 1e6
 DIGITS = 15
@@ -102,7 +112,7 @@ class MeasuredForm:
 
 
 @dataclass(frozen=True)
-class ClusterForm:
+class ClusterSchema:
     name: str | None = None
     like: str | None = None
     nodes: Count | None = None
@@ -117,16 +127,16 @@ class ClusterForm:
 def read_cluster(path: Path) -> Cluster:
     tree = read_toml(path, "cluster file")
     try:
-        form: ClusterForm = build(ClusterForm, tree, "")
-        return cluster_of_form(form, path.stem)
+        form: ClusterSchema = build(ClusterSchema, tree, "")
+        return build_cluster(form, path.stem)
     except ConfigError as error:
         raise ConfigError(f"cluster file {path}: {error.what}", error.next_move) from None
 
 
-def cluster_of_form(form: ClusterForm, name: str) -> Cluster:
+def build_cluster(form: ClusterSchema, name: str) -> Cluster:
     if form.like is not None and form.like not in DEVICES:
         raise ConfigError(f"like = {dumps(form.like)} is not known", f"allowed: {', '.join(DEVICES)}")
-    base = preset(form.like) if form.like else None
+    base = preset_cluster(form.like) if form.like else None
     per_node = needed(form.devices or (base and base.per_node), "devices", "devices = 8, of a node")
     nodes = form.nodes or 1
     device = device_of(form.device, base.device if base else None)
@@ -137,8 +147,8 @@ def cluster_of_form(form: ClusterForm, name: str) -> Cluster:
         if between.gbs is not None:
             raise ConfigError("adapters_gbs and between.gbs say the same", "allowed: one of them")
         between = replace(between, gbs=form.adapters_gbs / per_node)
-    if nodes * per_node > MOST_DEVICES:
-        raise ConfigError(f"{nodes:,} nodes of {per_node:,} devices", f"allowed: {MOST_DEVICES:,} devices in all")
+    if nodes * per_node > MAX_DEVICES:
+        raise ConfigError(f"{nodes:,} nodes of {per_node:,} devices", f"allowed: {MAX_DEVICES:,} devices in all")
     known = base.between if base else (inside if nodes == 1 else None)
     measured = {} if form.measured.launch_us is None else {"launch": scaled(form.measured.launch_us, 1 / MICROS)}
     return Cluster(
@@ -161,7 +171,7 @@ def device_of(form: DeviceForm, base: Device | None) -> Device:
         form.name or (base.name if base else "device"),
         needed(memory or (base and base.memory), "device.memory_gb", hint),
         needed(stream or (base and base.stream), "device.stream_gbs", hint),
-        filled(needed(whole or None, "device.peak_tflops", hint)),
+        fill_peak_flops(needed(whole or None, "device.peak_tflops", hint)),
         host=form.host,
         products=rows,
     )
@@ -170,7 +180,7 @@ def device_of(form: DeviceForm, base: Device | None) -> Device:
     return replace(device, processors=base.processors, sustained=base.sustained, newer=base.newer)
 
 
-def filled(peak: dict[str, float]) -> dict[str, float]:
+def fill_peak_flops(peak: dict[str, float]) -> dict[str, float]:
     """Every precision has a rate: one that is not given, that of the one it would be computed in."""
     if "bf16" not in peak and "fp32" not in peak:
         raise ConfigError("device.peak_tflops has neither bf16 nor fp32", "allowed: at least one of them")
@@ -184,16 +194,16 @@ def filled(peak: dict[str, float]) -> dict[str, float]:
     return whole
 
 
-def product_of(form: ProductForm, where: str) -> Product:
+def product_of(form: ProductForm, where: str) -> MatmulRate:
     row = {key: needed(value, f"{where}.{key}", f"a {key}") for key, value in vars(form).items()}
-    return Product(row["precision"], row["rows"], row["inner"], row["columns"], scaled(row["tflops"], TERA))
+    return MatmulRate(row["precision"], row["rows"], row["inner"], row["columns"], scaled(row["tflops"], TERA))
 
 
 def link_of(form: LinkForm, where: str, base: Link | None) -> Link:
     """`base` is what the file overrides; a curve alone gives a bandwidth, too: its best."""
     curve = points_of(form.curve, f"{where}.curve") or (base.curve if base else ())
     curves = tuple(
-        Curve(
+        BandwidthCurve(
             needed(row.collective, f"{where}.curves[{i}].collective", "all_reduce, all_gather, ..."),
             needed(row.ranks, f"{where}.curves[{i}].ranks", "a number of ranks"),
             needed(

@@ -29,7 +29,7 @@ SETTLES = 12 * 2.0**20
 
 
 @dataclass(frozen=True)
-class Place:
+class GroupPlacement:
     """Where the ranks of one group stand."""
 
     ranks: int
@@ -45,12 +45,12 @@ class Place:
         return "inside" if self.nodes == 1 else "between"
 
 
-def place_of(per_node: int, ranks: int, stride: int) -> Place:
+def group_placement(per_node: int, ranks: int, stride: int) -> GroupPlacement:
     """Of a group whose neighbours are `stride` ranks apart; ranks fill one node of so many devices after the other."""
-    return Place(ranks, max(1, min(ranks, per_node // stride)))
+    return GroupPlacement(ranks, max(1, min(ranks, per_node // stride)))
 
 
-def collective(cluster: Cluster, kind: str, message: float, place: Place) -> float:
+def collective_seconds(cluster: Cluster, kind: str, message: float, place: GroupPlacement) -> float:
     """Seconds of one collective of so many bytes, whole."""
     if place.ranks == 1 or message <= 0:
         return 0.0
@@ -70,7 +70,7 @@ def _links(cluster: Cluster) -> Links:
 
 
 @cache
-def _seconds(links: Links, kind: str, message: float, place: Place) -> float:
+def _seconds(links: Links, kind: str, message: float, place: GroupPlacement) -> float:
     wire = wire_bytes(kind, int(message), place.ranks)
     if seen := measured_curve(links.inside if place.nodes == 1 else links.between, kind, place.ranks):
         return wire / along(seen, message)
@@ -94,7 +94,7 @@ def _seconds(links: Links, kind: str, message: float, place: Place) -> float:
     return (0.0 if measured else latency) + settling + wire / rate
 
 
-def exchanged(links: Links, message: float, place: Place) -> float:
+def exchanged(links: Links, message: float, place: GroupPlacement) -> float:
     """Every rank sends to every other: what stays on the node and what leaves it go by different links."""
     away = message * (place.ranks - place.per_node) / place.ranks if place.nodes > 1 else 0.0
     near = message * (min(place.per_node, place.ranks) - 1) / place.ranks

@@ -12,42 +12,42 @@ from pathlib import Path
 
 from meshwright.errors import ConfigError
 from meshwright.io import atomic_write, output_file
-from meshwright.planner.hardware.cluster import NODES, Cluster, preset
-from meshwright.planner.hardware.cluster_file import MOST_DEVICES, cluster_toml, read_cluster
+from meshwright.planner.hardware.cluster import NODES, Cluster, preset_cluster
+from meshwright.planner.hardware.cluster_file import MAX_DEVICES, cluster_toml, read_cluster
 
 COUNTED = re.compile(r"(?P<device>[^:]+)(:(?P<devices>[0-9]{1,7})(x(?P<nodes>[0-9]{1,7}))?)?")
-WORDS = (
+CLUSTER_NAMES = (
     f"{', '.join(NODES)}, each also as h100:8 (devices) or h100:8x16 (16 nodes of 8), here, or a cluster file (.toml)"
 )
 
 
-def home() -> Path:
+def meshwright_home() -> Path:
     """Where this machine keeps what it knows of itself."""
     given = os.environ.get("MESHWRIGHT_HOME")
     return Path(given) if given else Path.home() / ".meshwright"
 
 
 def machine_file() -> Path:
-    return home() / "machine.toml"
+    return meshwright_home() / "machine.toml"
 
 
-def cluster_of(word: str) -> Cluster:
+def resolve_cluster(word: str) -> Cluster:
     if word.endswith(".toml") or os.sep in word:
         return read_cluster(Path(word))
     match = COUNTED.fullmatch(word)
     device = match["device"].lower() if match else ""
     if match is None or (device != "here" and device not in NODES):
-        raise ConfigError(f"no cluster {word!r}", f"allowed: {WORDS}")
+        raise ConfigError(f"no cluster {word!r}", f"allowed: {CLUSTER_NAMES}")
     devices, nodes = (int(match[key]) if match[key] else None for key in ("devices", "nodes"))
-    if devices == 0 or nodes == 0 or (devices or 1) * (nodes or 1) > MOST_DEVICES:
-        raise ConfigError(f"cluster {word!r} is out of range", f"allowed: 1 to {MOST_DEVICES:,} devices")
-    whole = replace(this_machine() if device == "here" else preset(device), name=word)
+    if devices == 0 or nodes == 0 or (devices or 1) * (nodes or 1) > MAX_DEVICES:
+        raise ConfigError(f"cluster {word!r} is out of range", f"allowed: 1 to {MAX_DEVICES:,} devices")
+    whole = replace(measured_machine() if device == "here" else preset_cluster(device), name=word)
     if devices is None:
         return whole
     if device == "here" and (nodes or devices > whole.per_node):
         raise ConfigError(f"cluster {word!r} is not this machine", f"allowed: here, or here:1 to here:{whole.per_node}")
     if nodes is None:
-        return of_devices(whole, devices)
+        return with_whole_nodes(whole, devices)
     if devices > whole.per_node:
         raise ConfigError(
             f"cluster {word!r} has nodes of {devices}, and those of {device} have at most {whole.per_node}",
@@ -56,7 +56,7 @@ def cluster_of(word: str) -> Cluster:
     return replace(whole, per_node=devices, nodes=nodes)
 
 
-def of_devices(whole: Cluster, devices: int) -> Cluster:
+def with_whole_nodes(whole: Cluster, devices: int) -> Cluster:
     """A part of one node, or whole ones."""
     if devices > whole.per_node and devices % whole.per_node:
         below = devices // whole.per_node * whole.per_node
@@ -67,7 +67,7 @@ def of_devices(whole: Cluster, devices: int) -> Cluster:
     return whole.of(devices)
 
 
-def this_machine() -> Cluster:
+def measured_machine() -> Cluster:
     if not machine_file().exists():
         raise ConfigError("this machine was never measured", "run meshwright plan measure first")
     return read_cluster(machine_file())

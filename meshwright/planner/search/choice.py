@@ -8,8 +8,8 @@ from typing import Any
 from meshwright.config import Batch, LayoutConfig, PipelineConfig, RunConfig
 from meshwright.errors import ConfigError
 from meshwright.planner.hardware.cluster import Cluster
-from meshwright.planner.workload.job import Job
-from meshwright.planner.workload.trainer_profiles import OWN, OWN_COMPILED
+from meshwright.planner.workload.planned_job import PlannedJob
+from meshwright.planner.workload.trainer_profiles import MESHWRIGHT, MESHWRIGHT_COMPILED
 from meshwright.planner.workload.workload import Workload
 from meshwright.topology import schedules
 from meshwright.topology.layout import Layout
@@ -27,7 +27,7 @@ class Choice:
     method: str = "ring"
 
     @classmethod
-    def of(cls, job: Job) -> Choice:
+    def of(cls, job: PlannedJob) -> Choice:
         return cls(job.layout, job.batch.micro, job.sharding, job.recompute, job.schedule, job.stages, job.method)
 
     @property
@@ -36,11 +36,11 @@ class Choice:
         return self.layout, self.sharding
 
 
-def job_of(work: Workload, cluster: Cluster, choice: Choice) -> Job:
+def job_of(work: Workload, cluster: Cluster, choice: Choice) -> PlannedJob:
     """Without a run, whose exact formulas take longer: `exact` is for the few that are shown."""
     replicas = choice.layout.data_degree
     compiled = work.base is not None and work.base.compile.enabled
-    return Job(
+    return PlannedJob(
         work.model,
         cluster,
         choice.layout,
@@ -53,7 +53,7 @@ def job_of(work: Workload, cluster: Cluster, choice: Choice) -> Job:
         choice.schedule,
         choice.stages,
         choice.method,
-        OWN_COMPILED if compiled else OWN,
+        MESHWRIGHT_COMPILED if compiled else MESHWRIGHT,
     )
 
 
@@ -85,11 +85,11 @@ def settings_of(base: RunConfig, choice: Choice) -> RunConfig:
     return replace(base, **changed)
 
 
-def exact(work: Workload, cluster: Cluster, choice: Choice) -> Job:
+def exact(work: Workload, cluster: Cluster, choice: Choice) -> PlannedJob:
     """With the run where there is one."""
     if work.base is None:
         return job_of(work, cluster, choice)
-    return Job.of(settings_of(work.base, choice), cluster, work.model.name)
+    return PlannedJob.of(settings_of(work.base, choice), cluster, work.model.name)
 
 
 def refusal(work: Workload, choice: Choice) -> ConfigError | None:

@@ -16,7 +16,7 @@ from meshwright.planner.search.mechanism import mechanism, replicated, sharded
 from meshwright.planner.search.scaling import at
 from meshwright.planner.search.search import CostCache
 from meshwright.planner.wording import again, exposed, plan, real_calls, sent, synced
-from meshwright.planner.workload.job import Job
+from meshwright.planner.workload.planned_job import PlannedJob
 
 TENFOLD = 10
 
@@ -203,7 +203,7 @@ def critical(estimate: Estimate) -> str:
     )
 
 
-def semantics(job: Job) -> str:
+def semantics(job: PlannedJob) -> str:
     batch = job.batch
     told = (
         f"Gradients of all {batch.global_:,} samples ({batch.micro} a pass x {batch.accumulation} passes x "
@@ -251,7 +251,7 @@ def grows_most(before: Estimate, after: Estimate, ideal: float) -> tuple[str, fl
     return max(grown.items(), key=lambda row: row[1])
 
 
-def reach(job: Job, most: int) -> int:
+def reach(job: PlannedJob, most: int) -> int:
     """Times as many data-parallel ranks as the batch has samples for, at most so many."""
     return max(factor for factor in range(1, most + 1) if job.batch.global_ % (job.batch.replicas * factor) == 0)
 

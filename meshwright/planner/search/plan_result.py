@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.config import as_toml
 from meshwright.errors import ConfigError
-from meshwright.planner.calibration.prediction import prediction
+from meshwright.planner.calibration.prediction import prediction_record
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.search.choice import Choice, settings_of
@@ -70,9 +70,9 @@ def as_json(whole: Answer, top: int) -> dict[str, Any]:
         "pinned": dict(whole.work.pinned),
         "notes": list(whole.work.notes),
         "place": whole.place,
-        "plan": prediction(whole.chosen),
-        "ranked": [prediction(each) for each in whole.found.ranked[:top]],
-        "front": [prediction(each) for each in whole.found.front],
+        "plan": prediction_record(whole.chosen),
+        "ranked": [prediction_record(each) for each in whole.found.ranked[:top]],
+        "front": [prediction_record(each) for each in whole.found.front],
         "search": {
             "estimates": whole.found.estimates,
             "weighed": whole.found.weighed,
@@ -87,7 +87,7 @@ def as_json(whole: Answer, top: int) -> dict[str, Any]:
                 "fixed": rung.fixed,
                 "cost": rung.cost,
                 "tried": list(rung.tried),
-                "plan": prediction(rung.estimate),
+                "plan": prediction_record(rung.estimate),
             }
             for rung in whole.rungs
         ],
@@ -107,7 +107,7 @@ def scale_json(scale: Scale) -> dict[str, Any]:
             "efficiency": one.efficiency,
             "exposed_share": one.waiting,
             "useful_tokens_per_second": one.useful,
-            "plan": prediction(one.estimate) if one.estimate else None,
+            "plan": prediction_record(one.estimate) if one.estimate else None,
         }
 
     return {

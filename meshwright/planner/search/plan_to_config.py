@@ -17,14 +17,14 @@ from meshwright.errors import ConfigError
 from meshwright.io import format_bytes, format_count, format_seconds, read_json
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.hardware.cluster import Cluster
-from meshwright.planner.hardware.resolve_cluster import cluster_of, of_devices
+from meshwright.planner.hardware.resolve_cluster import resolve_cluster, with_whole_nodes
 from meshwright.planner.search.choice import Choice, settings_of
 from meshwright.planner.search.ladder import bound_by, stand
 from meshwright.planner.search.search import CostCache, search
 from meshwright.planner.search.suggestions import impossible
 from meshwright.planner.wording import plan
-from meshwright.planner.workload.workload import SEARCHED
-from meshwright.planner.workload.workload_args import run_workload
+from meshwright.planner.workload.workload import SEARCHED_KEYS
+from meshwright.planner.workload.workload_args import workload_from_config
 from meshwright.telemetry.run_measurements import number, table
 from meshwright.topology.layout import Layout
 
@@ -82,10 +82,10 @@ def best(
     """The search's first plan for this run on so many of the cluster's devices: as many as are asked for, as a run
     file's layout has, or all.
     """
-    run = load(file, [word for word in overrides if key_of(word) not in SEARCHED], None, steps)
-    whole = cluster_of(cluster)
+    run = load(file, [word for word in overrides if key_of(word) not in SEARCHED_KEYS], None, steps)
+    whole = resolve_cluster(cluster)
     asked = convert(Count, Word(ranks), "--ranks") if ranks is not None else ranks_in(file)
-    desk = CostCache(run_workload(run, overrides), part_of(whole, asked or whole.devices))
+    desk = CostCache(workload_from_config(run, overrides), part_of(whole, asked or whole.devices))
     found = search(desk).ranked
     if not found:
         raise impossible(desk)
@@ -104,7 +104,7 @@ def part_of(whole: Cluster, ranks: int) -> Cluster:
         raise ConfigError(
             f"{ranks} ranks on {whole.devices} devices of cluster {whole.name!r}", f"allowed: 1 to {whole.devices}"
         )
-    return of_devices(whole, ranks)
+    return with_whole_nodes(whole, ranks)
 
 
 def reason(desk: CostCache, found: Estimate) -> str:

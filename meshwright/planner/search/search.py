@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import log
 
-from meshwright.planner.calibration.corrections import lessons_of
+from meshwright.planner.calibration.corrections import corrections_for
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.estimate import Estimate, Memory
 from meshwright.planner.cost.peak_memory import memory
@@ -25,7 +25,7 @@ from meshwright.planner.cost.step_time import timed
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.search.candidates import ModelParallelDegrees, Space, fills, frames, layouts, micros, schedules
 from meshwright.planner.search.choice import Choice, exact, job_of, refusal
-from meshwright.planner.workload.trainer_profiles import OWN
+from meshwright.planner.workload.trainer_profiles import MESHWRIGHT
 from meshwright.planner.workload.workload import Workload
 from meshwright.topology.layout import Layout
 from meshwright.topology.schedules import SPLIT
@@ -60,7 +60,7 @@ class CostCache:
     """What was estimated of one workload on one cluster, each thing once."""
 
     def __init__(self, work: Workload, cluster: Cluster) -> None:
-        self.work, self.cluster, self.lessons = work, cluster, lessons_of(cluster)
+        self.work, self.cluster, self.lessons = work, cluster, corrections_for(cluster)
         self.weights: dict[Choice, list[Memory]] = {}
         self.heavy: dict[Choice, Memory] = {}
         self.bare: dict[Choice, Estimate] = {}
@@ -108,7 +108,7 @@ class CostCache:
 
 def least_held(work: Workload, choice: Choice) -> float:
     """Bytes of parameters, gradients and optimizer that a rank has at least: of an even division of everything."""
-    model, layout, stack = work.model, choice.layout, OWN
+    model, layout, stack = work.model, choice.layout, MESHWRIGHT
     banks = model.expert_layers * model.experts * model.expert_weights
     numbers = (model.parameters - banks + banks / layout.expert) / layout.tensor / layout.pipeline
     over = layout.shard * layout.context if choice.sharding != "none" else 1

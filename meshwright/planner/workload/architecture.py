@@ -13,7 +13,7 @@ from meshwright.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class Latent:
+class LatentAttention:
     """Attention through compressed queries, keys and values (MLA)."""
 
     query: int
@@ -69,7 +69,7 @@ class Architecture:
     """the shared experts' output is scaled by a gate of their own"""
     dense_layers: int = 0
     """layers at the beginning that have a dense feed-forward where the others have experts"""
-    latent: Latent | None = None
+    latent: LatentAttention | None = None
 
     @classmethod
     def of(cls, model: ModelConfig, name: str = "") -> Architecture:

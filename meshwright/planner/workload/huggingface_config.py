@@ -16,9 +16,9 @@ from meshwright.config.constraints import Positive, Range
 from meshwright.config.reader import convert, show
 from meshwright.errors import ConfigError
 from meshwright.io import read_regular_file
-from meshwright.planner.workload.architecture import Architecture, Latent
+from meshwright.planner.workload.architecture import Architecture, LatentAttention
 
-LARGEST_CONFIG = 1 << 20
+MAX_CONFIG_BYTES = 1 << 20
 """Bytes; a config is a page."""
 
 Layers = Annotated[int, Range(least=1, most=1 << 12)]
@@ -34,7 +34,7 @@ NEEDED = object()
 
 
 @dataclass(frozen=True)
-class Published:
+class HuggingFaceConfig:
     architecture: Architecture
     rope_theta: float
     norm_eps: float
@@ -43,22 +43,22 @@ class Published:
     """what the architecture does not say of the model, in words"""
 
 
-def read_published(path: Path) -> Published:
+def read_huggingface_config(path: Path) -> HuggingFaceConfig:
     """A `config.json`, or the folder that it lies in."""
     file = path / "config.json" if path.is_dir() else path
     name = file.absolute().parent.name if file.name == "config.json" else file.stem
-    return from_config(read_config(file), str(file), name)
+    return parse_huggingface_config(read_config(file), str(file), name)
 
 
 def read_config(file: Path) -> Any:
-    text = read_regular_file(file, LARGEST_CONFIG, str(file), "a model's config.json")
+    text = read_regular_file(file, MAX_CONFIG_BYTES, str(file), "a model's config.json")
     try:
         return json.loads(text.decode())
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not JSON: {error}", "allowed: a model's config.json") from None
 
 
-def from_config(tree: Any, file: str, name: str = "") -> Published:
+def parse_huggingface_config(tree: Any, file: str, name: str = "") -> HuggingFaceConfig:
     """`file` is what refusals call it."""
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{file} holds {show(tree)}", "allowed: a JSON object with model_type and sizes")
@@ -69,7 +69,7 @@ def from_config(tree: Any, file: str, name: str = "") -> Published:
         raise ConfigError(f"{file}: model_type = {show(family)} is not known", f"allowed: {known}")
     found = replace(FAMILIES[family](fields), name=name or family)
     checked(found, file)
-    return Published(found, fields.rope_theta(), fields.epsilon(), fields.activation(), tuple(left_out(fields)))
+    return HuggingFaceConfig(found, fields.rope_theta(), fields.epsilon(), fields.activation(), tuple(left_out(fields)))
 
 
 def checked(model: Architecture, file: str) -> None:
@@ -246,7 +246,7 @@ def deepseek(fields: Fields) -> Architecture:
     regular(fields, "moe_layer_freq")
     if fields.flag("attention_bias", False):
         raise ConfigError(f"{fields.file}: attention_bias = true is not known in this family", "allowed: false")
-    latent = Latent(
+    latent = LatentAttention(
         fields.number(Width, "q_lora_rank", default=0),
         fields.number(Width, "kv_lora_rank"),
         fields.number(Width, "qk_nope_head_dim"),

@@ -9,11 +9,11 @@ from pathlib import Path
 from meshwright.config import PRESETS, ModelConfig, RunConfig, load
 from meshwright.errors import ConfigError
 from meshwright.planner.workload.architecture import Architecture
-from meshwright.planner.workload.huggingface_config import Published, read_published
+from meshwright.planner.workload.huggingface_config import HuggingFaceConfig, read_huggingface_config
 
 
 @dataclass(frozen=True)
-class Named:
+class ResolvedModel:
     architecture: Architecture
     run: RunConfig | None
     """of a preset or a run file"""
@@ -23,7 +23,7 @@ class Named:
     """why it cannot, or in what the trained model differs from the published one"""
 
 
-def architecture_of(word: str, overrides: Sequence[str] = ()) -> Named:
+def resolve_model(word: str, overrides: Sequence[str] = ()) -> ResolvedModel:
     """`overrides` are `--a.b=c` words for the run of a preset or a run file."""
     if word in PRESETS:
         return of_run(load(None, [f"--preset={word}", *overrides]), word)
@@ -37,16 +37,16 @@ def architecture_of(word: str, overrides: Sequence[str] = ()) -> Named:
         return of_run(load(path, overrides), path.stem)
     if overrides:
         raise ConfigError(f"{overrides[0]} is a setting of a run, and {path} is none", "allowed: with a run file")
-    found = read_published(path)
-    model, reason = own_model(found)
-    return Named(found.architecture, None, model, reason)
+    found = read_huggingface_config(path)
+    model, reason = trainable_config(found)
+    return ResolvedModel(found.architecture, None, model, reason)
 
 
-def of_run(config: RunConfig, name: str) -> Named:
-    return Named(Architecture.of(config.model, name), config, config.model)
+def of_run(config: RunConfig, name: str) -> ResolvedModel:
+    return ResolvedModel(Architecture.of(config.model, name), config, config.model)
 
 
-def own_model(found: Published) -> tuple[ModelConfig | None, str]:
+def trainable_config(found: HuggingFaceConfig) -> tuple[ModelConfig | None, str]:
     """The settings with which our own decoder is this model, and what they leave out; or None, and why."""
     model = found.architecture
     if lacks := lacking(found):
@@ -72,7 +72,7 @@ def own_model(found: Published) -> tuple[ModelConfig | None, str]:
     return settings, "; ".join(f"left out: {what}" for what in (*found.left_out, *window))
 
 
-def lacking(found: Published) -> list[str]:
+def lacking(found: HuggingFaceConfig) -> list[str]:
     """What the model has and our decoder does not, the weightiest first."""
     model = found.architecture
     has = {

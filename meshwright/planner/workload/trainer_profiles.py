@@ -20,7 +20,7 @@ def on_device(name: str, **fields: Any) -> TrainerProfile:
     return TrainerProfile(name, **({"context": CONTEXT, "communicator": COMMUNICATOR, "slack": SLACK} | fields))
 
 
-OWN = on_device(
+MESHWRIGHT = on_device(
     "meshwright",
     slack=0.05,
     wide=80,
@@ -36,7 +36,7 @@ OWN = on_device(
 )
 """Fitted to thirteen runs on one H200: GPT-2, Llama-1B and eight layers of Llama-8B, eager and compiled, with and
 without recomputation; memory beside tensors was 1.3 to 2.6 GiB."""
-OWN_COMPILED = replace(OWN, name="meshwright compiled", fused=True, wide=14, inner=4, host=5e-4)
+MESHWRIGHT_COMPILED = replace(MESHWRIGHT, name="meshwright compiled", fused=True, wide=14, inner=4, host=5e-4)
 
 COMPOSER = on_device(
     "Composer 2023",
@@ -173,7 +173,7 @@ SOURCES: tuple[tuple[str, TrainerProfile], ...] = (
 """Words of a source, and the software that it ran; the first that is found."""
 
 
-def stack_for(source: str, sharding: str, device: str, precision: str) -> TrainerProfile:
+def profile_for_run(source: str, sharding: str, device: str, precision: str) -> TrainerProfile:
     """Of a published run: by who published it, or else by what it did on which devices."""
     found = next((stack for word, stack in SOURCES if word.lower() in source.lower()), None)
     if found is None:
@@ -182,7 +182,7 @@ def stack_for(source: str, sharding: str, device: str, precision: str) -> Traine
     return DEEPSPEED_BF16 if found is DEEPSPEED and precision == "bf16" else found
 
 
-OTHERS = {
+NEAREST_PROFILE = {
     MEGATRON_2021.name: DEEPSPEED,
     MEGATRON_2022.name: DEEPSPEED,
     DEEPSPEED.name: MEGATRON_2021,
@@ -195,7 +195,7 @@ OTHERS = {
 }
 """The nearest software of somebody else."""
 
-FITTED = (
+FITTED_FIELDS = (
     "wide",
     "inner",
     "scores",
@@ -217,7 +217,7 @@ FITTED = (
 """What of a software's seconds is fitted, not known."""
 
 
-def stranger(stack: TrainerProfile) -> TrainerProfile:
+def unfitted_profile(stack: TrainerProfile) -> TrainerProfile:
     """With what one would plan, had this software never been measured: the constants of the nearest other one."""
-    near = OTHERS.get(stack.name, stack)
-    return replace(stack, **{name: getattr(near, name) for name in FITTED})
+    near = NEAREST_PROFILE.get(stack.name, stack)
+    return replace(stack, **{name: getattr(near, name) for name in FITTED_FIELDS})

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from meshwright.config import RunConfig
 from meshwright.planner.workload.architecture import Architecture
 
-SEARCHED = (
+SEARCHED_KEYS = (
     "layout.replicate",
     "layout.shard",
     "layout.shard_degree",

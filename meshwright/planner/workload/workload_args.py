@@ -9,17 +9,17 @@ from typing import Any
 from meshwright.config import RunConfig, from_dict, load, to_dict
 from meshwright.errors import ConfigError
 from meshwright.planner.workload.architecture import Architecture
-from meshwright.planner.workload.resolve_model import architecture_of
-from meshwright.planner.workload.workload import SEARCHED, Workload
+from meshwright.planner.workload.resolve_model import resolve_model
+from meshwright.planner.workload.workload import SEARCHED_KEYS, Workload
 
 USUAL_TOKENS = 4 << 20
 """of a step, where nobody says: what published runs of large models begin with"""
 USUAL_SEQUENCE = 4096
 RUN_PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
-PRECISIONS = (*RUN_PRECISIONS, "fp8", "fp4")
+PLANNED_PRECISIONS = (*RUN_PRECISIONS, "fp8", "fp4")
 
 
-def workload(
+def build_workload(
     word: str,
     overrides: Sequence[str] = (),
     batch: int | None = None,
@@ -28,16 +28,16 @@ def workload(
 ) -> Workload:
     """A word for each of the three settings that the figures hang on most; the rest of the run by its keys."""
     split = [text.removeprefix("--").partition("=") for text in overrides]
-    pinned = {key: value for key, _, value in split if key in SEARCHED}
-    words = [text for text, (key, _, _) in zip(overrides, split, strict=True) if key not in SEARCHED]
-    named = architecture_of(word, words)
+    pinned = {key: value for key, _, value in split if key in SEARCHED_KEYS}
+    words = [text for text, (key, _, _) in zip(overrides, split, strict=True) if key not in SEARCHED_KEYS]
+    named = resolve_model(word, words)
     run = named.run
     if run is None and named.model is not None:
         run = from_dict({"model": to_dict(named.model), "precision": {"compute": "bf16"}})
         batch, sequence = usual(batch, sequence)
     notes = [named.reason] if named.reason else []
-    if precision is not None and precision not in PRECISIONS:
-        raise ConfigError(f"--precision {precision} is not known", f"allowed: {', '.join(PRECISIONS)}")
+    if precision is not None and precision not in PLANNED_PRECISIONS:
+        raise ConfigError(f"--precision {precision} is not known", f"allowed: {', '.join(PLANNED_PRECISIONS)}")
     if run is None:
         usual_batch, usual_sequence = usual(batch, sequence)
         if batch is None:
@@ -64,10 +64,10 @@ def workload(
     )
 
 
-def run_workload(run: RunConfig, overrides: Sequence[str] = ()) -> Workload:
+def workload_from_config(run: RunConfig, overrides: Sequence[str] = ()) -> Workload:
     """A run's own, with what `--KEY=VALUE` words pin of what is searched."""
     split = [text.removeprefix("--").partition("=") for text in overrides]
-    pinned = pins({key: value for key, _, value in split if key in SEARCHED})
+    pinned = pins({key: value for key, _, value in split if key in SEARCHED_KEYS})
     free = replace(run, batch=replace(run.batch, micro=None))
     model = Architecture.of(run.model, run.preset)
     return Workload(model, run.batch.global_, run.data.sequence, run.precision.compute, free, pinned)

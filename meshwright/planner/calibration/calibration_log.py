@@ -23,13 +23,13 @@ from meshwright.config.constraints import Range
 from meshwright.config.reader import build
 from meshwright.errors import ConfigError
 from meshwright.io import open_regular_file
-from meshwright.planner.hardware.resolve_cluster import home
-from meshwright.planner.workload.job import Job
+from meshwright.planner.hardware.resolve_cluster import meshwright_home
+from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology.layout import Layout
 
-LARGEST_FILE = 1 << 20
+MAX_FILE_BYTES = 1 << 20
 LONGEST_LINE = 4096
-NEAREST = 8
+MAX_NEAREST_RECORDS = 8
 """Records that a correction is made of, at most."""
 FAR = 6.0
 """Doublings between two models and their sequences from which on a run of one says nothing of the other."""
@@ -40,7 +40,7 @@ Bytes = Annotated[float, Range(above=0, most=1e18)]
 
 
 @dataclass(frozen=True)
-class Shape:
+class JobSignature:
     """What the time and memory of a job depend on most."""
 
     device: str
@@ -57,7 +57,7 @@ class Shape:
     layout: Layout
 
     @classmethod
-    def of(cls, job: Job) -> Shape:
+    def of(cls, job: PlannedJob) -> JobSignature:
         return cls(
             job.cluster.device.name,
             job.stack.name,
@@ -85,23 +85,23 @@ class Shape:
         """What no plan changes."""
         return self.device, self.stack, self.precision, self.parameters, self.width, self.sequence
 
-    def alike(self, other: Shape) -> bool:
+    def alike(self, other: JobSignature) -> bool:
         """Another device, precision or software is another matter altogether, and so is work of quite another size."""
         if (self.device, self.stack, self.precision) != (other.device, other.stack, other.precision):
             return False
         return float(sum(map(abs, map(sub, self.sizes[:3], other.sizes[:3])))) <= FAR
 
-    def distance(self, other: Shape) -> float:
+    def distance(self, other: JobSignature) -> float:
         """In doublings of what differs."""
         kinds = (self.recompute != other.recompute) + (self.sharding != other.sharding)
         return kinds + float(sum(map(abs, map(sub, self.sizes, other.sizes))))
 
 
 @dataclass(frozen=True)
-class Record:
+class CalibrationRecord:
     cluster: str
     model: str
-    shape: Shape
+    shape: JobSignature
     predicted_seconds: Seconds
     measured_seconds: Seconds
     """of a step, the median of the run"""
@@ -109,9 +109,11 @@ class Record:
     measured_memory: Bytes | None = None
 
     @classmethod
-    def of(cls, job: Job, seconds: tuple[float, float], memory: tuple[float, float] | None = None) -> Record:
+    def of(
+        cls, job: PlannedJob, seconds: tuple[float, float], memory: tuple[float, float] | None = None
+    ) -> CalibrationRecord:
         """Both as (predicted, measured)."""
-        return cls(job.cluster.name, job.model.name, Shape.of(job), *seconds, *(memory or (None, None)))
+        return cls(job.cluster.name, job.model.name, JobSignature.of(job), *seconds, *(memory or (None, None)))
 
     def ratio(self, figure: str) -> float | None:
         """Measured / predicted."""
@@ -120,7 +122,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Correction:
+class CorrectionFactor:
     """By what predictions are multiplied."""
 
     ratio: float = 1.0
@@ -131,22 +133,22 @@ class Correction:
 
 
 def calibration_file() -> Path:
-    return home() / "calibration.jsonl"
+    return meshwright_home() / "calibration.jsonl"
 
 
-def old(file: Path) -> Path:
+def rotated_file(file: Path) -> Path:
     return file.with_name(f"{file.stem}.old{file.suffix}")
 
 
-def remember(record: Record, file: Path | None = None) -> None:
+def append_record(record: CalibrationRecord, file: Path | None = None) -> None:
     path = file or calibration_file()
     line = json.dumps(asdict(record), separators=(",", ":")).encode() + b"\n"
     if len(line) > LONGEST_LINE:
         raise ConfigError(f"a record of {len(line):,} bytes", f"allowed: at most {LONGEST_LINE:,}; give shorter names")
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):  # it is the first, or another writer has just made room
-        if path.stat().st_size + len(line) > LARGEST_FILE:
-            os.replace(path, old(path))
+        if path.stat().st_size + len(line) > MAX_FILE_BYTES:
+            os.replace(path, rotated_file(path))
     if path.exists() and not path.is_file():
         raise ConfigError(f"{path} is no plain file", "allowed: a file")
     opened = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
@@ -158,12 +160,12 @@ def remember(record: Record, file: Path | None = None) -> None:
         os.close(opened)
 
 
-def recall(file: Path | None = None) -> tuple[list[Record], int]:
+def read_records(file: Path | None = None) -> tuple[list[CalibrationRecord], int]:
     """Every record, the oldest first, and how many lines are none."""
     path = file or calibration_file()
-    found: list[Record] = []
+    found: list[CalibrationRecord] = []
     damaged = 0
-    for each in (old(path), path):
+    for each in (rotated_file(path), path):
         for line in lines_of(each):
             try:
                 found.append(read_record(json.loads(line)))
@@ -176,22 +178,22 @@ def lines_of(path: Path) -> list[bytes]:
     """The last ones of a file that is larger than ours become."""
     try:
         with open_regular_file(path) as file:
-            start = max(0, os.fstat(file.fileno()).st_size - LARGEST_FILE)
+            start = max(0, os.fstat(file.fileno()).st_size - MAX_FILE_BYTES)
             file.seek(start)
-            lines = file.read(LARGEST_FILE).split(b"\n")
+            lines = file.read(MAX_FILE_BYTES).split(b"\n")
     except OSError:  # there is none, or it is no file: corrections are a gain, not a need
         return []
     return [line for line in (lines[1:] if start else lines) if line]
 
 
-def read_record(tree: Any) -> Record:
-    record: Record = build(Record, tree, "")
+def read_record(tree: Any) -> CalibrationRecord:
+    record: CalibrationRecord = build(CalibrationRecord, tree, "")
     if not all(1 <= degree <= 1 << 24 for degree in asdict(record.shape.layout).values()):
         raise ConfigError("a degree of a layout is out of range", "allowed: from 1 on")
     return record
 
 
-def correct(shape: Shape, records: Sequence[Record], figure: str) -> Correction:
+def correction_factor(shape: JobSignature, records: Sequence[CalibrationRecord], figure: str) -> CorrectionFactor:
     """The median, in logarithms, of measured / predicted over the nearest records; of equally near ones the newest. One
     that is a doubling further off counts half.
 
@@ -203,13 +205,13 @@ def correct(shape: Shape, records: Sequence[Record], figure: str) -> Correction:
         if ratio and shape.alike(record.shape):
             rated.append((shape.distance(record.shape), age, log(ratio)))
     if not rated:
-        return Correction()
-    nearest = sorted(rated)[:NEAREST]
+        return CorrectionFactor()
+    nearest = sorted(rated)[:MAX_NEAREST_RECORDS]
     weights = [2 ** (nearest[0][0] - distance) for distance, _, _ in nearest]
     ratios = [ratio for _, _, ratio in nearest]
     middle = (quantile(ratios, weights, 0.5) - quantile([-ratio for ratio in ratios], weights, 0.5)) / 2
     away = quantile([abs(ratio - middle) for ratio in ratios], weights, 0.8)
-    return Correction(exp(middle), exp(away), len(ratios))
+    return CorrectionFactor(exp(middle), exp(away), len(ratios))
 
 
 def quantile(values: Sequence[float], weights: Sequence[float], share: float) -> float:

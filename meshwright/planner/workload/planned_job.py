@@ -8,12 +8,12 @@ from meshwright.config import Batch, RunConfig, batch_algebra
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.workload.architecture import Architecture
 from meshwright.planner.workload.trainer_profile import TrainerProfile
-from meshwright.planner.workload.trainer_profiles import OWN, OWN_COMPILED
+from meshwright.planner.workload.trainer_profiles import MESHWRIGHT, MESHWRIGHT_COMPILED
 from meshwright.topology.layout import Layout, stages_each
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedJob:
     model: Architecture
     cluster: Cluster
     layout: Layout
@@ -32,12 +32,12 @@ class Job:
     """of the pipeline, a rank"""
     method: str = "ring"
     """of context: ring, all-to-all, or gather"""
-    stack: TrainerProfile = OWN
+    stack: TrainerProfile = MESHWRIGHT
     run: RunConfig | None = None
     """the run that it was made of, of which exact formulas know more"""
 
     @classmethod
-    def of(cls, config: RunConfig, cluster: Cluster, name: str = "") -> Job:
+    def of(cls, config: RunConfig, cluster: Cluster, name: str = "") -> PlannedJob:
         layout = Layout.of(config.layout)
         return cls(
             Architecture.of(config.model, name or config.preset),
@@ -52,7 +52,7 @@ class Job:
             config.pipeline.schedule,
             stages_each(config),
             config.context.method,
-            OWN_COMPILED if config.compile.enabled else OWN,
+            MESHWRIGHT_COMPILED if config.compile.enabled else MESHWRIGHT,
             config,
         )
 
