@@ -13,26 +13,13 @@ from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any
 
+from meshwright.config.dtypes import TENSOR_BYTES
+
 FORMAT = 1
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 256 << 20
 DIGEST_CHUNK_BYTES = 8 << 20
 """Bytes that one digest covers."""
-DTYPE_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
-"""Bytes an element, by torch's name of the dtype."""
 
 
 class InvalidManifest(Exception):
@@ -167,7 +154,7 @@ class Manifest:
 
 def validate_tensor(name: str, tensor: TensorRecord, files: dict[str, FileRecord]) -> None:
     """Its pieces lie in known files and fill it exactly."""
-    if type(tensor.dtype) is not str or tensor.dtype not in DTYPE_BYTES:
+    if type(tensor.dtype) is not str or tensor.dtype not in TENSOR_BYTES:
         raise InvalidManifest(f"tensor {name}: no dtype {tensor.dtype!r}")
     rank = len(tensor.shape)
     if rank > 64 or not all(type(n) is int and 0 <= n < 1 << 63 for n in tensor.shape):
@@ -181,7 +168,7 @@ def validate_tensor(name: str, tensor: TensorRecord, files: dict[str, FileRecord
             )
         if any(o + s > t for o, s, t in zip(piece.offset, piece.shape, tensor.shape, strict=True)):
             raise InvalidManifest(f"tensor {name}: a piece reaches outside of {tensor.shape}")
-        if piece.length != prod(piece.shape) * DTYPE_BYTES[tensor.dtype]:
+        if piece.length != prod(piece.shape) * TENSOR_BYTES[tensor.dtype]:
             raise InvalidManifest(f"tensor {name}: a piece of {piece.shape} {tensor.dtype} has {piece.length} bytes")
         if (
             type(piece.file) is not str

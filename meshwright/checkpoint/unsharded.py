@@ -12,7 +12,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from meshwright.checkpoint.listing import CheckpointEntry
-from meshwright.checkpoint.manifest import DTYPE_BYTES, TensorRecord
+from meshwright.checkpoint.manifest import TensorRecord
+from meshwright.config.dtypes import TENSOR_BYTES
 
 NUMPY_DTYPES = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "int64": "<i8", "int32": "<i4", "int16": "<i2"}
 NUMPY_DTYPES |= {"int8": "i1", "uint8": "u1", "bool": "u1"}
@@ -22,7 +23,7 @@ def read_full_tensor(entry: CheckpointEntry, name: str) -> NDArray[Any]:
     """A whole tensor, its elements as their bits."""
     assert entry.manifest is not None
     record = entry.manifest.tensors[name]
-    element = np.dtype(f"<u{DTYPE_BYTES[record.dtype]}")
+    element = np.dtype(f"<u{TENSOR_BYTES[record.dtype]}")
     whole = np.empty(record.shape, element)
     for piece in record.pieces:
         content = entry.store.read(f"{entry.folder}/{piece.file}", piece.start, piece.length)

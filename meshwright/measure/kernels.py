@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from meshwright.config.dtypes import COMPUTE_BYTES, TORCH_NAMES
 from meshwright.measure.timing import TimeBudget, TimingGroup, fits_budget
 from meshwright.planner.hardware.cluster import MatmulRate
 
@@ -17,7 +18,6 @@ MATMUL_SHAPES: dict[str, list[Shape]] = {
     "cuda": [(1024, 1024, 1024), (4096, 4096, 4096), (16384, 4096, 1024), (2048, 4096, 14336), (8192, 8192, 8192)],
 }
 """Small, tall, wide and large ones; the smallest first, of which the others' time is foreseen."""
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 COPIED = {"cpu": 64 << 20, "cuda": 1 << 30}
 """Bytes; more than caches hold."""
 TINY = 64
@@ -27,7 +27,7 @@ TINY = 64
 def measure_matmuls(crew: TimingGroup, budget: float) -> list[MatmulRate]:
     """Rates by precision and shape. What is too slow for its share of the time is left out, but for the smallest."""
     found = []
-    precisions = [*DTYPES, *(["fp8"] if has_fp8(crew.device) else [])]
+    precisions = [*COMPUTE_BYTES, *(["fp8"] if has_fp8(crew.device) else [])]
     shapes = MATMUL_SHAPES[crew.device.type]
     allowance = TimeBudget(crew, budget, len(precisions) * len(shapes))
     for precision in precisions:
@@ -52,7 +52,10 @@ def product(precision: str, shape: Shape, device: torch.device) -> Callable[[], 
         )
         one = torch.ones((), device=device)
         return partial(torch._scaled_mm, left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-    left, right = (torch.randn(size, device=device).to(DTYPES[precision]) for size in ((rows, inner), (inner, columns)))
+    left, right = (
+        torch.randn(size, device=device).to(getattr(torch, TORCH_NAMES[precision]))
+        for size in ((rows, inner), (inner, columns))
+    )
     out = torch.empty(rows, columns, dtype=left.dtype, device=device)
     return partial(torch.mm, left, right, out=out)
 

@@ -7,9 +7,6 @@ from math import prod
 
 from meshwright.config import ModelConfig
 
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-
-
 Rows = dict[str, tuple[tuple[int, ...], int | None]]
 """Name -> (shape, the dimension that the tensor axis cuts)."""
 

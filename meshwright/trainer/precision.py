@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from meshwright.config import PrecisionConfig
-
-COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+from meshwright.config.dtypes import TORCH_NAMES
 
 
 class Precision:
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
-        self.compute = COMPUTE[config.compute]
+        self.compute: torch.dtype = getattr(torch, TORCH_NAMES[config.compute])
         self.device = device
         self.scaler = LossScale(config.loss_scale, config.scale_interval, device) if config.compute == "fp16" else None
 

@@ -14,10 +14,11 @@ import torch
 from rich.console import Console
 
 from meshwright.cli import main
+from meshwright.config.dtypes import COMPUTE_BYTES
 from meshwright.errors import ConfigError
 from meshwright.io import format_si
 from meshwright.measure.collectives import COLLECTIVES, MESSAGE_BYTES, bus_factor
-from meshwright.measure.kernels import DTYPES, MATMUL_SHAPES
+from meshwright.measure.kernels import MATMUL_SHAPES
 from meshwright.measure.machine import MachineMeasurement, measure, measured_cluster
 from meshwright.measure.timing import MAX_CALLS, MIN_BATCHES, TimeBudget, TimingGroup, fits_budget
 from meshwright.observe.machine_text import show
@@ -47,8 +48,8 @@ def test_every_figure_of_a_measurement_is_there(measured):
     assert device["stream"] > 0
     assert answer["measured"]["launch"] > 0
     shapes = {(row["precision"], row["rows"], row["inner"], row["columns"]) for row in device["products"]}
-    assert shapes >= {(precision, *MATMUL_SHAPES["cpu"][0]) for precision in DTYPES}
-    for precision in DTYPES:
+    assert shapes >= {(precision, *MATMUL_SHAPES["cpu"][0]) for precision in COMPUTE_BYTES}
+    for precision in COMPUTE_BYTES:
         rates = [row["rate"] for row in device["products"] if row["precision"] == precision]
         assert device["peak"][precision] == max(rates) > 0
     assert [(row["collective"], row["ranks"]) for row in inside["curves"]] == [

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.config import RunConfig
+from meshwright.config.dtypes import TORCH_NAMES
 from meshwright.errors import ConfigError
 from meshwright.parallel.expert_parallel import banks_of
 from meshwright.parallel.mesh import Meshes
@@ -38,7 +39,6 @@ OURS = "Embedding|RMSNorm, FSDPHeadLoss|Block|LanguageModel|Stage|Bank"
 warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \(FSDP({OURS})\) returned a view tensor")
 
 What = Literal["none", "optimizer", "gradients", "parameters"]
-COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FSDPModel(ParallelModel):
@@ -142,8 +142,9 @@ def policy(config: RunConfig, first: bool) -> MixedPrecisionPolicy:
     residual stream: it is gathered as it is. Gradients are summed in that of the weights.
     """
     summed = torch.float64 if config.precision.compute == "fp64" else torch.float32
+    compute = getattr(torch, TORCH_NAMES[config.precision.compute])
     return MixedPrecisionPolicy(
-        param_dtype=None if first else COMPUTE.get(config.precision.compute),
+        param_dtype=None if first or compute == summed else compute,
         reduce_dtype=summed,
         cast_forward_inputs=False,
     )

@@ -35,12 +35,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from meshwright.config.dtypes import COMPUTE_BYTES
 from meshwright.planner.workload.architecture import Architecture
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.topology.layout import Layout
-from meshwright.topology.parameter_shapes import BYTES
 
-BETWEEN = {**BYTES, "fp8": 2, "fp4": 2}
+BETWEEN = {**COMPUTE_BYTES, "fp8": 2, "fp4": 2}
 """Bytes of a number between matrices, by precision."""
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil, log2
 
+from meshwright.config.dtypes import PRECISION_BYTES
 from meshwright.planner.hardware.cluster import Device, MatmulRate
 from meshwright.planner.workload.trainer_profile import TrainerProfile
-from meshwright.topology.parameter_shapes import BYTES
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.78), (64, 64, 0.6))
 """Rows, columns, and the share of the device's rate that a wave of such tiles reaches."""
@@ -23,8 +23,6 @@ LAUNCH = 2.5e-6
 """Seconds between two kernels of a stream."""
 MISALIGNED = {1: 7.0, 2: 2.6, 4: 3.0}
 """How much longer a product takes whose rows do not begin at 16 bytes, by the power of two that its sizes divide by."""
-ELEMENT: dict[str, float] = {**BYTES, "fp8": 1, "fp4": 0.5}
-"""Bytes of a number inside a product."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Rate:
 def rate(device: Device, precision: str, stack: TrainerProfile) -> Rate:
     peak = device.peak.get(precision, device.peak["bf16"])
     reached = peak * device.sustained.get(precision, device.sustained["bf16"]) * stack.products
-    size = ELEMENT[precision]
+    size = PRECISION_BYTES[precision]
     if rows := tuple(row for row in device.products if row.precision == precision):
         return Rate(max(row.rate for row in rows), device.stream, 0, size, stack.misaligned, rows)
     return Rate(reached, device.stream * device.streamed, device.processors, size, stack.misaligned)

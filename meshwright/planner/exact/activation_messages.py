@@ -24,8 +24,8 @@ from collections import Counter
 from math import lcm
 
 from meshwright.config import Batch, RunConfig
+from meshwright.config.dtypes import COMPUTE_BYTES
 from meshwright.topology.layout import Layout
-from meshwright.topology.parameter_shapes import BYTES
 from meshwright.topology.parameter_shards import ParameterShard, PipelinePlacement
 from meshwright.topology.schedules import holder
 
@@ -52,7 +52,7 @@ def passes(config: RunConfig) -> int:
 def matrices(config: RunConfig, layout: Layout, batch: Batch, hold: PipelinePlacement) -> Messages:
     """Of the tensor axis."""
     tokens = batch.micro * config.data.sequence // layout.context
-    activation = tokens * config.model.width * BYTES[config.precision.compute]
+    activation = tokens * config.model.width * COMPUTE_BYTES[config.precision.compute]
     embedded = tokens * config.model.width * weight_bytes(config)  # the embedding's sum, and its gradient coming back
     gathered, scattered = recomputed(config, hold)
     each = 2 * cut_parts(config)
@@ -91,7 +91,7 @@ def attention(config: RunConfig, layout: Layout, batch: Batch, hold: PipelinePla
     model, ranks = config.model, layout.context
     heads, keys = model.heads // layout.tensor, model.kv_heads // layout.tensor
     numbers = batch.micro * (config.data.sequence // ranks) * (model.width // model.heads)  # of one head
-    size, summed = BYTES[config.precision.compute], weight_bytes(config)
+    size, summed = COMPUTE_BYTES[config.precision.compute], weight_bytes(config)
     if config.context.method == "ring":
         forward = (ranks - 1) * 2 * keys * numbers * size
         backward = forward + (ranks - 1) * 2 * keys * numbers * summed
@@ -106,7 +106,7 @@ def attention(config: RunConfig, layout: Layout, batch: Batch, hold: PipelinePla
 def experts(config: RunConfig, layout: Layout, batch: Batch, hold: PipelinePlacement) -> Messages:
     model = config.model
     tokens = batch.micro * config.data.sequence // (layout.context * layout.tensor)
-    there_and_back = 2 * tokens * model.experts_active * model.width * BYTES[config.precision.compute]
+    there_and_back = 2 * tokens * model.experts_active * model.width * COMPUTE_BYTES[config.precision.compute]
     messages: Messages = Counter()
     if layout.expert > 1:
         forward = 8 * model.experts + there_and_back

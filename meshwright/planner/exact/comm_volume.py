@@ -26,11 +26,11 @@ from collections import Counter
 from dataclasses import dataclass
 
 from meshwright.config import Batch, RunConfig
+from meshwright.config.dtypes import COMPUTE_BYTES
 from meshwright.planner.exact.activation_messages import Messages, attention, experts, matrices, stages, weight_bytes
 from meshwright.planner.exact.unshard_timeline import Walk, nests_of, order_of
 from meshwright.topology.collectives import wire_bytes
 from meshwright.topology.layout import Layout
-from meshwright.topology.parameter_shapes import BYTES
 from meshwright.topology.parameter_shards import (
     ShardGroup,
     Units,
@@ -130,12 +130,12 @@ def partial_bytes(config: RunConfig, layout: Layout, batch: Batch) -> int:
     """
     alone = batch.accumulation == 1 or config.layout.shard in ("gradients", "parameters")
     fresh = in_units(layout) and layout.pipeline == 1 and alone
-    return BYTES[config.precision.compute] if fresh else weight_bytes(config)
+    return COMPUTE_BYTES[config.precision.compute] if fresh else weight_bytes(config)
 
 
 def gathered_bytes(config: RunConfig, units: Units) -> dict[str, int]:
     """Each unit once it is gathered: in the precision of compute, but for the one with the embedding."""
-    each = BYTES[config.precision.compute]
+    each = COMPUTE_BYTES[config.precision.compute]
     first = {unit: members[0].name == "decoder.embedding.weight" for unit, members in units.items()}
     return {
         unit: sum(piece.padded for piece in members) * (weight_bytes(config) if first[unit] else each)

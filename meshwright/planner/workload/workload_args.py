@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.config import RunConfig, from_dict, load, to_dict
+from meshwright.config.dtypes import COMPUTE_BYTES, PRECISIONS
 from meshwright.errors import ConfigError
 from meshwright.planner.workload.architecture import Architecture
 from meshwright.planner.workload.resolve_model import resolve_model
@@ -15,8 +16,6 @@ from meshwright.planner.workload.workload import SEARCHED_KEYS, Workload
 USUAL_TOKENS = 4 << 20
 """of a step, where nobody says: what published runs of large models begin with"""
 USUAL_SEQUENCE = 4096
-RUN_PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
-PLANNED_PRECISIONS = (*RUN_PRECISIONS, "fp8", "fp4")
 
 
 def build_workload(
@@ -36,8 +35,8 @@ def build_workload(
         run = from_dict({"model": to_dict(named.model), "precision": {"compute": "bf16"}})
         batch, sequence = usual(batch, sequence)
     notes = [named.reason] if named.reason else []
-    if precision is not None and precision not in PLANNED_PRECISIONS:
-        raise ConfigError(f"--precision {precision} is not known", f"allowed: {', '.join(PLANNED_PRECISIONS)}")
+    if precision is not None and precision not in PRECISIONS:
+        raise ConfigError(f"--precision {precision} is not known", f"allowed: {', '.join(PRECISIONS)}")
     if run is None:
         usual_batch, usual_sequence = usual(batch, sequence)
         if batch is None:
@@ -47,12 +46,12 @@ def build_workload(
     tree: dict[str, Any] = to_dict(run)
     tree["batch"] |= {"micro": None, **({"global": batch} if batch is not None else {})}
     tree["data"] |= {"sequence": sequence} if sequence is not None else {}
-    if precision in RUN_PRECISIONS:
+    if precision in COMPUTE_BYTES:
         tree["precision"]["compute"] = precision
     run = from_dict(tree)
-    if precision is not None and precision not in RUN_PRECISIONS:
-        notes.append(f"{precision} is estimated alone: meshwright trains in {', '.join(RUN_PRECISIONS)}")
-    base = run if precision is None or precision in RUN_PRECISIONS else None
+    if precision is not None and precision not in COMPUTE_BYTES:
+        notes.append(f"{precision} is estimated alone: meshwright trains in {', '.join(COMPUTE_BYTES)}")
+    base = run if precision is None or precision in COMPUTE_BYTES else None
     return Workload(
         named.architecture,
         run.batch.global_,
