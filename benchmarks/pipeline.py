@@ -66,6 +66,6 @@ def row(world: World, config: RunConfig) -> dict[str, Any]:
     loader = Loader(Concatenated([source_of(config)]), stream_of(config), batch, 0, DataConfig(workers=0))
     batches = loader.steps(0, STEPS)
     outcomes = [step.run(number, LR, batches) for number in range(STEPS)][2:]
-    live = {outcome.pace.most for outcome in outcomes if outcome.pace is not None}
+    live = {outcome.in_flight.peak_total for outcome in outcomes if outcome.in_flight is not None}
     waited = [idle(outcome.clock.seconds()) for outcome in outcomes]
     return {"live": max(live), "idle": round(median(waited), 3), "activation": activation(world, config)}

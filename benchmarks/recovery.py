@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.throughput import spread
-from meshwright.telemetry.events import Event, Follower
+from meshwright.telemetry.events import Event, EventFollower
 from meshwright.telemetry.heartbeat import HeartbeatReading, process_start, read_heartbeat
 from meshwright.telemetry.run_folder import RunFolder
 
@@ -64,7 +64,7 @@ def one_round(root: Path, victim: int) -> dict[str, float]:
         job.until(lambda step: step["step"] >= KILL_AT, checkpoint=True)
         before = job.last
         start = time.monotonic()
-        os.kill(job.page(1, victim).pid, signal.SIGKILL)
+        os.kill(job.heartbeat(1, victim).pid, signal.SIGKILL)
         seconds[RANK] = job.until(lambda step: step["attempt"] == 2) - start
         seconds[f"{RANK}, until new ground"] = job.until(lambda step: step["step"] > before) - start
         start = time.monotonic()
@@ -82,7 +82,7 @@ class Job:
     def __init__(self, root: Path) -> None:
         self.folder = RunFolder(root)
         self.log = root.with_name("output.log")
-        self.events = Follower(self.folder.events(0))
+        self.events = EventFollower(self.folder.events(0))
         self.waiting: list[tuple[float, Event]] = []
         self.last = -1
         self.saved = False
@@ -101,7 +101,7 @@ class Job:
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             now = time.monotonic()
-            self.waiting += [(now, event) for event in self.events.new()]
+            self.waiting += [(now, event) for event in self.events.new_events()]
             while self.waiting:
                 seen, event = self.waiting.pop(0)
                 self.saved |= event["kind"] == "checkpoint"
@@ -115,8 +115,8 @@ class Job:
             time.sleep(POLL)
         raise RuntimeError(f"the job came no further than step {self.last}:\n{self.log.read_text()[-2000:]}")
 
-    def page(self, attempt: int, rank: int) -> HeartbeatReading:
-        page = read_heartbeat(self.folder.page(attempt, rank))
+    def heartbeat(self, attempt: int, rank: int) -> HeartbeatReading:
+        page = read_heartbeat(self.folder.heartbeat(attempt, rank))
         assert page is not None
         return page
 
@@ -130,7 +130,7 @@ class Job:
         """Leaves no process behind to disturb the next round."""
         if self.process is not None:
             self.kill()
-        pages = [read_heartbeat(path) for path in self.folder.root.glob("attempts/*/page-*")]
+        pages = [read_heartbeat(path) for path in self.folder.root.glob("attempts/*/heartbeat-*")]
         end = time.monotonic() + 10.0
         while any(page and process_start(page.pid) == page.started for page in pages):
             if time.monotonic() > end:

@@ -11,7 +11,7 @@ from meshwright.observe.console import Terminal, live_line
 from meshwright.telemetry.events import read_events
 from meshwright.telemetry.run_folder import RunFolder
 
-SHOWN = ("ledger", "eval", "checkpoint")
+SHOWN = ("counters", "eval", "checkpoint")
 
 
 def main(folder: RunFolder) -> None:

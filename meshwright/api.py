@@ -16,7 +16,7 @@ from meshwright.errors import ConfigError
 from meshwright.launch.fork_server import ForkServer
 from meshwright.observe.console import Screen, Terminal
 from meshwright.recover.supervisor import Running, supervise
-from meshwright.telemetry.events import Follower
+from meshwright.telemetry.events import EventFollower
 from meshwright.telemetry.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -136,17 +136,17 @@ def result_of(folder: RunFolder, summary: Any) -> Result:
 
 def viewing(config: RunConfig, folder: RunFolder, screen: Callable[[int], Screen] | None) -> Callable[[int], Spectator]:
     show = screen or partial(Terminal, config, shown(folder))
-    return lambda attempt: Spectator(show(attempt), Follower(folder.events(0), only_new=True))
+    return lambda attempt: Spectator(show(attempt), EventFollower(folder.events(0), only_new=True))
 
 
 class Spectator:
     """Shows rank 0's events as they come."""
 
-    def __init__(self, screen: Screen, events: Follower) -> None:
+    def __init__(self, screen: Screen, events: EventFollower) -> None:
         self.screen, self.events = screen, events
 
     def tick(self) -> None:
-        for event in self.events.new():
+        for event in self.events.new_events():
             self.show(event)
 
     def show(self, event: dict[str, Any]) -> None:

@@ -50,11 +50,11 @@ def restore(
     candidates = world.tell([(e.folder, e.step, e.attempt) for e in list_published(store, lineage)], "checkpoints")
     passed: list[tuple[str, list[Damage]]] = []
     for folder, step, attempt in candidates:
-        world.page.enter("restore", step)
+        world.heartbeat.enter("restore", step)
         entry = read_entry(store, folder, step, attempt)
         # Every file is verified by some rank before any rank copies; each then verifies again what it reads itself.
         own = sorted(entry.manifest.files)[world.rank :: world.size] if entry.manifest is not None else None
-        found = find_damage(entry, own, world.page.beat)
+        found = find_damage(entry, own, world.heartbeat.beat)
         if worst := first_damage_on_any_rank(world, found):
             say(entry.name, [worst])
             passed.append((entry.name, [worst]))
@@ -117,7 +117,7 @@ def load_tensors(entry: CheckpointEntry, state: CheckpointState, world: World) -
         with torch.no_grad():
             dcp.load(
                 as_planner_state(state),
-                storage_reader=ShardReader(entry, world.page.beat),
+                storage_reader=ShardReader(entry, world.heartbeat.beat),
                 planner=LocalShardLoadPlanner(),
                 no_dist=world.size == 1,
             )

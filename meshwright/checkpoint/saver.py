@@ -195,7 +195,7 @@ class CheckpointSaver:
         done = self.settle()  # rank 0 found its own ended; another rank's is at most a message behind
         self.begun = start = time.monotonic()
         self.seen = (self.moved, start)
-        self.world.page.enter("save", notes.step)
+        self.world.heartbeat.enter("save", notes.step)
         faults.reach("save.stage", notes.step)
         assert self.stager is not None
         staged = self.stager.copy(self.state())
@@ -204,7 +204,7 @@ class CheckpointSaver:
         if wait or self.config.mode == "sync":
             done += self.settle()
             self.stall = done[-1].stall = time.monotonic() - start
-        self.world.page.add({"save": self.stall})
+        self.world.heartbeat.add({"save": self.stall})
         return done
 
     def settle(self) -> list[SaveResult]:
@@ -216,10 +216,10 @@ class CheckpointSaver:
         while not self.flying.done():
             with suppress(TimeoutError):
                 self.flying.exception(timeout=0.2)
-            self.world.page.waiting(self.waits)
+            self.world.heartbeat.set_waiting(self.waits)
             if self._moves():
-                self.world.page.beat()
-        self.world.page.waiting(False)
+                self.world.heartbeat.beat()
+        self.world.heartbeat.set_waiting(False)
         saved, self.flying = self.flying.result(), None
         saved.stall = self.stall = max(self.stall, saved.stall)
         saved.skipped, self.skipped = self.skipped, 0

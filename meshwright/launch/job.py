@@ -28,8 +28,8 @@ from meshwright.telemetry.heartbeat import Heartbeat
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.unsupported import validate
 from meshwright.trainer.identity import code_fingerprint
-from meshwright.trainer.loop import Job, Summary, train_rank, user_modules
-from meshwright.trainer.user_loss import Loss
+from meshwright.trainer.loop import Job, RunSummary, train_rank, user_modules
+from meshwright.trainer.user_loss import LossFunction
 
 
 def make_job(
@@ -37,7 +37,7 @@ def make_job(
     folder: RunFolder,
     *,
     model: nn.Module | None = None,
-    loss: Loss | None = None,
+    loss: LossFunction | None = None,
     source: Any = None,
     parts: ParallelSpec | None = None,
     fallback: bool = True,
@@ -72,13 +72,13 @@ def start(job: Job) -> Ranks:
         module.share_memory()  # rank 0 gives the trained weights back through it
     ranks = range(job.layout.ranks)
     logs = [job.folder.log(job.attempt, rank) for rank in ranks]
-    pages = [job.folder.page(job.attempt, rank) for rank in ranks]
+    pages = [job.folder.heartbeat(job.attempt, rank) for rank in ranks]
     return Ranks(_train, job.layout.ranks, (job,), job.config.launch, facts_of(job), logs, pages)
 
 
 def run_here(
     job: Job, place: Place, listen: Callable[[int], Callable[[Event], None]], fresh: bool, fork: bool
-) -> Summary:
+) -> RunSummary:
     """This process is one rank; torchrun (or the like) started it. `listen` gives rank 0 a listener for its attempt."""
     if place.size != job.layout.ranks:
         raise ConfigError(
@@ -94,7 +94,7 @@ def run_here(
         attempt = world.tell(lease.attempt if isinstance(lease, Lease) else lease, "attempt")
         if isinstance(attempt, str):
             raise BusyError(attempt) if world.rank == 0 else PeerError(attempt)
-        world = replace(world, page=Heartbeat(job.folder.page(attempt, world.rank)))
+        world = replace(world, heartbeat=Heartbeat(job.folder.heartbeat(attempt, world.rank)))
         listener = listen(attempt) if world.rank == 0 else None
         job = job.as_attempt(attempt, restarts, fork)
         job = replace(job, listener=listener, watched=False)
@@ -151,7 +151,7 @@ def facts_of(job: Job) -> dict[str, Any]:
     }
 
 
-def _train(world: Any, job: Job) -> Summary:
+def _train(world: Any, job: Job) -> RunSummary:
     return train_rank(job, world)
 
 

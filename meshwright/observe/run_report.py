@@ -25,15 +25,15 @@ from meshwright.planner.exact.comm_volume import Sent
 from meshwright.planner.exact.compare import Pair, compared
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.telemetry.run_measurements import (
-    Counted,
-    Made,
-    Measured,
-    measured,
-    number,
-    sent_of,
-    sizes,
-    table,
-    whole,
+    RecordedCounters,
+    RecordedStep,
+    RunMeasurements,
+    bounded_object,
+    byte_counts,
+    finite_number,
+    natural_number,
+    parse_traffic_row,
+    read_measurements,
 )
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import by_ddp
@@ -92,11 +92,11 @@ class Report:
 def report_of(folder: RunFolder) -> Report:
     if not any((folder.root / name).exists() for name in ("run.toml", "events", "attempts")):
         raise ConfigError(f"{folder.root} is no run folder", "allowed: a folder that meshwright train has written")
-    found, (plan, notes) = measured(folder), plan_of(folder)
+    found, (plan, notes) = read_measurements(folder), plan_of(folder)
     if found is None:
         return told(Report(str(folder.root), status_of(folder, None), 0, 0, notes=notes), {}, False)
-    steps = found.first.plain_steps()
-    if whole(plan.get("attempt")) not in (None, found.first.attempt):
+    steps = found.first.timed_steps()
+    if natural_number(plan.get("attempt")) not in (None, found.first.attempt):
         notes.append(f"the prediction is of attempt {plan['attempt']}")
     layout, why = layout_of(plan, found)
     pairs: list[Pair] = []
@@ -118,13 +118,13 @@ def report_of(folder: RunFolder) -> Report:
     whole_report = Report(
         str(folder.root), status, found.first.attempt, len(steps), twins=twins, traffic=pairs, notes=notes
     )
-    return told(whole_report, plan, any(seen.ledger for seen in found.ranks.values()))
+    return told(whole_report, plan, any(seen.counters for seen in found.ranks.values()))
 
 
 def plan_of(folder: RunFolder) -> tuple[dict[str, Any], list[str]]:
     """plan.json, checked where it is used, and what it notes."""
     try:
-        plan = table(plain_json(folder.plan_file))
+        plan = bounded_object(plain_json(folder.plan_file))
     except ConfigError as error:
         return {}, [f"nothing was predicted: {error.what}"]
     given = plan.get("notes")
@@ -138,46 +138,52 @@ def plain_json(path: Path) -> Any:
     return read_json(path)
 
 
-def status_of(folder: RunFolder, found: Measured | None) -> str:
+def status_of(folder: RunFolder, found: RunMeasurements | None) -> str:
     """How far the run is, and how its last attempt ended."""
     attempt = found.first.attempt if found else folder.last_attempt()
     if attempt == 0:
         return "nothing was recorded"
     made = found.first.steps() if found else []
-    wanted = whole(found.first.start.get("steps")) if found else None
+    wanted = natural_number(found.first.start.get("steps")) if found else None
     done = f"{made[-1].step + 1:,} of {wanted:,} steps" if made and wanted is not None else "no step"
     name = f"attempt {attempt}, {done}"
     if found and found.first.ended:
         return f"{name}, complete"
     try:
-        incident = table(plain_json(folder.incident(attempt)))
+        incident = bounded_object(plain_json(folder.incident(attempt)))
     except ConfigError:
         return f"{name}, no end on record: in progress, or lost"
     lines = str(incident.get("message", ""))[:300].splitlines()
     return f"{name}, {str(incident.get('outcome'))[:40]}" + (f": {lines[0]}" if lines else "")
 
 
-def middle(steps: Iterable[Made], figure: Callable[[Made], float | None]) -> float | None:
+def middle(steps: Iterable[RecordedStep], figure: Callable[[RecordedStep], float | None]) -> float | None:
     values = [value for step in steps if (value := figure(step)) is not None]
     return median(values) if values else None
 
 
-def step_twins(steps: list[Made], plan: Mapping[str, Any]) -> list[ReportRow]:
+def step_twins(steps: list[RecordedStep], plan: Mapping[str, Any]) -> list[ReportRow]:
     seconds = middle(steps, lambda step: step.seconds)
-    flops, peak = number(plan.get("flops")), number(plan.get("peak_flops"))
+    flops, peak = finite_number(plan.get("flops")), finite_number(plan.get("peak_flops"))
     used = flops / seconds / peak if seconds and flops and peak else None
     rate = middle(steps, lambda step: step.tokens / step.seconds)
     note = "" if peak or not plan.get("plan") else "the device's peak is not known"
     return [
-        ReportRow("step", "step", "s", seconds, number(plan.get("seconds")), "" if steps else "no step to measure yet"),
-        ReportRow("step", "tokens/s", "/s", rate, number(plan.get("tokens_per_second"))),
-        ReportRow("step", "of peak (MFU)", "share", used, number(plan.get("mfu")), note),
+        ReportRow(
+            "step", "step", "s", seconds, finite_number(plan.get("seconds")), "" if steps else "no step to measure yet"
+        ),
+        ReportRow("step", "tokens/s", "/s", rate, finite_number(plan.get("tokens_per_second"))),
+        ReportRow("step", "of peak (MFU)", "share", used, finite_number(plan.get("mfu")), note),
     ]
 
 
-def phase_twins(steps: list[Made], plan: Mapping[str, Any], layout: Layout | None) -> list[ReportRow]:
+def phase_twins(steps: list[RecordedStep], plan: Mapping[str, Any], layout: Layout | None) -> list[ReportRow]:
     """See the table above."""
-    given = {phase: value for phase, item in table(plan.get("phases")).items() if (value := number(item)) is not None}
+    given = {
+        phase: value
+        for phase, item in bounded_object(plan.get("phases")).items()
+        if (value := finite_number(item)) is not None
+    }
     waited = {"bubble", "pipeline"} | ({"replicate"} if layout is not None and by_ddp(layout) else set())
     passes = [phase for phase in given if phase not in waited | {"update", "other"}]
 
@@ -203,10 +209,10 @@ def phase_twins(steps: list[Made], plan: Mapping[str, Any], layout: Layout | Non
     ]
 
 
-def memory_twins(found: Measured, plan: Mapping[str, Any]) -> list[ReportRow]:
+def memory_twins(found: RunMeasurements, plan: Mapping[str, Any]) -> list[ReportRow]:
     """Of the rank that held most."""
-    counted = {rank: seen.ledger for rank, seen in found.ranks.items() if seen.ledger is not None}
-    predicted = {key: number(value) for key, value in table(plan.get("memory")).items()}
+    counted = {rank: seen.counters for rank, seen in found.ranks.items() if seen.counters is not None}
+    predicted = {key: finite_number(value) for key, value in bounded_object(plan.get("memory")).items()}
     if not counted:
         return [ReportRow("memory", "tensors", "B", None, predicted.get("tensors"), "no step was counted")]
     rank = max(counted, key=lambda one: (counted[one].peak_total, -one))
@@ -223,9 +229,9 @@ def memory_twins(found: Measured, plan: Mapping[str, Any]) -> list[ReportRow]:
     return [*twins, *exact_peaks(counted, plan)]
 
 
-def exact_peaks(counted: Mapping[int, Counted], plan: Mapping[str, Any]) -> list[ReportRow]:
+def exact_peaks(counted: Mapping[int, RecordedCounters], plan: Mapping[str, Any]) -> list[ReportRow]:
     """The peaks that classes of state have each by itself, of the first rank; exact on CPU."""
-    exact, first = sizes(table(plan.get("held_exact")).get("0")), counted.get(0)
+    exact, first = byte_counts(bounded_object(plan.get("held_exact")).get("0")), counted.get(0)
     if first is None:
         return []
     return [
@@ -234,56 +240,59 @@ def exact_peaks(counted: Mapping[int, Counted], plan: Mapping[str, Any]) -> list
     ]
 
 
-def layout_of(plan: Mapping[str, Any], found: Measured) -> tuple[Layout | None, str]:
+def layout_of(plan: Mapping[str, Any], found: RunMeasurements) -> tuple[Layout | None, str]:
     """The layout that was predicted, where it can be and is the run's; else why not."""
-    given = table(table(plan.get("plan")).get("layout"))
+    given = bounded_object(bounded_object(plan.get("plan")).get("layout"))
     degrees = {
-        axis: whole(given.get(axis)) for axis in ("pipeline", "replicate", "shard", "context", "tensor", "expert")
+        axis: natural_number(given.get(axis))
+        for axis in ("pipeline", "replicate", "shard", "context", "tensor", "expert")
     }
     if not all(degree and degree <= MOST_LAYOUT for degree in degrees.values()):
         return None, "the prediction has no layout"
     layout = Layout(**{axis: degree or 1 for axis, degree in degrees.items()})
     if prod(layout.degrees) > MOST_LAYOUT or layout.fold % layout.expert:
         return None, "the predicted layout is out of range"
-    if layout.ranks != whole(found.first.start.get("ranks")):
+    if layout.ranks != natural_number(found.first.start.get("ranks")):
         return None, "the prediction is for another number of ranks"
     return layout, ""
 
 
-def traffic_of(plan: Mapping[str, Any], found: Measured, layout: Layout) -> tuple[list[Pair], list[str]]:
+def traffic_of(plan: Mapping[str, Any], found: RunMeasurements, layout: Layout) -> tuple[list[Pair], list[str]]:
     """Every counted row beside that of the formula, and what could not be compared."""
-    exact, untold = table(plan.get("traffic_exact")), table(plan.get("traffic_untold"))
+    exact, untold = bounded_object(plan.get("traffic_exact")), bounded_object(plan.get("traffic_untold"))
     counted = {
-        rank: [Sent(*row) for row in seen.ledger.traffic]
+        rank: [Sent(*row) for row in seen.counters.traffic]
         for rank, seen in found.ranks.items()
-        if seen.ledger is not None
+        if seen.counters is not None
     }
     expected, notes = {}, [f"{axis} is not compared: {str(why)[:200]}" for axis, why in untold.items()]
     for rank in counted:
         stride = layout.stride("pipeline")
         rows = exact.get(str(rank // stride * stride))
         if isinstance(rows, list):
-            expected[rank] = [Sent(*sent) for row in rows[:256] if (sent := sent_of(row)) is not None]
+            expected[rank] = [Sent(*sent) for row in rows[:256] if (sent := parse_traffic_row(row)) is not None]
     if left := counted.keys() - expected.keys():
         notes.append(f"bytes of {len(left)} ranks were not predicted")
     return list(compared(layout, expected, counted, untold)), notes
 
 
-def pipeline_twins(found: Measured) -> list[ReportRow]:
+def pipeline_twins(found: RunMeasurements) -> list[ReportRow]:
     """What every rank's schedule promised, and what it measured."""
     twins: list[ReportRow] = []
     idle: list[float] = []
     promised = None
     for rank, seen in found.ranks.items():
-        pipe = table(seen.start.get("pipeline"))
+        pipe = bounded_object(seen.start.get("pipeline"))
         if not pipe:
             continue
-        steps = seen.plain_steps()
-        promised = number(pipe.get("bubble"))
+        steps = seen.timed_steps()
+        promised = finite_number(pipe.get("bubble"))
         live = max((step.live for step in steps if step.live is not None), default=None)
-        if len(twins) < MOST_TOLD or live != number(pipe.get("live")):
+        if len(twins) < MOST_TOLD or live != finite_number(pipe.get("live")):
             twins.append(
-                ReportRow("pipeline", f"live micro-batches, rank {rank}", "count", live, number(pipe.get("live")))
+                ReportRow(
+                    "pipeline", f"live micro-batches, rank {rank}", "count", live, finite_number(pipe.get("live"))
+                )
             )
         if (waiting := middle(steps, lambda step: step.idle)) is not None:
             idle.append(waiting)
@@ -293,7 +302,7 @@ def pipeline_twins(found: Measured) -> list[ReportRow]:
     return twins
 
 
-def expert_twins(steps: list[Made]) -> list[ReportRow]:
+def expert_twins(steps: list[RecordedStep]) -> list[ReportRow]:
     imbalance = middle(steps, lambda step: step.imbalance)
     if imbalance is None:
         return []
@@ -307,7 +316,7 @@ def expert_twins(steps: list[Made]) -> list[ReportRow]:
 
 def told(report: Report, plan: Mapping[str, Any], counted: bool) -> Report:
     """With its verdict in one line."""
-    low, high = number(plan.get("low")), number(plan.get("high"))
+    low, high = finite_number(plan.get("low")), finite_number(plan.get("high"))
     step, held = report.twin("step", "step"), report.twin("memory", "tensors")
     inside = None
     if step is None or step.measured is None:

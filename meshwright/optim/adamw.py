@@ -28,7 +28,7 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
     return peak * (schedule.floor + (1 - schedule.floor) * shape)
 
 
-class Optimizer:
+class AdamW:
     """AdamW over the blocks that this rank holds; it is elementwise, so no block needs another. `update` scales, clips
     and steps in one pass over the gradients; a gradient that is not finite changes nothing.
     """

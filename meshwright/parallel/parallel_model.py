@@ -14,11 +14,11 @@ from meshwright.models.experts import Router
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.tensor_parallel import sum_partial
 
-Take = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+ShardInputs = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
 @dataclass
-class GradientTraffic:
+class GradientReduction:
     """What DDP's reduction of one step sent, and the square of this rank's own gradient before it met the others."""
 
     buckets: int = 0
@@ -26,7 +26,7 @@ class GradientTraffic:
     local_square: Tensor | None = None
 
 
-def changing_buffers(module: nn.Module) -> Iterator[Tensor]:
+def stateful_buffers(module: nn.Module) -> Iterator[Tensor]:
     """Those that a forward pass may change, differently on ranks with other tokens. A router's bias is moved by the
     step, alike on all ranks.
     """
@@ -35,7 +35,7 @@ def changing_buffers(module: nn.Module) -> Iterator[Tensor]:
             yield from part.buffers(recurse=False)
 
 
-def equal_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def router_biases(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Those that no pass changes: routers' biases, which all ranks move alike, or one of them is wrong."""
     for name, part in module.named_modules():
         if isinstance(part, Router):
@@ -52,7 +52,7 @@ class ParallelModel:
     """whether this rank computes a loss, or only a part of the way there"""
     copies: frozenset[str] = frozenset()
     """parameters that follow another's value and are nobody's to update or to keep"""
-    in_place = False
+    zero_in_place = False
     """whether gradients of micro-steps that do not meet would lie beside a buffer that is there anyway"""
 
     def __init__(self, module: nn.Module) -> None:
@@ -60,11 +60,11 @@ class ParallelModel:
         self.groups: list[dist.ProcessGroup] = []
         """of ranks that see other tokens, the outermost axis last"""
         self.on_last_bucket: Callable[[], object] = lambda: None
-        self.take: Take = lambda inputs: inputs
+        self.take: ShardInputs = lambda inputs: inputs
         """what this rank is given of a micro-batch"""
 
     @property
-    def together(self) -> bool:
+    def forward_is_collective(self) -> bool:
         """Whether a pass through the model is made by several ranks, none of which can make it alone."""
         return self.meshes.dense is not None or self.meshes.context is not None
 
@@ -87,32 +87,32 @@ class ParallelModel:
         if last:
             sum_partial(self.module.parameters(), tensor)
 
-    def infer(self, *inputs: Tensor) -> Tensor:
+    def forward_loss(self, *inputs: Tensor) -> Tensor:
         """The sum of losses by a forward pass alone."""
         total, _ = self.module(*inputs)
         return total  # type: ignore[no-any-return]
 
-    def updated(self) -> None:
+    def after_update(self) -> None:
         """Parameters have new values."""
 
-    def share_buffers(self) -> None:
+    def broadcast_buffers(self) -> None:
         """Those of the first rank are the run's: ranks that read other samples would come to others."""
-        for buffer in changing_buffers(self.module):
+        for buffer in stateful_buffers(self.module):
             for group in self.groups:
                 dist.broadcast(buffer, group=group, group_src=0)
 
     @property
-    def outermost(self) -> nn.Module:
+    def wrapped_module(self) -> nn.Module:
         """The module that is called."""
         return self.module
 
-    def held(self) -> Iterable[tuple[str, Tensor]]:
+    def internal_tensors(self) -> Iterable[tuple[str, Tensor]]:
         """(class, tensor) of what the module itself does not show: gathered parameters, buckets of gradients."""
         return ()
 
-    def settle(self) -> None:
+    def reshard(self) -> None:
         """Lets go of what was gathered, where somebody looked at the model between steps."""
 
-    def take_traffic(self) -> GradientTraffic:
+    def pop_gradient_reduction(self) -> GradientReduction:
         """What was sent since the last call, where this way of spreading counts it at every step."""
-        return GradientTraffic()
+        return GradientReduction()

@@ -22,7 +22,7 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    page: Heartbeat = field(default_factory=Heartbeat)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     hosts: tuple[str, ...] = ()
     """where each rank runs; rank 0 alone knows"""
 
@@ -34,11 +34,11 @@ class World:
 
     def sum(self, tensor: torch.Tensor, name: str = "sum") -> Summing:
         """Starts summing a small tensor over all ranks, in place; `wait` gives it. A host tensor stays on the host."""
-        self.page.collective(name)
+        self.heartbeat.collective(name)
         if self.size == 1:
-            return Summing(tensor, None, self.page)
+            return Summing(tensor, None, self.heartbeat)
         with control_traffic():
-            return Summing(tensor, dist.all_reduce(tensor, async_op=True), self.page)
+            return Summing(tensor, dist.all_reduce(tensor, async_op=True), self.heartbeat)
 
     def sum_numbers(self, *numbers: int, name: str) -> Summing:
         return self.sum(torch.tensor(numbers, dtype=torch.int64), name)
@@ -65,12 +65,12 @@ class Summing:
 
     tensor: torch.Tensor
     work: dist.Work | None
-    page: Heartbeat
+    heartbeat: Heartbeat
 
     def wait(self) -> torch.Tensor:
         if self.work is not None:
-            self.page.waiting(True)
+            self.heartbeat.set_waiting(True)
             self.work.wait()
-            self.page.waiting(False)
+            self.heartbeat.set_waiting(False)
             self.work = None
         return self.tensor

@@ -17,7 +17,7 @@ from meshwright.prover.layouts import kind, variants
 from meshwright.prover.reference import LR, real_step, source_of, stream_of
 from meshwright.topology.layout import Layout
 from meshwright.topology.unsupported import validate
-from meshwright.trainer.counted_step import Counted, counting
+from meshwright.trainer.step_counters import StepCounters, count_step
 
 Counts = tuple[list[Sent], Held]
 
@@ -65,17 +65,17 @@ def counted(world: World, config: RunConfig) -> Counts:
     return sent, Held(peak["parameter"], peak["gradient"], peak["optimizer"])
 
 
-def third_step(world: World, config: RunConfig) -> Counted:
+def third_step(world: World, config: RunConfig) -> StepCounters:
     """Its ledgers: by then everything has been made that is made once."""
     layout, batch = validate(config)
     step = real_step(world, config, layout)
     source, coordinate = ConcatenatedSource([source_of(config)]), layout.data_coordinate(world.rank)
     loader = Loader(source, stream_of(config), batch, coordinate, DataConfig(workers=0))
-    step.rehearse(loader.first)
+    step.warmup_backward(loader.first)
     batches = loader.steps(0, 3)
     for number in range(2):
         step.run(number, LR, batches)
-    with counting(step.spread, step.optimizer) as ledgers:
+    with count_step(step.parallel_model, step.optimizer) as ledgers:
         step.run(2, LR, batches, ledgers.enter)
     return ledgers
 

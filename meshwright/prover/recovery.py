@@ -18,7 +18,7 @@ from meshwright.prover.layouts import fewer_stages, fitting, kind, micro_steps
 from meshwright.prover.scale_down import few_ranks, sequence_of, shrunk
 from meshwright.recover.incidents import Incident, read_incidents
 from meshwright.recover.supervisor import Running, supervise
-from meshwright.telemetry.events import ledger
+from meshwright.telemetry.events import completed_steps
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
 from meshwright.topology.unsupported import sharers, validate
@@ -79,7 +79,7 @@ def check_recovery(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
 
 def told_once(calm: RunFolder, struck: RunFolder, steps: int) -> tuple[str, bool, str]:
     """The ledgers: every step once, each with the loss of the undisturbed run, bit for bit."""
-    ours, theirs = ledger(struck.events(0)), ledger(calm.events(0))
+    ours, theirs = completed_steps(struck.events(0)), completed_steps(calm.events(0))
     missing = sorted(set(range(steps)) - ours.keys())
     other = [step for step in sorted(ours) if ours[step]["loss"] != theirs.get(step, {}).get("loss")]
     kept = not missing and not other and len(ours) == steps

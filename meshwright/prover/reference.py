@@ -15,15 +15,15 @@ from meshwright.data.source import ConcatenatedSource, Sample, SyntheticSource
 from meshwright.data.stream import Stream
 from meshwright.models.experts import Experts, rebalance
 from meshwright.models.init import build
-from meshwright.optim.adamw import Optimizer
+from meshwright.optim.adamw import AdamW
 from meshwright.parallel.local_shard import full_tensor_of, local_of
 from meshwright.parallel.world import World
 from meshwright.telemetry.step_clock import StepClock
 from meshwright.topology.layout import AXES, Layout
 from meshwright.topology.unsupported import validate
 from meshwright.trainer.evaluate import Evaluation
-from meshwright.trainer.expert_balance import Balance
-from meshwright.trainer.loop import spread_decoder, weighs
+from meshwright.trainer.expert_balancer import ExpertBalancer
+from meshwright.trainer.loop import build_parallel_decoder, reports_loss
 from meshwright.trainer.precision import Precision
 from meshwright.trainer.step import Step
 
@@ -162,16 +162,16 @@ def _together(world: World, config: RunConfig) -> Trail:
     step, stream = real_step(world, config, layout), stream_of(config)
     source, coordinate = ConcatenatedSource([source_of(config)]), layout.data_coordinate(world.rank)
     loader = Loader(source, stream, batch, coordinate, DataConfig(workers=0))
-    named = step.spread.parameters()
-    biases = dict(step.spread.module.named_buffers())
+    named = step.parallel_model.parameters()
+    biases = dict(step.parallel_model.module.named_buffers())
     before = {name: full_tensor_of(p).clone() for name, p in (named | biases).items()}
     trail = Trail()
-    step.rehearse(loader.first)
+    step.warmup_backward(loader.first)
     step.gradient(0, next(loader.steps(0, 1)), StepClock(world.device))
-    step.balance.forget()
+    step.expert_balancer.forget()
     trail.gradients = {name: as_taken(p, p.grad).clone() for name, p in named.items() if p.grad is not None}
     step.optimizer.zero()
-    step.spread.take_traffic()
+    step.parallel_model.pop_gradient_reduction()
     batches = loader.steps(0, STEPS)
     for number in range(STEPS):
         loss, norm, *_ = step.run(number, LR, batches).numbers.tolist()
@@ -179,7 +179,9 @@ def _together(world: World, config: RunConfig) -> Trail:
         trail.norms.append(norm)
     trail.moved = {name: full_tensor_of(p) - before[name] for name, p in (named | biases).items()}
     evaluation = Evaluation(source, stream, held_out(layout), batch, coordinate)
-    trail.evaluation, *_ = evaluation.run(step.spread, step.precision, world, step.speaks, step.weighs)
+    trail.evaluation, *_ = evaluation.run(
+        step.parallel_model, step.precision, world, step.counts_tokens, step.reports_loss
+    )
     if not layout.first(world.rank, [axis for axis in AXES if axis != "pipeline"]):
         trail.gradients, trail.moved = {}, {}  # somebody else has the same
     return trail
@@ -200,15 +202,15 @@ def as_taken(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
 
 def real_step(world: World, config: RunConfig, layout: Layout) -> Step:
     precision = Precision(config.precision, world.device)
-    spread = spread_decoder(config, layout, precision, world)
+    spread = build_parallel_decoder(config, layout, precision, world)
     return Step(
         spread,
-        Optimizer(spread.parameters(), config.optimizer, layout, world, config.optimizer.cpu_offload),
+        AdamW(spread.parameters(), config.optimizer, layout, world, config.optimizer.cpu_offload),
         precision,
         world,
-        balance=Balance(spread.module, config, world),
+        expert_balancer=ExpertBalancer(spread.module, config, world),
         seed=config.seed,
         coordinate=layout.data_coordinate(world.rank),
-        speaks=layout.speaks(world.rank),
-        weighs=weighs(spread, layout, world.rank),
+        counts_tokens=layout.counts_tokens(world.rank),
+        reports_loss=reports_loss(spread, layout, world.rank),
     )

@@ -65,8 +65,10 @@ def read_incidents(folder: RunFolder) -> list[Incident]:
 
 
 def readings(folder: RunFolder, attempt: int) -> dict[int, HeartbeatReading]:
-    paths = [path for path in folder.attempt(attempt).glob("page-*") if re.fullmatch(r"page-[0-9]{5,9}", path.name)]
-    pages = {int(path.name.removeprefix("page-")): read_heartbeat(path) for path in sorted(paths)}
+    paths = [
+        path for path in folder.attempt(attempt).glob("heartbeat-*") if re.fullmatch(r"heartbeat-[0-9]{5,9}", path.name)
+    ]
+    pages = {int(path.name.removeprefix("heartbeat-")): read_heartbeat(path) for path in sorted(paths)}
     return {rank: page for rank, page in pages.items() if page is not None}
 
 
@@ -88,7 +90,10 @@ def describe(
         first.message,
         last_lines(folder.log(attempt, first.rank)),
         first.traceback,
-        [{"rank": rank, "where": reading.where, "collectives": reading.calls} for rank, reading in pages.items()],
+        [
+            {"rank": rank, "where": reading.location, "collectives": reading.collective_count}
+            for rank, reading in pages.items()
+        ],
         samples_of(folder, step, first.rank) if step is not None and phase not in UNTOUCHED else [],
         checkpoint,
     )

@@ -154,7 +154,10 @@ def alive(lease: dict[str, Any], attempt: Path, observe: float) -> bool:
 def signs(attempt: Path) -> list[Any]:
     """Everything in an attempt's folder that moves while it lives."""
     beat = read_first(str(attempt / "beat"))
-    return [beat, *((page.beats if (page := read_heartbeat(path)) else 0) for path in sorted(attempt.glob("page-*")))]
+    return [
+        beat,
+        *((page.beats if (page := read_heartbeat(path)) else 0) for path in sorted(attempt.glob("heartbeat-*"))),
+    ]
 
 
 def read_first(path: str) -> str:

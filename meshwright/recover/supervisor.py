@@ -253,7 +253,7 @@ def account_for_lost(folder: RunFolder, now: int) -> None:
     """An attempt whose supervisor died left no word: its pages say where its ranks were."""
     for attempt, lease in list_leases(open_run_store(folder)):
         if attempt < now and not folder.incident(attempt).exists():
-            ranks = [{"rank": rank, "where": page.where} for rank, page in readings(folder, attempt).items()]
+            ranks = [{"rank": rank, "where": page.location} for rank, page in readings(folder, attempt).items()]
             message = f"process {lease.get('pid')} on {lease.get('host')} ended without a word"
             Incident(attempt, "lost", message=message, ranks=ranks, checkpoint=newest_step(folder)).write(folder)
 
@@ -264,7 +264,7 @@ def newest_step(folder: RunFolder) -> int:
 
 def end_rank(page: HeartbeatReading) -> None:
     """Kills the rank that a page is of, if it is still that one."""
-    if page.lives:
+    if page.is_alive:
         with suppress(ProcessLookupError):
             os.kill(page.pid, signal.SIGKILL)
 

@@ -94,7 +94,7 @@ class Watchdog:
         waiting |= {rank for rank in stuck if rank not in waiting and self.waits_inside(rank, pages[rank], now)}
         if len(waiting) == len(pages):
             # Between the passes of a pipeline a rank is in `sync` whatever it does: again the stacks tell.
-            idle = {rank for rank in waiting if pages[rank].waits or self.waits_inside(rank, pages[rank], now)}
+            idle = {rank for rank in waiting if pages[rank].waiting or self.waits_inside(rank, pages[rank], now)}
             waiting = idle or waiting
         if len(waiting) == len(stuck) < len(pages):
             return None  # somebody still moves, and these wait for it
@@ -104,7 +104,7 @@ class Watchdog:
         page = pages[rank]
         others = sorted({p.collective if waits(p) else p.phase for r, p in pages.items() if r in waiting and r != rank})
         state = self.state(page, self.ticks.get(rank, 0))
-        said = f"rank {rank} has shown no sign of life for {still[rank]:.1f} s: {state}, {page.where}"
+        said = f"rank {rank} has shown no sign of life for {still[rank]:.1f} s: {state}, {page.location}"
         if odd is not None:
             said = odd[1]
         elif others:
@@ -138,14 +138,16 @@ class Watchdog:
         for rank, page in pages.items():
             if rank not in self.marks:
                 self.marks[rank] = page
-        if len(pages) < 2 or any(page.settled - self.marks[r].settled < WINDOW for r, page in pages.items()):
+        if len(pages) < 2 or any(
+            page.completed_steps - self.marks[r].completed_steps < WINDOW for r, page in pages.items()
+        ):
             return []
         spent = {}
         for rank, page in pages.items():
             mark = self.marks[rank]
-            steps = page.settled - mark.settled
-            spent[rank] = {phase: (page.spent[phase] - mark.spent[phase]) / steps for phase in OWN}
-        first = {rank for rank, mark in self.marks.items() if mark.settled == 0}
+            steps = page.completed_steps - mark.completed_steps
+            spent[rank] = {phase: (page.phase_seconds[phase] - mark.phase_seconds[phase]) / steps for phase in OWN}
+        first = {rank for rank, mark in self.marks.items() if mark.completed_steps == 0}
         self.marks = dict(pages)
         if first:
             return []  # the first window holds start-up
@@ -166,12 +168,12 @@ def starts(page: HeartbeatReading) -> bool:
 
 
 def waits(page: HeartbeatReading) -> bool:
-    return page.waits or page.phase == "sync"
+    return page.waiting or page.phase == "sync"
 
 
 def suspect(pages: dict[int, HeartbeatReading], stuck: list[int], waiting: set[int]) -> int:
     """Among ranks that are still, one that does not wait; else the one that is furthest behind."""
-    return min(stuck, key=lambda rank: (rank in waiting, pages[rank].calls, pages[rank].step, rank))
+    return min(stuck, key=lambda rank: (rank in waiting, pages[rank].collective_count, pages[rank].step, rank))
 
 
 WAITING = re.compile(r"meshwright/parallel/context\.py.* in arrive$|^\s*arrive \(.*meshwright/parallel/context\.py")
@@ -197,9 +199,9 @@ def mismatch(pages: dict[int, HeartbeatReading]) -> tuple[int, str] | None:
     """(the odd rank, what was entered) of the first collective that ranks did not enter alike."""
     if len(pages) < 2:
         return None
-    common = set.intersection(*(set(page.history) for page in pages.values()))
+    common = set.intersection(*(set(page.recent_collectives) for page in pages.values()))
     for count in sorted(common):
-        names = {rank: page.history[count] for rank, page in pages.items()}
+        names = {rank: page.recent_collectives[count] for rank, page in pages.items()}
         if len(set(names.values())) > 1:
             usual = statistics.mode(names.values())
             odd = next(rank for rank, name in names.items() if name != usual)
@@ -214,7 +216,7 @@ def take_stack(page: HeartbeatReading, log: Path, patience: float = 2.0, last: b
     """A rank's Python stack, by py-spy where it is, else by the rank's own faulthandler into its log; where it is the
     `last` that is asked of the rank, it goes no further.
     """
-    if not page.lives:
+    if not page.is_alive:
         return ""
     if spy := shutil.which("py-spy"):
         try:

@@ -17,29 +17,29 @@ from meshwright.config import Batch, RunConfig
 from meshwright.data.loader import MicroBatch
 from meshwright.errors import ConfigError
 from meshwright.models.init import outline
-from meshwright.optim.adamw import Optimizer
+from meshwright.optim.adamw import AdamW
 from meshwright.parallel.local_shard import LocalShard
 from meshwright.parallel.materialize import Materializer
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.parallelize import parallelize
-from meshwright.parallel.pipeline_parallel.pipeline_model import Pace
+from meshwright.parallel.pipeline_parallel.pipeline_model import InFlightTracker
 from meshwright.parallel.pipeline_parallel.stages import StagePlan, stage_plan
 from meshwright.parallel.tensor_parallel import decoder_parts
 from meshwright.parallel.world import World
 from meshwright.simulator.extrapolation import Course, Seen
 from meshwright.simulator.fake_ddp import ImaginedCopies
 from meshwright.simulator.uniform_routing import share_evenly
-from meshwright.telemetry.memory_tracker import FRESH, KINDS, MemoryTracker
+from meshwright.telemetry.memory_tracker import KINDS, UNINITIALIZED, MemoryTracker
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import PipelinePlacement
 from meshwright.torch_private import Imagined, forget_meshes, imagine_ranks, unhurried_torch
-from meshwright.trainer.counted_step import counting
-from meshwright.trainer.expert_balance import Balance
-from meshwright.trainer.loop import weighs
+from meshwright.trainer.expert_balancer import ExpertBalancer
+from meshwright.trainer.loop import reports_loss
 from meshwright.trainer.precision import Precision
 from meshwright.trainer.step import Step, StepControl
+from meshwright.trainer.step_counters import count_step
 
-CLASSES = (*KINDS, FRESH)
+CLASSES = (*KINDS, UNINITIALIZED)
 LR = 1e-3
 
 
@@ -76,14 +76,14 @@ class CourseLedger(MemoryTracker):
 class ImaginedStep(Step):
     """A step whose ranks agree without hearing of each other."""
 
-    def _agree(self, step: int, batches: list[MicroBatch], sums: Tensor) -> StepControl:  # noqa: ARG002
+    def _read_control(self, step: int, batches: list[MicroBatch], sums: Tensor) -> StepControl:  # noqa: ARG002
         return StepControl(tokens=1, bad_samples=0)
 
     def _seed(self, step: int) -> None:
         """Nothing is drawn, and the caller's generators are his own."""
 
 
-class ImaginedOptimizer(Optimizer):
+class ImaginedOptimizer(AdamW):
     """All gradients are finite."""
 
     def update(self, lr: float, norm: Tensor, scale: Tensor, finite: Tensor) -> None:
@@ -104,7 +104,9 @@ def imagined_world(rank: int, ranks: int) -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def stepped(config: RunConfig, layout: Layout, batch: Batch, world: World, size: Size) -> tuple[Seen, Pace | None]:
+def stepped(
+    config: RunConfig, layout: Layout, batch: Batch, world: World, size: Size
+) -> tuple[Seen, InFlightTracker | None]:
     """The second step of a rank of this size, under the ledgers: by then everything has been made that is made once."""
     imagined = Imagined()
     forget_meshes()
@@ -144,26 +146,26 @@ def small_plan(plan: StagePlan, size: Size) -> StagePlan:
 
 def run(
     config: RunConfig, layout: Layout, batch: Batch, world: World, spread: ParallelModel
-) -> tuple[Seen, Pace | None]:
+) -> tuple[Seen, InFlightTracker | None]:
     optimizer = ImaginedOptimizer(spread.parameters(), config.optimizer, layout, world, config.optimizer.cpu_offload)
     step = ImaginedStep(
         spread,
         optimizer,
         Precision(config.precision, world.device),
         world,
-        balance=Balance(spread.module, config, world),
+        expert_balancer=ExpertBalancer(spread.module, config, world),
         seed=config.seed,
         coordinate=layout.data_coordinate(world.rank),
-        speaks=layout.speaks(world.rank),
-        weighs=weighs(spread, layout, world.rank),
+        counts_tokens=layout.counts_tokens(world.rank),
+        reports_loss=reports_loss(spread, layout, world.rank),
     )
     batches = micro_batches(batch, config.data.sequence)
     step.run(0, LR, batches)
-    with counting(spread, optimizer, CourseLedger) as counted:
+    with count_step(spread, optimizer, CourseLedger) as counted:
         outcome = step.run(1, LR, batches, counted.enter)
     assert isinstance(counted.memory, CourseLedger)
     sums = {(row.axis, row.collective, row.ranks): (row.calls, row.message_bytes) for row in counted.rows()}
-    return Seen(sums, counted.memory.course), outcome.pace
+    return Seen(sums, counted.memory.course), outcome.in_flight
 
 
 def micro_batches(batch: Batch, sequence: int) -> Iterator[list[MicroBatch]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from meshwright.telemetry.comm_counter import Row
+from meshwright.telemetry.comm_counter import CollectiveTotal
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class RankFound:
     """where it stands on every axis in use"""
     blocks: dict[int, int]
     """of each of its stages"""
-    traffic: list[Row]
+    traffic: list[CollectiveTotal]
     peak: dict[str, int]
     """the most of each class by itself"""
     at_peak: dict[str, int]

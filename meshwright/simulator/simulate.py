@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from meshwright.config import Batch, RunConfig
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.parallel.pipeline_parallel.pipeline_model import Pace
+from meshwright.parallel.pipeline_parallel.pipeline_model import InFlightTracker
 from meshwright.planner.exact.activation_messages import untold
 from meshwright.simulator.extrapolation import Line, Moment, Seen, grown, peaks
 from meshwright.simulator.fake_rank import CLASSES, Size, imagined_world, stepped
 from meshwright.simulator.result import RankFound, Simulation
-from meshwright.telemetry.comm_counter import Row
-from meshwright.telemetry.memory_tracker import FRESH, KINDS
+from meshwright.telemetry.comm_counter import CollectiveTotal
+from meshwright.telemetry.memory_tracker import KINDS, UNINITIALIZED
 from meshwright.topology import schedules
 from meshwright.topology.collectives import wire_bytes
 from meshwright.topology.layout import Layout, stages_each
@@ -80,7 +80,7 @@ def one_rank(config: RunConfig, layout: Layout, batch: Batch, rank: int) -> Rank
         by_kind(alone, fresh=False),
         by_kind(together),
         dict(pace.peak) if pace else {},
-        pace.most if pace else 0,
+        pace.peak_total if pace else 0,
         multiplied(blocks, micros),
         round(time.monotonic() - start, 3),
     )
@@ -88,7 +88,7 @@ def one_rank(config: RunConfig, layout: Layout, batch: Batch, rank: int) -> Rank
 
 def whole_step(
     config: RunConfig, layout: Layout, batch: Batch, rank: int, each: list[int], blocks: Line, micros: Line
-) -> tuple[Seen, Pace | None]:
+) -> tuple[Seen, InFlightTracker | None]:
     """The step as it is, or carried on from small ones. Blocks of all stages grow together."""
     by_micros, pace = [], None
     with imagined_world(rank, layout.ranks) as world:
@@ -142,10 +142,10 @@ def multiplied(blocks: Line, micros: Line) -> list[str]:
     return said
 
 
-def rows_of(seen: Seen) -> list[Row]:
+def rows_of(seen: Seen) -> list[CollectiveTotal]:
     """As the traffic ledger gives them."""
     rows = [
-        Row(axis, collective, calls, message, wire_bytes(collective, message, ranks), ranks)
+        CollectiveTotal(axis, collective, calls, message, wire_bytes(collective, message, ranks), ranks)
         for (axis, collective, ranks), (calls, message) in seen.sums.items()
     ]
     return sorted(rows)
@@ -154,7 +154,7 @@ def rows_of(seen: Seen) -> list[Row]:
 def by_kind(moment: Moment, fresh: bool = True) -> dict[str, int]:
     """A buffer that nobody has written yet is temporary; by itself the class is without them."""
     held = dict(zip(CLASSES, moment, strict=True))
-    return {kind: held[kind] + (held[FRESH] if fresh and kind == "temporary" else 0) for kind in KINDS}
+    return {kind: held[kind] + (held[UNINITIALIZED] if fresh and kind == "temporary" else 0) for kind in KINDS}
 
 
 def pipeline_orders(config: RunConfig, layout: Layout, batch: Batch) -> list[schedules.Order]:

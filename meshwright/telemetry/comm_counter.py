@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.topology.collectives import wire_bytes
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
-NAMES = {
+COLLECTIVES = {
     "allreduce": "all_reduce",
     "all_reduce": "all_reduce",
     "allgather": "all_gather",
@@ -33,7 +33,7 @@ NAMES = {
     "monitored_barrier": "barrier",
 }
 """How operators' names begin, without a leading underscore: `allgather` is also `_allgather_base_`, and so on."""
-SILENT = ("recv", "irecv")
+RECEIVES = ("recv", "irecv")
 """A message is counted where it is sent."""
 
 
@@ -53,7 +53,7 @@ def control_traffic() -> Iterator[None]:
 
 
 @dataclass(frozen=True, order=True)
-class Row:
+class CollectiveTotal:
     """All calls of one collective on one axis. Bytes are sums over the calls."""
 
     axis: str
@@ -74,9 +74,9 @@ class CommCounter(TorchDispatchMode):
         self._axes = axes
         self._sums: dict[tuple[str, str, int], tuple[int, int]] = {}
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[CollectiveTotal]:
         return sorted(
-            Row(axis, collective, calls, message, wire_bytes(collective, message, ranks), ranks)
+            CollectiveTotal(axis, collective, calls, message, wire_bytes(collective, message, ranks), ranks)
             for (axis, collective, ranks), (calls, message) in self._sums.items()
         )
 
@@ -111,9 +111,9 @@ def collective_of(func: Any) -> str | None:
     if not isinstance(func, OpOverload) or func.namespace not in NAMESPACES:
         return None
     name = func.name().partition("::")[2].lstrip("_")
-    if name.startswith(SILENT) or group_index(func) is None:  # the others wait for a result, or wrap it
+    if name.startswith(RECEIVES) or group_index(func) is None:  # the others wait for a result, or wrap it
         return None
-    return next((collective for start, collective in NAMES.items() if name.startswith(start)), "other")
+    return next((collective for start, collective in COLLECTIVES.items() if name.startswith(start)), "other")
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any
 
 Event = dict[str, Any]
 
-LONGEST_LINE = 1 << 20
+MAX_LINE_BYTES = 1 << 20
 """A longer line is not one of ours; a reader passes over it instead of taking it into memory."""
 
 
@@ -22,7 +22,7 @@ class EventLog:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._common: Event = {"attempt": attempt, "rank": rank}
         self._listener = listener
-        cut_torn_line(self._file)
+        truncate_torn_line(self._file)
 
     def write(self, kind: str, **fields: Any) -> None:
         record = {"kind": kind, **self._common, **fields}
@@ -34,14 +34,14 @@ class EventLog:
         os.close(self._file)
 
 
-def cut_torn_line(file: int) -> None:
+def truncate_torn_line(file: int) -> None:
     """Cuts whatever follows the last line end."""
-    whole = whole_lines(file)
+    whole = complete_bytes(file)
     if whole != os.fstat(file).st_size:
         os.ftruncate(file, whole)
 
 
-def whole_lines(file: int) -> int:
+def complete_bytes(file: int) -> int:
     """How many bytes of a file are whole lines."""
     end = os.fstat(file).st_size
     while end > 0:
@@ -53,7 +53,7 @@ def whole_lines(file: int) -> int:
     return 0
 
 
-class Follower:
+class EventFollower:
     """Reads an event file as it grows: each call gives the records completed since the last."""
 
     def __init__(self, path: Path, only_new: bool = False) -> None:
@@ -61,18 +61,18 @@ class Follower:
         self._offset = 0
         if only_new and path.exists():
             with open(path, "rb") as file:
-                self._offset = whole_lines(file.fileno())
+                self._offset = complete_bytes(file.fileno())
         self._rest = b""
 
-    def new(self) -> Iterator[Event]:
+    def new_events(self) -> Iterator[Event]:
         try:
             with open(self._path, "rb") as file:
                 file.seek(self._offset)
-                while block := file.read(LONGEST_LINE):
+                while block := file.read(MAX_LINE_BYTES):
                     self._offset += len(block)
                     *lines, self._rest = (self._rest + block).split(b"\n")
-                    yield from records(lines)
-                    if len(self._rest) > LONGEST_LINE:
+                    yield from parse_lines(lines)
+                    if len(self._rest) > MAX_LINE_BYTES:
                         self._rest = b""
         except FileNotFoundError:
             return
@@ -80,15 +80,15 @@ class Follower:
 
 def read_events(path: Path) -> Iterator[Event]:
     """Every whole record of an event file."""
-    yield from Follower(path).new()
+    yield from EventFollower(path).new_events()
 
 
-def ledger(path: Path) -> dict[int, Event]:
+def completed_steps(path: Path) -> dict[int, Event]:
     """The record of every step. Where several attempts made a step, the last that completed it counts."""
     return {event["step"]: event for event in read_events(path) if event.get("kind") == "step"}
 
 
-def records(lines: list[bytes]) -> Iterator[Event]:
+def parse_lines(lines: list[bytes]) -> Iterator[Event]:
     for line in lines:
         try:
             record = json.loads(line)

@@ -14,11 +14,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-MAGIC = b"MESHPAGE"
+MAGIC = b"MESHBEAT"
 SIZE = 4096
 PHASES = ("fetch", "copy", "forward", "backward", "sync", "update", "evaluate", "save")
 """The phases whose seconds are added up on the page; a page may also name others (start, restore, end)."""
-RING = 32
+RECENT_COLLECTIVES = 32
 """Collectives that the page remembers."""
 
 HEAD = struct.Struct("<8sIIQ")  # magic, version, pid, the process's start in the kernel's ticks
@@ -39,9 +39,9 @@ class Heartbeat:
             os.posix_fallocate(file, 0, SIZE)  # or a write to the page on a full disk would end this process
             self.memory = mmap.mmap(file, SIZE)
             os.close(file)
-        self.beats = self.calls = self.settled = 0
+        self.beats = self.collective_count = self.completed_steps = 0
         self.step = -1
-        self.spent = [0.0] * len(PHASES)
+        self.phase_seconds = [0.0] * len(PHASES)
         HEAD.pack_into(self.memory, 0, MAGIC, 1, os.getpid(), process_start(os.getpid()))
         self.enter("start", -1)
 
@@ -59,25 +59,32 @@ class Heartbeat:
 
     def collective(self, name: str) -> None:
         """A collective begins. The order of their names must be the same on every rank."""
-        self.calls += 1
+        self.collective_count += 1
         encoded = name.encode()
-        CALLS.pack_into(self.memory, AT_CALLS, self.calls, encoded)
-        CALLS.pack_into(self.memory, AT_RING + (self.calls % RING) * CALLS.size, self.calls, encoded)
+        CALLS.pack_into(self.memory, AT_CALLS, self.collective_count, encoded)
+        CALLS.pack_into(
+            self.memory,
+            AT_RING + (self.collective_count % RECENT_COLLECTIVES) * CALLS.size,
+            self.collective_count,
+            encoded,
+        )
 
-    def waiting(self, yes: bool) -> None:
+    def set_waiting(self, yes: bool) -> None:
         struct.pack_into("<I", self.memory, AT_FLAGS + 4, yes)
 
-    def signalled(self, number: int) -> None:
+    def set_signal(self, number: int) -> None:
         struct.pack_into("<I", self.memory, AT_FLAGS, number)
 
-    def settle(self, phases: dict[str, float]) -> None:
+    def complete_step(self, phases: dict[str, float]) -> None:
         """Adds a finished step's seconds by phase."""
-        self.settled += 1
+        self.completed_steps += 1
         self.add(phases)
 
     def add(self, phases: dict[str, float]) -> None:
-        self.spent = [spent + phases.get(phase, 0.0) for phase, spent in zip(PHASES, self.spent, strict=True)]
-        SPENT.pack_into(self.memory, AT_SPENT, self.settled, *self.spent)
+        self.phase_seconds = [
+            spent + phases.get(phase, 0.0) for phase, spent in zip(PHASES, self.phase_seconds, strict=True)
+        ]
+        SPENT.pack_into(self.memory, AT_SPENT, self.completed_steps, *self.phase_seconds)
 
 
 @dataclass(frozen=True)
@@ -85,29 +92,29 @@ class HeartbeatReading:
     """A page as somebody else sees it."""
 
     pid: int
-    started: int
+    process_started: int
     step: int
     beats: int
-    entered: int
+    phase_entered: int
     phase: str
     signal: int
-    waits: bool
-    calls: int
+    waiting: bool
+    collective_count: int
     collective: str
-    settled: int
-    spent: dict[str, float]
-    history: dict[int, str]
+    completed_steps: int
+    phase_seconds: dict[str, float]
+    recent_collectives: dict[int, str]
     """the last collectives by their count"""
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether its process still runs, and not another that has its number by now."""
-        return self.pid > 1 and self.started > 0 and process_start(self.pid) == self.started
+        return self.pid > 1 and self.process_started > 0 and process_start(self.pid) == self.process_started
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         step = f"step {self.step}, " if self.step >= 0 else ""
-        return f"{step}{self.phase}" + (f", waiting in {self.collective}" if self.waits else "")
+        return f"{step}{self.phase}" + (f", waiting in {self.collective}" if self.waiting else "")
 
 
 def read_heartbeat(path: Path) -> HeartbeatReading | None:
@@ -124,7 +131,7 @@ def read_heartbeat(path: Path) -> HeartbeatReading | None:
     number, waits = FLAGS.unpack_from(memory, AT_FLAGS)
     calls, name = CALLS.unpack_from(memory, AT_CALLS)
     settled, *spent = SPENT.unpack_from(memory, AT_SPENT)
-    ring = [CALLS.unpack_from(memory, AT_RING + slot * CALLS.size) for slot in range(RING)]
+    ring = [CALLS.unpack_from(memory, AT_RING + slot * CALLS.size) for slot in range(RECENT_COLLECTIVES)]
     history = {count: text(entry) for count, entry in ring if count}
     return HeartbeatReading(
         pid,

@@ -22,16 +22,16 @@ from torch.utils.hooks import RemovableHandle
 from meshwright.telemetry.comm_counter import collective_of, has_wrappers, tensors_in
 
 KINDS = ("parameter", "gradient", "optimizer", "buffer", "activation", "communication", "temporary")
-FRESH = "fresh"
+UNINITIALIZED = "fresh"
 """A buffer that nobody has written yet. Its bytes are live, but which class they belong to shows only later: FSDP takes
 an empty buffer first and makes a collective of it afterwards. Reported under temporary."""
-UNNAMED = (FRESH, "activation", "temporary")
+UNCLASSIFIED = (UNINITIALIZED, "activation", "temporary")
 """What a storage is as long as nobody has said better."""
 
-Named = Iterable[tuple[str, Tensor]]
+ClassifiedTensors = Iterable[tuple[str, Tensor]]
 
 
-class Held(weakref.ref[UntypedStorage]):
+class TrackedStorage(weakref.ref[UntypedStorage]):
     """A storage that is counted, without keeping it."""
 
     __slots__ = ("key", "kind", "size")
@@ -52,7 +52,10 @@ class MemoryTracker(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self, model: nn.Module, optimizer_tensors: Iterable[Tensor] = (), classify: Callable[[], Named] = lambda: ()
+        self,
+        model: nn.Module,
+        optimizer_tensors: Iterable[Tensor] = (),
+        classify: Callable[[], ClassifiedTensors] = lambda: (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = dict.fromkeys(KINDS, 0)
@@ -60,11 +63,11 @@ class MemoryTracker(TorchDispatchMode):
         self.at_peak = dict.fromkeys(KINDS, 0)
         """the classes at the moment of the largest total"""
         self._given = (model, tuple(optimizer_tensors), classify)
-        self._classify: Callable[[], Named] = lambda: ()
-        self._bytes = dict.fromkeys((*KINDS, FRESH), 0)
+        self._classify: Callable[[], ClassifiedTensors] = lambda: ()
+        self._bytes = dict.fromkeys((*KINDS, UNINITIALIZED), 0)
         self._total = self._largest = 0
-        self._held: dict[int, Held] = {}
-        self._freed: deque[Held] = deque()
+        self._held: dict[int, TrackedStorage] = {}
+        self._freed: deque[TrackedStorage] = deque()
         self._hooks: dict[int, RemovableHandle] = {}
         self._parameters: list[Tensor] = []
         """whose gradients are known by hooks, or, where somebody writes them by himself, at the next phase"""
@@ -83,20 +86,20 @@ class MemoryTracker(TorchDispatchMode):
         self._settle()
 
     @property
-    def now(self) -> dict[str, int]:
+    def current_bytes(self) -> dict[str, int]:
         """Live bytes by class."""
         self._forget_freed()
         return self._snapshot()
 
     @property
     def total(self) -> int:
-        return sum(self.now.values())
+        return sum(self.current_bytes.values())
 
     @property
     def peak_total(self) -> int:
         return sum(self.at_peak.values())
 
-    def know(self, kind: str, tensors: Iterable[Tensor]) -> None:
+    def assign_class(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """From now on these tensors' storages count as this kind; a parameter's gradient will be known by itself."""
         for tensor in tensors:
             for part in unwrapped(tensor):
@@ -109,9 +112,9 @@ class MemoryTracker(TorchDispatchMode):
     def __enter__(self) -> MemoryTracker:
         model, optimizer_tensors, self._classify = self._given
         del self._given  # a ledger that is kept for its numbers keeps no tensor alive
-        self.know("parameter", model.parameters())
-        self.know("buffer", model.buffers())
-        self.know("optimizer", optimizer_tensors)
+        self.assign_class("parameter", model.parameters())
+        self.assign_class("buffer", model.buffers())
+        self.assign_class("optimizer", optimizer_tensors)
         self._settle()
         self._wrap_resize()
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -140,22 +143,26 @@ class MemoryTracker(TorchDispatchMode):
         self._forget_freed()
         if collective:
             for tensor in buffers_of(func, collective, args, result):
-                self._see(tensor.untyped_storage(), "communication", only=UNNAMED)
-            if self._bytes[FRESH]:
+                self._see(tensor.untyped_storage(), "communication", only=UNCLASSIFIED)
+            if self._bytes[UNINITIALIZED]:
                 self._settle()
         else:
             born = "activation" if self._phase == "forward" else "temporary"
             empty, writes = nature(func)
             for tensor in tensors_in(result):
                 for part in unwrapped(tensor):  # a result that is still on its way comes wrapped
-                    self._see(part.untyped_storage(), FRESH if empty else born, only=(FRESH,) if writes else ())
+                    self._see(
+                        part.untyped_storage(),
+                        UNINITIALIZED if empty else born,
+                        only=(UNINITIALIZED,) if writes else (),
+                    )
         return result
 
-    def _see(self, storage: UntypedStorage, kind: str, only: tuple[str, ...] = (*KINDS, FRESH)) -> None:
+    def _see(self, storage: UntypedStorage, kind: str, only: tuple[str, ...] = (*KINDS, UNINITIALIZED)) -> None:
         """Counts a storage as this kind, or leaves it the kind it has unless that is one of `only`."""
         held = self._held.get(id(storage))
         if held is None or held() is not storage:
-            held = Held(storage, self._freed.append)
+            held = TrackedStorage(storage, self._freed.append)
             held.key, held.kind, held.size = id(storage), kind, 0
             self._held[held.key] = held
         if held.kind not in only:
@@ -170,7 +177,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _mark_peaks(self, kind: str, _size: int) -> None:
         """After every change: so many bytes are now of this class."""
-        if kind != FRESH and self._bytes[kind] > self.peak[kind]:
+        if kind != UNINITIALIZED and self._bytes[kind] > self.peak[kind]:
             self.peak[kind] = self._bytes[kind]
         if self._total >= self._largest:  # equal: a storage of the peak got its right name
             self._largest = self._total
@@ -178,7 +185,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _snapshot(self) -> dict[str, int]:
         counted = {kind: self._bytes[kind] for kind in KINDS}
-        counted["temporary"] += self._bytes[FRESH]
+        counted["temporary"] += self._bytes[UNINITIALIZED]
         return counted
 
     def _forget_freed(self) -> None:
@@ -201,7 +208,7 @@ class MemoryTracker(TorchDispatchMode):
     def _gradient_of(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self._forget_freed()
-            self.know("gradient", [parameter.grad])
+            self.assign_class("gradient", [parameter.grad])
 
     def _settle(self) -> None:
         """Gives names to what has none yet."""
@@ -209,7 +216,7 @@ class MemoryTracker(TorchDispatchMode):
         if self._last is not None:
             self._gradient_of(self._last)
         for kind, tensor in self._classify():
-            self.know(kind, [tensor])
+            self.assign_class(kind, [tensor])
         for parameter in self._parameters:
             self._gradient_of(parameter)
 
@@ -220,7 +227,7 @@ class MemoryTracker(TorchDispatchMode):
         def resize_(storage: UntypedStorage, size: int) -> Any:
             resized = original(storage, size)
             self._forget_freed()
-            self._see(storage, FRESH, only=())
+            self._see(storage, UNINITIALIZED, only=())
             return resized
 
         self._own_resize = vars(UntypedStorage).get("resize_")

@@ -35,9 +35,9 @@ class RunFolder:
         """Why an attempt ended."""
         return self.attempt(number) / "incident.json"
 
-    def page(self, attempt: int, rank: int) -> Path:
+    def heartbeat(self, attempt: int, rank: int) -> Path:
         """A rank's heartbeat."""
-        return self.attempt(attempt) / f"page-{rank:05d}"
+        return self.attempt(attempt) / f"heartbeat-{rank:05d}"
 
     def log(self, attempt: int, rank: int) -> Path:
         """What a rank printed."""

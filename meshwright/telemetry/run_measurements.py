@@ -18,25 +18,25 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.io import open_regular_file
-from meshwright.telemetry.events import LONGEST_LINE, Event
+from meshwright.telemetry.events import MAX_LINE_BYTES, Event
 from meshwright.telemetry.run_folder import RunFolder
 
-FIRST = 2
+WARMUP_STEPS = 2
 """Steps of an attempt that pay for what is made once."""
-MOST_BYTES = 1 << 30
+MAX_FILE_BYTES = 1 << 30
 """of one event file, from its end"""
-MOST_STEPS, FEW_STEPS = 2048, 64
+MAX_STEPS, MAX_STEPS_OTHER_RANKS = 2048, 64
 """of the first rank, of others"""
-LONGEST_STEP = 16 << 10
-MOST_RANKS = 1024
-MOST_ROWS = 256
-LARGEST = 1 << 62
+MAX_STEP_LINE_BYTES = 16 << 10
+MAX_RANKS = 1024
+MAX_TABLE_ROWS = 256
+MAX_NUMBER = 1 << 62
 STEP = b'{"kind":"step",'
-OTHERS = tuple(f'{{"kind":"{kind}",'.encode() for kind in ("start", "restored", "ledger", "end"))
+OTHER_KINDS = tuple(f'{{"kind":"{kind}",'.encode() for kind in ("start", "restored", "counters", "end"))
 
 
 @dataclass(frozen=True)
-class Made:
+class RecordedStep:
     """One step as a rank recorded it."""
 
     step: int
@@ -51,7 +51,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Counted:
+class RecordedCounters:
     """One step's ledger."""
 
     step: int
@@ -63,53 +63,53 @@ class Counted:
 
 
 @dataclass
-class Seen:
+class RankRecords:
     """One rank in its last attempt."""
 
     attempt: int = 0
     start: Event = field(default_factory=dict)
     began: int = 0
     ended: bool = False
-    ledger: Counted | None = None
+    counters: RecordedCounters | None = None
     lines: deque[bytes] = field(default_factory=deque)
 
-    def steps(self) -> list[Made]:
+    def steps(self) -> list[RecordedStep]:
         """Every step that is left of it, counted ones and first ones too."""
-        return [step for step in map(step_of, self.lines) if step is not None]
+        return [step for step in map(parse_step, self.lines) if step is not None]
 
-    def plain_steps(self) -> list[Made]:
+    def timed_steps(self) -> list[RecordedStep]:
         """Those that took as long as a step takes."""
-        return [step for step in self.steps() if not step.counted and step.step >= self.began + FIRST]
+        return [step for step in self.steps() if not step.counted and step.step >= self.began + WARMUP_STEPS]
 
 
 @dataclass(frozen=True)
-class Measured:
-    first: Seen
-    ranks: dict[int, Seen]
+class RunMeasurements:
+    first: RankRecords
+    ranks: dict[int, RankRecords]
     """those whose files were read, in the same attempt as the first"""
     unread: int
     """ranks beyond MOST_RANKS"""
 
 
-def measured(folder: RunFolder) -> Measured | None:
+def read_measurements(folder: RunFolder) -> RunMeasurements | None:
     """None where no rank has begun."""
-    first = seen(folder.events(0), MOST_STEPS)
+    first = read_rank_records(folder.events(0), MAX_STEPS)
     if not first.attempt:
         return None
     ranks, unread = {0: first}, 0
-    size = whole(first.start.get("ranks")) or 1
-    for rank in numbered(folder.root / "events"):
+    size = natural_number(first.start.get("ranks")) or 1
+    for rank in ranks_with_events(folder.root / "events"):
         if 0 < rank < size:
-            if len(ranks) >= MOST_RANKS:
+            if len(ranks) >= MAX_RANKS:
                 unread += 1
                 continue
-            other = seen(folder.events(rank), FEW_STEPS)
+            other = read_rank_records(folder.events(rank), MAX_STEPS_OTHER_RANKS)
             if other.attempt == first.attempt:
                 ranks[rank] = other
-    return Measured(first, ranks, unread)
+    return RunMeasurements(first, ranks, unread)
 
 
-def numbered(folder: Path) -> list[int]:
+def ranks_with_events(folder: Path) -> list[int]:
     try:
         names = [entry.name for entry in os.scandir(folder)]
     except OSError:
@@ -118,41 +118,41 @@ def numbered(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def seen(path: Path, steps: int) -> Seen:
-    found = Seen()
-    for line in lines_of(path):
+def read_rank_records(path: Path, steps: int) -> RankRecords:
+    found = RankRecords()
+    for line in read_lines(path):
         if line.startswith(STEP):
-            if found.attempt and len(line) <= LONGEST_STEP:
+            if found.attempt and len(line) <= MAX_STEP_LINE_BYTES:
                 found.lines.append(line)
-        elif line.startswith(OTHERS) and (event := parsed(line)) is not None:
+        elif line.startswith(OTHER_KINDS) and (event := parse_event(line)) is not None:
             if event["kind"] == "start":
-                found = Seen(whole(event.get("attempt")) or 0, event, lines=deque(maxlen=steps))
+                found = RankRecords(natural_number(event.get("attempt")) or 0, event, lines=deque(maxlen=steps))
             elif event["kind"] == "restored":
-                found.began = whole(event.get("step")) or 0
+                found.began = natural_number(event.get("step")) or 0
             elif event["kind"] == "end":
                 found.ended = True
             else:
-                found.ledger = counted_of(event) or found.ledger
+                found.counters = parse_counters(event) or found.counters
     return found
 
 
-def lines_of(path: Path) -> Iterator[bytes]:
+def read_lines(path: Path) -> Iterator[bytes]:
     """Whole lines of a plain file; one longer than ours become is passed over."""
     try:
         with open_regular_file(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_BYTES))
-            left, rest = MOST_BYTES, b""
-            while left > 0 and (block := file.read(min(left, LONGEST_LINE))):
+            file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_FILE_BYTES))
+            left, rest = MAX_FILE_BYTES, b""
+            while left > 0 and (block := file.read(min(left, MAX_LINE_BYTES))):
                 left -= len(block)
                 *lines, rest = (rest + block).split(b"\n")
                 yield from lines
-                if len(rest) > LONGEST_LINE:
+                if len(rest) > MAX_LINE_BYTES:
                     rest = b""
     except OSError:
         return
 
 
-def parsed(line: bytes) -> Event | None:
+def parse_event(line: bytes) -> Event | None:
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
@@ -160,61 +160,63 @@ def parsed(line: bytes) -> Event | None:
     return event if isinstance(event, dict) else None
 
 
-def number(value: Any) -> float | None:
+def finite_number(value: Any) -> float | None:
     """A finite number, or none."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < LARGEST:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MAX_NUMBER:
         return None
     return float(value) if isfinite(value) else None
 
 
-def whole(value: Any) -> int | None:
-    return value if type(value) is int and 0 <= value < LARGEST else None
+def natural_number(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value < MAX_NUMBER else None
 
 
-def table(value: Any) -> dict[str, Any]:
+def bounded_object(value: Any) -> dict[str, Any]:
     """A JSON object with few short names, or an empty one."""
     rows = value.items() if isinstance(value, dict) else ()
-    return {key: item for key, item in rows if len(key) <= 64} if len(rows) <= MOST_ROWS else {}
+    return {key: item for key, item in rows if len(key) <= 64} if len(rows) <= MAX_TABLE_ROWS else {}
 
 
-def step_of(line: bytes) -> Made | None:
-    event = parsed(line) or {}
-    step, seconds = whole(event.get("step")), number(event.get("seconds"))
+def parse_step(line: bytes) -> RecordedStep | None:
+    event = parse_event(line) or {}
+    step, seconds = natural_number(event.get("step")), finite_number(event.get("seconds"))
     if step is None or seconds is None or seconds <= 0:
         return None
-    pipe, experts = table(event.get("pipeline")), table(event.get("experts"))
+    pipe, experts = bounded_object(event.get("pipeline")), bounded_object(event.get("experts"))
     phases = {
-        phase: spent for phase, value in table(event.get("phases")).items() if (spent := number(value)) is not None
+        phase: spent
+        for phase, value in bounded_object(event.get("phases")).items()
+        if (spent := finite_number(value)) is not None
     }
-    return Made(
+    return RecordedStep(
         step,
         seconds,
-        number(event.get("tokens")) or 0.0,
+        finite_number(event.get("tokens")) or 0.0,
         phases,
         event.get("counted") is True,
-        number(pipe.get("live")),
-        number(pipe.get("idle")),
-        number(experts.get("imbalance")),
-        number(experts.get("dropped")),
+        finite_number(pipe.get("live")),
+        finite_number(pipe.get("idle")),
+        finite_number(experts.get("imbalance")),
+        finite_number(experts.get("dropped")),
     )
 
 
-def counted_of(event: Event) -> Counted | None:
-    memory, rows = table(event.get("memory")), event.get("traffic")
-    step, total = whole(event.get("step")), whole(memory.get("peak_total"))
-    if step is None or total is None or not isinstance(rows, list) or len(rows) > MOST_ROWS:
+def parse_counters(event: Event) -> RecordedCounters | None:
+    memory, rows = bounded_object(event.get("memory")), event.get("traffic")
+    step, total = natural_number(event.get("step")), natural_number(memory.get("peak_total"))
+    if step is None or total is None or not isinstance(rows, list) or len(rows) > MAX_TABLE_ROWS:
         return None
-    traffic = [sent for row in rows if (sent := sent_of(row)) is not None]
-    return Counted(step, traffic, sizes(memory.get("at_peak")), sizes(memory.get("peak")), total)
+    traffic = [sent for row in rows if (sent := parse_traffic_row(row)) is not None]
+    return RecordedCounters(step, traffic, byte_counts(memory.get("at_peak")), byte_counts(memory.get("peak")), total)
 
 
-def sent_of(row: Any) -> tuple[str, str, int, int] | None:
+def parse_traffic_row(row: Any) -> tuple[str, str, int, int] | None:
     """A row of bytes sent, of a ledger or of a prediction."""
-    values = table(row)
+    values = bounded_object(row)
     axis, collective = (str(values.get(key, ""))[:64] for key in ("axis", "collective"))
-    message, wire = whole(values.get("message_bytes")), whole(values.get("wire_bytes"))
+    message, wire = natural_number(values.get("message_bytes")), natural_number(values.get("wire_bytes"))
     return None if message is None or wire is None else (axis, collective, message, wire)
 
 
-def sizes(value: Any) -> dict[str, int]:
-    return {key: size for key, item in table(value).items() if (size := whole(item)) is not None}
+def byte_counts(value: Any) -> dict[str, int]:
+    return {key: size for key, item in bounded_object(value).items() if (size := natural_number(item)) is not None}

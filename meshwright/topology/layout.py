@@ -124,7 +124,7 @@ class Layout:
         """How far apart in rank neighbours on an axis are."""
         return prod(self.degrees[AXES.index(axis) + 1 :])
 
-    def speaks(self, rank: int) -> bool:
+    def counts_tokens(self, rank: int) -> bool:
         """Whether a rank is the one of those that compute the same loss whose loss and tokens count."""
         return self.first(rank, (axis for axis in AXES if axis not in DATA_AXES))
 

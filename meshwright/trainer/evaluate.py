@@ -29,7 +29,7 @@ class Evaluation:
 
     @torch.no_grad()
     def run(
-        self, spread: ParallelModel, precision: Precision, world: World, speaks: bool, weighs: bool
+        self, spread: ParallelModel, precision: Precision, world: World, counts_tokens: bool, reports_loss: bool
     ) -> tuple[float, int, str]:
         """(loss, valid tokens, what this rank could not decode) over all ranks' shares. Of the ranks that share samples
         one `speaks` for their number, and of those that come to the same loss one `weighs`.
@@ -38,18 +38,18 @@ class Evaluation:
         bad, model = "", spread.module
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
-        spread.share_buffers()
+        spread.broadcast_buffers()
         for index in range(self.passes):
-            world.page.beat()
+            world.heartbeat.beat()
             batch = self.decoder[self.cuts[index] if index < len(self.cuts) else self.filler]
             if batch.bad and index < len(self.cuts):
                 bad = bad or str(batch.bad[0])
             with precision.autocast(), spread.micro_step(last=True):
-                total = spread.infer(*map(world.to_device, spread.take(batch.tensors)))
+                total = spread.forward_loss(*map(world.to_device, spread.take(batch.tensors)))
             if index < len(self.cuts):
-                own = [total.double() if weighs else torch.zeros((), device=world.device, dtype=torch.float64)]
-                sums += torch.stack([*own, torch.tensor(float(batch.valid) * speaks, device=world.device)])
-        spread.settle()
+                own = [total.double() if reports_loss else torch.zeros((), device=world.device, dtype=torch.float64)]
+                sums += torch.stack([*own, torch.tensor(float(batch.valid) * counts_tokens, device=world.device)])
+        spread.reshard()
         for module, mode in modes:  # a user may have frozen some
             module.training = mode
         total_loss, tokens = world.sum(sums, "evaluation sum").wait().tolist()

@@ -18,7 +18,9 @@ from meshwright.telemetry.run_folder import RunFolder
 from meshwright.version import __version__
 
 
-def describe(config: RunConfig, sources: list[Source], stream: Stream, user_model: nn.Module | None) -> dict[str, Any]:
+def build_identity(
+    config: RunConfig, sources: list[Source], stream: Stream, user_model: nn.Module | None
+) -> dict[str, Any]:
     """The identity record. A user's own model is known by its parameters' names and shapes."""
     values = identity(config)
     if user_model is not None:
@@ -38,14 +40,14 @@ def describe(config: RunConfig, sources: list[Source], stream: Stream, user_mode
     }
 
 
-def enter(folder: RunFolder, config: RunConfig, record: dict[str, Any], fork: int, newest: int) -> None:
+def claim_run_folder(folder: RunFolder, config: RunConfig, record: dict[str, Any], fork: int, newest: int) -> None:
     """Writes run.toml and identity.json, or refuses a folder that holds another run, with both values. A fork is let
     in as a new timeline, once: what came before counts up to the `newest` step, and what follows is its own.
     """
     lineage: dict[str, Any] = {"run": secrets.token_hex(8), "timeline": 1, "until": {}, "forked_by": 0}
     if folder.identity_file.exists():
         before = read_json(folder.identity_file)
-        if not fork and (differs := differing(before.get("identity", {}), record["identity"])):
+        if not fork and (differs := describe_differences(before.get("identity", {}), record["identity"])):
             raise IdentityError(
                 f"run folder {folder.root} holds another run: {differs}",
                 "give another --run DIR, --fresh to set the old one aside, or --fork to go on from it on purpose",
@@ -58,7 +60,7 @@ def enter(folder: RunFolder, config: RunConfig, record: dict[str, Any], fork: in
     write_json(folder.identity_file, record | lineage)
 
 
-def differing(before: dict[str, Any], now: dict[str, Any]) -> str:
+def describe_differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     """The settings in which two identities differ, with both values; '' where they are one. What an older record does
     not know had its default.
     """

@@ -24,10 +24,10 @@ from meshwright.data.source import ConcatenatedSource, Source
 from meshwright.errors import CheckpointError, Stopped
 from meshwright.io import read_json
 from meshwright.models.init import fill, outline
-from meshwright.optim.adamw import Optimizer
+from meshwright.optim.adamw import AdamW
 from meshwright.parallel.data_parallel.replica_check import compare_replicas
 from meshwright.parallel.local_shard import LocalShard, full_tensor_of, local_shard_of
-from meshwright.parallel.parallel_model import ParallelModel, equal_buffers
+from meshwright.parallel.parallel_model import ParallelModel, router_biases
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.tensor_parallel import decoder_parts
@@ -36,18 +36,18 @@ from meshwright.store.interface import Store
 from meshwright.telemetry.events import Event, EventLog
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
-from meshwright.trainer.counted_step import counting
 from meshwright.trainer.evaluate import Evaluation
-from meshwright.trainer.expert_balance import Balance
-from meshwright.trainer.identity import describe, enter
-from meshwright.trainer.plan_record import Foresight
+from meshwright.trainer.expert_balancer import ExpertBalancer
+from meshwright.trainer.identity import build_identity, claim_run_folder
+from meshwright.trainer.plan_recorder import PlanRecorder
 from meshwright.trainer.precision import Precision
-from meshwright.trainer.resume import Resume
-from meshwright.trainer.run_info import start_facts
+from meshwright.trainer.resume import ResumeState
 from meshwright.trainer.signals import SignalWatch
+from meshwright.trainer.start_record import start_record
 from meshwright.trainer.step import Step
-from meshwright.trainer.step_recorder import StepRecorder, number
-from meshwright.trainer.user_loss import Loss, Objective
+from meshwright.trainer.step_counters import count_step
+from meshwright.trainer.step_recorder import StepRecorder, finite_or_none
+from meshwright.trainer.user_loss import LossFunction, Objective
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Job:
     watched: bool = True
     """whether a supervisor of ours looks on"""
     model: nn.Module | None = None  # a user's own; None is the decoder of the config
-    loss: Loss | None = None
+    loss: LossFunction | None = None
     parts: ParallelSpec | None = None
     """what a layout must know of a user's own model"""
     cluster: str | None = None
@@ -81,7 +81,7 @@ class Job:
 
 
 @dataclass
-class Summary:
+class RunSummary:
     """How a run ended."""
 
     steps: int
@@ -91,7 +91,7 @@ class Summary:
     evaluations: list[tuple[int, float]] = field(default_factory=list)
 
 
-def train_rank(job: Job, world: World) -> Summary:
+def train_rank(job: Job, world: World) -> RunSummary:
     """The whole run on this rank, from wherever its newest checkpoint stands."""
     faults.arm(world.rank, job.restart)
     faults.reach("start.begin", -1)
@@ -103,7 +103,7 @@ def train_rank(job: Job, world: World) -> Summary:
                 training.evaluate()
             training.keep()
     except Stopped:
-        training.spread.settle()
+        training.parallel_model.reshard()
         training.ledger.settle()  # the last whole step is on record
         training.save()
         raise
@@ -118,22 +118,22 @@ class Training:
     def __init__(self, job: Job, world: World) -> None:
         config = job.config
         self.job, self.world = job, world
-        self.signals = SignalWatch(world.page)
-        decide_bits(config, world)
+        self.signals = SignalWatch(world.heartbeat)
+        set_determinism(config, world)
         self.precision = Precision(config.precision, world.device)
-        self.spread = spread_model(job, self.precision, world)
-        self.model = self.spread.module
+        self.parallel_model = build_parallel_model(job, self.precision, world)
+        self.model = self.parallel_model.module
         self.stream = build_stream(config, job.sources)
-        identity = describe(config, job.sources, self.stream, job.model)
+        identity = build_identity(config, job.sources, self.stream, job.model)
         lineage = self._enter(identity)
         listener = job.listener if world.rank == 0 else None
         self.log = EventLog(job.folder.events(world.rank), job.attempt, world.rank, listener)
-        self.log.write("start", **start_facts(job, self.spread, self.stream, world))
-        self.foresight = Foresight(job, world)
-        self.ledger = StepRecorder(config, job.batch, world, self.spread, self.precision, self.log)
-        self.resume = Resume(config, job.batch, job.layout, self.stream, identity["identity"], lineage, world)
-        self.parameters = self.spread.parameters()
-        self.optimizer = Optimizer(self.parameters, config.optimizer, job.layout, world, config.optimizer.cpu_offload)
+        self.log.write("start", **start_record(job, self.parallel_model, self.stream, world))
+        self.foresight = PlanRecorder(job, world)
+        self.ledger = StepRecorder(config, job.batch, world, self.parallel_model, self.precision, self.log)
+        self.resume = ResumeState(config, job.batch, job.layout, self.stream, identity["identity"], lineage, world)
+        self.parameters = self.parallel_model.parameters()
+        self.optimizer = AdamW(self.parameters, config.optimizer, job.layout, world, config.optimizer.cpu_offload)
         store = open_run_store(job.folder)
         self.state = partial(collect_state, self.model, self.parameters, self.optimizer.moments())
         self.saver = CheckpointSaver(
@@ -148,18 +148,18 @@ class Training:
             job.layout,
         )
         coordinate = job.layout.data_coordinate(world.rank)
-        self.speaks = job.layout.speaks(world.rank)
-        self.weighs = weighs(self.spread, job.layout, world.rank)
+        self.counts_tokens = job.layout.counts_tokens(world.rank)
+        self.reports_loss = reports_loss(self.parallel_model, job.layout, world.rank)
         self.step = Step(
-            self.spread,
+            self.parallel_model,
             self.optimizer,
             self.precision,
             world,
-            balance=Balance(self.model, config, world),
+            expert_balancer=ExpertBalancer(self.model, config, world),
             seed=config.seed,
             coordinate=coordinate,
-            speaks=self.speaks,
-            weighs=self.weighs,
+            counts_tokens=self.counts_tokens,
+            reports_loss=self.reports_loss,
             quarantine=config.data.on_bad_sample == "quarantine",
             signal_seen=self.signals.seen,
             saving=self.saver.news if world.rank == 0 else lambda _done: (False, False),
@@ -167,7 +167,7 @@ class Training:
         source = ConcatenatedSource(job.sources)
         loader = Loader(source, self.stream, job.batch, coordinate, config.data)
         self.evaluation = Evaluation(source, self.stream, config.eval.samples, job.batch, coordinate)
-        self.step.rehearse(loader.first)
+        self.step.warmup_backward(loader.first)
         self.done = self._restore(store, lineage)
         self.began = self.done
         self.batches = loader.steps(self.done, config.steps)
@@ -177,7 +177,7 @@ class Training:
         job, store = self.job, open_run_store(self.job.folder)
         if self.world.rank == 0:
             newest = next((entry.step for entry in list_published(store)), -1)
-            enter(job.folder, job.config, identity, job.fork, newest)
+            claim_run_folder(job.folder, job.config, identity, job.fork, newest)
         told = self.world.tell(read_json(job.folder.identity_file) if self.world.rank == 0 else None, "lineage")
         return RunLineage.of(told)
 
@@ -194,7 +194,7 @@ class Training:
             return 0
         manifest = found.manifest
         self.optimizer.reload()
-        self.spread.updated()
+        self.parallel_model.after_update()
         self.resume.apply(manifest, self.ledger, self.precision)
         self.saver.follow(manifest)
         self.log.write(
@@ -209,21 +209,21 @@ class Training:
     def advance(self) -> None:
         lr = self.resume.rate(self.done)
         if self.counting_is_due():
-            with counting(self.spread, self.optimizer) as counted:
+            with count_step(self.parallel_model, self.optimizer) as counted:
                 outcome = self.step.run(self.done, lr, self.batches, counted.enter)
             outcome.counted = True
             self.ledger.take(outcome)
-            self.log.write("ledger", step=self.done, **counted.to_json())
+            self.log.write("counters", step=self.done, **counted.to_json())
             self.foresight.counted(counted.memory.peak_total)
         else:
             outcome = self.step.run(self.done, lr, self.batches)
             self.ledger.take(outcome)
         faults.reach("step.updated", self.done)
         self.done += 1
-        self.agreed = outcome.agreement
+        self.agreed = outcome.control
         every = self.job.config.numerics.compare_every
         if every and self.done % every == 0 and self.world.size > 1:
-            alike = self.parameters | dict(equal_buffers(self.model))
+            alike = self.parameters | dict(router_biases(self.model))
             blocks = {name: local_shard_of(tensor) for name, tensor in alike.items()}
             compare_replicas(blocks, self.job.layout, self.world, self.done - 1)
 
@@ -245,10 +245,12 @@ class Training:
         return self.done % cadence.every == 0 or self.done == self.job.config.steps
 
     def evaluate(self) -> None:
-        self.world.page.enter("evaluate")
+        self.world.heartbeat.enter("evaluate")
         faults.reach("evaluate", self.done - 1)
         self.ledger.settle()
-        found = self.evaluation.run(self.spread, self.precision, self.world, self.speaks, self.weighs)
+        found = self.evaluation.run(
+            self.parallel_model, self.precision, self.world, self.counts_tokens, self.reports_loss
+        )
         self.ledger.evaluated(self.done - 1, *found)
 
     def notes(self) -> CheckpointMetadata:
@@ -266,7 +268,7 @@ class Training:
 
     def save(self) -> None:
         """A checkpoint of this very step, before anything else happens."""
-        self.world.page.enter("save")
+        self.world.heartbeat.enter("save")
         self._tell(self.saver.settle())
         if self.saver.newest != self.done and self.job.config.checkpoint.mode != "off":
             self._tell(self.saver.save(self.notes(), wait=True), must=True)
@@ -281,38 +283,40 @@ class Training:
             if stops or not isinstance(saved.error, CheckpointError):
                 raise saved.error
 
-    def finish(self) -> Summary:
+    def finish(self) -> RunSummary:
         faults.reach("end", self.done)
         self.ledger.settle()
         self.save()
-        self.world.page.enter("end")
+        self.world.heartbeat.enter("end")
         self.saver.close()
-        digest = digest_parallel_parameters(self.parameters, self.job.layout, self.world, self.spread.together)
-        summary = Summary(self.done, self.ledger.loss, self.ledger.skipped, digest, self.ledger.evaluations)
+        digest = digest_parallel_parameters(
+            self.parameters, self.job.layout, self.world, self.parallel_model.forward_is_collective
+        )
+        summary = RunSummary(self.done, self.ledger.loss, self.ledger.skipped, digest, self.ledger.evaluations)
         self.foresight.end(list(self.ledger.paces), self.began, self.log)
         complete = self.began == self.done > 0
-        self.log.write("end", **asdict(summary) | {"loss": number(summary.loss), "was_complete": complete})
+        self.log.write("end", **asdict(summary) | {"loss": finite_or_none(summary.loss), "was_complete": complete})
         self.log.close()
         if isinstance(self.model, Objective):
-            give_back(self.model, self.job, self.world.rank == 0 or not in_shared_memory(self.job))
+            copy_trained_weights(self.model, self.job, self.world.rank == 0 or not in_shared_memory(self.job))
         return summary
 
 
-def weighs(spread: ParallelModel, layout: Layout, rank: int) -> bool:
+def reports_loss(spread: ParallelModel, layout: Layout, rank: int) -> bool:
     """Whether a rank's loss counts: ranks of the tensor axis come to the same, and not every stage to any."""
     return spread.has_loss and layout.first(rank, ["tensor"])
 
 
-def spread_model(job: Job, precision: Precision, world: World) -> ParallelModel:
+def build_parallel_model(job: Job, precision: Precision, world: World) -> ParallelModel:
     if job.model is None or job.loss is None:
-        return spread_decoder(job.config, job.layout, precision, world)
+        return build_parallel_decoder(job.config, job.layout, precision, world)
     # The user's modules may live in memory that all ranks share: train on copies, and give the weights back at the end.
     model, loss = copy.deepcopy(job.model), copy.deepcopy(job.loss) if isinstance(job.loss, nn.Module) else job.loss
     objective = Objective(model.to(world.device, precision.weights), loss).to(world.device)
     return parallelize(objective, job.config, job.layout, world, job.parts.of_objective() if job.parts else None)
 
 
-def spread_decoder(config: RunConfig, layout: Layout, precision: Precision, world: World) -> ParallelModel:
+def build_parallel_decoder(config: RunConfig, layout: Layout, precision: Precision, world: World) -> ParallelModel:
     """The config's own model with its initial weights, each rank's part made by itself."""
 
     def weights(block: LocalShard, name: str) -> None:
@@ -334,7 +338,7 @@ def user_modules(job: Job) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def give_back(trained: Objective, job: Job, write: bool) -> None:
+def copy_trained_weights(trained: Objective, job: Job, write: bool) -> None:
     """Blocks are put together by all of their holders; some of these write."""
     for mine, theirs in zip((trained.model, trained.loss), user_modules(job), strict=False):
         state = mine.state_dict()
@@ -344,7 +348,7 @@ def give_back(trained: Objective, job: Job, write: bool) -> None:
                 value.copy_(whole)
 
 
-def decide_bits(config: RunConfig, world: World) -> None:
+def set_determinism(config: RunConfig, world: World) -> None:
     """The process-wide switches that decide bits."""
     deterministic = config.precision.deterministic
     if deterministic is None:

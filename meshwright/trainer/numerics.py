@@ -58,7 +58,7 @@ def first_nonfinite(
     has such a gradient. Where ranks make each pass together, none of them may end early, and gradients are not looked
     at.
     """
-    model, together = spread.module, spread.together
+    model, together = spread.module, spread.forward_is_collective
     found: list[str] = []
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -74,7 +74,7 @@ def first_nonfinite(
     try:
         with autocast(), spread.micro_step(last=True), torch.set_grad_enabled(not together):
             for batch in batches:
-                total = spread.infer(*(t.to(device) for t in spread.take(batch.tensors)))
+                total = spread.forward_loss(*(t.to(device) for t in spread.take(batch.tensors)))
                 if together:
                     continue
                 if found:
@@ -92,7 +92,7 @@ def first_nonfinite(
         for module in model.modules():
             if isinstance(module, Experts):
                 module.take()  # this pass was no part of a step
-    spread.settle()
+    spread.reshard()
     return found[0] if found else None
 
 

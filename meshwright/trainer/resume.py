@@ -16,7 +16,7 @@ from meshwright.errors import DataError, IdentityError
 from meshwright.optim.adamw import learning_rate
 from meshwright.parallel.world import World
 from meshwright.topology.layout import AXES, Layout, stages_each
-from meshwright.trainer.identity import code_fingerprint, differing
+from meshwright.trainer.identity import code_fingerprint, describe_differences
 from meshwright.trainer.precision import Precision
 from meshwright.trainer.step import step_seed
 from meshwright.trainer.step_recorder import StepRecorder
@@ -33,7 +33,7 @@ OLDER: dict[str, Any] = dict.fromkeys(DEGREES, 1) | {
 """What a checkpoint was made with where it does not say so, being older than the word."""
 
 
-class Resume:
+class ResumeState:
     """The run as a checkpoint knows it: positions and small state, each under its logical owner."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Resume:
         """
         if manifest.timeline != self.lineage.timeline:
             return
-        if differs := differing(manifest.identity, self.identity):
+        if differs := describe_differences(manifest.identity, self.identity):
             raise IdentityError(f"the checkpoint of step {manifest.step} is of another run: {differs}")
         if manifest.data != self.cursor(manifest.step):
             raise DataError(

@@ -20,7 +20,7 @@ class SignalWatch:
     """
 
     def __init__(self, page: Heartbeat) -> None:
-        self.page, self.number = page, 0
+        self.heartbeat, self.number = page, 0
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -41,7 +41,7 @@ class SignalWatch:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.number = number
-        self.page.signalled(number)
+        self.heartbeat.set_signal(number)
 
     def _listen(self) -> None:
         while 0 not in (numbers := os.read(self._reader, 64)):

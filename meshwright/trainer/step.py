@@ -15,14 +15,14 @@ from torch import Tensor
 from meshwright import faults
 from meshwright.data.loader import BadSample, MicroBatch
 from meshwright.errors import DataError, NumericsError, PeerError, Stopped
-from meshwright.optim.adamw import Optimizer
+from meshwright.optim.adamw import AdamW
 from meshwright.parallel.data_parallel.ddp import DDPModel
 from meshwright.parallel.local_shard import local_of
-from meshwright.parallel.parallel_model import GradientTraffic, ParallelModel, changing_buffers
-from meshwright.parallel.pipeline_parallel.pipeline_model import Pace, PipelineModel
+from meshwright.parallel.parallel_model import GradientReduction, ParallelModel, stateful_buffers
+from meshwright.parallel.pipeline_parallel.pipeline_model import InFlightTracker, PipelineModel
 from meshwright.parallel.world import World
 from meshwright.telemetry.step_clock import StepClock
-from meshwright.trainer.expert_balance import Balance
+from meshwright.trainer.expert_balancer import ExpertBalancer
 from meshwright.trainer.precision import Precision
 
 
@@ -39,21 +39,21 @@ class StepControl:
 
 
 @dataclass
-class Outcome:
+class StepOutcome:
     """A step as it leaves the device, to be read once its clock has passed: `numbers` is (loss, gradient norm,
     square of this rank's own gradient, finite, loss scale).
     """
 
     step: int
     lr: float
-    agreement: StepControl
+    control: StepControl
     numbers: Tensor
-    traffic: GradientTraffic
+    traffic: GradientReduction
     clock: StepClock
     batches: list[MicroBatch]
     counted: bool = False
     """whether the ledgers were on, which makes a step slower"""
-    pace: Pace | None = None
+    in_flight: InFlightTracker | None = None
     """what this rank held while a pipeline's schedule ran"""
     loads: Tensor | None = None
     """tokens of every expert over all ranks, see Balance"""
@@ -65,15 +65,15 @@ class Step:
     def __init__(
         self,
         spread: ParallelModel,
-        optimizer: Optimizer,
+        optimizer: AdamW,
         precision: Precision,
         world: World,
         *,
-        balance: Balance,
+        expert_balancer: ExpertBalancer,
         seed: int,
         coordinate: int,
-        speaks: bool = True,
-        weighs: bool = True,
+        counts_tokens: bool = True,
+        reports_loss: bool = True,
         quarantine: bool = False,
         signal_seen: Callable[[], int] = lambda: 0,
         saving: Callable[[int], tuple[bool, bool]] = lambda _done: (False, False),
@@ -81,12 +81,17 @@ class Step:
         """Of the ranks that share a `coordinate`, and with it their samples, one `speaks` for their number; of those
         that come to the same loss one `weighs`.
         """
-        self.spread, self.optimizer, self.precision, self.world = spread, optimizer, precision, world
-        self.balance = balance
-        self.seed, self.coordinate, self.speaks, self.weighs = seed, coordinate, speaks, weighs
+        self.parallel_model, self.optimizer, self.precision, self.world = spread, optimizer, precision, world
+        self.expert_balancer = expert_balancer
+        self.seed, self.coordinate, self.counts_tokens, self.reports_loss = (
+            seed,
+            coordinate,
+            counts_tokens,
+            reports_loss,
+        )
         self.quarantine, self.signal_seen, self.saving = quarantine, signal_seen, saving
-        self.stateful = any(True for _ in changing_buffers(spread.module))
-        self.pace: Pace | None = None
+        self.stateful = any(True for _ in stateful_buffers(spread.module))
+        self.in_flight: InFlightTracker | None = None
         """of the last step, where there is a pipeline"""
 
     def run(
@@ -95,13 +100,13 @@ class Step:
         lr: float,
         stream: Iterator[list[MicroBatch]],
         watch: Callable[[str], None] = lambda _phase: None,
-    ) -> Outcome:
+    ) -> StepOutcome:
         """Fetches the step's micro-batches, computes the gradient of the global mean, and updates once. `watch` hears
         of every phase.
         """
-        clock = StepClock(self.world.device, self.world.page, step, watch)
+        clock = StepClock(self.world.device, self.world.heartbeat, step, watch)
         if clock.enter("fetch") == "flip":
-            flip_bit(self.spread.module)
+            flip_bit(self.parallel_model.module)
         batches = next(stream)
         agreement, loss = self.gradient(step, batches, clock)
         clock.enter("update")
@@ -109,57 +114,63 @@ class Step:
         norm = self.optimizer.gradient_norm() / scale
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         self.optimizer.update(lr, norm, scale, finite)
-        self.spread.updated()
-        self.optimizer.zero(in_place=self.spread.in_place and len(batches) > 1)
-        loads = self.balance.end(finite)
+        self.parallel_model.after_update()
+        self.optimizer.zero(in_place=self.parallel_model.zero_in_place and len(batches) > 1)
+        loads = self.expert_balancer.end(finite)
         if self.precision.scaler:
             self.precision.scaler.update(finite)
-        traffic = self.spread.take_traffic()
+        traffic = self.parallel_model.pop_gradient_reduction()
         local = self._local_square(traffic, agreement, batches, norm) / scale**2
         on_host = to_host(torch.stack([t.double() for t in (loss, norm, local, finite, scale)]))
         loads = to_host(loads) if loads is not None else None
         clock.close()
-        return Outcome(step, lr, agreement, on_host, traffic, clock, batches, pace=self.pace, loads=loads)
+        return StepOutcome(step, lr, agreement, on_host, traffic, clock, batches, in_flight=self.in_flight, loads=loads)
 
     def gradient(self, step: int, batches: list[MicroBatch], clock: StepClock) -> tuple[StepControl, Tensor]:
         """Leaves in every parameter the gradient of (sum of token losses) / (count of valid tokens) over the whole
         global batch, and gives that loss.
         """
         self._seed(step)
-        self.balance.begin(self.precision.scale, self.precision.weights)
+        self.expert_balancer.begin(self.precision.scale, self.precision.weights)
         if faults.reach("step.collective", step) == "desync":
             self.world.sum(torch.zeros(7), "a stray sum").wait()
-        asked = self.world.sum_numbers(*self._say(step, batches), name="control sum")  # travels during the forward
+        asked = self.world.sum_numbers(
+            *self._control_vector(step, batches), name="control sum"
+        )  # travels during the forward
         agreement: StepControl | None = None
-        if self.stateful or isinstance(self.spread, PipelineModel) or not all(batch.tensors for batch in batches):
+        if (
+            self.stateful
+            or isinstance(self.parallel_model, PipelineModel)
+            or not all(batch.tensors for batch in batches)
+        ):
             # A forward pass may change buffers, so that one must not begin which is not to be finished.
-            agreement = self._agree(step, batches, asked.wait())  # raises where there is nothing to compute on
+            agreement = self._read_control(step, batches, asked.wait())  # raises where there is nothing to compute on
         clock.enter("copy")
-        inputs = [tuple(map(self.world.to_device, self.spread.take(batch.tensors))) for batch in batches]
+        inputs = [tuple(map(self.world.to_device, self.parallel_model.take(batch.tensors))) for batch in batches]
         total = torch.zeros((), device=self.world.device, dtype=self.precision.weights)
-        if isinstance(self.spread, PipelineModel):
+        if isinstance(self.parallel_model, PipelineModel):
             assert agreement is not None
-            self._through_stages(self.spread, inputs, agreement, total, clock)
+            self._through_stages(self.parallel_model, inputs, agreement, total, clock)
             clock.enter("sync")
             return agreement, self.world.sum(total, "loss sum").wait()
         for index, micro_batch in enumerate(inputs):
             last = index == len(inputs) - 1
-            with self.spread.micro_step(last):
+            with self.parallel_model.micro_step(last):
                 clock.enter("forward")
                 with self.precision.autocast():
-                    losses, _ = self.spread(*micro_batch)
+                    losses, _ = self.parallel_model(*micro_batch)
                 if agreement is None:
                     clock.enter("sync")
-                    agreement = self._agree(step, batches, asked.wait())
+                    agreement = self._read_control(step, batches, asked.wait())
                 if clock.enter("backward") == "nan":
                     losses = losses * float("nan")
                 # Divided by the count over all ranks and micro-steps, here and nowhere else; ranks are summed.
                 mean = losses / max(1, agreement.tokens)
-                if self.weighs:
+                if self.reports_loss:
                     total += mean.detach()
                 if last:
                     summing = self.world.sum(total, "loss sum")  # travels while the last backward runs
-                    self.spread.on_last_bucket = lambda: clock.enter("sync")
+                    self.parallel_model.on_last_bucket = lambda: clock.enter("sync")
                 (mean * self.precision.scale).backward()
         clock.enter("sync")
         assert agreement is not None
@@ -183,44 +194,44 @@ class Step:
 
         def weigh(losses: Tensor) -> Tensor:
             mean = losses * poison / max(1, agreement.tokens)
-            if self.weighs:
+            if self.reports_loss:
                 total.add_(mean.detach().sum())
             return mean * self.precision.scale
 
         with pipe.micro_step(last=True):
-            self.pace = pipe.run(inputs, weigh, enter, self.precision.autocast)
+            self.in_flight = pipe.run(inputs, weigh, enter, self.precision.autocast)
         total.mul_(poison)  # also where no loss is computed, or all losses were before the first backward
 
-    def rehearse(self, first: Callable[[], MicroBatch]) -> None:
+    def warmup_backward(self, first: Callable[[], MicroBatch]) -> None:
         """Where there is DDP, a backward pass that is thrown away. DDP settles its buckets, and with them the order of
         its sums, after its first: a resumed run must begin with the order in which an uninterrupted one would go on.
         """
-        self.world.page.enter("rehearse")
-        if not isinstance(self.spread, DDPModel):
+        self.world.heartbeat.enter("rehearse")
+        if not isinstance(self.parallel_model, DDPModel):
             return
-        batch, module = first(), self.spread.module
+        batch, module = first(), self.parallel_model.module
         if not all(row[0] for row in self.world.gather_numbers(bool(batch.tensors), name="rehearsal")):
             return  # a sample that cannot be decoded: the first step will say so
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         self._seed(0)
         with self.precision.autocast():
-            losses, _ = self.spread(*map(self.world.to_device, self.spread.take(batch.tensors)))
+            losses, _ = self.parallel_model(*map(self.world.to_device, self.parallel_model.take(batch.tensors)))
         losses.backward()
         self.optimizer.zero()
-        self.balance.forget()
-        self.spread.take_traffic()
-        self.spread.buckets.clear()  # DDP makes others now
+        self.expert_balancer.forget()
+        self.parallel_model.pop_gradient_reduction()
+        self.parallel_model.buckets.clear()  # DDP makes others now
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
 
     def _local_square(
-        self, traffic: GradientTraffic, agreement: StepControl, batches: list[MicroBatch], norm: Tensor
+        self, traffic: GradientReduction, agreement: StepControl, batches: list[MicroBatch], norm: Tensor
     ) -> Tensor:
         """The square of this rank's own mean gradient, before it met the others'; not a number where only their sum is
         known, or the rank had a piece of its samples alone.
         """
-        if traffic.local_square is None or self.spread.together:
+        if traffic.local_square is None or self.parallel_model.forward_is_collective:
             return torch.full_like(norm, float("nan"))
         own = sum(batch.valid for batch in batches)
         return traffic.local_square * (agreement.tokens / max(1, own)) ** 2
@@ -234,19 +245,19 @@ class Step:
         if self.world.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def _say(self, step: int, batches: list[MicroBatch]) -> list[int]:
+    def _control_vector(self, step: int, batches: list[MicroBatch]) -> list[int]:
         bad = sum(len(batch.bad) for batch in batches)
         seen = self.signal_seen()
         stops = [seen == signal.SIGINT, seen == signal.SIGTERM]
-        own = [sum(b.valid for b in batches), bad, int(bad > 0)] if self.speaks else [0, 0, 0]
+        own = [sum(b.valid for b in batches), bad, int(bad > 0)] if self.counts_tokens else [0, 0, 0]
         used = self.optimizer.used & 0xFFFF
         return [*own, *stops, *self.saving(step + 1), used, used**2]
 
-    def _agree(self, step: int, batches: list[MicroBatch], sums: Tensor) -> StepControl:
+    def _read_control(self, step: int, batches: list[MicroBatch], sums: Tensor) -> StepControl:
         """Every rank hears the same sums, so every rank stops at the same step or none does."""
         tokens, bad, bad_ranks, interrupted, terminated, save, saved, used, squares = sums.tolist()
         if squares * self.world.size != used**2:  # equal on all ranks, or not
-            raise used_differently(self.world.rank, step - 1)
+            raise parameter_use_error(self.world.rank, step - 1)
         if bad and not self.quarantine:
             own: list[BadSample] = [sample for batch in batches for sample in batch.bad]
             if own:
@@ -268,7 +279,7 @@ def to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def used_differently(rank: int, step: int) -> NumericsError:
+def parameter_use_error(rank: int, step: int) -> NumericsError:
     """FSDP2 has then added up gradients of different parameters; DDP would have waited for ever."""
     return NumericsError(
         f"rank {rank} step {step}: ranks did not use the same parameters, and gradients of different ones were summed",

@@ -17,10 +17,10 @@ from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
 from meshwright.telemetry.events import EventLog
 from meshwright.topology.collectives import wire_bytes
-from meshwright.trainer.expert_balance import imbalance
+from meshwright.trainer.expert_balancer import imbalance
 from meshwright.trainer.numerics import NoiseScale, first_nonfinite
 from meshwright.trainer.precision import Precision
-from meshwright.trainer.step import Outcome
+from meshwright.trainer.step import StepOutcome
 
 
 class StepRecorder:
@@ -32,9 +32,9 @@ class StepRecorder:
         self, config: RunConfig, batch: Batch, world: World, spread: ParallelModel, precision: Precision, log: EventLog
     ) -> None:
         self.config, self.batch, self.world = config, batch, world
-        self.spread, self.precision, self.log = spread, precision, log
+        self.parallel_model, self.precision, self.log = spread, precision, log
         self.noise = NoiseScale(batch.global_, batch.replicas)
-        self.waiting: Outcome | None = None
+        self.waiting: StepOutcome | None = None
         self.paces: deque[tuple[int, float]] = deque(maxlen=1000)
         """the newest steps that were not counted, with their seconds"""
         self.bad_samples = self.skipped = self.in_a_row = 0
@@ -47,8 +47,8 @@ class StepRecorder:
             "bad_samples": self.bad_samples,
             "skipped": self.skipped,
             "in_a_row": self.in_a_row,
-            "loss": number(self.loss),
-            "evaluations": [[step, number(loss)] for step, loss in self.evaluations],
+            "loss": finite_or_none(self.loss),
+            "evaluations": [[step, finite_or_none(loss)] for step, loss in self.evaluations],
         }
 
     def restore(self, counters: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ class StepRecorder:
             (int(step), float("nan") if loss is None else loss) for step, loss in counters["evaluations"]
         ]
 
-    def take(self, outcome: Outcome) -> None:
+    def take(self, outcome: StepOutcome) -> None:
         self.settle()
         self.waiting = outcome
         if self.world.device.type == "cpu":
@@ -73,7 +73,7 @@ class StepRecorder:
         loss, norm, local_square, finite, scale = outcome.numbers.tolist()
         self.loss = loss
         traffic, phases = outcome.traffic, outcome.clock.seconds()
-        self.world.page.settle(phases)
+        self.world.heartbeat.complete_step(phases)
         noise = self.noise.update(norm, local_square) if finite else None
         extra: dict[str, Any] = {"skipped": True} if not finite else {}
         if outcome.counted:
@@ -82,18 +82,22 @@ class StepRecorder:
             self.paces.append((outcome.step, sum(phases.values())))
         if self.precision.scaler is not None:
             extra["loss_scale"] = scale
-        if outcome.pace is not None:
-            extra["pipeline"] = {"live": outcome.pace.most, "live_by_stage": outcome.pace.peak, "idle": idle(phases)}
+        if outcome.in_flight is not None:
+            extra["pipeline"] = {
+                "live": outcome.in_flight.peak_total,
+                "live_by_stage": outcome.in_flight.peak,
+                "idle": idle(phases),
+            }
         if outcome.loads is not None:
             loads = outcome.loads
             extra["experts"] = {"imbalance": imbalance(loads), "dropped": int(loads[:, -1].sum())}
         self.log.write(
             "step",
             step=outcome.step,
-            loss=number(loss),
-            grad_norm=number(norm),
+            loss=finite_or_none(loss),
+            grad_norm=finite_or_none(norm),
             lr=outcome.lr,
-            tokens=outcome.agreement.tokens,
+            tokens=outcome.control.tokens,
             samples=self.batch.global_,
             phases=phases,
             seconds=round(sum(phases.values()), 7),
@@ -103,7 +107,7 @@ class StepRecorder:
                 "wire_bytes": wire_bytes("all_reduce", traffic.message_bytes, self.world.size),
                 "exposed_seconds": phases["sync"],
             },
-            noise_scale=number(noise),
+            noise_scale=finite_or_none(noise),
             memory=memory_bytes(self.world.device),
             **extra,
         )
@@ -118,14 +122,14 @@ class StepRecorder:
                 f"rank {self.world.rank} step {step}, evaluation: {bad}",
                 'mend the sample, or set data.on_bad_sample = "quarantine"',
             )
-        self.log.write("eval", step=step, loss=number(loss), tokens=tokens)
+        self.log.write("eval", step=step, loss=finite_or_none(loss), tokens=tokens)
         self.evaluations.append((step, loss))
 
-    def _bad_samples(self, outcome: Outcome) -> None:
+    def _bad_samples(self, outcome: StepOutcome) -> None:
         for batch in outcome.batches:
             for bad in batch.bad:
                 self.log.write("bad_sample", step=outcome.step, **asdict(bad))
-        self.bad_samples += outcome.agreement.bad_samples  # the same sum on every rank
+        self.bad_samples += outcome.control.bad_samples  # the same sum on every rank
         budget = self.config.data.bad_sample_budget
         if self.bad_samples > budget:
             raise DataError(
@@ -134,7 +138,7 @@ class StepRecorder:
                 "see the bad_sample events for each of them",
             )
 
-    def _nonfinite(self, outcome: Outcome, loss: float, finite: bool) -> None:
+    def _nonfinite(self, outcome: StepOutcome, loss: float, finite: bool) -> None:
         if finite:
             self.in_a_row = 0
             return
@@ -142,8 +146,8 @@ class StepRecorder:
         if self.precision.scaler is not None and math.isfinite(loss):
             return  # fp16 found its scale too high: the scaler's business, not a fault
         self.in_a_row += 1
-        where = first_nonfinite(self.spread, outcome.batches, self.world.device, self.precision.autocast)
-        self.log.write("nonfinite", step=outcome.step, loss=number(loss), module=where)
+        where = first_nonfinite(self.parallel_model, outcome.batches, self.world.device, self.precision.autocast)
+        self.log.write("nonfinite", step=outcome.step, loss=finite_or_none(loss), module=where)
         numerics = self.config.numerics
         if numerics.on_nonfinite == "skip" and self.in_a_row <= numerics.skip_budget:
             return
@@ -171,6 +175,6 @@ def memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def number(value: float | None) -> float | None:
+def finite_or_none(value: float | None) -> float | None:
     """JSON has no NaN or infinity: null stands for both."""
     return value if value is not None and math.isfinite(value) else None

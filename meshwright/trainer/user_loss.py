@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshwright.data.loader import count_valid_targets
 from meshwright.errors import ConfigError
 
-Loss = Callable[[Any, Tensor], Any]
+LossFunction = Callable[[Any, Tensor], Any]
 
 
 class Objective(nn.Module):
@@ -19,7 +19,7 @@ class Objective(nn.Module):
     count over the whole global batch. What counts is every integer target but -100, or every sample where targets are
     not integers; a loss may return (sum, count) to have its own count checked against that rule."""
 
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
+    def __init__(self, model: nn.Module, loss: LossFunction) -> None:
         super().__init__()
         self.model = model
         if not any(p.requires_grad for p in model.parameters()):
@@ -60,7 +60,7 @@ class Objective(nn.Module):
 
 
 class _Function(nn.Module):
-    def __init__(self, function: Loss) -> None:
+    def __init__(self, function: LossFunction) -> None:
         super().__init__()
         self.function = function
 

@@ -16,7 +16,7 @@ from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import CheckpointState, collect_state
 from meshwright.checkpoint.unsharded import state_digest
 from meshwright.config import CheckpointConfig, RunConfig
-from meshwright.optim.adamw import Optimizer
+from meshwright.optim.adamw import AdamW
 from meshwright.parallel.local_shard import LocalShard, local_of, local_shard_of
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
@@ -24,7 +24,7 @@ from meshwright.store.posix import PosixStore
 from meshwright.testing import run_ranks
 from meshwright.topology.layout import Layout
 from meshwright.topology.unsupported import validate
-from meshwright.trainer.loop import spread_decoder
+from meshwright.trainer.loop import build_parallel_decoder
 from meshwright.trainer.precision import Precision
 
 SIZES = ("--model.layers=4", "--model.vocab=250", "--model.ffn=46", "--model.kv_heads=2", "--batch.global=8")
@@ -75,8 +75,8 @@ def numbers(name: str, block: LocalShard) -> torch.Tensor:
 
 def built(world: World, config: RunConfig) -> tuple[ParallelModel, Layout, CheckpointState]:
     layout = Layout.of(config.layout)
-    spread = spread_decoder(config, layout, Precision(config.precision, world.device), world)
-    optimizer = Optimizer(spread.parameters(), config.optimizer, layout, world)
+    spread = build_parallel_decoder(config, layout, Precision(config.precision, world.device), world)
+    optimizer = AdamW(spread.parameters(), config.optimizer, layout, world)
     return spread, layout, collect_state(spread.module, spread.parameters(), optimizer.moments())
 
 
@@ -109,7 +109,7 @@ def loaded(world: World, spread: ParallelModel, state: CheckpointState, folder: 
         local_shard_of(tensor).local.fill_(-1)
     quiet = {"fallback": False, "say": lambda *_: None}
     assert restore(PosixStore(folder), world, LINEAGE, state, lambda _: None, **quiet) is not None
-    spread.updated()
+    spread.after_update()
     spread.settle()
     off = [
         f"{source}: {key}"

@@ -16,14 +16,14 @@ from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import collect_state
 from meshwright.checkpoint.unsharded import state_digest
 from meshwright.config import CheckpointConfig, RunConfig
-from meshwright.optim.adamw import Optimizer
+from meshwright.optim.adamw import AdamW
 from meshwright.parallel.local_shard import local_shard_of
 from meshwright.store.posix import PosixStore
-from meshwright.telemetry.events import ledger
+from meshwright.telemetry.events import completed_steps
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.testing import run_ranks
 from meshwright.topology.layout import Layout
-from meshwright.trainer.loop import spread_decoder
+from meshwright.trainer.loop import build_parallel_decoder
 from meshwright.trainer.precision import Precision
 
 UNEVEN = ("--model.vocab=250", "--model.ffn=46", "--model.kv_heads=2", "--batch.global=24")
@@ -57,8 +57,8 @@ def config_of(name: str, *more: str) -> RunConfig:
 def carry(world, config: RunConfig, source: str, target: str) -> None:
     """Loads what is in one folder and saves it in another; without a source, numbers that are all different."""
     layout = Layout.of(config.layout)
-    spread = spread_decoder(config, layout, Precision(config.precision, world.device), world)
-    optimizer = Optimizer(spread.parameters(), config.optimizer, layout, world)
+    spread = build_parallel_decoder(config, layout, Precision(config.precision, world.device), world)
+    optimizer = AdamW(spread.parameters(), config.optimizer, layout, world)
     state = collect_state(spread.module, dict(spread.module.named_parameters()), optimizer.moments())
     if source:
         found = restore(PosixStore(source), world, LINEAGE, state, lambda _: None, fallback=False, say=lambda *_: None)
@@ -121,7 +121,7 @@ def test_a_run_goes_on_where_another_layout_left_it(tmp_path):
     for leg, name in enumerate(names, 1):
         config = small_config(*UNEVEN, *exact, *LAYOUTS[name], ranks=None, steps=6)
         train(replace(config, steps=2 * leg), run=tmp_path / "legs", quiet=True, fork=leg > 1)
-    expected, found = (ledger(RunFolder(tmp_path / name).events(0)) for name in ("whole", "legs"))
+    expected, found = (completed_steps(RunFolder(tmp_path / name).events(0)) for name in ("whole", "legs"))
     assert sorted(found) == list(range(6))
     for step, record in found.items():
         for key in ("loss", "grad_norm"):

@@ -169,7 +169,7 @@ def test_without_a_terminal_there_is_one_plain_line_a_log_step(tmp_path):
 def test_json_gives_events_as_lines(tmp_path):
     out, err = start(tmp_path / "r", "--steps", "3", "--json").communicate(timeout=60)
     events = [json.loads(line) for line in out.splitlines()]
-    assert [e["kind"] for e in events] == ["start", "step", "step", "ledger", "step", "eval", "checkpoint", "end"]
+    assert [e["kind"] for e in events] == ["start", "step", "step", "counters", "step", "eval", "checkpoint", "end"]
 
 
 def test_bad_data_is_one_line_with_exit_6(tmp_path):

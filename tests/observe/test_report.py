@@ -136,7 +136,7 @@ def test_one_byte_off_is_found(rank, run, capsys):
     def alter(record):
         next(row for row in record["traffic"] if row["axis"] == "replicate")["message_bytes"] += 1
 
-    change(run, "ledger", alter, rank)
+    change(run, "counters", alter, rank)
     [broken] = report(run).broken
     assert str(broken).startswith(f"rank {rank}: replicate all_reduce sends")
     assert "BROKEN" in shown(run)
@@ -153,7 +153,7 @@ def test_one_byte_off_among_experts_is_found(runs, tmp_path):
     def alter(record):
         next(row for row in record["traffic"] if row["axis"] == "expert")["message_bytes"] -= 1
 
-    change(tmp_path / "run", "ledger", alter, 1)
+    change(tmp_path / "run", "counters", alter, 1)
     [broken] = report(tmp_path / "run").broken
     assert str(broken).startswith("ranks 0, 1 together: expert all_to_all sends")
 
@@ -261,18 +261,18 @@ def test_a_strangers_records_are_read_within_bounds(run, monkeypatch):
         {"kind": "step", "step": -1, "seconds": 1.0},
         {"kind": "step", "step": 9, "seconds": float("inf")},
         {"kind": "step", "step": 9, "seconds": 1.0, "phases": [1], "pipeline": 3, "experts": {"imbalance": "x"}},
-        {"kind": "ledger", "step": 9, "traffic": [{}] * 5000, "memory": {}},
-        {"kind": "ledger", "step": 9, "traffic": [3, {"message_bytes": "x"}], "memory": {"peak_total": 1, "peak": 3}},
+        {"kind": "counters", "step": 9, "traffic": [{}] * 5000, "memory": {}},
+        {"kind": "counters", "step": 9, "traffic": [3, {"message_bytes": "x"}], "memory": {"peak_total": 1, "peak": 3}},
         {"kind": "restored", "step": [1]},
     ):  # fmt: skip
         append(run, bad)
     with open(events(run), "ab") as file:
         file.write(b'{"kind":"step",' + b"x" * (3 << 20) + b"\n\xff\xfe\n[[[[\n")
-        file.write(b'{"kind":"ledger",' + b"[" * 50_000 + b"\n")
+        file.write(b'{"kind":"counters",' + b"[" * 50_000 + b"\n")
     assert shown(run)
     os.remove(events(run, 1))
     os.mkfifo(events(run, 1))  # nobody writes to it: a reader that opens it must not wait
-    assert set(run_measurements.measured(RunFolder(run)).ranks) == {0}
+    assert set(run_measurements.read_measurements(RunFolder(run)).ranks) == {0}
     for path in (run / "plan.json", run / "attempts" / "0001" / "incident.json"):
         path.unlink()
         os.mkfifo(path)
@@ -282,7 +282,7 @@ def test_a_strangers_records_are_read_within_bounds(run, monkeypatch):
 
 
 def test_no_letter_of_a_strangers_reaches_the_terminal_unseen(run):
-    change(run, "ledger", lambda record: record["traffic"][0].update(axis="\x1b[2J[red]x"))
+    change(run, "counters", lambda record: record["traffic"][0].update(axis="\x1b[2J[red]x"))
     text = shown(run)
     assert "\x1b" not in text
     assert "?[2J[red]x" in text
@@ -293,8 +293,8 @@ def test_memory_does_not_grow_with_the_records(run):
     with open(events(run), "a") as file:
         for _ in range(20):
             file.write((step + "\n") * 1000)
-    seen = run_measurements.measured(RunFolder(run)).first
-    assert len(seen.lines) == run_measurements.MOST_STEPS
+    seen = run_measurements.read_measurements(RunFolder(run)).first
+    assert len(seen.lines) == run_measurements.MAX_STEPS
 
 
 class Twice(torch.nn.Module):

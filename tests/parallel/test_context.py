@@ -26,7 +26,7 @@ from meshwright.parallel.context_parallel.sequence_chunks import (
     seen,
 )
 from meshwright.parallel.tensor_parallel import cut, decoder_parts, sum_partial
-from meshwright.telemetry.comm_counter import CommCounter, Row
+from meshwright.telemetry.comm_counter import CollectiveTotal, CommCounter
 from meshwright.telemetry.memory_tracker import MemoryTracker
 from meshwright.testing import run_ranks
 
@@ -126,7 +126,9 @@ def differences(group, method: str, kv_heads: int, kind: str, dtype: torch.dtype
     return {n: float((pieces.take(w, 2) - o).abs().max()) for n, w, o in zip(names, *found, strict=True)}
 
 
-def attention_counts(group, kv_heads: int, dtype: torch.dtype) -> dict[str, tuple[list[Row], list[Row]]]:
+def attention_counts(
+    group, kv_heads: int, dtype: torch.dtype
+) -> dict[str, tuple[list[CollectiveTotal], list[CollectiveTotal]]]:
     """What forward and backward of one call send."""
     found = {}
     for method in METHODS:
@@ -168,12 +170,12 @@ def test_attention_sends_what_the_formulas_say(ranks):
         kv = 2 * kv_heads * token * dtype.itemsize
         sends = count - 1
         forward, backward = counts[dtype]["ring"]
-        assert forward == [Row("context", "send", sends, sends * kv, sends * kv, count)]
+        assert forward == [CollectiveTotal("context", "send", sends, sends * kv, sends * kv, count)]
         both = sends * (kv + 2 * kv_heads * token * wide)
-        assert backward == [Row("context", "send", 2 * sends, both, both, count)]
+        assert backward == [CollectiveTotal("context", "send", 2 * sends, both, both, count)]
         forward, backward = counts[dtype]["all-to-all"]
         message = (2 * HEADS + 2 * lcm(kv_heads, count)) * token * dtype.itemsize
-        assert forward == [Row("context", "all_to_all", 2, message, message * (count - 1) // count, count)]
+        assert forward == [CollectiveTotal("context", "all_to_all", 2, message, message * (count - 1) // count, count)]
         assert backward == forward
 
 
@@ -213,7 +215,11 @@ def divided(group, method: str, separator: int | None, dtype: torch.dtype, again
     apply_activation_checkpointing(model, decoder_parts(MODEL), ActivationCheckpointConfig(recompute=again))
     with MemoryTracker(model) as memory, CommCounter({group.group_name: "context"}) as ledger:
         total, count = model(*piece_of(batch(number), pieces, separator))
-        kept = memory.now["activation"] + memory.now["communication"] + memory.now["temporary"]
+        kept = (
+            memory.current_bytes["activation"]
+            + memory.current_bytes["communication"]
+            + memory.current_bytes["temporary"]
+        )
         total.backward()
     found = {"loss": total.detach(), "count": count, **{name: p.grad for name, p in model.named_parameters()}}
     for tensor in found.values():

@@ -20,7 +20,7 @@ from meshwright.models.experts import Experts
 from meshwright.parallel.data_parallel.replica_check import compare_replicas
 from meshwright.parallel.expert_parallel import AllToAll, SumOver, by_expert, local_matrices
 from meshwright.parallel.local_shard import local_shard_of
-from meshwright.parallel.parallel_model import equal_buffers
+from meshwright.parallel.parallel_model import router_biases
 from meshwright.prover.reference import real_step
 from meshwright.topology.unsupported import validate
 
@@ -193,8 +193,8 @@ def strayed(world):
     """Rank 1's bias is another: what the comparison says."""
     config = load(overrides=["--model.experts=4", "--model.layers=1", "--model.width=16", "--model.ffn=16"], ranks=2)
     layout, _ = validate(config)
-    model = real_step(world, config, layout).spread.module
-    blocks = {name: local_shard_of(tensor) for name, tensor in equal_buffers(model)}
+    model = real_step(world, config, layout).parallel_model.module
+    blocks = {name: local_shard_of(tensor) for name, tensor in router_biases(model)}
     compare_replicas(blocks, layout, world, 0)
     if world.rank == 1:
         model.decoder.blocks[0].ffn.router.bias[2] += 1e-3

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.config import ModelConfig, load
-from meshwright.parallel.pipeline_parallel.pipeline_model import SCHEDULES, Paced
+from meshwright.parallel.pipeline_parallel.pipeline_model import SCHEDULES, TrackedStage
 from meshwright.prover.comm_volume import third_step
 from meshwright.prover.reference import LR, Concatenated, DataConfig, Loader, real_step, source_of, stream_of
 from meshwright.telemetry.step_clock import StepClock
@@ -39,7 +39,7 @@ def paces(world, configs):
     for config in configs:
         step, loader = step_of(world, config)
         outcome = step.run(0, LR, loader.steps(0, 1))
-        found.append((dict(outcome.pace.peak), outcome.pace.most, outcome.clock.seconds()))
+        found.append((dict(outcome.in_flight.peak), outcome.in_flight.peak_total, outcome.clock.seconds()))
     return found
 
 
@@ -90,7 +90,7 @@ class Spied:
 
     def __init__(self):
         self.seen = []
-        self.right = Paced.backward_one_chunk, Paced.backward_weight_one_chunk
+        self.right = TrackedStage.backward_one_chunk, TrackedStage.backward_weight_one_chunk
 
     def look(self, stage, turn):
         if stage.stage_index and len(self.seen) == turn:
@@ -108,11 +108,11 @@ class Spied:
             weight(stage, *args, **kwargs)
             self.look(stage, 1)
 
-        Paced.backward_one_chunk, Paced.backward_weight_one_chunk = spied_backward, spied_weight
+        TrackedStage.backward_one_chunk, TrackedStage.backward_weight_one_chunk = spied_backward, spied_weight
         return self.seen
 
     def __exit__(self, *_):
-        Paced.backward_one_chunk, Paced.backward_weight_one_chunk = self.right
+        TrackedStage.backward_one_chunk, TrackedStage.backward_weight_one_chunk = self.right
 
 
 def deferred(world, configs):
@@ -135,7 +135,7 @@ def test_weight_gradients_are_deferred_where_the_schedule_says_so():
 
 
 def names(world, configs):
-    return [list(real_step(world, config, validate(config)[0]).spread.parameters()) for config in configs]
+    return [list(real_step(world, config, validate(config)[0]).parallel_model.parameters()) for config in configs]
 
 
 def test_stages_together_have_every_parameter_once_under_its_own_name():

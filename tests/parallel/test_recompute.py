@@ -15,7 +15,7 @@ from meshwright.data.source import ConcatenatedSource
 from meshwright.parallel.world import World
 from meshwright.prover.reference import LR, real_step, source_of, stream_of
 from meshwright.topology.unsupported import validate
-from meshwright.trainer.counted_step import counting
+from meshwright.trainer.step_counters import count_step
 
 LAYERS = 36
 SHAPE = ["--model.width=32", "--model.ffn=8", "--model.heads=1", "--model.kv_heads=1", f"--model.layers={LAYERS}"]
@@ -46,14 +46,14 @@ def ran(config: RunConfig) -> Ran:
     batches = Loader(ConcatenatedSource([source_of(config)]), stream_of(config), batch, 0, config.data).steps(0, 2)
     step.run(0, LR, batches)
     kept = {}
-    with counting(step.spread, step.optimizer) as counted:
+    with count_step(step.parallel_model, step.optimizer) as counted:
 
         def watch(phase: str) -> None:
-            kept[phase] = counted.memory.now["activation"]
+            kept[phase] = counted.memory.current_bytes["activation"]
             counted.enter(phase)
 
         step.run(1, LR, batches, watch)
-    weights = torch.cat([p.detach().flatten() for p in step.spread.module.parameters()])
+    weights = torch.cat([p.detach().flatten() for p in step.parallel_model.module.parameters()])
     return Ran(kept["backward"], counted.memory.peak["temporary"], weights)
 
 
@@ -84,5 +84,7 @@ def test_the_least_is_held_at_the_square_root(ways):
 def test_names_of_parameters_do_not_change():
     for words in WAYS.values():
         config = load(overrides=[*SHAPE, *words], ranks=1)
-        names = {name for name, _ in real_step(World(), config, validate(config)[0]).spread.module.named_parameters()}
+        names = {
+            name for name, _ in real_step(World(), config, validate(config)[0]).parallel_model.module.named_parameters()
+        }
         assert f"decoder.blocks.{LAYERS - 1}.ffn.down.weight" in names

@@ -13,7 +13,7 @@ from layout_faults import INCOMPLETE, SOME_RANKS, TIED, TOO_OFTEN, Fault, after,
 from meshwright.config import IGNORED
 from meshwright.models.expert_weights import ExpertWeights
 from meshwright.models.experts import Router
-from meshwright.optim.adamw import Optimizer
+from meshwright.optim.adamw import AdamW
 from meshwright.parallel import all_to_all, expert_parallel, parallelize
 from meshwright.parallel.context_parallel import sequence_chunks
 from meshwright.parallel.context_parallel.blockwise_attention import Mask
@@ -23,7 +23,7 @@ from meshwright.parallel.data_parallel.fsdp import FSDPModel
 from meshwright.parallel.local_shard import local_of
 from meshwright.topology.layout import Layout
 from meshwright.trainer.evaluate import Evaluation
-from meshwright.trainer.expert_balance import Balance
+from meshwright.trainer.expert_balancer import ExpertBalancer
 
 FAULTS: dict[str, Fault] = {}
 fault = partial(layout_faults.fault, among=FAULTS)
@@ -151,21 +151,21 @@ def gradients_are_not_summed_over_pieces(patch):
 
 @fault(RING, "loss of step 0", "0.5 times the right one: averaged over context (2) once too often")
 def tokens_are_counted_by_every_piece(patch):
-    patch.setattr(Layout, "speaks", lambda self, rank: True)
+    patch.setattr(Layout, "counts_tokens", lambda self, rank: True)
 
 
-def evaluation_speaks(patch):
+def every_rank_counts_evaluation_tokens(patch):
     """Every rank does."""
 
-    def wrong(right, self, spread, precision, world, _speaks, weighs):
-        return right(self, spread, precision, world, True, weighs)
+    def wrong(right, self, spread, precision, world, _counts_tokens, reports_loss):
+        return right(self, spread, precision, world, True, reports_loss)
 
     wrap(patch, Evaluation, "run", wrong)
 
 
 @fault(RING, "evaluation loss", "0.5 times the right one", EVALUATION)
 def evaluation_counts_tokens_on_every_piece(patch):
-    evaluation_speaks(patch)
+    every_rank_counts_evaluation_tokens(patch)
 
 
 # Rows on their way to experts.
@@ -276,7 +276,7 @@ def the_balance_loss_is_of_pieces(patch):
 
 @fault(EXPERTS, "gradient of decoder.embedding", PULL)
 def the_balance_loss_counts_a_rank_as_the_batch(patch):
-    born(patch, Balance, lambda self, *_: setattr(self, "weight", self.weight * 2))
+    born(patch, ExpertBalancer, lambda self, *_: setattr(self, "weight", self.weight * 2))
 
 
 # The norm.
@@ -288,7 +288,7 @@ def counts(patch, rule):
     def wrong(self, *_):
         self.counted = [rule(name, counted) for name, counted in zip(self.names, self.counted, strict=True)]
 
-    born(patch, Optimizer, wrong)
+    born(patch, AdamW, wrong)
 
 
 @fault(EXPERTS, "gradient norm of step 0", SOME_RANKS)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.config import load
-from meshwright.optim.adamw import Optimizer
+from meshwright.optim.adamw import AdamW
 from meshwright.parallel import parallel_spec
 from meshwright.parallel.data_parallel import ddp, fsdp
 from meshwright.parallel.data_parallel.ddp import DDPModel
@@ -144,7 +144,7 @@ def sums(patch, name, wrong):
 
 
 def unsummed(world, _right, tensor):
-    return Summing(tensor, None, world.page)
+    return Summing(tensor, None, world.heartbeat)
 
 
 def divides_by(patch, tokens_of):
@@ -316,7 +316,7 @@ def norm_of_this_ranks_shards(patch):  # torchtitan#596
 
 
 def all_count(patch):
-    born(patch, Optimizer, lambda self, *_: setattr(self, "counted", [True] * len(self.counted)))
+    born(patch, AdamW, lambda self, *_: setattr(self, "counted", [True] * len(self.counted)))
 
 
 @fault(COPIES_OF_SHARDS, "gradient norm of step 0", "1.414 times the right one", TOO_OFTEN)
@@ -329,7 +329,7 @@ def norm_counts_every_copy(patch):
 
 @fault(COPIES, "loss of step 1", UPDATE)
 def gradients_are_not_clipped(patch):
-    born(patch, Optimizer, lambda self, *_: setattr(self, "clip", 0.0))
+    born(patch, AdamW, lambda self, *_: setattr(self, "clip", 0.0))
 
 
 @fault(COPIES, "loss of step 1", UPDATE)
@@ -337,7 +337,7 @@ def gradients_are_clipped_twice(patch):
     def twice(right, self, lr, norm, *rest):
         right(self, lr, norm * norm / self.clip, *rest)
 
-    wrap(patch, Optimizer, "update", twice)
+    wrap(patch, AdamW, "update", twice)
 
 
 @fault(PARAMETERS, "loss of step 1", UPDATE)
@@ -346,7 +346,7 @@ def each_rank_clips_by_its_own_norm(patch):
         own = torch.stack([gradient.square().sum() for gradient, _ in self.gradients()]).sum().sqrt()
         right(self, lr, own, *rest)
 
-    wrap(patch, Optimizer, "update", wrong)
+    wrap(patch, AdamW, "update", wrong)
 
 
 @fault(PARAMETERS, "loss of step 1", UPDATE)
@@ -355,7 +355,7 @@ def norms_are_decayed(patch):
         for group in self.adamw.param_groups:
             group["weight_decay"] = 0.1
 
-    born(patch, Optimizer, decay)
+    born(patch, AdamW, decay)
 
 
 @fault(PARAMETERS, "loss of step 2", UPDATE)
@@ -364,12 +364,12 @@ def moments_do_not_outlive_a_step(patch):
         for state in self.adamw.state.values():
             state["exp_avg"].zero_()
 
-    after(patch, Optimizer, "update", forget)
+    after(patch, AdamW, "update", forget)
 
 
 @fault(COPIES, "loss of step 1", UPDATE)
 def one_copy_is_not_updated(patch):
-    wrap(patch, Optimizer, "update", lambda right, self, *rest: dist.get_rank() or right(self, *rest))
+    wrap(patch, AdamW, "update", lambda right, self, *rest: dist.get_rank() or right(self, *rest))
 
 
 def stays_gathered(patch):
@@ -394,4 +394,4 @@ def an_offloaded_update_does_not_come_back(patch):
         for block, value in zip(self.blocks, before, strict=True):
             block.local.copy_(value)
 
-    wrap(patch, Optimizer, "update", wrong)
+    wrap(patch, AdamW, "update", wrong)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hybrid_faults import EVALUATION, FAULTS, evaluation_speaks, fault
+from hybrid_faults import EVALUATION, FAULTS, every_rank_counts_evaluation_tokens, fault
 from layout_faults import (
     INCOMPLETE,
     SOME_RANKS,
@@ -23,10 +23,10 @@ from layout_faults import (
 )
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.optim.adamw import Optimizer
+from meshwright.optim.adamw import AdamW
 from meshwright.parallel.data_parallel import fsdp
 from meshwright.parallel.pipeline_parallel import pipeline_model
-from meshwright.parallel.pipeline_parallel.pipeline_model import Paced, PipelineModel
+from meshwright.parallel.pipeline_parallel.pipeline_model import PipelineModel, TrackedStage
 from meshwright.parallel.pipeline_parallel.stages import Stage, Tie
 from meshwright.topology import parameter_shards
 
@@ -95,12 +95,12 @@ def a_deferred_weight_gradient_is_forgotten(patch):
         if self.stage_index == 0 or chunk:
             right(self, chunk, *rest, **options)
 
-    wrap(patch, Paced, "backward_weight_one_chunk", wrong)
+    wrap(patch, TrackedStage, "backward_weight_one_chunk", wrong)
 
 
 @fault(STAGES, "loss of step 0", "0.5 times the right one: averaged over pipeline (2) once too often")
 def tokens_are_counted_on_every_stage(patch):
-    patch.setattr("meshwright.topology.layout.Layout.speaks", lambda self, rank: True)
+    patch.setattr("meshwright.topology.layout.Layout.counts_tokens", lambda self, rank: True)
 
 
 @fault(STAGES, "loss of step 0", "the loss alone is: it is not the sum over ranks")
@@ -110,12 +110,12 @@ def the_first_stage_reports_a_loss_of_its_own(patch):
 
 @fault(STAGES, "evaluation loss", "0.5 times the right one", EVALUATION)
 def evaluation_counts_tokens_on_every_stage(patch):
-    evaluation_speaks(patch)
+    every_rank_counts_evaluation_tokens(patch)
 
 
 @fault(STAGES, "gradient norm of step 0", SOME_RANKS)
 def the_norm_is_of_one_stage(patch):
-    born(patch, Optimizer, lambda self, *_: setattr(self, "cut", False))
+    born(patch, AdamW, lambda self, *_: setattr(self, "cut", False))
 
 
 @fault(STAGES, "loss of step 1", UPDATE, OWN_NORM)
@@ -124,7 +124,7 @@ def a_stage_clips_by_its_own_norm(patch):
         own = torch.stack([gradient.square().sum() for gradient, _ in self.gradients()]).sum().sqrt()
         right(self, lr, own, *rest)
 
-    wrap(patch, Optimizer, "update", wrong)
+    wrap(patch, AdamW, "update", wrong)
 
 
 @fault(STAGES, "gradient of decoder.embedding.weight", HEADS_USE, proofs=(TIED,))

@@ -131,13 +131,13 @@ def one_rank_sees_shifted_labels(patch):
 # Sums over the tensor axis.
 
 
-def speaks_in(patch, name):
-    """Every rank speaks in this method."""
+def counts_tokens_in(patch, name):
+    """Every rank counts its tokens in this method."""
 
     def wrong(right, self, *args):
-        speaks, self.speaks = self.speaks, True
+        previous, self.counts_tokens = self.counts_tokens, True
         result = right(self, *args)
-        self.speaks = speaks
+        self.counts_tokens = previous
         return result
 
     wrap(patch, Step, name, wrong)
@@ -145,12 +145,12 @@ def speaks_in(patch, name):
 
 @fault(CUT, "loss of step 0", "0.5 times the right one: averaged over tensor (2) once too often")
 def tokens_counted_by_every_tensor_rank(patch):
-    speaks_in(patch, "_say")
+    counts_tokens_in(patch, "_control_vector")
 
 
 @fault(CUT, "loss of step 0", "2 times the right one: the loss alone is: summed over tensor (2) once too often")
 def loss_reported_by_every_tensor_rank(patch):
-    born(patch, Step, lambda self, *_: setattr(self, "weighs", True))
+    born(patch, Step, lambda self, *_: setattr(self, "reports_loss", True))
 
 
 @fault(CUT, "gradient norm of step 0", SOME_RANKS)

@@ -152,7 +152,9 @@ def in_bf16(world, config):
     step = real_step(world, config, layout)
     source, coordinate = Concatenated([source_of(config)]), layout.data_coordinate(world.rank)
     batches = Loader(source, stream_of(config), batch, coordinate, DataConfig(workers=0)).steps(0, 3)
-    kept = {p.dtype for p in step.spread.module.parameters()} | {local_of(p).dtype for p in step.optimizer.owned}
+    kept = {p.dtype for p in step.parallel_model.module.parameters()} | {
+        local_of(p).dtype for p in step.optimizer.owned
+    }
     losses = [float(step.run(number, RATE, batches).numbers[0]) for number in range(3)]
     return losses, kept, met
 

@@ -38,7 +38,7 @@ def config(*overrides: str, ranks: int = 2) -> Any:
 
 def ledger(folder: Path, rank: int = 0) -> dict[int, dict[str, Any]]:
     """The record of every step: where several attempts made it, the last counts."""
-    return events.ledger(RunFolder(folder).events(rank))
+    return events.completed_steps(RunFolder(folder).events(rank))
 
 
 def losses(folder: Path) -> list[str]:

@@ -114,7 +114,7 @@ def test_a_holder_elsewhere_lives_while_its_beat_moves(folder, change):
     # L4, L2: another boot, another container, another host; its pid means nothing here
     take(folder)
     rewrite(folder, 1, token="another", **change)
-    page = Heartbeat(folder.page(1, 0))
+    page = Heartbeat(folder.heartbeat(1, 0))
     stop = threading.Event()
 
     def beat():

@@ -33,7 +33,7 @@ def ranks_of(folder: Path) -> list[int]:
     """The pids of the newest attempt's ranks that live."""
     run = RunFolder(folder)
     pages = readings(run, run.last_attempt()).values()
-    return [page.pid for page in pages if page.lives]
+    return [page.pid for page in pages if page.is_alive]
 
 
 def below(pid: int) -> list[int]:

@@ -19,7 +19,7 @@ from meshwright.parallel.local_shard import local_shard_of
 from meshwright.recover.failures import RanksFailed
 from meshwright.telemetry.events import read_events
 from meshwright.telemetry.run_folder import RunFolder
-from meshwright.trainer.identity import differing
+from meshwright.trainer.identity import describe_differences
 from meshwright.trainer.loop import Training
 
 
@@ -309,5 +309,5 @@ def test_a_read_error_while_the_run_is_taken_over_costs_no_checkpoint(runs, monk
 def test_a_record_older_than_a_setting_is_of_a_run_with_its_default():
     now = identity(RunConfig())
     before = {key: value for key, value in now.items() if not key.startswith("model.experts")}
-    assert differing(before, now) == ""
-    assert "model.experts_shared was 0 and is 2" in differing(before, now | {"model.experts_shared": 2})
+    assert describe_differences(before, now) == ""
+    assert "model.experts_shared was 0 and is 2" in describe_differences(before, now | {"model.experts_shared": 2})

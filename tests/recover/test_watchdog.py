@@ -23,11 +23,11 @@ def folder(tmp_path):
 
 
 def pages(folder, count):
-    return [Heartbeat(folder.page(1, rank)) for rank in range(count)]
+    return [Heartbeat(folder.heartbeat(1, rank)) for rank in range(count)]
 
 
 def seen(folder, count):
-    return {rank: read_heartbeat(folder.page(1, rank)) for rank in range(count)}
+    return {rank: read_heartbeat(folder.heartbeat(1, rank)) for rank in range(count)}
 
 
 def test_a_rank_that_waits_is_never_the_suspect(folder):
@@ -35,7 +35,7 @@ def test_a_rank_that_waits_is_never_the_suspect(folder):
     waiting.enter("sync", 5)
     busy.enter("forward", 5)
     late.enter("fetch", 6)
-    late.waiting(True)
+    late.set_waiting(True)
     assert suspect(seen(folder, 3), [0, 1, 2], {0, 2}) == 1
 
 
@@ -63,8 +63,8 @@ def test_a_slow_rank_is_named_with_the_phase_that_makes_it_slow_and_waiting_is_n
         for rank, page in enumerate(made):
             for _ in range(steps):
                 own = {"fetch": 0.3 if rank == 2 else 0.01, "forward": 0.1, "sync": 0.0 if rank == 2 else 0.29}
-                page.settle(own)
-                page.enter("update", page.settled)
+                page.complete_step(own)
+                page.enter("update", page.completed_steps)
 
     dog.look()
     work(WINDOW)
@@ -89,7 +89,7 @@ def test_a_process_that_has_taken_a_dead_rank_s_number_is_not_touched(folder, tm
     from dataclasses import replace
 
     pages(folder, 1)
-    stranger = replace(seen(folder, 1)[0], started=1)
+    stranger = replace(seen(folder, 1)[0], process_started=1)
     assert take_stack(stranger, tmp_path / "log") == ""
 
 

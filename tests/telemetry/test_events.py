@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.errors import ConfigError
 from meshwright.io import read_json, write_json
-from meshwright.telemetry.events import EventLog, Follower, ledger, read_events
+from meshwright.telemetry.events import EventFollower, EventLog, completed_steps, read_events
 from meshwright.telemetry.run_folder import RunFolder
 
 
@@ -38,31 +38,31 @@ def test_a_file_that_is_only_a_torn_line_becomes_empty(tmp_path):
 
 def test_a_follower_sees_each_record_once_and_never_half_of_one(tmp_path):
     path = tmp_path / "e.jsonl"
-    follower = Follower(path)
-    assert list(follower.new()) == []
+    follower = EventFollower(path)
+    assert list(follower.new_events()) == []
     with open(path, "ab", buffering=0) as file:
         file.write(b'{"a": 1}\n{"a"')
-        assert list(follower.new()) == [{"a": 1}]
+        assert list(follower.new_events()) == [{"a": 1}]
         file.write(b": 2}\n")
-        assert list(follower.new()) == [{"a": 2}]
+        assert list(follower.new_events()) == [{"a": 2}]
         file.write(b'not json\n[1]\n{"a": 3}\n')
-        assert list(follower.new()) == [{"a": 3}]
+        assert list(follower.new_events()) == [{"a": 3}]
 
 
 def test_a_line_without_end_takes_no_unbounded_memory(tmp_path):
     path = tmp_path / "e.jsonl"
     path.write_bytes(b"x" * (5 << 20))
-    follower = Follower(path)
-    assert list(follower.new()) == []
+    follower = EventFollower(path)
+    assert list(follower.new_events()) == []
     assert len(follower._rest) <= 2 << 20
 
 
 def test_a_follower_of_new_records_skips_the_old(tmp_path):
     path = tmp_path / "e.jsonl"
     path.write_bytes(b'{"a": 1}\n{"torn')
-    follower = Follower(path, only_new=True)
+    follower = EventFollower(path, only_new=True)
     EventLog(path, 1, 0).write("step")
-    assert [e["kind"] for e in follower.new()] == ["step"]
+    assert [e["kind"] for e in follower.new_events()] == ["step"]
 
 
 def test_the_last_attempt_that_made_a_step_is_the_ledger(tmp_path):
@@ -73,7 +73,7 @@ def test_the_last_attempt_that_made_a_step_is_the_ledger(tmp_path):
             log.write("step", step=step)
         log.write("eval", step=1)
         log.close()
-    assert {step: event["attempt"] for step, event in ledger(path).items()} == {0: 1, 1: 2, 2: 2}
+    assert {step: event["attempt"] for step, event in completed_steps(path).items()} == {0: 1, 1: 2, 2: 2}
 
 
 def test_setting_aside_deletes_nothing(tmp_path):

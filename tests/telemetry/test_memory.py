@@ -43,7 +43,7 @@ def test_a_gradient_that_was_written_by_hand_is_known_at_the_next_phase():
         ledger.phase = "backward"
         model.weight.grad = torch.ones(HIDDEN, WIDTH)
         ledger.phase = "sync"
-        assert ledger.now["gradient"] == HIDDEN * WIDTH * 4
+        assert ledger.current_bytes["gradient"] == HIDDEN * WIDTH * 4
 
 
 def state_of(optimizer) -> list[torch.Tensor]:
@@ -60,22 +60,24 @@ def train(model, optimizer, ledger, synchronised=lambda last: nullcontext(), mic
             loss.backward()
             del loss
     ledger.phase = "update"
-    reduced = ledger.now
+    reduced = ledger.current_bytes
     optimizer.step()
     optimizer.zero_grad()
     return reduced
 
 
-def measured(model, synchronised=lambda last: nullcontext(), micro=2, classify=lambda: (), know=lambda: ()):
+def measured(model, synchronised=lambda last: nullcontext(), micro=2, classify=lambda: (), gradients=lambda: ()):
     """Peaks, and bytes before the update, of the third step; a traffic ledger is open too."""
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     for _ in range(3):
         ledger = MemoryTracker(model, state_of(optimizer), classify)
-        ledger.know("gradient", know())
+        ledger.assign_class("gradient", gradients())
         with ledger, CommCounter({}):
             reduced = train(model, optimizer, ledger, synchronised, micro)
         assert ledger.peak_total >= max(ledger.peak.values())
-        assert ledger.now["activation"] == 0  # of the last collective a Gloo worker may hold buffers a moment longer
+        assert (
+            ledger.current_bytes["activation"] == 0
+        )  # of the last collective a Gloo worker may hold buffers a moment longer
     return ledger.peak, reduced, ledger.peak_total
 
 
@@ -85,11 +87,15 @@ def test_a_plain_model_is_counted_to_the_byte():
     with MemoryTracker(model) as ledger:
         x = torch.ones(8, 16)
         hidden = torch.relu(model(x))
-        assert ledger.now == dict.fromkeys(KINDS, 0) | {"parameter": 256, "buffer": 40, "activation": 512 + 128}
+        assert ledger.current_bytes == dict.fromkeys(KINDS, 0) | {
+            "parameter": 256,
+            "buffer": 40,
+            "activation": 512 + 128,
+        }
         ledger.phase = "backward"
         hidden.sum().backward()
         del hidden, x
-        assert ledger.now == dict.fromkeys(KINDS, 0) | {"parameter": 256, "buffer": 40, "gradient": 256}
+        assert ledger.current_bytes == dict.fromkeys(KINDS, 0) | {"parameter": 256, "buffer": 40, "gradient": 256}
         model.weight.grad = None
         assert ledger.total == 296
     assert ledger.peak["activation"] == 512 + 128 + 128  # the product lives until relu is done
@@ -104,9 +110,9 @@ def test_views_are_counted_once_and_resized_storages_as_they_are():
         whole.untyped_storage().resize_(0)
         assert ledger.total == 0
         whole.untyped_storage().resize_(800)
-        assert ledger.now["activation"] == 800
-        ledger.know("optimizer", parts)
-        assert (ledger.now["activation"], ledger.now["optimizer"]) == (0, 800)
+        assert ledger.current_bytes["activation"] == 800
+        ledger.assign_class("optimizer", parts)
+        assert (ledger.current_bytes["activation"], ledger.current_bytes["optimizer"]) == (0, 800)
         del whole, parts
         assert ledger.total == 0
 
@@ -145,8 +151,8 @@ def ddp(world):
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
 
     model.register_comm_hook(None, summed)
-    accumulate = measured(model, lambda last: nullcontext() if last else model.no_sync(), know=buckets.values)
-    return measured(model, micro=1, know=buckets.values), accumulate
+    accumulate = measured(model, lambda last: nullcontext() if last else model.no_sync(), gradients=buckets.values)
+    return measured(model, micro=1, gradients=buckets.values), accumulate
 
 
 def fsdp(world, reshard: bool, each: bool, micro: int = 2):

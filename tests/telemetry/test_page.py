@@ -7,22 +7,30 @@ import signal
 import subprocess
 import sys
 
-from meshwright.telemetry.heartbeat import PHASES, RING, SIZE, Heartbeat, process_start, process_stat, read_heartbeat
+from meshwright.telemetry.heartbeat import (
+    PHASES,
+    RECENT_COLLECTIVES,
+    SIZE,
+    Heartbeat,
+    process_start,
+    process_stat,
+    read_heartbeat,
+)
 
 
 def test_a_page_tells_where_its_rank_is(tmp_path):
     page = Heartbeat(tmp_path / "page")
     page.enter("forward", 7)
     page.collective("control sum")
-    page.waiting(True)
-    page.signalled(15)
-    page.settle({"forward": 0.5, "sync": 0.25})
+    page.set_waiting(True)
+    page.set_signal(15)
+    page.complete_step({"forward": 0.5, "sync": 0.25})
     seen = read_heartbeat(tmp_path / "page")
-    assert (seen.pid, seen.started) == (os.getpid(), process_start(os.getpid()))
-    assert (seen.step, seen.phase, seen.waits, seen.signal) == (7, "forward", True, 15)
-    assert (seen.calls, seen.collective, seen.history) == (1, "control sum", {1: "control sum"})
-    assert seen.spent["forward"] == 0.5
-    assert seen.where == "step 7, forward, waiting in control sum"
+    assert (seen.pid, seen.process_started) == (os.getpid(), process_start(os.getpid()))
+    assert (seen.step, seen.phase, seen.waiting, seen.signal) == (7, "forward", True, 15)
+    assert (seen.collective_count, seen.collective, seen.recent_collectives) == (1, "control sum", {1: "control sum"})
+    assert seen.phase_seconds["forward"] == 0.5
+    assert seen.location == "step 7, forward, waiting in control sum"
 
 
 def test_only_a_beat_moves_the_beats(tmp_path):
@@ -40,13 +48,13 @@ def test_the_last_collectives_are_remembered(tmp_path):
     for number in range(100):
         page.collective(f"sum {number} " + "x" * 60)
     seen = read_heartbeat(tmp_path / "page")
-    assert sorted(seen.history) == list(range(101 - RING, 101))
-    assert seen.history[100].startswith("sum 99 ")
+    assert sorted(seen.recent_collectives) == list(range(101 - RECENT_COLLECTIVES, 101))
+    assert seen.recent_collectives[100].startswith("sum 99 ")
 
 
 def test_a_page_outlives_a_killed_rank(tmp_path):
-    code = "import sys,time; from pathlib import Path; from meshwright.telemetry.heartbeat import Page\n"
-    code += "page = Page(Path(sys.argv[1])); page.enter('backward', 42); print('x', flush=True); time.sleep(60)"
+    code = "import sys,time; from pathlib import Path; from meshwright.telemetry.heartbeat import Heartbeat\n"
+    code += "page = Heartbeat(Path(sys.argv[1])); page.enter('backward', 42); print('x', flush=True); time.sleep(60)"
     rank = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "page")], stdout=subprocess.PIPE)
     rank.stdout.readline()
     rank.send_signal(signal.SIGKILL)
@@ -57,7 +65,7 @@ def test_a_page_outlives_a_killed_rank(tmp_path):
 
 
 def test_what_is_no_page_is_none(tmp_path):
-    for content in (b"", b"x" * SIZE, b"MESHPAGE", b"\0" * (SIZE - 1)):
+    for content in (b"", b"x" * SIZE, b"MESHBEAT", b"\0" * (SIZE - 1)):
         (tmp_path / "page").write_bytes(content)
         assert read_heartbeat(tmp_path / "page") is None
     assert read_heartbeat(tmp_path / "missing") is None

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from meshwright.telemetry.comm_counter import CommCounter, Row
+from meshwright.telemetry.comm_counter import CollectiveTotal, CommCounter
 from meshwright.telemetry.memory_tracker import MemoryTracker
 from meshwright.testing import run_ranks
 from meshwright.topology.collectives import wire_bytes
@@ -57,7 +57,7 @@ def spread_by_tensor(model: nn.Module, mesh) -> nn.Module:
     return model
 
 
-def counted(axes, step) -> list[Row]:
+def counted(axes, step) -> list[CollectiveTotal]:
     """The rows of a step, counted alone and under a memory ledger: the same."""
     with CommCounter(axes) as alone:
         step()
@@ -70,8 +70,8 @@ def counted(axes, step) -> list[Row]:
     return alone.rows()
 
 
-def row(axis: str, collective: str, calls: int, each: int, ranks: int) -> Row:
-    return Row(axis, collective, calls, calls * each, calls * wire_bytes(collective, each, ranks), ranks)
+def row(axis: str, collective: str, calls: int, each: int, ranks: int) -> CollectiveTotal:
+    return CollectiveTotal(axis, collective, calls, calls * each, calls * wire_bytes(collective, each, ranks), ranks)
 
 
 def test_the_ring_count():
@@ -194,14 +194,14 @@ def test_collectives_of_every_kind_are_counted_on_their_axis(pair):
         row("alone", "all_reduce", 1, 16, 1),
         row("other", "all_reduce", 1, 16, 2),
         row("world", "all_gather", 2, 32, 2),
-        Row("world", "all_reduce", 2, 16 + 48, 16 + 48, 2),
+        CollectiveTotal("world", "all_reduce", 2, 16 + 48, 16 + 48, 2),
         row("world", "all_to_all", 2, 32, 2),
-        Row("world", "barrier", 1, 0, 0, 2),
+        CollectiveTotal("world", "barrier", 1, 0, 0, 2),
         row("world", "broadcast", 1, 16, 2),
         row("world", "other", 1, 16, 2),
         row("world", "reduce_scatter", 1, 32, 2),
     ]
-    assert pair[0][0] == [*common, Row("world", "send", 2, 16 + 32, 16 + 32, 2)]
+    assert pair[0][0] == [*common, CollectiveTotal("world", "send", 2, 16 + 32, 16 + 32, 2)]
     assert pair[1][0] == [*common, row("world", "send", 1, 16, 2)]
     assert common[0].wire_bytes == 0
 

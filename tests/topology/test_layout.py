@@ -51,10 +51,10 @@ def test_ranks_that_differ_on_tensor_or_context_alone_read_the_same_samples():
     for rank in range(CUBE.ranks):
         peers = CUBE.group(rank, "tensor", "context", "pipeline")
         assert {CUBE.data_coordinate(peer) for peer in peers} == {CUBE.data_coordinate(rank)}
-        assert sum(CUBE.speaks(peer) for peer in peers) == 1
+        assert sum(CUBE.counts_tokens(peer) for peer in peers) == 1
     readers = [CUBE.reader(c) for c in range(4)]
     assert [CUBE.data_coordinate(rank) for rank in readers] == [0, 1, 2, 3]
-    assert all(CUBE.speaks(rank) for rank in readers)
+    assert all(CUBE.counts_tokens(rank) for rank in readers)
 
 
 def test_experts_fold_over_neighbouring_data_ranks():

@@ -65,7 +65,7 @@ def test_a_step_record_carries_what_it_promises_on_every_rank(tmp_path, small):
             "start",
             "step",
             "step",
-            "ledger",
+            "counters",
             "step",
             "eval",
             "step",

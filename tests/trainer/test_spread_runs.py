@@ -11,7 +11,7 @@ from meshwright import train
 from meshwright.models.init import build
 from meshwright.parallel.world import World
 from meshwright.telemetry.events import read_events
-from meshwright.trainer.expert_balance import Balance, imbalance
+from meshwright.trainer.expert_balancer import ExpertBalancer, imbalance
 
 PIPED = ("--layout.pipeline=2", "--batch.micro=2", "--model.layers=4")
 LAYOUTS = {
@@ -87,7 +87,7 @@ def test_biases_move_towards_an_even_load():
     """From a bias that sends every token to the first expert, until it has no more than the others."""
     config = small_config("--model.experts=4", "--model.experts_active=1", "--model.router_bias_rate=0.05", ranks=1)
     model, tokens = build(config.model, 0), torch.randint(0, 256, (8, 16), generator=torch.Generator().manual_seed(0))
-    balance = Balance(model, config, World())
+    balance = ExpertBalancer(model, config, World())
     for block in model.decoder.blocks:
         block.ffn.router.bias[0] = 1.0
     unevenness = []

@@ -10,14 +10,14 @@ from meshwright.data.loader import Loader, MicroBatch
 from meshwright.data.source import ConcatenatedSource
 from meshwright.data.stream import Stream
 from meshwright.models.init import build
-from meshwright.optim.adamw import Optimizer
+from meshwright.optim.adamw import AdamW
 from meshwright.parallel.data_parallel.ddp import DDPModel
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
 from meshwright.prover.reference import Masked
 from meshwright.telemetry.step_clock import StepClock
 from meshwright.testing import run_ranks
-from meshwright.trainer.expert_balance import Balance
+from meshwright.trainer.expert_balancer import ExpertBalancer
 from meshwright.trainer.precision import Precision
 from meshwright.trainer.step import Step, step_seed
 
@@ -45,10 +45,10 @@ def one_step(world: World, *overrides: str) -> dict:
     config = load(overrides=["--model.width=32", "--model.layers=2", "--model.ffn=48", *overrides])
     precision = Precision(config.precision, world.device)
     model = build(config.model, 0, precision.weights)
-    optimizer = Optimizer(dict(model.named_parameters()), config.optimizer)
+    optimizer = AdamW(dict(model.named_parameters()), config.optimizer)
     spread = DDPModel(model, config.ddp, world) if world.size > 1 else ParallelModel(model)
-    balance = Balance(model, config, world)
-    step = Step(spread, optimizer, precision, world, balance=balance, seed=0, coordinate=world.rank)
+    balance = ExpertBalancer(model, config, world)
+    step = Step(spread, optimizer, precision, world, expert_balancer=balance, seed=0, coordinate=world.rank)
     micro = config.batch.micro or 8
     batch = Batch(8 * world.size, micro, world.size, 8 // micro)
     source = Masked(1000, 16, 256)
@@ -63,7 +63,7 @@ def one_step(world: World, *overrides: str) -> dict:
         "size": size,
         "phases": outcome.clock.seconds(),
         "numbers": (loss, norm, local_square, finite),
-        "tokens": outcome.agreement.tokens,
+        "tokens": outcome.control.tokens,
         "weights": torch.cat([p.detach().flatten() for p in model.parameters()]),
     }
 
@@ -115,10 +115,10 @@ def test_a_step_without_one_valid_token_is_a_step_with_a_zero_gradient():
     precision, world = Precision(CONFIG.precision, torch.device("cpu")), World()
     step = Step(
         ParallelModel(model),
-        Optimizer(dict(model.named_parameters()), CONFIG.optimizer),
+        AdamW(dict(model.named_parameters()), CONFIG.optimizer),
         precision,
         world,
-        balance=Balance(model, CONFIG, world),
+        expert_balancer=ExpertBalancer(model, CONFIG, world),
         seed=0,
         coordinate=0,
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.config import DDPConfig
-from meshwright.parallel.parallel_model import GradientTraffic, ParallelModel, changing_buffers
+from meshwright.parallel.parallel_model import GradientReduction, ParallelModel, stateful_buffers
 from meshwright.parallel.world import World
 
 
@@ -36,15 +36,15 @@ class Copied(ParallelModel):
         self.world = world
         self.compress_bf16 = config.comm_hook == "bf16_compress"
         # A parameter that a step does not use must have no gradient rather than one of zero.
-        self.in_place = config.gradient_as_bucket_view and not config.find_unused_parameters
-        self.traffic = GradientTraffic()
+        self.zero_in_place = config.gradient_as_bucket_view and not config.find_unused_parameters
+        self.traffic = GradientReduction()
         self.buckets: dict[int, Tensor] = {}
 
-    def held(self) -> Iterable[tuple[str, Tensor]]:
+    def internal_tensors(self) -> Iterable[tuple[str, Tensor]]:
         return [("gradient", bucket) for bucket in self.buckets.values()]
 
-    def take_traffic(self) -> GradientTraffic:
-        taken, self.traffic = self.traffic, GradientTraffic()
+    def pop_gradient_reduction(self) -> GradientReduction:
+        taken, self.traffic = self.traffic, GradientReduction()
         return taken
 
 
@@ -59,7 +59,7 @@ class DDPModel(Copied):
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             static_graph=config.static_graph,
             find_unused_parameters=config.find_unused_parameters,
-            broadcast_buffers=any(True for _ in changing_buffers(module)),
+            broadcast_buffers=any(True for _ in stateful_buffers(module)),
         )
         self.ddp.register_comm_hook(self, reduce_bucket)
         self.groups = [self.ddp.process_group]
@@ -73,7 +73,7 @@ class DDPModel(Copied):
             yield
 
     @property
-    def outermost(self) -> nn.Module:
+    def wrapped_module(self) -> nn.Module:
         return self.ddp
 
 
@@ -102,5 +102,5 @@ def message_of(state: Copied, bucket: Bucket) -> Tensor:
     traffic.message_bytes += sent.numel() * sent.element_size()
     if bucket.is_last():  # every gradient is computed: what DDP still waits for is exposed communication
         state.on_last_bucket()
-    state.world.page.collective(f"gradient bucket {bucket.index()}")
+    state.world.heartbeat.collective(f"gradient bucket {bucket.index()}")
     return sent

@@ -110,14 +110,14 @@ class FSDPModel(ParallelModel):
             self.root.set_requires_gradient_sync(last or self.what in ("gradients", "parameters"))
             self.root.set_requires_all_reduce(last)
             self.root.set_reshard_after_backward(last or self.lets_go)
-        self.share_buffers()  # as DDP does
+        self.broadcast_buffers()  # as DDP does
         with super().micro_step(last):
             yield
 
-    def held(self) -> Iterable[tuple[str, Tensor]]:
+    def internal_tensors(self) -> Iterable[tuple[str, Tensor]]:
         return fsdp_tensors(self.module)
 
-    def settle(self) -> None:
+    def reshard(self) -> None:
         for part in self.units():
             part.reshard()
 

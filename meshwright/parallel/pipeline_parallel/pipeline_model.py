@@ -45,52 +45,52 @@ SCHEDULES: dict[Schedule, type] = {
 
 
 @dataclass
-class Pace:
+class InFlightTracker:
     """What a rank does while a schedule runs. `enter` hears of every phase: between passes a rank waits."""
 
     enter: Callable[[str], object] = lambda _phase: None
     live: Counter[int] = field(default_factory=Counter)
     peak: Counter[int] = field(default_factory=Counter)
     """micro-batches whose activations each stage held at once, at most"""
-    most: int = 0
+    peak_total: int = 0
     """the same over all stages of the rank"""
 
-    def held(self, stage: int, change: int) -> None:
+    def internal_tensors(self, stage: int, change: int) -> None:
         self.live[stage] += change
         self.peak[stage] = max(self.peak[stage], self.live[stage])
-        self.most = max(self.most, self.live.total())
+        self.peak_total = max(self.peak_total, self.live.total())
 
 
-class Paced(MeetingStage):
+class TrackedStage(MeetingStage):
     """torch's stage, which tells its pace."""
 
-    pace: Pace
+    in_flight: InFlightTracker
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        self.pace.enter("forward")
-        self.pace.held(self.stage_index, 1)
+        self.in_flight.enter("forward")
+        self.in_flight.internal_tensors(self.stage_index, 1)
         output = super().forward_one_chunk(*args, **kwargs)
-        self.pace.enter("sync")
+        self.in_flight.enter("sync")
         return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        self.pace.enter("backward")
+        self.in_flight.enter("backward")
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:
-            self.pace.held(self.stage_index, -1)
-        self.pace.enter("sync")
+            self.in_flight.internal_tensors(self.stage_index, -1)
+        self.in_flight.enter("sync")
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        self.pace.enter("backward")
+        self.in_flight.enter("backward")
         super().backward_weight_one_chunk(*args, **kwargs)
-        self.pace.held(self.stage_index, -1)
-        self.pace.enter("sync")
+        self.in_flight.internal_tensors(self.stage_index, -1)
+        self.in_flight.enter("sync")
 
 
 @contextmanager
-def as_raised() -> Iterator[None]:
+def unwrap_stage_errors() -> Iterator[None]:
     """torch wraps whatever is raised within a stage in an error of its own. What it was decides who is to blame: a full
     memory is this rank's failure, a lost neighbour is not.
     """
@@ -124,7 +124,7 @@ class PipelineModel(ParallelModel):
         self.groups = next(iter(stages.values())).groups
         self.has_loss = plan.last in stages
         self.copies = frozenset(TIED) if self.tie is not None and self.tie.copy is not None else frozenset()
-        self.pace = Pace()
+        self.in_flight = InFlightTracker()
         self.weigh: Callable[[Tensor], Tensor] = lambda loss: loss
         self.paced = [self._stage(index) for index in sorted(stages)]
         self.schedule = SCHEDULES[plan.kind](
@@ -134,13 +134,13 @@ class PipelineModel(ParallelModel):
             scale_grads=False,
         )
 
-    def _stage(self, index: int) -> Paced:
+    def _stage(self, index: int) -> TrackedStage:
         """Shapes are given: torch would find them out by a pass through the model."""
         plan = self.plan
         hidden = torch.empty(plan.hidden, dtype=plan.dtype, device="meta", requires_grad=True)
         tokens = torch.empty(plan.hidden[:2], dtype=torch.int64, device="meta")
         loss = torch.empty(1, dtype=plan.dtype, device="meta", requires_grad=True)
-        stage = Paced(
+        stage = TrackedStage(
             self.stages[index].module,
             index,
             plan.hold.count,
@@ -149,7 +149,7 @@ class PipelineModel(ParallelModel):
             output_args=(loss if index == plan.last else hidden,),
             group=self.group,
         )
-        stage.pace = self.pace
+        stage.in_flight = self.in_flight
         return stage
 
     def run(
@@ -158,24 +158,24 @@ class PipelineModel(ParallelModel):
         weigh: Callable[[Tensor], Tensor],
         enter: Callable[[str], object],
         autocast: Callable[[], AbstractContextManager[None]],
-    ) -> Pace:
+    ) -> InFlightTracker:
         """Forward and backward of all micro-batches; `weigh` makes of each one's loss what its backward begins with."""
-        self.pace = Pace(enter)
+        self.in_flight = InFlightTracker(enter)
         for stage in self.paced:
-            stage.pace = self.pace
+            stage.in_flight = self.in_flight
             assert isinstance(stage.submod, Stage)
             stage.submod.autocast = autocast
         self.weigh = weigh
         tokens, *rest = (torch.cat(column) for column in zip(*micro_batches, strict=True))
         named = dict(zip(("labels", "documents"), rest, strict=False))
         enter("sync")  # all but the first stage wait for its first micro-batch
-        with as_raised():
+        with unwrap_stage_errors():
             self.schedule.step(*((tokens,) if 0 in self.stages else ()), target=rest[0], return_outputs=False, **named)
         if self.tie is not None:
             self.tie.sum_gradients()
-        return self.pace
+        return self.in_flight
 
-    def infer(self, *inputs: Tensor) -> Tensor:
+    def forward_loss(self, *inputs: Tensor) -> Tensor:
         """Stage after stage; only the last one's rank knows the loss."""
         tokens, labels, *rest = inputs
         x, total = tokens, torch.zeros((), dtype=self.plan.dtype, device=tokens.device)
@@ -191,18 +191,18 @@ class PipelineModel(ParallelModel):
                 dist.send(x.contiguous(), group=self.group, group_dst=target)
         return total
 
-    def share_buffers(self) -> None:
+    def broadcast_buffers(self) -> None:
         for stage in self.stages.values():
-            stage.share_buffers()
+            stage.broadcast_buffers()
 
-    def updated(self) -> None:
+    def after_update(self) -> None:
         if self.tie is not None:
             self.tie.share_value()
 
-    def held(self) -> Iterable[tuple[str, Tensor]]:
+    def internal_tensors(self) -> Iterable[tuple[str, Tensor]]:
         received = (("communication", buffer) for stage in self.paced for buffer in stage.received())
-        return chain(received, chain.from_iterable(stage.held() for stage in self.stages.values()))
+        return chain(received, chain.from_iterable(stage.internal_tensors() for stage in self.stages.values()))
 
-    def settle(self) -> None:
+    def reshard(self) -> None:
         for stage in self.stages.values():
-            stage.settle()
+            stage.reshard()

@@ -25,7 +25,7 @@ from meshwright.planner.search.suggestions import impossible
 from meshwright.planner.wording import plan
 from meshwright.planner.workload.workload import SEARCHED_KEYS
 from meshwright.planner.workload.workload_args import workload_from_config
-from meshwright.telemetry.run_measurements import number, table
+from meshwright.telemetry.run_measurements import bounded_object, finite_number
 from meshwright.topology.layout import Layout
 
 BEST = "best"
@@ -142,7 +142,7 @@ def of_file(
             to_dict(merged) | {"layout": to_dict(merged.layout.on(convert(Count, Word(ranks), "--ranks")))}
         )
     figures = figures_beside(path)
-    takes, where = number(figures.get("seconds")), str(figures.get("cluster"))[:60]
+    takes, where = finite_number(figures.get("seconds")), str(figures.get("cluster"))[:60]
     told = f"; predicted: {format_seconds(takes)} a step on {where}" if takes else ""
     return PlannedConfig(merged, f"plan: {path}, {Layout.of(merged.layout)}{told}", takes)
 
@@ -163,6 +163,6 @@ def refuse_another(path: Path, planned: dict[str, Any], run: dict[str, Any]) -> 
 def figures_beside(path: Path) -> dict[str, Any]:
     """PLAN.json, if it is there."""
     try:
-        return table(read_json(path.with_suffix(".json")))
+        return bounded_object(read_json(path.with_suffix(".json")))
     except ConfigError:
         return {}

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshwright.optim.adamw import Optimizer
+from meshwright.optim.adamw import AdamW
 from meshwright.parallel.parallel_model import ParallelModel
-from meshwright.telemetry.comm_counter import CommCounter, Row
+from meshwright.telemetry.comm_counter import CollectiveTotal, CommCounter
 from meshwright.telemetry.memory_tracker import MemoryTracker
 
 
 @dataclass
-class Counted:
+class StepCounters:
     """The ledgers of one step, to be read once it is over."""
 
     memory: MemoryTracker
@@ -23,7 +23,7 @@ class Counted:
     def enter(self, phase: str) -> None:
         self.memory.phase = phase
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[CollectiveTotal]:
         return self.traffic.rows()
 
     def to_json(self) -> dict[str, Any]:
@@ -34,20 +34,20 @@ class Counted:
                 "peak": memory.peak,
                 "at_peak": memory.at_peak,
                 "peak_total": memory.peak_total,
-                "after": memory.now,
+                "after": memory.current_bytes,
             },
         }
 
 
 @contextmanager
-def counting(
-    spread: ParallelModel, optimizer: Optimizer, ledger: type[MemoryTracker] = MemoryTracker
-) -> Iterator[Counted]:
+def count_step(
+    spread: ParallelModel, optimizer: AdamW, ledger: type[MemoryTracker] = MemoryTracker
+) -> Iterator[StepCounters]:
     """Everything inside is counted: several times slower where tensors are small, and, unless blocks are compiled,
     bitwise the same.
     """
     moments = [block.local for block in optimizer.moments().values()]
     copies = optimizer.owned if optimizer.offload else []
-    memory = ledger(spread.outermost, [*moments, *copies], spread.held)
+    memory = ledger(spread.wrapped_module, [*moments, *copies], spread.internal_tensors)
     with memory, CommCounter(spread.meshes.group_names()) as traffic:
-        yield Counted(memory, traffic)
+        yield StepCounters(memory, traffic)

@@ -12,7 +12,7 @@ from meshwright.models.experts import Experts, rebalance
 from meshwright.parallel.world import World
 
 
-class Balance:
+class ExpertBalancer:
     """The experts of this rank's blocks. Loads are summed over the ranks, which see different tokens, so that biases
     move alike on every layout.
     """

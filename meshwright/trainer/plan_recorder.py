@@ -12,17 +12,17 @@ from meshwright.io import write_json
 from meshwright.parallel.world import World
 from meshwright.planner.calibration.run_prediction import predict_run
 from meshwright.telemetry.events import EventLog
-from meshwright.telemetry.run_measurements import FIRST
-from meshwright.trainer.run_info import device_name
+from meshwright.telemetry.run_measurements import WARMUP_STEPS
+from meshwright.trainer.start_record import device_name
 
 if TYPE_CHECKING:
     from meshwright.trainer.loop import Job
 
-FEWEST = 10
+MIN_STEPS = 10
 """Steps that a run must have made to teach anything."""
 
 
-class Foresight:
+class PlanRecorder:
     """The prediction of one attempt. Nothing in here may end a run."""
 
     def __init__(self, job: Job, world: World) -> None:
@@ -41,8 +41,8 @@ class Foresight:
 
     def end(self, paces: list[tuple[int, float]], began: int, log: EventLog) -> None:
         """A run that came to its end: `paces` are its uncounted steps with their seconds."""
-        seconds = [seconds for step, seconds in paces if step >= began + FIRST]
-        if not self.known or len(seconds) < FEWEST:
+        seconds = [seconds for step, seconds in paces if step >= began + WARMUP_STEPS]
+        if not self.known or len(seconds) < MIN_STEPS:
             return
         with suppress(OSError, ConfigError):
             if (record := self.foretold.learn(median(seconds), self.peak)) is not None:

@@ -21,11 +21,11 @@ from meshwright.topology.schedules import orders
 if TYPE_CHECKING:
     from meshwright.trainer.loop import Job
 
-GROUPS_TOLD = 64
+MAX_GROUPS = 64
 """Groups of an axis that the start of a run lists."""
 
 
-def start_facts(job: Job, spread: ParallelModel, stream: Stream, world: World) -> Event:
+def start_record(job: Job, spread: ParallelModel, stream: Stream, world: World) -> Event:
     return {
         "steps": job.config.steps,
         "restart": job.restart,
@@ -34,8 +34,8 @@ def start_facts(job: Job, spread: ParallelModel, stream: Stream, world: World) -
         "decoder": job.model is None,
         "layout": str(job.layout),
         "shard": job.config.layout.shard,
-        "pipeline": pipeline_facts(job, world.rank),
-        "groups": {axis: list(islice(job.layout.groups(axis), GROUPS_TOLD)) for axis in job.layout.axes},
+        "pipeline": pipeline_record(job, world.rank),
+        "groups": {axis: list(islice(job.layout.groups(axis), MAX_GROUPS)) for axis in job.layout.axes},
         "hosts": world.hosts,
         "ranks": world.size,
         "batch": str(job.batch),
@@ -51,7 +51,7 @@ def start_facts(job: Job, spread: ParallelModel, stream: Stream, world: World) -
     }
 
 
-def pipeline_facts(job: Job, rank: int) -> Event | None:
+def pipeline_record(job: Job, rank: int) -> Event | None:
     """What the schedule promises, to be held against what steps record."""
     layout, kind = job.layout, job.config.pipeline.schedule
     if layout.pipeline == 1:
