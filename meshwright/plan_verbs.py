@@ -68,8 +68,10 @@ def plan(
         raise ConfigError(f"--html {html} is also written by --out", "allowed: another name")
     devices = resolve_cluster(cluster)
     if ranks is not None:
-        if ranks > devices.devices:
-            raise ConfigError(f"--ranks {ranks} of {devices.devices} devices", f"allowed: 1 to {devices.devices}")
+        if ranks > devices.device_count:
+            raise ConfigError(
+                f"--ranks {ranks} of {devices.device_count} devices", f"allowed: 1 to {devices.device_count}"
+            )
         devices = with_whole_nodes(devices, ranks)
     work = build_workload(model, overrides, batch, sequence, precision)
     place = explain[0] if explain else 1

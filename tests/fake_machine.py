@@ -18,7 +18,7 @@ def machine(devices: int = 4, memory: float = 4 * GB, name: str = "made-up proce
         for precision, share in (("fp32", 1.0), ("bf16", 0.5))
         for size in (64, 512)
     )
-    device = Device(name, memory, 8 * GB, {"fp32": 2 * rate, "bf16": rate}, host=True, products=products)
+    device = Device(name, memory, 8 * GB, {"fp32": 2 * rate, "bf16": rate}, is_cpu=True, measured_matmuls=products)
     link = Link(1 * GB, 50e-6)
     return Cluster("here", device, devices, 1, link, link, {"launch": 5e-6})
 

@@ -104,7 +104,7 @@ MICRO = 2
 SHAPE = {"vocab": 512, "width": 64, "heads": 4, "kv_heads": 2, "ffn": 160}
 """With sequences of 128: activations are about half of the whole."""
 LINK = Link(1e9, 1e-5)
-MACHINE = Cluster("cpu", Device("cpu", 1e12, 1e10, {"bf16": 1e11, "fp32": 1e11}, host=True), 8, 1, LINK, LINK)
+MACHINE = Cluster("cpu", Device("cpu", 1e12, 1e10, {"bf16": 1e11, "fp32": 1e11}, is_cpu=True), 8, 1, LINK, LINK)
 
 
 def in_proportion(row: str) -> RunConfig:

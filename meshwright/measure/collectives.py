@@ -41,10 +41,10 @@ def measure_curves(crew: TimingGroup, peers: list[int], budget: float) -> list[B
         points: list[tuple[float, float]] = []
         each = 0.0
         for size in sizes:  # as many numbers for every rank
-            whole, share = -(-size // (UNIT * crew.ranks)) * crew.ranks, allowance.share()
+            whole, share = -(-size // (UNIT * crew.ranks)) * crew.ranks, allowance.next_share()
             if len(points) >= 2 and not fits_budget(each * whole, share):
                 continue
-            took = crew.seconds(make(crew, peers, whole), share, slowest=True)
+            took = crew.median_seconds(make(crew, peers, whole), share, slowest=True)
             each = took / whole
             points.append((float(whole * UNIT), whole * UNIT * bus_factor(collective, crew.ranks) / took))
         found.append(BandwidthCurve(collective, crew.ranks, tuple(points)))

@@ -33,11 +33,11 @@ def measure_matmuls(crew: TimingGroup, budget: float) -> list[MatmulRate]:
     for precision in precisions:
         best = 0.0
         for rows, inner, columns in shapes:
-            work, share = 2.0 * rows * inner * columns, allowance.share()
+            work, share = 2.0 * rows * inner * columns, allowance.next_share()
             if best and not fits_budget(work / best, share):
                 continue
             call = product(precision, (rows, inner, columns), crew.device)
-            rate = work / crew.seconds(call, share)
+            rate = work / crew.median_seconds(call, share)
             best = max(best, rate)
             found.append(MatmulRate(precision, rows, inner, columns, rate))
     return found
@@ -69,10 +69,10 @@ def measure_memory_bandwidth(crew: TimingGroup, budget: float) -> float:
     size = COPIED[crew.device.type]
     source = torch.ones(size // 4, device=crew.device)
     target = torch.zeros_like(source)
-    return 2 * size / crew.seconds(partial(target.copy_, source), budget)
+    return 2 * size / crew.median_seconds(partial(target.copy_, source), budget)
 
 
 def measure_launch(crew: TimingGroup, budget: float) -> float:
     """Of one operator from its call to the next."""
     small = torch.zeros(TINY, device=crew.device)
-    return crew.seconds(partial(torch.add, small, small), budget)
+    return crew.median_seconds(partial(torch.add, small, small), budget)

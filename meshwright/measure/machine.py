@@ -39,10 +39,10 @@ class MachineMeasurement:
     device: str
     memory: float
     matmuls: list[MatmulRate]
-    copy: float
-    launch: float
+    memory_bandwidth: float
+    launch_seconds: float
     curves: list[BandwidthCurve]
-    host: bool
+    is_cpu: bool
 
 
 def measure(seconds: float, ranks: int | None = None) -> tuple[Cluster, list[str]]:
@@ -99,13 +99,20 @@ def all_curves(world: World, budget: float) -> list[BandwidthCurve]:
 
 
 def measured_cluster(seen: MachineMeasurement, ranks: int) -> Cluster:
-    rows = tuple(MatmulRate(row.precision, row.rows, row.inner, row.columns, short(row.rate)) for row in seen.matmuls)
+    rows = tuple(MatmulRate(row.precision, row.m, row.k, row.n, short(row.flops_per_second)) for row in seen.matmuls)
     peak: dict[str, float] = {}
     for row in rows:
-        peak[row.precision] = max(row.rate, peak.get(row.precision, 0.0))
-    device = Device(seen.device, seen.memory, short(seen.copy), fill_peak_flops(peak), host=seen.host, products=rows)
-    link = link_of_curves(seen.curves, ranks) if ranks > 1 else Link(device.stream, 0.0)
-    return Cluster("here", device, ranks, 1, link, link, {"launch": short(seen.launch)})
+        peak[row.precision] = max(row.flops_per_second, peak.get(row.precision, 0.0))
+    device = Device(
+        seen.device,
+        seen.memory,
+        short(seen.memory_bandwidth),
+        fill_peak_flops(peak),
+        is_cpu=seen.is_cpu,
+        measured_matmuls=rows,
+    )
+    link = link_of_curves(seen.curves, ranks) if ranks > 1 else Link(device.memory_bandwidth, 0.0)
+    return Cluster("here", device, ranks, 1, link, link, {"launch": short(seen.launch_seconds)})
 
 
 def link_of_curves(found: list[BandwidthCurve], ranks: int) -> Link:

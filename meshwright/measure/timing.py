@@ -29,7 +29,7 @@ class TimingGroup:
     group: dist.ProcessGroup | None = None
     """None: all ranks"""
 
-    def agree(self, value: float, slowest: bool) -> float:
+    def reduce(self, value: float, slowest: bool) -> float:
         """The largest of the ranks' values, or their mean."""
         if self.ranks == 1:
             return value
@@ -37,35 +37,35 @@ class TimingGroup:
         dist.all_reduce(carried, dist.ReduceOp.MAX if slowest else dist.ReduceOp.SUM, group=self.group)
         return float(carried) if slowest else float(carried) / self.ranks
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def once(self, call: Callable[[], object], calls: int) -> float:
+    def time_calls(self, call: Callable[[], object], calls: int) -> float:
         """Seconds of so many calls, one after the other."""
-        self.finish()
+        self.synchronize()
         start = time.perf_counter()
         for _ in range(calls):
             call()
-        self.finish()
+        self.synchronize()
         return time.perf_counter() - start
 
-    def seconds(self, call: Callable[[], object], share: float, slowest: bool = False) -> float:
+    def median_seconds(self, call: Callable[[], object], share: float, slowest: bool = False) -> float:
         """Seconds of one call: its median over batches that take about the share together. The slowest rank's counts,
         or the ranks' mean.
         """
-        self.once(call, 1)
-        first = max(1e-9, self.agree(self.once(call, 1), slowest=True))
+        self.time_calls(call, 1)
+        first = max(1e-9, self.reduce(self.time_calls(call, 1), slowest=True))
         calls = min(MAX_CALLS, max(1, int(BATCH / first)))
         batches = min(MOST, max(MIN_BATCHES, int(share / (calls * first))))
         took: list[float] = []
         start = time.monotonic()
         while len(took) < batches:
-            spent = self.agree(time.monotonic() - start, slowest=True)  # all begin together, and end together
+            spent = self.reduce(time.monotonic() - start, slowest=True)  # all begin together, and end together
             if spent > share and len(took) >= MIN_BATCHES:
                 break
-            took.append(self.once(call, calls) / calls)
-        return self.agree(median(took), slowest)
+            took.append(self.time_calls(call, calls) / calls)
+        return self.reduce(median(took), slowest)
 
 
 class TimeBudget:
@@ -74,11 +74,11 @@ class TimeBudget:
     def __init__(self, crew: TimingGroup, seconds: float, things: int) -> None:
         self._crew, self._end, self._things = crew, time.monotonic() + seconds, things
 
-    def share(self) -> float:
+    def next_share(self) -> float:
         """The next one's, the same on every rank."""
         left = max(0.0, self._end - time.monotonic()) / max(1, self._things)
         self._things -= 1
-        return self._crew.agree(left, slowest=True)
+        return self._crew.reduce(left, slowest=True)
 
 
 def fits_budget(seconds: float, share: float) -> bool:

@@ -16,13 +16,15 @@ from meshwright.planner.hardware.resolve_cluster import machine_file
 def show(cluster: Cluster, remarks: Sequence[str], file: Path, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     device = cluster.device
-    console.print(f"{cluster.per_node} x {device.name}, {format_si(device.memory)}B each", style="bold", markup=False)
-    console.print(f"memory     {format_si(device.stream)}B/s read and written")
+    console.print(
+        f"{cluster.devices_per_node} x {device.name}, {format_si(device.memory)}B each", style="bold", markup=False
+    )
+    console.print(f"memory     {format_si(device.memory_bandwidth)}B/s read and written")
     if "launch" in cluster.measured:
         console.print(f"operators  {cluster.measured['launch'] * 1e6:.3g} us each")
-    if device.products:
+    if device.measured_matmuls:
         console.print(products(cluster))
-    if cluster.inside.curves:
+    if cluster.intra_node.collective_curves:
         console.print(collectives(cluster))
     for remark in remarks:
         console.print(remark, style="dim", markup=False, soft_wrap=True)
@@ -31,8 +33,8 @@ def show(cluster: Cluster, remarks: Sequence[str], file: Path, console: Console 
 
 
 def products(cluster: Cluster) -> Table:
-    rates = {(row.rows, row.inner, row.columns, row.precision): row.rate for row in cluster.device.products}
-    precisions = list(dict.fromkeys(row.precision for row in cluster.device.products))
+    rates = {(row.m, row.k, row.n, row.precision): row.flops_per_second for row in cluster.device.measured_matmuls}
+    precisions = list(dict.fromkeys(row.precision for row in cluster.device.measured_matmuls))
     table = Table("product", title="FLOP/s of one device", title_justify="left", title_style="")
     for precision in precisions:
         table.add_column(precision, justify="right")
@@ -43,7 +45,7 @@ def products(cluster: Cluster) -> Table:
 
 
 def collectives(cluster: Cluster) -> Table:
-    curves = cluster.inside.curves
+    curves = cluster.intra_node.collective_curves
     sizes = sorted({size for curve in curves for size, _ in curve.points})
     table = Table("collective", "ranks", title="bytes/s on the bus", title_justify="left", title_style="")
     for size in sizes:

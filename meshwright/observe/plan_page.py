@@ -80,7 +80,7 @@ def section(name: str, inside: str, told: str = "") -> str:
 def head(whole: Answer) -> Iterator[str]:
     work, chosen = whole.work, whole.chosen
     asked = (
-        f"{format_count(work.model.parameters)} parameters, {work.batch:,} x {work.sequence:,} tokens "
+        f"{format_count(work.model.parameters)} parameters, {work.global_batch:,} x {work.sequence:,} tokens "
         f"a step, {work.precision}"
     )
     yield f'<p class="faint">{escape(asked)}</p>\n<p class="plan">{escape(spread(chosen.job))}</p>'
@@ -99,7 +99,8 @@ def head(whole: Answer) -> Iterator[str]:
     shown = "".join(
         f"<div><b>{escape(figure)}</b><span>{escape(name)}</span></div>" for name, figure in figures.items()
     )
-    yield f'<div class="figures">{shown}</div>\n<p class="faint">Most of the doubt: {escape(chosen.doubt)}.</p>\n'
+    yield f'<div class="figures">{shown}</div>\n'
+    yield f'<p class="faint">Most of the doubt: {escape(chosen.main_uncertainty)}.</p>\n'
 
 
 def ladder(whole: Answer) -> Iterator[str]:

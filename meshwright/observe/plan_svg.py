@@ -118,16 +118,16 @@ def pipeline_picture(estimate: Estimate) -> tuple[str, str]:
         return "", ""
     micros = job.batch.accumulation
     drawn = micros
-    while drawn > 2 * ranks and (drawn > 4 * ranks or 3 * ranks * drawn * job.stages > MOST_CELLS):
+    while drawn > 2 * ranks and (drawn > 4 * ranks or 3 * ranks * drawn * job.stages_per_rank > MOST_CELLS):
         drawn = max(2 * ranks, drawn // 2 // ranks * ranks)
-    found = timeline(job.schedule, ranks, drawn, job.stages)
-    step = max(1, -(-3 * ranks * drawn * job.stages // MOST_CELLS))
+    found = timeline(job.schedule, ranks, drawn, job.stages_per_rank)
+    step = max(1, -(-3 * ranks * drawn * job.stages_per_rank // MOST_CELLS))
     used = {slot.action.what for row in found.rows for slot in row}
     rows = [*range(0, ranks, step)]
     told = f"{job.schedule}: {ranks} ranks, {drawn} of {micros} micro-batches"
     left = [f"{drawn} of {micros} micro-batches are drawn; the middle repeats"] if drawn < micros else []
     left += [f"one rank of {step} is drawn"] if step > 1 else []
-    left += ["pale: a rank's second, fourth, ... stage"] if job.stages > 1 else []
+    left += ["pale: a rank's second, fourth, ... stage"] if job.stages_per_rank > 1 else []
     high = 20 if len(rows) <= 16 else 12
     bottom = len(rows) * high + 8
     legend = keys({MEANINGS[what]: (f"s-{what}", "") for what in "FBIW" if what in used}, bottom + 14)

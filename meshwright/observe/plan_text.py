@@ -47,13 +47,13 @@ def show(whole: Answer, top: int, explained: bool = False, console: Console | No
     if explained:
         show_reasons(whole, console)
     if whole.scale is not None:
-        show_scale(whole.scale, whole.work.tokens, console)
+        show_scale(whole.scale, whole.work.tokens_per_step, console)
 
 
 def title(whole: Answer) -> str:
     cluster = whole.cluster
-    nodes = f" in {cluster.nodes:,} nodes of {cluster.per_node}" if cluster.nodes > 1 else ""
-    return f"{whole.work.model.name} on {cluster.devices:,} {cluster.device.name}{nodes}"
+    nodes = f" in {cluster.nodes:,} nodes of {cluster.devices_per_node}" if cluster.nodes > 1 else ""
+    return f"{whole.work.model.name} on {cluster.device_count:,} {cluster.device.name}{nodes}"
 
 
 def facts(rows: list[tuple[str, Text]]) -> Table:
@@ -69,12 +69,11 @@ def head(whole: Answer) -> list[tuple[str, Text]]:
     """What was asked, and the answer."""
     work, chosen, model, job = whole.work, whole.chosen, whole.work.model, whole.chosen.job
     active = f" ({format_count(model.active_parameters)} active)" if model.experts else ""
-    step = f"{work.batch:,} x {work.sequence:,} tokens a step"
+    step = f"{work.global_batch:,} x {work.sequence:,} tokens a step"
     nth = f" [plan {whole.place} of the list]" if whole.place > 1 else ""
     rate = f"{format_count(chosen.tokens_per_second)} tokens/s, {chosen.mfu:.1%} of peak"
-    interval = (
-        f"  ({format_seconds(chosen.low)} to {format_seconds(chosen.high)} in 4 of 5 cases; most doubt: {chosen.doubt})"
-    )
+    limits = f"{format_seconds(chosen.low)} to {format_seconds(chosen.high)}"
+    interval = f"  ({limits} in 4 of 5 cases; most doubt: {chosen.main_uncertainty})"
     return [
         ("model", Text(f"{format_count(model.parameters)} parameters{active}, {step}, {work.precision}")),
         ("plan", Text(spread(job), "bold green").append(f"; {extras(job)}{nth}", "default not bold")),

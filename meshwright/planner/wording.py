@@ -34,11 +34,11 @@ def extras(job: PlannedJob) -> str:
     """The rest of what a plan decides."""
     told = [f"micro {job.batch.micro} x {job.batch.accumulation}"]
     if job.layout.pipeline > 1:
-        told.append(job.schedule + (f" of {job.stages} stages a rank" if job.stages > 1 else ""))
+        told.append(job.schedule + (f" of {job.stages_per_rank} stages a rank" if job.stages_per_rank > 1 else ""))
     if job.layout.context > 1:
-        told.append(job.method)
-    if job.recompute != "none":
-        told.append(f"recompute {job.recompute}")
+        told.append(job.context_method)
+    if job.activation_checkpoint != "none":
+        told.append(f"recompute {job.activation_checkpoint}")
     return ", ".join(told)
 
 

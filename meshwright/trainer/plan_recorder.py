@@ -34,7 +34,7 @@ class PlanRecorder:
                 job.config, job.attempt, device_name(world.device), job.cluster, own_model=job.model is not None
             )
             with suppress(OSError):
-                write_json(job.folder.plan_file, self.foretold.tree)
+                write_json(job.folder.plan_file, self.foretold.record)
 
     def counted(self, peak: int) -> None:
         self.peak = max(self.peak or 0, peak)
@@ -45,5 +45,5 @@ class PlanRecorder:
         if not self.known or len(seconds) < MIN_STEPS:
             return
         with suppress(OSError, ConfigError):
-            if (record := self.foretold.learn(median(seconds), self.peak)) is not None:
+            if (record := self.foretold.save_measurement(median(seconds), self.peak)) is not None:
                 log.write("calibrated", steps=len(seconds), **asdict(record))

@@ -34,6 +34,6 @@ def foreign() -> Workload:
     """A model that our decoder does not train: latent attention, a vocabulary that nothing divides."""
     model = Architecture(
         "lat", 27, 2048, 16, 16, 128, 10944, 102403, experts=64, experts_active=6, experts_shared=2, expert_ffn=1408,
-        dense_layers=1, latent=LatentAttention(0, 512, 128, 64, 128),
+        dense_layers=1, latent_attention=LatentAttention(0, 512, 128, 64, 128),
     )  # fmt: skip
     return Workload(model, 512, 4096)

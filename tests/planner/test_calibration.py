@@ -29,15 +29,15 @@ from meshwright.planner.workload.trainer_profiles import MESHWRIGHT_COMPILED
 
 
 def job(**model):
-    return PlannedJob.of(from_dict({"model": model}), preset_cluster("h100", 8))
+    return PlannedJob.from_config(from_dict({"model": model}), preset_cluster("h100", 8))
 
 
 def record(ratio=2.0, memory=None, of=None):
-    return CalibrationRecord.of(of or job(), (0.5, 0.5 * ratio), memory)
+    return CalibrationRecord.from_job(of or job(), (0.5, 0.5 * ratio), memory)
 
 
 def correction(job, figure="seconds"):
-    return correction_factor(JobSignature.of(job), read_records()[0], figure)
+    return correction_factor(JobSignature.from_job(job), read_records()[0], figure)
 
 
 @pytest.fixture
@@ -72,13 +72,13 @@ def test_records_come_back_as_they_were_written(file):
 
 
 def test_the_nearest_runs_count_and_of_those_the_newest(file):
-    near, far = JobSignature.of(job()), job(layers=32, width=512, heads=8)
+    near, far = JobSignature.from_job(job()), job(layers=32, width=512, heads=8)
     for ratio in range(1, 21):
         append_record(record(float(ratio)))
         append_record(record(1000.0, of=far))
     assert correction(job()).ratio == pytest.approx((16 * 17) ** 0.5)  # of 13 to 20
     assert near.distance(near) == 0
-    assert near.distance(JobSignature.of(far)) > 0
+    assert near.distance(JobSignature.from_job(far)) > 0
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_damaged_line_is_passed_over_and_said(file, line):
     assert found.n == 2
     records, damaged = read_records()
     assert damaged == 1
-    [note] = Corrections((), damaged).timed(estimate(job())).notes
+    [note] = Corrections((), damaged).correct_estimate(estimate(job())).notes
     assert note == f"damaged lines of {file}, passed over: 1"
     assert len(records) == 2
 
@@ -168,7 +168,9 @@ def test_several_writers_at_once_lose_nothing(file):
 
 def test_equally_far_runs_are_ordered_by_age_alone():
     records = [record(float(ratio)) for ratio in range(1, 10)]
-    assert correction_factor(JobSignature.of(job()), records, "seconds").n == calibration_log.MAX_NEAREST_RECORDS
+    assert (
+        correction_factor(JobSignature.from_job(job()), records, "seconds").runs == calibration_log.MAX_NEAREST_RECORDS
+    )
 
 
 def test_calibration_imports_no_torch():

@@ -56,8 +56,8 @@ def written(tmp_path):
 )
 def test_a_word_names_devices_and_nodes(word, device, per_node, nodes):
     found = resolve_cluster(word)
-    assert (found.device.name, found.per_node, found.nodes, found.name) == (device, per_node, nodes, word)
-    assert (found.inside, found.between) == NODES[device][1:]
+    assert (found.device.name, found.devices_per_node, found.nodes, found.name) == (device, per_node, nodes, word)
+    assert (found.intra_node, found.inter_node) == NODES[device][1:]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_here_is_this_machine_as_measured(tmp_path, monkeypatch):
     assert machine_file() == tmp_path / "machine.toml"
     machine_file().write_text(cluster_toml(preset_cluster("a100-40", 4)))
     assert resolve_cluster("here") == replace(preset_cluster("a100-40", 4), name="here")
-    assert resolve_cluster("here:2").devices == 2
+    assert resolve_cluster("here:2").device_count == 2
     for word in ("here:8", "here:4x2"):
         with pytest.raises(ConfigError, match="is not this machine; allowed: here, or here:1 to here:4"):
             resolve_cluster(word)
@@ -102,22 +102,22 @@ def test_here_is_this_machine_as_measured(tmp_path, monkeypatch):
 
 def test_what_a_file_leaves_out_is_that_of_what_it_is_like(written):
     found = read_cluster(written('like = "h100"\nnodes = 4\nadapters_gbs = 100\n[device.peak_tflops]\nbf16 = 800\n'))
-    assert (found.name, found.devices, found.per_node) == ("h100", 32, 8)
-    assert found.between.bandwidth == 100 * GB / 8
-    assert found.between.latency == NODES["h100"][2].latency
-    assert found.inside == NODES["h100"][1]
-    assert found.device.peak == DEVICES["h100"].peak | {"bf16": 800 * TERA}
+    assert (found.name, found.device_count, found.devices_per_node) == ("h100", 32, 8)
+    assert found.inter_node.bandwidth == 100 * GB / 8
+    assert found.inter_node.latency == NODES["h100"][2].latency
+    assert found.intra_node == NODES["h100"][1]
+    assert found.device.peak_flops == DEVICES["h100"].peak_flops | {"bf16": 800 * TERA}
     assert found.device.memory == DEVICES["h100"].memory
 
 
 def test_a_file_of_its_own_needs_no_likeness(written):
     found = read_cluster(written(CUSTOM))
-    assert (found.name, found.nodes, found.per_node, found.device.memory) == ("ours", 4, 2, 10 * GB)
-    assert found.device.peak["fp8"] == found.device.peak["bf16"] == 5 * TERA
-    assert found.device.peak["fp32"] == 2.5 * TERA
-    assert found.between.bandwidth == 2 * GB
+    assert (found.name, found.nodes, found.devices_per_node, found.device.memory) == ("ours", 4, 2, 10 * GB)
+    assert found.device.peak_flops["fp8"] == found.device.peak_flops["bf16"] == 5 * TERA
+    assert found.device.peak_flops["fp32"] == 2.5 * TERA
+    assert found.inter_node.bandwidth == 2 * GB
     assert read_cluster(written("devices = 4\n[device]\nname = 'h200'\n[inside]\ngbs = 9")).device == DEVICES["h200"]
-    assert read_cluster(written("devices = 1\n[device]\nname = 'h200'")).devices == 1
+    assert read_cluster(written("devices = 1\n[device]\nname = 'h200'")).device_count == 1
 
 
 @pytest.mark.parametrize(
@@ -173,9 +173,9 @@ def measured():
     whole = preset_cluster("h100", 4)
     points = ((65536.0, 1.25 * GB), (1048576.0, 40.5 * GB))
     curves = (BandwidthCurve("all_reduce", 2, points), BandwidthCurve("send", 4, points[:1]))
-    device = replace(whole.device, products=(MatmulRate("bf16", 4096, 1024, 64, 512.25 * TERA),))
-    inside = replace(whole.inside, curve=points, curves=curves)
-    return replace(whole, device=device, inside=inside, between=inside, measured={"launch": 4.75e-6})
+    device = replace(whole.device, measured_matmuls=(MatmulRate("bf16", 4096, 1024, 64, 512.25 * TERA),))
+    inside = replace(whole.intra_node, bandwidth_curve=points, collective_curves=curves)
+    return replace(whole, device=device, intra_node=inside, inter_node=inside, measured={"launch": 4.75e-6})
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_cluster_survives_being_written(cluster, written):
 @given(some.floats(1e-6, 1e9), some.floats(0, 1e6))
 def test_figures_are_written_with_fifteen_digits(rate, latency):
     whole = preset_cluster("h100")
-    text = cluster_toml(replace(whole, inside=replace(whole.inside, bandwidth=rate, latency=latency)))
+    text = cluster_toml(replace(whole, intra_node=replace(whole.intra_node, bandwidth=rate, latency=latency)))
     said = dict(line.split(" = ") for line in text.partition("[inside]")[2].partition("[")[0].split("\n") if line)
     assert float(said["gbs"]) * GB == pytest.approx(rate, rel=1e-14)
     assert float(said["latency_us"]) / 1e6 == pytest.approx(latency, rel=1e-14)
@@ -217,7 +217,7 @@ def test_whatever_stands_in_a_field_is_read_or_refused(data):
     except ConfigError as error:
         assert "\n" not in str(error)
     else:
-        assert min(found.devices, found.device.memory, found.inside.bandwidth, found.between.bandwidth) > 0
+        assert min(found.device_count, found.device.memory, found.intra_node.bandwidth, found.inter_node.bandwidth) > 0
 
 
 def test_a_share_of_adapters_and_a_rate_a_device_are_the_same_cluster(written):

@@ -56,7 +56,7 @@ def test_the_four_questions_and_ten_times_the_size_are_answered(model, cluster):
 
 def test_a_run_is_explained_without_a_search():
     work = build_workload("llama-8b")
-    run = PlannedJob.of(work.base, resolve_cluster("h100:2"))
+    run = PlannedJob.from_config(work.base_config, resolve_cluster("h100:2"))
     told = explain(estimate(run))
     assert "replicate 2: " in told.mechanism[0]
     assert len(told.questions) == 4
@@ -154,9 +154,9 @@ def test_the_devices_that_a_refusal_names_do_and_a_node_less_does_not():
     told = str(impossible(at))
     devices = int(told.partition("allowed: ")[2].split(" devices")[0].split(" ")[-1].replace(",", ""))
     assert devices > 8
-    assert search(CostCache(at.work, at.cluster.of(devices))).ranked
+    assert search(CostCache(at.work, at.cluster.with_devices(devices))).ranked
     if devices > 16:
-        assert not search(CostCache(at.work, at.cluster.of(devices - 8))).ranked
+        assert not search(CostCache(at.work, at.cluster.with_devices(devices - 8))).ranked
 
 
 def test_a_shorter_sequence_is_named_where_it_would_do():

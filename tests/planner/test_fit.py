@@ -38,7 +38,9 @@ LLAMA_405B = Architecture("405b", 126, 16384, 128, 8, 128, 53248, 128256)
 
 def gpt(layers: int, width: int, heads: int, vocab: int = 51200, positions: int = 2048) -> Architecture:
     size, shape = width // heads, {"gated": False, "tied": True, "norm": "layer", "bias": True}
-    return Architecture("gpt", layers, width, heads, heads, size, 4 * width, vocab, positions=positions, **shape)
+    return Architecture(
+        "gpt", layers, width, heads, heads, size, 4 * width, vocab, learned_positions=positions, **shape
+    )
 
 
 def job(
@@ -47,7 +49,7 @@ def job(
     data = layout.data_degree
     device = more.pop("device", "a100-80")
     batch = Batch(data * micro * micros, micro, data, micros)
-    return PlannedJob(model, preset_cluster(device, layout.ranks), layout, batch, sequence, stack=stack, **more)
+    return PlannedJob(model, preset_cluster(device, layout.ranks), layout, batch, sequence, trainer=stack, **more)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_our_decoder_on_a_gpu_is_met_within_five_per_cent(words, allocated):
     given = [f"--model.{name}={size}" for name, size in shape.items()]
     batch = ["--data.sequence=4096", "--precision.compute=bf16", "--batch.global=4", "--batch.micro=4"]
     config = load(overrides=[*given, *batch, "--layout.replicate=1", *words])
-    [found] = memory(PlannedJob.of(config, preset_cluster("h200", 1)))
+    [found] = memory(PlannedJob.from_config(config, preset_cluster("h200", 1)))
     assert found.tensors / GIB == pytest.approx(allocated, rel=0.05)
 
 
@@ -165,7 +167,7 @@ def test_parameters_and_optimizer_are_those_of_the_exact_formulas(words):
         overrides=["--layout.replicate=4", "--model.layers=6", "--batch.global=32", "--batch.micro=1", *words]
     )
     layout, batch = validate(config)
-    found = memory(PlannedJob.of(config, preset_cluster("h100", layout.ranks)))
+    found = memory(PlannedJob.from_config(config, preset_cluster("h100", layout.ranks)))
     for place, stage in enumerate(found):
         rank = place * layout.stride("pipeline")
         exact = held(config, layout, batch, rank)
@@ -210,8 +212,8 @@ def test_layers_that_do_not_divide_count_the_ends():
 def test_each_remedy_makes_its_class_smaller():
     plain = job(LLAMA_8B, MESHWRIGHT, Layout(shard=8), 2, 1, 8192, sharding="parameters", device="h100")
     [before] = memory(plain)
-    [again] = memory(replace(plain, recompute="full"))
-    [selective] = memory(replace(plain, recompute="selective"))
+    [again] = memory(replace(plain, activation_checkpoint="full"))
+    [selective] = memory(replace(plain, activation_checkpoint="selective"))
     assert again.activations < selective.activations < before.activations
     [cut] = memory(replace(plain, layout=Layout(shard=4, tensor=2)))
     assert cut.logits < before.logits

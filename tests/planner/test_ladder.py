@@ -18,7 +18,7 @@ def test_the_first_rung_is_ddp(model, cluster):
     layout = first.estimate.job.layout
     assert first.name == "DDP"
     assert (layout.pipeline, layout.shard, layout.context, layout.tensor, layout.expert) == (1, 1, 1, 1, 1)
-    assert (first.estimate.job.sharding, first.estimate.job.recompute) == ("none", "none")
+    assert (first.estimate.job.sharding, first.estimate.job.activation_checkpoint) == ("none", "none")
 
 
 @pytest.mark.parametrize(("model", "cluster"), CASES)
@@ -81,7 +81,7 @@ def test_a_rung_uses_nothing_that_was_not_added():
         added |= {rung.name.removeprefix("+ ")}
         used = {axis for axis in rung.estimate.job.layout.axes if axis != "replicate"}
         assert used <= added
-        assert rung.estimate.job.recompute == "none" or "recompute" in added
+        assert rung.estimate.job.activation_checkpoint == "none" or "recompute" in added
 
 
 def test_the_ladder_costs_a_few_more_estimates_than_the_search():

@@ -23,14 +23,14 @@ from meshwright.planner.workload.workload import Workload
 
 
 def job(cluster, *words, ranks=2):
-    return PlannedJob.of(small_config(*words, ranks=ranks), cluster)
+    return PlannedJob.from_config(small_config(*words, ranks=ranks), cluster)
 
 
 def teach(cluster, *ratios, words=(), memory=None):
     of = job(cluster, *words)
     seconds = estimate(of, lessons=UNCORRECTED).seconds
     for ratio in ratios:
-        append_record(CalibrationRecord.of(of, (seconds, ratio * seconds), memory))
+        append_record(CalibrationRecord.from_job(of, (seconds, ratio * seconds), memory))
 
 
 def test_runs_that_took_longer_make_the_next_estimate_longer(home):
@@ -104,13 +104,13 @@ def test_a_layout_that_disappoints_makes_room_for_another(home, tmp_path):
     file.write_text("[model]\nwidth = 32\nlayers = 2\nffn = 48\n[data]\nsequence = 16\n")
     first = best("here", file, [], None, None).config
     for _ in range(3):
-        plain = estimate(PlannedJob.of(first, here), lessons=UNCORRECTED).seconds
-        append_record(CalibrationRecord.of(PlannedJob.of(first, here), (plain, 10 * plain)))
+        plain = estimate(PlannedJob.from_config(first, here), lessons=UNCORRECTED).seconds
+        append_record(CalibrationRecord.from_job(PlannedJob.from_config(first, here), (plain, 10 * plain)))
     work = Workload(job(here).model, 16, 16, "fp32", first)
     for other in search(CostCache(work, here)).ranked:  # everything else was tried once, and is as predicted
         plain = estimate(other.job, lessons=UNCORRECTED).seconds
-        if other.job.layout != PlannedJob.of(first, here).layout:
-            append_record(CalibrationRecord.of(other.job, (plain, plain)))
+        if other.job.layout != PlannedJob.from_config(first, here).layout:
+            append_record(CalibrationRecord.from_job(other.job, (plain, plain)))
     assert best("here", file, [], None, None).config.layout != first.layout
 
 
@@ -149,7 +149,7 @@ def test_a_run_on_a_named_machine_teaches_nothing(home, tmp_path):
     ],
 )
 def test_without_a_machine_bytes_are_predicted_and_seconds_are_not(device, word, note):
-    tree = predict_run(small_config(), 1, device, word).tree
+    tree = predict_run(small_config(), 1, device, word).record
     assert tree["notes"][0].find(note) >= 0
     assert tree["seconds"] is tree["phases"] is tree["cluster"] is None
     assert tree["memory"]["tensors"] > 0
@@ -160,8 +160,8 @@ def test_without_a_machine_bytes_are_predicted_and_seconds_are_not(device, word,
 
 def test_what_was_measured_of_another_device_says_nothing_of_this_one(home):
     keep_machine(home)
-    assert predict_run(small_config(), 1, "cpu").tree["seconds"] > 0
-    tree = predict_run(small_config(), 1, "NVIDIA H200").tree
+    assert predict_run(small_config(), 1, "cpu").record["seconds"] > 0
+    tree = predict_run(small_config(), 1, "NVIDIA H200").record
     assert tree["seconds"] is None
     assert tree["notes"] == ["what was measured of this machine is its made-up processor: no seconds are predicted"]
 
@@ -184,5 +184,5 @@ def test_a_prediction_takes_no_time_that_a_start_would_show(home):
         predict_run(config, 1, "cpu")
         took.append(perf_counter() - start)
     assert min(took) < 0.05  # the best of five: the machine may be busy
-    assert resolve_cluster("here:2").devices == 2
+    assert resolve_cluster("here:2").device_count == 2
     assert replace(config) == config

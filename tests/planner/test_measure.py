@@ -112,7 +112,7 @@ def test_what_cannot_be_measured_is_refused_first(words, said, capsys, tmp_path,
 def test_one_device_has_no_curves_and_is_a_cluster_all_the_same(tmp_path):
     seen = MachineMeasurement("a device", 8e9, [MatmulRate("fp32", 1, 2, 3, 123456.0)], 1.23456e9, 2e-6, [], True)
     cluster = measured_cluster(seen, 1)
-    assert cluster.device.products[0].rate == 123500.0  # as many digits as a measurement has
+    assert cluster.device.measured_matmuls[0].flops_per_second == 123500.0  # as many digits as a measurement has
     write_cluster(cluster, ["alone"], measurement_file(tmp_path / "one.toml"))
     assert read_cluster(tmp_path / "one.toml") == cluster
 
@@ -122,21 +122,21 @@ def test_a_hop_takes_what_the_smallest_all_reduce_took_divided_by_its_hops():
     rate = size * bus_factor("all_reduce", ranks) / seconds
     curves = [BandwidthCurve("all_reduce", ranks, ((size, rate), (2 * size, 3 * rate), (4 * size, 2 * rate)))]
     seen = MachineMeasurement("a device", 8e9, [MatmulRate("bf16", 1, 2, 3, 1.0)], 1e9, 2e-6, curves, False)
-    link = measured_cluster(seen, ranks).inside
+    link = measured_cluster(seen, ranks).intra_node
     assert link.latency == pytest.approx(seconds / (2 * (ranks - 1)), rel=1e-3)
     assert link.bandwidth == pytest.approx(3 * rate, rel=1e-3)  # a curve that falls again is left as it is
-    assert [size for size, _ in link.curve] == [1024.0, 2048.0, 4096.0]
+    assert [size for size, _ in link.bandwidth_curve] == [1024.0, 2048.0, 4096.0]
 
 
 def test_a_call_is_timed_in_batches_and_few_times_if_it_is_slow(monkeypatch):
     crew, calls = TimingGroup(1, torch.device("cpu")), []
     now = iter(range(10**6))
     monkeypatch.setattr("time.perf_counter", lambda: float(next(now)))
-    assert crew.seconds(lambda: calls.append(1), share=0.1) == 1.0  # a clock that ticks once a call
+    assert crew.median_seconds(lambda: calls.append(1), share=0.1) == 1.0  # a clock that ticks once a call
     assert len(calls) == 2 + MIN_BATCHES
     monkeypatch.undo()
     calls.clear()
-    assert 0 < crew.seconds(lambda: calls.append(1), share=0.01) < 1
+    assert 0 < crew.median_seconds(lambda: calls.append(1), share=0.01) < 1
     assert len(calls) > MIN_BATCHES * 10
     assert MAX_CALLS > 10
 
@@ -150,7 +150,7 @@ def test_what_one_thing_overdraws_the_next_ones_do_without(monkeypatch):
     now = iter([0.0, 1.0, 9.0, 20.0])
     monkeypatch.setattr("time.monotonic", lambda: next(now))
     allowance = TimeBudget(TimingGroup(1, torch.device("cpu")), 10.0, 3)
-    assert [allowance.share() for _ in range(3)] == [3.0, 0.5, 0.0]
+    assert [allowance.next_share() for _ in range(3)] == [3.0, 0.5, 0.0]
 
 
 @pytest.mark.parametrize(

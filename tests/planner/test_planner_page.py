@@ -26,14 +26,14 @@ def device_rows() -> list[str]:
     rows = []
     for name, device in DEVICES.items():
         per_node, inside, between = NODES[name]
-        rates = "/".join(f"{device.peak[kind] / TERA:g}" for kind in ("bf16", "fp8", "fp4"))
+        rates = "/".join(f"{device.peak_flops[kind] / TERA:g}" for kind in ("bf16", "fp8", "fp4"))
         reached = "/".join(
-            f"{device.sustained.get(kind, device.sustained['bf16']):g}" for kind in ("bf16", "fp8", "fp4")
+            f"{device.sustained_fraction.get(kind, device.sustained_fraction['bf16']):g}"
+            for kind in ("bf16", "fp8", "fp4")
         )
         links = f"{per_node} x {inside.bandwidth / GB:g} | {between.bandwidth / GB:g}"
-        rows.append(
-            f"| {name} | {rates} | {reached} | {device.stream / TERA:g} | {device.memory / 2**30:.1f} | {links} |"
-        )
+        memory = f"{device.memory_bandwidth / TERA:g} | {device.memory / 2**30:.1f}"
+        rows.append(f"| {name} | {rates} | {reached} | {memory} | {links} |")
     return rows
 
 

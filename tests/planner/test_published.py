@@ -68,9 +68,9 @@ def test_deepseek_v3_is_counted_without_the_biases_of_its_routers_and_without_mt
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_counted_as_its_parameters_are_laid_out(preset):
     found = resolve_model(preset)
-    assert found.architecture.parameters == sum(prod(shape.dims) for shape in decoder_shapes(found.model))
-    assert found.run is not None
-    assert found.architecture == Architecture.of(found.run.model, preset)
+    assert found.architecture.parameters == sum(prod(shape.dims) for shape in decoder_shapes(found.model_config))
+    assert found.run_config is not None
+    assert found.architecture == Architecture.from_config(found.run_config.model, preset)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_what_our_decoder_trains_has_the_same_parameters_and_what_it_does_not_is
     if reason:
         assert (model, said) == (None, reason)
     else:
-        same = Architecture.of(model, found.architecture.name)
+        same = Architecture.from_config(model, found.architecture.name)
         assert same == replace(found.architecture, window=0)
         assert same.parameters == COUNTED[name]["parameters"]
 
@@ -183,10 +183,10 @@ def test_a_word_is_a_preset_a_run_file_a_config_or_its_folder(tmp_path):
     by_folder, by_file = resolve_model(str(folder)), resolve_model(str(folder / "config.json"))
     assert by_folder == by_file
     assert by_folder.architecture.name == "Meta-Llama-3-8B"
-    assert by_folder.model.layers == 32
-    assert by_folder.run is None
+    assert by_folder.model_config.layers == 32
+    assert by_folder.run_config is None
     own = resolve_model(str(tmp_path / "own.toml"), ["--steps=7"])
-    assert (own.architecture.layers, own.run.steps, own.architecture.name) == (3, 7, "own")
+    assert (own.architecture.layers, own.run_config.steps, own.architecture.name) == (3, 7, "own")
     assert resolve_model("tiny", ["--model.layers=2"]).architecture.layers == 2
     for word in ("", "llama-9b", str(tmp_path / "none.json")):
         with pytest.raises(ConfigError, match="neither a preset nor a file; allowed: tiny, small"):

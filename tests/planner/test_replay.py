@@ -58,21 +58,21 @@ def row(**changes: Any) -> dict[str, Any]:
 
 def test_a_run_that_took_twice_as_long_is_not_inside_its_interval() -> None:
     one = replay_run(parse_run(row(), "right"))
-    assert one.inside
+    assert one.inside_interval
     assert one.error is not None
-    twice = {"reported": {"step_time_s": 2 * (one.record.seconds or 0)}, "derived": {}}
+    twice = {"reported": {"step_time_s": 2 * (one.run.seconds or 0)}, "derived": {}}
     wrong = replay_run(parse_run(row(**twice), "wrong"))
-    assert not wrong.inside
+    assert not wrong.inside_interval
     assert wrong.error is not None
     assert wrong.error < -0.4
 
 
 def test_ranking_notices_a_wrong_order() -> None:
     one = replay_run(parse_run(row(), "one"))
-    assert one.record.seconds
-    longer = parse_run(row(global_batch=2 * one.record.job.batch.global_), "longer")
-    shorter_than_predicted = {"reported": {"step_time_s": one.record.seconds / 2}, "derived": {}}
-    swapped = parse_run(row(global_batch=2 * one.record.job.batch.global_, **shorter_than_predicted), "swapped")
+    assert one.run.seconds
+    longer = parse_run(row(global_batch=2 * one.run.job.batch.global_), "longer")
+    shorter_than_predicted = {"reported": {"step_time_s": one.run.seconds / 2}, "derived": {}}
+    swapped = parse_run(row(global_batch=2 * one.run.job.batch.global_, **shorter_than_predicted), "swapped")
     assert longer.seconds is not None
     assert rank_sweep([one, replay_run(swapped)]) == (-1.0, 1.0)
 
@@ -112,8 +112,8 @@ def test_records_of_a_stranger_are_left_out_not_followed(tmp_path: Path) -> None
 def test_a_record_without_what_matters_says_what_was_assumed() -> None:
     stated = row()
     del stated["recompute"]
-    assert parse_run(stated, "one").assumed
-    assert not parse_run(row(), "other").assumed
+    assert parse_run(stated, "one").assumptions
+    assert not parse_run(row(), "other").assumptions
 
 
 def test_words_of_other_records_are_understood() -> None:
@@ -125,4 +125,4 @@ def test_words_of_other_records_are_understood() -> None:
     places = row()["layout"]
     assert parse_run(row(layout=places | {"sharding": "ZeRO-3"}), "zero").job.sharding == "parameters"
     assert parse_run(row(layout={"dp": places["dp"], "sharding": "zero3"}), "few").job.layout == plain.job.layout
-    assert parse_run(row(layout=places | {"sharding": "of its own"}), "own").assumed
+    assert parse_run(row(layout=places | {"sharding": "of its own"}), "own").assumptions

@@ -20,13 +20,13 @@ from meshwright.topology.unsupported import validate
 
 def everything(at: CostCache):
     """Every choice that fits, is allowed and fills its schedule; nothing else is left out."""
-    for frame in frames(at.work, at.cluster.devices, at.cluster.per_node, Space()):
+    for frame in frames(at.work, at.cluster.device_count, at.cluster.devices_per_node, Space()):
         for sharding, options in layouts(at.work, frame, Space()):
-            sizes = divisors(at.work.batch // frame.data)
+            sizes = divisors(at.work.global_batch // frame.data)
             for layout, micro, recompute in product(options, sizes, RECOMPUTED):
                 for kind, each in schedules(at.work, frame):
                     choice = Choice(layout, micro, sharding, recompute, kind, each, frame.method)
-                    if not fills(kind, frame.pipeline, at.work.batch // frame.data // micro):
+                    if not fills(kind, frame.pipeline, at.work.global_batch // frame.data // micro):
                         continue
                     if refusal(at.work, choice) is None and at.fits(choice):
                         yield choice
@@ -53,8 +53,8 @@ def test_every_plan_fits_runs_and_uses_every_device(model, cluster):
     assert whole.found.ranked
     for found in [*whole.found.ranked, *whole.found.front]:
         assert found.fits
-        assert found.job.layout.ranks == whole.cluster.devices
-        layout, batch = validate(settings_of(whole.work.base, Choice.of(found.job)))
+        assert found.job.layout.ranks == whole.cluster.device_count
+        layout, batch = validate(settings_of(whole.work.base_config, Choice.of(found.job)))
         assert (layout, batch) == (found.job.layout, found.job.batch)
 
 
@@ -100,7 +100,7 @@ def test_sixteen_thousand_devices_are_searched_in_seconds_and_without_torch():
 def test_tensor_groups_stay_inside_a_node_unless_nothing_else_fits():
     for model, cluster in CASES:
         whole = answered(model, cluster)
-        assert all(found.job.layout.tensor <= whole.cluster.per_node for found in whole.found.ranked)
+        assert all(found.job.layout.tensor <= whole.cluster.devices_per_node for found in whole.found.ranked)
     words = [f"--layout.{axis}=1" for axis in ("pipeline", "context")] + ["--layout.shard=none"]
     found = search(desk("llama-8b", "h100:2x4", *words, "--batch.global=8", "--model.layers=80"))
     assert {one.job.layout.tensor for one in found.ranked} <= {4, 8}
@@ -133,7 +133,7 @@ def test_a_schedule_is_pinned_with_its_stages():
         "--pipeline.stages=4",
         "--batch.global=64",
     )
-    assert {(one.job.schedule, one.job.stages) for one in search(at).ranked} == {("interleaved", 4)}
+    assert {(one.job.schedule, one.job.stages_per_rank) for one in search(at).ranked} == {("interleaved", 4)}
 
 
 def test_a_model_that_our_decoder_does_not_train_is_planned_by_the_usual_rules():
@@ -142,9 +142,9 @@ def test_a_model_that_our_decoder_does_not_train_is_planned_by_the_usual_rules()
     assert found
     for one in found:
         layout, model = one.job.layout, work.model
-        assert one.job.run is None
+        assert one.job.run_config is None
         assert model.heads % layout.tensor == model.expert_ffn % layout.tensor == 0
-        assert layout.pipeline * one.job.stages <= model.layers
+        assert layout.pipeline * one.job.stages_per_rank <= model.layers
         assert model.experts % layout.expert == 0
         assert layout.fold % layout.expert == 0
         assert one.job.batch.global_ == one.job.batch.micro * layout.data_degree * one.job.batch.accumulation
@@ -163,7 +163,7 @@ def test_the_space_is_what_a_search_keeps_to():
             layout = one.job.layout
             used = {axis for axis in ("tensor", "pipeline", "context", "expert") if getattr(layout, axis) > 1}
             assert used | ({"shard"} if one.job.sharding in KINDS else set()) <= set(axes)
-            assert one.job.recompute == "none"
+            assert one.job.activation_checkpoint == "none"
 
 
 def test_divisors_are_all_of_them():

@@ -26,7 +26,7 @@ H200 = Rate(683e12, 4.1e12, 132, 2)
 
 def job(*words: str, device: str = "h100", preset_name: str = "llama-8b") -> PlannedJob:
     config = load(None, (f"--preset={preset_name}", *words))
-    return PlannedJob.of(config, preset_cluster(device, Layout.of(config.layout).ranks))
+    return PlannedJob.from_config(config, preset_cluster(device, Layout.of(config.layout).ranks))
 
 
 def test_products_take_what_they_were_measured_to() -> None:
@@ -68,7 +68,7 @@ def test_a_group_of_whole_nodes_drives_all_their_adapters() -> None:
 def test_a_measured_curve_takes_the_place_of_latency_and_bandwidth() -> None:
     """Points of eight H200 on one node: bytes of an all-reduce, and bytes a second on the bus."""
     curve = ((2.0**20, 39.93e9), (2.0**24, 219.89e9), (2.0**28, 436.15e9), (2.0**34, 482.26e9))
-    cluster = replace(preset_cluster("h200", 8), inside=Link(450e9, 3e-6, curve))
+    cluster = replace(preset_cluster("h200", 8), intra_node=Link(450e9, 3e-6, curve))
     for size, rate in curve:
         assert isclose(
             collective_seconds(cluster, "all_reduce", size, GroupPlacement(8, 8)), 1.75 * size / rate, rel_tol=1e-6
@@ -98,7 +98,7 @@ def test_messages_that_are_timed_are_those_that_are_sent(name: str) -> None:
     config = load(None, ("--preset=llama-8b", *LAYOUTS[name], "--batch.global=64", "--batch.micro=2"))
     layout = Layout.of(config.layout)
     timed: Counter[str] = Counter()
-    for call in estimate(PlannedJob.of(config, preset_cluster("h100", 8))).calls:
+    for call in estimate(PlannedJob.from_config(config, preset_cluster("h100", 8))).calls:
         timed[call.axis.split("+")[0]] += int(call.message * call.count)
     sent: Counter[str] = Counter()
     for row in traffic(config, layout, batch_algebra(config.batch, layout.data_degree), layout.ranks // 2):
@@ -123,7 +123,7 @@ def test_phases_add_up_and_the_interval_holds_them() -> None:
     found = estimate(job("--layout.replicate=8", "--layout.shard=parameters", "--batch.micro=1"))
     assert isclose(found.seconds, sum(found.phases.values()))
     assert found.low < found.seconds < found.high
-    assert found.doubt
+    assert found.main_uncertainty
     assert 0.2 < found.mfu <= found.hfu < 0.8
 
 
@@ -146,5 +146,5 @@ def test_more_micro_batches_shrink_the_bubble() -> None:
 
 def test_slower_links_never_help() -> None:
     fast = job("--layout.replicate=64", "--layout.shard=parameters", "--batch.global=64")
-    slow = replace(fast, cluster=replace(fast.cluster, between=Link(5e9, 1e-5)))
+    slow = replace(fast, cluster=replace(fast.cluster, inter_node=Link(5e9, 1e-5)))
     assert estimate(slow).seconds > 1.5 * estimate(fast).seconds

@@ -51,7 +51,7 @@ def of_plan(plan, file, *words, ranks=None, steps=None):
 def searched(file, devices, *words):
     """What the search says by itself."""
     work = workload_from_config(load(file), words)
-    return search(CostCache(work, resolve_cluster("here").of(devices))).ranked[0]
+    return search(CostCache(work, resolve_cluster("here").with_devices(devices))).ranked[0]
 
 
 @pytest.mark.parametrize("memory", [4e9, 0.9e6, 0.7e6])

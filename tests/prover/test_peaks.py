@@ -41,7 +41,7 @@ def launched(rows: tuple[str, ...], ranks: int) -> dict[str, list[int]]:
 def errors(row: str, rows: tuple[str, ...]) -> list[float]:
     config = in_proportion(row)
     layout, _ = validate(config)
-    measured, said = launched(rows, layout.ranks)[row], memory(PlannedJob.of(config, MACHINE))
+    measured, said = launched(rows, layout.ranks)[row], memory(PlannedJob.from_config(config, MACHINE))
     found = []
     for rank in range(layout.ranks):
         group = layout.group(rank, "expert") if layout.expert > 1 else [rank]

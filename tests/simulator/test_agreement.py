@@ -65,7 +65,7 @@ def memory_off(row: str) -> list[str]:
     """Where the peak of all tensors is not within 5 % of the planner's, on the first and the last rank."""
     config = in_proportion(row)
     layout, batch = validate(config)
-    said = memory(PlannedJob.of(config, MACHINE))
+    said = memory(PlannedJob.from_config(config, MACHINE))
     found = []
     allowed = KNOWN.get(row, 0.05)
     for rank in (0, layout.ranks - 1):

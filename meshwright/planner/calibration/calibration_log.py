@@ -44,64 +44,71 @@ class JobSignature:
     """What the time and memory of a job depend on most."""
 
     device: str
-    stack: str
+    trainer: str
     precision: str
-    recompute: str
+    activation_checkpoint: str
     sharding: str
-    parameters: Size
+    active_parameters: Size
     """that a token meets"""
     width: Size
     sequence: Size
-    tokens: Size
+    tokens_per_micro_batch: Size
     """of one rank in one micro-step"""
     layout: Layout
 
     @classmethod
-    def of(cls, job: PlannedJob) -> JobSignature:
+    def from_job(cls, job: PlannedJob) -> JobSignature:
         return cls(
             job.cluster.device.name,
-            job.stack.name,
+            job.trainer.name,
             job.precision,
-            job.recompute,
+            job.activation_checkpoint,
             job.sharding,
             job.model.active_parameters,
             job.model.width,
             job.sequence,
-            job.micro_tokens,
+            job.tokens_per_micro_batch,
             job.layout,
         )
 
     @cached_property
-    def sizes(self) -> tuple[float, ...]:
+    def log2_sizes(self) -> tuple[float, ...]:
         """In doublings: of the work, then of how it is spread."""
         layout = self.layout
         return tuple(
             log2(size)
-            for size in (self.parameters, self.width, self.sequence, self.tokens, *layout.degrees, layout.expert)
+            for size in (
+                self.active_parameters,
+                self.width,
+                self.sequence,
+                self.tokens_per_micro_batch,
+                *layout.degrees,
+                layout.expert,
+            )
         )
 
     @property
-    def work(self) -> tuple[str, str, str, int, int, int]:
+    def workload_key(self) -> tuple[str, str, str, int, int, int]:
         """What no plan changes."""
-        return self.device, self.stack, self.precision, self.parameters, self.width, self.sequence
+        return self.device, self.trainer, self.precision, self.active_parameters, self.width, self.sequence
 
-    def alike(self, other: JobSignature) -> bool:
+    def is_comparable(self, other: JobSignature) -> bool:
         """Another device, precision or software is another matter altogether, and so is work of quite another size."""
-        if (self.device, self.stack, self.precision) != (other.device, other.stack, other.precision):
+        if (self.device, self.trainer, self.precision) != (other.device, other.trainer, other.precision):
             return False
-        return float(sum(map(abs, map(sub, self.sizes[:3], other.sizes[:3])))) <= FAR
+        return float(sum(map(abs, map(sub, self.log2_sizes[:3], other.log2_sizes[:3])))) <= FAR
 
     def distance(self, other: JobSignature) -> float:
         """In doublings of what differs."""
-        kinds = (self.recompute != other.recompute) + (self.sharding != other.sharding)
-        return kinds + float(sum(map(abs, map(sub, self.sizes, other.sizes))))
+        kinds = (self.activation_checkpoint != other.activation_checkpoint) + (self.sharding != other.sharding)
+        return kinds + float(sum(map(abs, map(sub, self.log2_sizes, other.log2_sizes))))
 
 
 @dataclass(frozen=True)
 class CalibrationRecord:
     cluster: str
     model: str
-    shape: JobSignature
+    signature: JobSignature
     predicted_seconds: Seconds
     measured_seconds: Seconds
     """of a step, the median of the run"""
@@ -109,11 +116,11 @@ class CalibrationRecord:
     measured_memory: Bytes | None = None
 
     @classmethod
-    def of(
+    def from_job(
         cls, job: PlannedJob, seconds: tuple[float, float], memory: tuple[float, float] | None = None
     ) -> CalibrationRecord:
         """Both as (predicted, measured)."""
-        return cls(job.cluster.name, job.model.name, JobSignature.of(job), *seconds, *(memory or (None, None)))
+        return cls(job.cluster.name, job.model.name, JobSignature.from_job(job), *seconds, *(memory or (None, None)))
 
     def ratio(self, figure: str) -> float | None:
         """Measured / predicted."""
@@ -128,7 +135,7 @@ class CorrectionFactor:
     ratio: float = 1.0
     spread: float = 1.0
     """measured / corrected lay between 1 / spread and spread in four of five of the records"""
-    n: int = 0
+    runs: int = 0
     """records that it is made of; fewer than three say little of the spread"""
 
 
@@ -188,7 +195,7 @@ def lines_of(path: Path) -> list[bytes]:
 
 def read_record(tree: Any) -> CalibrationRecord:
     record: CalibrationRecord = build(CalibrationRecord, tree, "")
-    if not all(1 <= degree <= 1 << 24 for degree in asdict(record.shape.layout).values()):
+    if not all(1 <= degree <= 1 << 24 for degree in asdict(record.signature.layout).values()):
         raise ConfigError("a degree of a layout is out of range", "allowed: from 1 on")
     return record
 
@@ -202,8 +209,8 @@ def correction_factor(shape: JobSignature, records: Sequence[CalibrationRecord],
     rated = []
     for age, record in enumerate(reversed(records)):
         ratio = record.ratio(figure)
-        if ratio and shape.alike(record.shape):
-            rated.append((shape.distance(record.shape), age, log(ratio)))
+        if ratio and shape.is_comparable(record.signature):
+            rated.append((shape.distance(record.signature), age, log(ratio)))
     if not rated:
         return CorrectionFactor()
     nearest = sorted(rated)[:MAX_NEAREST_RECORDS]

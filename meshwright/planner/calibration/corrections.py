@@ -40,45 +40,47 @@ class Corrections:
     """Measured runs, and what they make of estimates."""
 
     records: tuple[CalibrationRecord, ...] = ()
-    damaged: int = 0
+    damaged_lines: int = 0
     """lines of the file that could not be read, and were passed over"""
-    known: dict[tuple[JobSignature, str], CorrectionFactor] = field(default_factory=dict, compare=False, repr=False)
-    near: dict[tuple[Any, ...], list[CalibrationRecord]] = field(default_factory=dict, compare=False, repr=False)
+    factors: dict[tuple[JobSignature, str], CorrectionFactor] = field(default_factory=dict, compare=False, repr=False)
+    comparable: dict[tuple[Any, ...], list[CalibrationRecord]] = field(default_factory=dict, compare=False, repr=False)
 
-    def correction(self, job: PlannedJob, figure: str) -> CorrectionFactor:
+    def factor(self, job: PlannedJob, figure: str) -> CorrectionFactor:
         if not self.records:
             return CorrectionFactor()
-        key = JobSignature.of(job), figure
-        if key not in self.known:
-            self.known[key] = correction_factor(key[0], self.alike(key[0]), figure)
-        return self.known[key]
+        key = JobSignature.from_job(job), figure
+        if key not in self.factors:
+            self.factors[key] = correction_factor(key[0], self.comparable_records(key[0]), figure)
+        return self.factors[key]
 
-    def alike(self, shape: JobSignature) -> list[CalibrationRecord]:
+    def comparable_records(self, shape: JobSignature) -> list[CalibrationRecord]:
         """Looked for once: all plans of a search are of the same work."""
-        if shape.work not in self.near:
-            self.near[shape.work] = [record for record in self.records if shape.alike(record.shape)]
-        return self.near[shape.work]
+        if shape.workload_key not in self.comparable:
+            self.comparable[shape.workload_key] = [
+                record for record in self.records if shape.is_comparable(record.signature)
+            ]
+        return self.comparable[shape.workload_key]
 
-    def weighed(self, job: PlannedJob, stages: list[Memory]) -> list[Memory]:
+    def correct_memory(self, job: PlannedJob, stages: list[Memory]) -> list[Memory]:
         """Parameters, gradients and the optimizer's state are exact: what differs is taken for activations."""
-        ratio = self.correction(job, "memory").ratio
+        ratio = self.factor(job, "memory").ratio
         return stages if ratio == 1 else [more_active(stage, (ratio - 1) * stage.tensors) for stage in stages]
 
-    def timed(self, found: Estimate) -> Estimate:
+    def correct_estimate(self, found: Estimate) -> Estimate:
         """Seconds by the runs' ratio. Their spread takes the place of the doubt, the more of them there are."""
-        seconds, memory = (self.correction(found.job, figure) for figure in ("seconds", "memory"))
-        if self.damaged:
-            lost = f"damaged lines of {calibration_file()}, passed over: {self.damaged}"
+        seconds, memory = (self.factor(found.job, figure) for figure in ("seconds", "memory"))
+        if self.damaged_lines:
+            lost = f"damaged lines of {calibration_file()}, passed over: {self.damaged_lines}"
             found = replace(found, notes=[*found.notes, lost])
-        if not seconds.n:
+        if not seconds.runs:
             return found
         total = found.seconds * seconds.ratio
         width = log(found.high / found.low) / 2
-        if seconds.n >= TELLING:
-            width = max(LEAST, (TELLING * width + seconds.n * log(seconds.spread)) / (TELLING + seconds.n))
+        if seconds.runs >= TELLING:
+            width = max(LEAST, (TELLING * width + seconds.runs * log(seconds.spread)) / (TELLING + seconds.runs))
         middle = total * sqrt(found.high * found.low) / found.seconds
         held = f", memory x{memory.ratio:.3g}" if abs(memory.ratio - 1) >= 0.005 else ""
-        runs = "1 run" if seconds.n == 1 else f"{seconds.n} runs"
+        runs = "1 run" if seconds.runs == 1 else f"{seconds.runs} runs"
         note = f"corrected x{seconds.ratio:.3g}{held} by {runs} like it on this machine"
         return replace(
             found,
@@ -102,13 +104,13 @@ def more_active(stage: Memory, more: float) -> Memory:
 
 def is_this_machine(cluster: Cluster) -> bool:
     """Whether it is this machine as it was measured, or a part of it."""
-    if not cluster.device.products:
+    if not cluster.device.measured_matmuls:
         return False
     try:
         here = measured_machine()
     except ConfigError:  # never measured, or nothing that can be read
         return False
-    return (cluster.device, cluster.inside) == (here.device, here.inside)
+    return (cluster.device, cluster.intra_node) == (here.device, here.intra_node)
 
 
 def corrections_for(cluster: Cluster) -> Corrections:
@@ -126,8 +128,12 @@ def newest(device: str, file: Path, _states: tuple[tuple[int, int], ...]) -> tup
     times: Counter[JobSignature] = Counter()
     found, damaged = read_records(file)
     for record in reversed(found):
-        times[record.shape] += 1
-        if record.shape.device == device and times[record.shape] <= MAX_NEAREST_RECORDS and len(kept) < MOST_RECORDS:
+        times[record.signature] += 1
+        if (
+            record.signature.device == device
+            and times[record.signature] <= MAX_NEAREST_RECORDS
+            and len(kept) < MOST_RECORDS
+        ):
             kept.append(record)
     return tuple(reversed(kept)), damaged
 

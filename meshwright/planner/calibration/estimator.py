@@ -16,4 +16,4 @@ def estimate(
     `lessons`: the runs that correct it (default: those that finished on this machine, where it is this machine's).
     """
     lessons = corrections_for(job.cluster) if lessons is None else lessons
-    return lessons.timed(timed(job, lessons.weighed(job, memory(job)), unstated, exact))
+    return lessons.correct_estimate(timed(job, lessons.correct_memory(job, memory(job)), unstated, exact))

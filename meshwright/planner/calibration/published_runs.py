@@ -53,19 +53,19 @@ class PublishedRun:
     seconds: float | None
     memory: float | None
     """bytes, of the kind that `counted` says"""
-    counted: str
+    memory_kind: str
     """reserved (the allocator's peak) or total (what the device shows)"""
-    oom: bool
+    out_of_memory: bool
     flagged: bool
-    assumed: tuple[str, ...]
+    assumptions: tuple[str, ...]
     """what the record does not say"""
 
     @property
-    def full(self) -> bool:
+    def fully_stated(self) -> bool:
         """Whether it says what it recomputes and how large a micro-batch is. Of vocabulary, half precision and sharding
         those of its software are taken where it is silent, as vTrain's are.
         """
-        return not self.flagged and not self.assumed
+        return not self.flagged and not self.assumptions
 
 
 def read_published_runs(path: Path) -> tuple[list[PublishedRun], dict[str, str]]:
@@ -132,7 +132,9 @@ def parse_run(row: dict[str, Any], name: str) -> PublishedRun:
         assumed.append("micro-batch of 1")
     local = whole // degrees["dp"]
     each = int(micro or 1)
-    if stack.splits and pipeline > 1:  # the record's micro-batch is what all of a pipeline's are cut from
+    if (
+        stack.splits_batch_by_stage and pipeline > 1
+    ):  # the record's micro-batch is what all of a pipeline's are cut from
         each = max(1, local // pipeline)
     each = max(1, min(each, local))
     recompute = recomputed(row.get("recompute"), assumed)
@@ -141,7 +143,7 @@ def parse_run(row: dict[str, Any], name: str) -> PublishedRun:
         raise ValueError(f"{pipeline} stages, {virtual} a rank, of {model.layers} layers")
     sp = places.get("sp")
     if sp is not None:
-        stack = replace(stack, cut_sequence=bool(sp))
+        stack = replace(stack, sequence_parallel=bool(sp))
     job = PlannedJob(
         model,
         cluster,
@@ -154,7 +156,7 @@ def parse_run(row: dict[str, Any], name: str) -> PublishedRun:
         1,
         "interleaved" if virtual > 1 else "1f1b",
         virtual,
-        stack.method,
+        stack.context_method,
         stack,
     )
     reported = row.get("reported", {})
@@ -181,7 +183,7 @@ def architecture(model: dict[str, Any]) -> Architecture:
         inner or int(model.get("moe_ffn") or 4 * width),
         count({"vocab": vocab}, "vocab", most=1 << 24),
         gated=bool(model.get("gated", True)),
-        tied=bool(model.get("tied", False)),
+        tied_embeddings=bool(model.get("tied", False)),
         norm="rms" if model.get("gated", True) else "layer",
         bias=not model.get("gated", True),
         experts=experts,
@@ -189,7 +191,7 @@ def architecture(model: dict[str, Any]) -> Architecture:
         experts_shared=int(model.get("shared_experts") or 0),
         expert_ffn=int(model.get("moe_ffn") or 0),
         dense_layers=int(model.get("dense_layers") or 0),
-        latent=DEEPSEEK if model.get("attention") == "MLA" else None,
+        latent_attention=DEEPSEEK if model.get("attention") == "MLA" else None,
     )
 
 
@@ -209,11 +211,11 @@ def recomputed(word: Any, assumed: list[str]) -> str:
 def sharded(word: Any, stack: TrainerProfile, assumed: list[str]) -> str:
     """What a record says of it, or else what its software does."""
     if word is None:
-        return stack.sharding
+        return stack.default_sharding
     found = SHARDING.get(re.sub(r"[^a-z0-9]", "", str(word).lower()))
     if found is None:
         assumed.append(f"sharding as usual, for {str(word)[:20]!r}")
-    return found or stack.sharding
+    return found or stack.default_sharding
 
 
 def precision_of(word: Any) -> str:
@@ -234,7 +236,7 @@ def seconds_of(reported: dict[str, Any], derived: dict[str, Any], job: PlannedJo
         return job.batch.global_ / figure(reported["samples_per_s"])
     for key, devices in (("tokens_per_s", 1), ("tokens_per_s_per_gpu", job.layout.ranks)):
         if key in reported:
-            return job.tokens / figure(reported[key]) / devices
+            return job.tokens_per_step / figure(reported[key]) / devices
     return None
 
 
@@ -272,6 +274,6 @@ def cluster_of(gpu: str, devices: int, text: str) -> Cluster:
     for pattern, rate, each in NETWORKS:
         if found := re.search(pattern, text):
             share = figure(found[1] or 1) * rate / 8 * GB / (1 if each else NODES[name][0])
-            cluster = replace(cluster, between=replace(cluster.between, bandwidth=share))
+            cluster = replace(cluster, inter_node=replace(cluster.inter_node, bandwidth=share))
             break
     return cluster

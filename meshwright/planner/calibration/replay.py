@@ -33,26 +33,26 @@ SWEEP = 3
 class ReplayedRun:
     """A record, and what is predicted of it."""
 
-    record: PublishedRun
+    run: PublishedRun
     estimate: Estimate
 
     @property
     def error(self) -> float | None:
         """Of the step's seconds; 0.1 is ten percent too long."""
-        return self.estimate.seconds / self.record.seconds - 1 if self.record.seconds else None
+        return self.estimate.seconds / self.run.seconds - 1 if self.run.seconds else None
 
     @property
-    def memory(self) -> float:
+    def predicted_memory(self) -> float:
         heaviest = self.estimate.heaviest
-        return heaviest.total if self.record.counted == "total" else heaviest.reserved
+        return heaviest.total if self.run.memory_kind == "total" else heaviest.reserved
 
     @property
     def memory_error(self) -> float | None:
-        return self.memory / self.record.memory - 1 if self.record.memory else None
+        return self.predicted_memory / self.run.memory - 1 if self.run.memory else None
 
     @property
-    def inside(self) -> bool:
-        return self.record.seconds is not None and self.estimate.low <= self.record.seconds <= self.estimate.high
+    def inside_interval(self) -> bool:
+        return self.run.seconds is not None and self.estimate.low <= self.run.seconds <= self.estimate.high
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class SourceScore:
 
 
 def replay_run(record: PublishedRun) -> ReplayedRun:
-    return ReplayedRun(record, estimate(record.job, unstated=bool(record.assumed)))
+    return ReplayedRun(record, estimate(record.job, unstated=bool(record.assumptions)))
 
 
 def replay(path: Path) -> dict[str, Any]:
@@ -98,9 +98,9 @@ def replay(path: Path) -> dict[str, Any]:
             left[record.name] = f"it cannot be: {error}"
     by_source: dict[str, list[ReplayedRun]] = defaultdict(list)
     for one in twins:
-        by_source[family(one.record.source)].append(one)
+        by_source[family(one.run.source)].append(one)
     scores = [score(source, rows) for source, rows in sorted(by_source.items())]
-    stated = [one for one in twins if one.record.full]
+    stated = [one for one in twins if one.run.fully_stated]
     scores.append(score("fully stated", stated))
     scores.append(score("all", twins))
     return {
@@ -112,13 +112,13 @@ def replay(path: Path) -> dict[str, Any]:
 
 
 def told(one: ReplayedRun) -> dict[str, Any]:
-    record, found = one.record, one.estimate
+    record, found = one.run, one.estimate
     return {
         "id": record.name,
-        "software": found.job.stack.name,
-        "assumed": list(record.assumed),
+        "software": found.job.trainer.name,
+        "assumed": list(record.assumptions),
         "seconds": {"predicted": found.seconds, "low": found.low, "high": found.high, "measured": record.seconds},
-        "memory": {"predicted": one.memory, "measured": record.memory, "counted": record.counted},
+        "memory": {"predicted": one.predicted_memory, "measured": record.memory, "counted": record.memory_kind},
         "fits": found.fits,
         "phases": found.phases,
     }
@@ -132,8 +132,8 @@ def family(source: str) -> str:
 def score(source: str, twins: list[ReplayedRun]) -> SourceScore:
     errors = [abs(one.error) for one in twins if one.error is not None]
     weighed = [abs(one.memory_error) for one in twins if one.memory_error is not None]
-    oom = [one for one in twins if one.record.oom]
-    ran = [one for one in twins if not one.record.oom and one.record.seconds and not one.record.assumed]
+    oom = [one for one in twins if one.run.out_of_memory]
+    ran = [one for one in twins if not one.run.out_of_memory and one.run.seconds and not one.run.assumptions]
     ranks = [rank_sweep(rows) for rows in sweeps(twins)]
     return SourceScore(
         source,
@@ -142,8 +142,8 @@ def score(source: str, twins: list[ReplayedRun]) -> SourceScore:
         middle(errors),
         ninth(errors),
         average(errors),
-        middle([alone(one) for one in twins if one.record.seconds]),
-        share(one.inside for one in twins if one.record.seconds),
+        middle([alone(one) for one in twins if one.run.seconds]),
+        share(one.inside_interval for one in twins if one.run.seconds),
         len(weighed),
         middle(weighed),
         ninth(weighed),
@@ -159,19 +159,19 @@ def score(source: str, twins: list[ReplayedRun]) -> SourceScore:
 
 def alone(one: ReplayedRun) -> float:
     """The error with the constants of the nearest other software, as if this source had never been seen."""
-    job = replace(one.record.job, stack=unfitted_profile(one.record.job.stack))
+    job = replace(one.run.job, trainer=unfitted_profile(one.run.job.trainer))
     found = estimate(job, unstated=True)
-    return abs(found.seconds / one.record.seconds - 1) if one.record.seconds else 0.0
+    return abs(found.seconds / one.run.seconds - 1) if one.run.seconds else 0.0
 
 
 def sweeps(twins: list[ReplayedRun]) -> Iterable[list[ReplayedRun]]:
     """Runs of one source that did the same work on as many of the same devices."""
     groups: dict[Any, list[ReplayedRun]] = defaultdict(list)
     for one in twins:
-        job = one.record.job
-        if one.record.seconds:
-            work = (job.model, job.sequence, job.batch.global_, job.precision, job.recompute)
-            groups[(family(one.record.source), job.cluster.device.name, job.layout.ranks, work)].append(one)
+        job = one.run.job
+        if one.run.seconds:
+            work = (job.model, job.sequence, job.batch.global_, job.precision, job.activation_checkpoint)
+            groups[(family(one.run.source), job.cluster.device.name, job.layout.ranks, work)].append(one)
     return (rows for rows in groups.values() if len(rows) >= SWEEP)
 
 
@@ -179,7 +179,7 @@ def rank_sweep(rows: list[ReplayedRun]) -> tuple[float | None, float]:
     """Kendall's tau of predicted and measured seconds, none where nothing differs, and the regret of the predicted
     best; of equally good ones, the mean.
     """
-    seconds = [(one.estimate.seconds, one.record.seconds or 0.0) for one in rows]
+    seconds = [(one.estimate.seconds, one.run.seconds or 0.0) for one in rows]
     agree = total = 0
     for place, (guess, real) in enumerate(seconds):
         for other, truth in seconds[:place]:

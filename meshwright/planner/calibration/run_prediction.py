@@ -27,9 +27,9 @@ from meshwright.planner.workload.planned_job import PlannedJob
 
 LONGEST = 0.04
 """Seconds that a start may spend on exact bytes; ranks of a pipeline that are left then are not told."""
-UNTIMED = ("seconds", "low", "high", "doubt", "phases", "exposed_seconds", "tokens_per_second", "mfu", "hfu")
+UNTIMED = ("seconds", "low", "high", "main_uncertainty", "phases", "exposed_seconds", "tokens_per_second", "mfu", "hfu")
 """What nobody can say of a machine that nobody knows."""
-ANY = Cluster("unknown", Device("cpu", 1e18, 1e9, {"bf16": 1e9}, host=True), 1, 1, Link(1e9, 1e-6), Link(1e9, 1e-6))
+ANY = Cluster("unknown", Device("cpu", 1e18, 1e9, {"bf16": 1e9}, is_cpu=True), 1, 1, Link(1e9, 1e-6), Link(1e9, 1e-6))
 """The host of a run, where it was never measured: formulas of memory ask what kind of device it is."""
 
 
@@ -37,16 +37,16 @@ ANY = Cluster("unknown", Device("cpu", 1e18, 1e9, {"bf16": 1e9}, host=True), 1, 
 class RunPrediction:
     """A prediction, and what is kept of it to learn from."""
 
-    tree: dict[str, Any]
-    plain: Estimate | None = None
+    record: dict[str, Any]
+    uncorrected: Estimate | None = None
     """uncorrected, where the machine is this one and was measured"""
 
-    def learn(self, seconds: float, tensors: float | None) -> CalibrationRecord | None:
+    def save_measurement(self, seconds: float, tensors: float | None) -> CalibrationRecord | None:
         """Remembers what the first rank measured, for later plans on this machine."""
-        if self.plain is None:
+        if self.uncorrected is None:
             return None
-        weighed = (self.plain.stages[0].tensors, tensors) if tensors else None
-        record = CalibrationRecord.of(self.plain.job, (self.plain.seconds, seconds), weighed)
+        weighed = (self.uncorrected.stages[0].tensors, tensors) if tensors else None
+        record = CalibrationRecord.from_job(self.uncorrected.job, (self.uncorrected.seconds, seconds), weighed)
         append_record(record)
         return record
 
@@ -69,7 +69,7 @@ def predict_run(
 def of_decoder(head: dict[str, Any], config: RunConfig, device: str, word: str | None) -> RunPrediction:
     cluster, note = cluster_for(config, device, word)
     known = cluster is not None
-    job = PlannedJob.of(config, cluster or likely(device))
+    job = PlannedJob.from_config(config, cluster or likely(device))
     found = estimate(job)
     here = known and is_this_machine(job.cluster)
     plain = estimate(job, lessons=UNCORRECTED) if here else None
@@ -103,18 +103,18 @@ def exactly(job: PlannedJob, config: RunConfig, host: bool) -> dict[str, Any]:
 
 def cluster_for(config: RunConfig, device: str, word: str | None) -> tuple[Cluster | None, str]:
     """The machine of a run, or none and why."""
-    ranks = PlannedJob.of(config, ANY).layout.ranks
+    ranks = PlannedJob.from_config(config, ANY).layout.ranks
     if word is None and not machine_file().exists():
         return None, "this machine was never measured (meshwright plan measure): no seconds are predicted"
     try:
         whole = measured_machine() if word is None else resolve_cluster(word)
     except ConfigError as error:
         return None, f"no seconds are predicted: {error.what}"
-    if word is None and not (whole.device.host if device == "cpu" else whole.device.name == device):
+    if word is None and not (whole.device.is_cpu if device == "cpu" else whole.device.name == device):
         return None, f"what was measured of this machine is its {whole.device.name}: no seconds are predicted"
-    if ranks > whole.devices or (ranks > whole.per_node and ranks % whole.per_node):
-        return None, f"{ranks} ranks on {whole.devices} devices of {whole.name}: no seconds are predicted"
-    return whole.of(ranks), ""
+    if ranks > whole.device_count or (ranks > whole.devices_per_node and ranks % whole.devices_per_node):
+        return None, f"{ranks} ranks on {whole.device_count} devices of {whole.name}: no seconds are predicted"
+    return whole.with_devices(ranks), ""
 
 
 def likely(device: str) -> Cluster:

@@ -69,7 +69,7 @@ class Setting:
     @property
     def between(self) -> float:
         """Tokens between matrices."""
-        return self.tokens / self.layout.tensor if self.stack.cut_sequence else self.tokens
+        return self.tokens / self.layout.tensor if self.stack.sequence_parallel else self.tokens
 
     @property
     def number(self) -> float:
@@ -78,7 +78,7 @@ class Setting:
     @property
     def stream(self) -> float:
         """Bytes of a number of the residual stream."""
-        return max(self.stack.residual, self.number) if self.stack.residual else self.number
+        return max(self.stack.residual_bytes, self.number) if self.stack.residual_bytes else self.number
 
     @property
     def sums(self) -> float:
@@ -109,9 +109,9 @@ def block(model: Architecture, setting: Setting, experts: bool) -> Block:
     heads, inner = attention(model, setting), feed_forward(model, setting, experts)
     stream = setting.between * model.width * setting.stream
     norms = 2 * (
-        setting.between * (model.width + 1) * setting.stream if not setting.stack.fused else 4 * setting.between
+        setting.between * (model.width + 1) * setting.stream if not setting.stack.fused_kernels else 4 * setting.between
     )
-    masks = 2 * setting.between * model.width if setting.stack.dropout else 0
+    masks = 2 * setting.between * model.width if setting.stack.dropout_masks else 0
     cast = weights_cast(model, setting, experts)
     whole = 2 * stream + norms + masks + heads.kept + inner.kept + cast
     # Attention comes after the feed-forward, which has then let go of what it kept.
@@ -126,8 +126,8 @@ def block(model: Architecture, setting: Setting, experts: bool) -> Block:
         again = setting.segment * whole - stream
         return Block(kept, whole, again + gradients, again + halving, waiting + whole - kept, cast)
     half = heads.attended + (products - heads.attended) / 2
-    less = {"products": stream + products, "half": stream + half, "attention": whole - heads.scores}
-    kept = less[setting.stack.selective]
+    less = {"matmuls": stream + products, "alternate_matmuls": stream + half, "all_but_scores": whole - heads.scores}
+    kept = less[setting.stack.selective_policy]
     again = whole - kept
     return Block(kept, inner.forward, again + gradients, again + halving, waiting + again, cast)
 
@@ -153,9 +153,9 @@ def inputs(model: Architecture, setting: Setting, matrices: int) -> float:
     layout, tokens = setting.layout, setting.tokens
     if layout.tensor > 1:
         copies = 1
-        tokens = setting.between if setting.stack.gathers_again else tokens
+        tokens = setting.between if setting.stack.regathers_in_backward else tokens
     else:
-        copies = matrices if not setting.stack.fused and setting.number != setting.stream else 1
+        copies = matrices if not setting.stack.fused_kernels and setting.number != setting.stream else 1
     return copies * tokens * model.width * setting.number
 
 
@@ -169,20 +169,22 @@ def attention(model: Architecture, setting: Setting) -> Part:
     layout, stack, e = setting.layout, setting.stack, setting.number
     tokens = setting.tokens / layout.tensor
     ranks = layout.context if setting.method == "all-to-all" else 1
-    if model.latent is None:
-        queries = values = model.heads * model.head
-        keys = 2 * max(model.kv_heads, min(ranks * layout.tensor, model.heads)) * model.head
+    if model.latent_attention is None:
+        queries = values = model.heads * model.head_dim
+        keys = 2 * max(model.kv_heads, min(ranks * layout.tensor, model.heads)) * model.head_dim
         low = 0
     else:
-        mla = model.latent
-        queries, values = model.heads * (mla.plain + mla.rotary), model.heads * mla.value
-        keys, low = queries + values, 2 * (mla.query + mla.keys) + mla.rotary
-    laid_out = values if setting.host or (layout.context > 1 and setting.method == "ring" and not stack.fused) else 0
-    sums = tokens * model.heads * setting.sums if stack.flash else 0.0
+        mla = model.latent_attention
+        queries, values = model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), model.heads * mla.v_head_dim
+        keys, low = queries + values, 2 * (mla.q_lora_rank + mla.kv_lora_rank) + mla.qk_rope_head_dim
+    laid_out = (
+        values if setting.host or (layout.context > 1 and setting.method == "ring" and not stack.fused_kernels) else 0
+    )
+    sums = tokens * model.heads * setting.sums if stack.flash_attention else 0.0
     products = tokens * (queries + keys + values) * e + sums
     scores = 0.0
-    if not stack.flash:
-        scores = tokens * setting.sequence / layout.context * model.heads * (2 * e + 1 if stack.dropout else e)
+    if not stack.flash_attention:
+        scores = tokens * setting.sequence / layout.context * model.heads * (2 * e + 1 if stack.dropout_masks else e)
     masks = 0.0
     if setting.documents and (setting.method == "all-to-all" or layout.context == 1):
         masks = setting.micro * setting.sequence**2 * e
@@ -196,15 +198,15 @@ def attention(model: Architecture, setting: Setting) -> Part:
 
 def feed_forward(model: Architecture, setting: Setting, experts: bool) -> Part:
     e = setting.number
-    fold = (3 if setting.stack.fused else 4) if model.gated else 2
+    fold = (3 if setting.stack.fused_kernels else 4) if model.gated else 2
     if not experts:
         inner = setting.tokens * model.ffn * e / setting.layout.tensor
-        made = model.matrices - 1
+        made = model.ffn_matrices - 1
         kept = inputs(model, setting, made) + fold * inner
         gradients = made * inner + setting.tokens * model.width * e
         return Part(kept, made * inner + scattered(model, setting), gradients, 2 * inner)
     rows, shared = setting.between * model.experts_active, model.experts_shared * model.expert_ffn
-    if not setting.stack.cut_sequence and setting.layout.tensor > 1:
+    if not setting.stack.sequence_parallel and setting.layout.tensor > 1:
         rows = rows / setting.layout.tensor
     travel = 4 if setting.layout.expert > 1 else 3
     inner = rows * model.expert_ffn * e
@@ -227,9 +229,9 @@ def weights_cast(model: Architecture, setting: Setting, experts: bool) -> float:
         return 0
     layout, e = setting.layout, setting.number
     if not experts:
-        return (model.attention_weights + model.dense_weights) / layout.tensor * e
-    bank = model.experts * model.expert_weights / layout.expert
-    return ((model.attention_weights + model.experts_shared * model.expert_weights) / layout.tensor + bank) * e
+        return (model.attention_parameters + model.ffn_parameters) / layout.tensor * e
+    bank = model.experts * model.expert_parameters / layout.expert
+    return ((model.attention_parameters + model.experts_shared * model.expert_parameters) / layout.tensor + bank) * e
 
 
 @dataclass(frozen=True)
@@ -253,14 +255,21 @@ class Ends:
 @cache
 def ends(model: Architecture, setting: Setting) -> Ends:
     stream = setting.between * model.width * setting.stream
-    quotient = 4 * setting.between if setting.stack.fused else setting.between * (model.width + 1) * setting.stream
+    quotient = (
+        4 * setting.between if setting.stack.fused_kernels else setting.between * (model.width + 1) * setting.stream
+    )
     kept = stream + quotient + inputs(model, setting, 1)
     if setting.autocast:
         kept += model.vocab * model.width / setting.layout.tensor * setting.number
     numbers = setting.tokens * model.vocab / setting.layout.tensor
-    if setting.stack.logits:
+    if setting.stack.logit_bytes:
         return Ends(
-            kept, 0, setting.stack.logits * numbers, setting.stack.logits * numbers, setting.number * numbers, 0
+            kept,
+            0,
+            setting.stack.logit_bytes * numbers,
+            setting.stack.logit_bytes * numbers,
+            setting.number * numbers,
+            0,
         )
     cut = setting.layout.tensor > 1
     wide, narrow = numbers * setting.sums, numbers * setting.number

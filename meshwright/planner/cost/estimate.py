@@ -73,7 +73,7 @@ class Estimate:
     low: float
     high: float
     """the step's seconds lie between these in four cases of five"""
-    doubt: str
+    main_uncertainty: str
     """the assumption that most of the interval comes from"""
     flops: float
     """of the model a step, over all devices: matrices and half of attention's square, nothing recomputed"""
@@ -95,7 +95,7 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.job.tokens / self.seconds
+        return self.job.tokens_per_step / self.seconds
 
     @property
     def mfu(self) -> float:
@@ -108,5 +108,5 @@ class Estimate:
     @property
     def peak(self) -> float:
         """FLOP a second of all devices that the job takes."""
-        rates = self.job.cluster.device.peak
+        rates = self.job.cluster.device.peak_flops
         return rates.get(self.job.precision, rates["bf16"]) * self.job.layout.ranks

@@ -73,8 +73,8 @@ def stage_of(job: PlannedJob, setting: Setting, part: Part) -> Stage:
     blocks = part.dense * block(job.model, setting, False).kept if part.dense else 0.0
     blocks += part.experts * inner.kept if part.experts else 0.0
     stream = setting.between * job.model.width * setting.stream
-    gives = stream if job.stack.keeps_outputs and not part.hands else 0.0
-    takes = stream if job.stack.torch and not part.first else 0.0
+    gives = stream if job.trainer.keeps_stage_outputs and not part.hands else 0.0
+    takes = stream if job.trainer.torch_native and not part.first else 0.0
     return Stage(part, has, inner, last, blocks, blocks + (last.kept if last else gives) - takes)
 
 
@@ -95,7 +95,7 @@ class Moment(NamedTuple):
 def spread(job: PlannedJob) -> tuple[bool, bool, int]:
     """Whether parameters are in FSDP2's units, whether DDP copies them, and over how many ranks they are divided."""
     layout = job.layout
-    others = job.stack.shares_context and job.sharding != "none" and layout.context > 1
+    others = job.trainer.shards_over_context and job.sharding != "none" and layout.context > 1
     over = layout.shard * layout.context if layout.shard > 1 or others else 1
     return in_units(layout) or others, by_ddp(layout) and not others, over
 
@@ -104,21 +104,21 @@ class Holding:
     """What a rank holds all the time, and what at each moment."""
 
     def __init__(self, job: PlannedJob, setting: Setting, stages: list[Stage]) -> None:
-        self.job, self.setting, self.stages, self.stack = job, setting, stages, job.stack
-        layout, run = job.layout, job.run
+        self.job, self.setting, self.stages, self.stack = job, setting, stages, job.trainer
+        layout, run = job.layout, job.run_config
         self.piped, self.micros = layout.pipeline > 1, job.batch.accumulation
         self.units, self.ddp, self.over = spread(job)
         self.split = job.schedule in SPLIT
         double = 2.0 if job.precision == "fp64" else 1.0
-        self.number, self.gradient = double * job.stack.weights, double * job.stack.gradients
-        self.state = double * job.stack.state
+        self.number, self.gradient = double * job.trainer.parameter_bytes, double * job.trainer.gradient_bytes
+        self.state = double * job.trainer.optimizer_bytes
         self.compute = setting.number
-        self.entry = self.number if job.stack.residual else self.compute
+        self.entry = self.number if job.trainer.residual_bytes else self.compute
         """bytes of the embedding once it is gathered: it sets the precision of the residual stream"""
-        folded = layout.tensor if job.stack.folds_tensor else 1
+        folded = layout.tensor if job.trainer.experts_over_tensor_axis else 1
         self.bank_over = max(1, self.over * folded // layout.expert) if self.over > 1 else 1
         self.keeps = not (job.sharding == "parameters" or (job.sharding == "none" and not self.piped))
-        self.keeps |= job.stack.keeps_stages and self.piped
+        self.keeps |= job.trainer.keeps_stages_unsharded and self.piped
         self.keeps |= run is not None and run.fsdp.ranks_after_forward == 1 and job.sharding == "parameters"
         self.dense = sum(stage.has.dense for stage in stages)
         self.bank = sum(stage.has.bank for stage in stages)
@@ -127,7 +127,7 @@ class Holding:
         self.base = self.persistent()
 
     def persistent(self) -> Memory:
-        run = self.job.run
+        run = self.job.run_config
         owned = self.shards - sum(stage.has.copied for stage in self.stages) / self.over
         offload = run is not None and run.optimizer.cpu_offload
         state = self.state * owned
@@ -151,7 +151,7 @@ class Holding:
 
     def update(self) -> Moment:
         """Foreach kernels take the roots of all second moments at once."""
-        run = self.job.run
+        run = self.job.run_config
         roots = run is not None and run.optimizer.implementation != "fused"
         return Moment(self.left(), self.shards * self.number * roots)
 
@@ -160,7 +160,7 @@ class Holding:
         inner, layers = stage.inner, stage.part.layers
         kept = self.in_flight(instant)
         if instant.what == "F":
-            cast = layers * inner.cast if self.job.recompute != "none" else 0.0
+            cast = layers * inner.cast if self.job.activation_checkpoint != "none" else 0.0
             found = [self.moment(instant, "inside", kept - stage.logits + inner.forward)] if inner.forward else []
             if stage.ends or cast:
                 beside = stage.ends.forward if stage.ends else 0.0
@@ -254,7 +254,7 @@ class Holding:
         found = []
         for stage in self.stages:
             half, done, part = 0.0 if stage.part.first else stage.waiting - stage.logits, 0.0, stage.part
-            if self.several and self.stack.torch:
+            if self.several and self.stack.torch_native:
                 forward, backward = not (part.last or part.hands), not (part.first or part.takes)
                 half, done = half + self.stream * backward, self.stream * (forward + backward)
             found.append((stage.kept + stage.logits, half, done))
@@ -323,7 +323,7 @@ class Holding:
         stage = self.stages[instant.stage].has
         late, shared = when in ("last", "first", "through"), self.over > 1
         table = stage.embedding * self.entry
-        tied = table if self.job.model.tied and not self.piped else 0.0
+        tied = table if self.job.model.tied_embeddings and not self.piped else 0.0
         block = self.setting.segment * (stage.block + stage.block_bank) * self.compute + tied
         head = tied + stage.head * self.compute
         ahead = (table if when in ("first", "through") else stage.block * self.compute) if shared else 0.0

@@ -42,21 +42,35 @@ class Rate:
 
 
 def rate(device: Device, precision: str, stack: TrainerProfile) -> Rate:
-    peak = device.peak.get(precision, device.peak["bf16"])
-    reached = peak * device.sustained.get(precision, device.sustained["bf16"]) * stack.products
+    peak = device.peak_flops.get(precision, device.peak_flops["bf16"])
+    reached = (
+        peak * device.sustained_fraction.get(precision, device.sustained_fraction["bf16"]) * stack.matmul_efficiency
+    )
     size = PRECISION_BYTES[precision]
-    if rows := tuple(row for row in device.products if row.precision == precision):
-        return Rate(max(row.rate for row in rows), device.stream, 0, size, stack.misaligned, rows)
-    return Rate(reached, device.stream * device.streamed, device.processors, size, stack.misaligned)
+    if rows := tuple(row for row in device.measured_matmuls if row.precision == precision):
+        return Rate(
+            max(row.flops_per_second for row in rows),
+            device.memory_bandwidth,
+            0,
+            size,
+            stack.misalignment_slowdown,
+            rows,
+        )
+    return Rate(
+        reached,
+        device.memory_bandwidth * device.memory_efficiency,
+        device.multiprocessors,
+        size,
+        stack.misalignment_slowdown,
+    )
 
 
 def nearest(measured: tuple[MatmulRate, ...], rows: int, columns: int, inner: int) -> float:
     """The rate of products of about this shape: those measured, each the more the nearer it is, in doublings."""
     weights = [
-        1 / (0.1 + log2(row.rows / rows) ** 2 + log2(row.columns / columns) ** 2 + log2(row.inner / inner) ** 2)
-        for row in measured
+        1 / (0.1 + log2(row.m / rows) ** 2 + log2(row.n / columns) ** 2 + log2(row.k / inner) ** 2) for row in measured
     ]
-    return sum(weight * row.rate for weight, row in zip(weights, measured, strict=True)) / sum(weights)
+    return sum(weight * row.flops_per_second for weight, row in zip(weights, measured, strict=True)) / sum(weights)
 
 
 @cache

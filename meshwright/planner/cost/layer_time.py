@@ -69,24 +69,24 @@ class Shape:
 
 def shape_of(job: PlannedJob) -> Shape:
     low = job.precision in ("fp8", "fp4")
-    plain = rate(job.cluster.device, "bf16" if low else job.precision, job.stack)
-    fast = rate(job.cluster.device, job.precision, job.stack) if low else plain
+    plain = rate(job.cluster.device, "bf16" if low else job.precision, job.trainer)
+    fast = rate(job.cluster.device, job.precision, job.trainer) if low else plain
     model, layout = job.model, job.layout
     return Shape(
         model,
-        job.stack,
-        job.micro_tokens,
+        job.trainer,
+        job.tokens_per_micro_batch,
         job.sequence,
         job.batch.micro,
         layout.context,
         layout.tensor,
         layout.expert,
-        job.recompute,
+        job.activation_checkpoint,
         fast,
         plain,
         low,
-        job.cluster.device.newer,
-        job.cluster.device.host,
+        job.cluster.device.post_ampere,
+        job.cluster.device.is_cpu,
         job.cluster.measured.get("launch", 0.0),
     )
 
@@ -94,25 +94,25 @@ def shape_of(job: PlannedJob) -> Shape:
 def attention_products(of: Shape) -> list[Product]:
     """With weights."""
     model, cut, tokens = of.model, of.tensor, of.tokens
-    if model.latent is None:
-        asked = model.head * (model.heads + 2 * model.kv_heads) // cut
-        return [(tokens, max(1, asked), model.width, 1), (tokens, model.width, model.heads * model.head // cut, 1)]
-    mla = model.latent
-    query = model.heads * (mla.plain + mla.rotary) // cut
-    products = [(tokens, mla.keys + mla.rotary, model.width, 1)]
+    if model.latent_attention is None:
+        asked = model.head_dim * (model.heads + 2 * model.kv_heads) // cut
+        return [(tokens, max(1, asked), model.width, 1), (tokens, model.width, model.heads * model.head_dim // cut, 1)]
+    mla = model.latent_attention
+    query = model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim) // cut
+    products = [(tokens, mla.kv_lora_rank + mla.qk_rope_head_dim, model.width, 1)]
     products += (
-        [(tokens, mla.query, model.width, 1), (tokens, query, mla.query, 1)]
-        if mla.query
+        [(tokens, mla.q_lora_rank, model.width, 1), (tokens, query, mla.q_lora_rank, 1)]
+        if mla.q_lora_rank
         else [(tokens, query, model.width, 1)]
     )
-    products.append((tokens, model.heads * (mla.plain + mla.value) // cut, mla.keys, 1))
-    products.append((tokens, model.width, model.heads * mla.value // cut, 1))
+    products.append((tokens, model.heads * (mla.qk_nope_head_dim + mla.v_head_dim) // cut, mla.kv_lora_rank, 1))
+    products.append((tokens, model.width, model.heads * mla.v_head_dim // cut, 1))
     return products
 
 
 def feed_forward_products(of: Shape, experts: bool) -> list[Product]:
     model, cut, tokens = of.model, of.tensor, of.tokens
-    up = model.matrices - 1
+    up = model.ffn_matrices - 1
     if not experts:
         return [(tokens, up * model.ffn // cut, model.width, 1), (tokens, model.width, model.ffn // cut, 1)]
     local = max(1, model.experts // of.expert)
@@ -136,24 +136,28 @@ def routed_rows(of: Shape) -> int:
 def layer(of: Shape, experts: bool) -> Pass:
     stack = of.stack
     products = attention_products(of) + feed_forward_products(of, experts)
-    gap = stack.gap
+    gap = stack.host_gap_seconds
     forward = sum(matmul(of.fast, *product) for product in products)
     inputs = sum(matmul(of.fast, rows, inner, columns, count) for rows, columns, inner, count in products)
     weights = sum(matmul(of.fast, columns, inner, rows, count) for rows, columns, inner, count in products)
     if of.quantised:
         numbers = sum(count * (rows * inner + inner * columns) for rows, columns, inner, count in products)
-        forward += stack.cast * numbers / of.plain.stream
-        inputs += stack.cast * sum(c * (r * n + n * k) for r, n, k, c in products) / of.plain.stream
+        forward += stack.quantize_traffic_bytes * numbers / of.plain.stream
+        inputs += stack.quantize_traffic_bytes * sum(c * (r * n + n * k) for r, n, k, c in products) / of.plain.stream
     look, back = attention(of)
-    moved = stream_bytes(of, experts) + stack.recast * sum(c * n * k for _, n, k, c in products)
+    moved = stream_bytes(of, experts) + stack.recast_traffic_bytes * sum(c * n * k for _, n, k, c in products)
     small = stream(of.plain, moved, 8)
     behind = stream(of.plain, 2 * moved, 14)
-    host = stack.host_experts if experts else stack.host
+    host = stack.moe_layer_launch_seconds if experts else stack.layer_launch_seconds
     if of.launch:
         host *= of.launch / USUAL_LAUNCH
     ahead = beside(of, forward + look + small, host) + gap
     backward = beside(of, inputs + weights + back + behind, ASKED * host) + gap
-    selected = small + (forward / 2 if stack.selective == "half" else 0.0) if stack.flash else look
+    selected = (
+        small + (forward / 2 if stack.selective_policy == "alternate_matmuls" else 0.0)
+        if stack.flash_attention
+        else look
+    )
     again = {"none": 0.0, "selective": selected, "alternate": ahead / 2, "full": ahead}[of.recompute]
     return Pass(ahead, backward, weights, again, look)
 
@@ -165,40 +169,44 @@ def beside(of: Shape, computing: float, asking: float) -> float:
 
 def attention_flops(of: Shape) -> float:
     """Forward, all of the square."""
-    return 2.0 * of.tokens * of.sequence * of.model.attended / of.tensor
+    return 2.0 * of.tokens * of.sequence * of.model.attention_width / of.tensor
 
 
 def attention(of: Shape) -> tuple[float, float]:
     """Forward and backward of what is between the products with weights."""
     model, stack = of.model, of.stack
-    if stack.flash:
+    if stack.flash_attention:
         half = attention_flops(of) / 2
-        share = stack.attention * head_share(model) * (stack.newer if of.newer else 1.0)
-        ahead = half / (of.plain.flops * share) * (stack.pieces if of.context > 1 else 1.0)
+        share = stack.attention_efficiency * head_share(model) * (stack.post_ampere_attention if of.newer else 1.0)
+        ahead = half / (of.plain.flops * share) * (stack.context_attention_slowdown if of.context > 1 else 1.0)
         return ahead, 2.5 * ahead / 0.85
-    heads, head = of.micro * max(1, model.heads // of.tensor), model.head
+    heads, head = of.micro * max(1, model.heads // of.tensor), model.head_dim
     local = of.sequence // of.context
     ahead = matmul(of.plain, local, of.sequence, head, heads) + matmul(of.plain, local, head, of.sequence, heads)
-    score_bytes = stack.scores * heads * local * of.sequence
+    score_bytes = stack.score_traffic_bytes * heads * local * of.sequence
     return ahead + score_bytes / of.plain.stream, 2 * ahead + 1.3 * score_bytes / of.plain.stream
 
 
 def head_share(model: Architecture) -> float:
     """Of attention's rate at heads of 128: small heads leave more softmax to each product."""
-    size = model.head if model.latent is None else (model.latent.plain + model.latent.rotary)
+    size = (
+        model.head_dim
+        if model.latent_attention is None
+        else (model.latent_attention.qk_nope_head_dim + model.latent_attention.qk_rope_head_dim)
+    )
     return float(min(1.0, (size / 128) ** 0.45))
 
 
 def stream_bytes(of: Shape, experts: bool) -> float:
     """What a layer's forward moves beside its products, attention's scores apart."""
     model, stack, cut = of.model, of.stack, of.tensor
-    wide = stack.wide * of.tokens * model.width / (cut if stack.cut_sequence else 1)
+    wide = stack.residual_traffic_bytes * of.tokens * model.width / (cut if stack.sequence_parallel else 1)
     if not experts:
-        return wide + stack.inner * of.tokens * model.ffn * (model.matrices - 1) / cut
+        return wide + stack.ffn_traffic_bytes * of.tokens * model.ffn * (model.ffn_matrices - 1) / cut
     rows = routed_rows(of)
     moved = 12 * rows * model.width  # sorted out, brought back and summed
     shared = of.tokens * model.experts_shared * model.expert_ffn / cut
-    return wide + moved + stack.inner * (rows * model.expert_ffn + shared) * (model.matrices - 1)
+    return wide + moved + stack.ffn_traffic_bytes * (rows * model.expert_ffn + shared) * (model.ffn_matrices - 1)
 
 
 @cache
@@ -216,7 +224,7 @@ def last(of: Shape) -> Pass:
     rows, columns, inner = product
     ahead = matmul(of.plain, rows, columns, inner)
     weights = matmul(of.plain, columns, inner, rows)
-    lost = of.stack.loss * of.tokens * columns / of.plain.stream
+    lost = of.stack.loss_traffic_bytes * of.tokens * columns / of.plain.stream
     backward = matmul(of.plain, rows, inner, columns) + weights + 0.6 * lost
     return Pass(ahead + 0.4 * lost, backward, weights, 2.0 * rows * columns * inner)
 
@@ -225,8 +233,8 @@ def optimizer(job: PlannedJob, parameters: float) -> float:
     """AdamW over so many parameters of a rank: reads gradient, weight and both moments, writes weight and moments;
     before it the norm reads gradients, and clipping reads and writes them.
     """
-    on = rate(job.cluster.device, "bf16", job.stack)
-    stack = job.stack
-    moved = 2 * (stack.state + stack.weights) + stack.computed + 4 * stack.gradients
-    offload = job.run is not None and job.run.optimizer.cpu_offload
+    on = rate(job.cluster.device, "bf16", job.trainer)
+    stack = job.trainer
+    moved = 2 * (stack.optimizer_bytes + stack.parameter_bytes) + stack.compute_copy_bytes + 4 * stack.gradient_bytes
+    offload = job.run_config is not None and job.run_config.optimizer.cpu_offload
     return moved * parameters / on.stream + (OFFLOADED * parameters if offload else 0.0)

@@ -29,10 +29,10 @@ class Buffered(Holding):
         received = 2 * self.stream if self.piped else 0.0
         shares = self.job.layout.data_degree * self.job.layout.context > 1
         return Memory(
-            weights * self.number + numbers * stack.computed,
-            gradients * self.gradient + numbers * stack.accumulated,
+            weights * self.number + numbers * stack.compute_copy_bytes,
+            gradients * self.gradient + numbers * stack.accumulation_bytes,
             state * self.state,
-            communication=received + (stack.bucket if shares else 0.0),
+            communication=received + (stack.bucket_bytes if shares else 0.0),
         )
 
     def left(self) -> float:

@@ -23,7 +23,9 @@ def memory(job: PlannedJob, quick: bool = False) -> list[Memory]:
         parts = held[place]
         if parts not in holdings:
             stages = [stage_of(job, setting, part) for part in parts]
-            holdings[parts] = Holding(job, setting, stages) if job.stack.torch else Buffered(job, setting, stages)
+            holdings[parts] = (
+                Holding(job, setting, stages) if job.trainer.torch_native else Buffered(job, setting, stages)
+            )
         found.append(peak(job, holdings[parts], place))
     return found
 
@@ -40,22 +42,22 @@ def telling(held: list[tuple[Part, ...]]) -> list[int]:
 def setting_of(job: PlannedJob) -> Setting:
     return Setting(
         job.layout,
-        job.stack,
+        job.trainer,
         job.batch.micro,
         job.sequence,
         job.precision,
-        job.recompute,
-        job.segment if job.recompute == "full" else 1,
-        job.method,
-        host=job.cluster.device.host,
-        documents=job.run is not None and job.run.model.separator is not None,
-        autocast=job.stack.torch and job.precision in ("bf16", "fp16") and not spread(job)[0],
+        job.activation_checkpoint,
+        job.checkpoint_segment if job.activation_checkpoint == "full" else 1,
+        job.context_method,
+        host=job.cluster.device.is_cpu,
+        documents=job.run_config is not None and job.run_config.model.separator is not None,
+        autocast=job.trainer.torch_native and job.precision in ("bf16", "fp16") and not spread(job)[0],
     )
 
 
 def peak(job: PlannedJob, held: Holding, place: int) -> Memory:
     fullest = max(held.update(), held.end(), key=lambda moment: moment.total)
-    for instant in instants(job.schedule, job.layout.pipeline, job.batch.accumulation, job.stages, place):
+    for instant in instants(job.schedule, job.layout.pipeline, job.batch.accumulation, job.stages_per_rank, place):
         for moment in held.moments(instant):
             if moment.total > fullest.total:
                 fullest = moment
@@ -69,11 +71,11 @@ def with_device(job: PlannedJob, tensors: Memory, later: float, host: bool) -> M
     """
     if host:
         return tensors
-    stack = job.stack
+    stack = job.trainer
     comes_and_goes = tensors.activations + tensors.logits + tensors.gathered
     groups = sum(degree > 1 for degree in (*job.layout.degrees, job.layout.expert))
     return replace(
         tensors,
-        slack=stack.slack * comes_and_goes + max(0.0, later),
-        context=stack.context + groups * stack.communicator,
+        slack=stack.allocator_slack * comes_and_goes + max(0.0, later),
+        context=stack.device_context_bytes + groups * stack.communicator_bytes,
     )

@@ -15,7 +15,7 @@ from meshwright.topology.schedules import holder
 
 def places_of(job: PlannedJob) -> dict[str, GroupPlacement]:
     """Where the ranks of every axis stand: pipeline outermost, then copies, shards, pieces and matrices."""
-    return _places(job.layout, job.cluster.per_node)
+    return _places(job.layout, job.cluster.devices_per_node)
 
 
 @cache
@@ -87,7 +87,7 @@ def rank_parameters(job: PlannedJob, counts: Counts) -> Held:
         rest = max(1, layout.fold * (layout.tensor if layout.expert > layout.fold else 1) // layout.expert)
         stride = layout.tensor * layout.expert
         sharded = layout.shard > 1
-        near = group_placement(job.cluster.per_node, rest, stride)
+        near = group_placement(job.cluster.devices_per_node, rest, stride)
         parts.append(
             Part(
                 has.bank,

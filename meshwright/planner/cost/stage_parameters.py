@@ -69,15 +69,17 @@ class Weights:
 def parts_of(job: PlannedJob) -> list[tuple[Part, ...]]:
     """The stages of every rank of the pipeline."""
     every = stages_of(job)
-    return parts_at(every, job.schedule, job.layout.pipeline, job.stages) if job.layout.pipeline > 1 else [every]
+    return (
+        parts_at(every, job.schedule, job.layout.pipeline, job.stages_per_rank) if job.layout.pipeline > 1 else [every]
+    )
 
 
 def stages_of(job: PlannedJob) -> tuple[Part, ...]:
     """Of the whole pipeline; without one, the model."""
     if job.layout.pipeline == 1:
         return division(job.model, 1, None, 0)
-    run = job.run.model if job.run is not None else None
-    return division(job.model, job.layout.pipeline * job.stages, run, job.sequence if run else 0)
+    run = job.run_config.model if job.run_config is not None else None
+    return division(job.model, job.layout.pipeline * job.stages_per_rank, run, job.sequence if run else 0)
 
 
 @cache
@@ -94,7 +96,7 @@ def division(model: Architecture, stages: int, run: ModelConfig | None, sequence
     blocks = partition_blocks(run, sequence, stages) if run is not None else evenly(model.layers, stages)
     parts = []
     for index, span in enumerate(blocks):
-        experts = len([layer for layer in span if model.has_experts(layer)])
+        experts = len([layer for layer in span if model.is_moe_layer(layer)])
         parts.append(Part(len(span) - experts, experts, index == 0, index == stages - 1))
     return tuple(parts)
 
@@ -112,26 +114,26 @@ def evenly(layers: int, stages: int) -> list[range]:
 @cache
 def weights(model: Architecture, part: Part, tensor: int, expert: int, alone: bool) -> Weights:
     """`alone`: there is no pipeline, and a tied weight is there once."""
-    cut = model.attention_weights / tensor
-    dense = cut + model.dense_weights / tensor + model.vectors
-    shared = model.experts_shared * model.expert_weights / tensor
-    gate = model.width if model.shared_gate else 0
-    routed = cut + shared + model.width * model.experts + gate + model.vectors
-    bank = model.experts * model.expert_weights / expert
+    cut = model.attention_parameters / tensor
+    dense = cut + model.ffn_parameters / tensor + model.vector_parameters
+    shared = model.experts_shared * model.expert_parameters / tensor
+    gate = model.width if model.shared_expert_gate else 0
+    routed = cut + shared + model.width * model.experts + gate + model.vector_parameters
+    bank = model.experts * model.expert_parameters / expert
     apart = expert > 1
     block = routed + (0 if apart else bank)
     table = model.vocab * model.width / tensor
     norm = model.width * (2 if model.norm == "layer" else 1)
-    embedding = (table + model.positions * model.width) if part.first else 0.0
-    tied = model.tied and alone
+    embedding = (table + model.learned_positions * model.width) if part.first else 0.0
+    tied = model.tied_embeddings and alone
     head = (0 if tied else table) + norm if part.last else 0.0
     return Weights(
         part.dense * dense + part.experts * block + embedding + head,
         part.experts * bank if apart else 0.0,
         block if part.experts else dense,
         bank if apart and part.experts else 0.0,
-        ((shared or bank) if part.experts else model.dense_weights / tensor) / model.matrices,
+        ((shared or bank) if part.experts else model.ffn_parameters / tensor) / model.ffn_matrices,
         embedding,
         head,
-        table if part.last and model.tied and not alone else 0.0,
+        table if part.last and model.tied_embeddings and not alone else 0.0,
     )

@@ -64,19 +64,19 @@ def tensor_messages(job: PlannedJob, of: Shape, experts: bool) -> tuple[list[Mes
     """
     if job.layout.tensor == 1:
         return [], []
-    place, stack = places_of(job)["tensor"], job.stack
+    place, stack = places_of(job)["tensor"], job.trainer
     size = of.tokens * job.model.width * of.plain.size
     parts = 1 if experts and not job.model.experts_shared else 2
-    full = job.recompute == "full"
+    full = job.activation_checkpoint == "full"
 
     def sent(kind: str, count: float) -> Message:
-        return message(job, "tensor", kind, size, count, place, stack.tensor_hidden)
+        return message(job, "tensor", kind, size, count, place, stack.tensor_overlap)
 
-    if not stack.cut_sequence:
+    if not stack.sequence_parallel:
         return [sent("all_reduce", parts)], [sent("all_reduce", parts * (2 if full else 1))]
-    gathers = parts * (2 if full or (job.recompute == "selective" and stack.torch) else 1)
-    gathers += parts if stack.gathers_again else 0
-    scatters = parts + (parts - (1 if stack.torch else 0) if full else 0)
+    gathers = parts * (2 if full or (job.activation_checkpoint == "selective" and stack.torch_native) else 1)
+    gathers += parts if stack.regathers_in_backward else 0
+    scatters = parts + (parts - (1 if stack.torch_native else 0) if full else 0)
     ahead = [sent("all_gather", parts), sent("reduce_scatter", parts)]
     return ahead, [sent("all_gather", gathers), sent("reduce_scatter", scatters)]
 
@@ -87,19 +87,21 @@ def context_messages(job: PlannedJob, of: Shape, look: float) -> tuple[list[Mess
         return [], []
     place, model = places_of(job)["context"], job.model
     number = of.plain.size
-    keys = number * of.tokens * model.kv_heads * model.head * 2 / job.layout.tensor
-    if model.latent is not None:
-        keys = number * of.tokens * (model.latent.keys + model.latent.rotary)
-    if job.method == "all-to-all":
-        size = keys + number * of.tokens * model.heads * model.head * 2 / job.layout.tensor
+    keys = number * of.tokens * model.kv_heads * model.head_dim * 2 / job.layout.tensor
+    if model.latent_attention is not None:
+        keys = number * of.tokens * (model.latent_attention.kv_lora_rank + model.latent_attention.qk_rope_head_dim)
+    if job.context_method == "all-to-all":
+        size = keys + number * of.tokens * model.heads * model.head_dim * 2 / job.layout.tensor
         there = [message(job, "context", "all_to_all", size / 2, 2, place)]
         return there, there
-    if job.method == "gather":
+    if job.context_method == "gather":
         there = [message(job, "context", "all_gather", keys * ranks, 1, place)]
         return there, [*there, message(job, "context", "reduce_scatter", keys * ranks, 1, place)]
-    near = GroupPlacement(2, min(2, place.per_node)) if place.nodes == 1 else GroupPlacement(2, 1)
+    near = GroupPlacement(2, min(2, place.ranks_per_node)) if place.nodes == 1 else GroupPlacement(2, 1)
     ahead = message(job, "context", "send", keys, ranks - 1, near)
-    behind = message(job, "context", "send", keys, (1 + max(1.0, job.stack.reduced / number)) * (ranks - 1), near)
+    behind = message(
+        job, "context", "send", keys, (1 + max(1.0, job.trainer.reduce_bytes / number)) * (ranks - 1), near
+    )
     return [kept(ahead, look)], [kept(behind, 2.5 * look)]
 
 
@@ -112,9 +114,9 @@ def expert_messages(job: PlannedJob, of: Shape) -> list[Message]:
     """There and back, of one layer's forward; backward has the same."""
     if job.layout.expert == 1:
         return []
-    place, stack = places_of(job)["expert"], job.stack
-    size = routed_rows(of) * job.model.width * (sent_once(job, place) if stack.deduplicates else 1.0)
-    there = message(job, "expert", "all_to_all", size * max(stack.exchange, of.plain.size), 1, place)
+    place, stack = places_of(job)["expert"], job.trainer
+    size = routed_rows(of) * job.model.width * (sent_once(job, place) if stack.deduplicates_tokens else 1.0)
+    there = message(job, "expert", "all_to_all", size * max(stack.dispatch_bytes, of.plain.size), 1, place)
     return [there, message(job, "expert", "all_to_all", size * of.plain.size, 1, place)]
 
 
@@ -149,7 +151,9 @@ def through(job: PlannedJob, of: Shape, counts: Counts) -> Through:
     forward = backward = again = weight = 0.0
     ahead: list[Message] = []
     behind: list[Message] = []
-    repeats = job.recompute == "full" or (job.recompute == "selective" and job.stack.torch)
+    repeats = job.activation_checkpoint == "full" or (
+        job.activation_checkpoint == "selective" and job.trainer.torch_native
+    )
     for count, experts in ((dense, False), (banks, True)):
         if not count:
             continue
@@ -180,7 +184,13 @@ def bubble(job: PlannedJob, ranks: list[Through]) -> float:
     if len(ranks) == 1:
         return 0.0
     others = sum(one.seconds for one in ranks) - max(one.seconds for one in ranks)
-    share = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1 / job.stages, "zero-bubble": 1 / 3, "dualpipev": 1 / 3}
+    share = {
+        "gpipe": 1.0,
+        "1f1b": 1.0,
+        "interleaved": 1 / job.stages_per_rank,
+        "zero-bubble": 1 / 3,
+        "dualpipev": 1 / 3,
+    }
     return others * share.get(job.schedule, 1 / 6)
 
 
@@ -188,7 +198,7 @@ def simulated_bubble(job: PlannedJob, of: Shape, ranks: list[Through]) -> float:
     """The same from the schedule itself, pass by pass, each stage with its own seconds. Rounds of micro-batches in full
     course wait for nothing more, so that a few tell of all. In closed form where even these have too many passes.
     """
-    count, micros = job.layout.pipeline * job.stages, alike(job.layout.pipeline, job.batch.accumulation)
+    count, micros = job.layout.pipeline * job.stages_per_rank, alike(job.layout.pipeline, job.batch.accumulation)
     if len(ranks) == 1 or count * micros > MOST_PASSES:
         return bubble(job, ranks)
     stages = [
@@ -205,7 +215,7 @@ def simulated_bubble(job: PlannedJob, of: Shape, ranks: list[Through]) -> float:
     ]
     for each in seconds:
         each["I"] = each["B"] - each["W"]
-    order = schedules.orders(job.schedule, job.layout.pipeline, micros, job.stages)
+    order = schedules.orders(job.schedule, job.layout.pipeline, micros, job.stages_per_rank)
     rows = schedule_timeline.run(order, count, lambda action: seconds[action.stage][action.what])
     busy = max(sum(slot.end - slot.start for slot in row) for row in rows)
     return float(max(row[-1].end for row in rows) - busy)
@@ -229,7 +239,7 @@ def timed(job: PlannedJob, stages: list[Memory], unstated: bool = False, exact: 
     between_stages(job, of, bill, len(ranks))
     data(job, bill, slow, slowest)
     bill.spend("update", optimizer(job, max(rank_parameters(job, kind).update for kind in each)))
-    bill.spend("other", job.stack.step)
+    bill.spend("other", job.trainer.fixed_step_seconds)
     model = sum(flops_of(job))
     hardware = model + again_flops(job)
     phases = {phase: seconds for phase, seconds in bill.phases.items() if seconds > 0}
@@ -252,28 +262,30 @@ def between_stages(job: PlannedJob, of: Shape, bill: StepTime, ranks: int) -> No
     """
     if ranks == 1:
         return
-    place, stack = places_of(job)["pipeline"], job.stack
-    divided = job.layout.tensor if stack.cut_sequence or stack.scatters else 1
-    size = stack.passed * of.tokens * job.model.width / divided
+    place, stack = places_of(job)["pipeline"], job.trainer
+    divided = job.layout.tensor if stack.sequence_parallel or stack.scatters_stage_outputs else 1
+    size = stack.stage_output_bytes * of.tokens * job.model.width / divided
     one = message(job, "pipeline", "send", size, 1, place)
-    steady = times(one, 2 * job.batch.accumulation * job.stages)
-    tell(bill, replace(steady, exposed=steady.seconds * (1 - stack.sends_hidden)))
+    steady = times(one, 2 * job.batch.accumulation * job.stages_per_rank)
+    tell(bill, replace(steady, exposed=steady.seconds * (1 - stack.pipeline_overlap)))
     bill.spend("bubble", 2 * (ranks - 1) * one.seconds)
 
 
 def data(job: PlannedJob, bill: StepTime, slow: Through, counts: Counts) -> None:
     """Gradients meet, and parameters come together."""
-    stack = job.stack
+    stack = job.trainer
     for part in rank_parameters(job, counts).parts:
         shards, copies = part.shards, part.copies
         if shards.ranks > 1 and unit_by_unit(job):
             units(job, bill, part, slow, max(1, counts[0] + counts[1]))
         elif shards.ranks > 1:
-            kind = "all_reduce" if stack.all_reduces else "reduce_scatter"
+            kind = "all_reduce" if stack.all_reduces_gradients else "reduce_scatter"
             count = job.batch.accumulation if job.sharding == "gradients" and job.layout.pipeline == 1 else 1
             meet(job, bill, part.axis, kind, part.numbers * summed(job), shards, slow.backward, count)
             meet(job, bill, part.axis, "all_gather", part.numbers * gathered_bytes(job), shards, slow.forward)
-        if part.bank and job.layout.tensor > 1 and not stack.folds_tensor:  # its ranks have other tokens each
+        if (
+            part.bank and job.layout.tensor > 1 and not stack.experts_over_tensor_axis
+        ):  # its ranks have other tokens each
             meetings = job.batch.accumulation if unit_by_unit(job) and job.layout.pipeline == 1 else 1
             size = part.numbers * summed(job)
             meet(job, bill, "tensor", "all_reduce", size, places_of(job)["tensor"], slow.backward, meetings)
@@ -283,7 +295,7 @@ def data(job: PlannedJob, bill: StepTime, slow: Through, counts: Counts) -> None
 
 
 def unit_by_unit(job: PlannedJob) -> bool:
-    return job.sharding == "parameters" and not (job.stack.keeps_stages and job.layout.pipeline > 1)
+    return job.sharding == "parameters" and not (job.trainer.keeps_stages_unsharded and job.layout.pipeline > 1)
 
 
 def meet(
@@ -298,65 +310,69 @@ def meet(
 ) -> None:
     """A collective beside the computing of one pass, unless the software waits with it."""
     one = message(job, axis, kind, size, 1, place)
-    if not job.stack.flat:
-        one = kept(one, job.stack.data_hidden * computing)
-        bill.spend("contention", count * job.stack.contended * (one.seconds - one.exposed))
+    if not job.trainer.unoverlapped_data_comm:
+        one = kept(one, job.trainer.data_overlap * computing)
+        bill.spend("contention", count * job.trainer.contention * (one.seconds - one.exposed))
     tell(bill, times(one, count))
 
 
 def summed(job: PlannedJob) -> float:
     """Bytes in which gradients meet: those of half precision in its own, but bfloat16's by most in float32."""
-    return 4.0 if job.stack.reduced == 2 and job.precision == "bf16" else job.stack.reduced
+    return 4.0 if job.trainer.reduce_bytes == 2 and job.precision == "bf16" else job.trainer.reduce_bytes
 
 
 def gathered_bytes(job: PlannedJob) -> float:
     """Of a parameter: in the precision of compute, and in that of the weights where it is no smaller."""
-    return max(job.stack.gathered, 4.0 if job.precision in ("fp32", "fp64") else 0.0)
+    return max(job.trainer.gather_bytes, 4.0 if job.precision in ("fp32", "fp64") else 0.0)
 
 
 def units(job: PlannedJob, bill: StepTime, part: Part, slow: Through, count: int) -> None:
     """FSDP: unit by unit, each gathered while the one before computes, in forward and again in backward, where
     gradients are scattered beside it.
     """
-    stack, micros = job.stack, job.batch.accumulation
-    place = GroupPlacement(part.shards.ranks, 1) if stack.one_adapter and part.shards.nodes > 1 else part.shards
+    stack, micros = job.trainer, job.batch.accumulation
+    place = (
+        GroupPlacement(part.shards.ranks, 1) if stack.single_adapter_gathers and part.shards.nodes > 1 else part.shards
+    )
     gather = message(job, part.axis, "all_gather", part.numbers / count * gathered_bytes(job), 1, place)
-    scatter = message(job, part.axis, "reduce_scatter", part.numbers / count * stack.reduced, 1, place)
+    scatter = message(job, part.axis, "reduce_scatter", part.numbers / count * stack.reduce_bytes, 1, place)
     ahead, behind = slow.forward / count, (slow.backward + slow.again) / count
     if job.layout.pipeline > 1:  # a schedule lets go of units after each forward, and sums gradients up by itself
         left = count * max(0.0, gather.seconds - ahead) + gather.seconds
         tell(bill, replace(times(gather, count * (micros + 1)), exposed=(micros + 1) * left))
         tell(bill, kept(times(scatter, count), slow.backward))
-        bill.spend("contention", micros * count * stack.contended * min(gather.seconds, ahead))
+        bill.spend("contention", micros * count * stack.contention * min(gather.seconds, ahead))
         return
-    again = 0.0 if job.run is not None and job.run.fsdp.ranks_after_forward == 1 else gather.seconds
+    again = 0.0 if job.run_config is not None and job.run_config.fsdp.ranks_after_forward == 1 else gather.seconds
     left = count * max(0.0, gather.seconds - ahead) + gather.seconds
     left_behind = count * max(0.0, again + scatter.seconds - behind) + scatter.seconds
     tell(bill, replace(times(gather, (2 if again else 1) * count * micros), exposed=micros * left))
     tell(bill, replace(times(scatter, count * micros), exposed=micros * left_behind))
     beside = min(gather.seconds, ahead) + min(again + scatter.seconds, behind)
-    bill.spend("contention", micros * count * stack.contended * beside)
+    bill.spend("contention", micros * count * stack.contention * beside)
 
 
 def flops_of(job: PlannedJob) -> tuple[float, float]:
     """Of matrices, and of attention with half of its square, of a step, forward and backward."""
-    model, tokens = job.model, job.tokens
-    met = sum(model.visited_weights(layer) * count for layer, count in kinds(job))
-    return 6.0 * tokens * (met + model.vocab * model.width), 3.0 * tokens * job.sequence * model.attended * model.layers
+    model, tokens = job.model, job.tokens_per_step
+    met = sum(model.active_matrix_parameters(layer) * count for layer, count in kinds(job))
+    return 6.0 * tokens * (
+        met + model.vocab * model.width
+    ), 3.0 * tokens * job.sequence * model.attention_width * model.layers
 
 
 def kinds(job: PlannedJob) -> list[tuple[int, int]]:
     """A layer of each kind, and how many there are."""
     model = job.model
-    return [(0, model.layers - model.expert_layers), (model.layers - 1, model.expert_layers)]
+    return [(0, model.layers - model.moe_layers), (model.layers - 1, model.moe_layers)]
 
 
 def again_flops(job: PlannedJob) -> float:
     matrices, attention = flops_of(job)
-    if job.recompute in ("full", "alternate"):
+    if job.activation_checkpoint in ("full", "alternate"):
         return (
-            (0.5 if job.recompute == "alternate" else 1.0)
-            * (matrices - 6.0 * job.tokens * job.model.vocab * job.model.width + attention)
+            (0.5 if job.activation_checkpoint == "alternate" else 1.0)
+            * (matrices - 6.0 * job.tokens_per_step * job.model.vocab * job.model.width + attention)
             / 3
         )
-    return attention / 3 if job.recompute == "selective" and not job.stack.flash else 0.0
+    return attention / 3 if job.activation_checkpoint == "selective" and not job.trainer.flash_attention else 0.0

@@ -10,10 +10,10 @@ class MatmulRate:
     """A product of matrices as it was measured: rows x inner by inner x columns."""
 
     precision: str
-    rows: int
-    inner: int
-    columns: int
-    rate: float
+    m: int
+    k: int
+    n: int
+    flops_per_second: float
     """FLOP a second"""
 
 
@@ -33,21 +33,21 @@ class Device:
     name: str
     memory: float
     """bytes"""
-    stream: float
+    memory_bandwidth: float
     """bytes a second that kernels read and write"""
-    peak: dict[str, float]
+    peak_flops: dict[str, float]
     """FLOP a second by precision, dense, as the maker prints it; of a measured machine the best that was seen"""
-    processors: int = 0
+    multiprocessors: int = 0
     """multiprocessors, over which a product's tiles are dealt out; 0: unknown, and no tiles are counted"""
-    sustained: dict[str, float] = field(default_factory=lambda: {"bf16": 0.65})
+    sustained_fraction: dict[str, float] = field(default_factory=lambda: {"bf16": 0.65})
     """share of the peak that large products reach for as long as a run lasts: fitted, see docs/planner.md"""
-    newer: bool = False
+    post_ampere: bool = False
     """whether products have other instructions than an A100's, for which kernels had to be written anew"""
-    streamed: float = 0.85
+    memory_efficiency: float = 0.85
     """share of `stream` that kernels reach"""
-    host: bool = False
+    is_cpu: bool = False
     """whether it is the host itself that computes"""
-    products: tuple[MatmulRate, ...] = ()
+    measured_matmuls: tuple[MatmulRate, ...] = ()
     """where somebody measured: then these are what products reach, and `stream` is what kernels do"""
 
 
@@ -59,9 +59,9 @@ class Link:
     """bytes a second a device, as the maker prints it"""
     latency: float
     """seconds that one hop of a collective takes"""
-    curve: tuple[tuple[float, float], ...] = ()
+    bandwidth_curve: tuple[tuple[float, float], ...] = ()
     """measured (bytes of a message, bytes a second on the bus), where somebody measured; else latency and bandwidth"""
-    curves: tuple[BandwidthCurve, ...] = ()
+    collective_curves: tuple[BandwidthCurve, ...] = ()
     """the same by collective and number of ranks"""
 
 
@@ -69,22 +69,22 @@ class Link:
 class Cluster:
     name: str
     device: Device
-    per_node: int
+    devices_per_node: int
     nodes: int
-    inside: Link
-    between: Link
+    intra_node: Link
+    inter_node: Link
     """a device's share: of a node's adapters, divided by its devices"""
     measured: dict[str, float] = field(default_factory=dict)
     """figures of this machine that take the place of fitted ones, by the name of what they replace"""
 
     @property
-    def devices(self) -> int:
-        return self.per_node * self.nodes
+    def device_count(self) -> int:
+        return self.devices_per_node * self.nodes
 
-    def of(self, devices: int) -> Cluster:
+    def with_devices(self, devices: int) -> Cluster:
         """So many of the same devices: whole nodes, or a part of one."""
-        per_node = min(self.per_node, devices)
-        return replace(self, per_node=per_node, nodes=-(-devices // per_node))
+        per_node = min(self.devices_per_node, devices)
+        return replace(self, devices_per_node=per_node, nodes=-(-devices // per_node))
 
 
 GB, TERA = 1e9, 1e12
@@ -168,4 +168,4 @@ def preset_cluster(device: str, devices: int | None = None) -> Cluster:
     """Usual nodes of a device."""
     per_node, inside, between = NODES[device]
     whole = Cluster(device, DEVICES[device], per_node, 1, inside, between)
-    return whole if devices is None else whole.of(devices)
+    return whole if devices is None else whole.with_devices(devices)

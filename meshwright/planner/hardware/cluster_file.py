@@ -137,11 +137,11 @@ def build_cluster(form: ClusterSchema, name: str) -> Cluster:
     if form.like is not None and form.like not in DEVICES:
         raise ConfigError(f"like = {dumps(form.like)} is not known", f"allowed: {', '.join(DEVICES)}")
     base = preset_cluster(form.like) if form.like else None
-    per_node = needed(form.devices or (base and base.per_node), "devices", "devices = 8, of a node")
+    per_node = needed(form.devices or (base and base.devices_per_node), "devices", "devices = 8, of a node")
     nodes = form.nodes or 1
     device = device_of(form.device, base.device if base else None)
-    alone = Link(device.stream, 0.0) if per_node == 1 else None  # no peer in its node: never asked
-    inside = link_of(form.inside or LinkForm(), "inside", base.inside if base else alone)
+    alone = Link(device.memory_bandwidth, 0.0) if per_node == 1 else None  # no peer in its node: never asked
+    inside = link_of(form.inside or LinkForm(), "inside", base.intra_node if base else alone)
     between = form.between or LinkForm()
     if form.adapters_gbs is not None:
         if between.gbs is not None:
@@ -149,7 +149,7 @@ def build_cluster(form: ClusterSchema, name: str) -> Cluster:
         between = replace(between, gbs=form.adapters_gbs / per_node)
     if nodes * per_node > MAX_DEVICES:
         raise ConfigError(f"{nodes:,} nodes of {per_node:,} devices", f"allowed: {MAX_DEVICES:,} devices in all")
-    known = base.between if base else (inside if nodes == 1 else None)
+    known = base.inter_node if base else (inside if nodes == 1 else None)
     measured = {} if form.measured.launch_us is None else {"launch": scaled(form.measured.launch_us, 1 / MICROS)}
     return Cluster(
         form.name or form.like or name, device, per_node, nodes, inside, link_of(between, "between", known), measured
@@ -163,21 +163,26 @@ def device_of(form: DeviceForm, base: Device | None) -> Device:
     peak = {precision: scaled(rate, TERA) for precision, rate in rates.items() if rate is not None}
     memory = form.memory_gb and scaled(form.memory_gb, GB)
     stream = form.stream_gbs and scaled(form.stream_gbs, GB)
-    whole = (base.peak if base else {}) | peak
+    whole = (base.peak_flops if base else {}) | peak
     rows = tuple(
         product_of(row, f"device.products[{i}]") for i, row in enumerate(few(form.products, "device.products"))
     )
     device = Device(
         form.name or (base.name if base else "device"),
         needed(memory or (base and base.memory), "device.memory_gb", hint),
-        needed(stream or (base and base.stream), "device.stream_gbs", hint),
+        needed(stream or (base and base.memory_bandwidth), "device.stream_gbs", hint),
         fill_peak_flops(needed(whole or None, "device.peak_tflops", hint)),
-        host=form.host,
-        products=rows,
+        is_cpu=form.host,
+        measured_matmuls=rows,
     )
     if base is None:
         return device
-    return replace(device, processors=base.processors, sustained=base.sustained, newer=base.newer)
+    return replace(
+        device,
+        multiprocessors=base.multiprocessors,
+        sustained_fraction=base.sustained_fraction,
+        post_ampere=base.post_ampere,
+    )
 
 
 def fill_peak_flops(peak: dict[str, float]) -> dict[str, float]:
@@ -201,7 +206,7 @@ def product_of(form: ProductForm, where: str) -> MatmulRate:
 
 def link_of(form: LinkForm, where: str, base: Link | None) -> Link:
     """`base` is what the file overrides; a curve alone gives a bandwidth, too: its best."""
-    curve = points_of(form.curve, f"{where}.curve") or (base.curve if base else ())
+    curve = points_of(form.curve, f"{where}.curve") or (base.bandwidth_curve if base else ())
     curves = tuple(
         BandwidthCurve(
             needed(row.collective, f"{where}.curves[{i}].collective", "all_reduce, all_gather, ..."),
@@ -220,7 +225,7 @@ def link_of(form: LinkForm, where: str, base: Link | None) -> Link:
         needed(given or (base and base.bandwidth) or best, f"{where}.gbs", hint),
         usual if form.latency_us is None else scaled(form.latency_us, 1 / MICROS),
         curve,
-        curves or (base.curves if base else ()),
+        curves or (base.collective_curves if base else ()),
     )
 
 
@@ -248,30 +253,30 @@ def cluster_toml(cluster: Cluster, remarks: Sequence[str] = ()) -> str:
     """The whole cluster as a file, likeness resolved; `read_cluster` is its inverse."""
     device = cluster.device
     lines = [f"# {remark}" for remark in remarks]
-    lines += [f"name = {dumps(cluster.name)}", f"nodes = {cluster.nodes}", f"devices = {cluster.per_node}", ""]
+    lines += [f"name = {dumps(cluster.name)}", f"nodes = {cluster.nodes}", f"devices = {cluster.devices_per_node}", ""]
     lines += ["[device]", f"name = {dumps(device.name)}"]
-    lines += [f"memory_gb = {number(device.memory / GB)}", f"stream_gbs = {number(device.stream / GB)}"]
-    lines += ["host = true"] if device.host else []
+    lines += [f"memory_gb = {number(device.memory / GB)}", f"stream_gbs = {number(device.memory_bandwidth / GB)}"]
+    lines += ["host = true"] if device.is_cpu else []
     lines += rows_toml(
         "products",
         [
-            f'precision = "{row.precision}", rows = {row.rows}, inner = {row.inner}, columns = {row.columns}, '
-            f"tflops = {number(row.rate / TERA)}"
-            for row in device.products
+            f'precision = "{row.precision}", rows = {row.m}, inner = {row.k}, columns = {row.n}, '
+            f"tflops = {number(row.flops_per_second / TERA)}"
+            for row in device.measured_matmuls
         ],
     )
     lines += ["", "[device.peak_tflops]"]
-    lines += [f"{precision} = {number(rate / TERA)}" for precision, rate in device.peak.items()]
-    links = {"inside": cluster.inside, "between": cluster.between}
-    if cluster.nodes == 1 and cluster.between == cluster.inside:
+    lines += [f"{precision} = {number(rate / TERA)}" for precision, rate in device.peak_flops.items()]
+    links = {"inside": cluster.intra_node, "between": cluster.inter_node}
+    if cluster.nodes == 1 and cluster.inter_node == cluster.intra_node:
         del links["between"]
     for where, link in links.items():
         lines += ["", f"[{where}]", f"gbs = {number(link.bandwidth / GB)}"]
         lines += [f"latency_us = {number(link.latency * MICROS)}"]
-        lines += [f"curve = {points_toml(link.curve)}"] if link.curve else []
+        lines += [f"curve = {points_toml(link.bandwidth_curve)}"] if link.bandwidth_curve else []
         rows = [
             f'collective = "{curve.collective}", ranks = {curve.ranks}, points = {points_toml(curve.points)}'
-            for curve in link.curves
+            for curve in link.collective_curves
         ]
         lines += rows_toml("curves", rows)
     if "launch" in cluster.measured:

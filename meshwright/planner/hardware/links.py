@@ -33,16 +33,16 @@ class GroupPlacement:
     """Where the ranks of one group stand."""
 
     ranks: int
-    per_node: int
+    ranks_per_node: int
     """of them, on one node"""
 
     @property
     def nodes(self) -> int:
-        return ceil(self.ranks / self.per_node)
+        return ceil(self.ranks / self.ranks_per_node)
 
     @property
     def link(self) -> str:
-        return "inside" if self.nodes == 1 else "between"
+        return "intra-node" if self.nodes == 1 else "inter-node"
 
 
 def group_placement(per_node: int, ranks: int, stride: int) -> GroupPlacement:
@@ -66,7 +66,7 @@ class Links:
 
 
 def _links(cluster: Cluster) -> Links:
-    return Links(cluster.inside, cluster.between)
+    return Links(cluster.intra_node, cluster.inter_node)
 
 
 @cache
@@ -77,38 +77,38 @@ def _seconds(links: Links, kind: str, message: float, place: GroupPlacement) -> 
     if kind == "send":
         link = links.inside if place.nodes == 1 else links.between
         return link.latency + wire / bus(link, message)
-    near = place.ranks if place.nodes == 1 else place.per_node
+    near = place.ranks if place.nodes == 1 else place.ranks_per_node
     hops = near - 1
     if place.nodes == 1:
         rate, latency = bus(links.inside, message), hops * links.inside.latency
     else:
-        rate = min(bus(links.inside, message), place.per_node * bus(links.between, message))
+        rate = min(bus(links.inside, message), place.ranks_per_node * bus(links.between, message))
         far = log2(place.nodes) if kind == "all_reduce" else place.nodes - 1
         latency = hops * links.inside.latency + far * links.between.latency
     if kind == "all_to_all":
         return latency + exchanged(links, message, place)
     if kind == "all_reduce":
         latency *= 2
-    measured = bool(links.inside.curve if place.nodes == 1 else links.between.curve)
+    measured = bool(links.inside.bandwidth_curve if place.nodes == 1 else links.between.bandwidth_curve)
     settling = 0.0 if measured else 1.5 * latency * message / (message + SETTLES)
     return (0.0 if measured else latency) + settling + wire / rate
 
 
 def exchanged(links: Links, message: float, place: GroupPlacement) -> float:
     """Every rank sends to every other: what stays on the node and what leaves it go by different links."""
-    away = message * (place.ranks - place.per_node) / place.ranks if place.nodes > 1 else 0.0
-    near = message * (min(place.per_node, place.ranks) - 1) / place.ranks
+    away = message * (place.ranks - place.ranks_per_node) / place.ranks if place.nodes > 1 else 0.0
+    near = message * (min(place.ranks_per_node, place.ranks) - 1) / place.ranks
     return max(near / bus(links.inside, message), away / bus(links.between, message))
 
 
 def bus(link: Link, message: float) -> float:
     """Bytes a second: of a measured curve at this size, or what a ring reaches of the link."""
-    return along(link.curve, message) if link.curve else link.bandwidth * REACHED
+    return along(link.bandwidth_curve, message) if link.bandwidth_curve else link.bandwidth * REACHED
 
 
 def measured_curve(link: Link, kind: str, ranks: int) -> tuple[tuple[float, float], ...]:
     """Of this collective among about as many ranks, where somebody measured."""
-    same = [curve for curve in link.curves if curve.collective == kind]
+    same = [curve for curve in link.collective_curves if curve.collective == kind]
     return min(same, key=lambda curve: abs(curve.ranks - ranks)).points if same else ()
 
 

@@ -44,27 +44,29 @@ def resolve_cluster(word: str) -> Cluster:
     whole = replace(measured_machine() if device == "here" else preset_cluster(device), name=word)
     if devices is None:
         return whole
-    if device == "here" and (nodes or devices > whole.per_node):
-        raise ConfigError(f"cluster {word!r} is not this machine", f"allowed: here, or here:1 to here:{whole.per_node}")
+    if device == "here" and (nodes or devices > whole.devices_per_node):
+        raise ConfigError(
+            f"cluster {word!r} is not this machine", f"allowed: here, or here:1 to here:{whole.devices_per_node}"
+        )
     if nodes is None:
         return with_whole_nodes(whole, devices)
-    if devices > whole.per_node:
+    if devices > whole.devices_per_node:
         raise ConfigError(
-            f"cluster {word!r} has nodes of {devices}, and those of {device} have at most {whole.per_node}",
-            f"allowed: {device}:{whole.per_node}x{nodes}, or a cluster file",
+            f"cluster {word!r} has nodes of {devices}, and those of {device} have at most {whole.devices_per_node}",
+            f"allowed: {device}:{whole.devices_per_node}x{nodes}, or a cluster file",
         )
-    return replace(whole, per_node=devices, nodes=nodes)
+    return replace(whole, devices_per_node=devices, nodes=nodes)
 
 
 def with_whole_nodes(whole: Cluster, devices: int) -> Cluster:
     """A part of one node, or whole ones."""
-    if devices > whole.per_node and devices % whole.per_node:
-        below = devices // whole.per_node * whole.per_node
+    if devices > whole.devices_per_node and devices % whole.devices_per_node:
+        below = devices // whole.devices_per_node * whole.devices_per_node
         raise ConfigError(
-            f"{devices} devices of cluster {whole.name!r} are no whole nodes of {whole.per_node}",
-            f"allowed: {below}, {below + whole.per_node}, or DEVICESxNODES",
+            f"{devices} devices of cluster {whole.name!r} are no whole nodes of {whole.devices_per_node}",
+            f"allowed: {below}, {below + whole.devices_per_node}, or DEVICESxNODES",
         )
-    return whole.of(devices)
+    return whole.with_devices(devices)
 
 
 def measured_machine() -> Cluster:

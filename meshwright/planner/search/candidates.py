@@ -57,7 +57,7 @@ def cuts_heads(work: Workload, degree: int) -> bool:
     """Whether tensor of this degree cuts the model evenly. A vocabulary may be filled up, unless it is our decoder."""
     model = work.model
     whole = [model.heads, model.kv_heads, model.ffn, work.sequence]
-    whole += [model.expert_ffn] * (model.experts > 0) + [model.vocab] * (work.base is not None)
+    whole += [model.expert_ffn] * (model.experts > 0) + [model.vocab] * (work.base_config is not None)
     return all(number % degree == 0 for number in whole)
 
 
@@ -74,7 +74,9 @@ def frames(work: Workload, ranks: int, per_node: int, space: Space) -> Iterator[
             rest = ranks // tensor // pipeline
             for context in allowed(divisors(rest), "context" in axes, pinned.get("layout.context")):
                 data = rest // context
-                if work.batch % data or (context > 1 and work.sequence // context < SHORTEST_PIECE and not pinned):
+                if work.global_batch % data or (
+                    context > 1 and work.sequence // context < SHORTEST_PIECE and not pinned
+                ):
                     continue
                 for method in methods(work, context, tensor):
                     for expert in experts(work, data * context, "expert" in axes):
@@ -130,7 +132,7 @@ def layouts(work: Workload, frame: ModelParallelDegrees, space: Space) -> Iterat
 
 def micros(work: Workload, frame: ModelParallelDegrees) -> list[int]:
     """Sizes of a pass, smallest first, each at least half as large again as the one before."""
-    local = work.batch // frame.data
+    local = work.global_batch // frame.data
     if (pin := work.pinned.get("batch.micro")) is not None:
         return [int(pin)] if local % int(pin) == 0 else []
     tokens = work.sequence // frame.context

@@ -28,7 +28,15 @@ class Choice:
 
     @classmethod
     def of(cls, job: PlannedJob) -> Choice:
-        return cls(job.layout, job.batch.micro, job.sharding, job.recompute, job.schedule, job.stages, job.method)
+        return cls(
+            job.layout,
+            job.batch.micro,
+            job.sharding,
+            job.activation_checkpoint,
+            job.schedule,
+            job.stages_per_rank,
+            job.context_method,
+        )
 
     @property
     def family(self) -> tuple[Layout, str]:
@@ -39,12 +47,12 @@ class Choice:
 def job_of(work: Workload, cluster: Cluster, choice: Choice) -> PlannedJob:
     """Without a run, whose exact formulas take longer: `exact` is for the few that are shown."""
     replicas = choice.layout.data_degree
-    compiled = work.base is not None and work.base.compile.enabled
+    compiled = work.base_config is not None and work.base_config.compile.enabled
     return PlannedJob(
         work.model,
         cluster,
         choice.layout,
-        Batch(work.batch, choice.micro, replicas, work.batch // replicas // choice.micro),
+        Batch(work.global_batch, choice.micro, replicas, work.global_batch // replicas // choice.micro),
         work.sequence,
         choice.sharding,
         work.precision,
@@ -87,19 +95,19 @@ def settings_of(base: RunConfig, choice: Choice) -> RunConfig:
 
 def exact(work: Workload, cluster: Cluster, choice: Choice) -> PlannedJob:
     """With the run where there is one."""
-    if work.base is None:
+    if work.base_config is None:
         return job_of(work, cluster, choice)
-    return PlannedJob.of(settings_of(work.base, choice), cluster, work.model.name)
+    return PlannedJob.from_config(settings_of(work.base_config, choice), cluster, work.model.name)
 
 
 def refusal(work: Workload, choice: Choice) -> ConfigError | None:
     """Why meshwright, or a trainer with the usual rules, would not run it."""
     try:
-        if work.base is not None:
-            validate(settings_of(work.base, choice))
+        if work.base_config is not None:
+            validate(settings_of(work.base_config, choice))
         elif choice.layout.pipeline > 1:
             replicas = choice.layout.data_degree * choice.micro
-            schedules.check(choice.schedule, choice.layout.pipeline, work.batch // replicas, choice.stages)
+            schedules.check(choice.schedule, choice.layout.pipeline, work.global_batch // replicas, choice.stages)
     except ConfigError as refused:
         return refused
     return None

@@ -101,7 +101,7 @@ def communication(estimate: Estimate) -> list[str]:
 
 
 def call_told(call: Call) -> str:
-    where = "inside a node" if call.link == "inside" else "between nodes"
+    where = "inside a node" if call.link == "intra-node" else "between nodes"
     hidden = call.seconds - call.exposed
     how = (
         f"exposed, {format_seconds(call.exposed)}"
@@ -120,8 +120,8 @@ def tradeoff(estimate: Estimate, others: Sequence[Estimate]) -> list[str]:
     told = [
         f"It takes {format_seconds(estimate.seconds)} a step ({format_seconds(estimate.low)} to "
         f"{format_seconds(estimate.high)} in four "
-        f"cases of five; most of the doubt: {estimate.doubt}), {estimate.mfu:.1%} of the devices' peak, and leaves "
-        f"{format_bytes(left)} of {format_bytes(job.cluster.device.memory)} free."
+        f"cases of five; most of the doubt: {estimate.main_uncertainty}), {estimate.mfu:.1%} of the devices' peak, "
+        f"and leaves {format_bytes(left)} of {format_bytes(job.cluster.device.memory)} free."
     ]
     costs = {"waiting in the pipeline": estimate.phases.get("bubble", 0.0), "computing again": again(estimate)}
     costs["exposed messages"] = exposed(estimate)
@@ -155,7 +155,7 @@ def why_not(estimate: Estimate, other: Estimate) -> str:
 def measurement(estimate: Estimate, file: str) -> list[str]:
     held, calls = estimate.heaviest, real_calls(estimate)
     told = []
-    if estimate.job.run is not None:
+    if estimate.job.run_config is not None:
         told.append(
             f"Run: meshwright train {file} --steps 20. The plan is wrong where step records from the third on say:"
         )
@@ -181,9 +181,9 @@ def measurement(estimate: Estimate, file: str) -> list[str]:
 def largest(estimate: Estimate) -> Sent | None:
     """Of what rank 0 sends, the row with most bytes, exact; of our own runs."""
     job = estimate.job
-    if job.run is None:
+    if job.run_config is None:
         return None
-    rows = traffic(job.run, job.layout, job.batch)
+    rows = traffic(job.run_config, job.layout, job.batch)
     return max(rows, key=lambda row: row.message_bytes, default=None)
 
 

@@ -68,7 +68,7 @@ def ladder(desk: CostCache, chosen: Estimate) -> tuple[list[Rung], str]:
 def space_of(desk: CostCache, used: tuple[str, ...]) -> Space:
     """Tensor groups stay inside a node."""
     recompute = RECOMPUTED if "recompute" in used else RECOMPUTED[:1]
-    return Space(frozenset(used) - {"recompute"}, recompute, desk.cluster.per_node)
+    return Space(frozenset(used) - {"recompute"}, recompute, desk.cluster.devices_per_node)
 
 
 def stand(desk: CostCache, used: tuple[str, ...]) -> tuple[Estimate, Binding]:
@@ -86,18 +86,18 @@ def stand(desk: CostCache, used: tuple[str, ...]) -> tuple[Estimate, Binding]:
 
 def reaching(desk: CostCache, space: Space) -> tuple[CostCache, int]:
     """The devices that have work, and how many have none."""
-    whole = desk.cluster.devices
+    whole = desk.cluster.device_count
     if lightest(desk, space) is not None:
         return desk, 0
     for devices in sorted(
-        {n for n in range(1, min(whole, desk.work.batch * 64) + 1) if whole % n == 0}
-        | {n for n in range(1, min(whole, desk.work.batch) + 1) if desk.work.batch % n == 0},
+        {n for n in range(1, min(whole, desk.work.global_batch * 64) + 1) if whole % n == 0}
+        | {n for n in range(1, min(whole, desk.work.global_batch) + 1) if desk.work.global_batch % n == 0},
         reverse=True,
     ):
-        fewer = CostCache(desk.work, desk.cluster.of(devices))
+        fewer = CostCache(desk.work, desk.cluster.with_devices(devices))
         if lightest(fewer, space) is not None:
             return fewer, whole - devices
-    return CostCache(replace(desk.work, pinned={}), desk.cluster.of(1)), whole - 1
+    return CostCache(replace(desk.work, pinned={}), desk.cluster.with_devices(1)), whole - 1
 
 
 def bound_by(estimate: Estimate, idle: int = 0) -> Binding:

@@ -20,7 +20,7 @@ def mechanism(estimate: Estimate) -> list[str]:
     layout = job.layout
     told = []
     if layout.pipeline > 1:
-        stages = f", {job.stages} stages each" if job.stages > 1 else ""
+        stages = f", {job.stages_per_rank} stages each" if job.stages_per_rank > 1 else ""
         told.append(
             f"pipeline {layout.pipeline}: {model.layers} layers over {layout.pipeline} ranks{stages}, about "
             f"{model.layers / layout.pipeline:.3g} a rank; {job.batch.accumulation} micro-batches by {job.schedule}."
@@ -34,7 +34,7 @@ def mechanism(estimate: Estimate) -> list[str]:
     if layout.context > 1:
         told.append(
             f"context {layout.context}: {job.sequence:,} tokens cut into pieces of {job.sequence // layout.context:,}, "
-            f"attention by {job.method}."
+            f"attention by {job.context_method}."
         )
     if layout.tensor > 1:
         told.append(
@@ -45,9 +45,9 @@ def mechanism(estimate: Estimate) -> list[str]:
         told.append(
             f"expert {layout.expert}: {model.experts} experts a layer, {model.experts // layout.expert} a rank."
         )
-    if job.recompute != "none":
+    if job.activation_checkpoint != "none":
         told.append(
-            f"recompute {job.recompute}: {format_bytes(held.activations)} of activations are kept, the "
+            f"recompute {job.activation_checkpoint}: {format_bytes(held.activations)} of activations are kept, the "
             f"rest computed again."
         )
     return told or [f"one device holds all of it: {format_bytes(held.total)}."]
@@ -66,7 +66,7 @@ def samples(estimate: Estimate) -> str:
 def held_of(estimate: Estimate, name: str) -> float:
     """Of a class; parameters that stay gathered beside their shards are what ranks hold alike."""
     held = estimate.heaviest
-    gathered = name == "parameters" and estimate.job.layout.shard > 1 and estimate.job.stack.torch
+    gathered = name == "parameters" and estimate.job.layout.shard > 1 and estimate.job.trainer.torch_native
     return float(held.gathered if gathered else getattr(held, name))
 
 
@@ -97,7 +97,7 @@ def sharded(estimate: Estimate) -> str:
         told.append(f"sequences over {layout.context}")
     if layout.expert > 1:
         told.append(f"experts over {layout.expert}")
-    numbers = held.parameters / job.stack.weights
+    numbers = held.parameters / job.trainer.parameter_bytes
     rest = (
         f"; a rank keeps {format_bytes(held.parameters)} of parameters, {format_count(numbers)} of "
         f"{format_count(job.model.parameters)}"

@@ -65,8 +65,8 @@ def as_json(whole: Answer, top: int) -> dict[str, Any]:
     """For machines; every plan is a prediction record."""
     return {
         "model": dataclasses.asdict(whole.work.model) | {"parameters": whole.work.model.parameters},
-        "cluster": json.loads(json.dumps(dataclasses.asdict(whole.cluster))) | {"devices": whole.cluster.devices},
-        "trainable": whole.work.base is not None,
+        "cluster": json.loads(json.dumps(dataclasses.asdict(whole.cluster))) | {"devices": whole.cluster.device_count},
+        "trainable": whole.work.base_config is not None,
         "pinned": dict(whole.work.pinned),
         "notes": list(whole.work.notes),
         "place": whole.place,
@@ -121,7 +121,7 @@ def scale_json(scale: Scale) -> dict[str, Any]:
 
 def run_file(whole: Answer) -> str:
     """The plan as a run file, in the words of `meshwright train`."""
-    if whole.work.base is None:
+    if whole.work.base_config is None:
         reason = whole.work.notes[0] if whole.work.notes else "our decoder does not train it"
         raise ConfigError(f"{whole.work.model.name} cannot be written as a run: {reason}", "allowed: --json")
-    return as_toml(settings_of(whole.work.base, Choice.of(whole.chosen.job)))
+    return as_toml(settings_of(whole.work.base_config, Choice.of(whole.chosen.job)))

@@ -85,7 +85,7 @@ def best(
     run = load(file, [word for word in overrides if key_of(word) not in SEARCHED_KEYS], None, steps)
     whole = resolve_cluster(cluster)
     asked = convert(Count, Word(ranks), "--ranks") if ranks is not None else ranks_in(file)
-    desk = CostCache(workload_from_config(run, overrides), part_of(whole, asked or whole.devices))
+    desk = CostCache(workload_from_config(run, overrides), part_of(whole, asked or whole.device_count))
     found = search(desk).ranked
     if not found:
         raise impossible(desk)
@@ -100,9 +100,10 @@ def ranks_in(file: Path | None) -> int | None:
 
 
 def part_of(whole: Cluster, ranks: int) -> Cluster:
-    if ranks > whole.devices:
+    if ranks > whole.device_count:
         raise ConfigError(
-            f"{ranks} ranks on {whole.devices} devices of cluster {whole.name!r}", f"allowed: 1 to {whole.devices}"
+            f"{ranks} ranks on {whole.device_count} devices of cluster {whole.name!r}",
+            f"allowed: 1 to {whole.device_count}",
         )
     return with_whole_nodes(whole, ranks)
 

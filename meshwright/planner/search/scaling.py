@@ -59,19 +59,23 @@ def grown(work: Workload, cluster: Cluster, choice: Choice, factor: int) -> tupl
     """The plan with so many times the data-parallel ranks: copies where there are any, else shards."""
     layout = choice.layout
     data = layout.data_degree * factor
-    if work.batch % data:
+    if work.global_batch % data:
         return None
     axis = "replicate" if choice.sharding == "none" or layout.replicate > 1 else "shard"
     more = replace(layout, **{axis: getattr(layout, axis) * factor})
-    local = work.batch // data
+    local = work.global_batch // data
     sizes = [micro for micro in divisors(local) if micro <= choice.micro]
     full = [micro for micro in sizes if fills(choice.schedule, layout.pipeline, local // micro)]
-    return (replace(choice, layout=more, micro=full[-1]), cluster.of(cluster.devices * factor)) if full else None
+    return (
+        (replace(choice, layout=more, micro=full[-1]), cluster.with_devices(cluster.device_count * factor))
+        if full
+        else None
+    )
 
 
 def kept_shape(desk: CostCache, chosen: Estimate, factor: int, growing: bool) -> Estimate | None:
     """The plan itself at so many times the devices; none where it does not divide or fit."""
-    work = desk.work.of(desk.work.batch * (factor if growing else 1))
+    work = desk.work.with_size(desk.work.global_batch * (factor if growing else 1))
     more = grown(work, desk.cluster, Choice.of(chosen.job), factor)
     found = estimate(job_of(work, more[1], more[0]), lessons=desk.lessons) if more is not None else None
     return found if found is not None and found.fits else None
@@ -79,10 +83,12 @@ def kept_shape(desk: CostCache, chosen: Estimate, factor: int, growing: bool) ->
 
 def new_plan(desk: CostCache, factor: int, growing: bool) -> Estimate | None:
     """The best of a search at so many times the devices."""
-    work = desk.work.of(desk.work.batch * (factor if growing else 1))
+    work = desk.work.with_size(desk.work.global_batch * (factor if growing else 1))
     counts = ("layout.replicate", "layout.shard_degree", "batch.micro")
     free = replace(work, pinned={key: value for key, value in work.pinned.items() if key not in counts})
-    found = search(CostCache(free, desk.cluster.of(desk.cluster.devices * factor)), top=1, most=WEIGHED).ranked
+    found = search(
+        CostCache(free, desk.cluster.with_devices(desk.cluster.device_count * factor)), top=1, most=WEIGHED
+    ).ranked
     return found[0] if found else None
 
 
@@ -106,12 +112,12 @@ def scaled(desk: CostCache, chosen: Estimate, critical: float | None = None) -> 
         rows: list[Row] = []
         for factor in FACTORS:
             found, kept = (chosen, True) if factor == 1 else at(desk, chosen, factor, growing, ENOUGH)
-            batch = desk.work.batch * (factor if growing else 1)
+            batch = desk.work.global_batch * (factor if growing else 1)
             rate = found.tokens_per_second if found else 0.0
             rows.append(
                 Row(
                     factor,
-                    desk.cluster.devices * factor,
+                    desk.cluster.device_count * factor,
                     batch,
                     found,
                     kept,

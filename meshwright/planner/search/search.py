@@ -75,7 +75,7 @@ class CostCache:
     def weigh(self, choice: Choice) -> list[Memory]:
         if choice not in self.weights:
             job = job_of(self.work, self.cluster, choice)
-            self.weights[choice] = self.lessons.weighed(job, memory(job, quick=True))
+            self.weights[choice] = self.lessons.correct_memory(job, memory(job, quick=True))
         return self.weights[choice]
 
     def heaviest(self, choice: Choice) -> Memory:
@@ -97,7 +97,7 @@ class CostCache:
     def time(self, choice: Choice) -> Estimate:
         if choice not in self.timings:
             found = timed(job_of(self.work, self.cluster, choice), self.weigh(choice))
-            self.timings[choice] = self.lessons.timed(found)
+            self.timings[choice] = self.lessons.correct_estimate(found)
         return self.timings[choice]
 
     def refused(self, choice: Choice) -> bool:
@@ -109,12 +109,12 @@ class CostCache:
 def least_held(work: Workload, choice: Choice) -> float:
     """Bytes of parameters, gradients and optimizer that a rank has at least: of an even division of everything."""
     model, layout, stack = work.model, choice.layout, MESHWRIGHT
-    banks = model.expert_layers * model.experts * model.expert_weights
+    banks = model.moe_layers * model.experts * model.expert_parameters
     numbers = (model.parameters - banks + banks / layout.expert) / layout.tensor / layout.pipeline
     over = layout.shard * layout.context if choice.sharding != "none" else 1
-    state = 0.0 if work.base is not None and work.base.optimizer.cpu_offload else stack.state
-    divided = {"optimizer": state, "gradients": state + stack.gradients}.get(choice.sharding, 0.0)
-    whole = stack.weights + stack.gradients + state
+    state = 0.0 if work.base_config is not None and work.base_config.optimizer.cpu_offload else stack.optimizer_bytes
+    divided = {"optimizer": state, "gradients": state + stack.gradient_bytes}.get(choice.sharding, 0.0)
+    whole = stack.parameter_bytes + stack.gradient_bytes + state
     divided = whole if choice.sharding == "parameters" else divided
     return numbers * (whole - divided + divided / over)
 
@@ -154,7 +154,7 @@ def search(desk: CostCache, space: Space | None = None, top: int = KEPT, most: i
             begun.append((desk.time(choice), promised, frame))
             best.keep(begun[-1][0])
     if not begun and "tensor" in space.axes and space.tensor is None:
-        return search(desk, replace(space, tensor=desk.cluster.devices), top, most)  # beyond a node, then
+        return search(desk, replace(space, tensor=desk.cluster.device_count), top, most)  # beyond a node, then
     tried = {Choice.of(found.job) for found, *_ in begun}
     enough, left = len(desk.weights) + most, len(every) - len(begun)
     for _, promised, frame in sorted(begun, key=lambda row: row[0].seconds):
@@ -201,14 +201,14 @@ def first_of(desk: CostCache, frame: ModelParallelDegrees, space: Space) -> Choi
 
 
 def every_frame(desk: CostCache, space: Space) -> Iterator[ModelParallelDegrees]:
-    return frames(desk.work, desk.cluster.devices, desk.cluster.per_node, space)
+    return frames(desk.work, desk.cluster.device_count, desk.cluster.devices_per_node, space)
 
 
 def parts(found: Estimate) -> int:
     """How much there is to a plan."""
     job = found.job
     shards = (job.sharding != "none") + (job.sharding == "parameters") + (job.layout.replicate > 1 < job.layout.shard)
-    return 2 * len(job.layout.axes) + shards + (job.recompute != "none") + (job.stages > 1)
+    return 2 * len(job.layout.axes) + shards + (job.activation_checkpoint != "none") + (job.stages_per_rank > 1)
 
 
 def merit(found: Estimate) -> tuple[int, int, float]:
@@ -234,7 +234,7 @@ def pareto(found: list[Estimate]) -> list[Estimate]:
 
 def first_exact(desk: CostCache, ranked: list[Estimate]) -> list[Estimate]:
     """The first of a list by the exact formulas of their runs, those that fit by these, too."""
-    if desk.work.base is None:
+    if desk.work.base_config is None:
         return ranked
     jobs = [exact(desk.work, desk.cluster, Choice.of(each.job)) for each in ranked]
     return [each for each in (estimate(job, exact=True, lessons=desk.lessons) for job in jobs) if each.fits]
@@ -264,7 +264,7 @@ def promise(desk: CostCache, frame: ModelParallelDegrees, space: Space) -> float
 
 def filled(desk: CostCache, frame: ModelParallelDegrees, micro: int) -> list[tuple[str, int]]:
     """The schedules that a step of such passes fills."""
-    micros_ = desk.work.batch // frame.data // micro
+    micros_ = desk.work.global_batch // frame.data // micro
     found = [row for row in schedules(desk.work, frame) if fills(row[0], frame.pipeline, micros_)]
     return [row for row in found if row[0] != "gpipe"] if ("1f1b", 1) in found else found
 
@@ -329,7 +329,9 @@ def degrees(
         return options
     smallest = next((size for size in micros(desk.work, frame) if any(filled(desk, frame, size))), 1)
     kind, each = (filled(desk, frame, smallest) or schedules(desk.work, frame))[0]
-    node = [option for option in options if option.shard * option.context * option.tensor <= desk.cluster.per_node]
+    node = [
+        option for option in options if option.shard * option.context * option.tensor <= desk.cluster.devices_per_node
+    ]
     kept = {options[-1]: True, **({node[-1]: True} if node else {})}
     for recompute in {levels(desk.work, space)[0], levels(desk.work, space)[-1]}:
         place = bisect_left(
@@ -354,7 +356,7 @@ def thrifty(desk: CostCache, space: Space, first: list[Choice]) -> Iterator[Choi
 
 def lightest(desk: CostCache, space: Space | None = None) -> Choice | None:
     """What holds least of all that is allowed, whether it fits or not; none where nothing divides."""
-    space = space or Space(tensor=desk.cluster.devices)
+    space = space or Space(tensor=desk.cluster.device_count)
     found: list[Choice] = []
     for frame in every_frame(desk, space):
         sizes = [micro for micro in micros(desk.work, frame) if filled(desk, frame, micro)]

@@ -22,7 +22,7 @@ def impossible(desk: CostCache) -> ConfigError:
     """The refusal of a workload that no layout takes: what is in the way, and the smallest changes that would do."""
     work, cluster = desk.work, desk.cluster
     least = lightest(desk)
-    name = f"{work.model.name} on {cluster.devices:,} {cluster.device.name}"
+    name = f"{work.model.name} on {cluster.device_count:,} {cluster.device.name}"
     if least is None:
         return ConfigError(
             f"{name}: {divides_not(work, cluster)}", f"allowed: {', or '.join(divisible(work, cluster))}"
@@ -58,7 +58,7 @@ def changes(work: Workload, cluster: Cluster) -> list[str]:
             break
     sequence = work.sequence // 2
     while sequence >= 128:
-        if fits(work.of(sequence=sequence), cluster):
+        if fits(work.with_size(sequence=sequence), cluster):
             found.append(f"--sequence {sequence}")
             break
         sequence //= 2
@@ -70,24 +70,26 @@ def changes(work: Workload, cluster: Cluster) -> list[str]:
 def more_devices(work: Workload, cluster: Cluster) -> int:
     """The fewest that take it: doubled until it fits, then halved back to whole nodes; 0 where more do not help."""
     times = 2
-    while times <= MOST_TIMES and not fits(work, cluster.of(cluster.devices * times)):
+    while times <= MOST_TIMES and not fits(work, cluster.with_devices(cluster.device_count * times)):
         times *= 2
     if times > MOST_TIMES:
         return 0
-    unit = cluster.per_node if cluster.nodes > 1 or cluster.devices == cluster.per_node else 1
-    low, high = cluster.devices * times // 2, cluster.devices * times
+    unit = cluster.devices_per_node if cluster.nodes > 1 or cluster.device_count == cluster.devices_per_node else 1
+    low, high = cluster.device_count * times // 2, cluster.device_count * times
     while high - low > unit:
         middle = (low + high) // 2 // unit * unit
         if middle in (low, high):
             break
-        low, high = (low, middle) if fits(work, cluster.of(middle)) else (middle, high)
+        low, high = (low, middle) if fits(work, cluster.with_devices(middle)) else (middle, high)
     return high
 
 
 def precise(work: Workload, precision: str) -> Workload:
     compute: Any = precision
-    base = work.base and replace(work.base, precision=replace(work.base.precision, compute=compute))
-    return replace(work, precision=precision, base=base)
+    base = work.base_config and replace(
+        work.base_config, precision=replace(work.base_config.precision, compute=compute)
+    )
+    return replace(work, precision=precision, base_config=base)
 
 
 def divides_not(work: Workload, cluster: Cluster) -> str:
@@ -96,9 +98,9 @@ def divides_not(work: Workload, cluster: Cluster) -> str:
     tensor, context = int(pinned.get("layout.tensor", 1)), int(pinned.get("layout.context", 1))
     pipeline, expert = int(pinned.get("layout.pipeline", 1)), int(pinned.get("layout.expert", 1))
     unit = tensor * context * pipeline
-    if cluster.devices % unit:
+    if cluster.device_count % unit:
         factors = f"tensor {tensor} x context {context} x pipeline {pipeline}"
-        return f"{cluster.devices:,} devices do not divide over {unit:,} ({factors})"
+        return f"{cluster.device_count:,} devices do not divide over {unit:,} ({factors})"
     for name, number in (
         ("heads", model.heads),
         ("kv heads", model.kv_heads),
@@ -114,7 +116,7 @@ def divides_not(work: Workload, cluster: Cluster) -> str:
     if expert > 1 and (not model.experts or model.experts % expert):
         return f"layout.expert = {expert} does not divide {model.experts} experts"
     told = ", ".join(f"--{key}={value}" for key, value in pinned.items())
-    return f"no layout takes a batch of {work.batch:,}" + (f" with {told}" if told else "")
+    return f"no layout takes a batch of {work.global_batch:,}" + (f" with {told}" if told else "")
 
 
 def divisible(work: Workload, cluster: Cluster) -> list[str]:
@@ -125,20 +127,22 @@ def divisible(work: Workload, cluster: Cluster) -> list[str]:
         if lightest(CostCache(free, cluster)) is not None:
             found.append(f"without --{key}={value}")
             found += other_degrees(work, cluster, key)
-    below = next((n for n in range(cluster.devices - 1, 0, -1) if divides(work, cluster, n)), 0)
-    above = next((n for n in range(cluster.devices + 1, 2 * cluster.devices + 1) if divides(work, cluster, n)), 0)
+    below = next((n for n in range(cluster.device_count - 1, 0, -1) if divides(work, cluster, n)), 0)
+    above = next(
+        (n for n in range(cluster.device_count + 1, 2 * cluster.device_count + 1) if divides(work, cluster, n)), 0
+    )
     if near := [f"{n:,}" for n in (below, above) if n]:
         found.append(f"{' or '.join(near)} devices")
     if not found and work.pinned and lightest(CostCache(replace(work, pinned={}), cluster)) is not None:
         found.append("without these words")
-    return found or [f"--batch of a multiple of {divisors(cluster.devices)[-1]:,}"]
+    return found or [f"--batch of a multiple of {divisors(cluster.device_count)[-1]:,}"]
 
 
 def other_degrees(work: Workload, cluster: Cluster, key: str) -> list[str]:
     """Values of a pinned degree that divide, the nearest few."""
     if key not in DEGREES:
         return []
-    near = sorted(divisors(cluster.devices), key=lambda degree: abs(degree - int(work.pinned[key])))[:8]
+    near = sorted(divisors(cluster.device_count), key=lambda degree: abs(degree - int(work.pinned[key])))[:8]
     fits = [
         degree
         for degree in near
@@ -152,6 +156,6 @@ def divides(work: Workload, cluster: Cluster, devices: int) -> bool:
     unit = 1
     for key in ("layout.tensor", "layout.context", "layout.pipeline"):
         unit *= int(work.pinned.get(key, 1))
-    if devices % unit or work.batch % (devices // unit):
+    if devices % unit or work.global_batch % (devices // unit):
         return False
-    return lightest(CostCache(work, cluster.of(devices))) is not None
+    return lightest(CostCache(work, cluster.with_devices(devices))) is not None

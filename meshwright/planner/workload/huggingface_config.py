@@ -39,7 +39,7 @@ class HuggingFaceConfig:
     rope_theta: float
     norm_eps: float
     activation: str
-    left_out: tuple[str, ...] = ()
+    ignored_features: tuple[str, ...] = ()
     """what the architecture does not say of the model, in words"""
 
 
@@ -172,7 +172,7 @@ def decoder(fields: Fields) -> Architecture:
         head,
         fields.number(Width, "intermediate_size"),
         fields.number(Vocabulary, "vocab_size"),
-        tied=fields.flag("tie_word_embeddings", False),
+        tied_embeddings=fields.flag("tie_word_embeddings", False),
     )
 
 
@@ -187,14 +187,14 @@ def llama(fields: Fields) -> Architecture:
 def mistral(fields: Fields) -> Architecture:
     """A file that does not speak of a window means the family's usual one; null means none."""
     window = fields.number(Tokens, "sliding_window", default=0 if "sliding_window" in fields.tree else 4096)
-    return replace(decoder(fields), window=window)
+    return replace(decoder(fields), sliding_window=window)
 
 
 def mixtral(fields: Fields) -> Architecture:
     model = decoder(fields)
     return replace(
         model,
-        window=fields.number(Tokens, "sliding_window", default=0),
+        sliding_window=fields.number(Tokens, "sliding_window", default=0),
         experts=fields.number(Experts, "num_local_experts"),
         experts_active=fields.number(Experts, "num_experts_per_tok"),
         expert_ffn=model.ffn,
@@ -206,7 +206,7 @@ def qwen2(fields: Fields) -> Architecture:
 
 
 def qwen3(fields: Fields) -> Architecture:
-    return replace(biased(decoder(fields), fields.flag("attention_bias", False)), head_norms=True)
+    return replace(biased(decoder(fields), fields.flag("attention_bias", False)), qk_norm=True)
 
 
 def qwen_experts(model: Architecture, fields: Fields) -> Architecture:
@@ -234,7 +234,7 @@ def qwen2_moe(fields: Fields) -> Architecture:
             f"{model.expert_ffn}",
             "allowed: a multiple",
         )
-    return replace(model, experts_shared=shared // model.expert_ffn, shared_gate=True)
+    return replace(model, experts_shared=shared // model.expert_ffn, shared_expert_gate=True)
 
 
 def qwen3_moe(fields: Fields) -> Architecture:
@@ -253,8 +253,8 @@ def deepseek(fields: Fields) -> Architecture:
         fields.number(Width, "qk_rope_head_dim"),
         fields.number(Width, "v_head_dim"),
     )
-    inner = {**fields.tree, "head_dim": latent.plain + latent.rotary, "num_key_value_heads": None}
-    model = replace(decoder(replace(fields, tree=inner)), latent=latent)
+    inner = {**fields.tree, "head_dim": latent.qk_nope_head_dim + latent.qk_rope_head_dim, "num_key_value_heads": None}
+    model = replace(decoder(replace(fields, tree=inner)), latent_attention=latent)
     experts = fields.number(Experts, "n_routed_experts", "num_local_experts", default=0)
     if not experts:
         return model
@@ -289,15 +289,17 @@ def gpt2(fields: Fields) -> Architecture:
         fields.number(Width, "n_inner", default=4 * width),
         fields.number(Vocabulary, "vocab_size"),
         gated=False,
-        tied=fields.flag("tie_word_embeddings", True),
+        tied_embeddings=fields.flag("tie_word_embeddings", True),
         norm="layer",
         bias=True,
-        positions=fields.number(Tokens, "n_positions", "max_position_embeddings"),
+        learned_positions=fields.number(Tokens, "n_positions", "max_position_embeddings"),
     )
 
 
 def gpt_neox(fields: Fields) -> Architecture:
-    model = replace(decoder(fields), gated=False, norm="layer", parallel=fields.flag("use_parallel_residual", True))
+    model = replace(
+        decoder(fields), gated=False, norm="layer", parallel_residual=fields.flag("use_parallel_residual", True)
+    )
     return biased(model, fields.flag("attention_bias", True), True)
 
 

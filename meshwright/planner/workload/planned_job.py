@@ -23,24 +23,24 @@ class PlannedJob:
     """none, optimizer, gradients or parameters"""
     precision: str = "bf16"
     """fp64, fp32, bf16, fp16, fp8 or fp4"""
-    recompute: str = "none"
+    activation_checkpoint: str = "none"
     """none, selective or full"""
-    segment: int = 1
+    checkpoint_segment: int = 1
     """full: blocks that are recomputed together"""
     schedule: str = "1f1b"
-    stages: int = 1
+    stages_per_rank: int = 1
     """of the pipeline, a rank"""
-    method: str = "ring"
+    context_method: str = "ring"
     """of context: ring, all-to-all, or gather"""
-    stack: TrainerProfile = MESHWRIGHT
-    run: RunConfig | None = None
+    trainer: TrainerProfile = MESHWRIGHT
+    run_config: RunConfig | None = None
     """the run that it was made of, of which exact formulas know more"""
 
     @classmethod
-    def of(cls, config: RunConfig, cluster: Cluster, name: str = "") -> PlannedJob:
+    def from_config(cls, config: RunConfig, cluster: Cluster, name: str = "") -> PlannedJob:
         layout = Layout.of(config.layout)
         return cls(
-            Architecture.of(config.model, name or config.preset),
+            Architecture.from_config(config.model, name or config.preset),
             cluster,
             layout,
             batch_algebra(config.batch, layout.data_degree),
@@ -57,11 +57,11 @@ class PlannedJob:
         )
 
     @property
-    def tokens(self) -> int:
+    def tokens_per_step(self) -> int:
         """of a step, over all ranks"""
         return self.batch.global_ * self.sequence
 
     @property
-    def micro_tokens(self) -> int:
+    def tokens_per_micro_batch(self) -> int:
         """that one rank of the context axis computes on in one micro-step"""
         return self.batch.micro * self.sequence // self.layout.context

@@ -15,11 +15,11 @@ from meshwright.planner.workload.huggingface_config import HuggingFaceConfig, re
 @dataclass(frozen=True)
 class ResolvedModel:
     architecture: Architecture
-    run: RunConfig | None
+    run_config: RunConfig | None
     """of a preset or a run file"""
-    model: ModelConfig | None
+    model_config: ModelConfig | None
     """what our own decoder trains of it; None: it cannot"""
-    reason: str = ""
+    note: str = ""
     """why it cannot, or in what the trained model differs from the published one"""
 
 
@@ -43,7 +43,7 @@ def resolve_model(word: str, overrides: Sequence[str] = ()) -> ResolvedModel:
 
 
 def of_run(config: RunConfig, name: str) -> ResolvedModel:
-    return ResolvedModel(Architecture.of(config.model, name), config, config.model)
+    return ResolvedModel(Architecture.from_config(config.model, name), config, config.model)
 
 
 def trainable_config(found: HuggingFaceConfig) -> tuple[ModelConfig | None, str]:
@@ -61,33 +61,33 @@ def trainable_config(found: HuggingFaceConfig) -> tuple[ModelConfig | None, str]
             ffn=model.expert_ffn or model.ffn,
             rope_theta=found.rope_theta,
             norm_eps=found.norm_eps,
-            tie=model.tied,
+            tie=model.tied_embeddings,
             experts=model.experts,
             experts_active=model.experts_active or ModelConfig.experts_active,
             experts_shared=model.experts_shared,
         )
     except ConfigError as error:
         return None, error.what
-    window = (f"attention looks back {model.window:,} tokens only",) if model.window else ()
-    return settings, "; ".join(f"left out: {what}" for what in (*found.left_out, *window))
+    window = (f"attention looks back {model.sliding_window:,} tokens only",) if model.sliding_window else ()
+    return settings, "; ".join(f"left out: {what}" for what in (*found.ignored_features, *window))
 
 
 def lacking(found: HuggingFaceConfig) -> list[str]:
     """What the model has and our decoder does not, the weightiest first."""
     model = found.architecture
     has = {
-        "latent attention (MLA)": model.latent is not None,
-        "learned positions": model.positions > 0,
+        "latent attention (MLA)": model.latent_attention is not None,
+        "learned positions": model.learned_positions > 0,
         "LayerNorm": model.norm != "rms",
         "feed-forward without a gate": not model.gated,
         "biases": model.bias or model.qkv_bias or model.out_bias or model.ffn_bias,
-        "norms on queries and keys": model.head_norms,
-        f"heads of {model.head} beside a width of {model.width} and {model.heads} heads": (
-            model.head * model.heads != model.width
+        "norms on queries and keys": model.qk_norm,
+        f"heads of {model.head_dim} beside a width of {model.width} and {model.heads} heads": (
+            model.head_dim * model.heads != model.width
         ),
-        "attention and feed-forward side by side": model.parallel,
+        "attention and feed-forward side by side": model.parallel_residual,
         "dense layers before those with experts": model.dense_layers > 0,
-        "gate on shared experts": model.shared_gate,
+        "gate on shared experts": model.shared_expert_gate,
         f"activation {found.activation!r}": found.activation != "silu",
     }
     return [what for what, true in has.items() if true]

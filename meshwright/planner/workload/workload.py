@@ -28,11 +28,11 @@ SEARCHED_KEYS = (
 @dataclass(frozen=True)
 class Workload:
     model: Architecture
-    batch: int
+    global_batch: int
     """samples a step, over all ranks"""
     sequence: int
     precision: str = "bf16"
-    base: RunConfig | None = None
+    base_config: RunConfig | None = None
     """the run whose layout is sought; none where our own decoder does not train this"""
     pinned: Mapping[str, int | str] = field(default_factory=dict)
     """of SEARCHED, what is not to be decided"""
@@ -40,15 +40,15 @@ class Workload:
     """what was assumed because nobody said it"""
 
     @property
-    def tokens(self) -> int:
-        return self.batch * self.sequence
+    def tokens_per_step(self) -> int:
+        return self.global_batch * self.sequence
 
-    def of(self, batch: int | None = None, sequence: int | None = None) -> Workload:
+    def with_size(self, batch: int | None = None, sequence: int | None = None) -> Workload:
         """The same with another batch or sequence, its run, too."""
-        batch, sequence = batch or self.batch, sequence or self.sequence
-        base = self.base and replace(
-            self.base,
-            batch=replace(self.base.batch, global_=batch),
-            data=replace(self.base.data, sequence=sequence),
+        batch, sequence = batch or self.global_batch, sequence or self.sequence
+        base = self.base_config and replace(
+            self.base_config,
+            batch=replace(self.base_config.batch, global_=batch),
+            data=replace(self.base_config.data, sequence=sequence),
         )
-        return replace(self, batch=batch, sequence=sequence, base=base)
+        return replace(self, global_batch=batch, sequence=sequence, base_config=base)

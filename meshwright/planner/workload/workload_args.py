@@ -30,11 +30,11 @@ def build_workload(
     pinned = {key: value for key, _, value in split if key in SEARCHED_KEYS}
     words = [text for text, (key, _, _) in zip(overrides, split, strict=True) if key not in SEARCHED_KEYS]
     named = resolve_model(word, words)
-    run = named.run
-    if run is None and named.model is not None:
-        run = from_dict({"model": to_dict(named.model), "precision": {"compute": "bf16"}})
+    run = named.run_config
+    if run is None and named.model_config is not None:
+        run = from_dict({"model": to_dict(named.model_config), "precision": {"compute": "bf16"}})
         batch, sequence = usual(batch, sequence)
-    notes = [named.reason] if named.reason else []
+    notes = [named.note] if named.note else []
     if precision is not None and precision not in PRECISIONS:
         raise ConfigError(f"--precision {precision} is not known", f"allowed: {', '.join(PRECISIONS)}")
     if run is None:
@@ -68,7 +68,7 @@ def workload_from_config(run: RunConfig, overrides: Sequence[str] = ()) -> Workl
     split = [text.removeprefix("--").partition("=") for text in overrides]
     pinned = pins({key: value for key, _, value in split if key in SEARCHED_KEYS})
     free = replace(run, batch=replace(run.batch, micro=None))
-    model = Architecture.of(run.model, run.preset)
+    model = Architecture.from_config(run.model, run.preset)
     return Workload(model, run.batch.global_, run.data.sequence, run.precision.compute, free, pinned)
 
 
