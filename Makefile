@@ -1,16 +1,16 @@
-# Every target makes the virtual environment it needs on first use and is quick afterwards.
+# Every target creates the virtual environment that it needs on first use.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-# One CPU thread a process: ranks share the cores, and another count would change the last bits.
+# One CPU thread per process: ranks share the cores, and another count would change the last bits.
 export OMP_NUM_THREADS := 1
 
-.PHONY: venv train prove check test test-all bench clean
+.PHONY: venv train prove check test test-all test-wheel bench clean
 
 venv: .venv/.run
 
 .venv/.run: pyproject.toml constraints.txt
-	@test -x $(BIN)/python || (echo "making .venv (once)"; $(PYTHON) -m venv .venv)
+	@test -x $(BIN)/python || (echo "creating .venv"; $(PYTHON) -m venv .venv)
 	@$(PIP) --editable .
 	@touch $@
 
@@ -33,13 +33,17 @@ check: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest tests/test_repository.py -k "file or room"
+	$(BIN)/python -m pytest tests/repository -k "file or package or class or retired or version"
 
 test: .venv/.dev
-	$(BIN)/python -m pytest -m "not long"
+	$(BIN)/python -m pytest -m "not long" --package-durations $(PYTEST_ARGS)
 
 test-all: .venv/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --package-durations $(PYTEST_ARGS)
+
+# Builds the wheel, installs it into an empty environment outside the checkout, and uses it there.
+test-wheel: .venv/.run
+	$(BIN)/python tests/repository/check_wheel.py
 
 bench: .venv/.bench
 	$(BIN)/python -m benchmarks

@@ -1,13 +1,15 @@
-"""Shared by all tests: one thread a process, no home but a test's own, and a model whose steps cost milliseconds."""
+"""Settings shared by all tests: one CPU thread per process, a home folder per test, and seconds per package."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections import Counter
 from itertools import count
+from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
-# What a machine knows of itself is no test's business: also for processes that tests start, and before any test runs.
+# Tests must not read what was measured on this machine. Set before anything else, also for the processes tests start.
 os.environ["MESHWRIGHT_HOME"] = os.path.join(tempfile.gettempdir(), f"meshwright-no-home-{os.getpid()}")
 
 import pytest
@@ -17,17 +19,16 @@ from small_run import small_config
 
 torch.set_num_threads(1)
 # Time is not a test, and a failure must be the same on the next run.
-settings.register_profile("house", deadline=None, derandomize=True, database=None)
-settings.load_profile("house")
+settings.register_profile("deterministic", deadline=None, derandomize=True, database=None)
+settings.load_profile("deterministic")
 
-
-NUMBERS = count()
+HOME_NUMBERS = count()
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path_factory, monkeypatch):
-    """A home of its own for every test, in which nothing was measured."""
-    folder = tmp_path_factory.getbasetemp() / "homes" / str(next(NUMBERS))
+    """A home folder of its own for every test, in which nothing was measured."""
+    folder = tmp_path_factory.getbasetemp() / "homes" / str(next(HOME_NUMBERS))
     monkeypatch.setenv("MESHWRIGHT_HOME", str(folder))
     return folder
 
@@ -35,3 +36,24 @@ def home(tmp_path_factory, monkeypatch):
 @pytest.fixture
 def small():
     return small_config
+
+
+def pytest_addoption(parser):
+    parser.addoption("--package-durations", action="store_true", help="print the seconds of tests per package")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if not config.getoption("--package-durations"):
+        return
+    seconds: Counter[str] = Counter()
+    tests: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                package = Path(report.nodeid.partition("::")[0]).parts[1].removesuffix(".py")
+                seconds[package] += report.duration
+                tests[package] += report.when == "call"
+    terminalreporter.section("seconds per package")
+    for package, total in seconds.most_common():
+        terminalreporter.write_line(f"{package:<16} {total:8.1f} s  {tests[package]:6,} tests")
+    terminalreporter.write_line(f"{'all':<16} {seconds.total():8.1f} s  {tests.total():6,} tests")

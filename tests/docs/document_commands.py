@@ -1,0 +1,51 @@
+"""The shell commands of a document, and how a test runs them as a reader would type them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
+
+RUN_ELSEWHERE = {"make check", "make test", "make test-all", "make bench"}
+"""Commands that CI runs itself, or that take too long inside a test; each must at least be a target of the Makefile."""
+
+
+def commands(document: str) -> list[str]:
+    """Returns every command line of the `sh` blocks of a document, in order."""
+    blocks = re.findall(r"```(?:sh|console)\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+    lines = [line.removeprefix("$ ").split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def run(command: str, folder: Path) -> None:
+    """Runs one command in `folder` and asserts that it exits with 0."""
+    makefile = (ROOT / "Makefile").read_text()
+    if command in RUN_ELSEWHERE:
+        assert re.search(rf"^{command.split()[1]}:", makefile, re.MULTILINE)
+        return
+    args = shlex.split(command)
+    environment = dict(os.environ)
+    while re.match(r"[A-Z_]+=", args[0]):
+        name, _, value = args.pop(0).partition("=")
+        environment[name] = value
+    if args[0] == "make":  # run the recipe itself: a test must not create a virtual environment
+        recipe = re.search(rf"^{args[1]}:.*\n\t@?(.*)$", makefile, re.MULTILINE)
+        assert recipe, command
+        args = shlex.split(recipe[1].replace("$(BIN)/", ""))
+    scripts = Path(sys.executable).parent
+    args[0] = str(scripts / args[0]) if (scripts / args[0]).exists() else args[0]
+    done = subprocess.run(args, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def prepare(folder: Path) -> Path:
+    """Makes `folder` look like the root of a checkout to the commands of a document."""
+    for name in ("examples", "README.md"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder

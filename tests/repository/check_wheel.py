@@ -1,0 +1,44 @@
+"""Builds the wheel, installs it into an empty virtual environment, and runs the installed commands outside the checkout."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = [
+    "--version",
+    "plan llama-8b --cluster h100:8 --html plan.html",
+    "train --steps 2 --run run --model.layers=1",
+    "report run",
+]
+
+
+def run(*args: str | Path, cwd: Path) -> None:
+    print("+", *args, flush=True)
+    subprocess.run(list(map(str, args)), cwd=cwd, check=True, timeout=1200)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        pip = ("-m", "pip", "--quiet", "--disable-pip-version-check")
+        run(sys.executable, *pip, "wheel", "--no-deps", "--wheel-dir", folder, ROOT, cwd=folder)
+        (wheel,) = folder.glob("meshwright-*.whl")
+        names = zipfile.ZipFile(wheel).namelist()
+        assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))], names
+        assert "meshwright/py.typed" in names
+        venv.create(folder / "env", with_pip=True)
+        python = folder / "env" / "bin" / "python"
+        run(python, *pip, "install", "--constraint", ROOT / "constraints.txt", wheel, cwd=folder)
+        for command in COMMANDS:
+            run(folder / "env" / "bin" / "meshwright", *command.split(), cwd=folder)
+    print("the wheel works in an empty environment")
+
+
+if __name__ == "__main__":
+    main()
