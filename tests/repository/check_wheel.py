@@ -1,7 +1,8 @@
-"""Builds the wheel, installs it into an empty virtual environment, and runs the installed commands outside the checkout."""
+"""Builds the wheel, installs it into an empty virtual environment, and runs its commands outside the checkout."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,8 @@ COMMANDS = [
 
 def run(*args: str | Path, cwd: Path) -> None:
     print("+", *args, flush=True)
-    subprocess.run(list(map(str, args)), cwd=cwd, check=True, timeout=1200)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    subprocess.run(list(map(str, args)), cwd=cwd, env=environment, check=True, timeout=1200)
 
 
 def main() -> None:
