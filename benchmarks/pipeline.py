@@ -11,7 +11,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from meshwright.config import RunConfig, load
+from meshwright.config import RunConfig, load_config
 from meshwright.parallel.world import World
 from meshwright.prover.comm_volume import third_step
 from meshwright.prover.reference import LR, Concatenated, DataConfig, Loader, real_step, source_of, stream_of
@@ -34,7 +34,7 @@ def measure() -> dict[str, Any]:
 
 def table(ranks: int, micros: int, timed: bool) -> dict[str, Any]:
     words = [*SHAPE, f"--batch.global={micros}", "--batch.micro=1", "--layout.replicate=1"]
-    alone = load(overrides=words)
+    alone = load_config(overrides=words)
     [whole] = run_ranks(activation, 1, alone)
     rows = {}
     for kind in KINDS:

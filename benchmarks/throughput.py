@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from benchmarks import own, plain_torch, with_accelerate, with_fabric
 from benchmarks.ordinary import READ_EVERY, Run
-from meshwright.config import BatchConfig, EvalConfig, ModelConfig, RunConfig, load
+from meshwright.config import BatchConfig, EvalConfig, ModelConfig, RunConfig, load_config
 from meshwright.launch.job import make_job
 from meshwright.launch.ranks import run_ranks
 from meshwright.parallel.world import World
@@ -96,7 +96,7 @@ def measure(rounds: int) -> dict[str, Any]:
 
 def settings() -> RunConfig:
     """The tiny preset, with no evaluation inside the timed steps."""
-    config = load(ranks=RANKS)
+    config = load_config(ranks=RANKS)
     batch = BatchConfig(MICRO * RANKS, MICRO)
     return replace(config, batch=batch, eval=EvalConfig(every=0), launch=replace(config.launch, device="cpu"))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.config import RunConfig, load
+from meshwright.config import RunConfig, load_config
 from meshwright.parallel.world import World
 from meshwright.prover.comm_volume import third_step
 from meshwright.testing import run_ranks
@@ -24,7 +24,9 @@ def measure() -> dict[str, Any]:
     for accumulation in (1, 4):
         for kind, name in KINDS.items():
             words = [*SHAPE, f"--layout.shard={kind}", f"--batch.global={RANKS * accumulation}", "--batch.micro=1"]
-            table[f"{name}, {accumulation} micro-steps"] = run_ranks(row, RANKS, load(overrides=words, ranks=RANKS))[0]
+            table[f"{name}, {accumulation} micro-steps"] = run_ranks(
+                row, RANKS, load_config(overrides=words, ranks=RANKS)
+            )[0]
     return {"ranks": RANKS, "in units of": "the parameters' bytes", "table": table}
 
 

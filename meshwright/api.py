@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.config import RunConfig, from_dict, to_dict
+from meshwright.config import RunConfig, config_from_dict, config_to_dict
 from meshwright.errors import ConfigError
 from meshwright.launch.fork_server import ForkServer
 from meshwright.observe.console import Screen, Terminal
@@ -66,7 +66,7 @@ def train(
     """
     from meshwright.launch.job import make_job, run_here, start, torchrun_place
 
-    config = from_dict(to_dict(config or RunConfig()))  # checked as if it came from a file
+    config = config_from_dict(config_to_dict(config or RunConfig()))  # checked as if it came from a file
     folder = run_folder(run, config)
     screen = (lambda _attempt: Quiet()) if quiet else screen
     job = make_job(
@@ -111,9 +111,9 @@ def simulate(config: RunConfig | None = None, *, ranks: int | None = None, rank:
     """
     from meshwright.simulator.simulate import simulate as simulate_config
 
-    config = from_dict(to_dict(config or RunConfig()))
+    config = config_from_dict(config_to_dict(config or RunConfig()))
     if ranks is not None:
-        config = dataclasses.replace(config, layout=config.layout.on(ranks))
+        config = dataclasses.replace(config, layout=config.layout.with_ranks(ranks))
     return simulate_config(config, rank)
 
 

@@ -76,11 +76,11 @@ def prove(
     overrides: tuple[str, ...] = (),
 ) -> None:
     """Prove: check the contracts of a config on this machine, and write a certificate."""
-    from meshwright.config import load
+    from meshwright.config import load_config
     from meshwright.prover.prove import prove as prove_config
     from meshwright.topology.unsupported import validate
 
-    config = load(file, overrides, ranks)
+    config = load_config(file, overrides, ranks)
     validate(config)
     if not prove_config(config, out, as_json=json):
         raise SystemExit(1)
@@ -96,11 +96,11 @@ def simulate(
 ) -> None:
     """Simulate: what a step would send and hold on any number of ranks, without one of them."""
     from meshwright import api
-    from meshwright.config import load
+    from meshwright.config import load_config
     from meshwright.observe.simulation_text import show
     from meshwright.topology.unsupported import validate
 
-    config = load(file, overrides, ranks)
+    config = load_config(file, overrides, ranks)
     validate(config)  # before torch is imported
     found = api.simulate(config, rank=rank)
     tell(True, found.to_json(), "") if json else show(found)

@@ -59,7 +59,7 @@ class PeerError(MeshwrightError):
     exit_code = 8
 
 
-LOST = (
+PEER_LOSS_MESSAGES = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
@@ -71,7 +71,7 @@ LOST = (
 )
 
 
-def lost(error: BaseException) -> bool:
+def is_peer_loss(error: BaseException) -> bool:
     """Whether a rank says no more than that another one left, in the words of Gloo or NCCL. It is a witness, never the
     cause.
     """
@@ -79,7 +79,7 @@ def lost(error: BaseException) -> bool:
     from_torch = type(error).__name__.startswith("Dist") or any(
         name in text.lower() for name in ("gloo", "nccl", "c10d")
     )
-    return not isinstance(error, MeshwrightError) and from_torch and any(sign in text for sign in LOST)
+    return not isinstance(error, MeshwrightError) and from_torch and any(sign in text for sign in PEER_LOSS_MESSAGES)
 
 
 class BusyError(MeshwrightError):
@@ -88,7 +88,7 @@ class BusyError(MeshwrightError):
     exit_code = 9
 
 
-class Stopped(MeshwrightError):
+class StoppedBySignal(MeshwrightError):
     """A signal asked the run to end, and every rank ended at the same step."""
 
     def __init__(self, signal_number: int, step: int) -> None:
@@ -97,7 +97,7 @@ class Stopped(MeshwrightError):
         self.args = (signal_number, step)  # so that it survives the trip from a rank to its launcher
 
 
-class StoppedEarly(MeshwrightError):
+class StoppedBeforeStart(MeshwrightError):
     """A signal came before there were ranks to tell."""
 
     def __init__(self, signal_number: int) -> None:
@@ -107,7 +107,7 @@ class StoppedEarly(MeshwrightError):
         self.exit_code = 128 + signal_number
 
 
-class Killed(MeshwrightError):
+class KilledBySignal(MeshwrightError):
     """A second signal ended the ranks where they stood."""
 
     def __init__(self, signal_number: int) -> None:

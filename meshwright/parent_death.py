@@ -8,7 +8,7 @@ import signal
 import sys
 
 
-def die_with(parent: int) -> None:
+def exit_with_parent(parent: int) -> None:
     """Linux: the kernel ends this process when its parent ends, however it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

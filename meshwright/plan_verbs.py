@@ -163,14 +163,14 @@ def settings(
     """Of `meshwright train`, by a plan where one is given; says which one it is, once for all ranks."""
     from dataclasses import asdict
 
-    from meshwright.config import load
+    from meshwright.config import load_config
 
     if cluster is not None:
         from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 
         resolve_cluster(cluster)  # what is misspelt is refused here, in one line
     if plan is None:
-        return load(file, overrides, ranks, steps)
+        return load_config(file, overrides, ranks, steps)
     from meshwright.launch.environment import started_by_torchrun
     from meshwright.planner.search.plan_to_config import BEST, taken
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.config import RunConfig, load
+from meshwright.config import RunConfig, load_config
 from meshwright.planner.hardware.cluster import Cluster, Device, Link
 from meshwright.topology.schedules import KINDS, usual_stages
 
@@ -118,4 +118,4 @@ def in_proportion(row: str) -> RunConfig:
     pipeline, data = int(said.get("pipeline", 1)), int(said.get("replicate", 1)) * int(said.get("degree", 1))
     accumulation = int(asked) if asked else 2 * pipeline if pipeline > 1 else 2
     batch = [f"--batch.micro={MICRO}", f"--batch.global={data * accumulation * MICRO}"]
-    return load(overrides=[*shape, *given, *batch, "--data.sequence=128", f"--precision.compute={precision}"])
+    return load_config(overrides=[*shape, *given, *batch, "--data.sequence=128", f"--precision.compute={precision}"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.config import RunConfig, load
+from meshwright.config import RunConfig, load_config
 
 SMALL = [
     "--model.width=32",
@@ -18,4 +18,4 @@ SMALL = [
 
 
 def small_config(*overrides: str, steps: int = 6, ranks: int | None = 2) -> RunConfig:
-    return load(overrides=[*SMALL, *overrides], steps=steps, ranks=ranks)
+    return load_config(overrides=[*SMALL, *overrides], steps=steps, ranks=ranks)

@@ -28,7 +28,7 @@ from meshwright.checkpoint.shards import LocalShardSavePlanner, ShardWriter, as_
 from meshwright.checkpoint.state import CheckpointState
 from meshwright.checkpoint.verify import shard_header, verify_file
 from meshwright.config import CheckpointConfig
-from meshwright.errors import BusyError, CheckpointError, MeshwrightError, NumericsError, PeerError, lost
+from meshwright.errors import BusyError, CheckpointError, MeshwrightError, NumericsError, PeerError, is_peer_loss
 from meshwright.parallel.data_parallel.replica_check import Replicas, words_of
 from meshwright.parallel.local_shard import LocalShard, local_shard_of
 from meshwright.parallel.world import World
@@ -387,7 +387,7 @@ def to_save_error(error: BaseException, folder: str) -> MeshwrightError:
         rank, (error, _) = min(error.failures.items())
     if isinstance(error, MeshwrightError):
         return error
-    if lost(error):
+    if is_peer_loss(error):
         return PeerError(f"{folder} was not saved: another rank was lost ({str(error).splitlines()[0][:120]})")
     what = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
     who = f"rank {rank}: " if rank is not None else ""

@@ -2,8 +2,9 @@
 fingerprints.
 """
 
-from meshwright.config.constraints import IGNORED, LARGEST_BATCH
-from meshwright.config.derive import Batch, batch_algebra, fingerprint, identity, placement
+from meshwright.config.batch import Batch, derive_batch
+from meshwright.config.constraints import IGNORE_INDEX, MAX_GLOBAL_BATCH
+from meshwright.config.fingerprint import fingerprint, identity, placement
 from meshwright.config.model import ModelConfig
 from meshwright.config.parallelism import (
     ActivationCheckpointConfig,
@@ -15,7 +16,7 @@ from meshwright.config.parallelism import (
     PipelineConfig,
 )
 from meshwright.config.presets import PRESETS
-from meshwright.config.reader import as_toml, from_dict, load, to_dict
+from meshwright.config.reader import config_from_dict, config_to_dict, config_to_toml, load_config
 from meshwright.config.run_config import (
     BatchConfig,
     CheckpointConfig,
@@ -31,8 +32,8 @@ from meshwright.config.run_config import (
 )
 
 __all__ = [
-    "IGNORED",
-    "LARGEST_BATCH",
+    "IGNORE_INDEX",
+    "MAX_GLOBAL_BATCH",
     "PRESETS",
     "ActivationCheckpointConfig",
     "Batch",
@@ -54,12 +55,12 @@ __all__ = [
     "RunConfig",
     "ScheduleConfig",
     "SourceConfig",
-    "as_toml",
-    "batch_algebra",
+    "config_from_dict",
+    "config_to_dict",
+    "config_to_toml",
+    "derive_batch",
     "fingerprint",
-    "from_dict",
     "identity",
-    "load",
+    "load_config",
     "placement",
-    "to_dict",
 ]

@@ -1,4 +1,4 @@
-"""What a setting may be: ranges of numbers, and the mark of those that do not change a run's numbers."""
+"""Declares which values a setting may take, and marks the settings that do not change a run's numbers."""
 
 from __future__ import annotations
 
@@ -8,44 +8,50 @@ from typing import Annotated
 
 @dataclass(frozen=True)
 class Range:
-    """The values a number may take, both ends included; `above` excludes its end."""
+    """The values that a number may take. `minimum` and `maximum` are included, `above` is not."""
 
-    least: float | None = None
-    most: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
     above: float | None = None
 
-    def allows(self, value: float) -> bool:
+    def contains(self, value: float) -> bool:
         return (
-            (self.least is None or value >= self.least)
-            and (self.most is None or value <= self.most)
+            (self.minimum is None or value >= self.minimum)
+            and (self.maximum is None or value <= self.maximum)
             and (self.above is None or value > self.above)
         )
 
     def __str__(self) -> str:
-        if self.least is not None and self.most is not None:
-            return f"from {self.least:,} to {self.most:,}"
+        if self.minimum is not None and self.maximum is not None:
+            return f"from {self.minimum:,} to {self.maximum:,}"
         if self.above is not None:
-            return f"above {self.above:,}" + (f" and at most {self.most:,}" if self.most is not None else "")
-        return f"at least {self.least:,}" if self.least is not None else f"at most {self.most:,}"
+            return f"above {self.above:,}" + (f" and at most {self.maximum:,}" if self.maximum is not None else "")
+        return f"at least {self.minimum:,}" if self.minimum is not None else f"at most {self.maximum:,}"
 
 
 class Placement:
-    """Marks a field that may differ between two attempts at the same run without changing its numbers."""
+    """Marks a setting that may differ between two attempts at the same run without changing its numbers."""
 
 
 PLACEMENT = Placement()
-IGNORED = -100
-"""The target that counts for nothing, in data and loss alike (torch's own default)."""
+IGNORE_INDEX = -100
+"""Label of a token that is excluded from the loss, in data and loss alike (the default of torch's cross_entropy)."""
 
-LARGEST_BATCH = 1 << 24
-"""Samples an optimizer step, at most: their ids are held in memory at once."""
-Count = Annotated[int, Range(least=1, most=1 << 31)]
-Natural = Annotated[int, Range(least=0, most=1 << 48)]
-Positive = Annotated[float, Range(above=0, most=1e12)]
-Seconds = Annotated[float, Range(above=0, most=1e6)]
-Share = Annotated[float, Range(least=0, most=1)]
+MAX_GLOBAL_BATCH = 1 << 24
+"""Limit of samples per optimizer step: their ids are in memory at the same time."""
+PositiveInt = Annotated[int, Range(minimum=1, maximum=1 << 31)]
+NonNegativeInt = Annotated[int, Range(minimum=0, maximum=1 << 48)]
+PositiveFloat = Annotated[float, Range(above=0, maximum=1e12)]
+TimeoutSeconds = Annotated[float, Range(above=0, maximum=1e6)]
+UnitFraction = Annotated[float, Range(minimum=0, maximum=1)]
 
 
-def nearest(values: list[int], wanted: int, most: int = 6) -> str:
-    """The few values closest to the wanted one, in order, as text."""
-    return ", ".join(str(v) for v in sorted(sorted(values, key=lambda v: (abs(v - wanted), v))[:most]))
+def nearest_values(values: list[int], target: int, count: int = 6) -> str:
+    """Lists the `count` values closest to `target`, in ascending order, as text."""
+    return ", ".join(str(v) for v in sorted(sorted(values, key=lambda v: (abs(v - target), v))[:count]))
+
+
+def nearest_multiples(target: int, unit: int) -> str:
+    """Lists the multiples of `unit` next below and above `target`, as text."""
+    below = target // unit * unit
+    return " or ".join(str(v) for v in (below, below + unit) if v > 0)

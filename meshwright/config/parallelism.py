@@ -6,29 +6,29 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Annotated, Literal
 
-from meshwright.config.constraints import PLACEMENT, Count, Range
+from meshwright.config.constraints import PLACEMENT, PositiveInt, Range
 from meshwright.errors import ConfigError
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"]
 
 
 @dataclass(frozen=True)
 class LayoutConfig:
     """How many ranks, and along which axes."""
 
-    replicate: Annotated[Count, PLACEMENT] = 2
+    replicate: Annotated[PositiveInt, PLACEMENT] = 2
     """data-parallel ranks, each with a copy of the model unless shard divides it among them"""
     shard: Annotated[Literal["none", "optimizer", "gradients", "parameters"], PLACEMENT] = "none"
     """what is divided among data-parallel ranks instead of held by each (also zero-0, zero-1, zero-2, zero-3)"""
-    shard_degree: Annotated[Count | None, PLACEMENT] = None
+    shard_degree: Annotated[PositiveInt | None, PLACEMENT] = None
     """ranks that one copy is divided among, with replicate such copies; unset: replicate's ranks, and one copy"""
-    tensor: Annotated[Count, PLACEMENT] = 1
+    tensor: Annotated[PositiveInt, PLACEMENT] = 1
     """ranks that each matrix is divided among; the sequence is, between the matrices"""
-    pipeline: Annotated[Count, PLACEMENT] = 1
+    pipeline: Annotated[PositiveInt, PLACEMENT] = 1
     """ranks that the blocks are divided among, one after the other"""
-    context: Annotated[Count, PLACEMENT] = 1
+    context: Annotated[PositiveInt, PLACEMENT] = 1
     """ranks that each sequence is divided among"""
-    expert: Annotated[Count, PLACEMENT] = 1
+    expert: Annotated[PositiveInt, PLACEMENT] = 1
     """ranks that the experts are divided among: neighbours of those that see different tokens, not ranks of its own"""
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class LayoutConfig:
                 "allowed: layout.shard = none, or layout.shard_degree of at least 2",
             )
 
-    def on(self, ranks: int) -> LayoutConfig:
+    def with_ranks(self, ranks: int) -> LayoutConfig:
         """The same on so many ranks in all: copies, or shards where they have no degree of their own, are what
         changes.
         """
@@ -61,7 +61,7 @@ class LayoutConfig:
 class DDPConfig:
     """DistributedDataParallel, which runs where every rank holds a full copy of the model. Keys are torch's."""
 
-    bucket_cap_mb: Annotated[float, Range(above=0, most=1e6), PLACEMENT] = 25.0
+    bucket_cap_mb: Annotated[float, Range(above=0, maximum=1e6), PLACEMENT] = 25.0
     """size of a gradient bucket in MiB; smaller buckets start communicating earlier, larger ones have less latency"""
     gradient_as_bucket_view: Annotated[bool, PLACEMENT] = True
     """let gradients be views into the buckets, which saves one copy of the gradients"""
@@ -77,9 +77,9 @@ class DDPConfig:
 class FSDPConfig:
     """FSDP2 (fully_shard), which shards each block as one FSDP unit."""
 
-    prefetch: Annotated[int, Range(least=1, most=64), PLACEMENT] = 1
+    prefetch: Annotated[int, Range(minimum=1, maximum=64), PLACEMENT] = 1
     """FSDP units that are unsharded ahead of use; more hides latency and takes more memory"""
-    reshard_after_forward: Annotated[bool | Annotated[int, Range(least=2)], PLACEMENT] = True
+    reshard_after_forward: Annotated[bool | Annotated[int, Range(minimum=2)], PLACEMENT] = True
     """with shard = parameters: true reshards to all ranks after forward, false keeps parameters unsharded until
     backward, a number N reshards to groups of N ranks, such as those of one host
     """
@@ -96,11 +96,11 @@ class FSDPConfig:
 class PipelineConfig:
     """Stages of blocks, through which micro-batches pass."""
 
-    schedule: Annotated[Schedule, PLACEMENT] = "1f1b"
+    schedule: Annotated[ScheduleName, PLACEMENT] = "1f1b"
     """the order of forward and backward passes; zero-bubble, zbv and dualpipev put weight gradients where a rank would
     wait
     """
-    stages: Annotated[Count | None, PLACEMENT] = None
+    stages: Annotated[PositiveInt | None, PLACEMENT] = None
     """stages a rank; unset: one for gpipe and 1f1b, two for the others"""
 
 
@@ -118,7 +118,7 @@ class ActivationCheckpointConfig:
 
     mode: Annotated[Literal["none", "full", "selective"], PLACEMENT] = "none"
     """none; full: every block; selective: everything in a block except matrix products and attention"""
-    segment: Annotated[Count, PLACEMENT] = 1
+    segment: Annotated[PositiveInt, PLACEMENT] = 1
     """with mode = full: consecutive blocks that are recomputed together; peak memory is lowest near
     sqrt(layers x input bytes / block activation bytes)
     """

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from meshwright.config.constraints import Count, Range
+from meshwright.config.constraints import PositiveInt, Range
 from meshwright.config.presets import PRESETS
 from meshwright.config.run_config import RunConfig
 from meshwright.errors import ConfigError
@@ -28,11 +28,11 @@ SPELLINGS = {"zero-0": "none", "zero-1": "optimizer", "zero-2": "gradients", "ze
 """Other names of the same things."""
 
 
-class Word(str):
+class CommandLineValue(str):
     """A value from the command line: text that takes the type of its key."""
 
 
-def load(
+def load_config(
     path: Path | None = None,
     overrides: Sequence[str] = (),
     ranks: int | str | None = None,
@@ -46,22 +46,22 @@ def load(
         key, separator, value = word.removeprefix("--").partition("=")
         if not separator:
             raise ConfigError(f"{word!r} has no value", f"allowed: --{key}=VALUE")
-        put(tree, key, Word(value))
+        set_key(tree, key, CommandLineValue(value))
     if steps is not None:
-        put(tree, "steps", Word(steps))
-    config = from_dict(tree)
+        set_key(tree, "steps", CommandLineValue(steps))
+    config = config_from_dict(tree)
     if ranks is None:
         return config
-    count = convert(Count, Word(ranks), "--ranks")
-    return dataclasses.replace(config, layout=config.layout.on(count))
+    count = convert(PositiveInt, CommandLineValue(ranks), "--ranks")
+    return dataclasses.replace(config, layout=config.layout.with_ranks(count))
 
 
-def from_dict(tree: Mapping[str, Any]) -> RunConfig:
+def config_from_dict(tree: Mapping[str, Any]) -> RunConfig:
     """A checked config from a nested dict of plain values."""
     preset = tree.get("preset", "tiny")
     if not isinstance(preset, str) or preset not in PRESETS:
-        raise ConfigError(f"preset = {show(preset)} is not known", f"allowed: {', '.join(PRESETS)}")
-    config = build(RunConfig, merge(PRESETS[preset], tree), "")
+        raise ConfigError(f"preset = {format_value(preset)} is not known", f"allowed: {', '.join(PRESETS)}")
+    config = build_dataclass(RunConfig, merge(PRESETS[preset], tree), "")
     assert isinstance(config, RunConfig)
     return config
 
@@ -76,14 +76,14 @@ def read_toml(path: Path, what: str = "run file") -> dict[str, Any]:
         raise ConfigError(f"{what} {path} is not TOML: {error}", "allowed: a TOML file") from None
 
 
-def put(tree: dict[str, Any], key: str, value: Any) -> None:
+def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
     """Sets a dotted key in a nested dict."""
     *parents, last = key.split(".")
     for parent in parents:
         child = tree.setdefault(parent, {})
         if not isinstance(child, dict):
             raise ConfigError(
-                f"{key} = {show(value)} goes below {parent}, which is a value", "allowed: a key of the tree"
+                f"{key} = {format_value(value)} goes below {parent}, which is a value", "allowed: a key of the tree"
             )
         tree = child
     tree[last] = value
@@ -104,10 +104,12 @@ def keys_of(cls: type) -> dict[str, Any]:
     return {f.name.rstrip("_"): hints[f.name] for f in dataclasses.fields(cls)}
 
 
-def build(cls: type, tree: Any, path: str) -> Any:
+def build_dataclass(cls: type, tree: Any, path: str) -> Any:
     """A dataclass of the tree from a nested dict; the path names where we are in every refusal."""
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{path} = {show(tree)} is a value", f"allowed: a table with {', '.join(keys_of(cls))}")
+        raise ConfigError(
+            f"{path} = {format_value(tree)} is a value", f"allowed: a table with {', '.join(keys_of(cls))}"
+        )
     attributes = {f.name.rstrip("_"): f.name for f in dataclasses.fields(cls)}
     values = {}
     for key, value in tree.items():
@@ -115,7 +117,7 @@ def build(cls: type, tree: Any, path: str) -> Any:
         if key not in attributes:
             close = difflib.get_close_matches(str(key), attributes, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
-            raise ConfigError(f"unknown key {where} = {show(value)}", f"{hint}allowed: {', '.join(attributes)}")
+            raise ConfigError(f"unknown key {where} = {format_value(value)}", f"{hint}allowed: {', '.join(attributes)}")
         values[attributes[key]] = convert(keys_of(cls)[key], value, where)
     try:
         return cls(**values)
@@ -131,37 +133,37 @@ def convert(kind: Any, value: Any, where: str) -> Any:
     if origin is Annotated:
         result = convert(args[0], value, where)
         for limit in args[1:]:
-            if isinstance(limit, Range) and result is not None and not limit.allows(result):
-                raise ConfigError(f"{where} = {show(value)} is out of range", f"allowed: {limit}")
+            if isinstance(limit, Range) and result is not None and not limit.contains(result):
+                raise ConfigError(f"{where} = {format_value(value)} is out of range", f"allowed: {limit}")
         return result
     if origin in (Union, types.UnionType):  # `X | None` and `bool | X` are used
         if bool in args and (
-            isinstance(value, bool) or (isinstance(value, Word) and value.lower() in ("true", "false"))
+            isinstance(value, bool) or (isinstance(value, CommandLineValue) and value.lower() in ("true", "false"))
         ):
             return scalar(bool, value, where)
         args = tuple(a for a in args if a is not bool)
-        if value is None or (isinstance(value, Word) and value in ("none", "")):
+        if value is None or (isinstance(value, CommandLineValue) and value in ("none", "")):
             return None
         return convert(next(a for a in args if a is not type(None)), value, where)
     if origin is Literal:
         value = SPELLINGS.get(value, value) if isinstance(value, str) and SPELLINGS.get(value) in args else value
         if value not in args:
-            raise ConfigError(f"{where} = {show(value)} is not known", f"allowed: {', '.join(map(str, args))}")
+            raise ConfigError(f"{where} = {format_value(value)} is not known", f"allowed: {', '.join(map(str, args))}")
         return str(value)
     if origin is tuple:
-        items = toml_value(value) if isinstance(value, Word) else value
+        items = toml_value(value) if isinstance(value, CommandLineValue) else value
         if not isinstance(items, (list, tuple)):
-            raise ConfigError(f"{where} = {show(value)} is not a list", "allowed: a list of tables")
+            raise ConfigError(f"{where} = {format_value(value)} is not a list", "allowed: a list of tables")
         return tuple(convert(args[0], item, f"{where}[{i}]") for i, item in enumerate(items))
     if dataclasses.is_dataclass(kind):
         assert isinstance(kind, type)
-        return build(kind, value, where)
+        return build_dataclass(kind, value, where)
     return scalar(kind, value, where)
 
 
 def scalar(kind: type, value: Any, where: str) -> Any:
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    if isinstance(value, Word):
+    if isinstance(value, CommandLineValue):
         try:
             if kind is bool:
                 return {"true": True, "false": False}[value.lower()]
@@ -169,15 +171,17 @@ def scalar(kind: type, value: Any, where: str) -> Any:
                 return int(value.replace("_", ""))
             number = kind(value)
         except (ValueError, KeyError):
-            raise ConfigError(f"{where} = {show(value)} has the wrong type", f"allowed: {names[kind]}") from None
+            raise ConfigError(
+                f"{where} = {format_value(value)} has the wrong type", f"allowed: {names[kind]}"
+            ) from None
     elif kind is float and type(value) is int and abs(value) < 1 << 1000:
         number = float(value)
     elif type(value) is kind:
         number = value
     else:
-        raise ConfigError(f"{where} = {show(value)} has the wrong type", f"allowed: {names[kind]}")
+        raise ConfigError(f"{where} = {format_value(value)} has the wrong type", f"allowed: {names[kind]}")
     if isinstance(number, float) and not abs(number) < float("inf"):
-        raise ConfigError(f"{where} = {show(value)} is not finite", "allowed: a finite number")
+        raise ConfigError(f"{where} = {format_value(value)} is not finite", "allowed: a finite number")
     return number
 
 
@@ -188,16 +192,16 @@ def toml_value(word: str) -> Any:
         return word
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as the user wrote it, short enough for one line."""
     try:
-        text = str(value) if isinstance(value, Word) else json.dumps(value, default=str)
+        text = str(value) if isinstance(value, CommandLineValue) else json.dumps(value, default=str)
     except (ValueError, RecursionError):  # a number of thousands of digits, a table of thousands of levels
         text = f"a {type(value).__name__} too large to show"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def to_dict(config: Any) -> dict[str, Any]:
+def config_to_dict(config: Any) -> dict[str, Any]:
     """The whole tree as nested dicts of plain values, under its TOML keys; `from_dict` is its inverse."""
 
     def plain(value: Any) -> Any:
@@ -210,7 +214,7 @@ def to_dict(config: Any) -> dict[str, Any]:
     return tree
 
 
-def as_toml(config: RunConfig) -> str:
+def config_to_toml(config: RunConfig) -> str:
     """The resolved config as a run file; unset values are left out."""
     lines: list[str] = []
 
@@ -227,5 +231,5 @@ def as_toml(config: RunConfig) -> str:
                 lines.extend(["", f"[[{below}]]"])
                 lines.extend(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in item.items())
 
-    table(to_dict(config), "")
+    table(config_to_dict(config), "")
     return "\n".join(lines) + "\n"

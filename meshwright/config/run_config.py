@@ -9,7 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from meshwright.config.constraints import LARGEST_BATCH, PLACEMENT, Count, Natural, Positive, Range, Seconds, Share
+from meshwright.config.constraints import (
+    MAX_GLOBAL_BATCH,
+    PLACEMENT,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    TimeoutSeconds,
+    UnitFraction,
+)
 from meshwright.config.model import ModelConfig
 from meshwright.config.parallelism import (
     ActivationCheckpointConfig,
@@ -39,9 +48,9 @@ class SourceConfig:
     """a tokenizer.json for text and jsonl; empty is byte level (its content is identity, not its path)"""
     field: str = "text"
     """the field of a JSONL record that holds the text"""
-    samples: Annotated[int, Range(least=1, most=1 << 62)] = 1_000_000
+    samples: Annotated[int, Range(minimum=1, maximum=1 << 62)] = 1_000_000
     """how many samples a synthetic source has"""
-    weight: Positive = 1.0
+    weight: PositiveFloat = 1.0
     """share of this source in a mixture, in any unit"""
 
     def __post_init__(self) -> None:
@@ -57,17 +66,17 @@ class DataConfig(SourceConfig):
 
     mixture: tuple[SourceConfig, ...] = ()
     """sources of a mixture, each with its weight; when set, the keys of the single source are not used"""
-    sequence: Annotated[int, Range(least=2)] = 128
+    sequence: Annotated[int, Range(minimum=2)] = 128
     """tokens a sample"""
     on_bad_sample: Literal["stop", "quarantine"] = "stop"
     """what to do with a sample that cannot be decoded: stop, or train on it as if every label were masked"""
-    bad_sample_budget: Natural = 100
+    bad_sample_budget: NonNegativeInt = 100
     """how many bad samples quarantine may meet before the run stops"""
-    workers: Annotated[int, Range(least=0, most=256), PLACEMENT] = 0
+    workers: Annotated[int, Range(minimum=0, maximum=256), PLACEMENT] = 0
     """loader workers a rank; 0 decodes in the training thread, which is right for tokens in memory"""
     worker_kind: Annotated[Literal["thread", "process"], PLACEMENT] = "thread"
     """threads for cheap decoding, processes for decoding that holds the interpreter's lock"""
-    prefetch: Annotated[int, Range(least=1, most=1024), PLACEMENT] = 4
+    prefetch: Annotated[int, Range(minimum=1, maximum=1024), PLACEMENT] = 4
     """micro-batches that the workers keep ready"""
 
 
@@ -75,9 +84,9 @@ class DataConfig(SourceConfig):
 class BatchConfig:
     """global = micro x data-parallel degree x accumulation; accumulation is derived."""
 
-    global_: Annotated[int, Range(least=1, most=LARGEST_BATCH)] = 16
+    global_: Annotated[int, Range(minimum=1, maximum=MAX_GLOBAL_BATCH)] = 16
     """samples an optimizer step, over all ranks"""
-    micro: Annotated[Annotated[int, Range(least=1)] | None, PLACEMENT] = None
+    micro: Annotated[Annotated[int, Range(minimum=1)] | None, PLACEMENT] = None
     """samples a forward pass on one rank; unset: the whole share of the rank at once"""
 
 
@@ -85,17 +94,17 @@ class BatchConfig:
 class OptimizerConfig:
     """AdamW and global-norm clipping."""
 
-    lr: Annotated[float, Range(least=0)] = 3e-3
+    lr: Annotated[float, Range(minimum=0)] = 3e-3
     """peak learning rate"""
-    beta1: Annotated[float, Range(least=0, most=0.999999)] = 0.9
+    beta1: Annotated[float, Range(minimum=0, maximum=0.999999)] = 0.9
     """decay of the first moment"""
-    beta2: Annotated[float, Range(least=0, most=0.999999)] = 0.95
+    beta2: Annotated[float, Range(minimum=0, maximum=0.999999)] = 0.95
     """decay of the second moment"""
-    eps: Positive = 1e-8
+    eps: PositiveFloat = 1e-8
     """AdamW's epsilon"""
-    weight_decay: Annotated[float, Range(least=0)] = 0.1
+    weight_decay: Annotated[float, Range(minimum=0)] = 0.1
     """decoupled decay, on matrices alone (not on norms and biases)"""
-    clip: Annotated[float, Range(least=0)] = 1.0
+    clip: Annotated[float, Range(minimum=0)] = 1.0
     """largest global gradient norm; 0 does not clip"""
     implementation: Literal["fused", "foreach"] = "fused"
     """torch's AdamW kernels"""
@@ -109,11 +118,11 @@ class ScheduleConfig:
 
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """shape after the warm-up; wsd: stable, then a linear decay"""
-    warmup: Natural = 10
+    warmup: NonNegativeInt = 10
     """steps of linear warm-up"""
-    floor: Share = 0.1
+    floor: UnitFraction = 0.1
     """share of the peak that the decay ends at"""
-    decay: Share = 0.2
+    decay: UnitFraction = 0.2
     """wsd: share of all steps that the final decay takes"""
 
 
@@ -123,9 +132,9 @@ class PrecisionConfig:
 
     compute: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """fp16 brings a dynamic loss scaler"""
-    loss_scale: Positive = 65536.0
+    loss_scale: PositiveFloat = 65536.0
     """fp16: the first loss scale"""
-    scale_interval: Count = 1000
+    scale_interval: PositiveInt = 1000
     """fp16: finite steps before the scale doubles"""
     deterministic: bool | None = None
     """ask torch for deterministic kernels; unset: on CPU, where it is free, and not on CUDA, where it has a price"""
@@ -137,9 +146,9 @@ class NumericsConfig:
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """stop (exit 7), or skip the update on every rank and count it"""
-    skip_budget: Natural = 10
+    skip_budget: NonNegativeInt = 10
     """skipped steps in a row before the run stops all the same (fp16's own scale search not counted)"""
-    compare_every: Annotated[Natural, PLACEMENT] = 50
+    compare_every: Annotated[NonNegativeInt, PLACEMENT] = 50
     """steps between comparisons of the replicas' parameters, beside the one before each checkpoint; 0 none"""
 
 
@@ -147,11 +156,11 @@ class NumericsConfig:
 class EvalConfig:
     """Evaluation on samples that training never sees."""
 
-    holdout: Annotated[float, Range(least=0, most=0.5)] = 0.01
+    holdout: Annotated[float, Range(minimum=0, maximum=0.5)] = 0.01
     """share of each source held out by a keyed permutation; 0 turns evaluation off"""
-    every: Annotated[Natural, PLACEMENT] = 50
+    every: Annotated[NonNegativeInt, PLACEMENT] = 50
     """steps between evaluations; 0 never"""
-    samples: Annotated[int, Range(least=1, most=LARGEST_BATCH), PLACEMENT] = 64
+    samples: Annotated[int, Range(minimum=1, maximum=MAX_GLOBAL_BATCH), PLACEMENT] = 64
     """held-out samples an evaluation"""
 
 
@@ -161,15 +170,15 @@ class CheckpointConfig:
 
     mode: Literal["async", "sync", "off"] = "async"
     """async: training waits for the copy to host memory alone; sync: until the checkpoint is published"""
-    seconds: Annotated[float, Range(least=0, most=1e6)] = 2.0
+    seconds: Annotated[float, Range(minimum=0, maximum=1e6)] = 2.0
     """seconds between saves; 0 does not save by time"""
-    every: Natural = 0
+    every: NonNegativeInt = 0
     """steps between saves; 0 does not save by steps"""
-    overhead: Annotated[float, Range(above=0, most=1)] = 0.02
+    overhead: Annotated[float, Range(above=0, maximum=1)] = 0.02
     """the most of the time that saving by time may take from training: dear saves come more rarely"""
-    keep: Count = 3
+    keep: PositiveInt = 3
     """newest verified checkpoints that are kept"""
-    keep_every: Natural = 0
+    keep_every: NonNegativeInt = 0
     """every so many-th checkpoint is kept for good; 0 none"""
     on_failure: Literal["continue", "stop"] = "continue"
     """what follows a save that failed; the last save of a run must succeed in any case"""
@@ -179,21 +188,21 @@ class CheckpointConfig:
 class LaunchConfig:
     """How ranks come to life."""
 
-    threads: Annotated[int, Range(least=1, most=1024), PLACEMENT] = 1
+    threads: Annotated[int, Range(minimum=1, maximum=1024), PLACEMENT] = 1
     """CPU threads a rank; another count may change the last bits"""
-    rendezvous_timeout: Annotated[Seconds, PLACEMENT] = 60.0
+    rendezvous_timeout: Annotated[TimeoutSeconds, PLACEMENT] = 60.0
     """seconds that ranks wait for each other at start"""
-    collective_timeout: Annotated[Seconds, PLACEMENT] = 600.0
+    collective_timeout: Annotated[TimeoutSeconds, PLACEMENT] = 600.0
     """seconds that a collective may take"""
     device: Annotated[Literal["auto", "cpu", "cuda"], PLACEMENT] = "auto"
     """auto: CUDA where there is one"""
-    restarts: Annotated[Natural, PLACEMENT] = 3
+    restarts: Annotated[NonNegativeInt, PLACEMENT] = 3
     """how often a failed job is restarted without getting any further"""
-    hang_timeout: Annotated[Seconds, PLACEMENT] = 300.0
+    hang_timeout: Annotated[TimeoutSeconds, PLACEMENT] = 300.0
     """seconds that no rank may go without a sign of life before the job is ended and the rank named"""
-    grace_period: Annotated[Seconds, PLACEMENT] = 30.0
+    grace_period: Annotated[TimeoutSeconds, PLACEMENT] = 30.0
     """seconds from a signal to the end; a checkpoint that is not whole by then is not published"""
-    straggler_ratio: Annotated[float, Range(above=1, most=1e6), PLACEMENT] = 1.5
+    straggler_ratio: Annotated[float, Range(above=1, maximum=1e6), PLACEMENT] = 1.5
     """a rank that needs so many times the others' time for its own phases is named"""
 
 
@@ -203,13 +212,13 @@ class RunConfig:
 
     preset: Annotated[str, PLACEMENT] = "tiny"
     """the preset these settings start from"""
-    seed: Annotated[int, Range(least=0, most=2**63 - 1)] = 0
+    seed: Annotated[int, Range(minimum=0, maximum=2**63 - 1)] = 0
     """decides initialisation, sample order and dropout"""
-    steps: Natural = 300
+    steps: NonNegativeInt = 300
     """optimizer steps of the whole run"""
-    log_every: Annotated[Count, PLACEMENT] = 10
+    log_every: Annotated[PositiveInt, PLACEMENT] = 10
     """steps between printed lines where there is no terminal"""
-    count_bytes_every: Annotated[Natural, PLACEMENT] = 1000
+    count_bytes_every: Annotated[NonNegativeInt, PLACEMENT] = 1000
     """steps between those, slower, that count bytes sent and held, beside the second of an attempt; 0 never"""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from meshwright.config import IGNORED, Batch, DataConfig
+from meshwright.config import IGNORE_INDEX, Batch, DataConfig
 from meshwright.data.permutation import Positions
 from meshwright.data.source import ConcatenatedSource
 from meshwright.data.stream import Stream
 from meshwright.errors import DataError
-from meshwright.parent_death import die_with
+from meshwright.parent_death import exit_with_parent
 
 POSITIONS_PER_CALL = 4096
 """Positions permuted in one call: a vectorised permutation costs the same for sixteen positions as for a thousand."""
@@ -87,7 +87,7 @@ class MicroBatchDataset(Dataset[MicroBatch]):
 
 def count_valid_targets(targets: Tensor) -> int:
     """What the loss is divided by: integer targets that are not masked; for other targets the samples."""
-    return len(targets) if targets.is_floating_point() else int((targets != IGNORED).sum())
+    return len(targets) if targets.is_floating_point() else int((targets != IGNORE_INDEX).sum())
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class ExitWithParent:
     parent: int
 
     def __call__(self, _worker: int) -> None:
-        die_with(self.parent)
+        exit_with_parent(self.parent)
 
 
 class Loader:

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import Batch, BatchConfig, RunConfig, batch_algebra, from_dict, load
+from meshwright.config import Batch, BatchConfig, RunConfig, config_from_dict, derive_batch, load_config
 from meshwright.data.file_sources import open_sources
 from meshwright.data.source import Source
 from meshwright.data.stream import Stream
@@ -81,7 +81,7 @@ def open_sample_lookup(run: Path) -> SampleLookup:
             if len(names) != len(stream.parts):
                 raise ValueError("sources and stream differ")
             return SampleLookup(
-                stream, batch_algebra(BatchConfig(stream.global_batch, micro), layout.data_degree), layout, names
+                stream, derive_batch(BatchConfig(stream.global_batch, micro), layout.data_degree), layout, names
             )
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             raise ConfigError(
@@ -89,7 +89,7 @@ def open_sample_lookup(run: Path) -> SampleLookup:
             ) from None
     if not run.exists():
         raise ConfigError(f"{run} is neither a run folder nor a run file", "give one of the two")
-    config = load(run)
+    config = load_config(run)
     sources = open_sources(config.data, config.model.vocab)
     layout, batch = validate(config)
     return SampleLookup(build_stream(config, sources), batch, layout, [s.name for s in sources])
@@ -98,7 +98,9 @@ def open_sample_lookup(run: Path) -> SampleLookup:
 def layout_from_record(placement: dict[str, Any]) -> Layout:
     """The layout that a run's record speaks of; one that a stranger made up is refused as a run file's would be."""
     said = {key.removeprefix("layout."): value for key, value in placement.items() if key.startswith("layout.")}
-    return Layout.of(from_dict({"layout": {key: value for key, value in said.items() if value is not None}}).layout)
+    return Layout.of(
+        config_from_dict({"layout": {key: value for key, value in said.items() if value is not None}}).layout
+    )
 
 
 def build_stream(config: RunConfig, sources: Sequence[Source]) -> Stream:

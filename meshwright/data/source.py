@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.config import IGNORED
+from meshwright.config import IGNORE_INDEX
 from meshwright.errors import DataError
 
 Sample = tuple[NDArray[Any], ...]
@@ -141,12 +141,12 @@ class IndexableSource:
                     f"source {self.name} cannot quarantine: no {targets.dtype} target counts for nothing",
                     'use integer targets, or data.on_bad_sample = "stop"',
                 )
-            return (*(np.zeros_like(array) for array in inputs), np.full_like(targets, IGNORED))
+            return (*(np.zeros_like(array) for array in inputs), np.full_like(targets, IGNORE_INDEX))
         raise DataError(f"source {self.name} has no decodable sample among its first 1000", "check the source")
 
 
 def masked_tokens(sequence: int) -> Sample:
-    return np.zeros(sequence, np.int64), np.full(sequence, IGNORED, np.int64)
+    return np.zeros(sequence, np.int64), np.full(sequence, IGNORE_INDEX, np.int64)
 
 
 def content_digest(*pieces: Any) -> str:

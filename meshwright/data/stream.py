@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.config import LARGEST_BATCH
+from meshwright.config import MAX_GLOBAL_BATCH
 from meshwright.data.permutation import MAX_LENGTH, Permutation, Positions
 from meshwright.errors import DataError
 
@@ -81,7 +81,7 @@ class Stream:
             all(type(number) is int and 0 <= number <= MAX_LENGTH for number in numbers)
             and type(stream.seed) is int
             and 0 <= stream.seed < 1 << 63
-            and 1 <= stream.global_batch <= LARGEST_BATCH
+            and 1 <= stream.global_batch <= MAX_GLOBAL_BATCH
             and 1 <= len(parts) <= CYCLE
             and all(p.held_out < p.samples and p.quota > 0 for p in parts)
             and sum(p.quota for p in parts) == CYCLE

@@ -9,8 +9,8 @@ import subprocess
 import sys
 from typing import Any
 
-from meshwright.config import RunConfig, to_dict
-from meshwright.errors import MeshwrightError, StoppedEarly
+from meshwright.config import RunConfig, config_to_dict
+from meshwright.errors import MeshwrightError, StoppedBeforeStart
 from meshwright.recover.failures import Failure, RanksFailed
 from meshwright.telemetry.run_folder import RunFolder
 
@@ -55,7 +55,7 @@ class ForkServer:
                 env=environment,
             )
         os.close(writer)
-        job = {"config": to_dict(self._config), "folder": str(self._folder.root.resolve())}
+        job = {"config": config_to_dict(self._config), "folder": str(self._folder.root.resolve())}
         self._say(job | {"parent": os.getpid(), **self._given})
 
     def _say(self, order: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ class ForkServer:
         assert self._process is not None
         self._result = self._result if self._result.endswith(b"\n") else b""
         if not self._result and self._asked:
-            raise StoppedEarly(self._asked)  # it had not come to listen for signals yet
+            raise StoppedBeforeStart(self._asked)  # it had not come to listen for signals yet
         if not self._result:
             lines = self._log.read_text(errors="replace").splitlines()[-15:] if self._log.exists() else []
             said = Failure.from_exit_status(0, self._process.returncode).message.removeprefix("rank 0 ")

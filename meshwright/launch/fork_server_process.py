@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import from_dict
+from meshwright.config import config_from_dict
 from meshwright.errors import MeshwrightError
-from meshwright.parent_death import die_with
+from meshwright.parent_death import exit_with_parent
 from meshwright.recover.failures import RanksFailed
 from meshwright.telemetry.run_folder import RunFolder
 
@@ -37,7 +37,7 @@ class ForkServerProcess:
         if self.job is None:
             folder = RunFolder(Path(self.order["folder"]))
             given = {key: self.order[key] for key in ("fallback", "cluster")}
-            self.job = make_job(from_dict(self.order["config"]), folder, **given)
+            self.job = make_job(config_from_dict(self.order["config"]), folder, **given)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda got, _frame: self.signals.append(got))
         ranks = start(self.job.as_attempt(**asked))
@@ -50,7 +50,7 @@ class ForkServerProcess:
 def main(result_file: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until ranks live, a signal simply ends this process
     nurse = ForkServerProcess(json.loads(sys.stdin.readline()))
-    die_with(nurse.order["parent"])
+    exit_with_parent(nurse.order["parent"])
     with os.fdopen(result_file, "w") as out:
         for line in sys.stdin:
             out.write(json.dumps(outcome(nurse, json.loads(line))) + "\n")

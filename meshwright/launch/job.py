@@ -15,7 +15,7 @@ from torch import nn
 from meshwright.config import RunConfig, fingerprint, identity, placement
 from meshwright.data.file_sources import open_sources
 from meshwright.data.source import IndexableSource
-from meshwright.errors import BusyError, ConfigError, MeshwrightError, PeerError, Stopped
+from meshwright.errors import BusyError, ConfigError, MeshwrightError, PeerError, StoppedBySignal
 from meshwright.launch.ranks import Ranks, refuse_while_spawning
 from meshwright.launch.rendezvous import Place, join, leave, restart
 from meshwright.parallel.parallel_spec import ParallelSpec
@@ -131,7 +131,7 @@ def on_record(lease: Lease) -> Iterator[None]:
         with lease.beating():
             yield
     except MeshwrightError as error:
-        outcome = "stopped" if isinstance(error, Stopped) else "failed"
+        outcome = "stopped" if isinstance(error, StoppedBySignal) else "failed"
         Incident(attempt, outcome, message=str(error), exit_code=error.exit_code).write(folder)
         raise
     except Exception as error:

@@ -31,7 +31,7 @@ from meshwright.config import LaunchConfig
 from meshwright.errors import ConfigError
 from meshwright.launch.rendezvous import Place, join, leave
 from meshwright.parallel.world import World
-from meshwright.parent_death import die_with
+from meshwright.parent_death import exit_with_parent
 from meshwright.recover.failures import Failure, RanksFailed
 from meshwright.telemetry.heartbeat import Heartbeat, process_start
 
@@ -227,7 +227,7 @@ def _be_rank(
     parent: int,
 ) -> None:
     """A rank's process from its first line to its last."""
-    die_with(parent)
+    exit_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # until the work says what a signal means to it
     if log:

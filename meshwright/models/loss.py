@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.config import IGNORED
+from meshwright.config import IGNORE_INDEX
 
 
 class HeadLoss(nn.Module):
@@ -21,7 +21,7 @@ class HeadLoss(nn.Module):
     def forward(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.logits(hidden).flatten(0, -2)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        total = F.cross_entropy(wide, labels.flatten(), reduction="sum", ignore_index=IGNORED)
+        total = F.cross_entropy(wide, labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
         return total, valid_tokens(labels)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -29,4 +29,4 @@ class HeadLoss(nn.Module):
 
 
 def valid_tokens(labels: Tensor) -> Tensor:
-    return (labels != IGNORED).sum()
+    return (labels != IGNORE_INDEX).sum()

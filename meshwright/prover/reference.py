@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.config import IGNORED, DataConfig, RunConfig
+from meshwright.config import IGNORE_INDEX, DataConfig, RunConfig
 from meshwright.data.loader import Loader, MicroBatchDataset
 from meshwright.data.source import ConcatenatedSource, Sample, SyntheticSource
 from meshwright.data.stream import Stream
@@ -50,7 +50,7 @@ class Masked(SyntheticSource):
         valid = draws.integers(0, len(labels) + 1)
         if self.separator is not None:
             tokens = np.where(draws.random(len(tokens)) < 1 / DOCUMENT, self.separator, tokens)
-        return tokens, np.where(np.arange(len(labels)) < valid, labels, IGNORED)
+        return tokens, np.where(np.arange(len(labels)) < valid, labels, IGNORE_INDEX)
 
 
 @dataclass

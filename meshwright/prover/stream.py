@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from meshwright.config import Batch, BatchConfig, RunConfig, batch_algebra
+from meshwright.config import Batch, BatchConfig, RunConfig, derive_batch
 from meshwright.data.file_sources import open_sources
 from meshwright.data.loader import Loader
 from meshwright.data.permutation import Positions
@@ -139,7 +139,7 @@ def loaded(
     config: RunConfig, source: ConcatenatedSource, stream: Stream, replicas: int, workers: int, first: int, end: int
 ) -> list[str]:
     """A digest of each step's tensors, ranks put together in order."""
-    batch: Batch = batch_algebra(BatchConfig(stream.global_batch, None), replicas)
+    batch: Batch = derive_batch(BatchConfig(stream.global_batch, None), replicas)
     data = replace(config.data, workers=workers, worker_kind="thread", on_bad_sample="stop")
     streams = [Loader(source, stream, batch, rank, data).steps(first, end) for rank in range(replicas)]
     digests = []

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from meshwright.errors import ConfigError, MeshwrightError, PeerError, Stopped, lost
+from meshwright.errors import ConfigError, MeshwrightError, PeerError, StoppedBySignal, is_peer_loss
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Failure:
     @classmethod
     def from_exception(cls, rank: int, error: BaseException, step: int | None = None) -> Failure:
         message = error_message(error)
-        lost_peer = lost(error)
+        lost_peer = is_peer_loss(error)
         secondary = isinstance(error, PeerError) or lost_peer
         known = isinstance(error, MeshwrightError)
         return cls(
@@ -136,7 +136,7 @@ class RanksFailed(MeshwrightError):
     def __str__(self) -> str:
         """The root cause, then one line for every other rank that reports something else."""
         first = self.first
-        if first.error_type in (Stopped.__name__, ConfigError.__name__):
+        if first.error_type in (StoppedBySignal.__name__, ConfigError.__name__):
             return first.message
         # Next to one of Meshwright's own errors, the ranks that lost their peer add nothing.
         known = bool(not first.traceback and first.error_type != "Killed")

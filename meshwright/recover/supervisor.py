@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from meshwright.checkpoint.listing import list_leases, list_published, open_run_store
 from meshwright.config import LaunchConfig
-from meshwright.errors import Killed, MeshwrightError, RestartsExhausted, Stopped, StoppedEarly
+from meshwright.errors import KilledBySignal, MeshwrightError, RestartsExhausted, StoppedBeforeStart, StoppedBySignal
 from meshwright.recover.failures import RanksFailed
 from meshwright.recover.incidents import Incident, describe, judge, readings
 from meshwright.recover.lease import Lease, refuse_while_held, take
@@ -98,7 +98,11 @@ def supervise(
             onwards = f"from step {step}" if step >= 0 else "from the beginning"
             (say or warn)(f"attempt {lease.attempt} failed, {says}; restart {restart}, {onwards}")
         except MeshwrightError as error:
-            outcome = "stopped" if isinstance(error, (Stopped, StoppedEarly, Killed, GraceOver)) else "failed"
+            outcome = (
+                "stopped"
+                if isinstance(error, (StoppedBySignal, StoppedBeforeStart, KilledBySignal, GraceOver))
+                else "failed"
+            )
             ended = Incident(lease.attempt, outcome, message=str(error), exit_code=error.exit_code)
             replace(ended, checkpoint=newest_step(folder)).write(folder)
             raise
@@ -175,7 +179,7 @@ class Attempt:
                     warn("stopping before the next step, with a checkpoint; once more to kill")
                 elif len(asked) > 1:
                     running.kill()
-                    raise Killed(asked[-1])
+                    raise KilledBySignal(asked[-1])
                 if time.monotonic() > self.last:
                     running.kill()  # whoever should have ended the other ranks hangs as well
                 if time.monotonic() > self.deadline:
@@ -233,7 +237,7 @@ class Attempt:
         for page in pages.values():  # one that came too late to be looked at
             if page.signal:
                 self.grace(page.signal)
-        stopped = first.error_type == Stopped.__name__
+        stopped = first.error_type == StoppedBySignal.__name__
         incident = replace(incident, outcome="stopped") if stopped else judge(incident, before)
         with suppress(OSError):  # on a full disk the failure itself is still told
             incident.write(self.folder)

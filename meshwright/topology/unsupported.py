@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd, lcm
 
-from meshwright.config import Batch, RunConfig, batch_algebra
-from meshwright.config.constraints import nearest
-from meshwright.config.derive import multiples
+from meshwright.config import Batch, RunConfig, derive_batch
+from meshwright.config.constraints import nearest_multiples, nearest_values
 from meshwright.errors import ConfigError
 from meshwright.topology import schedules
 from meshwright.topology.layout import Layout, stages_each
@@ -32,7 +31,7 @@ def _divides(number: Callable[[RunConfig], int]) -> Callable[[Layout, RunConfig]
         if whole % layout.tensor == 0:
             return ""
         fits = [n for n in range(1, min(whole, 4 * layout.tensor, 4096) + 1) if whole % n == 0]
-        return f"layout.tensor = {nearest(fits, layout.tensor)} (it must divide {whole})"
+        return f"layout.tensor = {nearest_values(fits, layout.tensor)} (it must divide {whole})"
 
     return applies
 
@@ -47,14 +46,14 @@ def _pieces(layout: Layout, config: RunConfig) -> str:
     chunks = layout.context * (lcm(2, layout.tensor) if config.context.method == "ring" else layout.tensor)
     if layout.context == 1 or config.data.sequence % chunks == 0:
         return ""
-    return f"data.sequence = {multiples(config.data.sequence, chunks)}"
+    return f"data.sequence = {nearest_multiples(config.data.sequence, chunks)}"
 
 
 def _heads(layout: Layout, config: RunConfig) -> str:
     parts = layout.context * layout.tensor
     if layout.context == 1 or config.context.method != "all-to-all" or config.model.heads % parts == 0:
         return ""
-    return f"context.method = ring, or model.heads = {multiples(config.model.heads, parts)}"
+    return f"context.method = ring, or model.heads = {nearest_multiples(config.model.heads, parts)}"
 
 
 def _expert_count(layout: Layout, config: RunConfig) -> str:
@@ -62,14 +61,14 @@ def _expert_count(layout: Layout, config: RunConfig) -> str:
     if layout.expert == 1 or (experts and experts % layout.expert == 0):
         return ""
     fits = [n for n in range(1, min(experts, 4096) + 1) if experts % n == 0]
-    return f"layout.expert = {nearest(fits or [1], layout.expert)}" + ("" if experts else ", or model.experts")
+    return f"layout.expert = {nearest_values(fits or [1], layout.expert)}" + ("" if experts else ", or model.experts")
 
 
 def _expert_fold(layout: Layout, config: RunConfig) -> str:  # noqa: ARG001
     if layout.fold % layout.expert == 0:
         return ""
     fits = [n for n in range(1, min(layout.fold, 4096) + 1) if layout.fold % n == 0]
-    return f"layout.expert = {nearest(fits, layout.expert)} (it must divide {' x '.join(layout.folded)})"
+    return f"layout.expert = {nearest_values(fits, layout.expert)} (it must divide {' x '.join(layout.folded)})"
 
 
 def _blocks(layout: Layout, config: RunConfig) -> str:
@@ -199,7 +198,7 @@ UNSUPPORTED = (
         "after the forward pass a part of the shard group holds the parameters",
         lambda layout, config: (
             "fsdp.reshard_after_forward = true, false, "
-            f"{nearest([n for n in range(2, kept + 1) if kept % n == 0], _keep(config))}"
+            f"{nearest_values([n for n in range(2, kept + 1) if kept % n == 0], _keep(config))}"
             if config.layout.shard == "parameters" and (kept := sharers(layout)) % _keep(config)
             else ""
         ),
@@ -251,7 +250,7 @@ def validate(config: RunConfig, own_model: bool = False) -> tuple[Layout, Batch]
             f"layout {layout}: {asked[0]} with a model of your own: it must know its inside",
             f"allowed: layout.{asked[0]} = 1, or the decoder of a run file",
         )
-    batch = batch_algebra(config.batch, layout.data_degree)
+    batch = derive_batch(config.batch, layout.data_degree)
     if layout.pipeline > 1:
         try:
             schedules.check(config.pipeline.schedule, layout.pipeline, batch.accumulation, stages_each(config))

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.config import RunConfig, as_toml, fingerprint, identity, placement
+from meshwright.config import RunConfig, config_to_toml, fingerprint, identity, placement
 from meshwright.data.source import Source
 from meshwright.data.stream import Stream
 from meshwright.errors import IdentityError
@@ -56,7 +56,7 @@ def claim_run_folder(folder: RunFolder, config: RunConfig, record: dict[str, Any
         if fork and lineage["forked_by"] != fork:
             until = lineage["until"] | {str(lineage["timeline"]): newest}
             lineage |= {"timeline": lineage["timeline"] + 1, "until": until, "forked_by": fork}
-    atomic_write(folder.run_file, as_toml(config))
+    atomic_write(folder.run_file, config_to_toml(config))
     write_json(folder.identity_file, record | lineage)
 
 

@@ -21,7 +21,7 @@ from meshwright.config import Batch, RunConfig
 from meshwright.data.loader import Loader
 from meshwright.data.sample_lookup import build_stream
 from meshwright.data.source import ConcatenatedSource, Source
-from meshwright.errors import CheckpointError, Stopped
+from meshwright.errors import CheckpointError, StoppedBySignal
 from meshwright.io import read_json
 from meshwright.models.init import fill, outline
 from meshwright.optim.adamw import AdamW
@@ -102,7 +102,7 @@ def train_rank(job: Job, world: World) -> RunSummary:
             if training.evaluation_is_due():
                 training.evaluate()
             training.keep()
-    except Stopped:
+    except StoppedBySignal:
         training.parallel_model.reshard()
         training.ledger.settle()  # the last whole step is on record
         training.save()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright import faults
 from meshwright.data.loader import BadSample, MicroBatch
-from meshwright.errors import DataError, NumericsError, PeerError, Stopped
+from meshwright.errors import DataError, NumericsError, PeerError, StoppedBySignal
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel.data_parallel.ddp import DDPModel
 from meshwright.parallel.local_shard import local_of
@@ -269,7 +269,7 @@ class Step:
                 f"rank {self.world.rank} step {step}: {bad_ranks} other rank(s) met a sample that cannot be decoded"
             )
         if interrupted or terminated:
-            raise Stopped(signal.SIGINT if interrupted else signal.SIGTERM, step)
+            raise StoppedBySignal(signal.SIGINT if interrupted else signal.SIGTERM, step)
         return StepControl(tokens, bad, bool(save), bool(saved))
 
 

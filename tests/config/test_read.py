@@ -7,7 +7,7 @@ import tomllib
 import pytest
 
 from meshwright.cli import main
-from meshwright.config import PRESETS, RunConfig, as_toml, from_dict, load
+from meshwright.config import PRESETS, RunConfig, config_from_dict, config_to_toml, load_config
 from meshwright.errors import ConfigError
 
 WRONG = {
@@ -53,7 +53,7 @@ def test_a_wrong_config_is_refused_in_one_line_with_exit_2(word, capsys):
 
 def test_a_table_given_as_a_value_is_refused():
     with pytest.raises(ConfigError, match="model = 3 is a value"):
-        from_dict({"model": 3})
+        config_from_dict({"model": 3})
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_wrong_run_file_is_refused(tmp_path, text, said):
     file = tmp_path / "run.toml"
     file.write_text(text)
     with pytest.raises(ConfigError) as refusal:
-        load(file)
+        load_config(file)
     assert said in str(refusal.value)
 
 
@@ -93,25 +93,25 @@ def test_a_missing_a_huge_and_a_binary_run_file_are_named(tmp_path, capsys):
 def test_later_words_win_over_the_file_and_the_file_over_the_preset(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('preset = "small"\n[model]\nlayers = 3\nffn = 100\n')
-    config = load(file, ["--model.layers=5"], ranks="4", steps="7")
+    config = load_config(file, ["--model.layers=5"], ranks="4", steps="7")
     assert (config.model.layers, config.model.ffn, config.model.width) == (5, 100, 256)
     assert (config.layout.replicate, config.steps) == (4, 7)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_survives_the_trip_through_toml(preset):
-    config = from_dict({"preset": preset})
-    assert from_dict(tomllib.loads(as_toml(config))) == config
+    config = config_from_dict({"preset": preset})
+    assert config_from_dict(tomllib.loads(config_to_toml(config))) == config
 
 
 def test_a_mixture_survives_the_trip_through_toml():
-    config = load(overrides=['--data.mixture=[{kind="synthetic", weight=2}, {kind="stdlib"}]'])
+    config = load_config(overrides=['--data.mixture=[{kind="synthetic", weight=2}, {kind="stdlib"}]'])
     assert len(config.data.mixture) == 2
-    assert from_dict(tomllib.loads(as_toml(config))) == config
+    assert config_from_dict(tomllib.loads(config_to_toml(config))) == config
 
 
 def test_the_default_is_the_tiny_preset():
-    assert load() == RunConfig()
+    assert load_config() == RunConfig()
 
 
 def test_an_unknown_verb_is_refused_in_one_line(capsys):
@@ -124,7 +124,7 @@ def test_an_unknown_verb_is_refused_in_one_line(capsys):
 def test_hyphens_and_underscores_name_the_same_key():
     from meshwright.cli import underscored
 
-    assert load(overrides=[underscored("--model.kv-heads=4")]).model.kv_heads == 4
+    assert load_config(overrides=[underscored("--model.kv-heads=4")]).model.kv_heads == 4
 
 
 def test_a_value_may_stand_in_the_next_word():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.config import Batch, BatchConfig, DataConfig, batch_algebra
+from meshwright.config import Batch, BatchConfig, DataConfig, derive_batch
 from meshwright.data.loader import Loader
 from meshwright.data.source import ConcatenatedSource, IndexableSource
 from meshwright.data.stream import Stream
@@ -45,7 +45,7 @@ def ids_of(source, batch: Batch, coordinate: int, first: int, end: int, **data) 
 )
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_order_never_depends_on_workers_or_ranks(workers, replicas):
-    batch = batch_algebra(BatchConfig(12, 3), replicas) if replicas != 1 else batch_algebra(BatchConfig(12, 4), 1)
+    batch = derive_batch(BatchConfig(12, 3), replicas) if replicas != 1 else derive_batch(BatchConfig(12, 4), 1)
     by_rank = [ids_of(Echo(), batch, rank, 2, 9, **workers) for rank in range(replicas)]
     together = [sum((rank[i] for rank in by_rank), []) for i in range(7)]
     assert together == [STREAM.step(step).tolist() for step in range(2, 9)]

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from meshwright.config import DataConfig, SourceConfig, load
+from meshwright.config import DataConfig, SourceConfig, load_config
 from meshwright.data import file_sources
 from meshwright.data.file_sources import TokenSource, open_sources
 from meshwright.data.source import IGNORED, ConcatenatedSource, IndexableSource, SyntheticSource
@@ -175,7 +175,7 @@ def test_a_quarantined_sample_counts_for_nothing():
 
 def test_a_mixture_opens_every_source(tmp_path):
     np.arange(20, dtype=np.uint16).tofile(tmp_path / "t.bin")
-    config = load(
+    config = load_config(
         overrides=[
             f'--data.mixture=[{{kind="tokens", path="{tmp_path}/t.bin"}}, {{kind="synthetic", samples=5}}]',
             "--data.sequence=4",

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.config import IGNORED, PRESETS, ModelConfig, from_dict
+from meshwright.config import IGNORE_INDEX, PRESETS, ModelConfig, config_from_dict
 from meshwright.models.decoder import LanguageModel, RotaryTables, documents_of, rotary_tables, rotate
 from meshwright.models.feed_forward import FeedForward
 from meshwright.models.init import ROWS, build, initial_rows, std_of
@@ -27,12 +27,12 @@ PUBLISHED = {
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_a_preset_has_the_published_number_of_parameters(preset):
     with torch.device("meta"):
-        model = LanguageModel(from_dict({"preset": preset}).model)
+        model = LanguageModel(config_from_dict({"preset": preset}).model)
     assert sum(p.numel() for p in model.parameters()) == PUBLISHED[preset]
 
 
 def test_deepseek_moe_preset_is_the_published_model_but_for_its_first_layer():
-    config = from_dict({"preset": "deepseek-moe-16b"}).model
+    config = config_from_dict({"preset": "deepseek-moe-16b"}).model
     with torch.device("meta"):
         model = LanguageModel(config)
     ours, first = (sum(p.numel() for p in part.parameters()) for part in (model, model.decoder.blocks[0].ffn))
@@ -41,7 +41,7 @@ def test_deepseek_moe_preset_is_the_published_model_but_for_its_first_layer():
 
 def test_gpt2_preset_is_of_gpt2_size():
     with torch.device("meta"):
-        model = LanguageModel(from_dict({"preset": "gpt2-124m"}).model)
+        model = LanguageModel(config_from_dict({"preset": "gpt2-124m"}).model)
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(124e6, rel=0.01)
     assert set(PRESETS) >= PUBLISHED.keys() | {"tiny", "small", "gpt2-124m"}
 
@@ -139,8 +139,8 @@ def test_the_loss_is_a_sum_and_a_count_of_valid_tokens():
     torch.nn.init.normal_(head.weight)
     hidden = torch.randn(3, 5, 8, dtype=torch.float64)
     labels = torch.randint(0, 50, (3, 5))
-    labels[0, 2:] = IGNORED
-    labels[2] = IGNORED
+    labels[0, 2:] = IGNORE_INDEX
+    labels[2] = IGNORE_INDEX
     total, count = head(hidden, labels)
     each = F.cross_entropy(F.linear(hidden, head.weight).flatten(0, 1), labels.flatten(), reduction="none")
     assert int(count) == 7
@@ -149,7 +149,7 @@ def test_the_loss_is_a_sum_and_a_count_of_valid_tokens():
 
 def test_a_batch_with_no_valid_token_has_a_zero_sum_and_zero_gradients():
     model = build(SMALL, 0)
-    total, count = model(tokens(), torch.full((2, 9), IGNORED))
+    total, count = model(tokens(), torch.full((2, 9), IGNORE_INDEX))
     total.backward()
     assert (total.item(), count.item()) == (0.0, 0)
     assert all(float(p.grad.abs().max()) == 0 for p in model.parameters())

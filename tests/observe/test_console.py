@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.config import RunConfig, load
+from meshwright.config import RunConfig, load_config
 from meshwright.io import format_bytes, format_clock
 from meshwright.observe.console import Terminal, live_line, plain_line, rates, shares
 
@@ -53,7 +53,7 @@ END = {"kind": "end", "attempt": 1, "steps": 300, "loss": 2.5, "skipped": 2, "pa
 
 def shown(*events, config: RunConfig | None = None) -> str:
     stream = io.StringIO()
-    terminal = Terminal(config or load(), Path("runs/x"), 1, stream)
+    terminal = Terminal(config or load_config(), Path("runs/x"), 1, stream)
     for event in events:
         terminal.show(event)
     terminal.close()

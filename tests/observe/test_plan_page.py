@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from meshwright.cli import main
-from meshwright.config import load
+from meshwright.config import load_config
 from meshwright.io import format_bytes, format_seconds
 from meshwright.observe.plan_page import page
 from meshwright.observe.plan_text import bar, show
@@ -127,12 +127,12 @@ def test_json_is_one_document_and_its_plan_is_written(tmp_path, capsys):
     record = json.loads(capsys.readouterr().out)
     beside = json.loads(out.with_suffix(".json").read_text())
     assert beside == record["plan"]
-    layout, batch = validate(load(out))
+    layout, batch = validate(load_config(out))
     assert layout.ranks == 16
     told = record["plan"]["plan"]["layout"]
     assert layout == Layout(**{axis: told[axis] for axis in told if axis != "sharding"})
     assert batch.micro == record["plan"]["plan"]["batch"]["micro"]
-    assert load(out).precision.compute == "bf16"
+    assert load_config(out).precision.compute == "bf16"
 
 
 def test_the_kth_plan_is_explained_and_written(tmp_path, capsys):
@@ -148,7 +148,7 @@ def test_batch_sequence_and_precision_reach_the_run(tmp_path, capsys):
     out = tmp_path / "plan.toml"
     words = ["--batch", "64", "--sequence", "4096", "--precision", "fp16", "--optimizer.lr=1e-4", "--ranks", "4"]
     main(["plan", "llama-1b", "--cluster", "h100:8", *words, "--out", str(out)])
-    config = load(out)
+    config = load_config(out)
     assert (config.batch.global_, config.data.sequence, config.precision.compute) == (64, 4096, "fp16")
     assert config.optimizer.lr == 1e-4
     assert Layout.of(config.layout).ranks == 4

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-from meshwright.config import IGNORED, ActivationCheckpointConfig, ModelConfig
+from meshwright.config import IGNORE_INDEX, ActivationCheckpointConfig, ModelConfig
 from meshwright.errors import ConfigError
 from meshwright.models.decoder import CoreAttention, documents_of
 from meshwright.models.init import build
@@ -196,7 +196,7 @@ def batch(group: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(group)
     tokens = torch.randint(0, MODEL.vocab, (2, SEQUENCE), generator=generator)
     labels = tokens.roll(-1, 1)
-    labels[:, -5:] = IGNORED
+    labels[:, -5:] = IGNORE_INDEX
     return tokens, labels
 
 

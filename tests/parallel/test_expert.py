@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.config import ModelConfig, load
+from meshwright.config import ModelConfig, load_config
 from meshwright.errors import MeshwrightError
 from meshwright.launch.ranks import run_ranks
 from meshwright.models.experts import Experts
@@ -191,7 +191,9 @@ def test_rows_that_come_by_rank_are_sorted_by_expert():
 
 def strayed(world):
     """Rank 1's bias is another: what the comparison says."""
-    config = load(overrides=["--model.experts=4", "--model.layers=1", "--model.width=16", "--model.ffn=16"], ranks=2)
+    config = load_config(
+        overrides=["--model.experts=4", "--model.layers=1", "--model.width=16", "--model.ffn=16"], ranks=2
+    )
     layout, _ = validate(config)
     model = real_step(world, config, layout).parallel_model.module
     blocks = {name: local_shard_of(tensor) for name, tensor in router_biases(model)}

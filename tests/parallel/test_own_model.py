@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshwright import ParallelSpec, train
-from meshwright.config import from_dict
+from meshwright.config import config_from_dict
 from meshwright.errors import ConfigError
 from meshwright.parallel.parallel_spec import units_of
 
@@ -40,7 +40,7 @@ LAYOUTS = {
 def trained(folder, layout: dict, parts: ParallelSpec | None = own_parts.PARTS, **more) -> nn.Module:
     torch.manual_seed(0)
     model = own_parts.Residual(width=8, depth=2).double()
-    config = from_dict(SETTINGS | {"layout": layout} | more)
+    config = config_from_dict(SETTINGS | {"layout": layout} | more)
     train(config, model=model, loss=own_parts.squares, source=own_parts.Waves(), parts=parts, run=folder, quiet=True)
     return model
 
@@ -98,7 +98,7 @@ def test_blocks_that_share_a_parameter_are_refused(tmp_path):
     torch.manual_seed(0)
     model = own_parts.Residual(width=8, depth=2)
     model.blocks[1].up.weight = model.blocks[0].up.weight
-    config = from_dict(SETTINGS | {"layout": {"replicate": 2, "shard": "parameters"}})
+    config = config_from_dict(SETTINGS | {"layout": {"replicate": 2, "shard": "parameters"}})
     with pytest.raises(Exception, match="shares a parameter"):
         train(
             config, model=model, loss=own_parts.squares, source=own_parts.Waves(), parts=own_parts.PARTS,
@@ -136,8 +136,8 @@ def branched(folder, layout: dict, unused: bool) -> dict[str, torch.Tensor]:
     }
     parts = ParallelSpec(blocks="blocks.*")
     train(
-        from_dict(settings), model=model, loss=own_parts.squares, source=own_parts.Waves(), parts=parts, run=folder,
-        quiet=True,
+        config_from_dict(settings), model=model, loss=own_parts.squares, source=own_parts.Waves(), parts=parts,
+        run=folder, quiet=True,
     )  # fmt: skip
     return model.state_dict()
 
@@ -169,7 +169,7 @@ def test_buffers_are_the_first_ranks_on_every_rank_as_under_ddp(tmp_path):
     for name, layout in (("copies", {"replicate": 2}), ("shards", {"replicate": 2, "shard": "parameters"})):
         torch.manual_seed(0)
         model = Normalised().double()
-        settings = from_dict(SETTINGS | {"layout": layout, "eval": {"holdout": 0.1, "every": 3, "samples": 6}})
+        settings = config_from_dict(SETTINGS | {"layout": layout, "eval": {"holdout": 0.1, "every": 3, "samples": 6}})
         result = train(
             settings, model=model, loss=own_parts.squares, source=own_parts.Waves(), parts=own_parts.PARTS,
             run=tmp_path / name, quiet=True,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.config import ModelConfig, load
+from meshwright.config import ModelConfig, load_config
 from meshwright.parallel.pipeline_parallel.pipeline_model import SCHEDULES, TrackedStage
 from meshwright.prover.comm_volume import third_step
 from meshwright.prover.reference import LR, Concatenated, DataConfig, Loader, real_step, source_of, stream_of
@@ -23,7 +23,7 @@ SMALL += ["--data.sequence=16", "--layout.replicate=1", "--precision.compute=fp6
 
 def config_of(kind, ranks, micros, *more):
     words = [f"--layout.pipeline={ranks}", f"--pipeline.schedule={kind}", f"--batch.global={micros}", "--batch.micro=1"]
-    return load(overrides=[*SMALL, f"--model.layers={ranks * usual_stages(kind)}", *words, *more])
+    return load_config(overrides=[*SMALL, f"--model.layers={ranks * usual_stages(kind)}", *words, *more])
 
 
 def step_of(world, config):

@@ -9,7 +9,7 @@ from math import sqrt
 import pytest
 import torch
 
-from meshwright.config import RunConfig, load
+from meshwright.config import RunConfig, load_config
 from meshwright.data.loader import Loader
 from meshwright.data.source import ConcatenatedSource
 from meshwright.parallel.world import World
@@ -59,7 +59,7 @@ def ran(config: RunConfig) -> Ran:
 
 @pytest.fixture(scope="module")
 def ways() -> dict[str | int, Ran]:
-    return {name: ran(load(overrides=[*SHAPE, *words], ranks=1)) for name, words in WAYS.items()}
+    return {name: ran(load_config(overrides=[*SHAPE, *words], ranks=1)) for name, words in WAYS.items()}
 
 
 def test_recomputation_changes_no_bit(ways):
@@ -83,7 +83,7 @@ def test_the_least_is_held_at_the_square_root(ways):
 
 def test_names_of_parameters_do_not_change():
     for words in WAYS.values():
-        config = load(overrides=[*SHAPE, *words], ranks=1)
+        config = load_config(overrides=[*SHAPE, *words], ranks=1)
         names = {
             name for name, _ in real_step(World(), config, validate(config)[0]).parallel_model.module.named_parameters()
         }

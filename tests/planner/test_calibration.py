@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from meshwright.config import from_dict
+from meshwright.config import config_from_dict
 from meshwright.errors import ConfigError
 from meshwright.planner.calibration import calibration_log
 from meshwright.planner.calibration.calibration_log import (
@@ -29,7 +29,7 @@ from meshwright.planner.workload.trainer_profiles import MESHWRIGHT_COMPILED
 
 
 def job(**model):
-    return PlannedJob.from_config(from_dict({"model": model}), preset_cluster("h100", 8))
+    return PlannedJob.from_config(config_from_dict({"model": model}), preset_cluster("h100", 8))
 
 
 def record(ratio=2.0, memory=None, of=None):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from meshwright.config.reader import build
+from meshwright.config.reader import build_dataclass
 from meshwright.errors import ConfigError
 from meshwright.planner.hardware.cluster import DEVICES, GB, NODES, TERA, BandwidthCurve, MatmulRate, preset_cluster
 from meshwright.planner.hardware.cluster_file import ClusterSchema, build_cluster, cluster_toml, read_cluster
@@ -213,7 +213,7 @@ def test_whatever_stands_in_a_field_is_read_or_refused(data):
         below = below[key]
     below[key] = data.draw(ANYTHING)
     try:
-        found = build_cluster(build(ClusterSchema, tree, ""), "any")
+        found = build_cluster(build_dataclass(ClusterSchema, tree, ""), "any")
     except ConfigError as error:
         assert "\n" not in str(error)
     else:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.config import Batch, load
+from meshwright.config import Batch, load_config
 from meshwright.planner.cost.in_flight import alike, instants, walk
 from meshwright.planner.cost.peak_memory import memory
 from meshwright.planner.cost.stage_parameters import evenly
@@ -146,7 +146,7 @@ def test_our_decoder_on_a_gpu_is_met_within_five_per_cent(words, allocated):
     shape = {"vocab": 32000, "width": 2048, "heads": 32, "kv_heads": 8, "ffn": 8192, "layers": 6}
     given = [f"--model.{name}={size}" for name, size in shape.items()]
     batch = ["--data.sequence=4096", "--precision.compute=bf16", "--batch.global=4", "--batch.micro=4"]
-    config = load(overrides=[*given, *batch, "--layout.replicate=1", *words])
+    config = load_config(overrides=[*given, *batch, "--layout.replicate=1", *words])
     [found] = memory(PlannedJob.from_config(config, preset_cluster("h200", 1)))
     assert found.tensors / GIB == pytest.approx(allocated, rel=0.05)
 
@@ -163,7 +163,7 @@ def test_our_decoder_on_a_gpu_is_met_within_five_per_cent(words, allocated):
     ids=" ".join,
 )
 def test_parameters_and_optimizer_are_those_of_the_exact_formulas(words):
-    config = load(
+    config = load_config(
         overrides=["--layout.replicate=4", "--model.layers=6", "--batch.global=32", "--batch.micro=1", *words]
     )
     layout, batch = validate(config)

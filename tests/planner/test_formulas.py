@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from meshwright.config import RunConfig, load
+from meshwright.config import RunConfig, load_config
 from meshwright.models.init import build
 from meshwright.planner.exact.comm_volume import traffic
 from meshwright.planner.exact.state_memory import Held, held
@@ -25,7 +25,7 @@ EVEN = ["--model.vocab=64", "--model.width=32", "--model.ffn=48", "--model.layer
 
 def config_of(kind: str, accumulation: int, *more: str) -> RunConfig:
     words = [*EVEN, f"--layout.shard={kind}", f"--batch.global={RANKS * accumulation}", "--batch.micro=1", *more]
-    return load(overrides=words, ranks=RANKS)
+    return load_config(overrides=words, ranks=RANKS)
 
 
 def each(world, configs: list[RunConfig]):
@@ -58,7 +58,7 @@ def test_in_bf16_the_bytes_sent_are_those_of_the_formulas_too():
     """Units are gathered in bf16 but for the one with the embedding; so are activations but for the embedding's sum."""
     words = ["--precision.compute=bf16", *EVEN]
     cases = [
-        load(overrides=[*words, *more], ranks=RANKS)
+        load_config(overrides=[*words, *more], ranks=RANKS)
         for more in (
             ["--layout.shard=parameters"],
             ["--layout.shard=parameters", "--model.tie=true"],
@@ -102,14 +102,14 @@ SHARED = ["--model.experts=4", "--model.experts_shared=2"]
 
 def test_shapes_are_those_of_the_model():
     for words in ([], ["--model.tie=true"], ["--model.experts=3", "--model.ffn=5"], SHARED):
-        config = load(overrides=[*EVEN, *words])
+        config = load_config(overrides=[*EVEN, *words])
         real = {name: tuple(p.shape) for name, p in build(config.model, 0).named_parameters()}
         assert {shape.name: shape.dims for shape in decoder_shapes(config.model)} == real
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_shards_make_up_the_whole(ranks):
-    for shape in decoder_shapes(load(overrides=["--model.vocab=251", "--model.ffn=46"]).model):
+    for shape in decoder_shapes(load_config(overrides=["--model.vocab=251", "--model.ffn=46"]).model):
         assert sum(own(shape.local(2), ranks, c) for c in range(ranks)) == shape.elements(2)
         assert padded(shape.local(2), ranks) >= shape.elements(2)
         assert padded(shape.local(2), ranks) % ranks == 0
@@ -131,7 +131,7 @@ def test_a_bank_of_fewer_experts_than_shards_is_cut_by_its_second_dimension():
 def test_a_wrong_formula_is_a_broken_promise(monkeypatch):
     from meshwright.prover import comm_volume as prove_traffic
 
-    config = load(overrides=[*EVEN, "--layout.shard=parameters"])
+    config = load_config(overrides=[*EVEN, "--layout.shard=parameters"])
     right = prove_traffic.traffic
     less = lambda *args: [replace(row, message_bytes=row.message_bytes - 4) for row in right(*args)]  # noqa: E731
     monkeypatch.setattr(prove_traffic, "traffic", less)
@@ -142,6 +142,6 @@ def test_a_wrong_formula_is_a_broken_promise(monkeypatch):
 
 
 def test_what_is_proven_has_the_layout_of_the_config():
-    proofs, note = variants(load(overrides=["--layout.shard=zero-3", "--layout.shard_degree=16"], ranks=64))
+    proofs, note = variants(load_config(overrides=["--layout.shard=zero-3", "--layout.shard_degree=16"], ranks=64))
     assert Layout.of(proofs[0].layout) == Layout(replicate=2, shard=2)
     assert "layout replicate 4 to 2, shard_degree 16 to 2" in note

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from meshwright.config import RunConfig, load
+from meshwright.config import RunConfig, load_config
 from meshwright.launch.ranks import run_ranks
 from meshwright.planner.exact.activation_messages import untold
 from meshwright.planner.exact.comm_volume import Sent, traffic
@@ -132,7 +132,7 @@ def proof_of(case: str) -> RunConfig:
             words.append(f"--model.{word}" if "=" in word else "--model.tie=true")
         elif name != "layers":
             words.append(f"--layout.{word}")
-    return next(proof for proof in variants(load(overrides=words))[0] if proof.precision.compute == "fp32")
+    return next(proof for proof in variants(load_config(overrides=words))[0] if proof.precision.compute == "fp32")
 
 
 def each(world, configs: list[RunConfig]):
@@ -194,7 +194,7 @@ def test_a_wrong_formula_of_one_stage_is_a_broken_promise(monkeypatch):
     wrong = lambda *args: [replace(row, message_bytes=more(row, args[3])) for row in right(*args)]  # noqa: E731
     monkeypatch.setattr(prove_traffic, "traffic", wrong)
     words = [*SMALL, "--layout.replicate=1", "--layout.pipeline=2"]
-    (_, sent, said), (_, kept, _) = check_traffic(load(overrides=words))
+    (_, sent, said), (_, kept, _) = check_traffic(load_config(overrides=words))
     assert not sent
     assert kept
     assert said.startswith("rank 1: pipeline send sends")
@@ -234,5 +234,5 @@ def test_what_no_formula_can_tell_is_said_and_all_else_compared():
     ids=["2 on 4", "4 on 8", "4 apart on 8"],
 )
 def test_a_bank_of_fewer_experts_than_shards_is_one_process(words):
-    config = load(overrides=[*SMALL, "--model.layers=1", *words, "--layout.shard=parameters"])
+    config = load_config(overrides=[*SMALL, "--model.layers=1", *words, "--layout.shard=parameters"])
     assert [measured for _, kept, measured in check_layouts(config) if not kept] == []

@@ -11,7 +11,7 @@ from statistics import median
 
 import pytest
 
-from meshwright.config import batch_algebra, load
+from meshwright.config import derive_batch, load_config
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.kernel_time import Rate, matmul
 from meshwright.planner.exact.comm_volume import traffic
@@ -25,7 +25,7 @@ H200 = Rate(683e12, 4.1e12, 132, 2)
 
 
 def job(*words: str, device: str = "h100", preset_name: str = "llama-8b") -> PlannedJob:
-    config = load(None, (f"--preset={preset_name}", *words))
+    config = load_config(None, (f"--preset={preset_name}", *words))
     return PlannedJob.from_config(config, preset_cluster(device, Layout.of(config.layout).ranks))
 
 
@@ -95,13 +95,13 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_messages_that_are_timed_are_those_that_are_sent(name: str) -> None:
     """Against the exact count; what is left out is the ends of the model and a float32 embedding."""
-    config = load(None, ("--preset=llama-8b", *LAYOUTS[name], "--batch.global=64", "--batch.micro=2"))
+    config = load_config(None, ("--preset=llama-8b", *LAYOUTS[name], "--batch.global=64", "--batch.micro=2"))
     layout = Layout.of(config.layout)
     timed: Counter[str] = Counter()
     for call in estimate(PlannedJob.from_config(config, preset_cluster("h100", 8))).calls:
         timed[call.axis.split("+")[0]] += int(call.message * call.count)
     sent: Counter[str] = Counter()
-    for row in traffic(config, layout, batch_algebra(config.batch, layout.data_degree), layout.ranks // 2):
+    for row in traffic(config, layout, derive_batch(config.batch, layout.data_degree), layout.ranks // 2):
         sent[row.axis.split("+")[0]] += row.message_bytes
     del sent["control"]
     sent["shard"] += sent.pop("expert_shard", 0)

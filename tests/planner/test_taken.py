@@ -10,7 +10,7 @@ from fake_machine import keep_machine, machine
 from small_run import SMALL, small_config
 
 from meshwright.cli import main
-from meshwright.config import as_toml, load
+from meshwright.config import config_to_toml, load_config
 from meshwright.errors import ConfigError
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search.choice import Choice, settings_of
@@ -24,7 +24,7 @@ from meshwright.topology.layout import Layout
 def file(tmp_path):
     """A run file without a layout."""
     path = tmp_path / "run.toml"
-    tree = as_toml(small_config(steps=3)).partition("\n[layout]")
+    tree = config_to_toml(small_config(steps=3)).partition("\n[layout]")
     path.write_text(tree[0] + "\n[ddp]" + tree[2].partition("\n[ddp]")[2])
     return path
 
@@ -34,7 +34,9 @@ def plan(tmp_path):
     """A plan file of the same run, spread in another way, its figures beside it."""
     path = tmp_path / "PLAN.toml"
     path.write_text(
-        as_toml(small_config("--layout.shard=parameters", "--batch.micro=4", "--activation_checkpoint.mode=full"))
+        config_to_toml(
+            small_config("--layout.shard=parameters", "--batch.micro=4", "--activation_checkpoint.mode=full")
+        )
     )
     path.with_suffix(".json").write_text(json.dumps({"seconds": 0.125, "cluster": "h100"}))
     return path
@@ -50,7 +52,7 @@ def of_plan(plan, file, *words, ranks=None, steps=None):
 
 def searched(file, devices, *words):
     """What the search says by itself."""
-    work = workload_from_config(load(file), words)
+    work = workload_from_config(load_config(file), words)
     return search(CostCache(work, resolve_cluster("here").with_devices(devices))).ranked[0]
 
 
@@ -60,7 +62,7 @@ def test_best_is_what_the_search_says(home, file, memory, ranks):
     keep_machine(home, machine(memory=memory))
     found = best(file, ranks=ranks)
     chosen = searched(file, int(ranks or 4))
-    assert found.config == settings_of(load(file), Choice.of(chosen.job))
+    assert found.config == settings_of(load_config(file), Choice.of(chosen.job))
     assert found.seconds == chosen.seconds
     assert Layout.of(found.config.layout).ranks == int(ranks or 4)
     assert found.told.startswith("plan: ")
@@ -81,7 +83,7 @@ def test_words_pin_the_search(home, file):
 def test_a_run_file_with_a_layout_says_how_many_ranks(home, tmp_path):
     keep_machine(home)
     path = tmp_path / "run.toml"
-    path.write_text(as_toml(small_config(ranks=2)))
+    path.write_text(config_to_toml(small_config(ranks=2)))
     assert Layout.of(best(path).config.layout).ranks == 2
     assert Layout.of(best(path, ranks="4").config.layout).ranks == 4
 
@@ -118,7 +120,7 @@ def test_a_model_that_does_not_fit_is_refused(home, file):
 
 def test_a_plan_file_decides_the_placement(plan, file):
     found = of_plan(plan, file)
-    assert found.config.layout == load(plan).layout
+    assert found.config.layout == load_config(plan).layout
     assert (found.config.batch.micro, found.config.activation_checkpoint.mode) == (4, "full")
     assert found.config.steps == 3  # the run's own
     assert found.told == f"plan: {plan}, shard 2; predicted: 125 ms a step on h100"
@@ -139,13 +141,13 @@ def test_what_changes_the_numbers_stays_the_runs_own(plan, file):
     plan.write_text(
         plan.read_text().replace('comm_hook = "none"', 'comm_hook = "bf16_compress"').replace("lr = 0.003", "lr = 0.5")
     )
-    assert load(plan).ddp.comm_hook == "bf16_compress"
+    assert load_config(plan).ddp.comm_hook == "bf16_compress"
     config = of_plan(plan, file).config
-    assert (config.ddp.comm_hook, config.optimizer.lr) == ("none", load(file).optimizer.lr)
+    assert (config.ddp.comm_hook, config.optimizer.lr) == ("none", load_config(file).optimizer.lr)
 
 
 def test_without_a_run_file_the_plan_is_the_run(plan):
-    assert of_plan(plan, None, steps="2").config.model == load(plan).model
+    assert of_plan(plan, None, steps="2").config.model == load_config(plan).model
     with pytest.raises(ConfigError, match="is for another run"):
         of_plan(plan, None, "--preset=tiny")
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from layout_faults import INCOMPLETE, SOME_RANKS, TIED, TOO_OFTEN, Fault, after, born, sums, unsummed, wrap
 
-from meshwright.config import IGNORED
+from meshwright.config import IGNORE_INDEX
 from meshwright.models.expert_weights import ExpertWeights
 from meshwright.models.experts import Router
 from meshwright.optim.adamw import AdamW
@@ -111,7 +111,7 @@ def every_piece_counts_its_documents_anew(patch):
 def cut_labels(labels):
     """A rank that shifts its own tokens has no label for the last."""
     labels = labels.clone()
-    labels[:, -1] = IGNORED
+    labels[:, -1] = IGNORE_INDEX
     return labels
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.config import load
+from meshwright.config import load_config
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel import parallel_spec
 from meshwright.parallel.data_parallel import ddp, fsdp
@@ -92,7 +92,7 @@ def found(words, proofs, patch, sow=lambda _patch: None, small=SMALL):
 
     patch.setattr(layouts, "variants", fewer)
     patch.setattr(layouts, "run_ranks", once)
-    return list(layouts.check_layouts(load(overrides=[*small, *words])))
+    return list(layouts.check_layouts(load_config(overrides=[*small, *words])))
 
 
 def layouts_of(faults):

@@ -9,7 +9,7 @@ import pytest
 from hybrids import HYBRIDS, words
 from layout_faults import FP32, FP64, TIED, found
 
-from meshwright.config import load
+from meshwright.config import load_config
 from meshwright.prover import layouts
 from meshwright.prover.layouts import check_layouts, kind, variants
 from meshwright.prover.scale_down import few_ranks
@@ -25,7 +25,7 @@ def broken(promises) -> list[str]:
 
 
 def config_of(row):
-    return load(overrides=words(row))
+    return load_config(overrides=words(row))
 
 
 def test_there_are_87_layouts_and_none_is_refused():

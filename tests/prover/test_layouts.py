@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from layout_faults import COPIES, FP32, FP64, GRADIENTS, OPTIMIZER, PARAMETERS, SMALL, TIED, found
 
-from meshwright.config import LayoutConfig, load
+from meshwright.config import LayoutConfig, load_config
 from meshwright.launch.ranks import run_ranks
 from meshwright.parallel.local_shard import local_of
 from meshwright.prover.comm_volume import check_traffic
@@ -56,7 +56,7 @@ def test_there_are_65_layouts_of_up_to_eight_ranks():
 @pytest.mark.long
 @pytest.mark.parametrize("layout", every_layout(), ids=lambda layout: f"{Layout.of(layout)} {layout.shard}")
 def test_every_layout_is_one_process(layout):
-    promises = list(check_layouts(load(overrides=words(layout))))
+    promises = list(check_layouts(load_config(overrides=words(layout))))
     assert len(promises) == 3
     assert broken(promises) == []
 
@@ -65,7 +65,7 @@ def test_every_layout_is_one_process(layout):
 @pytest.mark.parametrize("tie", ["false", "true"])
 @pytest.mark.parametrize("layout", every_layout(), ids=lambda layout: f"{Layout.of(layout)} {layout.shard}")
 def test_every_layout_sends_and_holds_what_the_formulas_say(layout, tie):
-    promises = list(check_traffic(load(overrides=[*words(layout), f"--model.tie={tie}"])))
+    promises = list(check_traffic(load_config(overrides=[*words(layout), f"--model.tie={tie}"])))
     assert len(promises) == 2
     assert broken(promises) == []
 
@@ -180,7 +180,7 @@ def bf16_alone():
 
 def bf16(layout):
     """The same global batch on every layout."""
-    proof = variants(load(overrides=[*SMALL, *layout, "--precision.compute=bf16"]))[0][0]
+    proof = variants(load_config(overrides=[*SMALL, *layout, "--precision.compute=bf16"]))[0][0]
     precision = replace(proof.precision, compute="bf16")
     return replace(proof, precision=precision, batch=replace(proof.batch, global_=4, micro=2))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.config import PRESETS, from_dict, load
+from meshwright.config import PRESETS, config_from_dict, load_config
 from meshwright.prover.layouts import check_layouts
 from meshwright.prover.stream import check_stream
 
@@ -15,7 +15,7 @@ from meshwright.prover.stream import check_stream
 @pytest.mark.parametrize("bucket_mb", [25.0, 0.01])
 def test_every_presets_gradients_on_every_rank_count(preset, ranks, bucket_mb):
     batch = {"global": 12 * ranks}
-    config = from_dict(
+    config = config_from_dict(
         {"preset": preset, "batch": batch, "layout": {"replicate": ranks}, "ddp": {"bucket_cap_mb": bucket_mb}}
     )
     assert [(promise, measured) for promise, kept, measured in check_layouts(config) if not kept] == []
@@ -33,4 +33,6 @@ def test_the_stream_contract_over_lengths_seeds_and_holdouts(seed, samples, hold
         f"--eval.holdout={holdout}",
         "--data.sequence=8",
     ]
-    assert [(promise, measured) for promise, kept, measured in check_stream(load(overrides=words)) if not kept] == []
+    assert [
+        (promise, measured) for promise, kept, measured in check_stream(load_config(overrides=words)) if not kept
+    ] == []

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meshwright.cli import main
-from meshwright.config import from_dict, load
+from meshwright.config import config_from_dict, load_config
 from meshwright.data.loader import Loader
 from meshwright.data.permutation import Permutation
 from meshwright.data.stream import Stream
@@ -35,18 +35,18 @@ def broken(check, config) -> str:
     "words", [SMALL, MIXTURE, [*SMALL, "--eval.holdout=0"], [*SMALL, "--batch.global=60", "--data.samples=61"]]
 )
 def test_the_stream_contract_holds(words):
-    assert broken(check_stream, load(overrides=words)) == ""
+    assert broken(check_stream, load_config(overrides=words)) == ""
 
 
 @pytest.mark.parametrize("preset", ["tiny", "llama-405b", "mixtral-8x7b"])
 def test_gradients_hold_for_every_kind_of_model_on_two_and_four_ranks(preset):
     for ranks in (2, 4):
-        config = from_dict({"preset": preset, "layout": {"replicate": ranks}})
+        config = config_from_dict({"preset": preset, "layout": {"replicate": ranks}})
         assert broken(check_layouts, config) == ""
 
 
 def test_a_model_is_scaled_down_in_size_not_in_structure_and_that_is_said():
-    config = from_dict({"preset": "llama-405b"})
+    config = config_from_dict({"preset": "llama-405b"})
     model, said = shrunk(config, Layout(replicate=2))
     assert (model.heads, model.kv_heads, model.layers, model.tie) == (4, 1, 2, False)
     assert "layers 126 to 2" in said
@@ -71,13 +71,13 @@ def test_a_broken_promise_exits_1(tmp_path, monkeypatch):
 
 
 def test_a_certificate_without_findings_is_worth_nothing():
-    assert not sign(load(), [])["kept"]
-    assert sign(load(), [Finding("a", "b", True, "c")])["kept"]
+    assert not sign(load_config(), [])["kept"]
+    assert sign(load_config(), [Finding("a", "b", True, "c")])["kept"]
 
 
 def test_ranks_that_fail_inside_a_check_are_a_broken_promise(monkeypatch):
     monkeypatch.setattr(Step, "gradient", lambda *_: 1 / 0)
-    found = list(findings(load(overrides=SMALL)))
+    found = list(findings(load_config(overrides=SMALL)))
     assert [f.kept for f in found if f.check == "layout"] == [False]
     assert "ZeroDivisionError" in found[-1].measured
 
@@ -95,8 +95,8 @@ def test_a_static_graph_and_a_tiny_source_in_a_mixture_are_proven_too():
         '--data.mixture=[{kind="synthetic", samples=100_000_000}, {kind="synthetic", samples=3}]',
         "--data.sequence=16",
     ]
-    assert broken(check_stream, load(overrides=tiny)) == ""
-    assert broken(check_layouts, load(overrides=["--ddp.static_graph=true", "--model.layers=1"])) == ""
+    assert broken(check_stream, load_config(overrides=tiny)) == ""
+    assert broken(check_layouts, load_config(overrides=["--ddp.static_graph=true", "--model.layers=1"])) == ""
 
 
 STREAM_FAULTS = {
@@ -127,4 +127,4 @@ def test_a_seeded_fault_of_the_stream_is_caught(fault, monkeypatch):
         right = Loader._ids
         wrong = lambda self, first, end: right(self, 0, end - first)  # noqa: E731
     monkeypatch.setattr(owner, name, wrong)
-    assert broken(check_stream, load(overrides=SMALL)) != ""
+    assert broken(check_stream, load_config(overrides=SMALL)) != ""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.config import load
+from meshwright.config import load_config
 from meshwright.prover.layouts import variants
 from meshwright.prover.recovery import MOST_RANKS, scaled
 from meshwright.prover.scale_down import RANKS, few_ranks
@@ -28,7 +28,7 @@ def legal(draw):
     barred |= {"parameters"} if layout["pipeline"] > 1 and kind in SPLIT else set()
     shard = draw(st.sampled_from(sorted({"none", "optimizer", "gradients", "parameters"} - barred)))
     degree = draw(st.sampled_from([None, 2, 3, 4, 16])) if shard != "none" else None
-    config = load()
+    config = load_config()
     spread = Layout.of(replace(config.layout, **layout, shard=shard, shard_degree=degree))
     layout["expert"] = draw(st.sampled_from([n for n in range(1, spread.fold + 1) if spread.fold % n == 0]))
     apart = layout["pipeline"] > 1 or layout["tensor"] > 1
@@ -128,22 +128,22 @@ LARGE = {
 @pytest.mark.parametrize("name", LARGE)
 def test_a_large_layout_becomes_a_small_one_of_the_same_axes(name):
     preset, words, expected = LARGE[name]
-    proofs, note = variants(load(overrides=[f"--preset={preset}", *words.split()]))
+    proofs, note = variants(load_config(overrides=[f"--preset={preset}", *words.split()]))
     assert {validate(proof)[0] for proof in proofs} == {expected}
     assert "layout " in note
 
 
 def test_key_heads_stay_fewer_than_the_ranks_that_attend():
     words = ["--layout.replicate=1", "--layout.context=4", "--context.method=all-to-all", "--model.heads=8"]
-    proofs, _ = variants(load(overrides=words))
+    proofs, _ = variants(load_config(overrides=words))
     assert (proofs[0].model.heads, proofs[0].model.kv_heads) == (4, 2)
-    proofs, _ = variants(load(overrides=[*words, "--model.kv_heads=8"]))
+    proofs, _ = variants(load_config(overrides=[*words, "--model.kv_heads=8"]))
     assert (proofs[0].model.heads, proofs[0].model.kv_heads) == (4, 4)
 
 
 @pytest.mark.parametrize("words", ["--layout.tensor=3 --model.kv_heads=3 --model.heads=3", "--layout.context=3"])
 def test_a_sequence_divides_over_three(words):
     more = ["--layout.replicate=1", "--model.width=192", "--model.vocab=258", "--model.ffn=360", "--data.sequence=96"]
-    proofs, _ = variants(load(overrides=[*more, *words.split()]))
+    proofs, _ = variants(load_config(overrides=[*more, *words.split()]))
     assert proofs[0].data.sequence == 18
     assert validate(proofs[0])[0].ranks == 3

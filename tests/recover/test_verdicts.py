@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.errors import NumericsError, Stopped
+from meshwright.errors import NumericsError, StoppedBySignal
 from meshwright.recover.failures import Failure, RanksFailed
 from meshwright.recover.incidents import Incident, judge
 
@@ -96,8 +96,8 @@ def test_ranks_failed_rebuilds_the_error_class_that_a_rank_raised():
     cause = failed.cause()
     assert type(cause) is NumericsError
     assert (str(cause), cause.exit_code) == (str(error), 7)
-    stopped = RanksFailed([Failure.from_exception(0, Stopped(15, 4))]).cause()
-    assert (type(stopped), stopped.exit_code) == (Stopped, 143)
+    stopped = RanksFailed([Failure.from_exception(0, StoppedBySignal(15, 4))]).cause()
+    assert (type(stopped), stopped.exit_code) == (StoppedBySignal, 143)
 
 
 def test_ranks_failed_names_rank_step_and_class_of_a_foreign_exception():

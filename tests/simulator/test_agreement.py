@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hybrids import HYBRIDS, MACHINE, in_proportion, words
 
-from meshwright.config import RunConfig, load
+from meshwright.config import RunConfig, load_config
 from meshwright.planner.cost.peak_memory import memory
 from meshwright.planner.exact.activation_messages import untold
 from meshwright.planner.exact.comm_volume import Sent, traffic
@@ -33,7 +33,7 @@ QUICK = [
 
 
 def config_of(row: str) -> RunConfig:
-    proofs, _ = variants(load(overrides=words(row)))
+    proofs, _ = variants(load_config(overrides=words(row)))
     return next(proof for proof in proofs if proof.precision.compute == "fp32")
 
 
@@ -124,5 +124,5 @@ DEAR = ("pieces", "many micro-batches", "16,384 ranks")
     "name", [pytest.param(name, marks=pytest.mark.long) if name in DEAR else name for name in LARGE]
 )
 def test_thousands_of_ranks_send_and_hold_what_the_formulas_say(name):
-    config = load(overrides=[*SMALL.split(), *LARGE[name].split()])
+    config = load_config(overrides=[*SMALL.split(), *LARGE[name].split()])
     assert off(config, validate(config)[0].ranks - 1) == []

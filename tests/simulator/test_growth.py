@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.config import load
+from meshwright.config import load_config
 from meshwright.simulator import simulate
 from meshwright.simulator.extrapolation import Line, Seen, counterparts, grown, peaks
 from meshwright.topology.unsupported import validate
@@ -42,7 +42,7 @@ MORE = {
 
 
 def check(words: str, monkeypatch) -> None:
-    config = load(overrides=[*SMALL.split(), *words.split()])
+    config = load_config(overrides=[*SMALL.split(), *words.split()])
     layout, batch = validate(config)
     rank = layout.ranks - 1
     two = property(lambda line: (line.few, line.few + line.stride) if line.times > 1 else (line.whole,))

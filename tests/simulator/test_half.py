@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.config import load
+from meshwright.config import load_config
 from meshwright.planner.exact.comm_volume import Sent, traffic
 from meshwright.planner.exact.compare import pairs
 from meshwright.simulator.simulate import one_rank
@@ -19,7 +19,7 @@ SHAPE = (
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("words", ["--layout.shard=parameters --layout.tensor=2", "--layout.tensor=2"])
 def test_gradients_that_are_parts_of_a_sum_meet_in_the_precision_they_have(words, micro):
-    config = load(overrides=[*SHAPE.split(), *words.split(), "--batch.global=4", f"--batch.micro={micro}"])
+    config = load_config(overrides=[*SHAPE.split(), *words.split(), "--batch.global=4", f"--batch.micro={micro}"])
     layout, batch = validate(config)
     rank = layout.ranks - 1
     found = [

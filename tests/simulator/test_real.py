@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from meshwright.config import load
+from meshwright.config import load_config
 from meshwright.launch.ranks import run_ranks
 from meshwright.prover.comm_volume import third_step
 from meshwright.simulator.simulate import one_rank
@@ -41,7 +41,7 @@ def each(world, configs):
 
 
 def config_of(name: str):
-    return load(overrides=[*SMALL.split(), *LAYOUTS[name].split()])
+    return load_config(overrides=[*SMALL.split(), *LAYOUTS[name].split()])
 
 
 @cache

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import meshwright
 from meshwright.cli import main
-from meshwright.config import load
+from meshwright.config import load_config
 from meshwright.errors import ConfigError
 from meshwright.simulator.fake_ddp import filled
 
@@ -57,7 +57,7 @@ def test_of_a_pipeline_both_ends_and_every_rank_s_micro_batches_are_told(empty, 
 
 
 def test_the_function_is_the_verb_and_leaves_no_process_group(empty):
-    found = meshwright.simulate(load(overrides=SMALL), ranks=4, rank=[1])
+    found = meshwright.simulate(load_config(overrides=SMALL), ranks=4, rank=[1])
     assert found.found[0].rank == 1
     assert any("DDP" in note for note in found.notes)
     assert not dist.is_initialized()
@@ -90,7 +90,7 @@ def test_what_torch_refuses_is_one_line_too(monkeypatch):
 
     monkeypatch.setattr(simulate, "stepped", refuse)
     with pytest.raises(ConfigError, match=r"layout replicate 2, rank 0: torch does not build it: Stages do not meet; "):
-        meshwright.simulate(load(overrides=SMALL))
+        meshwright.simulate(load_config(overrides=SMALL))
 
 
 def test_an_interrupt_ends_it_cleanly(monkeypatch):
@@ -101,7 +101,7 @@ def test_an_interrupt_ends_it_cleanly(monkeypatch):
 
     monkeypatch.setattr(simulate, "stepped", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        meshwright.simulate(load(overrides=SMALL))
+        meshwright.simulate(load_config(overrides=SMALL))
     assert not dist.is_initialized()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.config import LayoutConfig, load
+from meshwright.config import LayoutConfig, load_config
 from meshwright.errors import ConfigError
 from meshwright.topology.layout import AXES, Layout
 from meshwright.topology.unsupported import UNSUPPORTED, validate
@@ -80,12 +80,12 @@ def test_sharding_without_a_degree_divides_the_replicas():
     ],
 )
 def test_ranks_decide_how_many_copies_there_are(words, ranks, layout):
-    assert Layout.of(load(overrides=words, ranks=ranks).layout) == layout
+    assert Layout.of(load_config(overrides=words, ranks=ranks).layout) == layout
 
 
 def test_ranks_that_do_not_divide_are_refused_with_those_that_do():
     with pytest.raises(ConfigError, match=r"6 ranks do not divide over tensor 4; allowed: 4 or 8 ranks"):
-        load(overrides=["--layout.tensor=4"], ranks=6)
+        load_config(overrides=["--layout.tensor=4"], ranks=6)
 
 
 EXPERTS = ["--model.experts=4", "--layout.expert=2"]
@@ -149,16 +149,16 @@ PIPED = ["--layout.pipeline=2", "--batch.micro=2"]
 )
 def test_what_is_impossible_is_refused_with_what_is_possible(words, said):
     with pytest.raises(ConfigError, match=said):
-        validate(load(overrides=["--batch.global=24", *words]))
+        validate(load_config(overrides=["--batch.global=24", *words]))
 
 
 def test_the_table_says_of_every_refusal_why():
     assert len({rule.what for rule in UNSUPPORTED}) == len(UNSUPPORTED)
-    assert all(rule.why and not rule.applies(Layout(replicate=2), load()) for rule in UNSUPPORTED)
+    assert all(rule.why and not rule.applies(Layout(replicate=2), load_config()) for rule in UNSUPPORTED)
 
 
 def test_a_users_own_model_brings_its_own_cuts():
-    config = load(overrides=["--layout.tensor=3", "--layout.replicate=1"])
+    config = load_config(overrides=["--layout.tensor=3", "--layout.replicate=1"])
     assert validate(config, own_model=True)[0].tensor == 3
 
 

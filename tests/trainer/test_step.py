@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.config import Batch, RunConfig, load
+from meshwright.config import Batch, RunConfig, load_config
 from meshwright.data.loader import Loader, MicroBatch
 from meshwright.data.source import ConcatenatedSource
 from meshwright.data.stream import Stream
@@ -21,7 +21,7 @@ from meshwright.trainer.expert_balancer import ExpertBalancer
 from meshwright.trainer.precision import Precision
 from meshwright.trainer.step import Step, step_seed
 
-CONFIG = load(overrides=["--model.width=32", "--model.layers=2", "--model.ffn=48", "--precision.compute=fp64"])
+CONFIG = load_config(overrides=["--model.width=32", "--model.layers=2", "--model.ffn=48", "--precision.compute=fp64"])
 
 
 def stream_for(config: RunConfig, source: Masked, batch: Batch) -> Stream:
@@ -42,7 +42,7 @@ def test_masks_really_are_unequal():
 
 def one_step(world: World, *overrides: str) -> dict:
     """Four steps of a small model; what the last one counted."""
-    config = load(overrides=["--model.width=32", "--model.layers=2", "--model.ffn=48", *overrides])
+    config = load_config(overrides=["--model.width=32", "--model.layers=2", "--model.ffn=48", *overrides])
     precision = Precision(config.precision, world.device)
     model = build(config.model, 0, precision.weights)
     optimizer = AdamW(dict(model.named_parameters()), config.optimizer)

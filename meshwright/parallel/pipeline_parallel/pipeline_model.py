@@ -27,14 +27,14 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from meshwright.config.parallelism import Schedule
+from meshwright.config.parallelism import ScheduleName
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.pipeline_parallel.stages import TIED, Stage, StagePlan, Tie
 from meshwright.topology.schedules import SINGLE
 from meshwright.torch_private import MeetingStage
 
-SCHEDULES: dict[Schedule, type] = {
+SCHEDULES: dict[ScheduleName, type] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,

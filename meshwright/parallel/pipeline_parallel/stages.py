@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.config import RunConfig, batch_algebra
-from meshwright.config.parallelism import Schedule
+from meshwright.config import RunConfig, derive_batch
+from meshwright.config.parallelism import ScheduleName
 from meshwright.models.decoder import LanguageModel
 from meshwright.parallel.local_shard import local_of
 from meshwright.parallel.parallel_spec import ParallelSpec
@@ -29,7 +29,7 @@ STAGE = ParallelSpec(blocks="blocks.*", ends=(("embedding",), ("norm", "head")))
 class StagePlan:
     """How a pipeline runs: its schedule, which stages this rank holds, and what passes between stages."""
 
-    kind: Schedule
+    kind: ScheduleName
     ranks: int
     rank: int
     hold: PipelinePlacement
@@ -49,7 +49,7 @@ class StagePlan:
 
 
 def stage_plan(config: RunConfig, layout: Layout, rank: int) -> StagePlan:
-    batch = batch_algebra(config.batch, layout.data_degree)
+    batch = derive_batch(config.batch, layout.data_degree)
     piece = config.data.sequence // (layout.context * layout.tensor)
     return StagePlan(
         config.pipeline.schedule,

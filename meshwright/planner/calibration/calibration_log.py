@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from meshwright.config.constraints import Range
-from meshwright.config.reader import build
+from meshwright.config.reader import build_dataclass
 from meshwright.errors import ConfigError
 from meshwright.io import open_regular_file
 from meshwright.planner.hardware.resolve_cluster import meshwright_home
@@ -34,9 +34,9 @@ MAX_NEAREST_RECORDS = 8
 FAR = 6.0
 """Doublings between two models and their sequences from which on a run of one says nothing of the other."""
 
-Size = Annotated[int, Range(least=1, most=1 << 50)]
-Seconds = Annotated[float, Range(above=0, most=1e9)]
-Bytes = Annotated[float, Range(above=0, most=1e18)]
+Size = Annotated[int, Range(minimum=1, maximum=1 << 50)]
+Seconds = Annotated[float, Range(above=0, maximum=1e9)]
+Bytes = Annotated[float, Range(above=0, maximum=1e18)]
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def lines_of(path: Path) -> list[bytes]:
 
 
 def read_record(tree: Any) -> CalibrationRecord:
-    record: CalibrationRecord = build(CalibrationRecord, tree, "")
+    record: CalibrationRecord = build_dataclass(CalibrationRecord, tree, "")
     if not all(1 <= degree <= 1 << 24 for degree in asdict(record.signature.layout).values()):
         raise ConfigError("a degree of a layout is out of range", "allowed: from 1 on")
     return record

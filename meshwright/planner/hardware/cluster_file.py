@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from meshwright.config.constraints import Range
-from meshwright.config.reader import build, read_toml
+from meshwright.config.reader import build_dataclass, read_toml
 from meshwright.errors import ConfigError
 from meshwright.planner.hardware.cluster import (
     DEVICES,
@@ -45,11 +45,11 @@ from meshwright.planner.hardware.cluster import (
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8", "fp4"]
-Figure = Annotated[float, Range(least=1e-9, most=1e9)]
-Short = Annotated[float, Range(least=0, most=1e7)]
-Count = Annotated[int, Range(least=1, most=1 << 20)]
-Size = Annotated[int, Range(least=1, most=1 << 24)]
-Points = tuple[tuple[Annotated[float, Range(above=0, most=1e15)], ...], ...]
+Figure = Annotated[float, Range(minimum=1e-9, maximum=1e9)]
+Short = Annotated[float, Range(minimum=0, maximum=1e7)]
+Count = Annotated[int, Range(minimum=1, maximum=1 << 20)]
+Size = Annotated[int, Range(minimum=1, maximum=1 << 24)]
+Points = tuple[tuple[Annotated[float, Range(above=0, maximum=1e15)], ...], ...]
 
 MOST_POINTS = 256
 MAX_DEVICES = 1 << 20
@@ -127,7 +127,7 @@ class ClusterSchema:
 def read_cluster(path: Path) -> Cluster:
     tree = read_toml(path, "cluster file")
     try:
-        form: ClusterSchema = build(ClusterSchema, tree, "")
+        form: ClusterSchema = build_dataclass(ClusterSchema, tree, "")
         return build_cluster(form, path.stem)
     except ConfigError as error:
         raise ConfigError(f"cluster file {path}: {error.what}", error.next_move) from None

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.config import as_toml
+from meshwright.config import config_to_toml
 from meshwright.errors import ConfigError
 from meshwright.planner.calibration.prediction import prediction_record
 from meshwright.planner.cost.estimate import Estimate
@@ -124,4 +124,4 @@ def run_file(whole: Answer) -> str:
     if whole.work.base_config is None:
         reason = whole.work.notes[0] if whole.work.notes else "our decoder does not train it"
         raise ConfigError(f"{whole.work.model.name} cannot be written as a run: {reason}", "allowed: --json")
-    return as_toml(settings_of(whole.work.base_config, Choice.of(whole.chosen.job)))
+    return config_to_toml(settings_of(whole.work.base_config, Choice.of(whole.chosen.job)))

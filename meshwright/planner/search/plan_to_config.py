@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import RunConfig, from_dict, identity, load, placement, to_dict
-from meshwright.config.constraints import Count
-from meshwright.config.reader import Word, convert, put, read_toml
+from meshwright.config import RunConfig, config_from_dict, config_to_dict, identity, load_config, placement
+from meshwright.config.constraints import PositiveInt
+from meshwright.config.reader import CommandLineValue, convert, read_toml, set_key
 from meshwright.errors import ConfigError
 from meshwright.io import format_bytes, format_count, format_seconds, read_json
 from meshwright.planner.cost.estimate import Estimate
@@ -82,9 +82,9 @@ def best(
     """The search's first plan for this run on so many of the cluster's devices: as many as are asked for, as a run
     file's layout has, or all.
     """
-    run = load(file, [word for word in overrides if key_of(word) not in SEARCHED_KEYS], None, steps)
+    run = load_config(file, [word for word in overrides if key_of(word) not in SEARCHED_KEYS], None, steps)
     whole = resolve_cluster(cluster)
-    asked = convert(Count, Word(ranks), "--ranks") if ranks is not None else ranks_in(file)
+    asked = convert(PositiveInt, CommandLineValue(ranks), "--ranks") if ranks is not None else ranks_in(file)
     desk = CostCache(workload_from_config(run, overrides), part_of(whole, asked or whole.device_count))
     found = search(desk).ranked
     if not found:
@@ -96,7 +96,7 @@ def ranks_in(file: Path | None) -> int | None:
     """Of a run file that has a layout."""
     if file is None or "layout" not in read_toml(file):
         return None
-    return Layout.of(load(file).layout).ranks
+    return Layout.of(load_config(file).layout).ranks
 
 
 def part_of(whole: Cluster, ranks: int) -> Cluster:
@@ -126,21 +126,28 @@ def of_file(
     path: Path, file: Path | None, overrides: Sequence[str], ranks: str | None, steps: str | None
 ) -> PlannedConfig:
     """Its placement, over the run's own. Without a run file the plan's own run is meant: it is a whole one."""
-    planned = load(path)
+    planned = load_config(path)
     of_itself = file is None and not any(key_of(word) == "preset" for word in overrides)
-    run = load(path if of_itself else file, [word for word in overrides if not placed(key_of(word))], None, steps)
+    run = load_config(
+        path if of_itself else file, [word for word in overrides if not placed(key_of(word))], None, steps
+    )
     refuse_another(path, identity(planned), identity(run))
-    tree: dict[str, Any] = to_dict(run)
+    tree: dict[str, Any] = config_to_dict(run)
     for key, value in placement(planned).items():
         if placed(key):
-            put(tree, key, value)
+            set_key(tree, key, value)
     for word in overrides:
         if placed(key_of(word)):
-            put(tree, key_of(word), Word(word.partition("=")[2]))
-    merged = from_dict(tree)
+            set_key(tree, key_of(word), CommandLineValue(word.partition("=")[2]))
+    merged = config_from_dict(tree)
     if ranks is not None:
-        merged = from_dict(
-            to_dict(merged) | {"layout": to_dict(merged.layout.on(convert(Count, Word(ranks), "--ranks")))}
+        merged = config_from_dict(
+            config_to_dict(merged)
+            | {
+                "layout": config_to_dict(
+                    merged.layout.with_ranks(convert(PositiveInt, CommandLineValue(ranks), "--ranks"))
+                )
+            }
         )
     figures = figures_beside(path)
     takes, where = finite_number(figures.get("seconds")), str(figures.get("cluster"))[:60]

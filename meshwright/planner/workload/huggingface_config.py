@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from meshwright.config.constraints import Positive, Range
-from meshwright.config.reader import convert, show
+from meshwright.config.constraints import PositiveFloat, Range
+from meshwright.config.reader import convert, format_value
 from meshwright.errors import ConfigError
 from meshwright.io import read_regular_file
 from meshwright.planner.workload.architecture import Architecture, LatentAttention
@@ -21,13 +21,13 @@ from meshwright.planner.workload.architecture import Architecture, LatentAttenti
 MAX_CONFIG_BYTES = 1 << 20
 """Bytes; a config is a page."""
 
-Layers = Annotated[int, Range(least=1, most=1 << 12)]
-Heads = Annotated[int, Range(least=1, most=1 << 14)]
-Width = Annotated[int, Range(least=1, most=1 << 20)]
-Vocabulary = Annotated[int, Range(least=2, most=1 << 24)]
-Experts = Annotated[int, Range(least=1, most=1 << 14)]
-Some = Annotated[int, Range(least=0, most=1 << 14)]
-Tokens = Annotated[int, Range(least=1, most=1 << 31)]
+Layers = Annotated[int, Range(minimum=1, maximum=1 << 12)]
+Heads = Annotated[int, Range(minimum=1, maximum=1 << 14)]
+Width = Annotated[int, Range(minimum=1, maximum=1 << 20)]
+Vocabulary = Annotated[int, Range(minimum=2, maximum=1 << 24)]
+Experts = Annotated[int, Range(minimum=1, maximum=1 << 14)]
+Some = Annotated[int, Range(minimum=0, maximum=1 << 14)]
+Tokens = Annotated[int, Range(minimum=1, maximum=1 << 31)]
 
 NEEDED = object()
 """In the place of a default: the file must have the key."""
@@ -61,12 +61,12 @@ def read_config(file: Path) -> Any:
 def parse_huggingface_config(tree: Any, file: str, name: str = "") -> HuggingFaceConfig:
     """`file` is what refusals call it."""
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{file} holds {show(tree)}", "allowed: a JSON object with model_type and sizes")
+        raise ConfigError(f"{file} holds {format_value(tree)}", "allowed: a JSON object with model_type and sizes")
     fields = Fields(tree, file)
     family = fields.text("model_type", NEEDED)
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise ConfigError(f"{file}: model_type = {show(family)} is not known", f"allowed: {known}")
+        raise ConfigError(f"{file}: model_type = {format_value(family)} is not known", f"allowed: {known}")
     found = replace(FAMILIES[family](fields), name=name or family)
     checked(found, file)
     return HuggingFaceConfig(found, fields.rope_theta(), fields.epsilon(), fields.activation(), tuple(left_out(fields)))
@@ -122,19 +122,21 @@ class Fields:
         for key in keys:
             value = self.tree.get(key)
             if value is not None and not isinstance(value, Mapping):
-                raise ConfigError(f"{self.file}: {key} = {show(value)} is a value", "allowed: an object, or null")
+                raise ConfigError(
+                    f"{self.file}: {key} = {format_value(value)} is a value", "allowed: an object, or null"
+                )
             if value:
                 return value
         return {}
 
     def rope_theta(self) -> float:
         """Newer files keep it in a table of its own."""
-        found: float | None = self.take(Positive, None, "rope_theta", "rotary_emb_base")
+        found: float | None = self.take(PositiveFloat, None, "rope_theta", "rotary_emb_base")
         inner = Fields(self.table("rope_parameters"), f"{self.file}: rope_parameters")
-        return found if found is not None else float(inner.take(Positive, 10_000.0, "rope_theta"))
+        return found if found is not None else float(inner.take(PositiveFloat, 10_000.0, "rope_theta"))
 
     def epsilon(self) -> float:
-        return float(self.take(Positive, 1e-5, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"))
+        return float(self.take(PositiveFloat, 1e-5, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"))
 
     def activation(self) -> str:
         return self.text("hidden_act" if "hidden_act" in self.tree else "activation_function", "silu")
@@ -145,7 +147,7 @@ def left_out(fields: Fields) -> list[str]:
     scaling = fields.table("rope_scaling", "rope_parameters")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if scaling and kind != "default":
-        said.append(f"rotary positions are scaled ({show(kind)})")
+        said.append(f"rotary positions are scaled ({format_value(kind)})")
     if fields.take(Some, 0, "num_nextn_predict_layers"):
         said.append("layers that predict further tokens (MTP)")
     if fields.flag("use_sliding_window", False):
@@ -214,7 +216,8 @@ def qwen_experts(model: Architecture, fields: Fields) -> Architecture:
     dense = fields.tree.get("mlp_only_layers") or []
     if not isinstance(dense, list) or dense != list(range(len(dense))):
         raise ConfigError(
-            f"{fields.file}: mlp_only_layers = {show(dense)} is not known", "allowed: the first layers, from 0 on"
+            f"{fields.file}: mlp_only_layers = {format_value(dense)} is not known",
+            "allowed: the first layers, from 0 on",
         )
     return replace(
         model,

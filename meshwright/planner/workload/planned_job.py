@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.config import Batch, RunConfig, batch_algebra
+from meshwright.config import Batch, RunConfig, derive_batch
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.workload.architecture import Architecture
 from meshwright.planner.workload.trainer_profile import TrainerProfile
@@ -43,7 +43,7 @@ class PlannedJob:
             Architecture.from_config(config.model, name or config.preset),
             cluster,
             layout,
-            batch_algebra(config.batch, layout.data_degree),
+            derive_batch(config.batch, layout.data_degree),
             config.data.sequence,
             config.layout.shard,
             config.precision.compute,

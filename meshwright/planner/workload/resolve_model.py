@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.config import PRESETS, ModelConfig, RunConfig, load
+from meshwright.config import PRESETS, ModelConfig, RunConfig, load_config
 from meshwright.errors import ConfigError
 from meshwright.planner.workload.architecture import Architecture
 from meshwright.planner.workload.huggingface_config import HuggingFaceConfig, read_huggingface_config
@@ -26,7 +26,7 @@ class ResolvedModel:
 def resolve_model(word: str, overrides: Sequence[str] = ()) -> ResolvedModel:
     """`overrides` are `--a.b=c` words for the run of a preset or a run file."""
     if word in PRESETS:
-        return of_run(load(None, [f"--preset={word}", *overrides]), word)
+        return of_run(load_config(None, [f"--preset={word}", *overrides]), word)
     path = Path(word)
     if not word or not path.exists():
         raise ConfigError(
@@ -34,7 +34,7 @@ def resolve_model(word: str, overrides: Sequence[str] = ()) -> ResolvedModel:
             f"allowed: {', '.join(PRESETS)}, a run file (.toml), a published config.json or its folder",
         )
     if path.suffix == ".toml":
-        return of_run(load(path, overrides), path.stem)
+        return of_run(load_config(path, overrides), path.stem)
     if overrides:
         raise ConfigError(f"{overrides[0]} is a setting of a run, and {path} is none", "allowed: with a run file")
     found = read_huggingface_config(path)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from meshwright.config import RunConfig, from_dict, load, to_dict
+from meshwright.config import RunConfig, config_from_dict, config_to_dict, load_config
 from meshwright.config.dtypes import COMPUTE_BYTES, PRECISIONS
 from meshwright.errors import ConfigError
 from meshwright.planner.workload.architecture import Architecture
@@ -32,7 +32,7 @@ def build_workload(
     named = resolve_model(word, words)
     run = named.run_config
     if run is None and named.model_config is not None:
-        run = from_dict({"model": to_dict(named.model_config), "precision": {"compute": "bf16"}})
+        run = config_from_dict({"model": config_to_dict(named.model_config), "precision": {"compute": "bf16"}})
         batch, sequence = usual(batch, sequence)
     notes = [named.note] if named.note else []
     if precision is not None and precision not in PRECISIONS:
@@ -43,12 +43,12 @@ def build_workload(
             notes.append(f"batch assumed: {usual_batch:,} samples of {usual_sequence:,} tokens a step")
         whole = pins(pinned)
         return Workload(named.architecture, usual_batch, usual_sequence, precision or "bf16", None, whole, tuple(notes))
-    tree: dict[str, Any] = to_dict(run)
+    tree: dict[str, Any] = config_to_dict(run)
     tree["batch"] |= {"micro": None, **({"global": batch} if batch is not None else {})}
     tree["data"] |= {"sequence": sequence} if sequence is not None else {}
     if precision in COMPUTE_BYTES:
         tree["precision"]["compute"] = precision
-    run = from_dict(tree)
+    run = config_from_dict(tree)
     if precision is not None and precision not in COMPUTE_BYTES:
         notes.append(f"{precision} is estimated alone: meshwright trains in {', '.join(COMPUTE_BYTES)}")
     base = run if precision is None or precision in COMPUTE_BYTES else None
@@ -83,7 +83,7 @@ def pins(pinned: dict[str, str]) -> dict[str, int | str]:
     for key, value in pinned.items():
         room, _, name = key.partition(".")
         lone = {"layout.shard_degree": {"shard": "optimizer"}}.get(key, {})
-        config = load(None, [f"--{key}={value}", *(f"--{room}.{k}={v}" for k, v in lone.items())])
+        config = load_config(None, [f"--{key}={value}", *(f"--{room}.{k}={v}" for k, v in lone.items())])
         given = getattr(getattr(config, room), name)
         if given is not None:
             found[key] = given
