@@ -43,7 +43,7 @@ svg .strong { font-weight: 600; } svg .small { font-size: 12px; } svg .end { tex
 svg .middle { text-anchor: middle; } svg .on { fill: #fff; stroke: none; } svg .on, svg .cell { pointer-events: none; }
 .m-parameters, .p-forward, .s-F { fill: var(--blue); } .m-gradients, .p-backward { fill: var(--teal); }
 .m-optimizer, .p-recompute { fill: var(--violet); } .m-activations, .p-update, .s-W { fill: var(--green); }
-.m-logits, .p-bubble, .s-I { fill: var(--gold); } .m-gathered { fill: var(--orange); } .s-B { fill: var(--orange); }
+.m-logits, .p-bubble, .s-I { fill: var(--gold); } .m-unsharded { fill: var(--orange); } .s-B { fill: var(--orange); }
 .m-communication, .exposed { fill: var(--bad); } .m-slack, .m-context, .p-other, .p-contention { fill: var(--grey); }
 .total { fill: var(--good); } .over { fill: var(--bad); } .hidden, .wait { fill: var(--wait); } .later { opacity: .6; }
 .limit { stroke: var(--ink); stroke-dasharray: 4 3; } .axis, .front { fill: none; stroke: var(--line); }
@@ -90,10 +90,10 @@ def head(whole: Answer) -> Iterator[str]:
     capacity = chosen.job.cluster.device.memory
     figures = {
         "seconds a step": f"{chosen.seconds:.3g}",
-        "in 4 of 5 cases": f"{chosen.low:.3g}-{chosen.high:.3g} s",
+        "in 4 of 5 cases": f"{chosen.interval_low:.3g}-{chosen.interval_high:.3g} s",
         "tokens a second": format_count(chosen.tokens_per_second),
         "of the devices' peak": f"{chosen.mfu:.1%}",
-        f"of {format_bytes(capacity)}": format_bytes(chosen.heaviest.total),
+        f"of {format_bytes(capacity)}": format_bytes(chosen.peak_memory.total),
         "of the step exposed": format_percent(exposed(chosen) / chosen.seconds),
     }
     shown = "".join(
@@ -151,9 +151,9 @@ def candidates(whole: Answer, top: int) -> Iterator[str]:
             spread(each.job),
             extras(each.job),
             format_seconds(each.seconds),
-            f"{each.low:.3g} - {each.high:.3g} s",
+            f"{each.interval_low:.3g} - {each.interval_high:.3g} s",
             f"{each.mfu:.1%}",
-            format_bytes(each.heaviest.total),
+            format_bytes(each.peak_memory.total),
             format_percent(exposed(each) / each.seconds),
             format_percent(each.phases.get("bubble", 0.0) / each.seconds),
         ]

@@ -41,8 +41,8 @@ def box(x: float, y: float, wide: float, kind: str, told: str, high: float = ROW
 
 def memory_picture(estimate: Estimate) -> str:
     """A waterfall: each class begins where the one before ends, up to the device's memory or beyond."""
-    held, capacity = classes(estimate.heaviest), estimate.job.cluster.device.memory
-    total = estimate.heaviest.total
+    held, capacity = classes(estimate.peak_memory), estimate.job.cluster.device.memory
+    total = estimate.peak_memory.total
     scale = SPAN / max(total, capacity)
     parts, at = [], 0.0
     for row, (name, value) in enumerate(held.items()):
@@ -78,13 +78,14 @@ def step_picture(estimate: Estimate) -> str:
     )
     parts += [key for row in rows for key in row]
     y = 58.0 + 20 * len(rows)
-    for call in sorted(real_calls(estimate), key=lambda call: -call.exposed)[:10]:
-        longest = min(SPAN, max(call.seconds, call.exposed) * scale)
-        told = f"{call.axis} {call.collective}: {format_seconds(call.seconds)}, {format_seconds(call.exposed)} exposed"
+    for call in sorted(real_calls(estimate), key=lambda call: -call.exposed_seconds)[:10]:
+        longest = min(SPAN, max(call.seconds, call.exposed_seconds) * scale)
+        exposed = format_seconds(call.exposed_seconds)
+        told = f"{call.axis} {call.collective}: {format_seconds(call.seconds)}, {exposed} exposed"
         parts.append(text(LEFT - 8, y + 13, f"{call.axis} {call.collective}", "end small"))
         parts.append(box(LEFT, y, longest, "hidden", told))
-        parts.append(box(LEFT, y, min(longest, call.exposed * scale), "exposed", told))
-        parts.append(text(LEFT + longest + 6, y + 13, format_seconds(max(call.seconds, call.exposed)), "faint"))
+        parts.append(box(LEFT, y, min(longest, call.exposed_seconds * scale), "exposed", told))
+        parts.append(text(LEFT + longest + 6, y + 13, format_seconds(max(call.seconds, call.exposed_seconds)), "faint"))
         y += ROW
     return framed(y + 6, "".join(parts), f"a step of {format_seconds(estimate.seconds)} by phase, and its collectives")
 
@@ -161,7 +162,7 @@ def front_picture(whole: Answer) -> str:
     def place(one: Estimate) -> tuple[float, float]:
         return (
             LEFT + min(1.0, (one.seconds - quick) / (slow - quick)) * SPAN,
-            12 + (1 - one.heaviest.total / capacity) * (high - 40),
+            12 + (1 - one.peak_memory.total / capacity) * (high - 40),
         )
 
     parts = [f'<path class="axis" d="M{LEFT} 8V{high - 24}H{LEFT + SPAN}"/>']
@@ -175,7 +176,7 @@ def front_picture(whole: Answer) -> str:
     for kind, group in (("dot", points[:400]), ("dot front-dot", front), ("dot chosen", [whole.chosen])):
         for one in group:
             x, y = place(one)
-            told = f"{plan(one.job)}: {format_seconds(one.seconds)}, {format_bytes(one.heaviest.total)}"
+            told = f"{plan(one.job)}: {format_seconds(one.seconds)}, {format_bytes(one.peak_memory.total)}"
             parts.append(
                 f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{escape(told)}</title></circle>'
             )

@@ -19,7 +19,7 @@ MEMORY = {
     "optimizer": "magenta",
     "activations": "green",
     "logits": "yellow",
-    "gathered": "bright_blue",
+    "unsharded": "bright_blue",
     "communication": "red",
     "slack": "white",
     "context": "bright_black",
@@ -72,7 +72,7 @@ def head(whole: Answer) -> list[tuple[str, Text]]:
     step = f"{work.global_batch:,} x {work.sequence:,} tokens a step"
     nth = f" [plan {whole.place} of the list]" if whole.place > 1 else ""
     rate = f"{format_count(chosen.tokens_per_second)} tokens/s, {chosen.mfu:.1%} of peak"
-    limits = f"{format_seconds(chosen.low)} to {format_seconds(chosen.high)}"
+    limits = f"{format_seconds(chosen.interval_low)} to {format_seconds(chosen.interval_high)}"
     interval = f"  ({limits} in 4 of 5 cases; most doubt: {chosen.main_uncertainty})"
     return [
         ("model", Text(f"{format_count(model.parameters)} parameters{active}, {step}, {work.precision}")),
@@ -85,9 +85,13 @@ def head(whole: Answer) -> list[tuple[str, Text]]:
 def bars(estimate: Estimate, width: int) -> list[tuple[str, Text]]:
     """Memory of the heaviest rank against what the device has, and the step by what it is spent on."""
     cells = max(10, min(WIDEST, width - 12))
-    held, capacity = classes(estimate.heaviest), estimate.job.cluster.device.memory
-    total, phases = estimate.heaviest.total, estimate.phases
-    where = f" on rank {estimate.stages.index(estimate.heaviest)} of the pipeline" if len(estimate.stages) > 1 else ""
+    held, capacity = classes(estimate.peak_memory), estimate.job.cluster.device.memory
+    total, phases = estimate.peak_memory.total, estimate.phases
+    where = (
+        f" on rank {estimate.memory_by_rank.index(estimate.peak_memory)} of the pipeline"
+        if len(estimate.memory_by_rank) > 1
+        else ""
+    )
     return [
         ("", Text()),
         ("memory", bar(held, capacity, cells, MEMORY)),
@@ -145,7 +149,7 @@ def ranking(whole: Answer, top: int, width: int) -> Table:
             extras(each.job),
             format_seconds(each.seconds),
             f"{each.mfu:.0%}",
-            format_bytes(each.heaviest.total),
+            format_bytes(each.peak_memory.total),
             format_percent(exposed(each) / each.seconds),
             format_percent(each.phases.get("bubble", 0.0) / each.seconds),
             style="bold" if place == whole.place else "",
@@ -158,7 +162,7 @@ def found_told(whole: Answer) -> str:
     light = found.front[-1]
     return (
         f"{len(found.ranked):,} layouts fit; {found.estimates:,} plans timed, {found.weighed:,} weighed; "
-        f"lightest: {format_bytes(light.heaviest.total)} at {format_seconds(light.seconds)} ({plan(light.job)})"
+        f"lightest: {format_bytes(light.peak_memory.total)} at {format_seconds(light.seconds)} ({plan(light.job)})"
     )
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from meshwright.io import format_bytes, format_count, format_percent, format_seconds, printable
 from meshwright.observe.console import span
 from meshwright.observe.run_report import Report, ReportRow
-from meshwright.planner.exact.compare import Pair
+from meshwright.planner.exact.compare import VolumeComparison
 
 BROKEN = "bold red"
 FAR = 0.2
@@ -64,9 +64,9 @@ def figures(twins: list[ReportRow]) -> Table:
     return table
 
 
-def traffic(pairs: list[Pair]) -> Table:
+def traffic(pairs: list[VolumeComparison]) -> Table:
     """Ranks with the same figures in one row; what is not equal in red."""
-    alike: dict[tuple[Any, ...], list[Pair]] = {}
+    alike: dict[tuple[Any, ...], list[VolumeComparison]] = {}
     for pair in pairs:
         alike.setdefault((not pair.equal, pair.axis, pair.collective, *told(pair), len(pair.ranks)), []).append(pair)
     table = Table(box=None, pad_edge=False)
@@ -80,7 +80,7 @@ def traffic(pairs: list[Pair]) -> Table:
     return table
 
 
-def told(pair: Pair) -> tuple[str, str]:
+def told(pair: VolumeComparison) -> tuple[str, str]:
     found, expected = (f"{row.message_bytes:,}" if row else "nothing" for row in (pair.found, pair.expected))
     return found, expected
 

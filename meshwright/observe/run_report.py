@@ -21,8 +21,8 @@ from typing import Any
 
 from meshwright.errors import ConfigError
 from meshwright.io import format_percent, format_seconds, read_json
-from meshwright.planner.exact.comm_volume import Sent
-from meshwright.planner.exact.compare import Pair, compared
+from meshwright.planner.exact.comm_volume import CollectiveVolume
+from meshwright.planner.exact.compare import VolumeComparison, compare_volumes
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.telemetry.run_measurements import (
     RecordedCounters,
@@ -41,7 +41,7 @@ from meshwright.topology.parameter_shards import by_ddp
 MOST_LAYOUT = 1 << 16
 """Ranks of a layout whose bytes are compared."""
 CLASSES = {
-    "parameter": (("parameter",), ("parameters", "gathered")),
+    "parameter": (("parameter",), ("parameters", "unsharded")),
     "gradient": (("gradient",), ("gradients",)),
     "optimizer": (("optimizer",), ("optimizer",)),
     "activation": (("activation", "temporary", "buffer"), ("activations", "logits")),
@@ -77,12 +77,12 @@ class Report:
     inside: bool | None = None
     """whether the step lies in its interval"""
     twins: list[ReportRow] = field(default_factory=list)
-    traffic: list[Pair] = field(default_factory=list)
+    traffic: list[VolumeComparison] = field(default_factory=list)
     """of every rank that counted; those that are not equal are broken"""
     notes: list[str] = field(default_factory=list)
 
     @property
-    def broken(self) -> list[Pair]:
+    def broken(self) -> list[VolumeComparison]:
         return [pair for pair in self.traffic if not pair.equal]
 
     def twin(self, section: str, figure: str) -> ReportRow | None:
@@ -99,7 +99,7 @@ def report_of(folder: RunFolder) -> Report:
     if natural_number(plan.get("attempt")) not in (None, found.first.attempt):
         notes.append(f"the prediction is of attempt {plan['attempt']}")
     layout, why = layout_of(plan, found)
-    pairs: list[Pair] = []
+    pairs: list[VolumeComparison] = []
     if layout is not None:
         pairs, more = traffic_of(plan, found, layout)
         notes += more
@@ -257,11 +257,13 @@ def layout_of(plan: Mapping[str, Any], found: RunMeasurements) -> tuple[Layout |
     return layout, ""
 
 
-def traffic_of(plan: Mapping[str, Any], found: RunMeasurements, layout: Layout) -> tuple[list[Pair], list[str]]:
+def traffic_of(
+    plan: Mapping[str, Any], found: RunMeasurements, layout: Layout
+) -> tuple[list[VolumeComparison], list[str]]:
     """Every counted row beside that of the formula, and what could not be compared."""
     exact, untold = bounded_object(plan.get("traffic_exact")), bounded_object(plan.get("traffic_untold"))
     counted = {
-        rank: [Sent(*row) for row in seen.counters.traffic]
+        rank: [CollectiveVolume(*row) for row in seen.counters.traffic]
         for rank, seen in found.ranks.items()
         if seen.counters is not None
     }
@@ -270,10 +272,12 @@ def traffic_of(plan: Mapping[str, Any], found: RunMeasurements, layout: Layout) 
         stride = layout.stride("pipeline")
         rows = exact.get(str(rank // stride * stride))
         if isinstance(rows, list):
-            expected[rank] = [Sent(*sent) for row in rows[:256] if (sent := parse_traffic_row(row)) is not None]
+            expected[rank] = [
+                CollectiveVolume(*sent) for row in rows[:256] if (sent := parse_traffic_row(row)) is not None
+            ]
     if left := counted.keys() - expected.keys():
         notes.append(f"bytes of {len(left)} ranks were not predicted")
-    return list(compared(layout, expected, counted, untold)), notes
+    return list(compare_volumes(layout, expected, counted, untold)), notes
 
 
 def pipeline_twins(found: RunMeasurements) -> list[ReportRow]:

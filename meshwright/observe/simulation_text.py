@@ -11,7 +11,7 @@ from meshwright.io import format_bytes
 from meshwright.observe.schedule_text import spread
 
 if TYPE_CHECKING:
-    from meshwright.simulator.result import RankFound, Simulation
+    from meshwright.simulator.result import RankResult, Simulation
 
 
 def show(simulation: Simulation) -> None:
@@ -37,14 +37,14 @@ def show(simulation: Simulation) -> None:
     say(f"{simulation.seconds:.1f} s, nothing was computed", style="dim", highlight=False)
 
 
-def title(rank: RankFound) -> str:
+def title(rank: RankResult) -> str:
     where = ", ".join(f"{axis} {place}" for axis, place in rank.place.items())
     blocks = ", ".join(f"stage {stage} of {count} blocks" for stage, count in rank.blocks.items())
-    held = f", holding {rank.live_most} micro-batches" if rank.live else ""
+    held = f", holding {rank.max_in_flight} micro-batches" if rank.live else ""
     return f"rank {rank.rank}" + (f" ({where})" if where else "") + (f": {blocks}{held}" if rank.live else "")
 
 
-def traffic_table(rank: RankFound) -> Table:
+def traffic_table(rank: RankResult) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("axis", "collective"):
         table.add_column(column)
@@ -58,7 +58,7 @@ def traffic_table(rank: RankFound) -> Table:
     return table
 
 
-def memory_table(rank: RankFound) -> Table:
+def memory_table(rank: RankResult) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("held")
     for column in ("most", "at the peak"):

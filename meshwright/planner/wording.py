@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.planner.cost.estimate import Call, Estimate, Memory
+from meshwright.planner.cost.estimate import CollectiveCost, Estimate, MemoryEstimate
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology.collectives import wire_bytes
 
@@ -14,7 +14,7 @@ CLASSES = (
     "optimizer",
     "activations",
     "logits",
-    "gathered",
+    "unsharded",
     "communication",
     "slack",
     "context",
@@ -46,19 +46,19 @@ def plan(job: PlannedJob) -> str:
     return f"{spread(job)}; {extras(job)}"
 
 
-def classes(memory: Memory) -> dict[str, float]:
+def classes(memory: MemoryEstimate) -> dict[str, float]:
     """Bytes by class, those that are there, in the order in which they are shown."""
     return {name: getattr(memory, name) for name in CLASSES if getattr(memory, name)}
 
 
 def exposed(estimate: Estimate) -> float:
     """Seconds of a step in which a rank waits for messages."""
-    return sum(call.exposed for call in estimate.calls)
+    return sum(call.exposed_seconds for call in estimate.calls)
 
 
 def sent(estimate: Estimate) -> float:
     """Bytes that one rank sends in a step, by the ring count."""
-    return sum(call.count * wire_bytes(call.collective, int(call.message), call.ranks) for call in estimate.calls)
+    return sum(call.calls * wire_bytes(call.collective, int(call.message_bytes), call.ranks) for call in estimate.calls)
 
 
 def synced(estimate: Estimate) -> float:
@@ -72,7 +72,7 @@ def synced(estimate: Estimate) -> float:
 def again(estimate: Estimate) -> float:
     """Seconds of a step in which what was computed is computed again."""
     computing = estimate.phases.get("forward", 0.0) + estimate.phases.get("backward", 0.0)
-    return estimate.phases.get("recompute", computing * (1 - estimate.flops / estimate.hardware_flops))
+    return estimate.phases.get("recompute", computing * (1 - estimate.model_flops / estimate.hardware_flops))
 
 
 def lost(estimate: Estimate) -> dict[str, float]:
@@ -84,19 +84,19 @@ def lost(estimate: Estimate) -> dict[str, float]:
     }
 
 
-def real_calls(estimate: Estimate) -> list[Call]:
+def real_calls(estimate: Estimate) -> list[CollectiveCost]:
     """Collectives of more than one rank, those of one kind and size together."""
-    found: dict[tuple[str, str, float, int, str], Call] = {}
+    found: dict[tuple[str, str, float, int, str], CollectiveCost] = {}
     for call in estimate.calls:
-        if call.ranks < 2 or call.count <= 0:
+        if call.ranks < 2 or call.calls <= 0:
             continue
-        key = (call.axis, call.collective, call.message, call.ranks, call.link)
+        key = (call.axis, call.collective, call.message_bytes, call.ranks, call.link)
         if (same := found.get(key)) is not None:
             call = replace(
                 call,
-                count=call.count + same.count,
+                calls=call.calls + same.calls,
                 seconds=call.seconds + same.seconds,
-                exposed=call.exposed + same.exposed,
+                exposed_seconds=call.exposed_seconds + same.exposed_seconds,
             )
         found[key] = call
     return list(found.values())

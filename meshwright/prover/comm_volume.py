@@ -9,17 +9,17 @@ from meshwright.data.loader import Loader
 from meshwright.data.source import ConcatenatedSource
 from meshwright.launch.ranks import run_ranks
 from meshwright.parallel.world import World
-from meshwright.planner.exact.activation_messages import untold
-from meshwright.planner.exact.comm_volume import Sent, traffic
-from meshwright.planner.exact.compare import compared
-from meshwright.planner.exact.state_memory import Held, held
+from meshwright.planner.exact.activation_messages import data_dependent_axes
+from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
+from meshwright.planner.exact.compare import compare_volumes
+from meshwright.planner.exact.state_memory import StateMemory, state_memory
 from meshwright.prover.layouts import kind, variants
 from meshwright.prover.reference import LR, real_step, source_of, stream_of
 from meshwright.topology.layout import Layout
 from meshwright.topology.unsupported import validate
 from meshwright.trainer.step_counters import StepCounters, count_step
 
-Counts = tuple[list[Sent], Held]
+Counts = tuple[list[CollectiveVolume], StateMemory]
 
 
 def check_traffic(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
@@ -28,8 +28,10 @@ def check_traffic(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
     proof = next(proof for proof in proofs if proof.precision.compute == "fp32")
     layout, batch = validate(proof)
     found: list[Counts] = run_ranks(counted, layout.ranks, proof, launch=proof.launch)
-    expected = [traffic(proof, layout, batch, rank) for rank in range(layout.ranks)]
-    differing = list(all_differences(layout, expected, [sent for sent, _ in found], left_out := untold(proof, layout)))
+    expected = [comm_volume(proof, layout, batch, rank) for rank in range(layout.ranks)]
+    differing = list(
+        all_differences(layout, expected, [sent for sent, _ in found], left_out := data_dependent_axes(proof, layout))
+    )
     total = sum(row.wire_bytes for row in expected[0])
     rows = ", ".join(
         f"{row.axis} {row.collective} {row.message_bytes:,}" for row in expected[0] if row.axis != "control"
@@ -44,7 +46,7 @@ def check_traffic(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
     wrong = [
         f"rank {rank}: {name} {getattr(got, name):,} bytes at peak, by the formula {getattr(want, name):,}"
         for rank, (_, got) in enumerate(found)
-        for want in [held(proof, layout, batch, rank)]
+        for want in [state_memory(proof, layout, batch, rank)]
         for name in ("parameter", "gradient", "optimizer")
         if getattr(got, name) != getattr(want, name)
     ]
@@ -60,9 +62,9 @@ def check_traffic(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
 
 def counted(world: World, config: RunConfig) -> Counts:
     ledgers = third_step(world, config)
-    sent = [Sent(row.axis, row.collective, row.message_bytes, row.wire_bytes) for row in ledgers.rows()]
+    sent = [CollectiveVolume(row.axis, row.collective, row.message_bytes, row.wire_bytes) for row in ledgers.rows()]
     peak = ledgers.memory.peak
-    return sent, Held(peak["parameter"], peak["gradient"], peak["optimizer"])
+    return sent, StateMemory(peak["parameter"], peak["gradient"], peak["optimizer"])
 
 
 def third_step(world: World, config: RunConfig) -> StepCounters:
@@ -85,8 +87,11 @@ def said(left_out: dict[str, str]) -> str:
 
 
 def all_differences(
-    layout: Layout, expected: list[list[Sent]], found: list[list[Sent]], left_out: Collection[str] = ()
+    layout: Layout,
+    expected: list[list[CollectiveVolume]],
+    found: list[list[CollectiveVolume]],
+    left_out: Collection[str] = (),
 ) -> Iterator[str]:
     """In words; see `compared`."""
-    pairs = compared(layout, dict(enumerate(expected)), dict(enumerate(found)), left_out)
+    pairs = compare_volumes(layout, dict(enumerate(expected)), dict(enumerate(found)), left_out)
     return (str(pair) for pair in pairs if not pair.equal)

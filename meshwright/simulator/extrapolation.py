@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-Moment = tuple[int, ...]
+ClassBytes = tuple[int, ...]
 """Bytes by class."""
 Mark = tuple[str, int]
 """The class and the size of what came last: by it counterparts are known."""
-Phase = tuple[str, list[tuple[Mark, Moment]]]
-Course = list[Phase]
+Phase = tuple[str, list[tuple[Mark, ClassBytes]]]
+MemoryTimeline = list[Phase]
 Sums = dict[tuple[str, str, int], tuple[int, int]]
 """By axis, collective and ranks: calls and message bytes."""
 
@@ -28,15 +28,15 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class Seen:
+class StepTrace:
     """A step: what it sent, and the course of what it held."""
 
     sums: Sums
-    course: Course
+    course: MemoryTimeline
 
 
 @dataclass(frozen=True)
-class Line:
+class Extrapolation:
     """A number that is reached from a small one by so many equal strides."""
 
     few: int
@@ -54,12 +54,12 @@ class Line:
         return two if sum(two) < self.whole else (self.whole,)
 
     @classmethod
-    def to(cls, whole: int, least: int, stride: int = 1) -> Line:
+    def to(cls, whole: int, least: int, stride: int = 1) -> Extrapolation:
         times = max(0, whole - least) // stride
         return cls(whole - times * stride, stride, times)
 
 
-def grown(found: Sequence[Seen], times: int) -> Seen:
+def extrapolate(found: Sequence[StepTrace], times: int) -> StepTrace:
     """Carries one step, or the line through two, on by so many strides."""
     if len(found) == 1:
         return found[0]
@@ -69,13 +69,13 @@ def grown(found: Sequence[Seen], times: int) -> Seen:
               along(few.sums.get(key, (0, 0))[1], more.sums[key][1], times))
         for key in more.sums
     }  # fmt: skip
-    course: Course = []
+    course: MemoryTimeline = []
     for (phase, before), (other, after) in halves(few.course, more.course):
         if phase != other:
             raise ValueError(f"a step with more blocks or micro-steps has {other} where one with fewer has {phase}")
         pairs = counterparts(before, after)
         course.append((phase, [(mark, carried(a, b, times)) for (mark, a), (_, b) in pairs]))
-    return Seen(sums, course)
+    return StepTrace(sums, course)
 
 
 def halves(few: Sequence[Item], more: Sequence[Item]) -> Iterator[tuple[Item, Item]]:
@@ -87,10 +87,10 @@ def halves(few: Sequence[Item], more: Sequence[Item]) -> Iterator[tuple[Item, It
         yield item, more[place if place < half else place + further]
 
 
-Marked = list[tuple[Mark, Moment]]
+Marked = list[tuple[Mark, ClassBytes]]
 
 
-def counterparts(few: Marked, more: Marked) -> Iterator[tuple[tuple[Mark, Moment], tuple[Mark, Moment]]]:
+def counterparts(few: Marked, more: Marked) -> Iterator[tuple[tuple[Mark, ClassBytes], tuple[Mark, ClassBytes]]]:
     """Moments of a phase, each with those that it has in the longer one. The last block that looks alike from one end
     may be the one at the other end, which is left to be found from there.
     """
@@ -114,11 +114,11 @@ def along(few: int, more: int, times: int) -> int:
     return few + times * (more - few)
 
 
-def carried(few: Moment, more: Moment, times: int) -> Moment:
+def carried(few: ClassBytes, more: ClassBytes, times: int) -> ClassBytes:
     return tuple(a + times * (b - a) for a, b in zip(few, more, strict=True))
 
 
-def peaks(course: Course) -> tuple[Moment, Moment]:
+def peaks(course: MemoryTimeline) -> tuple[ClassBytes, ClassBytes]:
     """The most of every class by itself, and all classes when most is held in all; the last such moment."""
     moments = [moment for _, marked in course for _, moment in marked]
     alone = tuple(max(column) for column in zip(*moments, strict=True))

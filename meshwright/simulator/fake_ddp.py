@@ -20,7 +20,7 @@ from meshwright.parallel.world import World
 MIB = 1 << 20
 
 
-def filled(sizes: Sequence[int], most: float) -> list[int]:
+def bucket_counts(sizes: Sequence[int], most: float) -> list[int]:
     """How many of these, in order, each bucket takes; sizes in bytes."""
     counts, held = [0], 0
     for size in sizes:
@@ -32,7 +32,7 @@ def filled(sizes: Sequence[int], most: float) -> list[int]:
     return counts if sizes else []
 
 
-class Filling:
+class FakeBucket:
     """A bucket, and the parameters whose gradients lie in it."""
 
     def __init__(self, number: int, parameters: list[nn.Parameter], last: bool) -> None:
@@ -52,14 +52,14 @@ class Filling:
         return self.last
 
 
-class ImaginedCopies(Copied):
+class FakeDDP(Copied):
     """Sums every bucket of gradients over all ranks, as DDP would."""
 
     def __init__(self, module: nn.Module, config: DDPConfig, world: World) -> None:
         super().__init__(module, config, world)
         self.most, self.views, self.last = config.bucket_cap_mb * MIB, config.gradient_as_bucket_view, True
         self.came: list[nn.Parameter] = []
-        self.where: dict[int, Filling] = {}
+        self.where: dict[int, FakeBucket] = {}
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(self.comes)
 
@@ -75,11 +75,11 @@ class ImaginedCopies(Copied):
 
     @torch.no_grad()
     def fill(self) -> None:
-        counts = filled([p.numel() * p.element_size() for p in self.came], self.most)
+        counts = bucket_counts([p.numel() * p.element_size() for p in self.came], self.most)
         start = 0
         for number, count in enumerate(counts):
             members = self.came[start : start + count]
-            filling = Filling(number, members, number == len(counts) - 1)
+            filling = FakeBucket(number, members, number == len(counts) - 1)
             self.where |= {id(p): filling for p in members}
             self.buckets[number] = filling.flat
             start += count
@@ -106,7 +106,7 @@ class ImaginedCopies(Copied):
         if not filling.missing:
             self.sum(filling)
 
-    def sum(self, filling: Filling) -> None:
+    def sum(self, filling: FakeBucket) -> None:
         sent = message_of(self, filling)
         dist.all_reduce(sent)
         if self.compress_bf16:

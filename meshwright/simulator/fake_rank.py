@@ -26,8 +26,8 @@ from meshwright.parallel.pipeline_parallel.pipeline_model import InFlightTracker
 from meshwright.parallel.pipeline_parallel.stages import StagePlan, stage_plan
 from meshwright.parallel.tensor_parallel import decoder_parts
 from meshwright.parallel.world import World
-from meshwright.simulator.extrapolation import Course, Seen
-from meshwright.simulator.fake_ddp import ImaginedCopies
+from meshwright.simulator.extrapolation import MemoryTimeline, StepTrace
+from meshwright.simulator.fake_ddp import FakeDDP
 from meshwright.simulator.uniform_routing import share_evenly
 from meshwright.telemetry.memory_tracker import KINDS, UNINITIALIZED, MemoryTracker
 from meshwright.topology.layout import Layout
@@ -44,19 +44,19 @@ LR = 1e-3
 
 
 @dataclass(frozen=True)
-class Size:
+class StepSize:
     """How much of a rank's step is gone through: blocks of each of its stages, and micro-steps."""
 
     blocks: tuple[int, ...]
     micros: int
 
 
-class CourseLedger(MemoryTracker):
+class MemoryTimelineTracker(MemoryTracker):
     """A memory ledger that keeps its whole course."""
 
     def __init__(self, *args: Any, **words: Any) -> None:
         super().__init__(*args, **words)
-        self.course: Course = [("begin", [])]
+        self.course: MemoryTimeline = [("begin", [])]
 
     @property
     def phase(self) -> str:
@@ -73,7 +73,7 @@ class CourseLedger(MemoryTracker):
         self.course[-1][1].append(((kind, size), tuple(self._bytes[name] for name in CLASSES)))
 
 
-class ImaginedStep(Step):
+class FakeStep(Step):
     """A step whose ranks agree without hearing of each other."""
 
     def _read_control(self, step: int, batches: list[MicroBatch], sums: Tensor) -> StepControl:  # noqa: ARG002
@@ -83,7 +83,7 @@ class ImaginedStep(Step):
         """Nothing is drawn, and the caller's generators are his own."""
 
 
-class ImaginedOptimizer(AdamW):
+class FakeOptimizer(AdamW):
     """All gradients are finite."""
 
     def update(self, lr: float, norm: Tensor, scale: Tensor, finite: Tensor) -> None:
@@ -91,7 +91,7 @@ class ImaginedOptimizer(AdamW):
 
 
 @contextmanager
-def imagined_world(rank: int, ranks: int) -> Iterator[World]:
+def fake_world(rank: int, ranks: int) -> Iterator[World]:
     """This process as one rank of many."""
     if dist.is_available() and dist.is_initialized():
         raise ConfigError("this process is a rank of a run already", "allowed: simulate in a process of its own")
@@ -104,20 +104,22 @@ def imagined_world(rank: int, ranks: int) -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def stepped(
-    config: RunConfig, layout: Layout, batch: Batch, world: World, size: Size
-) -> tuple[Seen, InFlightTracker | None]:
+def run_second_step(
+    config: RunConfig, layout: Layout, batch: Batch, world: World, size: StepSize
+) -> tuple[StepTrace, InFlightTracker | None]:
     """The second step of a rank of this size, under the ledgers: by then everything has been made that is made once."""
     imagined = Imagined()
     forget_meshes()
     with warnings.catch_warnings(), unhurried_torch():
         warnings.simplefilter("ignore")
-        spread = spread_imagined(config, layout, world, size, imagined)
+        spread = parallelize_fake_model(config, layout, world, size, imagined)
         with imagined.active():
             return run(config, layout, replace(batch, accumulation=size.micros), world, spread)
 
 
-def spread_imagined(config: RunConfig, layout: Layout, world: World, size: Size, imagined: Imagined) -> ParallelModel:
+def parallelize_fake_model(
+    config: RunConfig, layout: Layout, world: World, size: StepSize, imagined: Imagined
+) -> ParallelModel:
     """The real model and the real parallelism; torch cuts and shards imagined tensors from outside alone."""
     dtype = Precision(config.precision, world.device).weights
     model = outline(replace(config.model, layers=sum(size.blocks)), dtype)
@@ -125,7 +127,7 @@ def spread_imagined(config: RunConfig, layout: Layout, world: World, size: Size,
         Materializer(model, None, world.device).ready(model)
     plan = small_plan(stage_plan(config, layout, world.rank), size) if layout.pipeline > 1 else None
     parts = decoder_parts(config.model)
-    spread = parallelize(model, config, layout, world, parts, no_content, plan=plan, copies=ImaginedCopies)
+    spread = parallelize(model, config, layout, world, parts, no_content, plan=plan, copies=FakeDDP)
     share_evenly(spread.module)
     return spread
 
@@ -134,7 +136,7 @@ def no_content(_block: LocalShard, _name: str) -> None:
     """What weights imagined parameters hold: none."""
 
 
-def small_plan(plan: StagePlan, size: Size) -> StagePlan:
+def small_plan(plan: StagePlan, size: StepSize) -> StagePlan:
     """The same stages with fewer blocks each, numbered from 0."""
     ends = list(accumulate(size.blocks))
     stages = {
@@ -146,9 +148,9 @@ def small_plan(plan: StagePlan, size: Size) -> StagePlan:
 
 def run(
     config: RunConfig, layout: Layout, batch: Batch, world: World, spread: ParallelModel
-) -> tuple[Seen, InFlightTracker | None]:
-    optimizer = ImaginedOptimizer(spread.parameters(), config.optimizer, layout, world, config.optimizer.cpu_offload)
-    step = ImaginedStep(
+) -> tuple[StepTrace, InFlightTracker | None]:
+    optimizer = FakeOptimizer(spread.parameters(), config.optimizer, layout, world, config.optimizer.cpu_offload)
+    step = FakeStep(
         spread,
         optimizer,
         Precision(config.precision, world.device),
@@ -161,11 +163,11 @@ def run(
     )
     batches = micro_batches(batch, config.data.sequence)
     step.run(0, LR, batches)
-    with count_step(spread, optimizer, CourseLedger) as counted:
+    with count_step(spread, optimizer, MemoryTimelineTracker) as counted:
         outcome = step.run(1, LR, batches, counted.enter)
-    assert isinstance(counted.memory, CourseLedger)
+    assert isinstance(counted.memory, MemoryTimelineTracker)
     sums = {(row.axis, row.collective, row.ranks): (row.calls, row.message_bytes) for row in counted.rows()}
-    return Seen(sums, counted.memory.course), outcome.in_flight
+    return StepTrace(sums, counted.memory.course), outcome.in_flight
 
 
 def micro_batches(batch: Batch, sequence: int) -> Iterator[list[MicroBatch]]:

@@ -9,7 +9,7 @@ from meshwright.telemetry.comm_counter import CollectiveTotal
 
 
 @dataclass(frozen=True)
-class RankFound:
+class RankResult:
     """One rank's step. Bytes are sums over the step."""
 
     rank: int
@@ -24,7 +24,7 @@ class RankFound:
     """the classes when most is held in all"""
     live: dict[int, int]
     """micro-batches whose activations each stage held at once, at most; empty without a pipeline"""
-    live_most: int
+    max_in_flight: int
     """the same over all its stages"""
     multiplied: list[str]
     seconds: float
@@ -48,7 +48,7 @@ class Simulation:
     """of the pipeline; empty without one"""
     live: list[int]
     """by rank of the pipeline: micro-batches held at once, at most, one for each of its stages"""
-    found: list[RankFound]
+    found: list[RankResult]
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 from meshwright.config import Batch, RunConfig
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.parallel.pipeline_parallel.pipeline_model import InFlightTracker
-from meshwright.planner.exact.activation_messages import untold
-from meshwright.simulator.extrapolation import Line, Moment, Seen, grown, peaks
-from meshwright.simulator.fake_rank import CLASSES, Size, imagined_world, stepped
-from meshwright.simulator.result import RankFound, Simulation
+from meshwright.planner.exact.activation_messages import data_dependent_axes
+from meshwright.simulator.extrapolation import ClassBytes, Extrapolation, StepTrace, extrapolate, peaks
+from meshwright.simulator.fake_rank import CLASSES, StepSize, fake_world, run_second_step
+from meshwright.simulator.result import RankResult, Simulation
 from meshwright.telemetry.comm_counter import CollectiveTotal
 from meshwright.telemetry.memory_tracker import KINDS, UNINITIALIZED
 from meshwright.topology import schedules
@@ -39,7 +39,7 @@ def simulate(config: RunConfig, ranks: Sequence[int] | None = None) -> Simulatio
     config = replace(config, compile=replace(config.compile, enabled=False))
     layout, batch = validate(config)
     chosen = checked_ranks(ranks, layout)
-    found = [one_rank(config, layout, batch, rank) for rank in chosen]
+    found = [simulate_rank(config, layout, batch, rank) for rank in chosen]
     orders = pipeline_orders(config, layout, batch)
     return Simulation(
         str(layout),
@@ -65,14 +65,14 @@ def checked_ranks(ranks: Sequence[int] | None, layout: Layout) -> list[int]:
     return sorted(set(ranks))
 
 
-def one_rank(config: RunConfig, layout: Layout, batch: Batch, rank: int) -> RankFound:
+def simulate_rank(config: RunConfig, layout: Layout, batch: Batch, rank: int) -> RankResult:
     start = time.monotonic()
     stages = {stage: len(blocks) for stage, blocks in pipeline_placement(config, layout, rank).stages.items()}
     blocks, micros = block_line(config, layout, list(stages.values())), micro_line(config, layout, batch)
     seen, pace = whole_step(config, layout, batch, rank, list(stages.values()), blocks, micros)
     alone, together = peaks(seen.course)
     place = layout.coordinates(rank)
-    return RankFound(
+    return RankResult(
         rank,
         {axis: place[axis] for axis in layout.axes},
         stages,
@@ -87,22 +87,28 @@ def one_rank(config: RunConfig, layout: Layout, batch: Batch, rank: int) -> Rank
 
 
 def whole_step(
-    config: RunConfig, layout: Layout, batch: Batch, rank: int, each: list[int], blocks: Line, micros: Line
-) -> tuple[Seen, InFlightTracker | None]:
+    config: RunConfig,
+    layout: Layout,
+    batch: Batch,
+    rank: int,
+    each: list[int],
+    blocks: Extrapolation,
+    micros: Extrapolation,
+) -> tuple[StepTrace, InFlightTracker | None]:
     """The step as it is, or carried on from small ones. Blocks of all stages grow together."""
     by_micros, pace = [], None
-    with imagined_world(rank, layout.ranks) as world:
+    with fake_world(rank, layout.ranks) as world:
         for micro in micros.points:
             by_blocks = []
             for count in blocks.points:
-                size = Size(tuple(own - (blocks.whole - count) for own in each), micro)
+                size = StepSize(tuple(own - (blocks.whole - count) for own in each), micro)
                 try:
-                    seen, pace = stepped(config, layout, batch, world, size)
+                    seen, pace = run_second_step(config, layout, batch, world, size)
                 except (RuntimeError, ValueError, TypeError, AssertionError) as error:  # how torch refuses
                     raise refused(layout, rank, error) from error
                 by_blocks.append(seen)
-            by_micros.append(grown(by_blocks, blocks.times))
-    return grown(by_micros, micros.times), pace
+            by_micros.append(extrapolate(by_blocks, blocks.times))
+    return extrapolate(by_micros, micros.times), pace
 
 
 def refused(layout: Layout, rank: int, error: Exception) -> MeshwrightError:
@@ -113,27 +119,27 @@ def refused(layout: Layout, rank: int, error: Exception) -> MeshwrightError:
     return ConfigError(f"layout {layout}, rank {rank}: torch does not build it: {said}", "allowed: another layout")
 
 
-def block_line(config: RunConfig, layout: Layout, each: list[int]) -> Line:
+def block_line(config: RunConfig, layout: Layout, each: list[int]) -> Extrapolation:
     """Of the stage with the fewest blocks; the others have as many more in every step. Segments stay whole. DDP's
     buckets do not end where blocks do.
     """
     if by_ddp(layout):
-        return Line(min(each))
+        return Extrapolation(min(each))
     together = config.activation_checkpoint.segment if config.activation_checkpoint.mode == "full" else 1
-    return Line.to(min(each), LEAST_BLOCKS * together, together)
+    return Extrapolation.to(min(each), LEAST_BLOCKS * together, together)
 
 
-def micro_line(config: RunConfig, layout: Layout, batch: Batch) -> Line:
+def micro_line(config: RunConfig, layout: Layout, batch: Batch) -> Extrapolation:
     """A pipeline grows by rounds once it is full; by gpipe it never is."""
     whole, ranks = batch.accumulation, layout.pipeline
     if ranks == 1:
-        return Line.to(whole, LEAST_MICROS)
+        return Extrapolation.to(whole, LEAST_MICROS)
     if config.pipeline.schedule == "gpipe" or whole % ranks:
-        return Line(whole)
-    return Line.to(whole, FULL_PIPELINE * ranks, ranks)
+        return Extrapolation(whole)
+    return Extrapolation.to(whole, FULL_PIPELINE * ranks, ranks)
 
 
-def multiplied(blocks: Line, micros: Line) -> list[str]:
+def multiplied(blocks: Extrapolation, micros: Extrapolation) -> list[str]:
     said = []
     for line, name in ((blocks, "blocks a stage"), (micros, "micro-steps")):
         if len(line.points) > 1:
@@ -142,7 +148,7 @@ def multiplied(blocks: Line, micros: Line) -> list[str]:
     return said
 
 
-def rows_of(seen: Seen) -> list[CollectiveTotal]:
+def rows_of(seen: StepTrace) -> list[CollectiveTotal]:
     """As the traffic ledger gives them."""
     rows = [
         CollectiveTotal(axis, collective, calls, message, wire_bytes(collective, message, ranks), ranks)
@@ -151,7 +157,7 @@ def rows_of(seen: Seen) -> list[CollectiveTotal]:
     return sorted(rows)
 
 
-def by_kind(moment: Moment, fresh: bool = True) -> dict[str, int]:
+def by_kind(moment: ClassBytes, fresh: bool = True) -> dict[str, int]:
     """A buffer that nobody has written yet is temporary; by itself the class is without them."""
     held = dict(zip(CLASSES, moment, strict=True))
     return {kind: held[kind] + (held[UNINITIALIZED] if fresh and kind == "temporary" else 0) for kind in KINDS}
@@ -170,5 +176,5 @@ def notes_of(config: RunConfig, layout: Layout) -> list[str]:
         said.append("DDP does not work without memory: its buckets are filled and summed here by its rule")
     if config.model.experts:
         said.append("every expert gets an even share of the tokens")
-    said += [f"{axis}: {why}" for axis, why in untold(config, layout).items()]
+    said += [f"{axis}: {why}" for axis, why in data_dependent_axes(config, layout).items()]
     return said

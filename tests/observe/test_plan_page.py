@@ -45,7 +45,7 @@ def test_the_terminal_has_the_plan_its_figures_and_the_ladder(whole):
     text = shown(whole, 200)
     assert "\x1b" not in text
     assert format_seconds(whole.chosen.seconds) in text
-    assert format_bytes(whole.chosen.heaviest.total) in text
+    assert format_bytes(whole.chosen.peak_memory.total) in text
     for rung in whole.rungs:
         assert rung.binding.told in text
     for part in ("Problem", "Mechanism", "Communication", "Tradeoff", "Measurement", "What breaks first at 10x?"):

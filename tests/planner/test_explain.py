@@ -36,11 +36,12 @@ def test_the_five_parts_hold_the_estimates_own_figures(model, cluster):
         assert f"{axis} {getattr(chosen.job.layout, axis)}: " in text["mechanism"]
     for call in real_calls(chosen):
         assert (
-            f"{call.axis} {call.collective}: {call.count:,.0f} x {format_bytes(call.message)}" in text["communication"]
+            f"{call.axis} {call.collective}: {call.calls:,.0f} x {format_bytes(call.message_bytes)}"
+            in text["communication"]
         )
     assert format_seconds(chosen.seconds) in text["tradeoff"]
     assert f"{chosen.mfu:.1%}" in text["tradeoff"]
-    assert f"{format_seconds(chosen.low)} to {format_seconds(chosen.high)}" in text["measurement"]
+    assert f"{format_seconds(chosen.interval_low)} to {format_seconds(chosen.interval_high)}" in text["measurement"]
     assert "meshwright train PLAN.toml --steps 20" in text["measurement"]
     for other in whole.found.ranked[1:3]:
         assert f"Not {plan(other.job)}: " in text["tradeoff"]
@@ -75,7 +76,7 @@ def test_a_prediction_adds_up_and_survives_json(model, cluster):
     record = json.loads(json.dumps(prediction_record(chosen)))
     assert record["seconds"] == pytest.approx(sum(record["phases"].values()))
     assert record["low"] <= record["seconds"] <= record["high"]
-    assert record["memory"]["total"] == chosen.heaviest.total
+    assert record["memory"]["total"] == chosen.peak_memory.total
     assert record["exposed_seconds"] == pytest.approx(exposed(chosen))
     assert record["tokens_per_second"] == pytest.approx(record["tokens"] / record["seconds"])
     assert sum(row["exposed_seconds"] for row in record["traffic"]) == pytest.approx(record["exposed_seconds"])

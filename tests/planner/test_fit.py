@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from meshwright.config import Batch, load_config
-from meshwright.planner.cost.in_flight import alike, instants, walk
-from meshwright.planner.cost.peak_memory import memory
-from meshwright.planner.cost.stage_parameters import evenly
-from meshwright.planner.exact.state_memory import held
+from meshwright.planner.cost.in_flight import peak_candidates, representative_micro_batches, schedule_points
+from meshwright.planner.cost.peak_memory import estimate_memory
+from meshwright.planner.cost.stage_parameters import partition_evenly
+from meshwright.planner.exact.state_memory import state_memory
 from meshwright.planner.hardware.cluster import MIB, preset_cluster
 from meshwright.planner.workload.architecture import Architecture
 from meshwright.planner.workload.planned_job import PlannedJob
@@ -67,8 +67,8 @@ def test_activations_are_those_of_korthikanti(layers, width, heads, pipeline, st
     """
     model, layout = gpt(layers, width, heads), Layout(pipeline=pipeline, tensor=8)
     how = {"precision": "fp16", "schedule": "interleaved" if stages > 1 else "1f1b", "stages": stages}
-    whole = memory(job(model, MEGATRON_2021, layout, micro, 64 if pipeline < 64 else 512, 2048, **how))
-    less = memory(
+    whole = estimate_memory(job(model, MEGATRON_2021, layout, micro, 64 if pipeline < 64 else 512, 2048, **how))
+    less = estimate_memory(
         job(model, MEGATRON_2022, layout, micro, 64 if pipeline < 64 else 512, 2048, recompute="selective", **how)
     )
     assert whole[0].activations / GIB == pytest.approx(none, rel=0.01)
@@ -97,7 +97,7 @@ def test_the_sweeps_before_bloom_are_met_within_ten_per_cent(row):
     layers, width, heads, data, tensor, pipeline, micro, stack, how, shown = row
     layout = Layout(pipeline=pipeline, shard=data, tensor=tensor)
     model = gpt(layers, width, heads, 250880, positions=0)
-    found = memory(job(model, stack, layout, micro, 2048 // (data * micro), 2048, **how))
+    found = estimate_memory(job(model, stack, layout, micro, 2048 // (data * micro), 2048, **how))
     assert max(stage.total for stage in found) / 1e9 == pytest.approx(shown, rel=0.1)
 
 
@@ -106,7 +106,7 @@ def test_what_did_not_fit_does_not_fit():
     layout = Layout(pipeline=6, shard=32, tensor=2)
     for micro in (1, 2):
         large = job(gpt(72, 14336, 64, 250880, 0), DEEPSPEED, layout, micro, 64 // micro, 2048, **HALF)
-        assert max(stage.total for stage in memory(large)) > large.cluster.device.memory
+        assert max(stage.total for stage in estimate_memory(large)) > large.cluster.device.memory
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_torchtitans_reserved_memory_is_met_within_ten_per_cent(
 ):
     """github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md; GiB, the largest of all ranks."""
     how = {"sharding": "parameters", "precision": "bf16", "recompute": recompute, "device": "h100"}
-    found = memory(job(model, TORCHTITAN, layout, micro, micros, sequence, **how))
+    found = estimate_memory(job(model, TORCHTITAN, layout, micro, micros, sequence, **how))
     assert max(stage.reserved for stage in found) / GIB == pytest.approx(reserved, rel=0.1)
 
 
@@ -147,7 +147,7 @@ def test_our_decoder_on_a_gpu_is_met_within_five_per_cent(words, allocated):
     given = [f"--model.{name}={size}" for name, size in shape.items()]
     batch = ["--data.sequence=4096", "--precision.compute=bf16", "--batch.global=4", "--batch.micro=4"]
     config = load_config(overrides=[*given, *batch, "--layout.replicate=1", *words])
-    [found] = memory(PlannedJob.from_config(config, preset_cluster("h200", 1)))
+    [found] = estimate_memory(PlannedJob.from_config(config, preset_cluster("h200", 1)))
     assert found.tensors / GIB == pytest.approx(allocated, rel=0.05)
 
 
@@ -167,10 +167,10 @@ def test_parameters_and_optimizer_are_those_of_the_exact_formulas(words):
         overrides=["--layout.replicate=4", "--model.layers=6", "--batch.global=32", "--batch.micro=1", *words]
     )
     layout, batch = validate(config)
-    found = memory(PlannedJob.from_config(config, preset_cluster("h100", layout.ranks)))
+    found = estimate_memory(PlannedJob.from_config(config, preset_cluster("h100", layout.ranks)))
     for place, stage in enumerate(found):
         rank = place * layout.stride("pipeline")
-        exact = held(config, layout, batch, rank)
+        exact = state_memory(config, layout, batch, rank)
         assert stage.optimizer == pytest.approx(exact.optimizer, rel=0.02)
         assert stage.parameters <= exact.parameter * 1.02
         assert stage.gradients <= exact.gradient * 1.02 or layout.shard > 1
@@ -183,50 +183,50 @@ def test_instants_hold_as_many_micro_batches_as_the_schedule(kind):
         for place in range(ranks):
             order = orders(kind, ranks, micros, each)[place]
             most = held_by_stage(order)
-            found = walk(kind, ranks, micros, each, place)
+            found = schedule_points(kind, ranks, micros, each, place)
             for index, stage in enumerate(sorted(most)):
                 assert max(instant.live[index] for instant in found) == most[stage]
 
 
 @pytest.mark.parametrize("kind", ["interleaved", "zero-bubble", "zbv"])
 def test_more_micro_batches_of_a_round_hold_as_much_in_flight(kind):
-    assert alike(4, 64) == 12
+    assert representative_micro_batches(4, 64) == 12
     for place in range(4):
-        few, many = (instants(kind, 4, micros, 2, place) for micros in (16, 64))
+        few, many = (peak_candidates(kind, 4, micros, 2, place) for micros in (16, 64))
         assert max(sum(i.live) for i in few) == max(sum(i.live) for i in many)
         assert max(sum(i.through) for i in many) - max(sum(i.through) for i in few) == 2 * (64 - 16)
 
 
 def test_a_pipeline_in_turn_holds_what_is_ahead_of_it():
     for place in range(8):
-        assert max(i.live for i in instants("1f1b", 8, 64, 1, place)) == (8 - place,)
-        assert max(i.live for i in instants("gpipe", 8, 64, 1, place)) == (64,)
+        assert max(i.live for i in peak_candidates("1f1b", 8, 64, 1, place)) == (8 - place,)
+        assert max(i.live for i in peak_candidates("gpipe", 8, 64, 1, place)) == (64,)
 
 
 def test_layers_that_do_not_divide_count_the_ends():
-    assert [len(span) for span in evenly(96, 8)] == [12] * 8
-    assert [len(span) for span in evenly(70, 12)] == [5, *[6] * 10, 5]
-    assert [len(span) for span in evenly(126, 8)] == [15, *[16] * 6, 15]
+    assert [len(span) for span in partition_evenly(96, 8)] == [12] * 8
+    assert [len(span) for span in partition_evenly(70, 12)] == [5, *[6] * 10, 5]
+    assert [len(span) for span in partition_evenly(126, 8)] == [15, *[16] * 6, 15]
 
 
 def test_each_remedy_makes_its_class_smaller():
     plain = job(LLAMA_8B, MESHWRIGHT, Layout(shard=8), 2, 1, 8192, sharding="parameters", device="h100")
-    [before] = memory(plain)
-    [again] = memory(replace(plain, activation_checkpoint="full"))
-    [selective] = memory(replace(plain, activation_checkpoint="selective"))
+    [before] = estimate_memory(plain)
+    [again] = estimate_memory(replace(plain, activation_checkpoint="full"))
+    [selective] = estimate_memory(replace(plain, activation_checkpoint="selective"))
     assert again.activations < selective.activations < before.activations
-    [cut] = memory(replace(plain, layout=Layout(shard=4, tensor=2)))
+    [cut] = estimate_memory(replace(plain, layout=Layout(shard=4, tensor=2)))
     assert cut.logits < before.logits
-    [whole] = memory(replace(plain, sharding="optimizer"))
-    assert whole.gathered > before.gathered
+    [whole] = estimate_memory(replace(plain, sharding="optimizer"))
+    assert whole.unsharded > before.unsharded
 
 
 def test_the_memory_of_a_job_is_quick_to_tell():
     """A search asks tens of thousands of times. The bound leaves room for a busy machine."""
     layout = Layout(pipeline=16, shard=128, tensor=8)
     large = job(LLAMA_405B, MESHWRIGHT, layout, 1, 16, 8192, sharding="parameters", recompute="full", device="h100")
-    memory(large)
+    estimate_memory(large)
     began = time.process_time()
     for _ in range(100):
-        memory(large)
+        estimate_memory(large)
     assert (time.process_time() - began) / 100 < 0.005

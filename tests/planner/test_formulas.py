@@ -9,8 +9,8 @@ import pytest
 
 from meshwright.config import RunConfig, load_config
 from meshwright.models.init import build
-from meshwright.planner.exact.comm_volume import traffic
-from meshwright.planner.exact.state_memory import Held, held
+from meshwright.planner.exact.comm_volume import comm_volume
+from meshwright.planner.exact.state_memory import StateMemory, state_memory
 from meshwright.prover.comm_volume import counted
 from meshwright.prover.layouts import variants
 from meshwright.testing import run_ranks
@@ -50,8 +50,8 @@ def found():
 def test_counted_bytes_are_those_of_the_formulas(case, found):
     sent, kept = found[case]
     layout, batch = validate(CASES[case])
-    assert sent == traffic(CASES[case], layout, batch)
-    assert kept == held(CASES[case], layout, batch, rank=1)
+    assert sent == comm_volume(CASES[case], layout, batch)
+    assert kept == state_memory(CASES[case], layout, batch, rank=1)
 
 
 def test_in_bf16_the_bytes_sent_are_those_of_the_formulas_too():
@@ -66,7 +66,7 @@ def test_in_bf16_the_bytes_sent_are_those_of_the_formulas_too():
         )
     ]
     for case, (sent, _) in zip(cases, run_ranks(each, RANKS, cases)[0], strict=True):
-        assert sent == traffic(case, *validate(case))
+        assert sent == comm_volume(case, *validate(case))
 
 
 def parameters() -> int:
@@ -84,12 +84,12 @@ def test_the_wire_carries_2_2_2_and_3_times_the_parameters(found):
 
 
 def test_what_a_rank_holds_falls_from_none_to_parameters(found):
-    kept: dict[str, Held] = {kind: found[kind, 3, "false"][1] for kind in KINDS}
+    kept: dict[str, StateMemory] = {kind: found[kind, 3, "false"][1] for kind in KINDS}
     whole, block = parameters(), 0
     for shapes in [s for s in decoder_shapes(CASES["none", 1, "false"].model) if s.unit == "decoder.blocks.0"]:
         block += shapes.elements() * 4
     counts = 4 * len(decoder_shapes(CASES["none", 1, "false"].model))
-    assert kept["none"] == Held(whole, whole, 2 * whole + counts)
+    assert kept["none"] == StateMemory(whole, whole, 2 * whole + counts)
     for kind in KINDS[1:]:
         assert kept[kind].optimizer == 2 * whole // RANKS + counts
     assert kept["gradients"].gradient == kept["parameters"].gradient == whole // RANKS + block
@@ -132,9 +132,9 @@ def test_a_wrong_formula_is_a_broken_promise(monkeypatch):
     from meshwright.prover import comm_volume as prove_traffic
 
     config = load_config(overrides=[*EVEN, "--layout.shard=parameters"])
-    right = prove_traffic.traffic
+    right = prove_traffic.comm_volume
     less = lambda *args: [replace(row, message_bytes=row.message_bytes - 4) for row in right(*args)]  # noqa: E731
-    monkeypatch.setattr(prove_traffic, "traffic", less)
+    monkeypatch.setattr(prove_traffic, "comm_volume", less)
     (_, sent, said), (_, kept, _) = prove_traffic.check_traffic(config)
     assert not sent
     assert kept

@@ -12,9 +12,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from meshwright.config import RunConfig, load_config
 from meshwright.launch.ranks import run_ranks
-from meshwright.planner.exact.activation_messages import untold
-from meshwright.planner.exact.comm_volume import Sent, traffic
-from meshwright.planner.exact.state_memory import held
+from meshwright.planner.exact.activation_messages import data_dependent_axes
+from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
+from meshwright.planner.exact.state_memory import state_memory
 from meshwright.prover.comm_volume import all_differences, check_traffic, counted
 from meshwright.prover.layouts import check_layouts, variants
 from meshwright.topology.layout import Layout
@@ -156,9 +156,9 @@ def off(case: str, cases: tuple[str, ...]) -> list[str]:
     proof = proof_of(case)
     layout, batch = validate(proof)
     found = launched(cases, layout.ranks)[case]
-    expected = [traffic(proof, layout, batch, rank) for rank in range(layout.ranks)]
-    wrong = list(all_differences(layout, expected, [sent for sent, _ in found], untold(proof, layout)))
-    kept = [(rank, got, held(proof, layout, batch, rank)) for rank, (_, got) in enumerate(found)]
+    expected = [comm_volume(proof, layout, batch, rank) for rank in range(layout.ranks)]
+    wrong = list(all_differences(layout, expected, [sent for sent, _ in found], data_dependent_axes(proof, layout)))
+    kept = [(rank, got, state_memory(proof, layout, batch, rank)) for rank, (_, got) in enumerate(found)]
     return wrong + [f"rank {rank}: {got}, by the formula {want}" for rank, got, want in kept if got != want]
 
 
@@ -177,7 +177,7 @@ def test_in_bf16_the_bytes_sent_are_those_of_the_formulas_too():
     for index, proof in enumerate(proofs):
         layout, batch = validate(proof)
         sent = [of_rank[index][0] for of_rank in found]
-        assert list(all_differences(layout, [traffic(proof, layout, batch, rank) for rank in range(4)], sent)) == []
+        assert list(all_differences(layout, [comm_volume(proof, layout, batch, rank) for rank in range(4)], sent)) == []
 
 
 @pytest.mark.long
@@ -189,10 +189,10 @@ def test_counted_bytes_of_every_hybrid_are_those_of_the_formulas(family, case):
 def test_a_wrong_formula_of_one_stage_is_a_broken_promise(monkeypatch):
     from meshwright.prover import comm_volume as prove_traffic
 
-    right = prove_traffic.traffic
+    right = prove_traffic.comm_volume
     more = lambda row, rank: row.message_bytes + 4 * (rank == 1 and row.axis == "pipeline")  # noqa: E731
     wrong = lambda *args: [replace(row, message_bytes=more(row, args[3])) for row in right(*args)]  # noqa: E731
-    monkeypatch.setattr(prove_traffic, "traffic", wrong)
+    monkeypatch.setattr(prove_traffic, "comm_volume", wrong)
     words = [*SMALL, "--layout.replicate=1", "--layout.pipeline=2"]
     (_, sent, said), (_, kept, _) = check_traffic(load_config(overrides=words))
     assert not sent
@@ -203,8 +203,8 @@ def test_a_wrong_formula_of_one_stage_is_a_broken_promise(monkeypatch):
 def test_rows_to_experts_are_compared_over_the_ranks_that_share_them():
     """Uneven loads are no difference, and a byte too many is one."""
     layout = Layout(replicate=4, expert=2)
-    expected = [[Sent("expert", "all_to_all", 100, 50)] for _ in range(4)]
-    found = [[Sent("expert", "all_to_all", size, size // 2)] for size in (90, 110, 100, 101)]
+    expected = [[CollectiveVolume("expert", "all_to_all", 100, 50)] for _ in range(4)]
+    found = [[CollectiveVolume("expert", "all_to_all", size, size // 2)] for size in (90, 110, 100, 101)]
     assert list(all_differences(layout, expected, found)) == [
         "ranks 2, 3 together: expert all_to_all sends 201 bytes, by the formula 200"
     ]
@@ -213,9 +213,14 @@ def test_rows_to_experts_are_compared_over_the_ranks_that_share_them():
 def test_what_no_formula_can_tell_is_said_and_all_else_compared():
     proof = proof_of("experts=4 expert=2 replicate=2")
     layout = validate(proof)[0]
-    assert not untold(proof, layout)
-    assert list(untold(replace(proof, model=replace(proof.model, capacity_factor=1.0)), layout)) == ["expert"]
-    rows = [[Sent("tensor", "all_gather", 4, 2), Sent("pipeline", "send", size, size)] for size in (8, 9)]
+    assert not data_dependent_axes(proof, layout)
+    assert list(data_dependent_axes(replace(proof, model=replace(proof.model, capacity_factor=1.0)), layout)) == [
+        "expert"
+    ]
+    rows = [
+        [CollectiveVolume("tensor", "all_gather", 4, 2), CollectiveVolume("pipeline", "send", size, size)]
+        for size in (8, 9)
+    ]
     assert list(all_differences(Layout(pipeline=2), rows, [rows[0], rows[0]], ["tensor"])) == [
         "rank 1: pipeline send sends 8 bytes, by the formula 9"
     ]

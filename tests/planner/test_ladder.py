@@ -38,7 +38,7 @@ def test_every_rung_removes_or_lessens_what_bound_the_one_before(model, cluster)
 @pytest.mark.parametrize(("model", "cluster"), CASES)
 def test_a_rung_is_bound_by_what_its_figures_say(model, cluster):
     for rung in answered(model, cluster).rungs:
-        held, capacity = rung.estimate.heaviest.total, rung.estimate.job.cluster.device.memory
+        held, capacity = rung.estimate.peak_memory.total, rung.estimate.job.cluster.device.memory
         if rung.binding.kind == "memory":
             assert rung.binding.over == held - capacity > 0
         elif rung.binding.kind == "nothing":

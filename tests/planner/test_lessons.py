@@ -40,7 +40,10 @@ def test_runs_that_took_longer_make_the_next_estimate_longer(home):
     after = estimate(job(here))
     assert after.seconds == pytest.approx(1.5 * before.seconds)
     assert sum(after.phases.values()) == after.seconds
-    assert (after.low, after.high) == (pytest.approx(1.5 * before.low), pytest.approx(1.5 * before.high))
+    assert (after.interval_low, after.interval_high) == (
+        pytest.approx(1.5 * before.interval_low),
+        pytest.approx(1.5 * before.interval_high),
+    )
     assert after.notes == ["corrected x1.5 by 1 run like it on this machine"]
     assert estimate(job(here), lessons=UNCORRECTED) == before
 
@@ -50,17 +53,17 @@ def test_runs_that_agree_narrow_the_interval_and_others_widen_it(home):
     before = estimate(job(here))
     teach(here, *[1.2] * 6)
     agreed = estimate(job(here))
-    assert agreed.high / agreed.low < before.high / before.low
+    assert agreed.interval_high / agreed.interval_low < before.interval_high / before.interval_low
     teach(here, 0.3, 4.0, 0.3, 4.0, 0.3, 4.0)
     apart = estimate(job(here))
-    assert apart.high / apart.low > before.high / before.low
+    assert apart.interval_high / apart.interval_low > before.interval_high / before.interval_low
 
 
 def test_memory_is_corrected_and_what_is_exact_of_it_is_not(home):
     here = keep_machine(home)
-    [before] = estimate(job(here)).stages
+    [before] = estimate(job(here)).memory_by_rank
     teach(here, 1.0, memory=(100.0, 125.0))
-    [after] = estimate(job(here)).stages
+    [after] = estimate(job(here)).memory_by_rank
     assert after.tensors == pytest.approx(1.25 * before.tensors)
     assert after.optimizer == before.optimizer
 

@@ -13,14 +13,14 @@ import pytest
 
 from meshwright.config import derive_batch, load_config
 from meshwright.planner.calibration.estimator import estimate
-from meshwright.planner.cost.kernel_time import Rate, matmul
-from meshwright.planner.exact.comm_volume import traffic
+from meshwright.planner.cost.kernel_time import KernelRate, matmul_time
+from meshwright.planner.exact.comm_volume import comm_volume
 from meshwright.planner.hardware.cluster import Link, preset_cluster
 from meshwright.planner.hardware.links import GroupPlacement, collective_seconds, group_placement
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology.layout import Layout
 
-H200 = Rate(683e12, 4.1e12, 132, 2)
+H200 = KernelRate(683e12, 4.1e12, 132, 2)
 """As measured: 8192 x 8192 x 8192 in bfloat16 for as long as the card stays warm, and a copy."""
 
 
@@ -34,21 +34,21 @@ def test_products_take_what_they_were_measured_to() -> None:
     with (Path(__file__).parent / "h200_products.csv").open() as file:
         measured = [[float(cell) for cell in row.values()] for row in DictReader(file)]
     shapes = [(int(m), int(n), int(k), us * 1e-6) for m, n, k, us in measured if 2 * m * n * k > 4e9]
-    errors = sorted(abs(matmul(H200, m, n, k) / seconds - 1) for m, n, k, seconds in shapes)
+    errors = sorted(abs(matmul_time(H200, m, n, k) / seconds - 1) for m, n, k, seconds in shapes)
     assert len(errors) > 200
     assert median(errors) < 0.08
     assert errors[int(0.9 * len(errors))] < 0.3
 
 
 def test_rows_that_begin_anywhere_are_slow() -> None:
-    assert matmul(H200, 8192, 4100, 4096) > 2.5 * matmul(H200, 8192, 4096, 4096)
-    assert matmul(H200, 8192, 4097, 4096) > 2 * matmul(H200, 8192, 4100, 4096)
-    assert matmul(H200, 8192, 4104, 4096) < 1.1 * matmul(H200, 8192, 4096, 4096)
+    assert matmul_time(H200, 8192, 4100, 4096) > 2.5 * matmul_time(H200, 8192, 4096, 4096)
+    assert matmul_time(H200, 8192, 4097, 4096) > 2 * matmul_time(H200, 8192, 4100, 4096)
+    assert matmul_time(H200, 8192, 4104, 4096) < 1.1 * matmul_time(H200, 8192, 4096, 4096)
 
 
 def test_a_wave_that_is_not_full_costs_a_whole_one() -> None:
-    full = matmul(H200, 256 * 12, 128 * 11, 4096)
-    assert matmul(H200, 256 * 12, 128 * 11 + 8, 4096) > 1.3 * full
+    full = matmul_time(H200, 256 * 12, 128 * 11, 4096)
+    assert matmul_time(H200, 256 * 12, 128 * 11 + 8, 4096) > 1.3 * full
 
 
 def test_groups_stand_where_the_order_of_axes_puts_them() -> None:
@@ -99,9 +99,9 @@ def test_messages_that_are_timed_are_those_that_are_sent(name: str) -> None:
     layout = Layout.of(config.layout)
     timed: Counter[str] = Counter()
     for call in estimate(PlannedJob.from_config(config, preset_cluster("h100", 8))).calls:
-        timed[call.axis.split("+")[0]] += int(call.message * call.count)
+        timed[call.axis.split("+")[0]] += int(call.message_bytes * call.calls)
     sent: Counter[str] = Counter()
-    for row in traffic(config, layout, derive_batch(config.batch, layout.data_degree), layout.ranks // 2):
+    for row in comm_volume(config, layout, derive_batch(config.batch, layout.data_degree), layout.ranks // 2):
         sent[row.axis.split("+")[0]] += row.message_bytes
     del sent["control"]
     sent["shard"] += sent.pop("expert_shard", 0)
@@ -122,7 +122,7 @@ def test_the_closed_form_of_a_bubble_is_near_the_schedule_run_pass_by_pass(kind:
 def test_phases_add_up_and_the_interval_holds_them() -> None:
     found = estimate(job("--layout.replicate=8", "--layout.shard=parameters", "--batch.micro=1"))
     assert isclose(found.seconds, sum(found.phases.values()))
-    assert found.low < found.seconds < found.high
+    assert found.interval_low < found.seconds < found.interval_high
     assert found.main_uncertainty
     assert 0.2 < found.mfu <= found.hfu < 0.8
 
@@ -132,8 +132,8 @@ def test_recomputation_costs_the_blocks_forward_once_more() -> None:
     plain, full = (estimate(job(*words, f"--activation_checkpoint.mode={kind}")) for kind in ("none", "full"))
     assert 1.2 < full.seconds / plain.seconds < 1.36
     assert full.mfu < plain.mfu
-    assert isclose(full.flops, plain.flops)
-    assert 1.25 < full.hardware_flops / full.flops < 1.34
+    assert isclose(full.model_flops, plain.model_flops)
+    assert 1.25 < full.hardware_flops / full.model_flops < 1.34
 
 
 def test_more_micro_batches_shrink_the_bubble() -> None:

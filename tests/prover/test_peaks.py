@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from meshwright.config import RunConfig
 from meshwright.launch.ranks import run_ranks
-from meshwright.planner.cost.peak_memory import memory
+from meshwright.planner.cost.peak_memory import estimate_memory
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.prover.comm_volume import third_step
 from meshwright.topology.unsupported import validate
@@ -41,7 +41,7 @@ def launched(rows: tuple[str, ...], ranks: int) -> dict[str, list[int]]:
 def errors(row: str, rows: tuple[str, ...]) -> list[float]:
     config = in_proportion(row)
     layout, _ = validate(config)
-    measured, said = launched(rows, layout.ranks)[row], memory(PlannedJob.from_config(config, MACHINE))
+    measured, said = launched(rows, layout.ranks)[row], estimate_memory(PlannedJob.from_config(config, MACHINE))
     found = []
     for rank in range(layout.ranks):
         group = layout.group(rank, "expert") if layout.expert > 1 else [rank]

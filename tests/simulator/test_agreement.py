@@ -6,14 +6,14 @@ import pytest
 from hybrids import HYBRIDS, MACHINE, in_proportion, words
 
 from meshwright.config import RunConfig, load_config
-from meshwright.planner.cost.peak_memory import memory
-from meshwright.planner.exact.activation_messages import untold
-from meshwright.planner.exact.comm_volume import Sent, traffic
-from meshwright.planner.exact.compare import pairs
-from meshwright.planner.exact.state_memory import held
+from meshwright.planner.cost.peak_memory import estimate_memory
+from meshwright.planner.exact.activation_messages import data_dependent_axes
+from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
+from meshwright.planner.exact.compare import compare_rows
+from meshwright.planner.exact.state_memory import state_memory
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.prover.layouts import variants
-from meshwright.simulator.simulate import one_rank
+from meshwright.simulator.simulate import simulate_rank
 from meshwright.topology.unsupported import validate
 
 QUICK = [
@@ -40,19 +40,19 @@ def config_of(row: str) -> RunConfig:
 def off(config: RunConfig, rank: int) -> list[str]:
     """Where the simulated rank and the formulas disagree."""
     layout, batch = validate(config)
-    found = one_rank(config, layout, batch, rank)
-    left_out = untold(config, layout)
+    found = simulate_rank(config, layout, batch, rank)
+    left_out = data_dependent_axes(config, layout)
     sent, told = (
         [row for row in rows if row.axis not in left_out]
         for rows in (
-            [Sent(row.axis, row.collective, row.message_bytes, row.wire_bytes) for row in found.traffic],
-            traffic(config, layout, batch, rank),
+            [CollectiveVolume(row.axis, row.collective, row.message_bytes, row.wire_bytes) for row in found.traffic],
+            comm_volume(config, layout, batch, rank),
         )
     )
-    want = held(config, layout, batch, rank)
+    want = state_memory(config, layout, batch, rank)
     kept = [(name, found.peak[name], getattr(want, name)) for name in ("parameter", "gradient", "optimizer")]
     return [
-        *(str(pair) for pair in pairs((rank,), told, sent) if not pair.equal),
+        *(str(pair) for pair in compare_rows((rank,), told, sent) if not pair.equal),
         *(f"rank {rank}: {name} {got:,}, by the formula {told:,}" for name, got, told in kept if got != told),
     ]
 
@@ -65,11 +65,11 @@ def memory_off(row: str) -> list[str]:
     """Where the peak of all tensors is not within 5 % of the planner's, on the first and the last rank."""
     config = in_proportion(row)
     layout, batch = validate(config)
-    said = memory(PlannedJob.from_config(config, MACHINE))
+    said = estimate_memory(PlannedJob.from_config(config, MACHINE))
     found = []
     allowed = KNOWN.get(row, 0.05)
     for rank in (0, layout.ranks - 1):
-        simulated = sum(one_rank(config, layout, batch, rank).at_peak.values())
+        simulated = sum(simulate_rank(config, layout, batch, rank).at_peak.values())
         planned = said[layout.coordinates(rank)["pipeline"]].tensors
         if abs(planned / simulated - 1) > allowed:
             found.append(f"rank {rank}: {simulated:,} simulated, {planned:,.0f} planned, {planned / simulated:.3f}")

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.config import load_config
 from meshwright.simulator import simulate
-from meshwright.simulator.extrapolation import Line, Seen, counterparts, grown, peaks
+from meshwright.simulator.extrapolation import Extrapolation, StepTrace, counterparts, extrapolate, peaks
 from meshwright.topology.unsupported import validate
 
 SMALL = "--model.vocab=512 --model.width=64 --model.heads=8 --model.kv_heads=4 --model.ffn=160 --data.sequence=32"
@@ -46,11 +46,11 @@ def check(words: str, monkeypatch) -> None:
     layout, batch = validate(config)
     rank = layout.ranks - 1
     two = property(lambda line: (line.few, line.few + line.stride) if line.times > 1 else (line.whole,))
-    monkeypatch.setattr(Line, "points", two)
-    carried_on = simulate.one_rank(config, layout, batch, rank)
+    monkeypatch.setattr(Extrapolation, "points", two)
+    carried_on = simulate.simulate_rank(config, layout, batch, rank)
     assert carried_on.multiplied
-    monkeypatch.setattr(Line, "points", property(lambda line: (line.whole,)))
-    whole = simulate.one_rank(config, layout, batch, rank)
+    monkeypatch.setattr(Extrapolation, "points", property(lambda line: (line.whole,)))
+    whole = simulate.simulate_rank(config, layout, batch, rank)
     assert not whole.multiplied
     assert carried_on.traffic == whole.traffic
     assert carried_on.at_peak == whole.at_peak
@@ -74,15 +74,15 @@ def test_a_few_blocks_of_every_layout_stand_for_all(name, monkeypatch):
 
 
 def test_a_line_begins_where_enough_is_seen_and_ends_at_the_whole():
-    assert Line.to(32, 3).points == (3, 4)
-    assert Line.to(32, 3).times == 29
-    assert Line.to(7, 3).points == (7,)  # three and four are as dear
-    assert Line.to(2, 3).points == (2,)
-    assert Line.to(19, 4, 2).points == (5, 7)
-    assert Line.to(19, 4, 2).whole == 19
+    assert Extrapolation.to(32, 3).points == (3, 4)
+    assert Extrapolation.to(32, 3).times == 29
+    assert Extrapolation.to(7, 3).points == (7,)  # three and four are as dear
+    assert Extrapolation.to(2, 3).points == (2,)
+    assert Extrapolation.to(19, 4, 2).points == (5, 7)
+    assert Extrapolation.to(19, 4, 2).whole == 19
 
 
-def course(blocks: int) -> Seen:
+def course(blocks: int) -> StepTrace:
     """Each block leaves 10 bytes in forward, and takes 30 and gives back 35 in backward; the ends hold 5."""
     held, forward, backward = 5 + 100 * blocks, [], []
     forward.append((("end", 5), (held,)))
@@ -91,11 +91,13 @@ def course(blocks: int) -> Seen:
     for _ in range(blocks):
         backward.append((("temporary", 30), (held := held + 30,)))
         backward.append((("freed", -35), (held := held - 35,)))
-    return Seen({("tensor", "all_gather", 2): (blocks, 7 * blocks)}, [("forward", forward), ("backward", backward)])
+    return StepTrace(
+        {("tensor", "all_gather", 2): (blocks, 7 * blocks)}, [("forward", forward), ("backward", backward)]
+    )
 
 
 def test_sums_and_peaks_are_carried_on():
-    found = grown([course(3), course(4)], 29)
+    found = extrapolate([course(3), course(4)], 29)
     assert found.sums == course(32).sums
     assert peaks(found.course) == peaks(course(32).course)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from meshwright.config import load_config
-from meshwright.planner.exact.comm_volume import Sent, traffic
-from meshwright.planner.exact.compare import pairs
-from meshwright.simulator.simulate import one_rank
+from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
+from meshwright.planner.exact.compare import compare_rows
+from meshwright.simulator.simulate import simulate_rank
 from meshwright.topology.unsupported import validate
 
 SHAPE = (
@@ -23,7 +23,9 @@ def test_gradients_that_are_parts_of_a_sum_meet_in_the_precision_they_have(words
     layout, batch = validate(config)
     rank = layout.ranks - 1
     found = [
-        Sent(row.axis, row.collective, row.message_bytes, row.wire_bytes)
-        for row in one_rank(config, layout, batch, rank).traffic
+        CollectiveVolume(row.axis, row.collective, row.message_bytes, row.wire_bytes)
+        for row in simulate_rank(config, layout, batch, rank).traffic
     ]
-    assert [str(pair) for pair in pairs((rank,), traffic(config, layout, batch, rank), found) if not pair.equal] == []
+    assert [
+        str(pair) for pair in compare_rows((rank,), comm_volume(config, layout, batch, rank), found) if not pair.equal
+    ] == []

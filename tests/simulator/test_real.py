@@ -13,7 +13,7 @@ import pytest
 from meshwright.config import load_config
 from meshwright.launch.ranks import run_ranks
 from meshwright.prover.comm_volume import third_step
-from meshwright.simulator.simulate import one_rank
+from meshwright.simulator.simulate import simulate_rank
 from meshwright.topology.unsupported import validate
 
 SMALL = "--model.vocab=512 --model.width=64 --model.heads=4 --model.ffn=160 --data.sequence=32 --model.layers=6"
@@ -68,7 +68,7 @@ def test_every_simulated_step_is_the_real_one(name):
 def check(name, real):
     rows, peak, at_peak, total = real
     config = config_of(name)
-    found = one_rank(config, *validate(config), RANK)
+    found = simulate_rank(config, *validate(config), RANK)
     print(name, found.peak, peak, found.at_peak, at_peak, sep="\n")
     assert found.traffic == rows
     for kind in ("parameter", "gradient", "optimizer", "activation"):

@@ -13,7 +13,7 @@ import meshwright
 from meshwright.cli import main
 from meshwright.config import load_config
 from meshwright.errors import ConfigError
-from meshwright.simulator.fake_ddp import filled
+from meshwright.simulator.fake_ddp import bucket_counts
 
 SMALL = ["--model.vocab=64", "--model.width=32", "--model.heads=4", "--model.ffn=48", "--data.sequence=16"]
 
@@ -53,7 +53,7 @@ def test_of_a_pipeline_both_ends_and_every_rank_s_micro_batches_are_told(empty, 
     answer = told(capsys, "--ranks", "8", "--layout.pipeline=4", "--batch.micro=1", "--model.layers=4")
     assert [rank["rank"] for rank in answer["found"]] == [0, 6]
     assert answer["live"] == [4, 3, 2, 1]
-    assert [rank["live_most"] for rank in answer["found"]] == [4, 1]
+    assert [rank["max_in_flight"] for rank in answer["found"]] == [4, 1]
 
 
 def test_the_function_is_the_verb_and_leaves_no_process_group(empty):
@@ -88,7 +88,7 @@ def test_what_torch_refuses_is_one_line_too(monkeypatch):
     def refuse(*_args):
         raise RuntimeError("Stages do not meet\n  at dawn")
 
-    monkeypatch.setattr(simulate, "stepped", refuse)
+    monkeypatch.setattr(simulate, "run_second_step", refuse)
     with pytest.raises(ConfigError, match=r"layout replicate 2, rank 0: torch does not build it: Stages do not meet; "):
         meshwright.simulate(load_config(overrides=SMALL))
 
@@ -99,7 +99,7 @@ def test_an_interrupt_ends_it_cleanly(monkeypatch):
     def interrupt(*_args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(simulate, "stepped", interrupt)
+    monkeypatch.setattr(simulate, "run_second_step", interrupt)
     with pytest.raises(KeyboardInterrupt):
         meshwright.simulate(load_config(overrides=SMALL))
     assert not dist.is_initialized()
@@ -111,6 +111,6 @@ def test_its_name_is_there_without_torch():
 
 
 def test_a_bucket_is_full_when_it_holds_as_much_as_it_may():
-    assert filled([4, 4, 4, 4, 4], 8) == [2, 2, 1]
-    assert filled([4, 9, 4], 8) == [2, 1]
-    assert filled([], 8) == []
+    assert bucket_counts([4, 4, 4, 4, 4], 8) == [2, 2, 1]
+    assert bucket_counts([4, 9, 4], 8) == [2, 1]
+    assert bucket_counts([], 8) == []

@@ -23,8 +23,8 @@ from meshwright.planner.calibration.calibration_log import (
     read_records,
     rotated_file,
 )
-from meshwright.planner.cost.estimate import Estimate, Memory
-from meshwright.planner.cost.uncertainty import LEAST
+from meshwright.planner.cost.estimate import Estimate, MemoryEstimate
+from meshwright.planner.cost.uncertainty import MIN_UNCERTAINTY
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.hardware.resolve_cluster import measured_machine
 from meshwright.planner.workload.planned_job import PlannedJob
@@ -61,7 +61,7 @@ class Corrections:
             ]
         return self.comparable[shape.workload_key]
 
-    def correct_memory(self, job: PlannedJob, stages: list[Memory]) -> list[Memory]:
+    def correct_memory(self, job: PlannedJob, stages: list[MemoryEstimate]) -> list[MemoryEstimate]:
         """Parameters, gradients and the optimizer's state are exact: what differs is taken for activations."""
         ratio = self.factor(job, "memory").ratio
         return stages if ratio == 1 else [more_active(stage, (ratio - 1) * stage.tensors) for stage in stages]
@@ -75,10 +75,12 @@ class Corrections:
         if not seconds.runs:
             return found
         total = found.seconds * seconds.ratio
-        width = log(found.high / found.low) / 2
+        width = log(found.interval_high / found.interval_low) / 2
         if seconds.runs >= TELLING:
-            width = max(LEAST, (TELLING * width + seconds.runs * log(seconds.spread)) / (TELLING + seconds.runs))
-        middle = total * sqrt(found.high * found.low) / found.seconds
+            width = max(
+                MIN_UNCERTAINTY, (TELLING * width + seconds.runs * log(seconds.spread)) / (TELLING + seconds.runs)
+            )
+        middle = total * sqrt(found.interval_high * found.interval_low) / found.seconds
         held = f", memory x{memory.ratio:.3g}" if abs(memory.ratio - 1) >= 0.005 else ""
         runs = "1 run" if seconds.runs == 1 else f"{seconds.runs} runs"
         note = f"corrected x{seconds.ratio:.3g}{held} by {runs} like it on this machine"
@@ -86,11 +88,13 @@ class Corrections:
             found,
             phases={phase: spent * seconds.ratio for phase, spent in found.phases.items()},
             calls=[
-                replace(call, seconds=call.seconds * seconds.ratio, exposed=call.exposed * seconds.ratio)
+                replace(
+                    call, seconds=call.seconds * seconds.ratio, exposed_seconds=call.exposed_seconds * seconds.ratio
+                )
                 for call in found.calls
             ],
-            low=middle * exp(-width),
-            high=middle * exp(width),
+            interval_low=middle * exp(-width),
+            interval_high=middle * exp(width),
             notes=[*found.notes, note],
         )
 
@@ -98,7 +102,7 @@ class Corrections:
 UNCORRECTED = Corrections()
 
 
-def more_active(stage: Memory, more: float) -> Memory:
+def more_active(stage: MemoryEstimate, more: float) -> MemoryEstimate:
     return replace(stage, activations=max(0.0, stage.activations + more))
 
 

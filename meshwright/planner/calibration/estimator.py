@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from meshwright.planner.calibration.corrections import Corrections, corrections_for
 from meshwright.planner.cost.estimate import Estimate
-from meshwright.planner.cost.peak_memory import memory
-from meshwright.planner.cost.step_time import timed
+from meshwright.planner.cost.peak_memory import estimate_memory
+from meshwright.planner.cost.step_time import estimate_step
 from meshwright.planner.workload.planned_job import PlannedJob
 
 
@@ -16,4 +16,6 @@ def estimate(
     `lessons`: the runs that correct it (default: those that finished on this machine, where it is this machine's).
     """
     lessons = corrections_for(job.cluster) if lessons is None else lessons
-    return lessons.correct_estimate(timed(job, lessons.correct_memory(job, memory(job)), unstated, exact))
+    return lessons.correct_estimate(
+        estimate_step(job, lessons.correct_memory(job, estimate_memory(job)), unstated, exact)
+    )

@@ -21,7 +21,7 @@ def prediction_record(estimate: Estimate) -> dict[str, Any]:
     | memory | bytes of the heaviest rank by class; tensors: the ledger's peak_total, reserved: torch's peak reserved |
     | traffic | the ledger's rows by axis and collective: bytes of one message, how many, all of them |
     """
-    job, held = estimate.job, estimate.heaviest
+    job, held = estimate.job, estimate.peak_memory
     return {
         "version": VERSION,
         "model": job.model.name,
@@ -30,8 +30,8 @@ def prediction_record(estimate: Estimate) -> dict[str, Any]:
         "devices": job.layout.ranks,
         "plan": decided(estimate),
         "seconds": estimate.seconds,
-        "low": estimate.low,
-        "high": estimate.high,
+        "low": estimate.interval_low,
+        "high": estimate.interval_high,
         "main_uncertainty": estimate.main_uncertainty,
         "phases": dict(estimate.phases),
         "exposed_seconds": exposed(estimate),
@@ -39,29 +39,29 @@ def prediction_record(estimate: Estimate) -> dict[str, Any]:
         "tokens_per_second": estimate.tokens_per_second,
         "mfu": estimate.mfu,
         "hfu": estimate.hfu,
-        "flops": estimate.flops,
+        "flops": estimate.model_flops,
         "hardware_flops": estimate.hardware_flops,
         "fits": estimate.fits,
         "memory": {
             "capacity": job.cluster.device.memory,
-            "stage": estimate.stages.index(held),
+            "stage": estimate.memory_by_rank.index(held),
             **classes(held),
             "tensors": held.tensors,
             "reserved": held.reserved,
             "total": held.total,
-            "total_by_stage": [stage.total for stage in estimate.stages],
+            "total_by_stage": [stage.total for stage in estimate.memory_by_rank],
         },
         "traffic": [
             {
                 "axis": call.axis,
                 "collective": call.collective,
-                "message_bytes": call.message,
-                "calls": call.count,
-                "bytes": call.message * call.count,
+                "message_bytes": call.message_bytes,
+                "calls": call.calls,
+                "bytes": call.message_bytes * call.calls,
                 "ranks": call.ranks,
                 "link": call.link,
                 "seconds": call.seconds,
-                "exposed_seconds": call.exposed,
+                "exposed_seconds": call.exposed_seconds,
             }
             for call in estimate.calls
         ],

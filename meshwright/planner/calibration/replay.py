@@ -43,7 +43,7 @@ class ReplayedRun:
 
     @property
     def predicted_memory(self) -> float:
-        heaviest = self.estimate.heaviest
+        heaviest = self.estimate.peak_memory
         return heaviest.total if self.run.memory_kind == "total" else heaviest.reserved
 
     @property
@@ -52,7 +52,10 @@ class ReplayedRun:
 
     @property
     def inside_interval(self) -> bool:
-        return self.run.seconds is not None and self.estimate.low <= self.run.seconds <= self.estimate.high
+        return (
+            self.run.seconds is not None
+            and self.estimate.interval_low <= self.run.seconds <= self.estimate.interval_high
+        )
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,12 @@ def told(one: ReplayedRun) -> dict[str, Any]:
         "id": record.name,
         "software": found.job.trainer.name,
         "assumed": list(record.assumptions),
-        "seconds": {"predicted": found.seconds, "low": found.low, "high": found.high, "measured": record.seconds},
+        "seconds": {
+            "predicted": found.seconds,
+            "low": found.interval_low,
+            "high": found.interval_high,
+            "measured": record.seconds,
+        },
         "memory": {"predicted": one.predicted_memory, "measured": record.memory, "counted": record.memory_kind},
         "fits": found.fits,
         "phases": found.phases,

@@ -18,9 +18,9 @@ from meshwright.planner.calibration.corrections import UNCORRECTED, is_this_mach
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.calibration.prediction import VERSION, prediction_record
 from meshwright.planner.cost.estimate import Estimate
-from meshwright.planner.exact.activation_messages import untold
-from meshwright.planner.exact.comm_volume import traffic
-from meshwright.planner.exact.state_memory import held
+from meshwright.planner.exact.activation_messages import data_dependent_axes
+from meshwright.planner.exact.comm_volume import comm_volume
+from meshwright.planner.exact.state_memory import state_memory
 from meshwright.planner.hardware.cluster import DEVICES, Cluster, Device, Link, preset_cluster
 from meshwright.planner.hardware.resolve_cluster import machine_file, measured_machine, resolve_cluster
 from meshwright.planner.workload.planned_job import PlannedJob
@@ -45,7 +45,7 @@ class RunPrediction:
         """Remembers what the first rank measured, for later plans on this machine."""
         if self.uncorrected is None:
             return None
-        weighed = (self.uncorrected.stages[0].tensors, tensors) if tensors else None
+        weighed = (self.uncorrected.memory_by_rank[0].tensors, tensors) if tensors else None
         record = CalibrationRecord.from_job(self.uncorrected.job, (self.uncorrected.seconds, seconds), weighed)
         append_record(record)
         return record
@@ -75,8 +75,8 @@ def of_decoder(head: dict[str, Any], config: RunConfig, device: str, word: str |
     plain = estimate(job, lessons=UNCORRECTED) if here else None
     tree = head | prediction_record(found) | exactly(job, config, host=device == "cpu")
     tree["notes"] = [*tree["notes"], *([note] if note else [])]
-    tree["peak_flops"] = found.peak if known or device_known(device) else None
-    tree["uncorrected"] = {"seconds": plain.seconds, "tensors": plain.stages[0].tensors} if plain else None
+    tree["peak_flops"] = found.peak_flops if known or device_known(device) else None
+    tree["uncorrected"] = {"seconds": plain.seconds, "tensors": plain.memory_by_rank[0].tensors} if plain else None
     if not known:
         tree |= dict.fromkeys((*UNTIMED, "cluster", "fits"))
         tree["memory"]["capacity"] = None
@@ -95,10 +95,10 @@ def exactly(job: PlannedJob, config: RunConfig, host: bool) -> dict[str, Any]:
     for rank in range(0, layout.ranks, layout.stride("pipeline")):
         if monotonic() > until:
             break
-        sent[str(rank)] = [asdict(row) for row in traffic(config, layout, batch, rank)]
+        sent[str(rank)] = [asdict(row) for row in comm_volume(config, layout, batch, rank)]
         if host:
-            holds[str(rank)] = asdict(held(config, layout, batch, rank))
-    return {"traffic_exact": sent, "traffic_untold": untold(config, layout), "held_exact": holds}
+            holds[str(rank)] = asdict(state_memory(config, layout, batch, rank))
+    return {"traffic_exact": sent, "traffic_untold": data_dependent_axes(config, layout), "held_exact": holds}
 
 
 def cluster_for(config: RunConfig, device: str, word: str | None) -> tuple[Cluster | None, str]:

@@ -45,7 +45,7 @@ BETWEEN = {**COMPUTE_BYTES, "fp8": 2, "fp4": 2}
 
 
 @dataclass(frozen=True)
-class Setting:
+class ActivationSettings:
     """What a block's bytes follow from, beside its shape. Hashable, so that equal ones are worked out once."""
 
     layout: Layout
@@ -86,7 +86,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockActivations:
     """Bytes of one block for one micro-batch."""
 
     kept: float
@@ -104,7 +104,7 @@ class Block:
 
 
 @cache
-def block(model: Architecture, setting: Setting, experts: bool) -> Block:
+def block_activations(model: Architecture, setting: ActivationSettings, experts: bool) -> BlockActivations:
     """Of a layer with a dense feed-forward, or with experts."""
     heads, inner = attention(model, setting), feed_forward(model, setting, experts)
     stream = setting.between * model.width * setting.stream
@@ -120,20 +120,20 @@ def block(model: Architecture, setting: Setting, experts: bool) -> Block:
     products = heads.products + inner.products
     waiting = heads.gradients + inner.gradients + 2 * stream
     if setting.recompute == "none":
-        return Block(whole, inner.forward, gradients, halving, waiting, cast)
+        return BlockActivations(whole, inner.forward, gradients, halving, waiting, cast)
     if setting.recompute == "full":
         kept = stream / setting.segment
         again = setting.segment * whole - stream
-        return Block(kept, whole, again + gradients, again + halving, waiting + whole - kept, cast)
+        return BlockActivations(kept, whole, again + gradients, again + halving, waiting + whole - kept, cast)
     half = heads.attended + (products - heads.attended) / 2
     less = {"matmuls": stream + products, "alternate_matmuls": stream + half, "all_but_scores": whole - heads.scores}
     kept = less[setting.stack.selective_policy]
     again = whole - kept
-    return Block(kept, inner.forward, again + gradients, again + halving, waiting + again, cast)
+    return BlockActivations(kept, inner.forward, again + gradients, again + halving, waiting + again, cast)
 
 
 @dataclass(frozen=True)
-class Part:
+class ModuleActivations:
     kept: float
     products: float
     """of these, or instead, what selective recomputation keeps"""
@@ -148,7 +148,7 @@ class Part:
     """attention's output, with its sums"""
 
 
-def inputs(model: Architecture, setting: Setting, matrices: int) -> float:
+def inputs(model: Architecture, setting: ActivationSettings, matrices: int) -> float:
     """What matrices that read the same keep of it."""
     layout, tokens = setting.layout, setting.tokens
     if layout.tensor > 1:
@@ -159,13 +159,13 @@ def inputs(model: Architecture, setting: Setting, matrices: int) -> float:
     return copies * tokens * model.width * setting.number
 
 
-def scattered(model: Architecture, setting: Setting) -> float:
+def scattered(model: Architecture, setting: ActivationSettings) -> float:
     """A product that leaves the matrices: with a tensor axis also the parts of a sum that it was."""
     whole = setting.tokens * model.width * setting.number
     return whole if setting.layout.tensor == 1 else whole + setting.between * model.width * setting.number
 
 
-def attention(model: Architecture, setting: Setting) -> Part:
+def attention(model: Architecture, setting: ActivationSettings) -> ModuleActivations:
     layout, stack, e = setting.layout, setting.stack, setting.number
     tokens = setting.tokens / layout.tensor
     ranks = layout.context if setting.method == "all-to-all" else 1
@@ -193,10 +193,12 @@ def attention(model: Architecture, setting: Setting) -> Part:
     plain = layout.context > 1 and setting.method == "ring" and (setting.host or setting.documents)
     passing = 4.5 * tokens * setting.sequence / layout.context * model.heads * setting.sums if plain else 0.0
     attended = tokens * values * e + sums
-    return Part(kept, products + scattered(model, setting), gradients, passing, scores=scores, attended=attended)
+    return ModuleActivations(
+        kept, products + scattered(model, setting), gradients, passing, scores=scores, attended=attended
+    )
 
 
-def feed_forward(model: Architecture, setting: Setting, experts: bool) -> Part:
+def feed_forward(model: Architecture, setting: ActivationSettings, experts: bool) -> ModuleActivations:
     e = setting.number
     fold = (3 if setting.stack.fused_kernels else 4) if model.gated else 2
     if not experts:
@@ -204,7 +206,7 @@ def feed_forward(model: Architecture, setting: Setting, experts: bool) -> Part:
         made = model.ffn_matrices - 1
         kept = inputs(model, setting, made) + fold * inner
         gradients = made * inner + setting.tokens * model.width * e
-        return Part(kept, made * inner + scattered(model, setting), gradients, 2 * inner)
+        return ModuleActivations(kept, made * inner + scattered(model, setting), gradients, 2 * inner)
     rows, shared = setting.between * model.experts_active, model.experts_shared * model.expert_ffn
     if not setting.stack.sequence_parallel and setting.layout.tensor > 1:
         rows = rows / setting.layout.tensor
@@ -221,10 +223,10 @@ def feed_forward(model: Architecture, setting: Setting, experts: bool) -> Part:
     row = rows * model.width * e
     gradients = 2 * inner + 2 * row + 2 * everywhere
     # What every token visits comes first in backward, and is gone when the bank's turn comes.
-    return Part(kept, products, gradients, max(2 * everywhere, 2 * inner - 3 * row), 2 * row)
+    return ModuleActivations(kept, products, gradients, max(2 * everywhere, 2 * inner - 3 * row), 2 * row)
 
 
-def weights_cast(model: Architecture, setting: Setting, experts: bool) -> float:
+def weights_cast(model: Architecture, setting: ActivationSettings, experts: bool) -> float:
     if not setting.autocast:
         return 0
     layout, e = setting.layout, setting.number
@@ -235,7 +237,7 @@ def weights_cast(model: Architecture, setting: Setting, experts: bool) -> float:
 
 
 @dataclass(frozen=True)
-class Ends:
+class HeadActivations:
     """Bytes of the last norm, the head and the loss for one micro-batch."""
 
     kept: float
@@ -253,7 +255,7 @@ class Ends:
 
 
 @cache
-def ends(model: Architecture, setting: Setting) -> Ends:
+def head_activations(model: Architecture, setting: ActivationSettings) -> HeadActivations:
     stream = setting.between * model.width * setting.stream
     quotient = (
         4 * setting.between if setting.stack.fused_kernels else setting.between * (model.width + 1) * setting.stream
@@ -263,7 +265,7 @@ def ends(model: Architecture, setting: Setting) -> Ends:
         kept += model.vocab * model.width / setting.layout.tensor * setting.number
     numbers = setting.tokens * model.vocab / setting.layout.tensor
     if setting.stack.logit_bytes:
-        return Ends(
+        return HeadActivations(
             kept,
             0,
             setting.stack.logit_bytes * numbers,
@@ -274,4 +276,4 @@ def ends(model: Architecture, setting: Setting) -> Ends:
     cut = setting.layout.tensor > 1
     wide, narrow = numbers * setting.sums, numbers * setting.number
     forward = narrow + (wide if setting.number != setting.sums else 0) + (wide if cut else 0)
-    return Ends(kept, wide, forward, (3 if cut else 2) * wide, wide, wide + 2 * stream)
+    return HeadActivations(kept, wide, forward, (3 if cut else 2) * wide, wide, wide + 2 * stream)

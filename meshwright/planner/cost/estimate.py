@@ -1,4 +1,4 @@
-"""What a job takes: the figures of a plan, each of which has its measured twin."""
+"""The estimate of one job: memory per rank, step time by phase, and the cost of every collective."""
 
 from __future__ import annotations
 
@@ -8,77 +8,80 @@ from meshwright.planner.workload.planned_job import PlannedJob
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes of one rank at the peak of its step, by class."""
+class MemoryEstimate:
+    """Bytes on one rank when its memory use in a step is at its peak, by class."""
 
     parameters: float = 0
     gradients: float = 0
     optimizer: float = 0
+    """the optimizer state: moments and master weights"""
     activations: float = 0
-    """of all micro-batches in flight"""
+    """the activations of all micro-batches in flight"""
     logits: float = 0
-    gathered: float = 0
-    """parameters and gradients that are whole for a moment (FSDP)"""
+    unsharded: float = 0
+    """the parameters that FSDP holds unsharded at that point"""
     communication: float = 0
-    """buffers of communicators and of messages under way"""
+    """buffers of collectives and of pipeline sends and receives"""
     slack: float = 0
-    """what the allocator holds beyond its tensors"""
+    """memory that the caching allocator reserves beyond its live tensors"""
     context: float = 0
-    """the device's own: kernels, handles"""
+    """the device context: kernels, library handles and communicators"""
 
     @property
     def tensors(self) -> float:
-        """What a tensor ledger counts."""
-        whole = self.parameters + self.gradients + self.optimizer + self.activations + self.logits + self.gathered
-        return whole + self.communication
+        """Bytes of live tensors, as a tensor tracker counts them (torch's peak allocated)."""
+        model = self.parameters + self.gradients + self.optimizer + self.activations + self.logits + self.unsharded
+        return model + self.communication
 
     @property
     def reserved(self) -> float:
-        """What the allocator takes of the device (torch's peak reserved)."""
+        """Bytes that the caching allocator takes from the device (torch's peak reserved)."""
         return self.tensors + self.slack
 
     @property
     def total(self) -> float:
-        """What the device shows (nvidia-smi)."""
+        """Bytes in use on the device (as nvidia-smi shows)."""
         return self.reserved + self.context
 
 
 @dataclass(frozen=True)
-class Call:
-    """A collective as one rank makes it in a step."""
+class CollectiveCost:
+    """One kind of collective that a rank takes part in, over a whole step."""
 
     axis: str
     collective: str
-    message: float
-    """bytes of one message, whole"""
-    count: float
-    """messages a step"""
+    message_bytes: float
+    """the bytes of the full tensor of one call"""
+    calls: float
+    """the number of calls per step"""
     ranks: int
     link: str
-    """inside or between nodes"""
+    """whether the group communicates inside a node or between nodes"""
     seconds: float
-    """of all of them"""
-    exposed: float
-    """of these seconds, those that no computing hides"""
+    """the time of all calls together"""
+    exposed_seconds: float
+    """the share of `seconds` that is not overlapped with computation"""
 
 
 @dataclass(frozen=True)
 class Estimate:
+    """The memory, the step time and the communication of a job."""
+
     job: PlannedJob
-    stages: list[Memory]
-    """by rank of the pipeline"""
+    memory_by_rank: list[MemoryEstimate]
+    """the peak memory of each pipeline rank"""
     phases: dict[str, float]
-    """exposed seconds of one step of the slowest rank, by what they are spent on; they add up to `seconds`"""
-    calls: list[Call]
-    low: float
-    high: float
-    """the step's seconds lie between these in four cases of five"""
+    """exposed seconds of one step on the slowest rank, by phase; they add up to `seconds`"""
+    calls: list[CollectiveCost]
+    interval_low: float
+    interval_high: float
+    """the ends of the 80 % interval of the step time, in seconds"""
     main_uncertainty: str
-    """the assumption that most of the interval comes from"""
-    flops: float
-    """of the model a step, over all devices: matrices and half of attention's square, nothing recomputed"""
+    """the assumption that contributes most to the width of the interval"""
+    model_flops: float
+    """FLOPs of a step over all devices: matrix products and the causal half of attention, without recomputation"""
     hardware_flops: float
-    """with what is recomputed"""
+    """`model_flops` plus the FLOPs of recomputation"""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -86,12 +89,13 @@ class Estimate:
         return sum(self.phases.values())
 
     @property
-    def heaviest(self) -> Memory:
-        return max(self.stages, key=lambda stage: stage.total)
+    def peak_memory(self) -> MemoryEstimate:
+        """The memory of the pipeline rank that needs most."""
+        return max(self.memory_by_rank, key=lambda memory: memory.total)
 
     @property
     def fits(self) -> bool:
-        return self.heaviest.total <= self.job.cluster.device.memory
+        return self.peak_memory.total <= self.job.cluster.device.memory
 
     @property
     def tokens_per_second(self) -> float:
@@ -99,14 +103,14 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        return self.flops / self.seconds / self.peak
+        return self.model_flops / self.seconds / self.peak_flops
 
     @property
     def hfu(self) -> float:
-        return self.hardware_flops / self.seconds / self.peak
+        return self.hardware_flops / self.seconds / self.peak_flops
 
     @property
-    def peak(self) -> float:
-        """FLOP a second of all devices that the job takes."""
+    def peak_flops(self) -> float:
+        """The peak FLOP/s of all devices of the job together."""
         rates = self.job.cluster.device.peak_flops
         return rates.get(self.job.precision, rates["bf16"]) * self.job.layout.ranks

@@ -32,23 +32,29 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from meshwright.planner.cost.activations import Block, Ends, Setting, block, ends
-from meshwright.planner.cost.estimate import Memory
-from meshwright.planner.cost.in_flight import Instant
-from meshwright.planner.cost.stage_parameters import Part, Weights, weights
+from meshwright.planner.cost.activations import (
+    ActivationSettings,
+    BlockActivations,
+    HeadActivations,
+    block_activations,
+    head_activations,
+)
+from meshwright.planner.cost.estimate import MemoryEstimate
+from meshwright.planner.cost.in_flight import SchedulePoint
+from meshwright.planner.cost.stage_parameters import StageLayers, StageParameters, stage_parameters
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology.parameter_shards import by_ddp, in_units
 from meshwright.topology.schedules import SPLIT
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageMemory:
     """One stage of a rank: what it has, and what each of its micro-batches keeps."""
 
-    part: Part
-    has: Weights
-    inner: Block
-    ends: Ends | None
+    part: StageLayers
+    has: StageParameters
+    inner: BlockActivations
+    head: HeadActivations | None
     blocks: float
     """that a micro-batch keeps of all its blocks"""
     kept: float
@@ -56,29 +62,29 @@ class Stage:
 
     @property
     def logits(self) -> float:
-        return self.ends.logits if self.ends else 0.0
+        return self.head.logits if self.head else 0.0
 
     @property
     def waiting(self) -> float:
         """Between both parts of a backward pass in two."""
-        return self.part.layers * self.inner.waiting + (self.ends.waiting if self.ends else 0.0)
+        return self.part.layers * self.inner.waiting + (self.head.waiting if self.head else 0.0)
 
 
-def stage_of(job: PlannedJob, setting: Setting, part: Part) -> Stage:
+def stage_memory(job: PlannedJob, setting: ActivationSettings, part: StageLayers) -> StageMemory:
     """What it receives lies in a buffer that is counted elsewhere; what it gives on it keeps."""
     layout, alone = job.layout, job.layout.pipeline == 1
-    has = weights(job.model, part, layout.tensor, layout.expert, alone)
-    inner = block(job.model, setting, part.experts > 0)
-    last = ends(job.model, setting) if part.last else None
-    blocks = part.dense * block(job.model, setting, False).kept if part.dense else 0.0
+    has = stage_parameters(job.model, part, layout.tensor, layout.expert, alone)
+    inner = block_activations(job.model, setting, part.experts > 0)
+    last = head_activations(job.model, setting) if part.last else None
+    blocks = part.dense * block_activations(job.model, setting, False).kept if part.dense else 0.0
     blocks += part.experts * inner.kept if part.experts else 0.0
     stream = setting.between * job.model.width * setting.stream
     gives = stream if job.trainer.keeps_stage_outputs and not part.hands else 0.0
     takes = stream if job.trainer.torch_native and not part.first else 0.0
-    return Stage(part, has, inner, last, blocks, blocks + (last.kept if last else gives) - takes)
+    return StageMemory(part, has, inner, last, blocks, blocks + (last.kept if last else gives) - takes)
 
 
-class Moment(NamedTuple):
+class TransientMemory(NamedTuple):
     """Bytes beside what is held all the time."""
 
     gradients: float
@@ -92,7 +98,7 @@ class Moment(NamedTuple):
         return sum(self)
 
 
-def spread(job: PlannedJob) -> tuple[bool, bool, int]:
+def sharding_of(job: PlannedJob) -> tuple[bool, bool, int]:
     """Whether parameters are in FSDP2's units, whether DDP copies them, and over how many ranks they are divided."""
     layout = job.layout
     others = job.trainer.shards_over_context and job.sharding != "none" and layout.context > 1
@@ -100,14 +106,14 @@ def spread(job: PlannedJob) -> tuple[bool, bool, int]:
     return in_units(layout) or others, by_ddp(layout) and not others, over
 
 
-class Holding:
+class StepMemory:
     """What a rank holds all the time, and what at each moment."""
 
-    def __init__(self, job: PlannedJob, setting: Setting, stages: list[Stage]) -> None:
+    def __init__(self, job: PlannedJob, setting: ActivationSettings, stages: list[StageMemory]) -> None:
         self.job, self.setting, self.stages, self.stack = job, setting, stages, job.trainer
         layout, run = job.layout, job.run_config
         self.piped, self.micros = layout.pipeline > 1, job.batch.accumulation
-        self.units, self.ddp, self.over = spread(job)
+        self.units, self.ddp, self.over = sharding_of(job)
         self.split = job.schedule in SPLIT
         double = 2.0 if job.precision == "fp64" else 1.0
         self.number, self.gradient = double * job.trainer.parameter_bytes, double * job.trainer.gradient_bytes
@@ -126,7 +132,7 @@ class Holding:
         self.stream = setting.between * job.model.width * setting.stream
         self.base = self.persistent()
 
-    def persistent(self) -> Memory:
+    def persistent(self) -> MemoryEstimate:
         run = self.job.run_config
         owned = self.shards - sum(stage.has.copied for stage in self.stages) / self.over
         offload = run is not None and run.optimizer.cpu_offload
@@ -137,7 +143,7 @@ class Holding:
         received = ways * self.micros * self.stream if self.piped else 0.0
         # Tokens and labels of a step; a pipeline joins them once more.
         batch = 16 * self.setting.tokens * self.micros * (2 if self.piped else 1)
-        return Memory(
+        return MemoryEstimate(
             self.shards * self.number,
             self.dense * self.gradient if self.ddp else 0.0,
             state,
@@ -149,39 +155,39 @@ class Holding:
         """Gradients that the backward pass leaves for the update."""
         return 0.0 if self.ddp else self.shards * self.gradient
 
-    def update(self) -> Moment:
+    def update(self) -> TransientMemory:
         """Foreach kernels take the roots of all second moments at once."""
         run = self.job.run_config
         roots = run is not None and run.optimizer.implementation != "fused"
-        return Moment(self.left(), self.shards * self.number * roots)
+        return TransientMemory(self.left(), self.shards * self.number * roots)
 
-    def moments(self, instant: Instant) -> list[Moment]:
+    def moments(self, instant: SchedulePoint) -> list[TransientMemory]:
         stage = self.stages[instant.stage]
         inner, layers = stage.inner, stage.part.layers
         kept = self.in_flight(instant)
         if instant.what == "F":
             cast = layers * inner.cast if self.job.activation_checkpoint != "none" else 0.0
             found = [self.moment(instant, "inside", kept - stage.logits + inner.forward)] if inner.forward else []
-            if stage.ends or cast:
-                beside = stage.ends.forward if stage.ends else 0.0
+            if stage.head or cast:
+                beside = stage.head.forward if stage.head else 0.0
                 found.append(self.moment(instant, "forward", kept + cast, beside))
             return found  # else its backward pass holds more
         if instant.what == "I" or (instant.what == "W" and not stage.part.first):
             return self.halves(instant, stage, kept)
         found = []
         kept -= stage.logits
-        if stage.ends:
-            found.append(self.moment(instant, "loss", kept, stage.logits + stage.ends.backward))
+        if stage.head:
+            found.append(self.moment(instant, "loss", kept, stage.logits + stage.head.backward))
             weight = (stage.has.head or stage.has.embedding) * self.gradient
-            found.append(self.moment(instant, "head", kept + weight, stage.ends.gradient))
-            kept -= stage.ends.kept
+            found.append(self.moment(instant, "head", kept + weight, stage.head.gradient))
+            kept -= stage.head.kept
         through = kept - stage.blocks
         found.append(self.moment(instant, "last", kept + inner.backward))
         found.append(self.moment(instant, "first", through + inner.kept + inner.backward))
         found.append(self.moment(instant, "through", through))
         return [*found, *(self.meetings(instant, stage, kept) if self.units and not self.piped else [])]
 
-    def meetings(self, instant: Instant, stage: Stage, kept: float) -> list[Moment]:
+    def meetings(self, instant: SchedulePoint, stage: StageMemory, kept: float) -> list[TransientMemory]:
         """FSDP2 copies a unit's gradients into one flat tensor, in the precision of sums, and gets the sum in another.
         The fullest are those of the head, with all blocks before it, and those of the last and the first block.
         """
@@ -202,24 +208,24 @@ class Holding:
             new = self.gradient if whole else self.compute
             gradients = held * self.gradient + meets * (new + self.flat(meets, has))
             activations = kept - stage.blocks + left * stage.inner.kept + self.stream
-            found.append(Moment(gradients, activations, 0.0, gathered, ahead if left else 0.0))
+            found.append(TransientMemory(gradients, activations, 0.0, gathered, ahead if left else 0.0))
         return found
 
-    def flat(self, unit: float, has: Weights) -> float:
+    def flat(self, unit: float, has: StageParameters) -> float:
         """Bytes of a number of a unit whose gradients meet: the flat copy, and a share of the sum."""
         over = self.bank_over if unit == has.block_bank else self.over
         return (1 + 1 / over) * self.gradient
 
-    def end(self) -> Moment:
+    def end(self) -> TransientMemory:
         """A pipeline's gradients, whole until then, meet after the last pass."""
         if not (self.units and self.piped):
-            return Moment(0.0, 0.0)
-        sent = self.in_flight(Instant("B", 0, *((0,) * len(self.stages),) * 2, (self.micros,) * len(self.stages)))
+            return TransientMemory(0.0, 0.0)
+        sent = self.in_flight(SchedulePoint("B", 0, *((0,) * len(self.stages),) * 2, (self.micros,) * len(self.stages)))
         units = ((unit, each.has) for each in self.stages for unit in (each.has.block, each.has.block_bank))
         meeting = max(unit * self.flat(unit, has) for unit, has in units)
-        return Moment(sum(each.has.all for each in self.stages) * self.gradient + meeting, sent)
+        return TransientMemory(sum(each.has.all for each in self.stages) * self.gradient + meeting, sent)
 
-    def halves(self, instant: Instant, stage: Stage, kept: float) -> list[Moment]:
+    def halves(self, instant: SchedulePoint, stage: StageMemory, kept: float) -> list[TransientMemory]:
         """A backward pass in two parts: the first one lets go of nothing until its end, and leaves gradients that
         the second one waits for. The first stage has no input that needs one, and leaves all to the second part.
         """
@@ -228,15 +234,15 @@ class Holding:
         if stage.part.first:
             return []
         found = []
-        if stage.ends:
-            found.append(self.moment(instant, "loss", kept - stage.logits, stage.logits + stage.ends.backward))
-            kept += stage.ends.waiting
+        if stage.head:
+            found.append(self.moment(instant, "loss", kept - stage.logits, stage.logits + stage.head.backward))
+            kept += stage.head.waiting
         found.append(self.moment(instant, "last", kept + stage.inner.halving))
         norm = 4 * self.stream  # a norm's backward pass, the last thing in a block
         waiting = stage.part.layers * stage.inner.waiting
         return [*found, self.moment(instant, "first", kept + waiting + norm)]
 
-    def in_flight(self, instant: Instant) -> float:
+    def in_flight(self, instant: SchedulePoint) -> float:
         """Activations of all micro-batches, and what was sent of those that are through."""
         kept = 0.0 if self.several or not self.piped else self.stream  # then one is on its way
         rows = zip(self.flight, instant.live, instant.halfway, instant.through, strict=True)
@@ -260,13 +266,13 @@ class Holding:
             found.append((stage.kept + stage.logits, half, done))
         return found
 
-    def moment(self, instant: Instant, when: str, activations: float, logits: float = 0.0) -> Moment:
+    def moment(self, instant: SchedulePoint, when: str, activations: float, logits: float = 0.0) -> TransientMemory:
         gathered, travelling = self.gathered(instant, when) if self.units else (0.0, 0.0)
-        return Moment(self.gradients(instant, when), activations, logits, gathered, travelling)
+        return TransientMemory(self.gradients(instant, when), activations, logits, gathered, travelling)
 
-    def at(self, moment: Moment) -> Memory:
+    def at(self, moment: TransientMemory) -> MemoryEstimate:
         base = self.base
-        return Memory(
+        return MemoryEstimate(
             base.parameters,
             base.gradients + moment.gradients,
             base.optimizer,
@@ -276,7 +282,7 @@ class Holding:
             base.communication + moment.travelling,
         )
 
-    def gradients(self, instant: Instant, when: str) -> float:
+    def gradients(self, instant: SchedulePoint, when: str) -> float:
         """Whole where an earlier micro-batch left them so, and of the blocks behind the one under way."""
         if self.ddp:
             return 0.0
@@ -303,7 +309,7 @@ class Holding:
         left = now - block if when == "through" else now
         return (whole - left * (1 - self.shards / here.all)) * self.gradient + block * self.compute
 
-    def beside(self, instant: Instant) -> float:
+    def beside(self, instant: SchedulePoint) -> float:
         """The second part of a backward pass in two leaves gradients of blocks in the precision of compute, beside the
         sum that FSDP2 keeps of them.
         """
@@ -318,7 +324,7 @@ class Holding:
         tables = sum(each.has.embedding for each in self.stages)
         return (self.dense + self.bank - tables) * self.compute + tables * self.entry
 
-    def gathered(self, instant: Instant, when: str) -> tuple[float, float]:
+    def gathered(self, instant: SchedulePoint, when: str) -> tuple[float, float]:
         """Units that FSDP2 holds whole, and what it has on its way beside: the next unit, and gradients."""
         stage = self.stages[instant.stage].has
         late, shared = when in ("last", "first", "through"), self.over > 1

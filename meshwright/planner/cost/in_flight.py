@@ -15,7 +15,7 @@ from meshwright.topology.schedules import Action, actions_of, orders
 
 
 @dataclass(frozen=True)
-class Instant:
+class SchedulePoint:
     what: str
     """F, B, I or W"""
     stage: int
@@ -34,59 +34,59 @@ class Instant:
 
 
 @cache
-def instants(kind: str, ranks: int, micros: int, each: int, place: int) -> tuple[Instant, ...]:
+def peak_candidates(kind: str, ranks: int, micros: int, each: int, place: int) -> tuple[SchedulePoint, ...]:
     """The fullest of each pass of each stage, of one rank; without a pipeline, of the only one."""
     if ranks == 1:
         return alone(1, micros)
     if kind in ("gpipe", "1f1b"):
         return alone(micros if kind == "gpipe" else min(micros, ranks - place), micros)
-    fewer = alike(ranks, micros)
-    passes: defaultdict[tuple[str, int], list[Instant]] = defaultdict(list)
-    for instant in walk(kind, ranks, fewer, each, place):
+    fewer = representative_micro_batches(ranks, micros)
+    passes: defaultdict[tuple[str, int], list[SchedulePoint]] = defaultdict(list)
+    for instant in schedule_points(kind, ranks, fewer, each, place):
         passes[instant.what, instant.stage].append(instant)
     found = {max(group, key=key): None for group in passes.values() for key in (most_live, most_halfway, most_sent)}
     return tuple(later(instant, micros - fewer) for instant in found)
 
 
-def most_live(instant: Instant) -> tuple[int, int, int]:
+def most_live(instant: SchedulePoint) -> tuple[int, int, int]:
     """What blocks keep weighs most, unless they are recomputed."""
     return sum(instant.live), sum(instant.halfway), sum(instant.through)
 
 
-def most_halfway(instant: Instant) -> tuple[int, int]:
+def most_halfway(instant: SchedulePoint) -> tuple[int, int]:
     """Gradients that wait are about half of what blocks keep."""
     return 2 * sum(instant.live) + sum(instant.halfway), sum(instant.through)
 
 
-def most_sent(instant: Instant) -> tuple[int, int]:
+def most_sent(instant: SchedulePoint) -> tuple[int, int]:
     """Where little else is kept, inputs and outputs are what is left."""
     return sum(instant.live) + 2 * sum(instant.through) + sum(instant.halfway), sum(instant.live)
 
 
-def alone(live: int, micros: int) -> tuple[Instant, ...]:
+def alone(live: int, micros: int) -> tuple[SchedulePoint, ...]:
     """One stage, backward in one part. With as many in flight as there are, the first backward pass finds no gradients,
     and the second one micro-batch less.
     """
     if micros > live:
-        return tuple(Instant(what, 0, (live,), (0,), (micros - live,)) for what in "FB")
-    full = tuple(Instant(what, 0, (live,), (0,), (0,)) for what in "FB")
-    return full if live == 1 else (*full, Instant("B", 0, (live - 1,), (0,), (1,)))
+        return tuple(SchedulePoint(what, 0, (live,), (0,), (micros - live,)) for what in "FB")
+    full = tuple(SchedulePoint(what, 0, (live,), (0,), (0,)) for what in "FB")
+    return full if live == 1 else (*full, SchedulePoint("B", 0, (live - 1,), (0,), (1,)))
 
 
-def alike(ranks: int, micros: int) -> int:
+def representative_micro_batches(ranks: int, micros: int) -> int:
     """The fewest micro-batches of the same kind of rounds: later rounds repeat the third."""
     rounds = max(1, micros // ranks)
     return micros if rounds < 4 else 3 * (micros // rounds)
 
 
-def later(instant: Instant, more: int) -> Instant:
+def later(instant: SchedulePoint, more: int) -> SchedulePoint:
     """The same so many micro-batches later, where the schedule is in full course."""
     if not more or not all(instant.through):
         return instant
     return replace(instant, through=tuple(count + more for count in instant.through))
 
 
-def walk(kind: str, ranks: int, micros: int, each: int, place: int) -> list[Instant]:
+def schedule_points(kind: str, ranks: int, micros: int, each: int, place: int) -> list[SchedulePoint]:
     order = actions(kind, ranks, micros, each)[place]
     stages = sorted({action.stage for action in order})
     split = {(action.stage, action.micro) for action in order if action.what == "I"}
@@ -96,7 +96,7 @@ def walk(kind: str, ranks: int, micros: int, each: int, place: int) -> list[Inst
         stage = stages.index(action.stage)
         live[stage] += action.what == "F"
         halfway[stage] -= action.what == "W"
-        found.append(Instant(action.what, stage, tuple(live), tuple(halfway), tuple(through)))
+        found.append(SchedulePoint(action.what, stage, tuple(live), tuple(halfway), tuple(through)))
         halfway[stage] += action.what == "I"
         if action.what == "W" or (action.what == "B" and (action.stage, action.micro) not in split):
             live[stage] -= 1

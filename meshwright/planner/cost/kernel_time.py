@@ -26,12 +26,12 @@ MISALIGNED = {1: 7.0, 2: 2.6, 4: 3.0}
 
 
 @dataclass(frozen=True)
-class Rate:
+class KernelRate:
     """What kernels of one precision reach on one device."""
 
     flops: float
     """a second, of large products, for as long as a run lasts"""
-    stream: float
+    bandwidth: float
     """bytes a second"""
     processors: int
     size: float
@@ -41,14 +41,14 @@ class Rate:
     """products of this precision on this device, where somebody measured"""
 
 
-def rate(device: Device, precision: str, stack: TrainerProfile) -> Rate:
+def kernel_rate(device: Device, precision: str, stack: TrainerProfile) -> KernelRate:
     peak = device.peak_flops.get(precision, device.peak_flops["bf16"])
     reached = (
         peak * device.sustained_fraction.get(precision, device.sustained_fraction["bf16"]) * stack.matmul_efficiency
     )
     size = PRECISION_BYTES[precision]
     if rows := tuple(row for row in device.measured_matmuls if row.precision == precision):
-        return Rate(
+        return KernelRate(
             max(row.flops_per_second for row in rows),
             device.memory_bandwidth,
             0,
@@ -56,7 +56,7 @@ def rate(device: Device, precision: str, stack: TrainerProfile) -> Rate:
             stack.misalignment_slowdown,
             rows,
         )
-    return Rate(
+    return KernelRate(
         reached,
         device.memory_bandwidth * device.memory_efficiency,
         device.multiprocessors,
@@ -74,11 +74,11 @@ def nearest(measured: tuple[MatmulRate, ...], rows: int, columns: int, inner: in
 
 
 @cache
-def matmul(on: Rate, rows: int, columns: int, inner: int, count: int = 1) -> float:
+def matmul_time(on: KernelRate, rows: int, columns: int, inner: int, count: int = 1) -> float:
     """Seconds of `count` products of (rows x inner) by (inner x columns), run as one kernel."""
     flops = 2.0 * rows * columns * inner * count
     moved = on.size * count * (rows * inner + inner * columns) + 2 * count * rows * columns
-    floor = moved / on.stream
+    floor = moved / on.bandwidth
     if on.measured:
         return flops / nearest(on.measured, rows * count, columns, inner)
     if not on.processors:
@@ -95,6 +95,6 @@ def matmul(on: Rate, rows: int, columns: int, inner: int, count: int = 1) -> flo
     return max(best, floor) + LAUNCH
 
 
-def stream(on: Rate, moved: float, kernels: float = 1) -> float:
+def memory_bound_time(on: KernelRate, moved: float, kernels: float = 1) -> float:
     """Seconds of kernels that read and write so many bytes."""
-    return moved / on.stream + kernels * LAUNCH
+    return moved / on.bandwidth + kernels * LAUNCH

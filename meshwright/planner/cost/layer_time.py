@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from meshwright.planner.cost.kernel_time import Rate, matmul, rate, stream
+from meshwright.planner.cost.kernel_time import KernelRate, kernel_rate, matmul_time, memory_bound_time
 from meshwright.planner.workload.architecture import Architecture
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 
 
 @dataclass(frozen=True)
-class Pass:
+class LayerTime:
     """Seconds of one layer for one micro-batch; `weight` is the part of backward that only weights wait for."""
 
     forward: float
@@ -37,12 +37,12 @@ OFFLOADED = (2 * 4 + 28) / 50e9
 ASKED = 1.4
 """How much longer than for forward the host takes to ask for backward's kernels."""
 
-Product = tuple[int, int, int, int]
+MatmulShape = tuple[int, int, int, int]
 """rows, columns, inner, count"""
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayerShape:
     """What a layer's cost depends on."""
 
     model: Architecture
@@ -54,9 +54,9 @@ class Shape:
     tensor: int
     expert: int
     recompute: str
-    fast: Rate
+    fast: KernelRate
     """of the products with weights"""
-    plain: Rate
+    plain: KernelRate
     """of everything else"""
     quantised: bool
     newer: bool
@@ -67,12 +67,12 @@ class Shape:
     """seconds in which this host asks for one operator, where somebody measured"""
 
 
-def shape_of(job: PlannedJob) -> Shape:
+def layer_shape(job: PlannedJob) -> LayerShape:
     low = job.precision in ("fp8", "fp4")
-    plain = rate(job.cluster.device, "bf16" if low else job.precision, job.trainer)
-    fast = rate(job.cluster.device, job.precision, job.trainer) if low else plain
+    plain = kernel_rate(job.cluster.device, "bf16" if low else job.precision, job.trainer)
+    fast = kernel_rate(job.cluster.device, job.precision, job.trainer) if low else plain
     model, layout = job.model, job.layout
-    return Shape(
+    return LayerShape(
         model,
         job.trainer,
         job.tokens_per_micro_batch,
@@ -91,7 +91,7 @@ def shape_of(job: PlannedJob) -> Shape:
     )
 
 
-def attention_products(of: Shape) -> list[Product]:
+def attention_products(of: LayerShape) -> list[MatmulShape]:
     """With weights."""
     model, cut, tokens = of.model, of.tensor, of.tokens
     if model.latent_attention is None:
@@ -110,7 +110,7 @@ def attention_products(of: Shape) -> list[Product]:
     return products
 
 
-def feed_forward_products(of: Shape, experts: bool) -> list[Product]:
+def feed_forward_products(of: LayerShape, experts: bool) -> list[MatmulShape]:
     model, cut, tokens = of.model, of.tensor, of.tokens
     up = model.ffn_matrices - 1
     if not experts:
@@ -125,7 +125,7 @@ def feed_forward_products(of: Shape, experts: bool) -> list[Product]:
     return products
 
 
-def routed_rows(of: Shape) -> int:
+def routed_rows(of: LayerShape) -> int:
     """Rows that a rank's experts compute, where every expert has as many: each rank of the tensor axis has its part of
     the tokens.
     """
@@ -133,21 +133,23 @@ def routed_rows(of: Shape) -> int:
 
 
 @cache
-def layer(of: Shape, experts: bool) -> Pass:
+def layer_time(of: LayerShape, experts: bool) -> LayerTime:
     stack = of.stack
     products = attention_products(of) + feed_forward_products(of, experts)
     gap = stack.host_gap_seconds
-    forward = sum(matmul(of.fast, *product) for product in products)
-    inputs = sum(matmul(of.fast, rows, inner, columns, count) for rows, columns, inner, count in products)
-    weights = sum(matmul(of.fast, columns, inner, rows, count) for rows, columns, inner, count in products)
+    forward = sum(matmul_time(of.fast, *product) for product in products)
+    inputs = sum(matmul_time(of.fast, rows, inner, columns, count) for rows, columns, inner, count in products)
+    weights = sum(matmul_time(of.fast, columns, inner, rows, count) for rows, columns, inner, count in products)
     if of.quantised:
         numbers = sum(count * (rows * inner + inner * columns) for rows, columns, inner, count in products)
-        forward += stack.quantize_traffic_bytes * numbers / of.plain.stream
-        inputs += stack.quantize_traffic_bytes * sum(c * (r * n + n * k) for r, n, k, c in products) / of.plain.stream
+        forward += stack.quantize_traffic_bytes * numbers / of.plain.bandwidth
+        inputs += (
+            stack.quantize_traffic_bytes * sum(c * (r * n + n * k) for r, n, k, c in products) / of.plain.bandwidth
+        )
     look, back = attention(of)
     moved = stream_bytes(of, experts) + stack.recast_traffic_bytes * sum(c * n * k for _, n, k, c in products)
-    small = stream(of.plain, moved, 8)
-    behind = stream(of.plain, 2 * moved, 14)
+    small = memory_bound_time(of.plain, moved, 8)
+    behind = memory_bound_time(of.plain, 2 * moved, 14)
     host = stack.moe_layer_launch_seconds if experts else stack.layer_launch_seconds
     if of.launch:
         host *= of.launch / USUAL_LAUNCH
@@ -159,20 +161,20 @@ def layer(of: Shape, experts: bool) -> Pass:
         else look
     )
     again = {"none": 0.0, "selective": selected, "alternate": ahead / 2, "full": ahead}[of.recompute]
-    return Pass(ahead, backward, weights, again, look)
+    return LayerTime(ahead, backward, weights, again, look)
 
 
-def beside(of: Shape, computing: float, asking: float) -> float:
+def beside(of: LayerShape, computing: float, asking: float) -> float:
     """A device computes while the host asks for more; a host that is the device does one after the other."""
     return computing + asking if of.waits else max(computing, asking)
 
 
-def attention_flops(of: Shape) -> float:
+def attention_flops(of: LayerShape) -> float:
     """Forward, all of the square."""
     return 2.0 * of.tokens * of.sequence * of.model.attention_width / of.tensor
 
 
-def attention(of: Shape) -> tuple[float, float]:
+def attention(of: LayerShape) -> tuple[float, float]:
     """Forward and backward of what is between the products with weights."""
     model, stack = of.model, of.stack
     if stack.flash_attention:
@@ -182,9 +184,11 @@ def attention(of: Shape) -> tuple[float, float]:
         return ahead, 2.5 * ahead / 0.85
     heads, head = of.micro * max(1, model.heads // of.tensor), model.head_dim
     local = of.sequence // of.context
-    ahead = matmul(of.plain, local, of.sequence, head, heads) + matmul(of.plain, local, head, of.sequence, heads)
+    ahead = matmul_time(of.plain, local, of.sequence, head, heads) + matmul_time(
+        of.plain, local, head, of.sequence, heads
+    )
     score_bytes = stack.score_traffic_bytes * heads * local * of.sequence
-    return ahead + score_bytes / of.plain.stream, 2 * ahead + 1.3 * score_bytes / of.plain.stream
+    return ahead + score_bytes / of.plain.bandwidth, 2 * ahead + 1.3 * score_bytes / of.plain.bandwidth
 
 
 def head_share(model: Architecture) -> float:
@@ -197,7 +201,7 @@ def head_share(model: Architecture) -> float:
     return float(min(1.0, (size / 128) ** 0.45))
 
 
-def stream_bytes(of: Shape, experts: bool) -> float:
+def stream_bytes(of: LayerShape, experts: bool) -> float:
     """What a layer's forward moves beside its products, attention's scores apart."""
     model, stack, cut = of.model, of.stack, of.tensor
     wide = stack.residual_traffic_bytes * of.tokens * model.width / (cut if stack.sequence_parallel else 1)
@@ -210,31 +214,31 @@ def stream_bytes(of: Shape, experts: bool) -> float:
 
 
 @cache
-def first(of: Shape) -> Pass:
+def embedding_time(of: LayerShape) -> LayerTime:
     """The embedding."""
     moved = 4.0 * of.tokens * of.model.width
-    return Pass(stream(of.plain, moved), stream(of.plain, 3 * moved), 0.0)
+    return LayerTime(memory_bound_time(of.plain, moved), memory_bound_time(of.plain, 3 * moved), 0.0)
 
 
 @cache
-def last(of: Shape) -> Pass:
+def head_time(of: LayerShape) -> LayerTime:
     """The head and the loss."""
     columns = -(-of.model.vocab // of.tensor // 8) * 8
     product = (of.tokens, columns, of.model.width)
     rows, columns, inner = product
-    ahead = matmul(of.plain, rows, columns, inner)
-    weights = matmul(of.plain, columns, inner, rows)
-    lost = of.stack.loss_traffic_bytes * of.tokens * columns / of.plain.stream
-    backward = matmul(of.plain, rows, inner, columns) + weights + 0.6 * lost
-    return Pass(ahead + 0.4 * lost, backward, weights, 2.0 * rows * columns * inner)
+    ahead = matmul_time(of.plain, rows, columns, inner)
+    weights = matmul_time(of.plain, columns, inner, rows)
+    lost = of.stack.loss_traffic_bytes * of.tokens * columns / of.plain.bandwidth
+    backward = matmul_time(of.plain, rows, inner, columns) + weights + 0.6 * lost
+    return LayerTime(ahead + 0.4 * lost, backward, weights, 2.0 * rows * columns * inner)
 
 
-def optimizer(job: PlannedJob, parameters: float) -> float:
+def optimizer_time(job: PlannedJob, parameters: float) -> float:
     """AdamW over so many parameters of a rank: reads gradient, weight and both moments, writes weight and moments;
     before it the norm reads gradients, and clipping reads and writes them.
     """
-    on = rate(job.cluster.device, "bf16", job.trainer)
+    on = kernel_rate(job.cluster.device, "bf16", job.trainer)
     stack = job.trainer
     moved = 2 * (stack.optimizer_bytes + stack.parameter_bytes) + stack.compute_copy_bytes + 4 * stack.gradient_bytes
     offload = job.run_config is not None and job.run_config.optimizer.cpu_offload
-    return moved * parameters / on.stream + (OFFLOADED * parameters if offload else 0.0)
+    return moved * parameters / on.bandwidth + (OFFLOADED * parameters if offload else 0.0)

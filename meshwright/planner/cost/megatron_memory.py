@@ -14,21 +14,21 @@ their own. Buffers in which both travel come on top where ranks share anything.
 
 from __future__ import annotations
 
-from meshwright.planner.cost.estimate import Memory
-from meshwright.planner.cost.fsdp_memory import Holding, Moment, Stage
-from meshwright.planner.cost.in_flight import Instant
+from meshwright.planner.cost.estimate import MemoryEstimate
+from meshwright.planner.cost.fsdp_memory import StageMemory, StepMemory, TransientMemory
+from meshwright.planner.cost.in_flight import SchedulePoint
 
 CUT = {"none": (0, 0, 0), "optimizer": (0, 0, 1), "gradients": (0, 1, 1), "parameters": (1, 1, 1)}
 """Whether parameters, gradients and the optimizer are divided."""
 
 
-class Buffered(Holding):
-    def persistent(self) -> Memory:
+class MegatronStepMemory(StepMemory):
+    def persistent(self) -> MemoryEstimate:
         stack, numbers = self.stack, self.dense + self.bank
         weights, gradients, state = (self.shards if cut else numbers for cut in CUT[self.job.sharding])
         received = 2 * self.stream if self.piped else 0.0
         shares = self.job.layout.data_degree * self.job.layout.context > 1
-        return Memory(
+        return MemoryEstimate(
             weights * self.number + numbers * stack.compute_copy_bytes,
             gradients * self.gradient + numbers * stack.accumulation_bytes,
             state * self.state,
@@ -38,17 +38,17 @@ class Buffered(Holding):
     def left(self) -> float:
         return 0.0
 
-    def end(self) -> Moment:
-        return Moment(0.0, 0.0)
+    def end(self) -> TransientMemory:
+        return TransientMemory(0.0, 0.0)
 
-    def meetings(self, instant: Instant, stage: Stage, kept: float) -> list[Moment]:  # noqa: ARG002
+    def meetings(self, instant: SchedulePoint, stage: StageMemory, kept: float) -> list[TransientMemory]:  # noqa: ARG002
         return []
 
-    def moment(self, instant: Instant, when: str, activations: float, logits: float = 0.0) -> Moment:
+    def moment(self, instant: SchedulePoint, when: str, activations: float, logits: float = 0.0) -> TransientMemory:
         gathered = travelling = 0.0
         if self.job.sharding == "parameters":
             has = self.stages[instant.stage].has
             layer = has.block + has.block_bank
             gathered = 2 * layer * self.compute + (has.embedding + has.head) * self.compute
             travelling = layer * self.gradient if when in ("last", "first", "through") else 0.0
-        return Moment(0.0, activations, logits, gathered, travelling)
+        return TransientMemory(0.0, activations, logits, gathered, travelling)

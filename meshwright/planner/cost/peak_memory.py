@@ -4,33 +4,35 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.planner.cost.activations import Setting
-from meshwright.planner.cost.estimate import Memory
-from meshwright.planner.cost.fsdp_memory import Holding, spread, stage_of
-from meshwright.planner.cost.in_flight import instants
-from meshwright.planner.cost.megatron_memory import Buffered
-from meshwright.planner.cost.stage_parameters import Part, parts_of
+from meshwright.planner.cost.activations import ActivationSettings
+from meshwright.planner.cost.estimate import MemoryEstimate
+from meshwright.planner.cost.fsdp_memory import StepMemory, sharding_of, stage_memory
+from meshwright.planner.cost.in_flight import peak_candidates
+from meshwright.planner.cost.megatron_memory import MegatronStepMemory
+from meshwright.planner.cost.stage_parameters import StageLayers, stages_by_rank
 from meshwright.planner.workload.planned_job import PlannedJob
 
 
-def memory(job: PlannedJob, quick: bool = False) -> list[Memory]:
+def estimate_memory(job: PlannedJob, quick: bool = False) -> list[MemoryEstimate]:
     """By rank of the pipeline; `quick`: of those alone of which one is the heaviest."""
     setting = setting_of(job)
-    holdings: dict[tuple[Part, ...], Holding] = {}  # most ranks hold the same
-    held = parts_of(job)
+    holdings: dict[tuple[StageLayers, ...], StepMemory] = {}  # most ranks hold the same
+    held = stages_by_rank(job)
     found = []
     for place in telling(held) if quick else range(len(held)):
         parts = held[place]
         if parts not in holdings:
-            stages = [stage_of(job, setting, part) for part in parts]
+            stages = [stage_memory(job, setting, part) for part in parts]
             holdings[parts] = (
-                Holding(job, setting, stages) if job.trainer.torch_native else Buffered(job, setting, stages)
+                StepMemory(job, setting, stages)
+                if job.trainer.torch_native
+                else MegatronStepMemory(job, setting, stages)
             )
         found.append(peak(job, holdings[parts], place))
     return found
 
 
-def telling(held: list[tuple[Part, ...]]) -> list[int]:
+def telling(held: list[tuple[StageLayers, ...]]) -> list[int]:
     """Of ranks that hold the same the first, which has most micro-batches in flight, and the last two, where a V of
     stages turns.
     """
@@ -39,8 +41,8 @@ def telling(held: list[tuple[Part, ...]]) -> list[int]:
     return sorted({*firsts.values(), count - 1, max(0, count - 2)})
 
 
-def setting_of(job: PlannedJob) -> Setting:
-    return Setting(
+def setting_of(job: PlannedJob) -> ActivationSettings:
+    return ActivationSettings(
         job.layout,
         job.trainer,
         job.batch.micro,
@@ -51,20 +53,22 @@ def setting_of(job: PlannedJob) -> Setting:
         job.context_method,
         host=job.cluster.device.is_cpu,
         documents=job.run_config is not None and job.run_config.model.separator is not None,
-        autocast=job.trainer.torch_native and job.precision in ("bf16", "fp16") and not spread(job)[0],
+        autocast=job.trainer.torch_native and job.precision in ("bf16", "fp16") and not sharding_of(job)[0],
     )
 
 
-def peak(job: PlannedJob, held: Holding, place: int) -> Memory:
+def peak(job: PlannedJob, held: StepMemory, place: int) -> MemoryEstimate:
     fullest = max(held.update(), held.end(), key=lambda moment: moment.total)
-    for instant in instants(job.schedule, job.layout.pipeline, job.batch.accumulation, job.stages_per_rank, place):
+    for instant in peak_candidates(
+        job.schedule, job.layout.pipeline, job.batch.accumulation, job.stages_per_rank, place
+    ):
         for moment in held.moments(instant):
             if moment.total > fullest.total:
                 fullest = moment
     return with_device(job, held.at(fullest), held.left() - fullest.gradients, held.setting.host)
 
 
-def with_device(job: PlannedJob, tensors: Memory, later: float, host: bool) -> Memory:
+def with_device(job: PlannedJob, tensors: MemoryEstimate, later: float, host: bool) -> MemoryEstimate:
     """With what the device takes beside tensors. The allocator's slack is a share of what comes and goes: blocks that
     are there from the beginning leave no gaps. Gradients that come `later` than the peak, and stay to the end of the
     step, leave holes in which the next step's activations do not find room.
@@ -72,7 +76,7 @@ def with_device(job: PlannedJob, tensors: Memory, later: float, host: bool) -> M
     if host:
         return tensors
     stack = job.trainer
-    comes_and_goes = tensors.activations + tensors.logits + tensors.gathered
+    comes_and_goes = tensors.activations + tensors.logits + tensors.unsharded
     groups = sum(degree > 1 for degree in (*job.layout.degrees, job.layout.expert))
     return replace(
         tensors,

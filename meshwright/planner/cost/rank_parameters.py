@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from meshwright.planner.cost.stage_parameters import Part as Stage
-from meshwright.planner.cost.stage_parameters import stages_of, weights
+from meshwright.planner.cost.stage_parameters import StageLayers as Stage
+from meshwright.planner.cost.stage_parameters import stage_parameters, stages_of
 from meshwright.planner.hardware.links import GroupPlacement, group_placement
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology.layout import Layout
@@ -58,7 +58,7 @@ def stage_counts(job: PlannedJob) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterGroup:
     """Parameters of one rank that the same ranks share."""
 
     numbers: float
@@ -71,25 +71,25 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Held:
-    parts: list[Part]
+class RankParameters:
+    parts: list[ParameterGroup]
     update: float
     """numbers that this rank's optimizer updates"""
 
 
-def rank_parameters(job: PlannedJob, counts: Counts) -> Held:
+def rank_parameters(job: PlannedJob, counts: Counts) -> RankParameters:
     model, layout = job.model, job.layout
     dense, banks, begins, ends = counts
     places = places_of(job)
-    has = weights(model, Stage(dense, banks, begins, ends), layout.tensor, layout.expert, layout.pipeline == 1)
-    parts = [Part(has.dense, False, "shard", places["shards"], places["copies"])]
+    has = stage_parameters(model, Stage(dense, banks, begins, ends), layout.tensor, layout.expert, layout.pipeline == 1)
+    parts = [ParameterGroup(has.dense, False, "shard", places["shards"], places["copies"])]
     if banks:
         rest = max(1, layout.fold * (layout.tensor if layout.expert > layout.fold else 1) // layout.expert)
         stride = layout.tensor * layout.expert
         sharded = layout.shard > 1
         near = group_placement(job.cluster.devices_per_node, rest, stride)
         parts.append(
-            Part(
+            ParameterGroup(
                 has.bank,
                 True,
                 "shard",
@@ -98,4 +98,4 @@ def rank_parameters(job: PlannedJob, counts: Counts) -> Held:
             )
         )
     cut = [part.shards.ranks if job.sharding != "none" else 1 for part in parts]
-    return Held(parts, sum(part.numbers / each for part, each in zip(parts, cut, strict=True)))
+    return RankParameters(parts, sum(part.numbers / each for part, each in zip(parts, cut, strict=True)))

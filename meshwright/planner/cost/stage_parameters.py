@@ -24,7 +24,7 @@ from meshwright.topology.stage_partition import partition_blocks
 
 
 @dataclass(frozen=True)
-class Part:
+class StageLayers:
     """One stage: how many layers of both kinds, and whether it has the ends."""
 
     dense: int
@@ -42,7 +42,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Weights:
+class StageParameters:
     """Numbers that one rank has of a stage's parameters."""
 
     dense: float
@@ -66,7 +66,7 @@ class Weights:
         return self.dense + self.bank
 
 
-def parts_of(job: PlannedJob) -> list[tuple[Part, ...]]:
+def stages_by_rank(job: PlannedJob) -> list[tuple[StageLayers, ...]]:
     """The stages of every rank of the pipeline."""
     every = stages_of(job)
     return (
@@ -74,7 +74,7 @@ def parts_of(job: PlannedJob) -> list[tuple[Part, ...]]:
     )
 
 
-def stages_of(job: PlannedJob) -> tuple[Part, ...]:
+def stages_of(job: PlannedJob) -> tuple[StageLayers, ...]:
     """Of the whole pipeline; without one, the model."""
     if job.layout.pipeline == 1:
         return division(job.model, 1, None, 0)
@@ -83,7 +83,7 @@ def stages_of(job: PlannedJob) -> tuple[Part, ...]:
 
 
 @cache
-def parts_at(every: tuple[Part, ...], kind: str, ranks: int, each: int) -> list[tuple[Part, ...]]:
+def parts_at(every: tuple[StageLayers, ...], kind: str, ranks: int, each: int) -> list[tuple[StageLayers, ...]]:
     held = [schedules.stages_of(kind, ranks, place, each) for place in range(ranks)]
     return [
         tuple(replace(every[stage], hands=stage + 1 in mine, takes=stage - 1 in mine) for stage in mine)
@@ -92,16 +92,16 @@ def parts_at(every: tuple[Part, ...], kind: str, ranks: int, each: int) -> list[
 
 
 @cache
-def division(model: Architecture, stages: int, run: ModelConfig | None, sequence: int) -> tuple[Part, ...]:
-    blocks = partition_blocks(run, sequence, stages) if run is not None else evenly(model.layers, stages)
+def division(model: Architecture, stages: int, run: ModelConfig | None, sequence: int) -> tuple[StageLayers, ...]:
+    blocks = partition_blocks(run, sequence, stages) if run is not None else partition_evenly(model.layers, stages)
     parts = []
     for index, span in enumerate(blocks):
         experts = len([layer for layer in span if model.is_moe_layer(layer)])
-        parts.append(Part(len(span) - experts, experts, index == 0, index == stages - 1))
+        parts.append(StageLayers(len(span) - experts, experts, index == 0, index == stages - 1))
     return tuple(parts)
 
 
-def evenly(layers: int, stages: int) -> list[range]:
+def partition_evenly(layers: int, stages: int) -> list[range]:
     """Contiguous runs. Ends count as layers where that, and only that, makes all stages alike."""
     ends = 0 if layers % stages == 0 or stages == 1 else 1
     each, more = divmod(layers + 2 * ends, stages)
@@ -112,7 +112,7 @@ def evenly(layers: int, stages: int) -> list[range]:
 
 
 @cache
-def weights(model: Architecture, part: Part, tensor: int, expert: int, alone: bool) -> Weights:
+def stage_parameters(model: Architecture, part: StageLayers, tensor: int, expert: int, alone: bool) -> StageParameters:
     """`alone`: there is no pipeline, and a tied weight is there once."""
     cut = model.attention_parameters / tensor
     dense = cut + model.ffn_parameters / tensor + model.vector_parameters
@@ -127,7 +127,7 @@ def weights(model: Architecture, part: Part, tensor: int, expert: int, alone: bo
     embedding = (table + model.learned_positions * model.width) if part.first else 0.0
     tied = model.tied_embeddings and alone
     head = (0 if tied else table) + norm if part.last else 0.0
-    return Weights(
+    return StageParameters(
         part.dense * dense + part.experts * block + embedding + head,
         part.experts * bank if apart else 0.0,
         block if part.experts else dense,

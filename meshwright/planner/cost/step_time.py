@@ -10,10 +10,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from meshwright.planner.cost.estimate import Call, Estimate, Memory
-from meshwright.planner.cost.in_flight import alike
-from meshwright.planner.cost.layer_time import Shape, first, last, layer, optimizer, routed_rows, shape_of
-from meshwright.planner.cost.rank_parameters import Counts, Part, counts_of, places_of, rank_parameters, stage_counts
+from meshwright.planner.cost.estimate import CollectiveCost, Estimate, MemoryEstimate
+from meshwright.planner.cost.in_flight import representative_micro_batches
+from meshwright.planner.cost.layer_time import (
+    LayerShape,
+    embedding_time,
+    head_time,
+    layer_shape,
+    layer_time,
+    optimizer_time,
+    routed_rows,
+)
+from meshwright.planner.cost.rank_parameters import (
+    Counts,
+    ParameterGroup,
+    counts_of,
+    places_of,
+    rank_parameters,
+    stage_counts,
+)
 from meshwright.planner.cost.uncertainty import interval
 from meshwright.planner.hardware.links import GroupPlacement, collective_seconds
 from meshwright.planner.workload.planned_job import PlannedJob
@@ -30,14 +45,14 @@ class StepTime:
     """Seconds of the slowest rank of a step by what they are spent on, and the collectives behind them."""
 
     phases: dict[str, float] = field(default_factory=dict)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[CollectiveCost] = field(default_factory=list)
 
     def spend(self, phase: str, seconds: float) -> None:
         self.phases[phase] = self.phases.get(phase, 0.0) + seconds
 
 
 @dataclass(frozen=True)
-class Message:
+class CollectiveTime:
     """A collective of one layer or one stage, for one micro-batch."""
 
     axis: str
@@ -52,13 +67,15 @@ class Message:
 
 def message(
     job: PlannedJob, axis: str, kind: str, size: float, count: float, place: GroupPlacement, hidden: float = 0.0
-) -> Message:
+) -> CollectiveTime:
     """`hidden`: the share of it behind which something is computed."""
     seconds = count * collective_seconds(job.cluster, kind, size, place)
-    return Message(axis, kind, size, count, place, seconds, seconds * (1 - hidden))
+    return CollectiveTime(axis, kind, size, count, place, seconds, seconds * (1 - hidden))
 
 
-def tensor_messages(job: PlannedJob, of: Shape, experts: bool) -> tuple[list[Message], list[Message]]:
+def tensor_messages(
+    job: PlannedJob, of: LayerShape, experts: bool
+) -> tuple[list[CollectiveTime], list[CollectiveTime]]:
     """Of one layer, forward and backward. Of experts only those that every token visits are cut; what is recomputed is
     gathered again, and scattered again where that is not the end of what is needed.
     """
@@ -69,7 +86,7 @@ def tensor_messages(job: PlannedJob, of: Shape, experts: bool) -> tuple[list[Mes
     parts = 1 if experts and not job.model.experts_shared else 2
     full = job.activation_checkpoint == "full"
 
-    def sent(kind: str, count: float) -> Message:
+    def sent(kind: str, count: float) -> CollectiveTime:
         return message(job, "tensor", kind, size, count, place, stack.tensor_overlap)
 
     if not stack.sequence_parallel:
@@ -81,7 +98,7 @@ def tensor_messages(job: PlannedJob, of: Shape, experts: bool) -> tuple[list[Mes
     return ahead, [sent("all_gather", gathers), sent("reduce_scatter", scatters)]
 
 
-def context_messages(job: PlannedJob, of: Shape, look: float) -> tuple[list[Message], list[Message]]:
+def context_messages(job: PlannedJob, of: LayerShape, look: float) -> tuple[list[CollectiveTime], list[CollectiveTime]]:
     ranks = job.layout.context
     if ranks == 1:
         return [], []
@@ -105,12 +122,12 @@ def context_messages(job: PlannedJob, of: Shape, look: float) -> tuple[list[Mess
     return [kept(ahead, look)], [kept(behind, 2.5 * look)]
 
 
-def kept(sent: Message, computing: float) -> Message:
+def kept(sent: CollectiveTime, computing: float) -> CollectiveTime:
     """What is left of it behind so much computing."""
     return replace(sent, exposed=max(0.0, sent.seconds - computing))
 
 
-def expert_messages(job: PlannedJob, of: Shape) -> list[Message]:
+def expert_messages(job: PlannedJob, of: LayerShape) -> list[CollectiveTime]:
     """There and back, of one layer's forward; backward has the same."""
     if job.layout.expert == 1:
         return []
@@ -129,14 +146,14 @@ def sent_once(job: PlannedJob, place: GroupPlacement) -> float:
 
 
 @dataclass(frozen=True)
-class Through:
+class MicroBatchTime:
     """One micro-batch through all the layers of one rank of the pipeline."""
 
     forward: float
     backward: float
     again: float
-    ahead: list[Message]
-    behind: list[Message]
+    ahead: list[CollectiveTime]
+    behind: list[CollectiveTime]
     weight: float
 
     @cached_property
@@ -145,19 +162,19 @@ class Through:
         return self.forward + self.backward + self.again + waited
 
 
-def through(job: PlannedJob, of: Shape, counts: Counts) -> Through:
+def through(job: PlannedJob, of: LayerShape, counts: Counts) -> MicroBatchTime:
     """A rank of the pipeline, or one of its stages."""
     dense, banks, begins, ends = counts
     forward = backward = again = weight = 0.0
-    ahead: list[Message] = []
-    behind: list[Message] = []
+    ahead: list[CollectiveTime] = []
+    behind: list[CollectiveTime] = []
     repeats = job.activation_checkpoint == "full" or (
         job.activation_checkpoint == "selective" and job.trainer.torch_native
     )
     for count, experts in ((dense, False), (banks, True)):
         if not count:
             continue
-        cost = layer(of, experts)
+        cost = layer_time(of, experts)
         forward += count * cost.forward
         backward += count * cost.backward
         again += count * cost.again
@@ -168,18 +185,18 @@ def through(job: PlannedJob, of: Shape, counts: Counts) -> Through:
         repeated = [*there, *rows] if repeats else []
         ahead += [times(one, count) for one in (*sent, *there, *rows)]
         behind += [times(one, count) for one in (*back, *home, *rows, *repeated)]
-    for there_is, cost in ((begins, first(of)), (ends, last(of))):
+    for there_is, cost in ((begins, embedding_time(of)), (ends, head_time(of))):
         if there_is:
             forward, backward, weight = forward + cost.forward, backward + cost.backward, weight + cost.weight
-    return Through(forward, backward, again, ahead, behind, weight)
+    return MicroBatchTime(forward, backward, again, ahead, behind, weight)
 
 
-def times(sent: Message, count: float) -> Message:
+def times(sent: CollectiveTime, count: float) -> CollectiveTime:
     seconds, exposed = sent.seconds * count, sent.exposed * count
-    return Message(sent.axis, sent.kind, sent.size, sent.count * count, sent.place, seconds, exposed)
+    return CollectiveTime(sent.axis, sent.kind, sent.size, sent.count * count, sent.place, seconds, exposed)
 
 
-def bubble(job: PlannedJob, ranks: list[Through]) -> float:
+def bubble(job: PlannedJob, ranks: list[MicroBatchTime]) -> float:
     """Seconds that the slowest rank waits for others' first and last passes, in closed form."""
     if len(ranks) == 1:
         return 0.0
@@ -194,11 +211,14 @@ def bubble(job: PlannedJob, ranks: list[Through]) -> float:
     return others * share.get(job.schedule, 1 / 6)
 
 
-def simulated_bubble(job: PlannedJob, of: Shape, ranks: list[Through]) -> float:
+def simulated_bubble(job: PlannedJob, of: LayerShape, ranks: list[MicroBatchTime]) -> float:
     """The same from the schedule itself, pass by pass, each stage with its own seconds. Rounds of micro-batches in full
     course wait for nothing more, so that a few tell of all. In closed form where even these have too many passes.
     """
-    count, micros = job.layout.pipeline * job.stages_per_rank, alike(job.layout.pipeline, job.batch.accumulation)
+    count, micros = (
+        job.layout.pipeline * job.stages_per_rank,
+        representative_micro_batches(job.layout.pipeline, job.batch.accumulation),
+    )
     if len(ranks) == 1 or count * micros > MOST_PASSES:
         return bubble(job, ranks)
     stages = [
@@ -221,9 +241,11 @@ def simulated_bubble(job: PlannedJob, of: Shape, ranks: list[Through]) -> float:
     return float(max(row[-1].end for row in rows) - busy)
 
 
-def timed(job: PlannedJob, stages: list[Memory], unstated: bool = False, exact: bool = False) -> Estimate:
+def estimate_step(
+    job: PlannedJob, stages: list[MemoryEstimate], unstated: bool = False, exact: bool = False
+) -> Estimate:
     """`unstated`: whether something that matters had to be assumed; `exact`: a pipeline is run pass by pass."""
-    of, bill = shape_of(job), StepTime()
+    of, bill = layer_shape(job), StepTime()
     counts = counts_of(job)
     each = {kind: through(job, of, kind) for kind in set(counts)}  # most ranks have as much as others
     ranks = [each[kind] for kind in counts]
@@ -238,7 +260,7 @@ def timed(job: PlannedJob, stages: list[Memory], unstated: bool = False, exact: 
     bill.spend("bubble", simulated_bubble(job, of, ranks) if exact else bubble(job, ranks))
     between_stages(job, of, bill, len(ranks))
     data(job, bill, slow, slowest)
-    bill.spend("update", optimizer(job, max(rank_parameters(job, kind).update for kind in each)))
+    bill.spend("update", optimizer_time(job, max(rank_parameters(job, kind).update for kind in each)))
     bill.spend("other", job.trainer.fixed_step_seconds)
     model = sum(flops_of(job))
     hardware = model + again_flops(job)
@@ -248,15 +270,15 @@ def timed(job: PlannedJob, stages: list[Memory], unstated: bool = False, exact: 
     return Estimate(job, stages, phases, bill.calls, low, high, doubt, model, hardware)
 
 
-def tell(bill: StepTime, sent: Message) -> None:
+def tell(bill: StepTime, sent: CollectiveTime) -> None:
     bill.spend(sent.axis.split("+")[0], sent.exposed)
     place = sent.place
     bill.calls.append(
-        Call(sent.axis, sent.kind, sent.size, sent.count, place.ranks, place.link, sent.seconds, sent.exposed)
+        CollectiveCost(sent.axis, sent.kind, sent.size, sent.count, place.ranks, place.link, sent.seconds, sent.exposed)
     )
 
 
-def between_stages(job: PlannedJob, of: Shape, bill: StepTime, ranks: int) -> None:
+def between_stages(job: PlannedJob, of: LayerShape, bill: StepTime, ranks: int) -> None:
     """Every micro-batch passes on and comes back, through every stage that a rank has; first and last passes wait for
     all of them.
     """
@@ -271,7 +293,7 @@ def between_stages(job: PlannedJob, of: Shape, bill: StepTime, ranks: int) -> No
     bill.spend("bubble", 2 * (ranks - 1) * one.seconds)
 
 
-def data(job: PlannedJob, bill: StepTime, slow: Through, counts: Counts) -> None:
+def data(job: PlannedJob, bill: StepTime, slow: MicroBatchTime, counts: Counts) -> None:
     """Gradients meet, and parameters come together."""
     stack = job.trainer
     for part in rank_parameters(job, counts).parts:
@@ -326,7 +348,7 @@ def gathered_bytes(job: PlannedJob) -> float:
     return max(job.trainer.gather_bytes, 4.0 if job.precision in ("fp32", "fp64") else 0.0)
 
 
-def units(job: PlannedJob, bill: StepTime, part: Part, slow: Through, count: int) -> None:
+def units(job: PlannedJob, bill: StepTime, part: ParameterGroup, slow: MicroBatchTime, count: int) -> None:
     """FSDP: unit by unit, each gathered while the one before computes, in forward and again in backward, where
     gradients are scattered beside it.
     """

@@ -27,7 +27,7 @@ ACCURACY = {
     "update": (0.5, "how fast the optimizer goes through its state"),
     "other": (0.5, "data, clipping and logging"),
 }
-LEAST = 0.03
+MIN_UNCERTAINTY = 0.03
 """Two runs of the same thing differ by as much."""
 UNSTATED = (0.2, "what is recomputed, which the record does not say")
 CRAMPED = (0.12, "whether the allocator finds room without waiting: memory is nearly full")
@@ -47,5 +47,5 @@ def interval(
     for applies, (accuracy, reason) in ((unstated, UNSTATED), (cramped, CRAMPED)):
         if applies:
             doubts[reason] = accuracy
-    width = hypot(LEAST, *doubts.values())
+    width = hypot(MIN_UNCERTAINTY, *doubts.values())
     return total * exp(-width), total * exp(width), max(doubts, key=lambda reason: doubts[reason])

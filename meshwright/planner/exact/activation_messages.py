@@ -33,7 +33,7 @@ Messages = Counter[tuple[str, str]]
 """By axis and collective, in bytes."""
 
 
-def untold(config: RunConfig, layout: Layout) -> dict[str, str]:
+def data_dependent_axes(config: RunConfig, layout: Layout) -> dict[str, str]:
     """Axes of which nobody can say beforehand what they carry, and why."""
     if config.model.capacity_factor and layout.expert > 1:
         return {"expert": "how many rows exceed capacity_factor depends on the data"}

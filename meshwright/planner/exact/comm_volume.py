@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from meshwright.config import Batch, RunConfig
 from meshwright.config.dtypes import COMPUTE_BYTES
 from meshwright.planner.exact.activation_messages import Messages, attention, experts, matrices, stages, weight_bytes
-from meshwright.planner.exact.unshard_timeline import Walk, nests_of, order_of
+from meshwright.planner.exact.unshard_timeline import UnshardTimeline, nests_of, order_of
 from meshwright.topology.collectives import wire_bytes
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import (
@@ -48,14 +48,14 @@ CONTROL_SUM = 9 * 8
 
 
 @dataclass(frozen=True, order=True)
-class Sent:
+class CollectiveVolume:
     axis: str
     collective: str
     message_bytes: int
     wire_bytes: int
 
 
-def traffic(config: RunConfig, layout: Layout, batch: Batch, rank: int = 0) -> list[Sent]:
+def comm_volume(config: RunConfig, layout: Layout, batch: Batch, rank: int = 0) -> list[CollectiveVolume]:
     """Of a step on a layout. Ranks differ where they hold different stages of a pipeline; see `experts` for what is
     known of each rank by itself.
     """
@@ -82,7 +82,7 @@ def traffic(config: RunConfig, layout: Layout, batch: Batch, rank: int = 0) -> l
     if layout.pipeline > 1:
         messages += stages(config, layout, batch, hold, pieces, rank)
     rows = [
-        Sent(axis, collective, message, wire_bytes(collective, message, ranks_on(config, layout, axis)))
+        CollectiveVolume(axis, collective, message, wire_bytes(collective, message, ranks_on(config, layout, axis)))
         for (axis, collective), message in messages.items()
         if message
     ]
@@ -143,14 +143,14 @@ def gathered_bytes(config: RunConfig, units: Units) -> dict[str, int]:
     }
 
 
-def walked(config: RunConfig, layout: Layout, batch: Batch, units: Units, rank: int) -> Walk:
+def walked(config: RunConfig, layout: Layout, batch: Batch, units: Units, rank: int) -> UnshardTimeline:
     """The units of a rank's stages through the schedule."""
     whole = gathered_bytes(config, units)
     keep = {unit: kept(config, members[0].over) for unit, members in units.items()}
     of_stage: dict[int, list[str]] = {members[0].stage: [] for members in units.values()}
     for unit, members in units.items():
         of_stage[members[0].stage].append(unit)
-    walk = Walk(
+    walk = UnshardTimeline(
         {stage: nests_of(names) for stage, names in of_stage.items()},
         whole,
         {unit: size // keep[unit] for unit, size in whole.items() if keep[unit] > 1},

@@ -28,7 +28,7 @@ from meshwright.topology.parameter_shards import Units, dense_over, in_units, pa
 
 
 @dataclass(frozen=True)
-class Held:
+class StateMemory:
     """Peak bytes of each class by itself, of one rank."""
 
     parameter: int
@@ -36,7 +36,7 @@ class Held:
     optimizer: int
 
 
-def held(config: RunConfig, layout: Layout, batch: Batch, rank: int = 0) -> Held:
+def state_memory(config: RunConfig, layout: Layout, batch: Batch, rank: int = 0) -> StateMemory:
     pieces, size = parameter_shards(config, layout, rank), weight_bytes(config)
     owned = [piece.own if in_units(layout) else piece.elements for piece in pieces if not piece.copied]
     optimizer = (3 if config.optimizer.cpu_offload else 2) * sum(owned) * size + 4 * len(
@@ -44,13 +44,13 @@ def held(config: RunConfig, layout: Layout, batch: Batch, rank: int = 0) -> Held
     )  # and AdamW's count of steps
     if not in_units(layout):
         whole = sum(piece.elements for piece in pieces) * size
-        return Held(whole, whole, optimizer)
+        return StateMemory(whole, whole, optimizer)
     units = units_of(pieces)
     shards = sum(piece.shard for piece in pieces) * size
     if layout.pipeline > 1:
         gathered = walked(config, layout, batch, units, rank).peak
-        return Held(shards + gathered, stage_gradients(config, layout, batch, units, rank), optimizer)
-    return Held(shards + gathered_units(config, layout, units), gradients(config, batch, units), optimizer)
+        return StateMemory(shards + gathered, stage_gradients(config, layout, batch, units, rank), optimizer)
+    return StateMemory(shards + gathered_units(config, layout, units), gradients(config, batch, units), optimizer)
 
 
 def gathered_units(config: RunConfig, layout: Layout, units: Units) -> int:

@@ -23,7 +23,7 @@ from meshwright.topology.layout import Layout, stages_each
 from meshwright.topology.schedules import Action, actions_of
 
 AHEAD = 3
-Nests = list[list[str]]
+UnitNests = list[list[str]]
 """Units in the order of use, each with those inside it."""
 
 
@@ -37,12 +37,14 @@ def last_of(order: list[Action]) -> dict[int, int]:
     return {action.stage: place for place, action in enumerate(order) if action.what in ("B", "W")}
 
 
-class Walk:
+class UnshardTimeline:
     """The units of a rank's stages through a step: how often each is gathered, and the most bytes that are held of
     them at once, beside the shards.
     """
 
-    def __init__(self, stages: dict[int, Nests], whole: dict[str, int], part: dict[str, int], lets_go: bool) -> None:
+    def __init__(
+        self, stages: dict[int, UnitNests], whole: dict[str, int], part: dict[str, int], lets_go: bool
+    ) -> None:
         """`part`: bytes of a unit that stay after F; none where all shards are needed to gather it again."""
         self.stages, self.whole, self.part, self.lets_go = stages, whole, part, lets_go
         self.now = dict.fromkeys(whole, "shards")
@@ -50,7 +52,7 @@ class Walk:
         self.gathers: Counter[tuple[str, str]] = Counter()
         """by unit, and from what: shards or a part"""
 
-    def run(self, order: list[Action], several: bool) -> Walk:
+    def run(self, order: list[Action], several: bool) -> UnshardTimeline:
         active: set[int] = set()
         last = last_of(order)
         for place, action in enumerate(order):
@@ -69,7 +71,7 @@ class Walk:
                 self.drop(action.stage)
         return self
 
-    def forward(self, nests: Nests) -> None:
+    def forward(self, nests: UnitNests) -> None:
         for nest in nests:
             self.gather(nest)
             for unit in reversed(nest) if self.lets_go else ():
@@ -104,9 +106,9 @@ def next_stages(order: list[Action]) -> set[int]:
     return set(found)
 
 
-def nests_of(units: Iterable[str]) -> Nests:
+def nests_of(units: Iterable[str]) -> UnitNests:
     """A bank lies inside the block that it is named after."""
-    nests: Nests = []
+    nests: UnitNests = []
     for unit in units:
         if nests and unit.startswith(f"{nests[-1][0]}."):
             nests[-1].append(unit)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.io import format_bytes, format_count, format_percent, format_seconds
-from meshwright.planner.cost.estimate import Call, Estimate
-from meshwright.planner.exact.comm_volume import Sent, traffic
+from meshwright.planner.cost.estimate import CollectiveCost, Estimate
+from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
 from meshwright.planner.search.ladder import Binding, bound_by
 from meshwright.planner.search.mechanism import mechanism, replicated, sharded
 from meshwright.planner.search.scaling import at
@@ -88,7 +88,7 @@ def kind_of(binding: Binding) -> str:
 
 def communication(estimate: Estimate) -> list[str]:
     """The collectives, those that are waited for longest first."""
-    calls = sorted(real_calls(estimate), key=lambda call: (-call.exposed, -call.seconds))
+    calls = sorted(real_calls(estimate), key=lambda call: (-call.exposed_seconds, -call.seconds))
     if not calls:
         return ["A rank sends 0 B a step: no axis has messages."]
     waited = exposed(estimate)
@@ -100,26 +100,26 @@ def communication(estimate: Estimate) -> list[str]:
     return told + [f"{call_told(call)}." for call in calls]
 
 
-def call_told(call: Call) -> str:
+def call_told(call: CollectiveCost) -> str:
     where = "inside a node" if call.link == "intra-node" else "between nodes"
-    hidden = call.seconds - call.exposed
+    hidden = call.seconds - call.exposed_seconds
     how = (
-        f"exposed, {format_seconds(call.exposed)}"
+        f"exposed, {format_seconds(call.exposed_seconds)}"
         if hidden <= 0
         else f"hidden, {format_seconds(call.seconds)}"
-        if call.exposed <= 0
-        else f"{format_seconds(call.exposed)} of {format_seconds(call.seconds)} exposed"
+        if call.exposed_seconds <= 0
+        else f"{format_seconds(call.exposed_seconds)} of {format_seconds(call.seconds)} exposed"
     )
-    times = f"{call.count:,.0f} x {format_bytes(call.message)}"
+    times = f"{call.calls:,.0f} x {format_bytes(call.message_bytes)}"
     return f"{call.axis} {call.collective}: {times} over {call.ranks:,} ranks {where}: {how}"
 
 
 def tradeoff(estimate: Estimate, others: Sequence[Estimate]) -> list[str]:
-    job, held = estimate.job, estimate.heaviest
+    job, held = estimate.job, estimate.peak_memory
     left = job.cluster.device.memory - held.total
     told = [
-        f"It takes {format_seconds(estimate.seconds)} a step ({format_seconds(estimate.low)} to "
-        f"{format_seconds(estimate.high)} in four "
+        f"It takes {format_seconds(estimate.seconds)} a step ({format_seconds(estimate.interval_low)} to "
+        f"{format_seconds(estimate.interval_high)} in four "
         f"cases of five; most of the doubt: {estimate.main_uncertainty}), {estimate.mfu:.1%} of the devices' peak, "
         f"and leaves {format_bytes(left)} of {format_bytes(job.cluster.device.memory)} free."
     ]
@@ -137,7 +137,7 @@ def tradeoff(estimate: Estimate, others: Sequence[Estimate]) -> list[str]:
 def why_not(estimate: Estimate, other: Estimate) -> str:
     """What speaks against the next best."""
     slower = other.seconds - estimate.seconds
-    heavier = other.heaviest.total - estimate.heaviest.total
+    heavier = other.peak_memory.total - estimate.peak_memory.total
     names = {*estimate.phases, *other.phases}
     grown = {name: other.phases.get(name, 0.0) - estimate.phases.get(name, 0.0) for name in names}
     term, by = max(grown.items(), key=lambda row: row[1])
@@ -153,7 +153,7 @@ def why_not(estimate: Estimate, other: Estimate) -> str:
 
 
 def measurement(estimate: Estimate, file: str) -> list[str]:
-    held, calls = estimate.heaviest, real_calls(estimate)
+    held, calls = estimate.peak_memory, real_calls(estimate)
     told = []
     if estimate.job.run_config is not None:
         told.append(
@@ -162,7 +162,8 @@ def measurement(estimate: Estimate, file: str) -> list[str]:
     else:
         told.append("Train 20 steps of it. The plan is wrong where they say:")
     told.append(
-        f"seconds outside {format_seconds(estimate.low)} to {format_seconds(estimate.high)} (median of the steps);"
+        f"seconds outside {format_seconds(estimate.interval_low)} to {format_seconds(estimate.interval_high)} "
+        "(median of the steps);"
     )
     told.append(f"phases.sync far from {format_seconds(synced(estimate))}, the waiting that is not inside passes;")
     told.append(
@@ -173,33 +174,35 @@ def measurement(estimate: Estimate, file: str) -> list[str]:
             f"ledger.traffic of rank 0 with other than {row.message_bytes:,} bytes of {row.axis} {row.collective}."
         )
     elif calls:
-        call = max(calls, key=lambda one: one.message * one.count)
-        told.append(f"other than {format_bytes(call.message * call.count)} of {call.axis} {call.collective} a step.")
+        call = max(calls, key=lambda one: one.message_bytes * one.calls)
+        told.append(
+            f"other than {format_bytes(call.message_bytes * call.calls)} of {call.axis} {call.collective} a step."
+        )
     return told
 
 
-def largest(estimate: Estimate) -> Sent | None:
+def largest(estimate: Estimate) -> CollectiveVolume | None:
     """Of what rank 0 sends, the row with most bytes, exact; of our own runs."""
     job = estimate.job
     if job.run_config is None:
         return None
-    rows = traffic(job.run_config, job.layout, job.batch)
+    rows = comm_volume(job.run_config, job.layout, job.batch)
     return max(rows, key=lambda row: row.message_bytes, default=None)
 
 
 def stage_of(estimate: Estimate) -> int:
-    return estimate.stages.index(estimate.heaviest)
+    return estimate.memory_by_rank.index(estimate.peak_memory)
 
 
 def critical(estimate: Estimate) -> str:
-    waiting = [call for call in real_calls(estimate) if call.exposed > 0]
+    waiting = [call for call in real_calls(estimate) if call.exposed_seconds > 0]
     if not waiting:
         return "None: nothing that is sent is waited for."
-    call = max(waiting, key=lambda one: one.exposed)
+    call = max(waiting, key=lambda one: one.exposed_seconds)
     return (
-        f"{call.axis} {call.collective}: {format_seconds(call.exposed)} of the step's "
+        f"{call.axis} {call.collective}: {format_seconds(call.exposed_seconds)} of the step's "
         f"{format_seconds(estimate.seconds)} "
-        f"({format_percent(call.exposed / estimate.seconds)})."
+        f"({format_percent(call.exposed_seconds / estimate.seconds)})."
     )
 
 

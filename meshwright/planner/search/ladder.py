@@ -102,7 +102,7 @@ def reaching(desk: CostCache, space: Space) -> tuple[CostCache, int]:
 
 def bound_by(estimate: Estimate, idle: int = 0) -> Binding:
     """The first of batch, memory and communication that binds."""
-    job, held = estimate.job, estimate.heaviest
+    job, held = estimate.job, estimate.peak_memory
     if idle:
         ranks = f"{job.layout.data_degree:,} data-parallel rank{'s' if job.layout.data_degree > 1 else ''}"
         told = f"a batch of {job.batch.global_:,} divides over {ranks}, and {idle:,} devices have no sample"
@@ -125,8 +125,8 @@ def bound_by(estimate: Estimate, idle: int = 0) -> Binding:
         return Binding("nothing", 0, told)
     told = f"{kind} takes {format_seconds(most)}, {format_percent(most / estimate.seconds)} of the step"
     if kind == "communication":
-        call = max(real_calls(estimate), key=lambda one: one.exposed)
-        told += f"; most: {call.axis} {call.collective} {format_seconds(call.exposed)}"
+        call = max(real_calls(estimate), key=lambda one: one.exposed_seconds)
+        told += f"; most: {call.axis} {call.collective} {format_seconds(call.exposed_seconds)}"
     return Binding(kind, most, told)
 
 
@@ -178,7 +178,7 @@ def fixed(before: Binding, after: Binding, was: Estimate, now: Estimate) -> str:
     if before.kind == "batch":
         return f"devices without a sample {before.over:,.0f} -> {after.over if after.kind == 'batch' else 0:,.0f}"
     if before.kind == "memory":
-        return f"heaviest rank {format_bytes(was.heaviest.total)} -> {format_bytes(now.heaviest.total)}"
+        return f"heaviest rank {format_bytes(was.peak_memory.total)} -> {format_bytes(now.peak_memory.total)}"
     told = f"{before.kind} {format_seconds(lost(was)[before.kind])} -> {format_seconds(lost(now)[before.kind])}"
     if lost(now)[before.kind] < lost(was)[before.kind]:
         return told
@@ -202,7 +202,7 @@ def compared(last: Rung, chosen: Estimate) -> str:
     if Choice.of(last.estimate.job) == Choice.of(chosen.job):
         return "the last rung is the plan"
     gain = last.estimate.seconds - chosen.seconds
-    less = last.estimate.heaviest.total - chosen.heaviest.total
+    less = last.estimate.peak_memory.total - chosen.peak_memory.total
     where = f"the search's plan is {plan(chosen.job)}"
     if last.binding.kind in ("batch", "memory"):
         return f"{where}: no rung alone removes what binds, {last.binding.told}; together they do"

@@ -16,7 +16,7 @@ DIVIDED = {
 
 def mechanism(estimate: Estimate) -> list[str]:
     """Axis by axis, outermost first."""
-    job, model, held = estimate.job, estimate.job.model, estimate.heaviest
+    job, model, held = estimate.job, estimate.job.model, estimate.peak_memory
     layout = job.layout
     told = []
     if layout.pipeline > 1:
@@ -65,9 +65,9 @@ def samples(estimate: Estimate) -> str:
 
 def held_of(estimate: Estimate, name: str) -> float:
     """Of a class; parameters that stay gathered beside their shards are what ranks hold alike."""
-    held = estimate.heaviest
+    held = estimate.peak_memory
     gathered = name == "parameters" and estimate.job.layout.shard > 1 and estimate.job.trainer.torch_native
-    return float(held.gathered if gathered else getattr(held, name))
+    return float(held.unsharded if gathered else getattr(held, name))
 
 
 def replicated(estimate: Estimate) -> str:
@@ -84,7 +84,7 @@ def replicated(estimate: Estimate) -> str:
 
 
 def sharded(estimate: Estimate) -> str:
-    job, held, layout = estimate.job, estimate.heaviest, estimate.job.layout
+    job, held, layout = estimate.job, estimate.peak_memory, estimate.job.layout
     told = []
     if layout.shard > 1:
         over = layout.shard * layout.context

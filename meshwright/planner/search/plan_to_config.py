@@ -117,8 +117,8 @@ def reason(desk: CostCache, found: Estimate) -> str:
 
 
 def predicted(found: Estimate) -> str:
-    between = f"{format_seconds(found.low)} to {format_seconds(found.high)}"
-    rate, held = f"{format_count(found.tokens_per_second)} tokens/s", format_bytes(found.heaviest.total)
+    between = f"{format_seconds(found.interval_low)} to {format_seconds(found.interval_high)}"
+    rate, held = f"{format_count(found.tokens_per_second)} tokens/s", format_bytes(found.peak_memory.total)
     return "; ".join([f"{format_seconds(found.seconds)} a step ({between}), {rate}, {held}", *found.notes])
 
 

@@ -19,9 +19,9 @@ from math import log
 
 from meshwright.planner.calibration.corrections import corrections_for
 from meshwright.planner.calibration.estimator import estimate
-from meshwright.planner.cost.estimate import Estimate, Memory
-from meshwright.planner.cost.peak_memory import memory
-from meshwright.planner.cost.step_time import timed
+from meshwright.planner.cost.estimate import Estimate, MemoryEstimate
+from meshwright.planner.cost.peak_memory import estimate_memory
+from meshwright.planner.cost.step_time import estimate_step
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.search.candidates import ModelParallelDegrees, Space, fills, frames, layouts, micros, schedules
 from meshwright.planner.search.choice import Choice, exact, job_of, refusal
@@ -61,8 +61,8 @@ class CostCache:
 
     def __init__(self, work: Workload, cluster: Cluster) -> None:
         self.work, self.cluster, self.lessons = work, cluster, corrections_for(cluster)
-        self.weights: dict[Choice, list[Memory]] = {}
-        self.heavy: dict[Choice, Memory] = {}
+        self.weights: dict[Choice, list[MemoryEstimate]] = {}
+        self.heavy: dict[Choice, MemoryEstimate] = {}
         self.bare: dict[Choice, Estimate] = {}
         self.timings: dict[Choice, Estimate] = {}
         self.refusals: dict[Choice, bool] = {}
@@ -72,13 +72,13 @@ class CostCache:
         """(plans timed, plans weighed)"""
         return len({*self.bare, *self.timings}), len(self.weights)
 
-    def weigh(self, choice: Choice) -> list[Memory]:
+    def weigh(self, choice: Choice) -> list[MemoryEstimate]:
         if choice not in self.weights:
             job = job_of(self.work, self.cluster, choice)
-            self.weights[choice] = self.lessons.correct_memory(job, memory(job, quick=True))
+            self.weights[choice] = self.lessons.correct_memory(job, estimate_memory(job, quick=True))
         return self.weights[choice]
 
-    def heaviest(self, choice: Choice) -> Memory:
+    def peak_memory(self, choice: Choice) -> MemoryEstimate:
         if choice not in self.heavy:
             self.heavy[choice] = max(self.weigh(choice), key=lambda stage: stage.total)
         return self.heavy[choice]
@@ -86,17 +86,17 @@ class CostCache:
     def fits(self, choice: Choice) -> bool:
         """Weighed only where what is held between steps would have room."""
         capacity = self.cluster.device.memory
-        return least_held(self.work, choice) <= capacity and self.heaviest(choice).total <= capacity
+        return least_held(self.work, choice) <= capacity and self.peak_memory(choice).total <= capacity
 
     def unweighed(self, choice: Choice) -> Estimate:
         """Its seconds, whether it fits or not."""
         if choice not in self.bare:
-            self.bare[choice] = timed(job_of(self.work, self.cluster, choice), [])
+            self.bare[choice] = estimate_step(job_of(self.work, self.cluster, choice), [])
         return self.bare[choice]
 
     def time(self, choice: Choice) -> Estimate:
         if choice not in self.timings:
-            found = timed(job_of(self.work, self.cluster, choice), self.weigh(choice))
+            found = estimate_step(job_of(self.work, self.cluster, choice), self.weigh(choice))
             self.timings[choice] = self.lessons.correct_estimate(found)
         return self.timings[choice]
 
@@ -213,12 +213,12 @@ def parts(found: Estimate) -> int:
 
 def merit(found: Estimate) -> tuple[int, int, float]:
     """Of plans of one layout: quickest, of those within a hundredth the one of fewest parts, then the lightest."""
-    return round(log(found.seconds) / ALIKE), parts(found), found.heaviest.total
+    return round(log(found.seconds) / ALIKE), parts(found), found.peak_memory.total
 
 
 def in_order(found: Iterable[Estimate]) -> list[Estimate]:
     """Quickest first; but the plan is the one with the fewest parts of those within a hundredth of the quickest."""
-    ranked = sorted(found, key=lambda one: (one.seconds, parts(one), one.heaviest.total))
+    ranked = sorted(found, key=lambda one: (one.seconds, parts(one), one.peak_memory.total))
     alike = [one for one in ranked if one.seconds <= (1 + ALIKE) * ranked[0].seconds]
     plan = min(alike, key=lambda one: (parts(one), one.seconds), default=None)
     return [plan, *(one for one in ranked if one is not plan)] if plan else []
@@ -226,8 +226,8 @@ def in_order(found: Iterable[Estimate]) -> list[Estimate]:
 
 def pareto(found: list[Estimate]) -> list[Estimate]:
     front: list[Estimate] = []
-    for one in sorted(found, key=lambda each: (each.seconds, each.heaviest.total)):
-        if not front or one.heaviest.total < front[-1].heaviest.total:
+    for one in sorted(found, key=lambda each: (each.seconds, each.peak_memory.total)):
+        if not front or one.peak_memory.total < front[-1].peak_memory.total:
             front.append(one)
     return front
 
@@ -368,4 +368,4 @@ def lightest(desk: CostCache, space: Space | None = None) -> Choice | None:
         start = Choice(options[-1], sizes[0], sharding, "none", kind, each, frame.method)
         tried = [replace(start, recompute=recompute) for recompute in reversed(levels(desk.work, space))]
         found += [choice for choice in tried if not desk.refused(choice)][:1]
-    return min(found, key=lambda choice: desk.heaviest(choice).total, default=None)
+    return min(found, key=lambda choice: desk.peak_memory(choice).total, default=None)

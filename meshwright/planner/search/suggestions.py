@@ -27,7 +27,7 @@ def impossible(desk: CostCache) -> ConfigError:
         return ConfigError(
             f"{name}: {divides_not(work, cluster)}", f"allowed: {', or '.join(divisible(work, cluster))}"
         )
-    held = desk.heaviest(least)
+    held = desk.peak_memory(least)
     worst, most = max(classes(held).items(), key=lambda row: row[1])
     shape = plan(desk.time(least).job)
     what = (
