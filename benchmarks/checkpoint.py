@@ -132,7 +132,7 @@ def savers(world: World, folder: Path, state: CheckpointState, group: Any) -> di
         saver.save(notes(number + 1))
 
         def finish() -> None:
-            for saved in saver.settle():
+            for saved in saver.wait():
                 if saved.error is not None:
                     raise saved.error
 

@@ -84,7 +84,7 @@ def contender(step: Callable[[Given], Run], job: Job, world: World) -> Run:
     """Plain torch on the samples that Meshwright reads, in its order."""
     config, stream = job.config, build_stream(job.config, job.sources)
     coordinate, degree = job.layout.data_coordinate(world.rank), job.layout.data_degree
-    ids = [stream.slice(number, coordinate, degree).tolist() for number in range(config.steps)]
+    ids = [stream.local_samples(number, coordinate, degree).tolist() for number in range(config.steps)]
     return step(
         Given(
             build(config.model, config.seed),

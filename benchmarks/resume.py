@@ -90,7 +90,7 @@ def resumed(fresh: Callable[[], Any]) -> dict[str, Any]:
 def stream_over(samples: int) -> Stream:
     """One source of so many samples, with the default share of it held out."""
     config = RunConfig()
-    return Stream.over(config.seed, BATCH.global_, [samples], [1.0], config.eval.holdout)
+    return Stream.from_lengths(config.seed, BATCH.global_, [samples], [1.0], config.eval.holdout)
 
 
 def median_of(work: Callable[..., Any], *arguments: Any) -> float:

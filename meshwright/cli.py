@@ -137,7 +137,7 @@ def data_find(
     lines += ["held out: training never meets it"] if answer["held_out"] else []
     lines += [
         "epoch {epoch}: step {step}, rank {rank}, micro-step {micro_step} (position {position})".format(**place)
-        for place in answer["places"]
+        for place in answer["occurrences"]
     ]
     tell(json, answer, "\n".join(lines))
 

@@ -52,7 +52,7 @@ def list_rows(path: Path) -> list[dict[str, Any]]:
             row |= {
                 "timeline": manifest.timeline,
                 "files": len(manifest.files),
-                "bytes": manifest.total,
+                "bytes": manifest.total_bytes,
                 "layout": layout,
                 "digest": manifest.digest,
                 "parent": manifest.parent,

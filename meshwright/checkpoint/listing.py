@@ -73,17 +73,19 @@ class RunLineage:
 
     run: str
     timeline: int
-    until: dict[int, int]
+    last_steps: dict[int, int]
     """the last step that counts, of every earlier timeline"""
 
-    def has(self, entry: CheckpointEntry) -> bool:
+    def includes(self, entry: CheckpointEntry) -> bool:
         if entry.manifest is None:
             return True
         own = entry.manifest.timeline == self.timeline
-        return entry.manifest.run == self.run and (own or entry.step <= self.until.get(entry.manifest.timeline, -1))
+        return entry.manifest.run == self.run and (
+            own or entry.step <= self.last_steps.get(entry.manifest.timeline, -1)
+        )
 
     @classmethod
-    def of(cls, identity: dict[str, Any]) -> RunLineage:
+    def from_identity(cls, identity: dict[str, Any]) -> RunLineage:
         """As identity.json keeps it."""
         until = {int(timeline): int(step) for timeline, step in identity.get("until", {}).items()}
         return cls(str(identity.get("run", "")), int(identity.get("timeline", 1)), until)
@@ -107,7 +109,7 @@ def list_checkpoint_folders(store: Store) -> list[CheckpointEntry]:
 def list_published(store: Store, lineage: RunLineage | None = None) -> list[CheckpointEntry]:
     """The checkpoints of a run, newest first, damaged ones among them."""
     entries = [entry for entry in list_checkpoint_folders(store) if entry.published and not entry.fenced]
-    return entries if lineage is None else [entry for entry in entries if lineage.has(entry)]
+    return entries if lineage is None else [entry for entry in entries if lineage.includes(entry)]
 
 
 def read_entry(store: Store, folder: str, step: int, attempt: int) -> CheckpointEntry:

@@ -41,7 +41,7 @@ class TensorRegion:
 class TensorRecord:
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[TensorRegion, ...]
+    regions: tuple[TensorRegion, ...]
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,15 @@ class Manifest:
     digest: str = field(default="", compare=False)
 
     @property
-    def total(self) -> int:
+    def total_bytes(self) -> int:
         return sum(file.size for file in self.files.values())
 
     def encode(self) -> bytes:
         """The manifest as a file, with its own digest as the last key."""
         values = asdict(self)
         del values["digest"]
+        for tensor in values["tensors"].values():
+            tensor["pieces"] = tensor.pop("regions")  # the key of format 1
         return serialize(values, canonical_digest(values))
 
     @classmethod
@@ -160,7 +162,7 @@ def validate_tensor(name: str, tensor: TensorRecord, files: dict[str, FileRecord
     if rank > 64 or not all(type(n) is int and 0 <= n < 1 << 63 for n in tensor.shape):
         raise InvalidManifest(f"tensor {name}: no tensor has its shape")
     filled = 0
-    for piece in tensor.pieces:
+    for piece in tensor.regions:
         numbers = (*piece.offset, *piece.shape, piece.start, piece.length)
         if len(piece.offset) != rank or len(piece.shape) != rank or not all(type(n) is int and n >= 0 for n in numbers):
             raise InvalidManifest(
@@ -177,7 +179,7 @@ def validate_tensor(name: str, tensor: TensorRecord, files: dict[str, FileRecord
         ):
             raise InvalidManifest(f"tensor {name}: a piece lies outside of {piece.file}")
         filled += prod(piece.shape)
-    if filled != prod(tensor.shape) or regions_overlap(tensor.pieces):
+    if filled != prod(tensor.shape) or regions_overlap(tensor.regions):
         raise InvalidManifest(
             f"tensor {name}: its pieces hold {filled} of {prod(tensor.shape)} elements, or some twice"
         )

@@ -28,7 +28,7 @@ class RestoreResult:
     manifest: Manifest
     name: str
     seconds: float
-    passed_over: list[tuple[str, list[Damage]]] = field(default_factory=list)
+    skipped: list[tuple[str, list[Damage]]] = field(default_factory=list)
 
 
 def restore(

@@ -24,7 +24,7 @@ class RetentionPolicy:
         stays for the next time, and is raised at the end.
         """
         entries = list_checkpoint_folders(self.store)
-        listed = [entry for entry in entries if entry.published and not entry.fenced and self.lineage.has(entry)]
+        listed = [entry for entry in entries if entry.published and not entry.fenced and self.lineage.includes(entry)]
         kept = 0
         cut = len(listed)
         for index, entry in enumerate(listed):

@@ -43,11 +43,11 @@ class CheckpointMetadata:
     """What a manifest says beside tensors, at one step."""
 
     step: int
-    common: dict[str, Any]
+    shared_fields: dict[str, Any]
     """the manifest's fields data, rng, schedule, scaler and counters: the same on every rank"""
     owner: str
-    owned: dict[str, Any]
-    used: int = 0
+    owner_state: dict[str, Any]
+    used_parameters: int = 0
     """a word of which parameters the last step used: nothing is published unless ranks agree on it"""
 
 
@@ -58,17 +58,17 @@ class SaveResult:
     step: int
     folder: str
     bytes: int = 0
-    stall: float = 0.0
+    stall_seconds: float = 0.0
     seconds: float = 0.0
     skipped: int = 0
     deleted: list[str] = field(default_factory=list)
-    not_deleted: str = ""
+    retention_error: str = ""
     """why retention failed, if it did"""
     error: MeshwrightError | None = None
 
     def to_json(self) -> dict[str, Any]:
         facts = {key: value for key, value in vars(self).items() if key != "error"}
-        return facts | {"stall": round(self.stall, 4), "seconds": round(self.seconds, 4)}
+        return facts | {"stall_seconds": round(self.stall_seconds, 4), "seconds": round(self.seconds, 4)}
 
 
 class HostStager:
@@ -160,27 +160,27 @@ class CheckpointSaver:
         self.planner = LocalShardSavePlanner()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self.flying: Future[SaveResult] | None = None
-        self.parent, self.ordinal, self.newest = "", 0, -1
+        self.parent, self.ordinal, self.newest_step = "", 0, -1
         self.writer: ShardWriter | None = None
         self.begun = time.monotonic()
-        self.stall = 0.0
+        self.stall_seconds = 0.0
         self.skipped = 0
         self.patience = patience
         self.moved, self.seen = 0, (0, time.monotonic())
         self.waits = False
         """whether this rank's part is done and the others' is not"""
 
-    def news(self, step: int) -> tuple[bool, bool]:
+    def poll(self, step: int) -> tuple[bool, bool]:
         """(whether to save once `step` steps are done, whether a save has ended that nobody has asked for). Rank 0
         alone says it and all hear it, so that all act on it at one step.
         """
         return self.due(step), self.flying is not None and self.flying.done()
 
     def due(self, step: int) -> bool:
-        if self.config.mode == "off" or step == self.newest:
+        if self.config.mode == "off" or step == self.newest_step:
             return False
         waited = time.monotonic() - self.begun
-        by_time = self.config.seconds and waited >= max(self.config.seconds, self.stall / self.config.overhead)
+        by_time = self.config.seconds and waited >= max(self.config.seconds, self.stall_seconds / self.config.overhead)
         by_steps = self.config.every and step % self.config.every == 0
         if not (by_time or by_steps):
             return False
@@ -192,22 +192,22 @@ class CheckpointSaver:
 
     def save(self, notes: CheckpointMetadata, wait: bool = False) -> list[SaveResult]:
         """Begins a save; gives what became of the one before, and of this one where it was waited for."""
-        done = self.settle()  # rank 0 found its own ended; another rank's is at most a message behind
+        done = self.wait()  # rank 0 found its own ended; another rank's is at most a message behind
         self.begun = start = time.monotonic()
         self.seen = (self.moved, start)
         self.world.heartbeat.enter("save", notes.step)
         faults.reach("save.stage", notes.step)
         assert self.stager is not None
         staged = self.stager.copy(self.state())
-        self.stall = time.monotonic() - start
+        self.stall_seconds = time.monotonic() - start
         self.flying = self.thread.submit(self._run, notes, self.stager, staged)
         if wait or self.config.mode == "sync":
-            done += self.settle()
-            self.stall = done[-1].stall = time.monotonic() - start
-        self.world.heartbeat.add({"save": self.stall})
+            done += self.wait()
+            self.stall_seconds = done[-1].stall_seconds = time.monotonic() - start
+        self.world.heartbeat.add({"save": self.stall_seconds})
         return done
 
-    def settle(self) -> list[SaveResult]:
+    def wait(self) -> list[SaveResult]:
         """The save that is in flight, waited for. The page shows life as long as bytes move, and says so where only
         other ranks' bytes are still missing.
         """
@@ -221,13 +221,13 @@ class CheckpointSaver:
                 self.world.heartbeat.beat()
         self.world.heartbeat.set_waiting(False)
         saved, self.flying = self.flying.result(), None
-        saved.stall = self.stall = max(self.stall, saved.stall)
+        saved.stall_seconds = self.stall_seconds = max(self.stall_seconds, saved.stall_seconds)
         saved.skipped, self.skipped = self.skipped, 0
         if saved.error is None:
-            self.newest = saved.step
+            self.newest_step = saved.step
         return [saved]
 
-    def stuck(self) -> str:
+    def stall_warning(self) -> str:
         """Says so, once in `patience` seconds, where the save in flight does not move; no other begins meanwhile."""
         if self.flying is None or self.flying.done() or self._moves() or self.waits:
             return ""
@@ -245,9 +245,9 @@ class CheckpointSaver:
         self.seen = (moved, time.monotonic())
         return True
 
-    def follow(self, manifest: Manifest) -> None:
+    def continue_from(self, manifest: Manifest) -> None:
         """The next checkpoint is the child of this one, which the run was restored from."""
-        self.parent, self.ordinal, self.newest = manifest.digest, manifest.ordinal + 1, manifest.step
+        self.parent, self.ordinal, self.newest_step = manifest.digest, manifest.ordinal + 1, manifest.step
 
     def close(self) -> None:
         self.thread.shutdown(wait=True)
@@ -257,7 +257,7 @@ class CheckpointSaver:
         start = time.monotonic()
         saved = SaveResult(notes.step, checkpoint_folder(notes.step, self.attempt))
         try:
-            saved.stall = stager.wait()
+            saved.stall_seconds = stager.wait()
             self._agree(notes, state, stager)
             head = shard_header(self.lineage.run, self.lineage.timeline, notes.step, self.attempt, self.world.rank)
             self.writer = ShardWriter(
@@ -266,7 +266,7 @@ class CheckpointSaver:
                 self.world.rank,
                 notes.step,
                 head,
-                (notes.owner, notes.owned),
+                (notes.owner, notes.owner_state),
                 lambda files, tensors, owners: self._publish(notes, saved, files, tensors, owners),
                 written=self._written,
             )
@@ -321,7 +321,7 @@ class CheckpointSaver:
         try:
             saved.deleted = self.retention.apply(self._progress)
         except Exception as error:  # noqa: BLE001  of this rank alone: it must not make the save one that failed
-            saved.not_deleted = f"older checkpoints could not be deleted: {error}"
+            saved.retention_error = f"older checkpoints could not be deleted: {error}"
 
     def _progress(self) -> None:
         self.moved += 1
@@ -330,7 +330,7 @@ class CheckpointSaver:
         """Every rank learns the same verdict before any of them writes."""
         step = notes.step
         unsound = next((name for name, block in state.items() if not is_finite(name, block.local)), "")
-        rows = self._gather(bool(unsound), notes.used, *stager.replicas.digests(stager.words))
+        rows = self._gather(bool(unsound), notes.used_parameters, *stager.replicas.digests(stager.words))
         flags, digests = [row[0] for row in rows], [row[2:] for row in rows]
         if len({row[1] for row in rows}) > 1:
             raise NumericsError(
@@ -360,7 +360,7 @@ class CheckpointSaver:
         lineage = {"run": self.lineage.run, "timeline": self.lineage.timeline}
         place = {"step": notes.step, "attempt": self.attempt, "ordinal": self.ordinal, "parent": self.parent}
         content = {"owners": owners, "files": files, "tensors": tensors}
-        manifest = Manifest(**lineage, **place, **self.facts, **notes.common, **content)  # type: ignore[arg-type]
+        manifest = Manifest(**lineage, **place, **self.facts, **notes.shared_fields, **content)  # type: ignore[arg-type]
         manifest.check()
         raw = manifest.encode()
         if len(raw) > MAX_MANIFEST_BYTES:
@@ -370,7 +370,7 @@ class CheckpointSaver:
             raise CheckpointError(f"{saved.folder} exists already and is not written over")
         faults.reach("save.after_publish", notes.step)
         self.parent = json.loads(raw[raw.rindex(b":") + 1 : -2])  # the digest is the last key
-        saved.bytes = manifest.total
+        saved.bytes = manifest.total_bytes
 
 
 def is_finite(name: str, tensor: torch.Tensor) -> bool:

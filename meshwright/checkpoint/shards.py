@@ -51,7 +51,7 @@ class WrittenShard:
     file: str
     record: FileRecord
     owner: str
-    owned: dict[str, Any]
+    owner_state: dict[str, Any]
 
 
 class ShardWriter(StorageWriter):
@@ -130,7 +130,7 @@ class ShardWriter(StorageWriter):
         for result in (result for rank in results for result in rank):
             if isinstance(result.storage_data, WrittenShard):
                 files[result.storage_data.file] = result.storage_data.record
-                owners[result.storage_data.owner] = result.storage_data.owned
+                owners[result.storage_data.owner] = result.storage_data.owner_state
             else:
                 pieces[result.index.fqn].append(result.storage_data)
         tensors = {}
@@ -152,7 +152,7 @@ class ShardReader(StorageReader):
         self.entry, self.progress = entry, progress
         assert entry.manifest is not None
         self.manifest, self.tensors = entry.manifest, entry.manifest.tensors
-        self.pieces = {(n, piece.offset): piece for n, record in self.tensors.items() for piece in record.pieces}
+        self.regions = {(n, piece.offset): piece for n, record in self.tensors.items() for piece in record.regions}
         self.buffer = bytearray(
             min(entry.manifest.chunk, max((f.size for f in entry.manifest.files.values()), default=0))
         )
@@ -166,7 +166,7 @@ class ShardReader(StorageReader):
         """DCP's own metadata, made anew from the manifest."""
         known: dict[str, Any] = {}
         for name, record in self.tensors.items():
-            blocks = [ChunkStorageMetadata(torch.Size(p.offset), torch.Size(p.shape)) for p in record.pieces]
+            blocks = [ChunkStorageMetadata(torch.Size(p.offset), torch.Size(p.shape)) for p in record.regions]
             properties = TensorProperties(dtype=getattr(torch, record.dtype))
             known[name] = TensorStorageMetadata(properties, torch.Size(record.shape), blocks)
         return Metadata(known)
@@ -198,7 +198,7 @@ class ShardReader(StorageReader):
         return done
 
     def _piece(self, item: ReadItem) -> TensorRegion:
-        return self.pieces[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
+        return self.regions[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
 
     def _block(self, piece: TensorRegion, dtype: str) -> torch.Tensor:
         index, begin = divmod(piece.start, self.manifest.chunk)

@@ -25,7 +25,7 @@ def read_full_tensor(entry: CheckpointEntry, name: str) -> NDArray[Any]:
     record = entry.manifest.tensors[name]
     element = np.dtype(f"<u{TENSOR_BYTES[record.dtype]}")
     whole = np.empty(record.shape, element)
-    for piece in record.pieces:
+    for piece in record.regions:
         content = entry.store.read(f"{entry.folder}/{piece.file}", piece.start, piece.length)
         block = tuple(slice(o, o + s) for o, s in zip(piece.offset, piece.shape, strict=True))
         whole[block] = np.frombuffer(content, element).reshape(piece.shape)

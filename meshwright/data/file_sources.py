@@ -70,7 +70,7 @@ class TokenSource:
             *(block.tobytes() for block in scan_blocks(self.ids)),
         )
 
-    def blank(self) -> Sample:
+    def masked_sample(self) -> Sample:
         return masked_tokens(self.sequence)
 
 

@@ -48,8 +48,8 @@ class MicroBatch:
     """The tensors of one forward pass (targets last), how much counts in them, and what could not be decoded."""
 
     tensors: tuple[Tensor, ...]
-    valid: int
-    bad: tuple[BadSample, ...] = ()
+    valid_targets: int
+    bad_samples: tuple[BadSample, ...] = ()
 
 
 class MicroBatchDataset(Dataset[MicroBatch]):
@@ -74,7 +74,7 @@ class MicroBatchDataset(Dataset[MicroBatch]):
                 samples.append(())
         if bad and not self.quarantine:
             return MicroBatch((), 0, tuple(bad))
-        blank = self.source.blank() if bad else ()
+        blank = self.source.masked_sample() if bad else ()
         whole = [sample or blank for sample in samples]
         first = [part.shape for part in whole[0]]
         for sample, parts in zip(map(int, ids), whole, strict=True):
@@ -125,7 +125,7 @@ class Loader:
         own = np.arange(self.batch.local, dtype=np.uint64) + np.uint64(self.coordinate * self.batch.local)
         for start in range(first, end, stride):
             steps = np.arange(start, min(start + stride, end), dtype=np.uint64)
-            ids = self.stream.at((steps[:, None] * np.uint64(self.batch.global_) + own).ravel())
+            ids = self.stream.sample_ids((steps[:, None] * np.uint64(self.batch.global_) + own).ravel())
             yield from ids.reshape(-1, self.batch.micro)
 
     def _decoded(self, ids: Iterator[Positions]) -> Generator[MicroBatch, None, None]:

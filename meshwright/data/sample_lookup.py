@@ -41,7 +41,7 @@ class SampleLookup:
                 f"--rank {rank} is not one of the run's {self.layout.ranks}",
                 f"allowed: from 0 to {self.layout.ranks - 1}",
             )
-        ids = self.stream.slice(step, self.layout.data_coordinate(rank), self.batch.replicas)
+        ids = self.stream.local_samples(step, self.layout.data_coordinate(rank), self.batch.replicas)
         return {
             "step": step,
             "rank": rank,
@@ -53,9 +53,9 @@ class SampleLookup:
         """Where training meets a sample, for its first so many epochs."""
         if not 1 <= epochs <= MAX_EPOCHS:
             raise ConfigError(f"--epochs {epochs} is out of range", f"allowed: from 1 to {MAX_EPOCHS}")
-        source, index = self.stream.source_of(sample)
+        source, index = self.stream.locate(sample)
         places = []
-        for place in islice(self.stream.find(sample), epochs):
+        for place in islice(self.stream.occurrences(sample), epochs):
             coordinate, within = divmod(place.index, self.batch.local)
             rank = self.layout.reader(coordinate)
             places.append(asdict(place) | {"rank": rank, "micro_step": within // self.batch.micro})
@@ -64,7 +64,7 @@ class SampleLookup:
             "source": self.sources[source],
             "source_index": index,
             "held_out": not places,
-            "places": places,
+            "occurrences": places,
         }
 
 
@@ -78,7 +78,7 @@ def open_sample_lookup(run: Path) -> SampleLookup:
             names = [str(source["name"]) for source in record["sources"]]
             if type(micro) not in (int, type(None)) or micro == 0:
                 raise ValueError("impossible batch")
-            if len(names) != len(stream.parts):
+            if len(names) != len(stream.sources):
                 raise ValueError("sources and stream differ")
             return SampleLookup(
                 stream, derive_batch(BatchConfig(stream.global_batch, micro), layout.data_degree), layout, names
@@ -106,4 +106,6 @@ def layout_from_record(placement: dict[str, Any]) -> Layout:
 def build_stream(config: RunConfig, sources: Sequence[Source]) -> Stream:
     """The stream that a config makes of its sources."""
     weights = [source.weight for source in config.data.mixture] or [1.0]
-    return Stream.over(config.seed, config.batch.global_, [len(s) for s in sources], weights, config.eval.holdout)
+    return Stream.from_lengths(
+        config.seed, config.batch.global_, [len(s) for s in sources], weights, config.eval.holdout
+    )

@@ -28,7 +28,7 @@ class Source(Protocol):
 
     def fingerprint(self) -> str: ...
 
-    def blank(self) -> Sample:
+    def masked_sample(self) -> Sample:
         """A sample of the right shape whose targets all count for nothing."""
         ...
 
@@ -59,8 +59,8 @@ class ConcatenatedSource:
     def fingerprint(self) -> str:
         return content_digest(*(source.fingerprint() for source in self.sources))
 
-    def blank(self) -> Sample:
-        return self.sources[0].blank()
+    def masked_sample(self) -> Sample:
+        return self.sources[0].masked_sample()
 
 
 class SyntheticSource:
@@ -80,7 +80,7 @@ class SyntheticSource:
     def fingerprint(self) -> str:
         return content_digest("synthetic", self.samples, self.sequence, self.vocab)
 
-    def blank(self) -> Sample:
+    def masked_sample(self) -> Sample:
         return masked_tokens(self.sequence)
 
 
@@ -129,7 +129,7 @@ class IndexableSource:
                 pieces.append(type(error).__name__)
         return content_digest(*pieces)
 
-    def blank(self) -> Sample:
+    def masked_sample(self) -> Sample:
         for index in range(min(len(self), 1000)):
             try:
                 sample = self[index]

@@ -51,10 +51,10 @@ class SampleOccurrence:
 class Stream:
     seed: int
     global_batch: int
-    parts: tuple[SourceShare, ...]
+    sources: tuple[SourceShare, ...]
 
     @classmethod
-    def over(
+    def from_lengths(
         cls, seed: int, global_batch: int, lengths: Sequence[int], weights: Sequence[float], holdout: float
     ) -> Stream:
         """The stream over sources of these lengths and weights, with a share of each held out for evaluation."""
@@ -74,7 +74,7 @@ class Stream:
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Stream:
         """The inverse of to_json. What a stranger wrote must be a possible stream, or it is a ValueError."""
-        parts = tuple(SourceShare(**part) for part in tree["parts"])
+        parts = tuple(SourceShare(**part) for part in tree["sources"])
         stream = cls(tree["seed"], tree["global_batch"], parts)
         numbers = [stream.global_batch, *(n for p in parts for n in (p.samples, p.held_out, p.quota))]
         possible = (
@@ -95,24 +95,24 @@ class Stream:
 
     @property
     def samples(self) -> int:
-        return sum(part.samples for part in self.parts)
+        return sum(part.samples for part in self.sources)
 
     def step(self, step: int) -> Positions:
         """The sample ids of a step, in global order."""
-        return self.at(self._positions(step * self.global_batch, self.global_batch))
+        return self.sample_ids(self._positions(step * self.global_batch, self.global_batch))
 
-    def slice(self, step: int, coordinate: int, replicas: int) -> Positions:
+    def local_samples(self, step: int, coordinate: int, replicas: int) -> Positions:
         """The ids that one data coordinate of so many reads in a step, in order; its micro-steps are consecutive cuts
         of it.
         """
         local = self.global_batch // replicas
-        return self.at(self._positions(step * self.global_batch + coordinate * local, local))
+        return self.sample_ids(self._positions(step * self.global_batch + coordinate * local, local))
 
-    def at(self, positions: Positions) -> Positions:
+    def sample_ids(self, positions: Positions) -> Positions:
         """The sample id at each position."""
         which, own = self._assign(positions)
         ids = np.empty_like(positions)
-        for index, part in enumerate(self.parts):
+        for index, part in enumerate(self.sources):
             mine = np.flatnonzero(which == index)
             if not mine.size:
                 continue
@@ -122,7 +122,7 @@ class Stream:
 
     def _shuffled(self, index: int, own: Positions) -> Positions:
         """Ordinals of a source's own stream, each shuffled within its epoch."""
-        trained = np.uint64(self.parts[index].trained)
+        trained = np.uint64(self.sources[index].trained)
         first, last = int(own.min() // trained), int(own.max() // trained)
         if first == last:  # all of one epoch, as nearly always
             return self._epoch(index, first)(own - np.uint64(first) * trained)
@@ -132,39 +132,39 @@ class Stream:
             within[here] = self._epoch(index, int(e))(within[here])
         return within
 
-    def evaluation(self, most: int) -> Positions:
+    def held_out_samples(self, most: int) -> Positions:
         """The first held-out ids, at most so many, each once, the sources in their shares."""
-        most = min(most, CYCLE * sum(part.held_out for part in self.parts))
+        most = min(most, CYCLE * sum(part.held_out for part in self.sources))
         which, own = self._assign(np.arange(most, dtype=np.uint64))
         ids: list[Positions] = []
-        for index, part in enumerate(self.parts):
+        for index, part in enumerate(self.sources):
             ordinals = own[which == index]
             ordinals = ordinals[ordinals < part.held_out]
             ids.append(self._split(index, ordinals) + np.uint64(self._offset(index)))
         return np.concatenate(ids)
 
-    def source_of(self, sample: int) -> tuple[int, int]:
+    def locate(self, sample: int) -> tuple[int, int]:
         """(source, index within it) of a sample id."""
         if not 0 <= sample < self.samples:
             raise DataError(f"sample {sample} is not in the stream", f"allowed: from 0 to {self.samples - 1}")
-        for index, part in enumerate(self.parts):
+        for index, part in enumerate(self.sources):
             if sample < part.samples:
                 return index, sample
             sample -= part.samples
         raise AssertionError("unreachable")
 
-    def find(self, sample: int) -> Iterator[SampleOccurrence]:
+    def occurrences(self, sample: int) -> Iterator[SampleOccurrence]:
         """Every place where training meets the sample, epoch after epoch without end; none if it is held out."""
         for epoch in count():
-            place = self.place(sample, epoch)
+            place = self.occurrence(sample, epoch)
             if place is None:
                 return
             yield place
 
-    def place(self, sample: int, epoch: int) -> SampleOccurrence | None:
+    def occurrence(self, sample: int, epoch: int) -> SampleOccurrence | None:
         """Where training meets the sample in one epoch of its source; None if it is held out."""
-        index, within = self.source_of(sample)
-        part = self.parts[index]
+        index, within = self.locate(sample)
+        part = self.sources[index]
         ordinal = int(self._split_permutation(index).inverse(as_positions(within))[0]) if part.held_out else within
         if ordinal < part.held_out:
             return None
@@ -175,7 +175,7 @@ class Stream:
     def epoch_at(self, position: int) -> int:
         """Which epoch of its own source the sample at a position belongs to."""
         which, own = self._assign(as_positions(position))
-        return int(own[0]) // self.parts[int(which[0])].trained
+        return int(own[0]) // self.sources[int(which[0])].trained
 
     def _positions(self, start: int, length: int) -> Positions:
         if not 0 <= start <= MAX_LENGTH:
@@ -184,15 +184,15 @@ class Stream:
 
     def _assign(self, positions: Positions) -> tuple[Positions, Positions]:
         """(source, ordinal in that source's own stream) of each position."""
-        if len(self.parts) == 1:
+        if len(self.sources) == 1:
             return np.zeros_like(positions), positions
         which, own = np.empty_like(positions), np.empty_like(positions)
         cycle, within = np.divmod(positions, np.uint64(CYCLE))
         for c in np.unique(cycle):
             here = cycle == c
-            source = cycle_sources(self.seed, tuple(part.quota for part in self.parts), int(c))
+            source = cycle_sources(self.seed, tuple(part.quota for part in self.sources), int(c))
             which[here] = source[within[here]]
-            for index, part in enumerate(self.parts):
+            for index, part in enumerate(self.sources):
                 before = np.cumsum(source == index, dtype=np.uint64) - np.uint64(1)
                 mine = np.flatnonzero(here & (which == index))
                 own[mine] = c * np.uint64(part.quota) + before[within[mine]]
@@ -200,24 +200,24 @@ class Stream:
 
     def _position(self, index: int, own: int) -> int:
         """The inverse of _assign."""
-        if len(self.parts) == 1:
+        if len(self.sources) == 1:
             return own
-        cycle, nth = divmod(own, self.parts[index].quota)
-        source = cycle_sources(self.seed, tuple(part.quota for part in self.parts), cycle)
+        cycle, nth = divmod(own, self.sources[index].quota)
+        source = cycle_sources(self.seed, tuple(part.quota for part in self.sources), cycle)
         return cycle * CYCLE + int(np.flatnonzero(source == index)[nth])
 
     def _offset(self, index: int) -> int:
-        return sum(part.samples for part in self.parts[:index])
+        return sum(part.samples for part in self.sources[:index])
 
     def _epoch(self, index: int, epoch: int) -> Permutation:
-        return Permutation(self.parts[index].trained, f"{self.seed}/source/{index}/epoch/{epoch}")
+        return Permutation(self.sources[index].trained, f"{self.seed}/source/{index}/epoch/{epoch}")
 
     def _split_permutation(self, index: int) -> Permutation:
-        return Permutation(self.parts[index].samples, f"{self.seed}/source/{index}/split")
+        return Permutation(self.sources[index].samples, f"{self.seed}/source/{index}/split")
 
     def _split(self, index: int, ordinals: Positions) -> Positions:
         """Held-out ordinals come first; with nothing held out there is nothing to split."""
-        return self._split_permutation(index)(ordinals) if self.parts[index].held_out and ordinals.size else ordinals
+        return self._split_permutation(index)(ordinals) if self.sources[index].held_out and ordinals.size else ordinals
 
 
 @lru_cache(maxsize=8)

@@ -109,8 +109,8 @@ class Terminal:
 
     def _checkpoint(self, event: Event) -> None:
         self.saved = event["step"]
-        if event["not_deleted"]:
-            self.note(event, event["not_deleted"], "yellow")
+        if event["retention_error"]:
+            self.note(event, event["retention_error"], "yellow")
 
     def _save_failed(self, event: Event) -> None:
         self.note(event, f"SAVE FAILED: {event['message']}", "bold red")

@@ -85,7 +85,7 @@ def source_of(config: RunConfig) -> Masked:
 
 
 def stream_of(config: RunConfig) -> Stream:
-    return Stream.over(config.seed, config.batch.global_, [SAMPLES], [1.0], HELD_OUT)
+    return Stream.from_lengths(config.seed, config.batch.global_, [SAMPLES], [1.0], HELD_OUT)
 
 
 def held_out(layout: Layout) -> int:
@@ -148,7 +148,7 @@ def _alone(config: RunConfig) -> Trail:
             each.router.bias.copy_(rebalance(each.router.bias, each.take()[0], config.model.router_bias_rate))
     trail.moved = {name: p.detach() - before[name] for name, p in (named | biases).items()}
     with torch.no_grad():
-        trail.evaluation = float(loss_of(stream.evaluation(held_out(Layout.of(config.layout)))))
+        trail.evaluation = float(loss_of(stream.held_out_samples(held_out(Layout.of(config.layout)))))
     return trail
 
 

@@ -33,7 +33,7 @@ def check_stream(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
 
 def telling_steps(stream: Stream) -> list[int]:
     """The first steps, those around the end of the first source's first epoch, and one far away."""
-    last = stream.parts[0].trained // stream.global_batch
+    last = stream.sources[0].trained // stream.global_batch
     return sorted({0, 1, max(0, last - 1), last, last + 1, 10**8})
 
 
@@ -46,7 +46,7 @@ def union_of_slices(stream: Stream) -> tuple[str, bool, str]:
     for step in telling_steps(stream):
         whole = stream.step(step)
         for replicas in degrees(stream):
-            slices = [stream.slice(step, rank, replicas) for rank in range(replicas)]
+            slices = [stream.local_samples(step, rank, replicas) for rank in range(replicas)]
             if not np.array_equal(np.concatenate(slices), whole):
                 return (
                     "ranks' slices make up the step",
@@ -58,7 +58,7 @@ def union_of_slices(stream: Stream) -> tuple[str, bool, str]:
 
 
 def each_sample_once(stream: Stream) -> Iterator[tuple[str, bool, str]]:
-    for index, part in enumerate(stream.parts):
+    for index, part in enumerate(stream.sources):
         promise = f"source {index}: an epoch holds each sample once"
         ids = first_of_source(stream, index, min(part.trained, WHOLE_EPOCH))
         distinct = len(np.unique(ids))
@@ -71,31 +71,31 @@ def each_sample_once(stream: Stream) -> Iterator[tuple[str, bool, str]]:
 
 def first_of_source(stream: Stream, index: int, count: int) -> Positions:
     """The first ids that the stream draws from one source: at most count, of what WHOLE_EPOCH positions hold."""
-    start = sum(part.samples for part in stream.parts[:index])
-    part, found, position = stream.parts[index], np.empty(0, np.uint64), 0
+    start = sum(part.samples for part in stream.sources[:index])
+    part, found, position = stream.sources[index], np.empty(0, np.uint64), 0
     # A source of three samples has thousands of epochs in a short stretch of the stream: the stretch is bounded too.
-    end = min(WHOLE_EPOCH, 5000 * min(part.trained for part in stream.parts)) if len(stream.parts) > 1 else count
+    end = min(WHOLE_EPOCH, 5000 * min(part.trained for part in stream.sources)) if len(stream.sources) > 1 else count
     while len(found) < count and position < end:
-        ids = stream.at(np.arange(position, min(end, position + max(1000, count)), dtype=np.uint64))
+        ids = stream.sample_ids(np.arange(position, min(end, position + max(1000, count)), dtype=np.uint64))
         found = np.concatenate([found, ids[(ids >= start) & (ids < start + part.samples)]])
         position += len(ids)
     return found[:count]
 
 
 def reshuffled(stream: Stream) -> tuple[str, bool, str]:
-    part = stream.parts[0]
+    part = stream.sources[0]
     one = Stream(stream.seed, stream.global_batch, (part,))
     count = min(part.trained, 100_000)
-    first = one.at(np.arange(count, dtype=np.uint64))
-    second = one.at(np.arange(count, dtype=np.uint64) + np.uint64(part.trained))
+    first = one.sample_ids(np.arange(count, dtype=np.uint64))
+    second = one.sample_ids(np.arange(count, dtype=np.uint64) + np.uint64(part.trained))
     same = int((first == second).sum())
     kept = part.trained < 8 or same < count / 2
     return "each epoch has its own order", kept, f"{same:,} of {count:,} places hold the same sample in epochs 0 and 1"
 
 
 def held_out_never_trained(stream: Stream) -> tuple[str, bool, str]:
-    ids = stream.evaluation(10_000)
-    met = [int(sample) for sample in ids if next(stream.find(int(sample)), None) is not None]
+    ids = stream.held_out_samples(10_000)
+    met = [int(sample) for sample in ids if next(stream.occurrences(int(sample)), None) is not None]
     return (
         "held-out samples are never trained on",
         not met,
@@ -108,7 +108,7 @@ def find_inverts_show(stream: Stream) -> tuple[str, bool, str]:
     for step in telling_steps(stream):
         for index, sample in enumerate(stream.step(step)[:16].tolist()):
             position = step * stream.global_batch + index
-            place = stream.place(sample, stream.epoch_at(position))
+            place = stream.occurrence(sample, stream.epoch_at(position))
             if place is None or place.position != position:
                 return "find is the inverse of show", False, f"step {step} shows sample {sample}, find leads to {place}"
             checked += 1
@@ -119,7 +119,7 @@ def resumed_anywhere(config: RunConfig, source: ConcatenatedSource, stream: Stre
     """What the real loader gives from step k on is what it gave from step 0, on other rank counts and workers too."""
     promise, steps = "resume at any step, other ranks, other workers: same data", 6
     few = min(stream.global_batch, 64)
-    small = Stream(stream.seed, few, stream.parts)
+    small = Stream(stream.seed, few, stream.sources)
     whole = loaded(config, source, small, 1, 0, 0, steps)
     compared = 0
     for replicas in degrees(small)[:3]:
@@ -149,7 +149,7 @@ def loaded(
             for micros in ranks:
                 for micro in micros:
                     digest.update(
-                        micro.tensors[column].numpy().tobytes() if micro.tensors else repr(micro.bad).encode()
+                        micro.tensors[column].numpy().tobytes() if micro.tensors else repr(micro.bad_samples).encode()
                     )
         digests.append(digest.hexdigest())
     return digests

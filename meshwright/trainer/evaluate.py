@@ -19,7 +19,7 @@ class Evaluation:
     """
 
     def __init__(self, source: ConcatenatedSource, stream: Stream, samples: int, batch: Batch, coordinate: int) -> None:
-        ids = stream.evaluation(samples)
+        ids = stream.held_out_samples(samples)
         own = ids[coordinate :: batch.replicas]
         self.samples = len(ids)
         self.cuts = [own[start : start + batch.micro] for start in range(0, len(own), batch.micro)]
@@ -42,13 +42,15 @@ class Evaluation:
         for index in range(self.passes):
             world.heartbeat.beat()
             batch = self.decoder[self.cuts[index] if index < len(self.cuts) else self.filler]
-            if batch.bad and index < len(self.cuts):
-                bad = bad or str(batch.bad[0])
+            if batch.bad_samples and index < len(self.cuts):
+                bad = bad or str(batch.bad_samples[0])
             with precision.autocast(), spread.micro_step(last=True):
                 total = spread.forward_loss(*map(world.to_device, spread.take(batch.tensors)))
             if index < len(self.cuts):
                 own = [total.double() if reports_loss else torch.zeros((), device=world.device, dtype=torch.float64)]
-                sums += torch.stack([*own, torch.tensor(float(batch.valid) * counts_tokens, device=world.device)])
+                sums += torch.stack(
+                    [*own, torch.tensor(float(batch.valid_targets) * counts_tokens, device=world.device)]
+                )
         spread.reshard()
         for module, mode in modes:  # a user may have frozen some
             module.training = mode

@@ -162,7 +162,7 @@ class Training:
             reports_loss=self.reports_loss,
             quarantine=config.data.on_bad_sample == "quarantine",
             signal_seen=self.signals.seen,
-            saving=self.saver.news if world.rank == 0 else lambda _done: (False, False),
+            saving=self.saver.poll if world.rank == 0 else lambda _done: (False, False),
         )
         source = ConcatenatedSource(job.sources)
         loader = Loader(source, self.stream, job.batch, coordinate, config.data)
@@ -179,7 +179,7 @@ class Training:
             newest = next((entry.step for entry in list_published(store)), -1)
             claim_run_folder(job.folder, job.config, identity, job.fork, newest)
         told = self.world.tell(read_json(job.folder.identity_file) if self.world.rank == 0 else None, "lineage")
-        return RunLineage.of(told)
+        return RunLineage.from_identity(told)
 
     def _restore(self, store: Store, lineage: RunLineage) -> int:
         """Goes on from the newest intact checkpoint; the steps that it has done."""
@@ -196,7 +196,7 @@ class Training:
         self.optimizer.reload()
         self.parallel_model.after_update()
         self.resume.apply(manifest, self.ledger, self.precision)
-        self.saver.follow(manifest)
+        self.saver.continue_from(manifest)
         self.log.write(
             "restored",
             step=manifest.step,
@@ -262,15 +262,15 @@ class Training:
             self.ledger.settle()
             self._tell(self.saver.save(self.notes()))
         elif self.agreed.saved:
-            self._tell(self.saver.settle())
-        elif said := self.saver.stuck():
+            self._tell(self.saver.wait())
+        elif said := self.saver.stall_warning():
             self.log.write("save_failed", step=self.done, message=said)
 
     def save(self) -> None:
         """A checkpoint of this very step, before anything else happens."""
         self.world.heartbeat.enter("save")
-        self._tell(self.saver.settle())
-        if self.saver.newest != self.done and self.job.config.checkpoint.mode != "off":
+        self._tell(self.saver.wait())
+        if self.saver.newest_step != self.done and self.job.config.checkpoint.mode != "off":
             self._tell(self.saver.save(self.notes(), wait=True), must=True)
 
     def _tell(self, saves: list[SaveResult], must: bool = False) -> None:

@@ -45,8 +45,8 @@ def start_record(job: Job, spread: ParallelModel, stream: Stream, world: World) 
         "torch": torch.__version__,
         "sources": [s.name for s in job.sources],
         "samples": stream.samples,
-        "held_out": sum(part.held_out for part in stream.parts),
-        "epoch_steps": round(sum(part.trained for part in stream.parts) / stream.global_batch, 2),
+        "held_out": sum(part.held_out for part in stream.sources),
+        "epoch_steps": round(sum(part.trained for part in stream.sources) / stream.global_batch, 2),
         "time": time.time(),
     }
 

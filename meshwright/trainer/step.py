@@ -233,7 +233,7 @@ class Step:
         """
         if traffic.local_square is None or self.parallel_model.forward_is_collective:
             return torch.full_like(norm, float("nan"))
-        own = sum(batch.valid for batch in batches)
+        own = sum(batch.valid_targets for batch in batches)
         return traffic.local_square * (agreement.tokens / max(1, own)) ** 2
 
     def _seed(self, step: int) -> None:
@@ -246,10 +246,10 @@ class Step:
             torch.cuda.manual_seed(seed)
 
     def _control_vector(self, step: int, batches: list[MicroBatch]) -> list[int]:
-        bad = sum(len(batch.bad) for batch in batches)
+        bad = sum(len(batch.bad_samples) for batch in batches)
         seen = self.signal_seen()
         stops = [seen == signal.SIGINT, seen == signal.SIGTERM]
-        own = [sum(b.valid for b in batches), bad, int(bad > 0)] if self.counts_tokens else [0, 0, 0]
+        own = [sum(b.valid_targets for b in batches), bad, int(bad > 0)] if self.counts_tokens else [0, 0, 0]
         used = self.optimizer.used & 0xFFFF
         return [*own, *stops, *self.saving(step + 1), used, used**2]
 
@@ -259,7 +259,7 @@ class Step:
         if squares * self.world.size != used**2:  # equal on all ranks, or not
             raise parameter_use_error(self.world.rank, step - 1)
         if bad and not self.quarantine:
-            own: list[BadSample] = [sample for batch in batches for sample in batch.bad]
+            own: list[BadSample] = [sample for batch in batches for sample in batch.bad_samples]
             if own:
                 raise DataError(
                     f"rank {self.world.rank} step {step}: {own[0]}",

@@ -127,7 +127,7 @@ class StepRecorder:
 
     def _bad_samples(self, outcome: StepOutcome) -> None:
         for batch in outcome.batches:
-            for bad in batch.bad:
+            for bad in batch.bad_samples:
                 self.log.write("bad_sample", step=outcome.step, **asdict(bad))
         self.bad_samples += outcome.control.bad_samples  # the same sum on every rank
         budget = self.config.data.bad_sample_budget

@@ -54,7 +54,7 @@ def save(step: int, store, parent: CheckpointEntry | None = None, **how) -> Save
     """One rank's save, as a run makes it; a failure is raised. Its ordinal follows on that of `parent`."""
     saver = saver_at(step, store, **how)
     if parent is not None:
-        saver.follow(parent.manifest)
+        saver.continue_from(parent.manifest)
     try:
         (saved,) = saver.save(notes_at(step))
     finally:
@@ -82,7 +82,7 @@ def save_on_two_ranks(
             rank,
             step,
             shard_header(saver.lineage.run, saver.lineage.timeline, step, attempt, rank),
-            (str(rank), notes.owned),
+            (str(rank), notes.owner_state),
             lambda *parts: saver._publish(notes, saved, *parts),
             chunk,
         )

@@ -154,7 +154,7 @@ def test_a_crash_at_any_disk_call_of_retention_keeps_enough_and_lists_none_that_
 def taking(tmp_path, monkeypatch):
     """Takes the run on a store, and gives the attempt's number."""
     place = {}
-    monkeypatch.setattr(lease, "store_of", lambda _: place["store"])
+    monkeypatch.setattr(lease, "open_run_store", lambda _: place["store"])
 
     def take(store: PosixStore) -> int:
         place["store"] = store

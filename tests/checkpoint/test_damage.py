@@ -63,7 +63,7 @@ def assert_passed_over(run) -> None:
     assert result.name == "step-00000001.a0001"
     assert parameters_digest(state.items()) == digest_at(1)
     assert [name for name, _ in said] == ["step-00000002.a0001"]
-    assert said == result.passed_over
+    assert said == result.skipped
     state = state_of(0)
     with pytest.raises(CheckpointError, match=r"step-00000002\.a0001 is damaged: ") as refused:
         restored(run, state, fallback=False)

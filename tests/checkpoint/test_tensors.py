@@ -43,7 +43,7 @@ def entry_of(root, state: CheckpointState, parts: tuple[int, ...] = (1,), name: 
         tensors[key] = TensorRecord(dtype_name(tensor), tuple(tensor.shape), tuple(pieces))
     place = {"run": LINEAGE.run, "timeline": 1, "step": 1, "attempt": 1, "ordinal": 0, "parent": "", "owners": {}}
     records = {file: FileRecord(size, ("",) * -(-size // (8 << 20))) for file, size in files.items()}
-    manifest = Manifest(**place, **FACTS, **notes_at(1).common, files=records, tensors=tensors)
+    manifest = Manifest(**place, **FACTS, **notes_at(1).shared_fields, files=records, tensors=tensors)
     manifest.check()
     return CheckpointEntry(PosixStore(root), name, 1, 1, manifest)
 
@@ -66,7 +66,7 @@ def test_the_digest_is_the_same_whatever_the_sharding(tmp_path, state):
     expected = parameters_digest(state.items())
     for parts in [(1,), (2,), (3,), (7,), (2, 3), (3, 2), (1, 3)]:
         entry = entry_of(tmp_path, state, parts, "-".join(map(str, parts)))
-        blocks = len(entry.manifest.tensors["model/grid"].pieces)
+        blocks = len(entry.manifest.tensors["model/grid"].regions)
         assert blocks == math.prod(parts), parts
         assert state_digest(entry) == expected, parts
         assert list(compare_checkpoints(entry, entry)) == []

@@ -90,7 +90,7 @@ def test_a_save_on_a_broken_disk_gives_an_error_to_judge_and_raises_nothing(disk
     saver.close()
     assert isinstance(saved.error, CheckpointError)
     assert "step-00000002.a0001 was not saved: No space left on device" in str(saved.error)
-    assert saver.newest != 2
+    assert saver.newest_step != 2
 
 
 # D2: the checkpoint is there; saying that it is not would have the step saved once more, over its own files.
@@ -104,7 +104,7 @@ def test_a_failure_of_retention_does_not_deny_the_checkpoint_that_was_published(
         assert 2 in intact_steps(store_on(trial))
         assert "was not saved" not in str(saved.error)
         assert "Input/output error" in str(vars(saved))
-        assert saver.newest == 2
+        assert saver.newest_step == 2
 
 
 # D1: what a failed save left is in the way of nothing, not even of the same step.
@@ -184,7 +184,7 @@ def test_on_slow_storage_one_save_is_in_flight_and_the_skipped_ones_are_counted(
     assert not any(saver.due(step) for step in (2, 3, 4))
     assert not (tmp_path / "checkpoints" / "step-00000001.a0001" / "manifest.json").exists()
     calls.go.set()
-    (saved,) = saver.settle()
+    (saved,) = saver.wait()
     assert (saved.step, saved.skipped, saved.error) == (1, 3, None)
     assert saver.due(5)
     saver.save(notes_at(5), wait=True)

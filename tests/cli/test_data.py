@@ -34,7 +34,7 @@ def test_show_gives_a_step_in_global_order_and_a_rank_its_part(run, capsys):
 
 def test_find_leads_back_to_the_step_rank_and_micro_step(run, capsys):
     sample = answer(capsys, "show", run, "--step", "5")["samples"][13]
-    places = answer(capsys, "find", run, "--sample", str(sample))["places"]
+    places = answer(capsys, "find", run, "--sample", str(sample))["occurrences"]
     assert (places[0]["step"], places[0]["rank"], places[0]["micro_step"], places[0]["epoch"]) == (5, 1, 1, 0)
     assert len(places) == 3
 
@@ -75,7 +75,7 @@ def test_a_wrong_question_is_refused_in_one_line(run, words, said, capsys):
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[]", "{}", '{"stream": {"seed": 0, "global_batch": 0, "parts": []}}', '{"stream": 3}']
+    "content", ["{", "[]", "{}", '{"stream": {"seed": 0, "global_batch": 0, "sources": []}}', '{"stream": 3}']
 )
 def test_a_broken_identity_is_named_not_a_stack_trace(run, content, capsys, tmp_path):
     (tmp_path / "r" / "identity.json").write_text(content)
@@ -92,4 +92,4 @@ def test_ranks_that_differ_on_tensor_alone_show_the_same_samples(tmp_path):
     shown = [contract.show(3, rank)["samples"] for rank in range(4)]
     assert shown[0] == shown[1] != shown[2] == shown[3]
     assert shown[0] + shown[2] == contract.show(3)["samples"]
-    assert contract.find(shown[2][0], 1)["places"][0]["rank"] == 2
+    assert contract.find(shown[2][0], 1)["occurrences"][0]["rank"] == 2

@@ -16,7 +16,7 @@ from meshwright.data.source import ConcatenatedSource, IndexableSource
 from meshwright.data.stream import Stream
 from meshwright.errors import DataError
 
-STREAM = Stream.over(3, 12, [50], [1.0], 0.1)
+STREAM = Stream.from_lengths(3, 12, [50], [1.0], 0.1)
 
 
 class Echo:
@@ -70,7 +70,7 @@ def test_a_sample_that_cannot_be_decoded_is_named_by_source_and_id_in_its_turn(w
         DataConfig(**workers),
     )
     for number, micros in enumerate(loader.steps(0, 3)):
-        bad = [bad for micro in micros for bad in micro.bad]
+        bad = [bad for micro in micros for bad in micro.bad_samples]
         assert len(bad) == (number == 2)
         if bad:
             assert (
@@ -79,7 +79,7 @@ def test_a_sample_that_cannot_be_decoded_is_named_by_source_and_id_in_its_turn(w
 
 
 def test_quarantine_masks_the_sample_and_keeps_every_other_place():
-    stream = Stream.over(3, 50, [50], [1.0], 0.0)
+    stream = Stream.from_lengths(3, 50, [50], [1.0], 0.0)
     loader = Loader(
         ConcatenatedSource([IndexableSource(Echo({17, 4}))]),
         stream,
@@ -90,8 +90,8 @@ def test_quarantine_masks_the_sample_and_keeps_every_other_place():
     [[micro]] = list(loader.steps(0, 1))
     order = stream.step(0).tolist()
     assert [int(i) for i in micro.tensors[0][:, 0]] == [0 if i in (17, 4) else i for i in order]
-    assert micro.valid == 48 * 2
-    assert {bad.sample for bad in micro.bad} == {17, 4}
+    assert micro.valid_targets == 48 * 2
+    assert {bad.sample for bad in micro.bad_samples} == {17, 4}
 
 
 def test_ragged_samples_are_named():

@@ -65,7 +65,7 @@ def test_ids_beyond_the_vocabulary_are_named(tmp_path):
 
 
 def test_in_a_file_too_large_to_check_whole_an_id_beyond_the_vocabulary_is_met_at_its_sample(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_sources, "WHOLE", 0)
+    monkeypatch.setattr(file_sources, "MAX_FULL_SCAN_BYTES", 0)
     ids = np.zeros(10_000_000, dtype=np.uint16)
     ids[1_234_567] = 999
     source = TokenSource(ids, 4, 256, "large")
@@ -167,10 +167,10 @@ def test_any_indexable_object_is_a_source():
 
 
 def test_a_quarantined_sample_counts_for_nothing():
-    inputs, targets = IndexableSource([(np.ones(3), np.array([1, 2]))]).blank()
+    inputs, targets = IndexableSource([(np.ones(3), np.array([1, 2]))]).masked_sample()
     assert (inputs.tolist(), targets.tolist()) == ([0, 0, 0], [IGNORED, IGNORED])
     with pytest.raises(DataError, match="cannot quarantine"):
-        IndexableSource([(np.ones(3), 0.5)]).blank()
+        IndexableSource([(np.ones(3), 0.5)]).masked_sample()
 
 
 def test_a_mixture_opens_every_source(tmp_path):

@@ -14,12 +14,12 @@ from meshwright.config import config_from_dict
 from meshwright.errors import ConfigError
 from meshwright.parallel.parallel_spec import units_of
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "own_parts.py"
-spec = importlib.util.spec_from_file_location("own_parts", EXAMPLE)
+EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_parallel_spec.py"
+spec = importlib.util.spec_from_file_location("custom_parallel_spec", EXAMPLE)
 assert spec is not None
-own_parts = importlib.util.module_from_spec(spec)
+example = importlib.util.module_from_spec(spec)
 assert spec.loader is not None
-spec.loader.exec_module(own_parts)
+spec.loader.exec_module(example)
 
 SETTINGS = {
     "steps": 3,
@@ -37,11 +37,11 @@ LAYOUTS = {
 }
 
 
-def trained(folder, layout: dict, parts: ParallelSpec | None = own_parts.PARTS, **more) -> nn.Module:
+def trained(folder, layout: dict, parts: ParallelSpec | None = example.PARTS, **more) -> nn.Module:
     torch.manual_seed(0)
-    model = own_parts.Residual(width=8, depth=2).double()
+    model = example.Residual(width=8, depth=2).double()
     config = config_from_dict(SETTINGS | {"layout": layout} | more)
-    train(config, model=model, loss=own_parts.squares, source=own_parts.Waves(), parts=parts, run=folder, quiet=True)
+    train(config, model=model, loss=example.squares, source=example.Waves(), parts=parts, run=folder, quiet=True)
     return model
 
 
@@ -84,7 +84,7 @@ def test_recomputation_gives_the_same_bits(alone, tmp_path):
         (
             {"replicate": 1},
             {"activation_checkpoint": {"mode": "full", "segment": 2}},
-            own_parts.PARTS,
+            example.PARTS,
             "needs a model with a BlockStack",
         ),
     ],
@@ -96,12 +96,12 @@ def test_what_is_not_known_is_not_guessed(layout, more, parts, said, tmp_path):
 
 def test_blocks_that_share_a_parameter_are_refused(tmp_path):
     torch.manual_seed(0)
-    model = own_parts.Residual(width=8, depth=2)
+    model = example.Residual(width=8, depth=2)
     model.blocks[1].up.weight = model.blocks[0].up.weight
     config = config_from_dict(SETTINGS | {"layout": {"replicate": 2, "shard": "parameters"}})
     with pytest.raises(Exception, match="shares a parameter"):
         train(
-            config, model=model, loss=own_parts.squares, source=own_parts.Waves(), parts=own_parts.PARTS,
+            config, model=model, loss=example.squares, source=example.Waves(), parts=example.PARTS,
             run=tmp_path / "run", quiet=True,
         )  # fmt: skip
 
@@ -113,7 +113,7 @@ def test_the_decoders_own_rules_do_not_hold_for_a_users_model(tmp_path):
         trained(tmp_path / "other", {"replicate": 3, "shard": "parameters"}, batch={"global": 8})
 
 
-class Branching(own_parts.Residual):
+class Branching(example.Residual):
     """Which of two matrices a sample goes through depends on the sample, so ranks may use different ones."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ def branched(folder, layout: dict, unused: bool) -> dict[str, torch.Tensor]:
     }
     parts = ParallelSpec(blocks="blocks.*")
     train(
-        config_from_dict(settings), model=model, loss=own_parts.squares, source=own_parts.Waves(), parts=parts,
+        config_from_dict(settings), model=model, loss=example.squares, source=example.Waves(), parts=parts,
         run=folder, quiet=True,
     )  # fmt: skip
     return model.state_dict()
@@ -155,7 +155,7 @@ def test_ranks_that_use_different_parameters_are_stopped_where_it_is_not_said(tm
     assert not list((tmp_path / "sharded").glob("checkpoints/*/manifest.json"))
 
 
-class Normalised(own_parts.Residual):
+class Normalised(example.Residual):
     def __init__(self) -> None:
         super().__init__(width=8, depth=1)
         self.batch_norm = nn.BatchNorm1d(8)
@@ -171,7 +171,7 @@ def test_buffers_are_the_first_ranks_on_every_rank_as_under_ddp(tmp_path):
         model = Normalised().double()
         settings = config_from_dict(SETTINGS | {"layout": layout, "eval": {"holdout": 0.1, "every": 3, "samples": 6}})
         result = train(
-            settings, model=model, loss=own_parts.squares, source=own_parts.Waves(), parts=own_parts.PARTS,
+            settings, model=model, loss=example.squares, source=example.Waves(), parts=example.PARTS,
             run=tmp_path / name, quiet=True,
         )  # fmt: skip
         found[name] = (model.batch_norm.running_mean, result.evaluations)
@@ -184,7 +184,7 @@ def test_buffers_are_the_first_ranks_on_every_rank_as_under_ddp(tmp_path):
     [
         (ParallelSpec(blocks="blocks.*", ends=(("entry",),)), "no module of the model is called entry"),
         (
-            ParallelSpec(blocks="blocks.*", cuts=lambda: {"blocks.*.upp": own_parts.ColwiseParallel()}),
+            ParallelSpec(blocks="blocks.*", cuts=lambda: {"blocks.*.upp": example.ColwiseParallel()}),
             "called blocks.*.upp",
         ),
     ],
@@ -204,15 +204,15 @@ def test_a_name_that_is_not_there_is_refused(parts, said, tmp_path):
     ],
 )
 def test_a_module_in_several_places_is_seen_in_all_of_them(shared, said):
-    model = own_parts.Residual(width=8, depth=2)
+    model = example.Residual(width=8, depth=2)
     shared(model)
     if not said:
-        assert len(units_of(model, own_parts.PARTS)[0]) == 2
+        assert len(units_of(model, example.PARTS)[0]) == 2
         return
     with pytest.raises(ConfigError, match=said):
-        units_of(model, own_parts.PARTS)
+        units_of(model, example.PARTS)
 
 
 def test_an_end_is_no_block():
     with pytest.raises(ConfigError, match="names a block"):
-        units_of(own_parts.Residual(width=8, depth=2), ParallelSpec(blocks="blocks.*", ends=(("enter", "blocks.0"),)))
+        units_of(example.Residual(width=8, depth=2), ParallelSpec(blocks="blocks.*", ends=(("enter", "blocks.0"),)))

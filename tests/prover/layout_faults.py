@@ -186,7 +186,7 @@ def copies_of_shards_are_averaged(patch):
 
 @fault(COPIES, "loss of step 0", UNWEIGHED)
 def loss_divided_by_local_tokens(patch):  # torchtitan#2206
-    divides_by(patch, lambda tokens, batches: sum(batch.valid for batch in batches))
+    divides_by(patch, lambda tokens, batches: sum(batch.valid_targets for batch in batches))
 
 
 @fault(COPIES, "loss of step 0", "0.3333 times the right one: divided by the 3 micro-steps")

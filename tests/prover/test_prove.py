@@ -63,7 +63,7 @@ def test_prove_prints_a_table_and_writes_a_certificate(tmp_path, capsys):
 
 
 def test_a_broken_promise_exits_1(tmp_path, monkeypatch):
-    monkeypatch.setattr(Stream, "evaluation", lambda self, most: self.step(0))
+    monkeypatch.setattr(Stream, "held_out_samples", lambda self, most: self.step(0))
     with pytest.raises(SystemExit) as stop:
         main(["prove", "--out", str(tmp_path / "c.json"), *SMALL])
     assert stop.value.code == 1
@@ -114,7 +114,7 @@ STREAM_FAULTS = {
         lambda self, index, _epoch: Permutation(self.parts[index].trained, "fixed"),
     ),
     "a permutation that repeats": (Permutation, "__call__", lambda self, x: x // np.uint64(2)),
-    "held-out samples trained on": (Stream, "evaluation", lambda self, most: self.step(0)),
+    "held-out samples trained on": (Stream, "held_out_samples", lambda self, most: self.step(0)),
     "a loader that resumes at the epoch's start": (Loader, "_ids", None),
     "an inverse that is off by one": (Permutation, "inverse", lambda self, y: (y + np.uint64(1)) % np.uint64(self.n)),
 }

@@ -153,7 +153,7 @@ def model() -> nn.Module:
 def samples_of(step: int) -> list[int]:
     from meshwright.data.stream import Stream
 
-    return Stream.over(0, 8, [32], [1.0], 0.0).step(step).tolist()
+    return Stream.from_lengths(0, 8, [32], [1.0], 0.0).step(step).tolist()
 
 
 def test_a_users_own_model_is_trained_in_place_whatever_the_ranks(tmp_path):

@@ -25,7 +25,7 @@ CONFIG = load_config(overrides=["--model.width=32", "--model.layers=2", "--model
 
 
 def stream_for(config: RunConfig, source: Masked, batch: Batch) -> Stream:
-    return Stream.over(config.seed, batch.global_, [len(source)], [1.0], 0.0)
+    return Stream.from_lengths(config.seed, batch.global_, [len(source)], [1.0], 0.0)
 
 
 def test_masks_really_are_unequal():
@@ -34,7 +34,10 @@ def test_masks_really_are_unequal():
     batch = Batch(24, 2, 4, 3)
     stream = stream_for(CONFIG, source, batch)
     counts = [
-        sum(m.valid for m in next(Loader(ConcatenatedSource([source]), stream, batch, r, CONFIG.data).steps(0, 1)))
+        sum(
+            m.valid_targets
+            for m in next(Loader(ConcatenatedSource([source]), stream, batch, r, CONFIG.data).steps(0, 1))
+        )
         for r in range(4)
     ]
     assert len(set(counts)) == 4

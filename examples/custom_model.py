@@ -1,7 +1,7 @@
 """A model, a loss and a dataset of your own, trained on two processes by the same code as the built-in decoder.
 
-python examples/own_model.py            two ranks on this host
-torchrun --nproc-per-node 2 examples/own_model.py
+python examples/custom_model.py            two ranks on this host
+torchrun --nproc-per-node 2 examples/custom_model.py
 """
 
 import math

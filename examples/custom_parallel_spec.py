@@ -1,6 +1,6 @@
 """A model of your own, sharded over two ranks and its matrices cut over two more: four processes, one description.
 
-python examples/own_parts.py
+python examples/custom_parallel_spec.py
 """
 
 import torch
