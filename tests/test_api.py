@@ -29,7 +29,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
     ],
 )
 def test_the_example_trains_a_users_own_model(tmp_path, launcher):
-    command = [*launcher, str(ROOT / "examples" / "own_model.py")]
+    command = [*launcher, str(ROOT / "examples" / "custom_model.py")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     right = float(re.search(r"([\d.]+)% of all points", done.stdout)[1])
