@@ -104,17 +104,17 @@ FORGED = {
     "a huge shape, in pieces too": lambda v: (weight(shape=[2**62, 5])(v), piece(shape=[2**62, 5])(v)),
     "a shape of negatives": weight(shape=[-12, -5]),
     "a shape of words": weight(shape=["12", "5"]),
-    "a shape of words, no pieces": weight(shape=["a", "b"], regions=[]),
-    "a negative shape of nothing": weight(shape=[-1, 0], regions=[]),
-    "a fractional shape of nothing": weight(shape=[0.0], regions=[]),
+    "a shape of words, no pieces": weight(shape=["a", "b"], pieces=[]),
+    "a negative shape of nothing": weight(shape=[-1, 0], pieces=[]),
+    "a fractional shape of nothing": weight(shape=[0.0], pieces=[]),
     "a shape of lists": weight(shape=[[12], [5]]),
     "a shape that is a number": weight(shape=60),
-    "no pieces": weight(regions=[]),
+    "no pieces": weight(pieces=[]),
     "the same piece twice": lambda v: v["tensors"]["model/weight"].update(
-        shape=[24, 5], regions=v["tensors"]["model/weight"]["pieces"] * 2
+        shape=[24, 5], pieces=v["tensors"]["model/weight"]["pieces"] * 2
     ),
     "pieces that overlap": overlapping,
-    "pieces that are numbers": weight(regions=[1, 2]),
+    "pieces that are numbers": weight(pieces=[1, 2]),
     "an unknown dtype": weight(dtype="complex64"),
     "a dtype that is code": weight(dtype="__class__"),
     "a dtype in a list": weight(dtype=["float32"]),
@@ -205,4 +205,4 @@ def test_numbers_without_end_are_damaged_quickly(raw):
     with pytest.raises(InvalidManifest):
         Manifest.decode(raw.replace(b'"step":2', b'"step":' + b"9" * 10**6))
     with pytest.raises(InvalidManifest):
-        Manifest.decode(forged(raw, weight(shape=[2**60] * 150_000, regions=[])))
+        Manifest.decode(forged(raw, weight(shape=[2**60] * 150_000, pieces=[])))
