@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from meshwright.config import load_config
-from meshwright.observe.console import Terminal, live_line
+from meshwright.observe.terminal import Terminal, live_line
 from meshwright.telemetry.events import read_events
 from meshwright.telemetry.run_folder import RunFolder
 

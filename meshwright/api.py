@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.config import RunConfig, config_from_dict, config_to_dict
 from meshwright.errors import ConfigError
 from meshwright.launch.fork_server import ForkServer
-from meshwright.observe.console import Screen, Terminal
+from meshwright.observe.terminal import EventDisplay, Terminal
 from meshwright.recover.supervisor import Running, supervise
 from meshwright.telemetry.events import EventFollower
 from meshwright.telemetry.run_folder import RunFolder
@@ -50,7 +50,7 @@ def train(
     fork: bool = False,
     fallback: bool = True,
     cluster: str | None = None,
-    screen: Callable[[int], Screen] | None = None,
+    screen: Callable[[int], EventDisplay] | None = None,
     quiet: bool = False,
 ) -> Result:
     """Trains, from wherever the run folder's newest checkpoint stands, and returns when it is done.
@@ -87,7 +87,7 @@ def train(
 def train_from_cold(
     config: RunConfig,
     run: Path | None,
-    screen: Callable[[int], Screen] | None,
+    screen: Callable[[int], EventDisplay] | None,
     *,
     fresh: bool = False,
     fork: bool = False,
@@ -134,7 +134,9 @@ def result_of(folder: RunFolder, summary: Any) -> Result:
     return Result(folder.root, **(summary if isinstance(summary, dict) else dataclasses.asdict(summary)))
 
 
-def viewing(config: RunConfig, folder: RunFolder, screen: Callable[[int], Screen] | None) -> Callable[[int], Spectator]:
+def viewing(
+    config: RunConfig, folder: RunFolder, screen: Callable[[int], EventDisplay] | None
+) -> Callable[[int], Spectator]:
     show = screen or partial(Terminal, config, shown(folder))
     return lambda attempt: Spectator(show(attempt), EventFollower(folder.events(0), only_new=True))
 
@@ -142,7 +144,7 @@ def viewing(config: RunConfig, folder: RunFolder, screen: Callable[[int], Screen
 class Spectator:
     """Shows rank 0's events as they come."""
 
-    def __init__(self, screen: Screen, events: EventFollower) -> None:
+    def __init__(self, screen: EventDisplay, events: EventFollower) -> None:
         self.screen, self.events = screen, events
 
     def tick(self) -> None:

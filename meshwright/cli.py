@@ -52,7 +52,7 @@ def train(
     """Train: the main job. Settings come from the preset, then the run file, then --KEY=VALUE words."""
     from meshwright import api, faults
     from meshwright.launch.environment import started_by_torchrun
-    from meshwright.observe.console import JsonLines
+    from meshwright.observe.terminal import JsonLines
     from meshwright.topology.unsupported import validate
 
     if restarts is not None:

@@ -52,7 +52,7 @@ def plan(
     from meshwright.observe.plan_text import show
     from meshwright.planner.calibration.prediction import prediction_record
     from meshwright.planner.hardware.resolve_cluster import resolve_cluster, with_whole_nodes
-    from meshwright.planner.search.plan_result import answer, as_json, run_file
+    from meshwright.planner.search.plan_result import as_json, make_plan, plan_toml
     from meshwright.planner.workload.workload_args import build_workload
 
     for name, number in (("--ranks", ranks), ("--batch", batch), ("--sequence", sequence), ("--top", top)):
@@ -75,9 +75,9 @@ def plan(
         devices = with_whole_nodes(devices, ranks)
     work = build_workload(model, overrides, batch, sequence, precision)
     place = explain[0] if explain else 1
-    whole = answer(work, devices, place, top, scale, critical_batch, str(out or "PLAN.toml"))
+    whole = make_plan(work, devices, place, top, scale, critical_batch, str(out or "PLAN.toml"))
     if out is not None:
-        write_output(out, [run_file(whole)], "--out")
+        write_output(out, [plan_toml(whole)], "--out")
         write_output(out.with_suffix(".json"), [dumps(prediction_record(whole.chosen), indent=1), "\n"], "--out")
     if html is not None:
         from meshwright.observe.plan_page import page
@@ -119,17 +119,17 @@ def plan_schedule(
     from meshwright.observe.schedule_svg import write_svg
     from meshwright.topology.schedule_timeline import compare, timeline
 
-    costs = schedule_text.whole_slots(forward, backward_input, weight)
+    costs = schedule_text.integer_costs(forward, backward_input, weight)
     if kind is None:
         if svg is not None:
             raise ConfigError("--svg draws one schedule", "allowed: meshwright plan schedule KIND --svg FILE")
         found = compare(ranks, micro, stages, costs)
-        tell(True, schedule_text.answers(found, costs), "") if json else schedule_text.show_all(found)
+        tell(True, schedule_text.schedules_json(found, costs), "") if json else schedule_text.show_all(found)
         return
     drawn = timeline(kind, ranks, micro, stages, costs)
     if svg is not None:
         write_svg(drawn, costs, svg)
-    tell(True, schedule_text.answer(drawn, costs), "") if json else schedule_text.show(drawn, costs)
+    tell(True, schedule_text.schedule_json(drawn, costs), "") if json else schedule_text.show(drawn, costs)
 
 
 def plan_measure(
@@ -172,12 +172,14 @@ def settings(
     if plan is None:
         return load_config(file, overrides, ranks, steps)
     from meshwright.launch.environment import started_by_torchrun
-    from meshwright.planner.search.plan_to_config import BEST, taken
+    from meshwright.planner.search.plan_to_config import BEST, resolve_plan
 
     if plan == BEST and ranks is None and started_by_torchrun():
         ranks = os.environ["WORLD_SIZE"]
-    found = taken(plan, cluster, file, overrides, ranks, steps)
+    found = resolve_plan(plan, cluster, file, overrides, ranks, steps)
     if os.environ.get("RANK", "0") == "0":
         layout = asdict(found.config.layout)
-        tell(json, {"kind": "plan", "told": found.told, "layout": layout, "seconds": found.seconds}, found.told)
+        tell(
+            json, {"kind": "plan", "message": found.message, "layout": layout, "seconds": found.seconds}, found.message
+        )
     return found.config

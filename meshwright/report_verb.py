@@ -17,10 +17,10 @@ def report(
 ) -> None:
     """Report: what a run measured beside what was predicted of it, with the error of each figure."""
     from meshwright.observe.report_text import as_json, show
-    from meshwright.observe.run_report import report_of
+    from meshwright.observe.run_report import build_report
     from meshwright.telemetry.run_folder import RunFolder
 
-    found = report_of(RunFolder(run))
+    found = build_report(RunFolder(run))
     tell(True, as_json(found), "") if json else show(found)
     if strict and found.broken:
         raise SystemExit(1)

@@ -8,9 +8,9 @@ from html import escape
 from meshwright.io import format_bytes, format_count, format_percent, format_seconds
 from meshwright.observe.plan_svg import front_picture, memory_picture, pipeline_picture, step_picture
 from meshwright.observe.plan_text import title
-from meshwright.planner.search.plan_result import Answer
-from meshwright.planner.search.scaling import Row
-from meshwright.planner.wording import exposed, extras, plan, spread
+from meshwright.planner.describe import describe_execution, describe_layout, describe_plan, exposed_seconds
+from meshwright.planner.search.plan_result import PlanResult
+from meshwright.planner.search.scaling import ScalingRow
 from meshwright.version import __version__
 
 STYLE = """
@@ -52,7 +52,7 @@ svg .middle { text-anchor: middle; } svg .on { fill: #fff; stroke: none; } svg .
 """
 
 
-def page(whole: Answer, top: int) -> Iterator[str]:
+def page(whole: PlanResult, top: int) -> Iterator[str]:
     """Piece by piece."""
     name = escape(title(whole))
     yield f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>\n'
@@ -77,14 +77,14 @@ def section(name: str, inside: str, told: str = "") -> str:
     return f'<section><h2>{escape(name)}</h2><div class="wide">{inside}</div>{below}</section>\n'
 
 
-def head(whole: Answer) -> Iterator[str]:
+def head(whole: PlanResult) -> Iterator[str]:
     work, chosen = whole.work, whole.chosen
     asked = (
         f"{format_count(work.model.parameters)} parameters, {work.global_batch:,} x {work.sequence:,} tokens "
         f"a step, {work.precision}"
     )
-    yield f'<p class="faint">{escape(asked)}</p>\n<p class="plan">{escape(spread(chosen.job))}</p>'
-    yield f"<p>{escape(extras(chosen.job))}</p>\n"
+    yield f'<p class="faint">{escape(asked)}</p>\n<p class="plan">{escape(describe_layout(chosen.job))}</p>'
+    yield f"<p>{escape(describe_execution(chosen.job))}</p>\n"
     for note in (*work.notes, *chosen.notes):
         yield f'<p class="note">{escape(note)}</p>\n'
     capacity = chosen.job.cluster.device.memory
@@ -94,7 +94,7 @@ def head(whole: Answer) -> Iterator[str]:
         "tokens a second": format_count(chosen.tokens_per_second),
         "of the devices' peak": f"{chosen.mfu:.1%}",
         f"of {format_bytes(capacity)}": format_bytes(chosen.peak_memory.total),
-        "of the step exposed": format_percent(exposed(chosen) / chosen.seconds),
+        "of the step exposed": format_percent(exposed_seconds(chosen) / chosen.seconds),
     }
     shown = "".join(
         f"<div><b>{escape(figure)}</b><span>{escape(name)}</span></div>" for name, figure in figures.items()
@@ -103,23 +103,23 @@ def head(whole: Answer) -> Iterator[str]:
     yield f'<p class="faint">Most of the doubt: {escape(chosen.main_uncertainty)}.</p>\n'
 
 
-def ladder(whole: Answer) -> Iterator[str]:
+def ladder(whole: PlanResult) -> Iterator[str]:
     yield "<ol>"
-    for place, rung in enumerate(whole.rungs, 1):
-        kind = " last" if place == len(whole.rungs) else ""
-        yield f'<li class="rung{kind}"><b>{escape(rung.name)}</b>{escape(plan(rung.estimate.job))}'
-        if rung.fixed:
-            yield f"<p>removed: {escape(rung.fixed)}</p><p>price: {escape(rung.cost)}</p>"
-        state = "free" if rung.binding.kind == "nothing" else "binds"
-        yield f'<p class="{state}">binds: {escape(rung.binding.told)}</p>'
-        if rung.tried:
-            told = "".join(f"<p>{escape(each)}</p>" for each in rung.tried)
+    for place, rung in enumerate(whole.ladder, 1):
+        kind = " last" if place == len(whole.ladder) else ""
+        yield f'<li class="rung{kind}"><b>{escape(rung.name)}</b>{escape(describe_plan(rung.estimate.job))}'
+        if rung.resolved:
+            yield f"<p>removed: {escape(rung.resolved)}</p><p>price: {escape(rung.cost)}</p>"
+        state = "free" if rung.bottleneck.kind == "nothing" else "binds"
+        yield f'<p class="{state}">binds: {escape(rung.bottleneck.message)}</p>'
+        if rung.rejected:
+            told = "".join(f"<p>{escape(each)}</p>" for each in rung.rejected)
             yield f"<details><summary>not added</summary>{told}</details>"
         yield "</li>"
-    yield f"</ol><p>{escape(whole.ending)}</p>"
+    yield f"</ol><p>{escape(whole.ladder_summary)}</p>"
 
 
-def reasons(whole: Answer) -> Iterator[str]:
+def reasons(whole: PlanResult) -> Iterator[str]:
     parts = vars(whole.explanation).copy()
     questions: dict[str, str] = parts.pop("questions")
     yield "<dl>"
@@ -143,18 +143,18 @@ def rows_of(names: list[str], rows: list[list[str]], chosen: int = -1, words: tu
     yield "</table>"
 
 
-def candidates(whole: Answer, top: int) -> Iterator[str]:
+def candidates(whole: PlanResult, top: int) -> Iterator[str]:
     names = ["", "layout", "passes", "step", "4 of 5 cases", "of peak", "memory", "exposed", "bubble"]
     rows = [
         [
             str(place),
-            spread(each.job),
-            extras(each.job),
+            describe_layout(each.job),
+            describe_execution(each.job),
             format_seconds(each.seconds),
             f"{each.interval_low:.3g} - {each.interval_high:.3g} s",
             f"{each.mfu:.1%}",
             format_bytes(each.peak_memory.total),
-            format_percent(exposed(each) / each.seconds),
+            format_percent(exposed_seconds(each) / each.seconds),
             format_percent(each.phases.get("bubble", 0.0) / each.seconds),
         ]
         for place, each in enumerate(whole.found.ranked[: max(top, 10)], 1)
@@ -162,20 +162,20 @@ def candidates(whole: Answer, top: int) -> Iterator[str]:
     yield from rows_of(names, rows, whole.place - 1, (0, 1, 2))
 
 
-def scale(whole: Answer) -> Iterator[str]:
+def scale(whole: PlanResult) -> Iterator[str]:
     if whole.scale is None:
         return
     names = ["", "devices", "batch", "step", "tokens/s", "efficiency", "exposed", "useful tokens/s", "layout"]
     for name, rows in (
         ("The same batch on more devices", whole.scale.strong),
-        ("A batch that grows along", whole.scale.growing),
+        ("A batch that grows along", whole.scale.weak),
     ):
         yield section(name, "".join(rows_of(names, [scale_row(row) for row in rows], words=(0, 8))))
-    yield f"<p>Amdahl: {whole.scale.serial:.1%} of the first row's step does not get shorter on more devices.</p>\n"
+    yield f"<p>Amdahl: {whole.scale.serial_fraction:.1%} of the first row's step does not get shorter on more devices.</p>\n"  # noqa: E501
     yield f'<p class="faint">{escape(whole.scale.assumption)}</p>\n'
 
 
-def scale_row(row: Row) -> list[str]:
+def scale_row(row: ScalingRow) -> list[str]:
     start = [f"{row.factor}x", f"{row.devices:,}", f"{row.batch:,}"]
     if row.estimate is None:
         return [*start, "-", "-", "-", "-", "-", "none divides and fits"]
@@ -184,7 +184,7 @@ def scale_row(row: Row) -> list[str]:
         format_seconds(row.estimate.seconds),
         format_count(row.estimate.tokens_per_second),
         f"{row.efficiency:.0%}",
-        f"{row.waiting:.1%}",
-        format_count(row.useful),
-        spread(row.estimate.job) + ("" if row.kept else " (new)"),
+        f"{row.exposed_share:.1%}",
+        format_count(row.useful_tokens_per_second),
+        describe_layout(row.estimate.job) + ("" if row.kept else " (new)"),
     ]

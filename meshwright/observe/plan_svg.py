@@ -9,8 +9,8 @@ from meshwright.io import format_bytes, format_seconds
 from meshwright.observe.plan_text import LABELS
 from meshwright.observe.schedule_text import MEANINGS
 from meshwright.planner.cost.estimate import Estimate
-from meshwright.planner.search.plan_result import Answer
-from meshwright.planner.wording import classes, plan, real_calls
+from meshwright.planner.describe import describe_plan, memory_by_class, merged_calls
+from meshwright.planner.search.plan_result import PlanResult
 from meshwright.topology.schedule_timeline import Timeline, timeline
 
 WIDTH, LEFT, RIGHT, ROW = 1000, 150, 110, 26
@@ -41,7 +41,7 @@ def box(x: float, y: float, wide: float, kind: str, told: str, high: float = ROW
 
 def memory_picture(estimate: Estimate) -> str:
     """A waterfall: each class begins where the one before ends, up to the device's memory or beyond."""
-    held, capacity = classes(estimate.peak_memory), estimate.job.cluster.device.memory
+    held, capacity = memory_by_class(estimate.peak_memory), estimate.job.cluster.device.memory
     total = estimate.peak_memory.total
     scale = SPAN / max(total, capacity)
     parts, at = [], 0.0
@@ -78,7 +78,7 @@ def step_picture(estimate: Estimate) -> str:
     )
     parts += [key for row in rows for key in row]
     y = 58.0 + 20 * len(rows)
-    for call in sorted(real_calls(estimate), key=lambda call: -call.exposed_seconds)[:10]:
+    for call in sorted(merged_calls(estimate), key=lambda call: -call.exposed_seconds)[:10]:
         longest = min(SPAN, max(call.seconds, call.exposed_seconds) * scale)
         exposed = format_seconds(call.exposed_seconds)
         told = f"{call.axis} {call.collective}: {format_seconds(call.seconds)}, {exposed} exposed"
@@ -151,7 +151,7 @@ def pipeline_rows(found: Timeline, rows: list[int], high: int) -> Iterator[str]:
             )
 
 
-def front_picture(whole: Answer) -> str:
+def front_picture(whole: PlanResult) -> str:
     """Seconds against memory: every layout that fits, and the front than which none is both quicker and lighter."""
     points, front = whole.found.ranked, whole.found.front
     every = [*points, *front]
@@ -176,7 +176,7 @@ def front_picture(whole: Answer) -> str:
     for kind, group in (("dot", points[:400]), ("dot front-dot", front), ("dot chosen", [whole.chosen])):
         for one in group:
             x, y = place(one)
-            told = f"{plan(one.job)}: {format_seconds(one.seconds)}, {format_bytes(one.peak_memory.total)}"
+            told = f"{describe_plan(one.job)}: {format_seconds(one.seconds)}, {format_bytes(one.peak_memory.total)}"
             parts.append(
                 f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{escape(told)}</title></circle>'
             )

@@ -9,9 +9,15 @@ from rich.text import Text
 
 from meshwright.io import format_bytes, format_count, format_percent, format_seconds, printable
 from meshwright.planner.cost.estimate import Estimate
-from meshwright.planner.search.plan_result import Answer
-from meshwright.planner.search.scaling import Row, Scale
-from meshwright.planner.wording import classes, exposed, extras, plan, spread
+from meshwright.planner.describe import (
+    describe_execution,
+    describe_layout,
+    describe_plan,
+    exposed_seconds,
+    memory_by_class,
+)
+from meshwright.planner.search.plan_result import PlanResult
+from meshwright.planner.search.scaling import ScalingRow, ScalingTable
 
 MEMORY = {
     "parameters": "blue",
@@ -34,7 +40,7 @@ WIDEST = 100
 FULL, EMPTY = "█", "░"
 
 
-def show(whole: Answer, top: int, explained: bool = False, console: Console | None = None) -> None:
+def show(whole: PlanResult, top: int, explained: bool = False, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     console.print(Text(printable(title(whole)), "bold"))
     console.print(facts([*head(whole), *bars(whole.chosen, console.width)]))
@@ -43,14 +49,14 @@ def show(whole: Answer, top: int, explained: bool = False, console: Console | No
     console.print(Text(found_told(whole), "dim"))
     console.print(Text("\nFrom DDP to the plan", "bold"))
     console.print(ladder(whole))
-    console.print(Padding(Text(whole.ending), (0, 0, 0, 2), expand=False))
+    console.print(Padding(Text(whole.ladder_summary), (0, 0, 0, 2), expand=False))
     if explained:
         show_reasons(whole, console)
     if whole.scale is not None:
         show_scale(whole.scale, whole.work.tokens_per_step, console)
 
 
-def title(whole: Answer) -> str:
+def title(whole: PlanResult) -> str:
     cluster = whole.cluster
     nodes = f" in {cluster.nodes:,} nodes of {cluster.devices_per_node}" if cluster.nodes > 1 else ""
     return f"{whole.work.model.name} on {cluster.device_count:,} {cluster.device.name}{nodes}"
@@ -65,7 +71,7 @@ def facts(rows: list[tuple[str, Text]]) -> Table:
     return table
 
 
-def head(whole: Answer) -> list[tuple[str, Text]]:
+def head(whole: PlanResult) -> list[tuple[str, Text]]:
     """What was asked, and the answer."""
     work, chosen, model, job = whole.work, whole.chosen, whole.work.model, whole.chosen.job
     active = f" ({format_count(model.active_parameters)} active)" if model.experts else ""
@@ -76,7 +82,10 @@ def head(whole: Answer) -> list[tuple[str, Text]]:
     interval = f"  ({limits} in 4 of 5 cases; most doubt: {chosen.main_uncertainty})"
     return [
         ("model", Text(f"{format_count(model.parameters)} parameters{active}, {step}, {work.precision}")),
-        ("plan", Text(spread(job), "bold green").append(f"; {extras(job)}{nth}", "default not bold")),
+        (
+            "plan",
+            Text(describe_layout(job), "bold green").append(f"; {describe_execution(job)}{nth}", "default not bold"),
+        ),
         ("step", Text(f"{format_seconds(chosen.seconds)}, {rate}").append(interval, "dim")),
         *(("note", Text(printable(note), "yellow")) for note in (*work.notes, *chosen.notes)),
     ]
@@ -85,7 +94,7 @@ def head(whole: Answer) -> list[tuple[str, Text]]:
 def bars(estimate: Estimate, width: int) -> list[tuple[str, Text]]:
     """Memory of the heaviest rank against what the device has, and the step by what it is spent on."""
     cells = max(10, min(WIDEST, width - 12))
-    held, capacity = classes(estimate.peak_memory), estimate.job.cluster.device.memory
+    held, capacity = memory_by_class(estimate.peak_memory), estimate.job.cluster.device.memory
     total, phases = estimate.peak_memory.total, estimate.phases
     where = (
         f" on rank {estimate.memory_by_rank.index(estimate.peak_memory)} of the pipeline"
@@ -137,7 +146,7 @@ def legend(values: dict[str, tuple[float, str]], whole: float, colours: dict[str
     return text
 
 
-def ranking(whole: Answer, top: int, width: int) -> Table:
+def ranking(whole: PlanResult, top: int, width: int) -> Table:
     """The first plans. The plan is of the fewest parts of those within a hundredth of the quickest."""
     table = Table(box=None, pad_edge=False, width=min(width, 140))
     for name in ("", "layout", "passes", "step", "of peak", "memory", "exposed", "bubble"):
@@ -145,45 +154,45 @@ def ranking(whole: Answer, top: int, width: int) -> Table:
     for place, each in enumerate(whole.found.ranked[:top], 1):
         table.add_row(
             str(place),
-            spread(each.job),
-            extras(each.job),
+            describe_layout(each.job),
+            describe_execution(each.job),
             format_seconds(each.seconds),
             f"{each.mfu:.0%}",
             format_bytes(each.peak_memory.total),
-            format_percent(exposed(each) / each.seconds),
+            format_percent(exposed_seconds(each) / each.seconds),
             format_percent(each.phases.get("bubble", 0.0) / each.seconds),
             style="bold" if place == whole.place else "",
         )
     return table
 
 
-def found_told(whole: Answer) -> str:
+def found_told(whole: PlanResult) -> str:
     found = whole.found
     light = found.front[-1]
     return (
         f"{len(found.ranked):,} layouts fit; {found.estimates:,} plans timed, {found.weighed:,} weighed; "
-        f"lightest: {format_bytes(light.peak_memory.total)} at {format_seconds(light.seconds)} ({plan(light.job)})"
+        f"lightest: {format_bytes(light.peak_memory.total)} at {format_seconds(light.seconds)} ({describe_plan(light.job)})"  # noqa: E501
     )
 
 
-def ladder(whole: Answer) -> Table:
+def ladder(whole: PlanResult) -> Table:
     """From DDP to the plan."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(3):
         table.add_column(overflow="fold")
-    for rung in whole.rungs:
-        table.add_row(Text(f"  {rung.name}", "bold"), "plan", Text(plan(rung.estimate.job), "green"))
-        if rung.fixed:
-            table.add_row("", "removed", rung.fixed)
+    for rung in whole.ladder:
+        table.add_row(Text(f"  {rung.name}", "bold"), "plan", Text(describe_plan(rung.estimate.job), "green"))
+        if rung.resolved:
+            table.add_row("", "removed", rung.resolved)
             table.add_row("", "price", rung.cost)
-        style = "green" if rung.binding.kind == "nothing" else "yellow"
-        table.add_row("", "binds", Text(rung.binding.told, style))
-        for told in rung.tried:
+        style = "green" if rung.bottleneck.kind == "nothing" else "yellow"
+        table.add_row("", "binds", Text(rung.bottleneck.message, style))
+        for told in rung.rejected:
             table.add_row("", Text("not", "dim"), Text(told, "dim"))
     return table
 
 
-def show_reasons(whole: Answer, console: Console) -> None:
+def show_reasons(whole: PlanResult, console: Console) -> None:
     """Five parts, then the questions that anybody would ask."""
     parts = vars(whole.explanation).copy()
     questions = parts.pop("questions")
@@ -193,13 +202,13 @@ def show_reasons(whole: Answer, console: Console) -> None:
             console.print(Padding(Text(printable(sentence)), (0, 0, 0, 2), expand=False))
 
 
-def show_scale(scale: Scale, tokens: int, console: Console) -> None:
-    for title, rows in (("The same batch on more devices", scale.strong), ("A batch that grows along", scale.growing)):
+def show_scale(scale: ScalingTable, tokens: int, console: Console) -> None:
+    for title, rows in (("The same batch on more devices", scale.strong), ("A batch that grows along", scale.weak)):
         console.print(Text(f"\n{title}", "bold"))
         console.print(scale_table(rows))
     console.print(
         Text(
-            f"Amdahl: {scale.serial:.1%} of the first row's step does not get shorter on more devices\n"
+            f"Amdahl: {scale.serial_fraction:.1%} of the first row's step does not get shorter on more devices\n"
             f"batch: {format_count(tokens)} tokens a step, {tokens / scale.critical:.2g} of the critical "
             f"batch; a token "
             f"counts for {1 / (1 + tokens / scale.critical):.0%} of one in a small batch"
@@ -208,7 +217,7 @@ def show_scale(scale: Scale, tokens: int, console: Console) -> None:
     console.print(Text(scale.assumption, "dim"))
 
 
-def scale_table(rows: list[Row]) -> Table:
+def scale_table(rows: list[ScalingRow]) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("", "devices", "batch", "step", "tokens/s", "efficiency", "exposed", "useful tokens/s", "layout"):
         table.add_column(name, justify="left" if name == "layout" else "right")
@@ -221,8 +230,8 @@ def scale_table(rows: list[Row]) -> Table:
             format_seconds(row.estimate.seconds),
             format_count(row.estimate.tokens_per_second),
             f"{row.efficiency:.0%}",
-            f"{row.waiting:.1%}",
-            format_count(row.useful),
+            f"{row.exposed_share:.1%}",
+            format_count(row.useful_tokens_per_second),
         )
-        table.add_row(*start, *figures, spread(row.estimate.job) + ("" if row.kept else " (new)"))
+        table.add_row(*start, *figures, describe_layout(row.estimate.job) + ("" if row.kept else " (new)"))
     return table

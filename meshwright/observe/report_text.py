@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.io import format_bytes, format_count, format_percent, format_seconds, printable
-from meshwright.observe.console import span
 from meshwright.observe.run_report import Report, ReportRow
+from meshwright.observe.terminal import format_ranks
 from meshwright.planner.exact.compare import VolumeComparison
 
 BROKEN = "bold red"
@@ -33,8 +33,8 @@ def show(report: Report, console: Console | None = None) -> None:
     console.print(Text(printable(report.verdict), style), soft_wrap=True)
     of = f"; medians of {report.steps:,} steps" if report.steps else ""
     console.print(Text(printable(f"{report.run}: {report.status}{of}"), "dim"), soft_wrap=True)
-    if report.twins:
-        console.print(figures(report.twins))
+    if report.rows:
+        console.print(figures(report.rows))
     if report.traffic:
         console.print(Text("\nsent a step, bytes of messages", "bold"))
         console.print(traffic(report.traffic))
@@ -73,7 +73,7 @@ def traffic(pairs: list[VolumeComparison]) -> Table:
     for name in ("axis", "collective", "counted", "by the formula", "", "ranks"):
         table.add_column(name, justify="right" if name in ("counted", "by the formula") else "left", overflow="fold")
     for (broken, axis, collective, found, expected, _), same in alike.items():
-        ranks = span(sorted(rank for pair in same for rank in pair.ranks))
+        ranks = format_ranks(sorted(rank for pair in same for rank in pair.ranks))
         together = " (sums of those that share experts)" if len(same[0].ranks) > 1 else ""
         words = (axis, collective, found, expected, "BROKEN" if broken else "equal", ranks + together)
         table.add_row(*(Text(printable(each)) for each in words), style=BROKEN if broken else "")
@@ -94,7 +94,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "steps": report.steps,
         "inside": report.inside,
         "bytes_equal": not report.broken if report.traffic else None,
-        "figures": [asdict(twin) | {"error": twin.error} for twin in report.twins],
+        "figures": [asdict(twin) | {"error": twin.error} for twin in report.rows],
         "traffic": [asdict(pair) | {"equal": pair.equal} for pair in report.traffic],
         "notes": report.notes,
     }

@@ -38,9 +38,9 @@ from meshwright.telemetry.run_measurements import (
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import by_ddp
 
-MOST_LAYOUT = 1 << 16
+MAX_RANKS = 1 << 16
 """Ranks of a layout whose bytes are compared."""
-CLASSES = {
+MEMORY_CLASSES = {
     "parameter": (("parameter",), ("parameters", "unsharded")),
     "gradient": (("gradient",), ("gradients",)),
     "optimizer": (("optimizer",), ("optimizer",)),
@@ -48,7 +48,7 @@ CLASSES = {
     "communication": (("communication",), ("communication",)),
 }
 """Classes of the ledger, and those of the prediction that mean the same."""
-MOST_TOLD = 16
+MAX_NOTES = 16
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Report:
     verdict: str = ""
     inside: bool | None = None
     """whether the step lies in its interval"""
-    twins: list[ReportRow] = field(default_factory=list)
+    rows: list[ReportRow] = field(default_factory=list)
     traffic: list[VolumeComparison] = field(default_factory=list)
     """of every rank that counted; those that are not equal are broken"""
     notes: list[str] = field(default_factory=list)
@@ -85,60 +85,60 @@ class Report:
     def broken(self) -> list[VolumeComparison]:
         return [pair for pair in self.traffic if not pair.equal]
 
-    def twin(self, section: str, figure: str) -> ReportRow | None:
-        return next((twin for twin in self.twins if (twin.section, twin.figure) == (section, figure)), None)
+    def row(self, section: str, figure: str) -> ReportRow | None:
+        return next((twin for twin in self.rows if (twin.section, twin.figure) == (section, figure)), None)
 
 
-def report_of(folder: RunFolder) -> Report:
+def build_report(folder: RunFolder) -> Report:
     if not any((folder.root / name).exists() for name in ("run.toml", "events", "attempts")):
         raise ConfigError(f"{folder.root} is no run folder", "allowed: a folder that meshwright train has written")
-    found, (plan, notes) = read_measurements(folder), plan_of(folder)
+    found, (plan, notes) = read_measurements(folder), read_plan(folder)
     if found is None:
-        return told(Report(str(folder.root), status_of(folder, None), 0, 0, notes=notes), {}, False)
+        return with_verdict(Report(str(folder.root), run_status(folder, None), 0, 0, notes=notes), {}, False)
     steps = found.first.timed_steps()
     if natural_number(plan.get("attempt")) not in (None, found.first.attempt):
         notes.append(f"the prediction is of attempt {plan['attempt']}")
-    layout, why = layout_of(plan, found)
+    layout, why = predicted_layout(plan, found)
     pairs: list[VolumeComparison] = []
     if layout is not None:
-        pairs, more = traffic_of(plan, found, layout)
+        pairs, more = compare_bytes(plan, found, layout)
         notes += more
     elif plan.get("traffic_exact"):
         notes.append(f"bytes are not compared: {why}")
     twins = [
-        *step_twins(steps, plan),
-        *phase_twins(steps, plan, layout),
-        *memory_twins(found, plan),
-        *pipeline_twins(found),
-        *expert_twins(steps),
+        *step_rows(steps, plan),
+        *phase_rows(steps, plan, layout),
+        *memory_rows(found, plan),
+        *pipeline_rows(found),
+        *expert_rows(steps),
     ]
     if found.unread:
         notes.append(f"{found.unread:,} more ranks were not read")
-    status = status_of(folder, found)
+    status = run_status(folder, found)
     whole_report = Report(
-        str(folder.root), status, found.first.attempt, len(steps), twins=twins, traffic=pairs, notes=notes
+        str(folder.root), status, found.first.attempt, len(steps), rows=twins, traffic=pairs, notes=notes
     )
-    return told(whole_report, plan, any(seen.counters for seen in found.ranks.values()))
+    return with_verdict(whole_report, plan, any(seen.counters for seen in found.ranks.values()))
 
 
-def plan_of(folder: RunFolder) -> tuple[dict[str, Any], list[str]]:
+def read_plan(folder: RunFolder) -> tuple[dict[str, Any], list[str]]:
     """plan.json, checked where it is used, and what it notes."""
     try:
-        plan = bounded_object(plain_json(folder.plan_file))
+        plan = bounded_object(read_json_file(folder.plan_file))
     except ConfigError as error:
         return {}, [f"nothing was predicted: {error.what}"]
     given = plan.get("notes")
-    return plan, [str(note)[:300] for note in given[:MOST_TOLD]] if isinstance(given, list) else []
+    return plan, [str(note)[:300] for note in given[:MAX_NOTES]] if isinstance(given, list) else []
 
 
-def plain_json(path: Path) -> Any:
+def read_json_file(path: Path) -> Any:
     """Whoever opens something else than a file may wait for ever."""
     if path.exists() and not path.is_file():
         raise ConfigError(f"{path} is no file", "give a run folder")
     return read_json(path)
 
 
-def status_of(folder: RunFolder, found: RunMeasurements | None) -> str:
+def run_status(folder: RunFolder, found: RunMeasurements | None) -> str:
     """How far the run is, and how its last attempt ended."""
     attempt = found.first.attempt if found else folder.last_attempt()
     if attempt == 0:
@@ -150,23 +150,23 @@ def status_of(folder: RunFolder, found: RunMeasurements | None) -> str:
     if found and found.first.ended:
         return f"{name}, complete"
     try:
-        incident = bounded_object(plain_json(folder.incident(attempt)))
+        incident = bounded_object(read_json_file(folder.incident(attempt)))
     except ConfigError:
         return f"{name}, no end on record: in progress, or lost"
     lines = str(incident.get("message", ""))[:300].splitlines()
     return f"{name}, {str(incident.get('outcome'))[:40]}" + (f": {lines[0]}" if lines else "")
 
 
-def middle(steps: Iterable[RecordedStep], figure: Callable[[RecordedStep], float | None]) -> float | None:
+def median_of(steps: Iterable[RecordedStep], figure: Callable[[RecordedStep], float | None]) -> float | None:
     values = [value for step in steps if (value := figure(step)) is not None]
     return median(values) if values else None
 
 
-def step_twins(steps: list[RecordedStep], plan: Mapping[str, Any]) -> list[ReportRow]:
-    seconds = middle(steps, lambda step: step.seconds)
+def step_rows(steps: list[RecordedStep], plan: Mapping[str, Any]) -> list[ReportRow]:
+    seconds = median_of(steps, lambda step: step.seconds)
     flops, peak = finite_number(plan.get("flops")), finite_number(plan.get("peak_flops"))
     used = flops / seconds / peak if seconds and flops and peak else None
-    rate = middle(steps, lambda step: step.tokens / step.seconds)
+    rate = median_of(steps, lambda step: step.tokens / step.seconds)
     note = "" if peak or not plan.get("plan") else "the device's peak is not known"
     return [
         ReportRow(
@@ -177,7 +177,7 @@ def step_twins(steps: list[RecordedStep], plan: Mapping[str, Any]) -> list[Repor
     ]
 
 
-def phase_twins(steps: list[RecordedStep], plan: Mapping[str, Any], layout: Layout | None) -> list[ReportRow]:
+def phase_rows(steps: list[RecordedStep], plan: Mapping[str, Any], layout: Layout | None) -> list[ReportRow]:
     """See the table above."""
     given = {
         phase: value
@@ -188,7 +188,7 @@ def phase_twins(steps: list[RecordedStep], plan: Mapping[str, Any], layout: Layo
     passes = [phase for phase in given if phase not in waited | {"update", "other"}]
 
     def twin(name: str, phases: tuple[str, ...], meaning: Iterable[str]) -> ReportRow:
-        spent = middle(steps, lambda step: sum(step.phases.get(phase, 0.0) for phase in phases))
+        spent = median_of(steps, lambda step: sum(step.phases.get(phase, 0.0) for phase in phases))
         names = [phase for phase in meaning if phase in given]
         return ReportRow(
             "phases", name, "s", spent, sum(given[phase] for phase in names) if given else None, ", ".join(names)
@@ -209,7 +209,7 @@ def phase_twins(steps: list[RecordedStep], plan: Mapping[str, Any], layout: Layo
     ]
 
 
-def memory_twins(found: RunMeasurements, plan: Mapping[str, Any]) -> list[ReportRow]:
+def memory_rows(found: RunMeasurements, plan: Mapping[str, Any]) -> list[ReportRow]:
     """Of the rank that held most."""
     counted = {rank: seen.counters for rank, seen in found.ranks.items() if seen.counters is not None}
     predicted = {key: finite_number(value) for key, value in bounded_object(plan.get("memory")).items()}
@@ -219,7 +219,7 @@ def memory_twins(found: RunMeasurements, plan: Mapping[str, Any]) -> list[Report
     heaviest = counted[rank]
     note = f"rank {rank} at its peak in step {heaviest.step}, which held most of {len(counted)}"
     twins = [ReportRow("memory", "tensors", "B", heaviest.peak_total, predicted.get("tensors"), note)]
-    for name, (ours, theirs) in CLASSES.items():
+    for name, (ours, theirs) in MEMORY_CLASSES.items():
         held = sum(heaviest.at_peak.get(each, 0) for each in ours)
         meant = sum(predicted.get(each) or 0.0 for each in theirs) if predicted else None
         if max(held, meant or 0.0) > heaviest.peak_total / 1000:
@@ -240,24 +240,24 @@ def exact_peaks(counted: Mapping[int, RecordedCounters], plan: Mapping[str, Any]
     ]
 
 
-def layout_of(plan: Mapping[str, Any], found: RunMeasurements) -> tuple[Layout | None, str]:
+def predicted_layout(plan: Mapping[str, Any], found: RunMeasurements) -> tuple[Layout | None, str]:
     """The layout that was predicted, where it can be and is the run's; else why not."""
     given = bounded_object(bounded_object(plan.get("plan")).get("layout"))
     degrees = {
         axis: natural_number(given.get(axis))
         for axis in ("pipeline", "replicate", "shard", "context", "tensor", "expert")
     }
-    if not all(degree and degree <= MOST_LAYOUT for degree in degrees.values()):
+    if not all(degree and degree <= MAX_RANKS for degree in degrees.values()):
         return None, "the prediction has no layout"
     layout = Layout(**{axis: degree or 1 for axis, degree in degrees.items()})
-    if prod(layout.degrees) > MOST_LAYOUT or layout.fold % layout.expert:
+    if prod(layout.degrees) > MAX_RANKS or layout.fold % layout.expert:
         return None, "the predicted layout is out of range"
     if layout.ranks != natural_number(found.first.start.get("ranks")):
         return None, "the prediction is for another number of ranks"
     return layout, ""
 
 
-def traffic_of(
+def compare_bytes(
     plan: Mapping[str, Any], found: RunMeasurements, layout: Layout
 ) -> tuple[list[VolumeComparison], list[str]]:
     """Every counted row beside that of the formula, and what could not be compared."""
@@ -280,7 +280,7 @@ def traffic_of(
     return list(compare_volumes(layout, expected, counted, untold)), notes
 
 
-def pipeline_twins(found: RunMeasurements) -> list[ReportRow]:
+def pipeline_rows(found: RunMeasurements) -> list[ReportRow]:
     """What every rank's schedule promised, and what it measured."""
     twins: list[ReportRow] = []
     idle: list[float] = []
@@ -292,13 +292,13 @@ def pipeline_twins(found: RunMeasurements) -> list[ReportRow]:
         steps = seen.timed_steps()
         promised = finite_number(pipe.get("bubble"))
         live = max((step.live for step in steps if step.live is not None), default=None)
-        if len(twins) < MOST_TOLD or live != finite_number(pipe.get("live")):
+        if len(twins) < MAX_NOTES or live != finite_number(pipe.get("live")):
             twins.append(
                 ReportRow(
                     "pipeline", f"live micro-batches, rank {rank}", "count", live, finite_number(pipe.get("live"))
                 )
             )
-        if (waiting := middle(steps, lambda step: step.idle)) is not None:
+        if (waiting := median_of(steps, lambda step: step.idle)) is not None:
             idle.append(waiting)
     if twins:
         note = "by the schedule alone; the mean over ranks"
@@ -306,11 +306,11 @@ def pipeline_twins(found: RunMeasurements) -> list[ReportRow]:
     return twins
 
 
-def expert_twins(steps: list[RecordedStep]) -> list[ReportRow]:
-    imbalance = middle(steps, lambda step: step.imbalance)
+def expert_rows(steps: list[RecordedStep]) -> list[ReportRow]:
+    imbalance = median_of(steps, lambda step: step.imbalance)
     if imbalance is None:
         return []
-    dropped = middle(steps, lambda step: step.dropped)
+    dropped = median_of(steps, lambda step: step.dropped)
     note = "the fullest expert as a multiple of an even share, which is what plans are made for"
     return [
         ReportRow("experts", "imbalance", "count", imbalance, 1.0, note),
@@ -318,10 +318,10 @@ def expert_twins(steps: list[RecordedStep]) -> list[ReportRow]:
     ]
 
 
-def told(report: Report, plan: Mapping[str, Any], counted: bool) -> Report:
+def with_verdict(report: Report, plan: Mapping[str, Any], counted: bool) -> Report:
     """With its verdict in one line."""
     low, high = finite_number(plan.get("low")), finite_number(plan.get("high"))
-    step, held = report.twin("step", "step"), report.twin("memory", "tensors")
+    step, held = report.row("step", "step"), report.row("memory", "tensors")
     inside = None
     if step is None or step.measured is None:
         words = ["no step measured"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from meshwright.io import write_output
-from meshwright.observe.schedule_text import MEANINGS, describe, second, title
+from meshwright.observe.schedule_text import MEANINGS, describe, is_even_stage, title
 from meshwright.topology.schedule_timeline import Costs, Slot, Timeline
 
 LEFT, TOP, ROW = 72, 84, 28
@@ -65,7 +65,7 @@ def slot_width(timeline: Timeline) -> int:
 
 def cell(timeline: Timeline, slot: Slot, top: int) -> str:
     action = slot.action
-    kind = action.what.lower() if second(timeline, slot) else action.what
+    kind = action.what.lower() if is_even_stage(timeline, slot) else action.what
     width = slot_width(timeline)
     left, wide = LEFT + int(slot.start) * width, int(slot.end - slot.start) * width
     pair = " pair" if slot.paired else ""

@@ -17,20 +17,20 @@ COLOURS = {"F": "white on blue", "B": "black on dark_orange", "I": "black on yel
 LATER = {"F": "black on sky_blue2", "B": "black on light_salmon1", "I": "black on khaki1", "W": "black on pale_green1"}
 """Of a rank's second, fourth, ... stage."""
 MEANINGS = {"F": "forward", "B": "backward", "I": "backward, input's gradient", "W": "backward, weights' gradient"}
-MOST_LINES = 200
+MAX_LINES = 200
 """Of a picture; what is longer is cut, and said to be."""
 
 
-MOST_SLOTS = 16
+MAX_SLOTS = 16
 """Of one action, in a picture."""
 
 
-def whole_slots(forward: int, backward_input: int, weight: int) -> Costs:
+def integer_costs(forward: int, backward_input: int, weight: int) -> Costs:
     """Costs that can be drawn."""
     costs = Costs(forward, backward_input, weight)
     for name, slots in vars(costs).items():
-        if slots > MOST_SLOTS:
-            raise ConfigError(f"{name} takes {slots} slots", f"allowed: 1 to {MOST_SLOTS}")
+        if slots > MAX_SLOTS:
+            raise ConfigError(f"{name} takes {slots} slots", f"allowed: 1 to {MAX_SLOTS}")
     return costs
 
 
@@ -39,8 +39,8 @@ def describe(timeline: Timeline, costs: Costs) -> list[str]:
     size = f"{timeline.ranks} ranks x {timeline.makespan} slots"
     exact = formula(timeline.kind, timeline.ranks, timeline.micros, timeline.each, costs)
     known = f"; formula {exact[0]} = {exact[1]}" if exact else "; no closed form here"
-    peaks = " ".join(map(str, spread(timeline.peaks)))
-    whole = " ".join(map(decimal, spread(timeline.held)))
+    peaks = " ".join(map(str, ends_of(timeline.peaks)))
+    whole = " ".join(map(decimal, ends_of(timeline.held)))
     share = f" of 1/{timeline.each} of a rank's layers = {whole} of all of them" if timeline.each > 1 else ""
     return [
         f"bubble {float(timeline.bubble):.1%} = {timeline.bubble} of {size}{known}",
@@ -48,7 +48,7 @@ def describe(timeline: Timeline, costs: Costs) -> list[str]:
     ]
 
 
-def spread(values: Sequence[Any]) -> list[Any]:
+def ends_of(values: Sequence[Any]) -> list[Any]:
     """All of a few; of many the ends."""
     return list(values) if len(values) <= 16 else [*values[:4], "...", *values[-4:]]
 
@@ -64,10 +64,10 @@ def title(timeline: Timeline) -> str:
 
 def letter(timeline: Timeline, slot: Slot) -> str:
     """Small for a rank's second, fourth, ... stage: that is all a cell has room for."""
-    return slot.action.what.lower() if second(timeline, slot) else slot.action.what
+    return slot.action.what.lower() if is_even_stage(timeline, slot) else slot.action.what
 
 
-def second(timeline: Timeline, slot: Slot) -> bool:
+def is_even_stage(timeline: Timeline, slot: Slot) -> bool:
     return slot.action.stage // timeline.ranks % 2 == 1
 
 
@@ -89,7 +89,7 @@ def notes(timeline: Timeline) -> str:
     return f"small letters: {small}{pairs}" if timeline.each > 1 else ""
 
 
-def drawn(timeline: Timeline, row: list[Slot], slots: int, wide: int) -> Text:
+def draw_row(timeline: Timeline, row: list[Slot], slots: int, wide: int) -> Text:
     """The first slots of a rank's row, each `wide` letters wide."""
     text = Text()
     for slot in row:
@@ -99,7 +99,7 @@ def drawn(timeline: Timeline, row: list[Slot], slots: int, wide: int) -> Text:
         text.append((".".ljust(wide)) * (start - len(text) // wide), "dim")
         name = f"{letter(timeline, slot)}{slot.action.micro}"
         name = name.ljust((end - start) * wide - 1, "-" if end - start > 1 else " ")
-        style = (LATER if second(timeline, slot) else COLOURS)[slot.action.what]
+        style = (LATER if is_even_stage(timeline, slot) else COLOURS)[slot.action.what]
         text.append(name, style + (" underline" if slot.paired else "")).append(" ")
     text.append((".".ljust(wide)) * (slots - len(text) // wide), "dim")
     return text
@@ -111,8 +111,8 @@ def picture(timeline: Timeline, width: int) -> list[Text]:
     margin = len(f"rank {timeline.ranks - 1}  ")
     slots = int(timeline.makespan)
     across = max(5, (width - margin) // wide // 5 * 5)
-    bands = min(-(-slots // across), max(1, MOST_LINES // (timeline.ranks + 2)))
-    rows = [drawn(timeline, row, min(slots, bands * across), wide) for row in timeline.rows]
+    bands = min(-(-slots // across), max(1, MAX_LINES // (timeline.ranks + 2)))
+    rows = [draw_row(timeline, row, min(slots, bands * across), wide) for row in timeline.rows]
     cuts = [band * across * wide for band in range(1, bands)]
     pieces = [row.divide(cuts) for row in rows]
     lines: list[Text] = []
@@ -162,7 +162,7 @@ def show_all(found: dict[str, Timeline | ConfigError], console: Console | None =
     )
 
 
-def answer(timeline: Timeline, costs: Costs, rows: bool = True) -> dict[str, Any]:
+def schedule_json(timeline: Timeline, costs: Costs, rows: bool = True) -> dict[str, Any]:
     """For machines."""
     exact = formula(timeline.kind, timeline.ranks, timeline.micros, timeline.each, costs)
     told: dict[str, Any] = {
@@ -186,10 +186,12 @@ def answer(timeline: Timeline, costs: Costs, rows: bool = True) -> dict[str, Any
     return told
 
 
-def answers(found: dict[str, Timeline | ConfigError], costs: Costs) -> dict[str, Any]:
+def schedules_json(found: dict[str, Timeline | ConfigError], costs: Costs) -> dict[str, Any]:
     return {
         "schedules": [
-            answer(row, costs, rows=False) if isinstance(row, Timeline) else {"schedule": kind, "refused": str(row)}
+            schedule_json(row, costs, rows=False)
+            if isinstance(row, Timeline)
+            else {"schedule": kind, "refused": str(row)}
             for kind, row in found.items()
         ]
     }

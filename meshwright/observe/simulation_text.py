@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.io import format_bytes
-from meshwright.observe.schedule_text import spread
+from meshwright.observe.schedule_text import ends_of
 
 if TYPE_CHECKING:
     from meshwright.simulator.result import RankResult, Simulation
@@ -22,7 +22,7 @@ def show(simulation: Simulation) -> None:
     say(f"{simulation.layout} = {simulation.ranks:,} ranks; {simulation.parameters:,} parameters", highlight=False)
     say(simulation.batch, highlight=False)
     if simulation.schedule:
-        live = " ".join(map(str, spread(simulation.live)))
+        live = " ".join(map(str, ends_of(simulation.live)))
         say(f"pipeline by {simulation.schedule}: micro-batches held at once, by rank: {live}", highlight=False)
     for rank in simulation.found:
         say()

@@ -19,7 +19,7 @@ from meshwright.io import format_bytes, format_seconds
 from meshwright.observe.plan_page import page
 from meshwright.observe.plan_text import bar, show
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
-from meshwright.planner.search.plan_result import answer
+from meshwright.planner.search.plan_result import make_plan
 from meshwright.planner.workload.workload_args import build_workload
 from meshwright.topology.layout import Layout
 from meshwright.topology.unsupported import validate
@@ -27,12 +27,12 @@ from meshwright.topology.unsupported import validate
 
 @pytest.fixture(scope="module")
 def whole():
-    return answer(build_workload("llama-70b"), resolve_cluster("h100:8x16"), scale=True)
+    return make_plan(build_workload("llama-70b"), resolve_cluster("h100:8x16"), scale=True)
 
 
 @pytest.fixture(scope="module")
 def piped():
-    return answer(build_workload("llama-70b", ["--layout.pipeline=8"]), resolve_cluster("h100:8x16"))
+    return make_plan(build_workload("llama-70b", ["--layout.pipeline=8"]), resolve_cluster("h100:8x16"))
 
 
 def shown(whole, width: int = 120) -> str:
@@ -46,8 +46,8 @@ def test_the_terminal_has_the_plan_its_figures_and_the_ladder(whole):
     assert "\x1b" not in text
     assert format_seconds(whole.chosen.seconds) in text
     assert format_bytes(whole.chosen.peak_memory.total) in text
-    for rung in whole.rungs:
-        assert rung.binding.told in text
+    for rung in whole.ladder:
+        assert rung.bottleneck.message in text
     for part in ("Problem", "Mechanism", "Communication", "Tradeoff", "Measurement", "What breaks first at 10x?"):
         assert part in text
     assert "Amdahl" in text
@@ -103,8 +103,8 @@ def test_the_page_is_whole_alone_and_shows_the_same(whole, piped):
         assert "url(" not in text
         assert "http" not in text.replace("arXiv:", "")
         inside = " ".join(tags.text)
-        for rung in each.rungs:
-            assert rung.binding.told in inside
+        for rung in each.ladder:
+            assert rung.bottleneck.message in inside
         assert each.explanation.problem[0] in inside
         assert len(text) < 600_000
     assert "The pipeline" in "".join(page(piped, 3))

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 
 import pytest
-from asked_plans import CASES, answered, desk, foreign
+from planned_cases import CASES, answered, desk, foreign
 
 from meshwright.errors import ConfigError
 from meshwright.io import format_bytes, format_seconds
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.calibration.prediction import prediction_record
+from meshwright.planner.describe import describe_plan, exposed_seconds, merged_calls
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search.explain import explain
-from meshwright.planner.search.plan_result import answer, as_json
+from meshwright.planner.search.plan_result import as_json, make_plan
 from meshwright.planner.search.scaling import critical_batch, serial_share
 from meshwright.planner.search.search import CostCache, search
-from meshwright.planner.search.suggestions import impossible
-from meshwright.planner.wording import exposed, plan, real_calls
+from meshwright.planner.search.suggestions import infeasible_error
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.workload_args import build_workload
 
@@ -31,10 +31,10 @@ def test_the_five_parts_hold_the_estimates_own_figures(model, cluster):
     text = {part: " ".join(getattr(told, part)) for part in FIVE}
     assert all(text.values())
     assert format_bytes(chosen.job.cluster.device.memory) in text["problem"]
-    assert whole.rungs[0].binding.told in text["problem"] or whole.rungs[0].binding.kind == "nothing"
+    assert whole.ladder[0].bottleneck.message in text["problem"] or whole.ladder[0].bottleneck.kind == "nothing"
     for axis in chosen.job.layout.axes:
         assert f"{axis} {getattr(chosen.job.layout, axis)}: " in text["mechanism"]
-    for call in real_calls(chosen):
+    for call in merged_calls(chosen):
         assert (
             f"{call.axis} {call.collective}: {call.calls:,.0f} x {format_bytes(call.message_bytes)}"
             in text["communication"]
@@ -44,7 +44,7 @@ def test_the_five_parts_hold_the_estimates_own_figures(model, cluster):
     assert f"{format_seconds(chosen.interval_low)} to {format_seconds(chosen.interval_high)}" in text["measurement"]
     assert "meshwright train PLAN.toml --steps 20" in text["measurement"]
     for other in whole.found.ranked[1:3]:
-        assert f"Not {plan(other.job)}: " in text["tradeoff"]
+        assert f"Not {describe_plan(other.job)}: " in text["tradeoff"]
 
 
 @pytest.mark.parametrize(("model", "cluster"), CASES)
@@ -77,7 +77,7 @@ def test_a_prediction_adds_up_and_survives_json(model, cluster):
     assert record["seconds"] == pytest.approx(sum(record["phases"].values()))
     assert record["low"] <= record["seconds"] <= record["high"]
     assert record["memory"]["total"] == chosen.peak_memory.total
-    assert record["exposed_seconds"] == pytest.approx(exposed(chosen))
+    assert record["exposed_seconds"] == pytest.approx(exposed_seconds(chosen))
     assert record["tokens_per_second"] == pytest.approx(record["tokens"] / record["seconds"])
     assert sum(row["exposed_seconds"] for row in record["traffic"]) == pytest.approx(record["exposed_seconds"])
 
@@ -95,15 +95,15 @@ def test_the_scale_begins_at_the_plan_and_never_gains_more_than_devices():
     whole = answered("llama-8b", "h100:8", scale=True)
     scale = whole.scale
     assert scale is not None
-    for rows in (scale.strong, scale.growing):
+    for rows in (scale.strong, scale.weak):
         assert rows[0].estimate is whole.chosen
         assert rows[0].efficiency == 1
         for row in rows:
             assert row.estimate is None or row.estimate.fits
             assert row.estimate is None or row.estimate.job.layout.ranks == row.devices
             assert row.estimate is None or row.estimate.job.batch.global_ == row.batch
-    assert [row.batch for row in scale.growing] == [512 * row.factor for row in scale.growing]
-    assert 0 <= scale.serial <= 1
+    assert [row.batch for row in scale.weak] == [512 * row.factor for row in scale.weak]
+    assert 0 <= scale.serial_fraction <= 1
 
 
 def test_amdahls_share_is_found_again():
@@ -144,7 +144,7 @@ def test_the_critical_batch_is_given_or_said_to_be_assumed():
 )
 def test_what_cannot_be_is_refused_in_one_line_with_what_could(model, cluster, words, said):
     with pytest.raises(ConfigError) as refused:
-        answer(build_workload(model, words), resolve_cluster(cluster))
+        make_plan(build_workload(model, words), resolve_cluster(cluster))
     assert said in str(refused.value)
     assert "allowed: " in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -152,7 +152,7 @@ def test_what_cannot_be_is_refused_in_one_line_with_what_could(model, cluster, w
 
 def test_the_devices_that_a_refusal_names_do_and_a_node_less_does_not():
     at = desk("llama-70b", "h100:8")
-    told = str(impossible(at))
+    told = str(infeasible_error(at))
     devices = int(told.partition("allowed: ")[2].split(" devices")[0].split(" ")[-1].replace(",", ""))
     assert devices > 8
     assert search(CostCache(at.work, at.cluster.with_devices(devices))).ranked
@@ -162,10 +162,10 @@ def test_the_devices_that_a_refusal_names_do_and_a_node_less_does_not():
 
 def test_a_shorter_sequence_is_named_where_it_would_do():
     work = build_workload("llama-8b", sequence=1 << 20, batch=8)
-    told = str(impossible(CostCache(work, resolve_cluster("h100:8"))))
+    told = str(infeasible_error(CostCache(work, resolve_cluster("h100:8"))))
     assert "--sequence " in told
 
 
 def test_a_foreign_model_is_explained_without_a_run():
-    whole = answer(foreign(), resolve_cluster("h100:8x4"))
+    whole = make_plan(foreign(), resolve_cluster("h100:8x4"))
     assert whole.explanation.measurement[0].startswith("Train 20 steps of it.")

@@ -15,8 +15,8 @@ from meshwright.planner.calibration.corrections import UNCORRECTED, corrections_
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.calibration.run_prediction import predict_run
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
-from meshwright.planner.search.choice import Choice
-from meshwright.planner.search.plan_to_config import best
+from meshwright.planner.search.candidate import Candidate
+from meshwright.planner.search.plan_to_config import best_plan
 from meshwright.planner.search.search import CostCache, search
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.workload import Workload
@@ -96,7 +96,7 @@ def test_a_search_recalls_runs_once(home):
     teach(here, 2.0)
     found = search(desk).ranked
     assert [one.notes for one in found] == [[]] * len(found)
-    assert [Choice.of(one.job) for one in search(same).ranked] == [Choice.of(one.job) for one in found]
+    assert [Candidate.of(one.job) for one in search(same).ranked] == [Candidate.of(one.job) for one in found]
     assert search(CostCache(work, here)).ranked[0].seconds > found[0].seconds
 
 
@@ -105,7 +105,7 @@ def test_a_layout_that_disappoints_makes_room_for_another(home, tmp_path):
     here = keep_machine(home)
     file = tmp_path / "run.toml"
     file.write_text("[model]\nwidth = 32\nlayers = 2\nffn = 48\n[data]\nsequence = 16\n")
-    first = best("here", file, [], None, None).config
+    first = best_plan("here", file, [], None, None).config
     for _ in range(3):
         plain = estimate(PlannedJob.from_config(first, here), lessons=UNCORRECTED).seconds
         append_record(CalibrationRecord.from_job(PlannedJob.from_config(first, here), (plain, 10 * plain)))
@@ -114,7 +114,7 @@ def test_a_layout_that_disappoints_makes_room_for_another(home, tmp_path):
         plain = estimate(other.job, lessons=UNCORRECTED).seconds
         if other.job.layout != PlannedJob.from_config(first, here).layout:
             append_record(CalibrationRecord.from_job(other.job, (plain, plain)))
-    assert best("here", file, [], None, None).config.layout != first.layout
+    assert best_plan("here", file, [], None, None).config.layout != first.layout
 
 
 def test_a_run_that_ends_well_teaches_once(home, tmp_path):

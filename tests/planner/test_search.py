@@ -8,27 +8,36 @@ from itertools import product
 from math import prod
 
 import pytest
-from asked_plans import CASES, answered, desk, foreign
+from planned_cases import CASES, answered, desk, foreign
 
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search import search as searching
-from meshwright.planner.search.candidates import KINDS, RECOMPUTED, Space, divisors, fills, frames, layouts, schedules
-from meshwright.planner.search.choice import Choice, refusal, settings_of
-from meshwright.planner.search.search import MOST_WEIGHED, CostCache, lightest, search
+from meshwright.planner.search.candidate import Candidate, candidate_config, validation_error
+from meshwright.planner.search.search import MAX_MEMORY_ESTIMATES, CostCache, min_memory_candidate, search
+from meshwright.planner.search.search_space import (
+    CHECKPOINT_MODES,
+    SHARDINGS,
+    SearchSpace,
+    divisors,
+    fills_schedule,
+    model_parallel_degrees,
+    pipeline_schedules,
+    sharded_layouts,
+)
 from meshwright.topology.unsupported import validate
 
 
 def everything(at: CostCache):
     """Every choice that fits, is allowed and fills its schedule; nothing else is left out."""
-    for frame in frames(at.work, at.cluster.device_count, at.cluster.devices_per_node, Space()):
-        for sharding, options in layouts(at.work, frame, Space()):
+    for frame in model_parallel_degrees(at.work, at.cluster.device_count, at.cluster.devices_per_node, SearchSpace()):
+        for sharding, options in sharded_layouts(at.work, frame, SearchSpace()):
             sizes = divisors(at.work.global_batch // frame.data)
-            for layout, micro, recompute in product(options, sizes, RECOMPUTED):
-                for kind, each in schedules(at.work, frame):
-                    choice = Choice(layout, micro, sharding, recompute, kind, each, frame.method)
-                    if not fills(kind, frame.pipeline, at.work.global_batch // frame.data // micro):
+            for layout, micro, recompute in product(options, sizes, CHECKPOINT_MODES):
+                for kind, each in pipeline_schedules(at.work, frame):
+                    choice = Candidate(layout, micro, sharding, recompute, kind, each, frame.method)
+                    if not fills_schedule(kind, frame.pipeline, at.work.global_batch // frame.data // micro):
                         continue
-                    if refusal(at.work, choice) is None and at.fits(choice):
+                    if validation_error(at.work, choice) is None and at.fits(choice):
                         yield choice
 
 
@@ -44,7 +53,7 @@ def test_the_plan_is_as_quick_as_the_best_of_all(model, cluster, words):
     at = desk(model, cluster, *words)
     best = min(at.time(choice).seconds for choice in everything(at))
     fresh = desk(model, cluster, *words)
-    assert search(fresh).ranked[0].seconds <= (1 + searching.ALIKE) * best
+    assert search(fresh).ranked[0].seconds <= (1 + searching.TIE_TOLERANCE) * best
 
 
 @pytest.mark.parametrize(("model", "cluster"), CASES)
@@ -54,15 +63,15 @@ def test_every_plan_fits_runs_and_uses_every_device(model, cluster):
     for found in [*whole.found.ranked, *whole.found.front]:
         assert found.fits
         assert found.job.layout.ranks == whole.cluster.device_count
-        layout, batch = validate(settings_of(whole.work.base_config, Choice.of(found.job)))
+        layout, batch = validate(candidate_config(whole.work.base_config, Candidate.of(found.job)))
         assert (layout, batch) == (found.job.layout, found.job.batch)
 
 
 @pytest.mark.parametrize(("model", "cluster"), CASES)
 def test_no_ddp_that_fits_is_quicker_than_the_plan(model, cluster):
     whole = answered(model, cluster)
-    copies = search(desk(model, cluster), Space(frozenset())).ranked
-    assert all(whole.chosen.seconds <= (1 + searching.ALIKE) * found.seconds for found in copies)
+    copies = search(desk(model, cluster), SearchSpace(frozenset())).ranked
+    assert all(whole.chosen.seconds <= (1 + searching.TIE_TOLERANCE) * found.seconds for found in copies)
 
 
 @pytest.mark.parametrize(("model", "cluster"), CASES)
@@ -75,8 +84,8 @@ def test_the_front_is_of_plans_that_no_other_beats(model, cluster):
 
 def test_the_plan_is_the_simplest_of_those_as_quick():
     found = answered("gpt2-124m", "a100-80:8").found.ranked
-    alike = [one for one in found if one.seconds <= (1 + searching.ALIKE) * min(each.seconds for each in found)]
-    assert searching.parts(found[0]) == min(map(searching.parts, alike))
+    alike = [one for one in found if one.seconds <= (1 + searching.TIE_TOLERANCE) * min(each.seconds for each in found)]
+    assert searching.complexity(found[0]) == min(map(searching.complexity, alike))
 
 
 def test_sixteen_thousand_devices_are_searched_in_seconds_and_without_torch():
@@ -87,12 +96,12 @@ def test_sixteen_thousand_devices_are_searched_in_seconds_and_without_torch():
         "from meshwright.planner.search.search import CostCache, search\n"
         "found = search(CostCache(workload('llama-405b'), cluster_of('h100:8x2048')))\n"
         "assert 'torch' not in sys.modules\n"
-        "print(time.process_time() - began, found.estimates, found.weighed, found.frames, len(found.ranked))"
+        "print(time.process_time() - began, found.estimates, found.weighed, found.degrees, len(found.ranked))"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
     took, estimates, weighed, cuts, plans = map(float, done.stdout.split())
     assert took < 6  # a third of it on an idle machine
-    assert weighed <= MOST_WEIGHED + 3 * cuts  # a frame that was begun is finished
+    assert weighed <= MAX_MEMORY_ESTIMATES + 3 * cuts  # a frame that was begun is finished
     assert estimates <= 10 * cuts
     assert plans >= 8
 
@@ -152,17 +161,17 @@ def test_a_model_that_our_decoder_does_not_train_is_planned_by_the_usual_rules()
 
 def test_the_lightest_is_lighter_than_every_plan():
     at = desk("llama-8b", "h100:8")
-    least = lightest(at)
+    least = min_memory_candidate(at)
     assert least is not None
     assert all(at.peak_memory(least).total <= found.peak_memory.total for found in search(at).ranked)
 
 
 def test_the_space_is_what_a_search_keeps_to():
     for axes in ((), ("shard",), ("tensor",), ("shard", "context")):
-        for one in search(desk("llama-1b", "h100:8"), Space(frozenset(axes), RECOMPUTED[:1])).ranked:
+        for one in search(desk("llama-1b", "h100:8"), SearchSpace(frozenset(axes), CHECKPOINT_MODES[:1])).ranked:
             layout = one.job.layout
             used = {axis for axis in ("tensor", "pipeline", "context", "expert") if getattr(layout, axis) > 1}
-            assert used | ({"shard"} if one.job.sharding in KINDS else set()) <= set(axes)
+            assert used | ({"shard"} if one.job.sharding in SHARDINGS else set()) <= set(axes)
             assert one.job.activation_checkpoint == "none"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.planner.cost.estimate import Estimate
-from meshwright.planner.wording import classes, exposed
+from meshwright.planner.describe import exposed_seconds, memory_by_class
 
 VERSION = 1
 
@@ -34,7 +34,7 @@ def prediction_record(estimate: Estimate) -> dict[str, Any]:
         "high": estimate.interval_high,
         "main_uncertainty": estimate.main_uncertainty,
         "phases": dict(estimate.phases),
-        "exposed_seconds": exposed(estimate),
+        "exposed_seconds": exposed_seconds(estimate),
         "tokens": job.tokens_per_step,
         "tokens_per_second": estimate.tokens_per_second,
         "mfu": estimate.mfu,
@@ -45,7 +45,7 @@ def prediction_record(estimate: Estimate) -> dict[str, Any]:
         "memory": {
             "capacity": job.cluster.device.memory,
             "stage": estimate.memory_by_rank.index(held),
-            **classes(held),
+            **memory_by_class(held),
             "tensors": held.tensors,
             "reserved": held.reserved,
             "total": held.total,

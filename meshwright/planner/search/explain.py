@@ -10,12 +10,19 @@ from dataclasses import dataclass
 
 from meshwright.io import format_bytes, format_count, format_percent, format_seconds
 from meshwright.planner.cost.estimate import CollectiveCost, Estimate
+from meshwright.planner.describe import (
+    describe_plan,
+    exposed_seconds,
+    merged_calls,
+    recompute_seconds,
+    sync_seconds,
+    wire_bytes_per_step,
+)
 from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
-from meshwright.planner.search.ladder import Binding, bound_by
+from meshwright.planner.search.ladder import Bottleneck, find_bottleneck
 from meshwright.planner.search.mechanism import mechanism, replicated, sharded
-from meshwright.planner.search.scaling import at
+from meshwright.planner.search.scaling import scaled_estimate
 from meshwright.planner.search.search import CostCache
-from meshwright.planner.wording import again, exposed, plan, real_calls, sent, synced
 from meshwright.planner.workload.planned_job import PlannedJob
 
 TENFOLD = 10
@@ -37,7 +44,7 @@ class Explanation:
 def explain(
     estimate: Estimate,
     others: Sequence[Estimate] = (),
-    plain: tuple[Estimate, Binding] | None = None,
+    plain: tuple[Estimate, Bottleneck] | None = None,
     desk: CostCache | None = None,
     file: str = "PLAN.toml",
 ) -> Explanation:
@@ -52,14 +59,18 @@ def explain(
         {
             "What is replicated?": replicated(estimate),
             "What is sharded?": sharded(estimate),
-            "Which collective is on the critical path?": critical(estimate),
-            "How do the optimizer's semantics stay consistent?": semantics(estimate.job),
-            **({f"What breaks first at {TENFOLD}x?": " ".join(breaks(estimate, desk))} if desk is not None else {}),
+            "Which collective is on the critical path?": critical_collective(estimate),
+            "How do the optimizer's semantics stay consistent?": optimizer_semantics(estimate.job),
+            **(
+                {f"What breaks first at {TENFOLD}x?": " ".join(scaling_limits(estimate, desk))}
+                if desk is not None
+                else {}
+            ),
         },
     )
 
 
-def problem(estimate: Estimate, plain: tuple[Estimate, Binding] | None) -> list[str]:
+def problem(estimate: Estimate, plain: tuple[Estimate, Bottleneck] | None) -> list[str]:
     job = estimate.job
     told = [
         f"{format_count(job.model.parameters)} parameters, {job.batch.global_:,} samples of "
@@ -71,36 +82,36 @@ def problem(estimate: Estimate, plain: tuple[Estimate, Binding] | None) -> list[
         told.append(
             f"Whole copies (DDP) take {format_seconds(first.seconds)} a step, and nothing binds them."
             if binding.kind == "nothing"
-            else f"Whole copies (DDP) are bound by {kind_of(binding)}: {binding.told}."
+            else f"Whole copies (DDP) are bound by {bottleneck_name(binding)}: {binding.message}."
         )
-    now = bound_by(estimate)
+    now = find_bottleneck(estimate)
     told.append(
-        f"{now.told.replace('nothing:', 'Nothing binds this plan:')}."
+        f"{now.message.replace('nothing:', 'Nothing binds this plan:')}."
         if now.kind == "nothing"
-        else f"What binds this plan: {now.told}."
+        else f"What binds this plan: {now.message}."
     )
     return told
 
 
-def kind_of(binding: Binding) -> str:
+def bottleneck_name(binding: Bottleneck) -> str:
     return {"batch": "the batch", "bubble": "the pipeline's bubble"}.get(binding.kind, binding.kind)
 
 
 def communication(estimate: Estimate) -> list[str]:
     """The collectives, those that are waited for longest first."""
-    calls = sorted(real_calls(estimate), key=lambda call: (-call.exposed_seconds, -call.seconds))
+    calls = sorted(merged_calls(estimate), key=lambda call: (-call.exposed_seconds, -call.seconds))
     if not calls:
         return ["A rank sends 0 B a step: no axis has messages."]
-    waited = exposed(estimate)
+    waited = exposed_seconds(estimate)
     told = [
-        f"A rank sends {format_bytes(sent(estimate))} a step; messages take "
+        f"A rank sends {format_bytes(wire_bytes_per_step(estimate))} a step; messages take "
         f"{format_seconds(sum(call.seconds for call in calls))}, "
         f"of which {format_seconds(waited)} ({format_percent(waited / estimate.seconds)} of the step) are exposed."
     ]
-    return told + [f"{call_told(call)}." for call in calls]
+    return told + [f"{describe_call(call)}." for call in calls]
 
 
-def call_told(call: CollectiveCost) -> str:
+def describe_call(call: CollectiveCost) -> str:
     where = "inside a node" if call.link == "intra-node" else "between nodes"
     hidden = call.seconds - call.exposed_seconds
     how = (
@@ -123,8 +134,11 @@ def tradeoff(estimate: Estimate, others: Sequence[Estimate]) -> list[str]:
         f"cases of five; most of the doubt: {estimate.main_uncertainty}), {estimate.mfu:.1%} of the devices' peak, "
         f"and leaves {format_bytes(left)} of {format_bytes(job.cluster.device.memory)} free."
     ]
-    costs = {"waiting in the pipeline": estimate.phases.get("bubble", 0.0), "computing again": again(estimate)}
-    costs["exposed messages"] = exposed(estimate)
+    costs = {
+        "waiting in the pipeline": estimate.phases.get("bubble", 0.0),
+        "computing again": recompute_seconds(estimate),
+    }
+    costs["exposed messages"] = exposed_seconds(estimate)
     paid = [
         f"{name} {format_seconds(spent)} ({format_percent(spent / estimate.seconds)})"
         for name, spent in costs.items()
@@ -149,11 +163,11 @@ def why_not(estimate: Estimate, other: Estimate) -> str:
     )
     weight = f"{format_bytes(abs(heavier))} {'heavier' if heavier > 0 else 'lighter'}"
     because = f": {term} takes {format_seconds(by)} more" if by > 0 and slower > 0 and not alike else ""
-    return f"Not {plan(other.job)}: {pace}, {weight}{because}."
+    return f"Not {describe_plan(other.job)}: {pace}, {weight}{because}."
 
 
 def measurement(estimate: Estimate, file: str) -> list[str]:
-    held, calls = estimate.peak_memory, real_calls(estimate)
+    held, calls = estimate.peak_memory, merged_calls(estimate)
     told = []
     if estimate.job.run_config is not None:
         told.append(
@@ -165,11 +179,13 @@ def measurement(estimate: Estimate, file: str) -> list[str]:
         f"seconds outside {format_seconds(estimate.interval_low)} to {format_seconds(estimate.interval_high)} "
         "(median of the steps);"
     )
-    told.append(f"phases.sync far from {format_seconds(synced(estimate))}, the waiting that is not inside passes;")
     told.append(
-        f"memory over {format_bytes(held.reserved)} on the heaviest rank (rank of the pipeline: {stage_of(estimate)});"
+        f"phases.sync far from {format_seconds(sync_seconds(estimate))}, the waiting that is not inside passes;"
     )
-    if (row := largest(estimate)) is not None:
+    told.append(
+        f"memory over {format_bytes(held.reserved)} on the heaviest rank (rank of the pipeline: {peak_stage(estimate)});"  # noqa: E501
+    )
+    if (row := largest_transfer(estimate)) is not None:
         told.append(
             f"ledger.traffic of rank 0 with other than {row.message_bytes:,} bytes of {row.axis} {row.collective}."
         )
@@ -181,7 +197,7 @@ def measurement(estimate: Estimate, file: str) -> list[str]:
     return told
 
 
-def largest(estimate: Estimate) -> CollectiveVolume | None:
+def largest_transfer(estimate: Estimate) -> CollectiveVolume | None:
     """Of what rank 0 sends, the row with most bytes, exact; of our own runs."""
     job = estimate.job
     if job.run_config is None:
@@ -190,12 +206,12 @@ def largest(estimate: Estimate) -> CollectiveVolume | None:
     return max(rows, key=lambda row: row.message_bytes, default=None)
 
 
-def stage_of(estimate: Estimate) -> int:
+def peak_stage(estimate: Estimate) -> int:
     return estimate.memory_by_rank.index(estimate.peak_memory)
 
 
-def critical(estimate: Estimate) -> str:
-    waiting = [call for call in real_calls(estimate) if call.exposed_seconds > 0]
+def critical_collective(estimate: Estimate) -> str:
+    waiting = [call for call in merged_calls(estimate) if call.exposed_seconds > 0]
     if not waiting:
         return "None: nothing that is sent is waited for."
     call = max(waiting, key=lambda one: one.exposed_seconds)
@@ -206,7 +222,7 @@ def critical(estimate: Estimate) -> str:
     )
 
 
-def semantics(job: PlannedJob) -> str:
+def optimizer_semantics(job: PlannedJob) -> str:
     batch = job.batch
     told = (
         f"Gradients of all {batch.global_:,} samples ({batch.micro} a pass x {batch.accumulation} passes x "
@@ -219,11 +235,11 @@ def semantics(job: PlannedJob) -> str:
     )
 
 
-def breaks(estimate: Estimate, desk: CostCache) -> list[str]:
+def scaling_limits(estimate: Estimate, desk: CostCache) -> list[str]:
     """At ten times the devices: with the same batch, and with ten times the batch."""
     job, told = estimate.job, []
     for growing in (False, True):
-        factor = TENFOLD if growing else reach(job, TENFOLD)
+        factor = TENFOLD if growing else max_data_parallel_factor(job, TENFOLD)
         if factor < TENFOLD:
             told.append(
                 f"The batch: {job.batch.global_:,} samples do not divide over "
@@ -233,13 +249,13 @@ def breaks(estimate: Estimate, desk: CostCache) -> list[str]:
             continue
         name = f"With {TENFOLD}x the batch" if growing else "With the same batch"
         devices = f"on {job.layout.ranks * factor:,} devices"
-        more, kept = at(desk, estimate, factor, growing)
+        more, kept = scaled_estimate(desk, estimate, factor, growing)
         if more is None:
             told.append(f"{name} nothing fits {devices}.")
             continue
         ideal = estimate.seconds if growing else estimate.seconds / factor
         term, by = grows_most(estimate, more, ideal / estimate.seconds)
-        shape = "" if kept else f" (by {plan(more.job)})"
+        shape = "" if kept else f" (by {describe_plan(more.job)})"
         told.append(
             f"{name} {devices} a step takes {format_seconds(more.seconds)}{shape}, where "
             f"{format_seconds(ideal)} would be ideal "
@@ -254,7 +270,7 @@ def grows_most(before: Estimate, after: Estimate, ideal: float) -> tuple[str, fl
     return max(grown.items(), key=lambda row: row[1])
 
 
-def reach(job: PlannedJob, most: int) -> int:
+def max_data_parallel_factor(job: PlannedJob, most: int) -> int:
     """Times as many data-parallel ranks as the batch has samples for, at most so many."""
     return max(factor for factor in range(1, most + 1) if job.batch.global_ % (job.batch.replicas * factor) == 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.io import format_bytes, format_count
 from meshwright.planner.cost.estimate import Estimate
 
-DIVIDED = {
+SHARDED_STATE = {
     "none": (),
     "optimizer": ("optimizer",),
     "gradients": ("gradients", "optimizer"),
@@ -26,11 +26,11 @@ def mechanism(estimate: Estimate) -> list[str]:
             f"{model.layers / layout.pipeline:.3g} a rank; {job.batch.accumulation} micro-batches by {job.schedule}."
         )
     if layout.replicate > 1:
-        told.append(f"replicate {layout.replicate}: so many copies, each with {samples(estimate)}.")
+        told.append(f"replicate {layout.replicate}: so many copies, each with {samples_per_step(estimate)}.")
     if layout.shard > 1:
-        what = ", ".join(f"{name} ({format_bytes(getattr(held, name))} left)" for name in DIVIDED[job.sharding])
+        what = ", ".join(f"{name} ({format_bytes(getattr(held, name))} left)" for name in SHARDED_STATE[job.sharding])
         over = layout.shard * layout.context
-        told.append(f"shard {layout.shard}: {what} divided over {over} ranks; {samples(estimate)} each.")
+        told.append(f"shard {layout.shard}: {what} divided over {over} ranks; {samples_per_step(estimate)} each.")
     if layout.context > 1:
         told.append(
             f"context {layout.context}: {job.sequence:,} tokens cut into pieces of {job.sequence // layout.context:,}, "
@@ -38,8 +38,8 @@ def mechanism(estimate: Estimate) -> list[str]:
         )
     if layout.tensor > 1:
         told.append(
-            f"tensor {layout.tensor}: {model.heads} heads and {inner(estimate):,} inner columns of every layer cut to "
-            f"{model.heads // layout.tensor} and {inner(estimate) // layout.tensor:,}, sequences between them."
+            f"tensor {layout.tensor}: {model.heads} heads and {ffn_width(estimate):,} inner columns of every layer cut to "  # noqa: E501
+            f"{model.heads // layout.tensor} and {ffn_width(estimate) // layout.tensor:,}, sequences between them."
         )
     if layout.expert > 1:
         told.append(
@@ -53,17 +53,17 @@ def mechanism(estimate: Estimate) -> list[str]:
     return told or [f"one device holds all of it: {format_bytes(held.total)}."]
 
 
-def inner(estimate: Estimate) -> int:
+def ffn_width(estimate: Estimate) -> int:
     model = estimate.job.model
     return model.expert_ffn or model.ffn
 
 
-def samples(estimate: Estimate) -> str:
+def samples_per_step(estimate: Estimate) -> str:
     batch = estimate.job.batch
     return f"{batch.local:,} samples a step ({batch.micro} x {batch.accumulation})"
 
 
-def held_of(estimate: Estimate, name: str) -> float:
+def resident_bytes(estimate: Estimate, name: str) -> float:
     """Of a class; parameters that stay gathered beside their shards are what ranks hold alike."""
     held = estimate.peak_memory
     gathered = name == "parameters" and estimate.job.layout.shard > 1 and estimate.job.trainer.torch_native
@@ -73,12 +73,12 @@ def held_of(estimate: Estimate, name: str) -> float:
 def replicated(estimate: Estimate) -> str:
     """What ranks of different data hold alike."""
     job = estimate.job
-    divided = DIVIDED[job.sharding] if job.layout.shard > 1 else ()
+    divided = SHARDED_STATE[job.sharding] if job.layout.shard > 1 else ()
     whole = [name for name in ("parameters", "gradients", "optimizer") if name not in divided]
     copies = job.layout.data_degree * job.layout.context if not divided else job.layout.replicate
     if whole:
         over = job.layout.data_degree * job.layout.context
-        told = ", ".join(f"{name} {format_bytes(held_of(estimate, name))}" for name in whole)
+        told = ", ".join(f"{name} {format_bytes(resident_bytes(estimate, name))}" for name in whole)
         return f"Over {over:,} ranks alike: {told}." if over > 1 else f"Nothing: one rank holds each part ({told})."
     return f"Over {copies} copies alike: the shards." if copies > 1 else "Nothing: every number has one owner."
 
@@ -88,7 +88,7 @@ def sharded(estimate: Estimate) -> str:
     told = []
     if layout.shard > 1:
         over = layout.shard * layout.context
-        told.append(f"{' and '.join(DIVIDED[job.sharding])} over {over:,} ranks")
+        told.append(f"{' and '.join(SHARDED_STATE[job.sharding])} over {over:,} ranks")
     if layout.tensor > 1:
         told.append(f"every matrix over {layout.tensor}")
     if layout.pipeline > 1:

@@ -16,20 +16,20 @@ from meshwright.config.reader import CommandLineValue, convert, read_toml, set_k
 from meshwright.errors import ConfigError
 from meshwright.io import format_bytes, format_count, format_seconds, read_json
 from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.describe import describe_plan
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster, with_whole_nodes
-from meshwright.planner.search.choice import Choice, settings_of
-from meshwright.planner.search.ladder import bound_by, stand
+from meshwright.planner.search.candidate import Candidate, candidate_config
+from meshwright.planner.search.ladder import best_with, find_bottleneck
 from meshwright.planner.search.search import CostCache, search
-from meshwright.planner.search.suggestions import impossible
-from meshwright.planner.wording import plan
+from meshwright.planner.search.suggestions import infeasible_error
 from meshwright.planner.workload.workload import SEARCHED_KEYS
 from meshwright.planner.workload.workload_args import workload_from_config
 from meshwright.telemetry.run_measurements import bounded_object, finite_number
 from meshwright.topology.layout import Layout
 
 BEST = "best"
-PLACED = (
+PLAN_KEYS = (
     "layout.",
     "ddp.",
     "fsdp.",
@@ -40,7 +40,7 @@ PLACED = (
     "optimizer.cpu_offload",
 )
 """What a plan file decides beside batch.micro, as far as it is placement: what changes the numbers is the run's own."""
-SAME = ("model.", "data.sequence", "batch.global", "precision.compute")
+WORKLOAD_KEYS = ("model.", "data.sequence", "batch.global", "precision.compute")
 """What a plan is made for."""
 
 
@@ -49,12 +49,12 @@ class PlannedConfig:
     """The settings of a run, and one line on the plan behind them."""
 
     config: RunConfig
-    told: str
+    message: str
     seconds: float | None
     """that the plan predicts of a step"""
 
 
-def taken(
+def resolve_plan(
     plan_word: str,
     cluster: str | None,
     file: Path | None,
@@ -64,42 +64,42 @@ def taken(
 ) -> PlannedConfig:
     """`plan_word` is `best` or a plan file; the rest as `meshwright train` is given it."""
     if plan_word == BEST:
-        return best(cluster or "here", file, overrides, ranks, steps)
+        return best_plan(cluster or "here", file, overrides, ranks, steps)
     if not plan_word.endswith(".toml"):
         raise ConfigError(
             f"--plan {plan_word} is no plan", "allowed: best, or PLAN.toml as meshwright plan --out writes it"
         )
-    return of_file(Path(plan_word), file, overrides, ranks, steps)
+    return plan_from_file(Path(plan_word), file, overrides, ranks, steps)
 
 
-def key_of(word: str) -> str:
+def override_key(word: str) -> str:
     return word.removeprefix("--").partition("=")[0]
 
 
-def best(
+def best_plan(
     cluster: str, file: Path | None, overrides: Sequence[str], ranks: str | None, steps: str | None
 ) -> PlannedConfig:
     """The search's first plan for this run on so many of the cluster's devices: as many as are asked for, as a run
     file's layout has, or all.
     """
-    run = load_config(file, [word for word in overrides if key_of(word) not in SEARCHED_KEYS], None, steps)
+    run = load_config(file, [word for word in overrides if override_key(word) not in SEARCHED_KEYS], None, steps)
     whole = resolve_cluster(cluster)
-    asked = convert(PositiveInt, CommandLineValue(ranks), "--ranks") if ranks is not None else ranks_in(file)
-    desk = CostCache(workload_from_config(run, overrides), part_of(whole, asked or whole.device_count))
+    asked = convert(PositiveInt, CommandLineValue(ranks), "--ranks") if ranks is not None else ranks_in_run_file(file)
+    desk = CostCache(workload_from_config(run, overrides), cluster_with_ranks(whole, asked or whole.device_count))
     found = search(desk).ranked
     if not found:
-        raise impossible(desk)
-    return PlannedConfig(settings_of(run, Choice.of(found[0].job)), reason(desk, found[0]), found[0].seconds)
+        raise infeasible_error(desk)
+    return PlannedConfig(candidate_config(run, Candidate.of(found[0].job)), reason(desk, found[0]), found[0].seconds)
 
 
-def ranks_in(file: Path | None) -> int | None:
+def ranks_in_run_file(file: Path | None) -> int | None:
     """Of a run file that has a layout."""
     if file is None or "layout" not in read_toml(file):
         return None
     return Layout.of(load_config(file).layout).ranks
 
 
-def part_of(whole: Cluster, ranks: int) -> Cluster:
+def cluster_with_ranks(whole: Cluster, ranks: int) -> Cluster:
     if ranks > whole.device_count:
         raise ConfigError(
             f"{ranks} ranks on {whole.device_count} devices of cluster {whole.name!r}",
@@ -110,10 +110,10 @@ def part_of(whole: Cluster, ranks: int) -> Cluster:
 
 def reason(desk: CostCache, found: Estimate) -> str:
     """Which plan, why, and what it predicts."""
-    copies, binding = stand(desk, ())
-    simple = Choice.of(copies.job).family == Choice.of(found.job).family
-    why = f"binds: {bound_by(found).told}" if simple else f"whole copies alone (DDP): {binding.told}"
-    return f"plan: {plan(found.job)}; {why}; predicted: {predicted(found)}"
+    copies, binding = best_with(desk, ())
+    simple = Candidate.of(copies.job).layout_key == Candidate.of(found.job).layout_key
+    why = f"binds: {find_bottleneck(found).message}" if simple else f"whole copies alone (DDP): {binding.message}"
+    return f"plan: {describe_plan(found.job)}; {why}; predicted: {predicted(found)}"
 
 
 def predicted(found: Estimate) -> str:
@@ -122,23 +122,26 @@ def predicted(found: Estimate) -> str:
     return "; ".join([f"{format_seconds(found.seconds)} a step ({between}), {rate}, {held}", *found.notes])
 
 
-def of_file(
+def plan_from_file(
     path: Path, file: Path | None, overrides: Sequence[str], ranks: str | None, steps: str | None
 ) -> PlannedConfig:
     """Its placement, over the run's own. Without a run file the plan's own run is meant: it is a whole one."""
     planned = load_config(path)
-    of_itself = file is None and not any(key_of(word) == "preset" for word in overrides)
+    of_itself = file is None and not any(override_key(word) == "preset" for word in overrides)
     run = load_config(
-        path if of_itself else file, [word for word in overrides if not placed(key_of(word))], None, steps
+        path if of_itself else file,
+        [word for word in overrides if not decided_by_plan(override_key(word))],
+        None,
+        steps,
     )
-    refuse_another(path, identity(planned), identity(run))
+    check_same_run(path, identity(planned), identity(run))
     tree: dict[str, Any] = config_to_dict(run)
     for key, value in placement(planned).items():
-        if placed(key):
+        if decided_by_plan(key):
             set_key(tree, key, value)
     for word in overrides:
-        if placed(key_of(word)):
-            set_key(tree, key_of(word), CommandLineValue(word.partition("=")[2]))
+        if decided_by_plan(override_key(word)):
+            set_key(tree, override_key(word), CommandLineValue(word.partition("=")[2]))
     merged = config_from_dict(tree)
     if ranks is not None:
         merged = config_from_dict(
@@ -149,26 +152,26 @@ def of_file(
                 )
             }
         )
-    figures = figures_beside(path)
+    figures = figures_beside_plan(path)
     takes, where = finite_number(figures.get("seconds")), str(figures.get("cluster"))[:60]
     told = f"; predicted: {format_seconds(takes)} a step on {where}" if takes else ""
     return PlannedConfig(merged, f"plan: {path}, {Layout.of(merged.layout)}{told}", takes)
 
 
-def placed(key: str) -> bool:
-    return key.startswith(PLACED) or key == "batch.micro"
+def decided_by_plan(key: str) -> bool:
+    return key.startswith(PLAN_KEYS) or key == "batch.micro"
 
 
-def refuse_another(path: Path, planned: dict[str, Any], run: dict[str, Any]) -> None:
+def check_same_run(path: Path, planned: dict[str, Any], run: dict[str, Any]) -> None:
     for key, value in planned.items():
-        if key.startswith(SAME) and run.get(key) != value:
+        if key.startswith(WORKLOAD_KEYS) and run.get(key) != value:
             raise ConfigError(
                 f"--plan {path} is for another run: {key} = {value} there and {run.get(key)} here",
                 "allowed: a plan made for this run, or --plan best",
             )
 
 
-def figures_beside(path: Path) -> dict[str, Any]:
+def figures_beside_plan(path: Path) -> dict[str, Any]:
     """PLAN.json, if it is there."""
     try:
         return bounded_object(read_json(path.with_suffix(".json")))

@@ -23,25 +23,33 @@ from meshwright.planner.cost.estimate import Estimate, MemoryEstimate
 from meshwright.planner.cost.peak_memory import estimate_memory
 from meshwright.planner.cost.step_time import estimate_step
 from meshwright.planner.hardware.cluster import Cluster
-from meshwright.planner.search.candidates import ModelParallelDegrees, Space, fills, frames, layouts, micros, schedules
-from meshwright.planner.search.choice import Choice, exact, job_of, refusal
+from meshwright.planner.search.candidate import Candidate, candidate_job, exact_job, validation_error
+from meshwright.planner.search.search_space import (
+    ModelParallelDegrees,
+    SearchSpace,
+    fills_schedule,
+    micro_batch_sizes,
+    model_parallel_degrees,
+    pipeline_schedules,
+    sharded_layouts,
+)
 from meshwright.planner.workload.trainer_profiles import MESHWRIGHT
 from meshwright.planner.workload.workload import Workload
 from meshwright.topology.layout import Layout
 from meshwright.topology.schedules import SPLIT
 
-MOST_WEIGHED = 250
+MAX_MEMORY_ESTIMATES = 250
 """Plans of one search that are weighed after one of every frame, in the frames whose plan was quickest."""
 MARGIN = 1.05
 """A frame is looked into where the best of its few sketches takes so many times the last of the list, or less."""
-ALIKE = 0.01
+TIE_TOLERANCE = 0.01
 """Plans are as quick as each other within this."""
-KEPT = 8
+MIN_RANKED = 8
 """Plans in the list, at least."""
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     ranked: list[Estimate]
     """of every layout that fits and was looked into its best; see in_order"""
     front: list[Estimate]
@@ -50,7 +58,7 @@ class Found:
     """steps that were timed"""
     weighed: int
     """jobs whose memory was asked for"""
-    frames: int
+    degrees: int
     """ways to cut the model"""
     left_out: int
     """of these, not looked into: their arithmetic alone takes longer, nothing fits, or enough was weighed"""
@@ -61,52 +69,52 @@ class CostCache:
 
     def __init__(self, work: Workload, cluster: Cluster) -> None:
         self.work, self.cluster, self.lessons = work, cluster, corrections_for(cluster)
-        self.weights: dict[Choice, list[MemoryEstimate]] = {}
-        self.heavy: dict[Choice, MemoryEstimate] = {}
-        self.bare: dict[Choice, Estimate] = {}
-        self.timings: dict[Choice, Estimate] = {}
-        self.refusals: dict[Choice, bool] = {}
+        self.weights: dict[Candidate, list[MemoryEstimate]] = {}
+        self.heavy: dict[Candidate, MemoryEstimate] = {}
+        self.step_times: dict[Candidate, Estimate] = {}
+        self.estimates_by_candidate: dict[Candidate, Estimate] = {}
+        self.unsupported_by_candidate: dict[Candidate, bool] = {}
 
     @property
     def counts(self) -> tuple[int, int]:
         """(plans timed, plans weighed)"""
-        return len({*self.bare, *self.timings}), len(self.weights)
+        return len({*self.step_times, *self.estimates_by_candidate}), len(self.weights)
 
-    def weigh(self, choice: Choice) -> list[MemoryEstimate]:
+    def weigh(self, choice: Candidate) -> list[MemoryEstimate]:
         if choice not in self.weights:
-            job = job_of(self.work, self.cluster, choice)
+            job = candidate_job(self.work, self.cluster, choice)
             self.weights[choice] = self.lessons.correct_memory(job, estimate_memory(job, quick=True))
         return self.weights[choice]
 
-    def peak_memory(self, choice: Choice) -> MemoryEstimate:
+    def peak_memory(self, choice: Candidate) -> MemoryEstimate:
         if choice not in self.heavy:
             self.heavy[choice] = max(self.weigh(choice), key=lambda stage: stage.total)
         return self.heavy[choice]
 
-    def fits(self, choice: Choice) -> bool:
+    def fits(self, choice: Candidate) -> bool:
         """Weighed only where what is held between steps would have room."""
         capacity = self.cluster.device.memory
-        return least_held(self.work, choice) <= capacity and self.peak_memory(choice).total <= capacity
+        return min_state_bytes(self.work, choice) <= capacity and self.peak_memory(choice).total <= capacity
 
-    def unweighed(self, choice: Choice) -> Estimate:
+    def unweighed(self, choice: Candidate) -> Estimate:
         """Its seconds, whether it fits or not."""
-        if choice not in self.bare:
-            self.bare[choice] = estimate_step(job_of(self.work, self.cluster, choice), [])
-        return self.bare[choice]
+        if choice not in self.step_times:
+            self.step_times[choice] = estimate_step(candidate_job(self.work, self.cluster, choice), [])
+        return self.step_times[choice]
 
-    def time(self, choice: Choice) -> Estimate:
-        if choice not in self.timings:
-            found = estimate_step(job_of(self.work, self.cluster, choice), self.weigh(choice))
-            self.timings[choice] = self.lessons.correct_estimate(found)
-        return self.timings[choice]
+    def time(self, choice: Candidate) -> Estimate:
+        if choice not in self.estimates_by_candidate:
+            found = estimate_step(candidate_job(self.work, self.cluster, choice), self.weigh(choice))
+            self.estimates_by_candidate[choice] = self.lessons.correct_estimate(found)
+        return self.estimates_by_candidate[choice]
 
-    def refused(self, choice: Choice) -> bool:
-        if choice not in self.refusals:
-            self.refusals[choice] = refusal(self.work, choice) is not None
-        return self.refusals[choice]
+    def refused(self, choice: Candidate) -> bool:
+        if choice not in self.unsupported_by_candidate:
+            self.unsupported_by_candidate[choice] = validation_error(self.work, choice) is not None
+        return self.unsupported_by_candidate[choice]
 
 
-def least_held(work: Workload, choice: Choice) -> float:
+def min_state_bytes(work: Workload, choice: Candidate) -> float:
     """Bytes of parameters, gradients and optimizer that a rank has at least: of an even division of everything."""
     model, layout, stack = work.model, choice.layout, MESHWRIGHT
     banks = model.moe_layers * model.experts * model.expert_parameters
@@ -119,58 +127,60 @@ def least_held(work: Workload, choice: Choice) -> float:
     return numbers * (whole - divided + divided / over)
 
 
-class Best:
+class BestByLayout:
     """The best plan of every layout so far, and the seconds of the last that the list has room for."""
 
     def __init__(self, top: int) -> None:
         self.top, self.last = top, float("inf")
         self.plans: dict[tuple[Layout, str], Estimate] = {}
 
-    def to_beat(self, choice: Choice) -> float:
+    def to_beat(self, choice: Candidate) -> float:
         """Seconds beyond which a choice changes nothing: of its layout's best, and of the last of the list."""
-        known = self.plans.get(choice.family)
+        known = self.plans.get(choice.layout_key)
         return min(self.last, known.seconds if known else self.last)
 
     def keep(self, found: Estimate) -> None:
-        family = Choice.of(found.job).family
-        if family in self.plans and merit(found) >= merit(self.plans[family]):
+        family = Candidate.of(found.job).layout_key
+        if family in self.plans and preference(found) >= preference(self.plans[family]):
             return
         self.plans[family] = found
         if found.seconds < self.last and len(self.plans) >= self.top:
             self.last = sorted(each.seconds for each in self.plans.values())[self.top - 1]
 
 
-def search(desk: CostCache, space: Space | None = None, top: int = KEPT, most: int = MOST_WEIGHED) -> Found:
+def search(
+    desk: CostCache, space: SearchSpace | None = None, top: int = MIN_RANKED, most: int = MAX_MEMORY_ESTIMATES
+) -> SearchResult:
     """Of a workload on all devices of a cluster. Frames are taken in the order of what they promise, whether it fits or
     not, and of each one plan is made at once; then those whose plan is quick are looked into first.
     """
-    space = space or Space()
+    space = space or SearchSpace()
     before = desk.counts
-    every = [(promise(desk, frame, space), frame) for frame in every_frame(desk, space)]
-    best = Best(top)
+    every = [(optimistic_seconds(desk, frame, space), frame) for frame in all_degrees(desk, space)]
+    best = BestByLayout(top)
     begun: list[tuple[Estimate, float, ModelParallelDegrees]] = []
     for promised, frame in sorted(every, key=lambda row: row[0]):
-        if promised <= MARGIN * best.last and (choice := first_of(desk, frame, space)) is not None:
+        if promised <= MARGIN * best.last and (choice := first_feasible(desk, frame, space)) is not None:
             begun.append((desk.time(choice), promised, frame))
             best.keep(begun[-1][0])
     if not begun and "tensor" in space.axes and space.tensor is None:
         return search(desk, replace(space, tensor=desk.cluster.device_count), top, most)  # beyond a node, then
-    tried = {Choice.of(found.job) for found, *_ in begun}
+    tried = {Candidate.of(found.job) for found, *_ in begun}
     enough, left = len(desk.weights) + most, len(every) - len(begun)
     for _, promised, frame in sorted(begun, key=lambda row: row[0].seconds):
         if promised > MARGIN * best.last or len(desk.weights) > enough:
             left += 1
             continue
-        for choice in choices(desk, frame, space, best):
+        for choice in feasible_candidates(desk, frame, space, best):
             tried.add(choice)
             best.keep(desk.time(choice))
-    ranked = in_order(best.plans.values())
-    tried |= set(thrifty(desk, space, [Choice.of(found.job) for found in ranked[:3]]))
-    first = first_exact(desk, ranked[:top])
-    known = {Choice.of(found.job) for found in ranked[:top]}
-    front = pareto([*first, *(desk.time(choice) for choice in tried - known)])
-    return Found(
-        in_order(first) + ranked[top:],
+    ranked = rank_estimates(best.plans.values())
+    tried |= set(memory_saving_variants(desk, space, [Candidate.of(found.job) for found in ranked[:3]]))
+    first = reestimate_exactly(desk, ranked[:top])
+    known = {Candidate.of(found.job) for found in ranked[:top]}
+    front = pareto_front([*first, *(desk.time(choice) for choice in tried - known)])
+    return SearchResult(
+        rank_estimates(first) + ranked[top:],
         front,
         desk.counts[0] - before[0],
         desk.counts[1] - before[1],
@@ -179,15 +189,17 @@ def search(desk: CostCache, space: Space | None = None, top: int = KEPT, most: i
     )
 
 
-def first_of(desk: CostCache, frame: ModelParallelDegrees, space: Space) -> Choice | None:
+def first_feasible(desk: CostCache, frame: ModelParallelDegrees, space: SearchSpace) -> Candidate | None:
     """A plan of a frame that is likely to be among its best: the least that fits is recomputed, then divided."""
-    sizes = [micro for micro in micros(desk.work, frame) if filled(desk, frame, micro)]
-    kinds = list(layouts(desk.work, frame, space))
-    for recompute in levels(desk.work, space) if sizes and kinds else ():
-        rows = [row for row in filled(desk, frame, sizes[0]) if row[0] not in SPLIT] or filled(desk, frame, sizes[0])
+    sizes = [micro for micro in micro_batch_sizes(desk.work, frame) if filled_schedules(desk, frame, micro)]
+    kinds = list(sharded_layouts(desk.work, frame, space))
+    for recompute in checkpoint_modes(desk.work, space) if sizes and kinds else ():
+        rows = [row for row in filled_schedules(desk, frame, sizes[0]) if row[0] not in SPLIT] or filled_schedules(
+            desk, frame, sizes[0]
+        )
         for kind, each in dict.fromkeys((max(rows, key=lambda row: row[1]), rows[0])):  # many stages hold more
             tried = [
-                Choice(options[-1], sizes[0], sharding, recompute, kind, each, frame.method)
+                Candidate(options[-1], sizes[0], sharding, recompute, kind, each, frame.method)
                 for sharding, options in kinds
             ]
             allowed = [choice for choice in tried if not desk.refused(choice)]
@@ -200,31 +212,31 @@ def first_of(desk: CostCache, frame: ModelParallelDegrees, space: Space) -> Choi
     return None
 
 
-def every_frame(desk: CostCache, space: Space) -> Iterator[ModelParallelDegrees]:
-    return frames(desk.work, desk.cluster.device_count, desk.cluster.devices_per_node, space)
+def all_degrees(desk: CostCache, space: SearchSpace) -> Iterator[ModelParallelDegrees]:
+    return model_parallel_degrees(desk.work, desk.cluster.device_count, desk.cluster.devices_per_node, space)
 
 
-def parts(found: Estimate) -> int:
+def complexity(found: Estimate) -> int:
     """How much there is to a plan."""
     job = found.job
     shards = (job.sharding != "none") + (job.sharding == "parameters") + (job.layout.replicate > 1 < job.layout.shard)
     return 2 * len(job.layout.axes) + shards + (job.activation_checkpoint != "none") + (job.stages_per_rank > 1)
 
 
-def merit(found: Estimate) -> tuple[int, int, float]:
+def preference(found: Estimate) -> tuple[int, int, float]:
     """Of plans of one layout: quickest, of those within a hundredth the one of fewest parts, then the lightest."""
-    return round(log(found.seconds) / ALIKE), parts(found), found.peak_memory.total
+    return round(log(found.seconds) / TIE_TOLERANCE), complexity(found), found.peak_memory.total
 
 
-def in_order(found: Iterable[Estimate]) -> list[Estimate]:
+def rank_estimates(found: Iterable[Estimate]) -> list[Estimate]:
     """Quickest first; but the plan is the one with the fewest parts of those within a hundredth of the quickest."""
-    ranked = sorted(found, key=lambda one: (one.seconds, parts(one), one.peak_memory.total))
-    alike = [one for one in ranked if one.seconds <= (1 + ALIKE) * ranked[0].seconds]
-    plan = min(alike, key=lambda one: (parts(one), one.seconds), default=None)
+    ranked = sorted(found, key=lambda one: (one.seconds, complexity(one), one.peak_memory.total))
+    alike = [one for one in ranked if one.seconds <= (1 + TIE_TOLERANCE) * ranked[0].seconds]
+    plan = min(alike, key=lambda one: (complexity(one), one.seconds), default=None)
     return [plan, *(one for one in ranked if one is not plan)] if plan else []
 
 
-def pareto(found: list[Estimate]) -> list[Estimate]:
+def pareto_front(found: list[Estimate]) -> list[Estimate]:
     front: list[Estimate] = []
     for one in sorted(found, key=lambda each: (each.seconds, each.peak_memory.total)):
         if not front or one.peak_memory.total < front[-1].peak_memory.total:
@@ -232,75 +244,77 @@ def pareto(found: list[Estimate]) -> list[Estimate]:
     return front
 
 
-def first_exact(desk: CostCache, ranked: list[Estimate]) -> list[Estimate]:
+def reestimate_exactly(desk: CostCache, ranked: list[Estimate]) -> list[Estimate]:
     """The first of a list by the exact formulas of their runs, those that fit by these, too."""
     if desk.work.base_config is None:
         return ranked
-    jobs = [exact(desk.work, desk.cluster, Choice.of(each.job)) for each in ranked]
+    jobs = [exact_job(desk.work, desk.cluster, Candidate.of(each.job)) for each in ranked]
     return [each for each in (estimate(job, exact=True, lessons=desk.lessons) for job in jobs) if each.fits]
 
 
-def promise(desk: CostCache, frame: ModelParallelDegrees, space: Space) -> float:
+def optimistic_seconds(desk: CostCache, frame: ModelParallelDegrees, space: SearchSpace) -> float:
     """Seconds of the best of a few plans of a frame, were there room for them: little and much divided, in the smallest
     and the largest passes, by the schedules that wait least.
     """
-    sizes = [micro for micro in micros(desk.work, frame) if filled(desk, frame, micro)]
-    kinds = list(layouts(desk.work, frame, space))
+    sizes = [micro for micro in micro_batch_sizes(desk.work, frame) if filled_schedules(desk, frame, micro)]
+    kinds = list(sharded_layouts(desk.work, frame, space))
     if not sizes or not kinds:
         return float("inf")
-    least = levels(desk.work, space)[0]
+    least = checkpoint_modes(desk.work, space)[0]
     found = []
     for micro in {sizes[0], sizes[-1]} if frame.pipeline > 1 else sizes[-1:]:
-        rows = filled(desk, frame, micro)
+        rows = filled_schedules(desk, frame, micro)
         split = [row for row in rows if row[0] in SPLIT]
         usual = [row for row in rows if row[0] not in SPLIT] or split
         for kind, each in {max(usual, key=lambda row: row[1]), (split or usual)[-1]}:
             for sharding, options in {kinds[0][0]: kinds[0], kinds[-1][0]: kinds[-1]}.values():
-                choice = Choice(options[-1], micro, sharding, least, kind, each, frame.method)
+                choice = Candidate(options[-1], micro, sharding, least, kind, each, frame.method)
                 if not desk.refused(choice):
                     found.append(desk.unweighed(choice).seconds)
     return min(found, default=0.0)
 
 
-def filled(desk: CostCache, frame: ModelParallelDegrees, micro: int) -> list[tuple[str, int]]:
+def filled_schedules(desk: CostCache, frame: ModelParallelDegrees, micro: int) -> list[tuple[str, int]]:
     """The schedules that a step of such passes fills."""
     micros_ = desk.work.global_batch // frame.data // micro
-    found = [row for row in schedules(desk.work, frame) if fills(row[0], frame.pipeline, micros_)]
+    found = [row for row in pipeline_schedules(desk.work, frame) if fills_schedule(row[0], frame.pipeline, micros_)]
     return [row for row in found if row[0] != "gpipe"] if ("1f1b", 1) in found else found
 
 
-def choices(desk: CostCache, frame: ModelParallelDegrees, space: Space, best: Best) -> Iterator[Choice]:
+def feasible_candidates(
+    desk: CostCache, frame: ModelParallelDegrees, space: SearchSpace, best: BestByLayout
+) -> Iterator[Candidate]:
     """Those of a frame that fit and are allowed, less what cannot be better than others of them. What is divided most
     comes first: passes that do not fit then fit nowhere.
     """
-    order = levels(desk.work, space)
+    order = checkpoint_modes(desk.work, space)
     hopeless: set[tuple[str, int, int, str]] = set()
-    for sharding, options in reversed(list(layouts(desk.work, frame, space))):
-        for layout in reversed(degrees(desk, frame, space, sharding, options)):
-            for kind, each in schedules(desk.work, frame):
+    for sharding, options in reversed(list(sharded_layouts(desk.work, frame, space))):
+        for layout in reversed(shard_group_layouts(desk, frame, space, sharding, options)):
+            for kind, each in pipeline_schedules(desk.work, frame):
                 found, level = [], 0
-                for micro in micros(desk.work, frame):
-                    if (kind, each) not in filled(desk, frame, micro):
+                for micro in micro_batch_sizes(desk.work, frame):
+                    if (kind, each) not in filled_schedules(desk, frame, micro):
                         continue
-                    choice = Choice(layout, micro, sharding, order[level], kind, each, frame.method)
+                    choice = Candidate(layout, micro, sharding, order[level], kind, each, frame.method)
                     if desk.unweighed(choice).seconds > best.to_beat(choice):
                         continue
-                    fitting = lightest_change(desk, choice, order[level:], hopeless)
+                    fitting = with_least_recomputation(desk, choice, order[level:], hopeless)
                     if fitting is None:
                         break
                     level = order.index(fitting.recompute)
                     found.append(fitting)
-                yield from found if frame.pipeline > 1 else ends(found)
+                yield from found if frame.pipeline > 1 else smallest_and_largest(found)
 
 
-def levels(work: Workload, space: Space) -> tuple[str, ...]:
+def checkpoint_modes(work: Workload, space: SearchSpace) -> tuple[str, ...]:
     pin = work.pinned.get("activation_checkpoint.mode")
     return space.recompute if pin is None else (str(pin),)
 
 
-def lightest_change(
-    desk: CostCache, choice: Choice, order: tuple[str, ...], hopeless: set[tuple[str, int, int, str]]
-) -> Choice | None:
+def with_least_recomputation(
+    desk: CostCache, choice: Candidate, order: tuple[str, ...], hopeless: set[tuple[str, int, int, str]]
+) -> Candidate | None:
     """With as little recomputed as fits."""
     for recompute in order:
         tried, passes = replace(choice, recompute=recompute), (choice.schedule, choice.stages, choice.micro, recompute)
@@ -312,60 +326,62 @@ def lightest_change(
     return None
 
 
-def ends(found: list[Choice]) -> list[Choice]:
+def smallest_and_largest(found: list[Candidate]) -> list[Candidate]:
     """Without a pipeline the largest passes are the quickest; the smallest may be as quick, and hold less."""
-    kept: dict[tuple[str, str], Choice] = {}
+    kept: dict[tuple[str, str], Candidate] = {}
     for choice in found:
         kept.setdefault((choice.recompute, "smallest"), choice)
         kept[choice.recompute, "largest"] = choice
     return list(dict.fromkeys(kept.values()))
 
 
-def degrees(
-    desk: CostCache, frame: ModelParallelDegrees, space: Space, sharding: str, options: list[Layout]
+def shard_group_layouts(
+    desk: CostCache, frame: ModelParallelDegrees, space: SearchSpace, sharding: str, options: list[Layout]
 ) -> list[Layout]:
     """Groups of shards: all ranks, a node, and the smallest that fit with the most and with the least recomputed."""
     if len(options) < 3:
         return options
-    smallest = next((size for size in micros(desk.work, frame) if any(filled(desk, frame, size))), 1)
-    kind, each = (filled(desk, frame, smallest) or schedules(desk.work, frame))[0]
+    smallest = next(
+        (size for size in micro_batch_sizes(desk.work, frame) if any(filled_schedules(desk, frame, size))), 1
+    )
+    kind, each = (filled_schedules(desk, frame, smallest) or pipeline_schedules(desk.work, frame))[0]
     node = [
         option for option in options if option.shard * option.context * option.tensor <= desk.cluster.devices_per_node
     ]
     kept = {options[-1]: True, **({node[-1]: True} if node else {})}
-    for recompute in {levels(desk.work, space)[0], levels(desk.work, space)[-1]}:
+    for recompute in {checkpoint_modes(desk.work, space)[0], checkpoint_modes(desk.work, space)[-1]}:
         place = bisect_left(
             options,
             True,
-            key=lambda option: desk.fits(Choice(option, smallest, sharding, recompute, kind, each, frame.method)),
+            key=lambda option: desk.fits(Candidate(option, smallest, sharding, recompute, kind, each, frame.method)),
         )
         if place < len(options):
             kept[options[place]] = True
     return [option for option in options if option in kept]
 
 
-def thrifty(desk: CostCache, space: Space, first: list[Choice]) -> Iterator[Choice]:
+def memory_saving_variants(desk: CostCache, space: SearchSpace, first: list[Candidate]) -> Iterator[Candidate]:
     """The first plans with more recomputed and in the smallest passes: slower, lighter."""
     for choice in first:
-        for recompute in levels(desk.work, space):
+        for recompute in checkpoint_modes(desk.work, space):
             for micro in {choice.micro, 1} if "batch.micro" not in desk.work.pinned else {choice.micro}:
                 tried = replace(choice, micro=micro, recompute=recompute)
                 if not desk.refused(tried) and desk.fits(tried):
                     yield tried
 
 
-def lightest(desk: CostCache, space: Space | None = None) -> Choice | None:
+def min_memory_candidate(desk: CostCache, space: SearchSpace | None = None) -> Candidate | None:
     """What holds least of all that is allowed, whether it fits or not; none where nothing divides."""
-    space = space or Space(tensor=desk.cluster.device_count)
-    found: list[Choice] = []
-    for frame in every_frame(desk, space):
-        sizes = [micro for micro in micros(desk.work, frame) if filled(desk, frame, micro)]
-        kinds = list(layouts(desk.work, frame, space))
+    space = space or SearchSpace(tensor=desk.cluster.device_count)
+    found: list[Candidate] = []
+    for frame in all_degrees(desk, space):
+        sizes = [micro for micro in micro_batch_sizes(desk.work, frame) if filled_schedules(desk, frame, micro)]
+        kinds = list(sharded_layouts(desk.work, frame, space))
         if not sizes or not kinds:
             continue
         sharding, options = kinds[-1]
-        kind, each = filled(desk, frame, sizes[0])[0]
-        start = Choice(options[-1], sizes[0], sharding, "none", kind, each, frame.method)
-        tried = [replace(start, recompute=recompute) for recompute in reversed(levels(desk.work, space))]
+        kind, each = filled_schedules(desk, frame, sizes[0])[0]
+        start = Candidate(options[-1], sizes[0], sharding, "none", kind, each, frame.method)
+        tried = [replace(start, recompute=recompute) for recompute in reversed(checkpoint_modes(desk.work, space))]
         found += [choice for choice in tried if not desk.refused(choice)][:1]
     return min(found, key=lambda choice: desk.peak_memory(choice).total, default=None)

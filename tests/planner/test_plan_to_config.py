@@ -13,8 +13,8 @@ from meshwright.cli import main
 from meshwright.config import config_to_toml, load_config
 from meshwright.errors import ConfigError
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
-from meshwright.planner.search.choice import Choice, settings_of
-from meshwright.planner.search.plan_to_config import taken
+from meshwright.planner.search.candidate import Candidate, candidate_config
+from meshwright.planner.search.plan_to_config import resolve_plan
 from meshwright.planner.search.search import CostCache, search
 from meshwright.planner.workload.workload_args import workload_from_config
 from meshwright.topology.layout import Layout
@@ -43,11 +43,11 @@ def plan(tmp_path):
 
 
 def best(file, *words, cluster=None, ranks=None):
-    return taken("best", cluster, file, words, ranks, None)
+    return resolve_plan("best", cluster, file, words, ranks, None)
 
 
 def of_plan(plan, file, *words, ranks=None, steps=None):
-    return taken(str(plan), None, file, words, ranks, steps)
+    return resolve_plan(str(plan), None, file, words, ranks, steps)
 
 
 def searched(file, devices, *words):
@@ -62,12 +62,12 @@ def test_best_is_what_the_search_says(home, file, memory, ranks):
     keep_machine(home, machine(memory=memory))
     found = best(file, ranks=ranks)
     chosen = searched(file, int(ranks or 4))
-    assert found.config == settings_of(load_config(file), Choice.of(chosen.job))
+    assert found.config == candidate_config(load_config(file), Candidate.of(chosen.job))
     assert found.seconds == chosen.seconds
     assert Layout.of(found.config.layout).ranks == int(ranks or 4)
-    assert found.told.startswith("plan: ")
-    assert ("DDP" in found.told) == (Layout.of(found.config.layout).replicate != int(ranks or 4))
-    assert "\n" not in found.told
+    assert found.message.startswith("plan: ")
+    assert ("DDP" in found.message) == (Layout.of(found.config.layout).replicate != int(ranks or 4))
+    assert "\n" not in found.message
 
 
 def test_words_pin_the_search(home, file):
@@ -123,9 +123,9 @@ def test_a_plan_file_decides_the_placement(plan, file):
     assert found.config.layout == load_config(plan).layout
     assert (found.config.batch.micro, found.config.activation_checkpoint.mode) == (4, "full")
     assert found.config.steps == 3  # the run's own
-    assert found.told == f"plan: {plan}, shard 2; predicted: 125 ms a step on h100"
+    assert found.message == f"plan: {plan}, shard 2; predicted: 125 ms a step on h100"
     plan.with_suffix(".json").write_text("{")
-    assert of_plan(plan, file).told == f"plan: {plan}, shard 2"
+    assert of_plan(plan, file).message == f"plan: {plan}, shard 2"
 
 
 def test_words_win_over_a_plan_file(plan, file):
@@ -204,7 +204,7 @@ def test_a_run_trains_by_the_best_plan(home, tmp_path, monkeypatch, capsys):
     main(["train", *SMALL, "--plan", "best", "--ranks", "2", "--run", "run", "--steps", "3", "--json"])
     first, *events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert first["kind"] == "plan"
-    assert first["told"].startswith("plan: ")
+    assert first["message"].startswith("plan: ")
     assert next(event for event in events if event["kind"] == "start")["ranks"] == 2
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert (plan["cluster"], plan["seconds"]) == ("here", pytest.approx(first["seconds"]))

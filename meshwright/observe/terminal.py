@@ -20,17 +20,17 @@ from meshwright.io import format_bytes, format_clock
 from meshwright.telemetry.events import Event
 from meshwright.version import __version__
 
-WINDOW = 20
+RATE_WINDOW = 20
 """Steps that the shown rates are averaged over."""
 
 Item = TypeVar("Item")
-MOST_GROUPS = 8
+MAX_GROUPS = 8
 """Groups of an axis, or hosts, that are listed."""
 EXPOSED = "red"
 """The colour of time in which a rank waits for others."""
 
 
-class Screen(Protocol):
+class EventDisplay(Protocol):
     def show(self, event: Event) -> None: ...
 
     def close(self) -> None: ...
@@ -44,7 +44,7 @@ class Terminal:
     def __init__(self, config: RunConfig, folder: Path, attempt: int, stream: TextIO | None = None) -> None:
         self.config, self.folder, self.attempt = config, folder, attempt
         self.rich = Rich(file=stream or sys.stdout, highlight=False)
-        self.recent: deque[Event] = deque(maxlen=WINDOW)
+        self.recent: deque[Event] = deque(maxlen=RATE_WINDOW)
         self.steps = config.steps
         self.live: Live | None = None
         self.saved = -1
@@ -94,7 +94,7 @@ class Terminal:
         )
 
     def _eval(self, event: Event) -> None:
-        loss = f"held-out loss {value(event['loss'], '.4f')} over {event['tokens']:,} tokens"
+        loss = f"held-out loss {format_value(event['loss'], '.4f')} over {event['tokens']:,} tokens"
         self.say(f"after {event['step'] + 1:>5} steps  {loss}", "bold")
 
     def _restored(self, event: Event) -> None:
@@ -137,7 +137,7 @@ class Terminal:
             self.say(f"complete: {event['steps']} steps were done before; records in {self.folder}")
             return
         skipped = f", {event['skipped']} skipped" if event["skipped"] else ""
-        loss = f", loss {value(event['loss'], '.4f')}" if event["steps"] else ""
+        loss = f", loss {format_value(event['loss'], '.4f')}" if event["steps"] else ""
         digest = event["parameters_digest"][:16]
         self.say(f"done: {event['steps']} steps{skipped}{loss}; parameters {digest}; records in {self.folder}")
 
@@ -187,12 +187,12 @@ def mesh_lines(start: Event) -> list[str]:
     hosts: dict[str, list[int]] = {}
     for rank, host in enumerate(start.get("hosts", ())):
         hosts.setdefault(host, []).append(rank)
-    where = "; ".join(f"{host} has {span(ranks)}" for host, ranks in few(list(hosts.items())))
+    where = "; ".join(f"{host} has {format_ranks(ranks)}" for host, ranks in first_groups(list(hosts.items())))
     lines: list[str] = []
     for axis, members in groups.items():
         what = f" ({start['shard']})" if axis == "shard" else ""
-        shown = " ".join(f"[{span(ranks)}]" for ranks in few(members))
-        more = f" and {len(members) - MOST_GROUPS} more" if len(members) > MOST_GROUPS else ""
+        shown = " ".join(f"[{format_ranks(ranks)}]" for ranks in first_groups(members))
+        more = f" and {len(members) - MAX_GROUPS} more" if len(members) > MAX_GROUPS else ""
         lines.append(f"  {'mesh' if not lines else '':<7} {axis} {len(members[0])}{what}: {shown}{more}")
     return lines + ([f"  hosts   {where}"] if where else [])
 
@@ -206,32 +206,32 @@ def pipeline_lines(start: Event) -> list[str]:
     return [f"  pipe    {pipe['schedule']}: rank 0 has stages {stages}, {pipe['live']} live micro-batches{bubble}"]
 
 
-def few(items: list[Item]) -> list[Item]:
-    return items[:MOST_GROUPS]
+def first_groups(items: list[Item]) -> list[Item]:
+    return items[:MAX_GROUPS]
 
 
-def span(ranks: list[int]) -> str:
+def format_ranks(ranks: list[int]) -> str:
     """Ranks as a person would write them: 0-7, or 0,8,..,56."""
     if len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
     return ",".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]},{ranks[1]},..,{ranks[-1]}"
 
 
-def warm(recent: list[Event]) -> list[Event]:
+def steady_steps(recent: list[Event]) -> list[Event]:
     """The window without the first step, which pays for warming up, and those that were counted, unless all are."""
     return [event for event in recent if event["step"] and not event.get("counted")] or recent
 
 
 def rates(recent: list[Event]) -> tuple[float, float]:
     """(seconds a step, tokens a second) over the window."""
-    steps = warm(recent)
+    steps = steady_steps(recent)
     seconds = sum(event["seconds"] for event in steps)
     return seconds / len(steps), sum(event["tokens"] for event in steps) / max(seconds, 1e-9)
 
 
-def shares(recent: list[Event]) -> dict[str, float]:
+def phase_shares(recent: list[Event]) -> dict[str, float]:
     """Each phase's share of the step over the window."""
-    steps = warm(recent)
+    steps = steady_steps(recent)
     spent = {phase: sum(event["phases"][phase] for event in steps) for phase in steps[-1]["phases"]}
     whole = sum(spent.values()) or 1.0
     return {phase: seconds / whole for phase, seconds in spent.items()}
@@ -240,8 +240,8 @@ def shares(recent: list[Event]) -> dict[str, float]:
 def plain_line(recent: list[Event], steps: int, saved: int = -1) -> str:
     event = recent[-1]
     step_seconds, tokens_second = rates(recent)
-    phases = " ".join(f"{phase} {share:.0%}" for phase, share in shares(recent).items() if share >= 0.005)
-    numbers = f"loss {value(event['loss'], '.4f')}  lr {event['lr']:.2e}  norm {value(event['grad_norm'], '.3f')}"
+    phases = " ".join(f"{phase} {share:.0%}" for phase, share in phase_shares(recent).items() if share >= 0.005)
+    numbers = f"loss {format_value(event['loss'], '.4f')}  lr {event['lr']:.2e}  norm {format_value(event['grad_norm'], '.3f')}"  # noqa: E501
     left = format_clock(step_seconds * (steps - event["step"] - 1))
     speed = f"{tokens_second:,.0f} tok/s  {phases}  mem {format_bytes(event['memory'])}  eta {left}"
     speed += f"  saved {saved}" if saved >= 0 else ""
@@ -250,10 +250,10 @@ def plain_line(recent: list[Event], steps: int, saved: int = -1) -> str:
 
 def live_line(recent: list[Event], steps: int, width: int, saved: int = -1) -> Text:
     """One line for any width: a bar of what is left over, the numbers, the phases with exposed communication in red."""
-    event, part = recent[-1], shares(recent)
+    event, part = recent[-1], phase_shares(recent)
     step_seconds, rate = rates(recent)
     left = format_clock(step_seconds * (steps - event["step"] - 1))
-    loss, norm = value(event["loss"], ".4f"), value(event["grad_norm"], ".2f")
+    loss, norm = format_value(event["loss"], ".4f"), format_value(event["grad_norm"], ".2f")
     data = part["fetch"] + part["copy"]
     text = Text()
     if width >= 140:
@@ -276,5 +276,5 @@ def live_line(recent: list[Event], steps: int, width: int, saved: int = -1) -> T
     return bar.append_text(text)
 
 
-def value(number: float | None, form: str) -> str:
+def format_value(number: float | None, form: str) -> str:
     return "not finite" if number is None else format(number, form)

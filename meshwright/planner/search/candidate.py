@@ -17,7 +17,7 @@ from meshwright.topology.unsupported import validate
 
 
 @dataclass(frozen=True)
-class Choice:
+class Candidate:
     layout: Layout
     micro: int
     sharding: str = "none"
@@ -27,7 +27,7 @@ class Choice:
     method: str = "ring"
 
     @classmethod
-    def of(cls, job: PlannedJob) -> Choice:
+    def of(cls, job: PlannedJob) -> Candidate:
         return cls(
             job.layout,
             job.batch.micro,
@@ -39,12 +39,12 @@ class Choice:
         )
 
     @property
-    def family(self) -> tuple[Layout, str]:
+    def layout_key(self) -> tuple[Layout, str]:
         """What the ranked list has one of each of."""
         return self.layout, self.sharding
 
 
-def job_of(work: Workload, cluster: Cluster, choice: Choice) -> PlannedJob:
+def candidate_job(work: Workload, cluster: Cluster, choice: Candidate) -> PlannedJob:
     """Without a run, whose exact formulas take longer: `exact` is for the few that are shown."""
     replicas = choice.layout.data_degree
     compiled = work.base_config is not None and work.base_config.compile.enabled
@@ -65,7 +65,7 @@ def job_of(work: Workload, cluster: Cluster, choice: Choice) -> PlannedJob:
     )
 
 
-def settings_of(base: RunConfig, choice: Choice) -> RunConfig:
+def candidate_config(base: RunConfig, choice: Candidate) -> RunConfig:
     """The run that trains as the plan says."""
     layout = choice.layout
     divided = choice.sharding != "none"
@@ -93,18 +93,18 @@ def settings_of(base: RunConfig, choice: Choice) -> RunConfig:
     return replace(base, **changed)
 
 
-def exact(work: Workload, cluster: Cluster, choice: Choice) -> PlannedJob:
+def exact_job(work: Workload, cluster: Cluster, choice: Candidate) -> PlannedJob:
     """With the run where there is one."""
     if work.base_config is None:
-        return job_of(work, cluster, choice)
-    return PlannedJob.from_config(settings_of(work.base_config, choice), cluster, work.model.name)
+        return candidate_job(work, cluster, choice)
+    return PlannedJob.from_config(candidate_config(work.base_config, choice), cluster, work.model.name)
 
 
-def refusal(work: Workload, choice: Choice) -> ConfigError | None:
+def validation_error(work: Workload, choice: Candidate) -> ConfigError | None:
     """Why meshwright, or a trainer with the usual rules, would not run it."""
     try:
         if work.base_config is not None:
-            validate(settings_of(work.base_config, choice))
+            validate(candidate_config(work.base_config, choice))
         elif choice.layout.pipeline > 1:
             replicas = choice.layout.data_degree * choice.micro
             schedules.check(choice.schedule, choice.layout.pipeline, work.global_batch // replicas, choice.stages)

@@ -8,7 +8,7 @@ from meshwright.planner.cost.estimate import CollectiveCost, Estimate, MemoryEst
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology.collectives import wire_bytes
 
-CLASSES = (
+MEMORY_CLASSES = (
     "parameters",
     "gradients",
     "optimizer",
@@ -22,7 +22,7 @@ CLASSES = (
 """of memory, as they are shown"""
 
 
-def spread(job: PlannedJob) -> str:
+def describe_layout(job: PlannedJob) -> str:
     """The axes and what is divided along them."""
     layout = job.layout
     kind = f" ({job.sharding})" if job.sharding != "none" else ""
@@ -30,7 +30,7 @@ def spread(job: PlannedJob) -> str:
     return " x ".join(told) or "one device"
 
 
-def extras(job: PlannedJob) -> str:
+def describe_execution(job: PlannedJob) -> str:
     """The rest of what a plan decides."""
     told = [f"micro {job.batch.micro} x {job.batch.accumulation}"]
     if job.layout.pipeline > 1:
@@ -42,26 +42,26 @@ def extras(job: PlannedJob) -> str:
     return ", ".join(told)
 
 
-def plan(job: PlannedJob) -> str:
-    return f"{spread(job)}; {extras(job)}"
+def describe_plan(job: PlannedJob) -> str:
+    return f"{describe_layout(job)}; {describe_execution(job)}"
 
 
-def classes(memory: MemoryEstimate) -> dict[str, float]:
+def memory_by_class(memory: MemoryEstimate) -> dict[str, float]:
     """Bytes by class, those that are there, in the order in which they are shown."""
-    return {name: getattr(memory, name) for name in CLASSES if getattr(memory, name)}
+    return {name: getattr(memory, name) for name in MEMORY_CLASSES if getattr(memory, name)}
 
 
-def exposed(estimate: Estimate) -> float:
+def exposed_seconds(estimate: Estimate) -> float:
     """Seconds of a step in which a rank waits for messages."""
     return sum(call.exposed_seconds for call in estimate.calls)
 
 
-def sent(estimate: Estimate) -> float:
+def wire_bytes_per_step(estimate: Estimate) -> float:
     """Bytes that one rank sends in a step, by the ring count."""
     return sum(call.calls * wire_bytes(call.collective, int(call.message_bytes), call.ranks) for call in estimate.calls)
 
 
-def synced(estimate: Estimate) -> float:
+def sync_seconds(estimate: Estimate) -> float:
     """Of the step's seconds, those that a run records as its phase `sync`: waiting for neighbours in a pipeline, or for
     the last sums of whole copies. What passes wait for inside themselves is part of forward and backward.
     """
@@ -69,22 +69,22 @@ def synced(estimate: Estimate) -> float:
     return sum(estimate.phases.get(phase, 0.0) for phase in phases)
 
 
-def again(estimate: Estimate) -> float:
+def recompute_seconds(estimate: Estimate) -> float:
     """Seconds of a step in which what was computed is computed again."""
     computing = estimate.phases.get("forward", 0.0) + estimate.phases.get("backward", 0.0)
     return estimate.phases.get("recompute", computing * (1 - estimate.model_flops / estimate.hardware_flops))
 
 
-def lost(estimate: Estimate) -> dict[str, float]:
+def lost_seconds(estimate: Estimate) -> dict[str, float]:
     """Seconds of a step that neither go through the model nor update it, by what takes them."""
     return {
-        "communication": exposed(estimate),
-        "recomputation": again(estimate),
+        "communication": exposed_seconds(estimate),
+        "recomputation": recompute_seconds(estimate),
         "bubble": estimate.phases.get("bubble", 0.0),
     }
 
 
-def real_calls(estimate: Estimate) -> list[CollectiveCost]:
+def merged_calls(estimate: Estimate) -> list[CollectiveCost]:
     """Collectives of more than one rank, those of one kind and size together."""
     found: dict[tuple[str, str, float, int, str], CollectiveCost] = {}
     for call in estimate.calls:

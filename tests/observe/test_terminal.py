@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.config import RunConfig, load_config
 from meshwright.io import format_bytes, format_clock
-from meshwright.observe.console import Terminal, live_line, plain_line, rates, shares
+from meshwright.observe.terminal import Terminal, live_line, phase_shares, plain_line, rates
 
 PHASES = {"fetch": 0.01, "copy": 0.0, "forward": 0.3, "backward": 0.5, "sync": 0.15, "update": 0.04}
 
@@ -111,7 +111,7 @@ def test_rates_leave_the_first_step_out():
 
 
 def test_shares_add_up():
-    assert sum(shares([step(0), step(1)]).values()) == pytest.approx(1.0)
+    assert sum(phase_shares([step(0), step(1)]).values()) == pytest.approx(1.0)
 
 
 def test_sizes_and_times_read_well():

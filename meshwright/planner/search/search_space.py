@@ -14,23 +14,23 @@ from math import lcm
 from meshwright.planner.workload.workload import Workload
 from meshwright.topology.layout import Layout
 
-KINDS = ("optimizer", "gradients", "parameters")
-RECOMPUTED = ("none", "selective", "full")
+SHARDINGS = ("optimizer", "gradients", "parameters")
+CHECKPOINT_MODES = ("none", "selective", "full")
 """From the quickest, which holds most, to the one that holds least."""
-SHORTEST_PIECE = 512
+MIN_SEQUENCE_CHUNK = 512
 """Tokens of a sequence that a rank has at least under context: smaller matrices leave a device idle."""
-MOST_TOKENS = 1 << 16
+MAX_MICRO_BATCH_TOKENS = 1 << 16
 """Tokens of one pass on one rank beyond which larger matrices gain nothing."""
-STAGES = {"interleaved": (2, 3, 4, 6, 8), "zero-bubble": (1, 2, 4)}
+STAGES_PER_RANK = {"interleaved": (2, 3, 4, 6, 8), "zero-bubble": (1, 2, 4)}
 """of a pipeline, a rank, for the kinds that take any number"""
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """What a search may use beside whole copies. The ladder widens it rung by rung."""
 
     axes: frozenset[str] = frozenset(("shard", "tensor", "pipeline", "context", "expert"))
-    recompute: tuple[str, ...] = RECOMPUTED
+    recompute: tuple[str, ...] = CHECKPOINT_MODES
     tensor: int | None = None
     """ranks of a tensor group at most; none: the devices of a node"""
 
@@ -53,7 +53,7 @@ def divisors(number: int) -> list[int]:
     return sorted({*low, *(number // n for n in low)})
 
 
-def cuts_heads(work: Workload, degree: int) -> bool:
+def tensor_degree_divides(work: Workload, degree: int) -> bool:
     """Whether tensor of this degree cuts the model evenly. A vocabulary may be filled up, unless it is our decoder."""
     model = work.model
     whole = [model.heads, model.kv_heads, model.ffn, work.sequence]
@@ -61,35 +61,37 @@ def cuts_heads(work: Workload, degree: int) -> bool:
     return all(number % degree == 0 for number in whole)
 
 
-def frames(work: Workload, ranks: int, per_node: int, space: Space) -> Iterator[ModelParallelDegrees]:
+def model_parallel_degrees(
+    work: Workload, ranks: int, per_node: int, space: SearchSpace
+) -> Iterator[ModelParallelDegrees]:
     """In every one tensor groups are neighbours inside a node where they can be: that is the order of the axes."""
     model, pinned, axes = work.model, work.pinned, space.axes
-    for tensor in allowed(divisors(ranks), "tensor" in axes, pinned.get("layout.tensor")):
+    for tensor in permitted_degrees(divisors(ranks), "tensor" in axes, pinned.get("layout.tensor")):
         most = space.tensor or per_node
-        if (tensor > most and "layout.tensor" not in pinned) or not cuts_heads(work, tensor):
+        if (tensor > most and "layout.tensor" not in pinned) or not tensor_degree_divides(work, tensor):
             continue
-        for pipeline in allowed(divisors(ranks // tensor), "pipeline" in axes, pinned.get("layout.pipeline")):
+        for pipeline in permitted_degrees(divisors(ranks // tensor), "pipeline" in axes, pinned.get("layout.pipeline")):
             if pipeline > model.layers:
                 continue
             rest = ranks // tensor // pipeline
-            for context in allowed(divisors(rest), "context" in axes, pinned.get("layout.context")):
+            for context in permitted_degrees(divisors(rest), "context" in axes, pinned.get("layout.context")):
                 data = rest // context
                 if work.global_batch % data or (
-                    context > 1 and work.sequence // context < SHORTEST_PIECE and not pinned
+                    context > 1 and work.sequence // context < MIN_SEQUENCE_CHUNK and not pinned
                 ):
                     continue
-                for method in methods(work, context, tensor):
-                    for expert in experts(work, data * context, "expert" in axes):
+                for method in context_methods(work, context, tensor):
+                    for expert in expert_degrees(work, data * context, "expert" in axes):
                         yield ModelParallelDegrees(pipeline, context, tensor, expert, data, method)
 
 
-def allowed(values: list[int], free: bool, pin: int | str | None) -> list[int]:
+def permitted_degrees(values: list[int], free: bool, pin: int | str | None) -> list[int]:
     if pin is not None:
         return [int(pin)] if int(pin) in values else []
     return values if free else values[:1]
 
 
-def methods(work: Workload, context: int, tensor: int) -> Iterator[str]:
+def context_methods(work: Workload, context: int, tensor: int) -> Iterator[str]:
     """Of those ways to attend over a divided sequence that divide it evenly; one rank has nothing to choose."""
     if context == 1:
         yield "ring"
@@ -102,14 +104,16 @@ def methods(work: Workload, context: int, tensor: int) -> Iterator[str]:
         yield "all-to-all"
 
 
-def experts(work: Workload, fold: int, free: bool) -> list[int]:
+def expert_degrees(work: Workload, fold: int, free: bool) -> list[int]:
     if not work.model.experts:
         return [1] if work.pinned.get("layout.expert", 1) == 1 else []
     fits = [degree for degree in divisors(work.model.experts) if fold % degree == 0]
-    return allowed(fits, free, work.pinned.get("layout.expert"))
+    return permitted_degrees(fits, free, work.pinned.get("layout.expert"))
 
 
-def layouts(work: Workload, frame: ModelParallelDegrees, space: Space) -> Iterator[tuple[str, list[Layout]]]:
+def sharded_layouts(
+    work: Workload, frame: ModelParallelDegrees, space: SearchSpace
+) -> Iterator[tuple[str, list[Layout]]]:
     """(kind of sharding, layouts from the smallest group that shards are divided over to the largest)."""
     pinned, data = work.pinned, frame.data
     whole = Layout(frame.pipeline, data, 1, frame.context, frame.tensor, frame.expert)
@@ -117,7 +121,7 @@ def layouts(work: Workload, frame: ModelParallelDegrees, space: Space) -> Iterat
     copies, degree = pinned.get("layout.replicate"), pinned.get("layout.shard_degree")
     if kind in (None, "none") and degree in (None, 1) and copies in (None, data):
         yield "none", [whole]
-    for sharded in KINDS if "shard" in space.axes or kind else ():
+    for sharded in SHARDINGS if "shard" in space.axes or kind else ():
         if kind not in (None, sharded) or (sharded == "gradients" and frame.pipeline > 1):
             continue
         found = [
@@ -130,7 +134,7 @@ def layouts(work: Workload, frame: ModelParallelDegrees, space: Space) -> Iterat
             yield sharded, fitting
 
 
-def micros(work: Workload, frame: ModelParallelDegrees) -> list[int]:
+def micro_batch_sizes(work: Workload, frame: ModelParallelDegrees) -> list[int]:
     """Sizes of a pass, smallest first, each at least half as large again as the one before."""
     local = work.global_batch // frame.data
     if (pin := work.pinned.get("batch.micro")) is not None:
@@ -138,24 +142,24 @@ def micros(work: Workload, frame: ModelParallelDegrees) -> list[int]:
     tokens = work.sequence // frame.context
     found = [1]
     for micro in divisors(local):
-        if micro * tokens <= MOST_TOKENS and micro >= 1.5 * found[-1]:
+        if micro * tokens <= MAX_MICRO_BATCH_TOKENS and micro >= 1.5 * found[-1]:
             found.append(micro)
     return found
 
 
-def schedules(work: Workload, frame: ModelParallelDegrees) -> list[tuple[str, int]]:
+def pipeline_schedules(work: Workload, frame: ModelParallelDegrees) -> list[tuple[str, int]]:
     """(kind, stages a rank); gpipe holds more than 1f1b and waits as long, so it is for steps that cannot fill that."""
     if frame.pipeline == 1:
         return [("1f1b", 1)]
     kind, pin = work.pinned.get("pipeline.schedule"), work.pinned.get("pipeline.stages")
     found = [("1f1b", 1), ("gpipe", 1), ("zbv", 2), ("dualpipev", 2)]
-    found += [("interleaved", each) for each in STAGES["interleaved"]]
-    found += [("zero-bubble", each) for each in STAGES["zero-bubble"]]
+    found += [("interleaved", each) for each in STAGES_PER_RANK["interleaved"]]
+    found += [("zero-bubble", each) for each in STAGES_PER_RANK["zero-bubble"]]
     most = work.model.layers // frame.pipeline
     return [(name, each) for name, each in found if each <= most and kind in (None, name) and pin in (None, each)]
 
 
-def fills(kind: str, pipeline: int, micros: int) -> bool:
+def fills_schedule(kind: str, pipeline: int, micros: int) -> bool:
     """Whether a step has micro-batches enough for a schedule to be what it is for, and evenly many where it asks for
     that. With fewer, ranks wait as long as by gpipe, which is left for such steps.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
-from meshwright.planner.search.plan_result import Answer, answer
+from meshwright.planner.search.plan_result import PlanResult, make_plan
 from meshwright.planner.search.search import CostCache
 from meshwright.planner.workload.architecture import Architecture, LatentAttention
 from meshwright.planner.workload.workload import Workload
@@ -26,8 +26,8 @@ def desk(model: str, cluster: str, *overrides: str) -> CostCache:
 
 
 @cache
-def answered(model: str, cluster: str, scale: bool = False) -> Answer:
-    return answer(build_workload(model), resolve_cluster(cluster), scale=scale)
+def answered(model: str, cluster: str, scale: bool = False) -> PlanResult:
+    return make_plan(build_workload(model), resolve_cluster(cluster), scale=scale)
 
 
 def foreign() -> Workload:

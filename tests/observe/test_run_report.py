@@ -20,7 +20,7 @@ from meshwright import train
 from meshwright.cli import main
 from meshwright.errors import ConfigError
 from meshwright.observe.report_text import show
-from meshwright.observe.run_report import report_of
+from meshwright.observe.run_report import build_report
 from meshwright.telemetry import run_measurements
 from meshwright.telemetry.run_folder import RunFolder
 
@@ -54,7 +54,7 @@ def run(runs, tmp_path):
 
 
 def report(folder):
-    return report_of(RunFolder(Path(folder)))
+    return build_report(RunFolder(Path(folder)))
 
 
 def shown(folder, width=140):
@@ -91,10 +91,10 @@ def test_a_real_run_sends_what_was_predicted(name, runs):
     assert "bytes equal" in found.verdict
     assert found.status == "attempt 1, 6 of 6 steps, complete"
     assert found.steps == 4  # the first one and the counted one are left out
-    held = found.twin("memory", "tensors")
+    held = found.row("memory", "tensors")
     assert held.predicted == pytest.approx(held.measured, rel=0.1)
     for state in ("parameter", "gradient", "optimizer"):
-        twin = found.twin("memory", f"{state}, own peak of rank 0")
+        twin = found.row("memory", f"{state}, own peak of rank 0")
         assert twin.measured == twin.predicted
 
 
@@ -102,13 +102,11 @@ def test_a_real_run_sends_what_was_predicted(name, runs):
 def test_every_figure_is_there_beside_its_twin(name, runs):
     found = report(runs / name)
     for figure in ("step", "tokens/s", "of peak (MFU)"):
-        twin = found.twin("step", figure)
+        twin = found.row("step", figure)
         assert twin.error == pytest.approx(twin.predicted / twin.measured - 1)
-    assert found.twin("phases", "forward + backward").error is not None
-    parts = [
-        found.twin("phases", phase) for phase in ("forward + backward", "exposed (sync)", "update", "fetch + copy")
-    ]
-    assert sum(part.predicted for part in parts) == pytest.approx(found.twin("step", "step").predicted)
+    assert found.row("phases", "forward + backward").error is not None
+    parts = [found.row("phases", phase) for phase in ("forward + backward", "exposed (sync)", "update", "fetch + copy")]
+    assert sum(part.predicted for part in parts) == pytest.approx(found.row("step", "step").predicted)
     assert found.inside in (True, False)
     text = shown(runs / name)
     assert text.startswith(f"step {found.verdict.split()[1]}")
@@ -117,16 +115,14 @@ def test_every_figure_is_there_beside_its_twin(name, runs):
 
 def test_a_pipeline_is_held_against_its_schedule(runs):
     found = report(runs / "stages")
-    live = [twin for twin in found.twins if twin.figure.startswith("live")]
+    live = [twin for twin in found.rows if twin.figure.startswith("live")]
     assert [(twin.measured, twin.predicted) for twin in live] == [(2, 2), (1, 1)]
-    assert found.twin("pipeline", "idle").predicted == pytest.approx(
-        1 / 9, abs=1e-4
-    )  # 8 micro-batches through 2 stages
-    assert found.twin("experts", "imbalance") is None
+    assert found.row("pipeline", "idle").predicted == pytest.approx(1 / 9, abs=1e-4)  # 8 micro-batches through 2 stages
+    assert found.row("experts", "imbalance") is None
 
 
 def test_experts_say_how_even_their_load_was(runs):
-    assert report(runs / "experts").twin("experts", "imbalance").measured >= 1
+    assert report(runs / "experts").row("experts", "imbalance").measured >= 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -209,7 +205,7 @@ def test_of_several_attempts_the_last_counts(run):
     steps = [made | {"attempt": 2, "step": step, "seconds": 2.0, "counted": step == 5} for step in range(4, 9)]
     append(run, start | {"attempt": 2}, {"kind": "restored", "attempt": 2, "step": 4}, *steps)
     found = report(run)
-    assert (found.attempt, found.steps, found.twin("step", "step").measured) == (2, 3, 2.0)
+    assert (found.attempt, found.steps, found.row("step", "step").measured) == (2, 3, 2.0)
     assert "the prediction is of attempt 1" in found.notes
     assert found.traffic == []  # nothing of this attempt was counted
     assert "bytes not counted" in found.verdict
@@ -235,7 +231,7 @@ def test_a_prediction_that_is_none_leaves_what_was_measured(run, text, note):
         (run / "plan.json").write_text(text)
     found = report(run)
     assert note in " ".join(found.notes)
-    assert found.twin("step", "step").measured > 0
+    assert found.row("step", "step").measured > 0
     assert "no seconds predicted; bytes not predicted" in found.verdict
     assert shown(run)
 
