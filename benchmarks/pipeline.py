@@ -13,8 +13,8 @@ from typing import Any
 
 from meshwright.config import RunConfig, load_config
 from meshwright.parallel.world import World
-from meshwright.prover.comm_volume import third_step
-from meshwright.prover.reference import LR, Concatenated, DataConfig, Loader, real_step, source_of, stream_of
+from meshwright.prover.comm_volume import count_third_step
+from meshwright.prover.reference import LR, Concatenated, DataConfig, Loader, build_step, proof_source, proof_stream
 from meshwright.testing import run_ranks
 from meshwright.topology.schedule_timeline import timeline
 from meshwright.topology.schedules import KINDS, usual_stages
@@ -57,13 +57,13 @@ def table(ranks: int, micros: int, timed: bool) -> dict[str, Any]:
 
 
 def activation(world: World, config: RunConfig) -> int:
-    return third_step(world, config).memory.peak["activation"]
+    return count_third_step(world, config).memory.peak["activation"]
 
 
 def row(world: World, config: RunConfig) -> dict[str, Any]:
     layout, batch = validate(config)
-    step = real_step(world, config, layout)
-    loader = Loader(Concatenated([source_of(config)]), stream_of(config), batch, 0, DataConfig(workers=0))
+    step = build_step(world, config, layout)
+    loader = Loader(Concatenated([proof_source(config)]), proof_stream(config), batch, 0, DataConfig(workers=0))
     batches = loader.steps(0, STEPS)
     outcomes = [step.run(number, LR, batches) for number in range(STEPS)][2:]
     live = {outcome.in_flight.peak_total for outcome in outcomes if outcome.in_flight is not None}

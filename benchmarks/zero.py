@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.config import RunConfig, load_config
 from meshwright.parallel.world import World
-from meshwright.prover.comm_volume import third_step
+from meshwright.prover.comm_volume import count_third_step
 from meshwright.testing import run_ranks
 from meshwright.topology.parameter_shapes import decoder_shapes
 
@@ -31,7 +31,7 @@ def measure() -> dict[str, Any]:
 
 
 def row(world: World, config: RunConfig) -> dict[str, float]:
-    counted = third_step(world, config)
+    counted = count_third_step(world, config)
     whole = sum(shape.elements() for shape in decoder_shapes(config.model)) * 4
     wire = sum(row.wire_bytes for row in counted.rows() if row.axis != "control")
     held = {kind: round(counted.memory.peak[kind] / whole, 3) for kind in ("parameter", "gradient", "optimizer")}

@@ -15,7 +15,7 @@ from meshwright.config import RunConfig, config_from_dict, config_to_dict
 from meshwright.errors import ConfigError
 from meshwright.launch.fork_server import ForkServer
 from meshwright.observe.terminal import EventDisplay, Terminal
-from meshwright.recover.supervisor import Running, supervise
+from meshwright.recover.supervisor import RunningRanks, supervise
 from meshwright.telemetry.events import EventFollower
 from meshwright.telemetry.run_folder import RunFolder
 
@@ -64,7 +64,7 @@ def train(
     where it was measured). `screen` shows the events of an attempt (default: the terminal); `quiet` shows
     nothing.
     """
-    from meshwright.launch.job import make_job, run_here, start, torchrun_place
+    from meshwright.launch.job import make_job, run_in_this_process, start_ranks, torchrun_rendezvous_info
 
     config = config_from_dict(config_to_dict(config or RunConfig()))  # checked as if it came from a file
     folder = run_folder(run, config)
@@ -72,14 +72,14 @@ def train(
     job = make_job(
         config, folder, model=model, loss=loss, source=source, parts=parts, fallback=fallback, cluster=cluster
     )
-    place = torchrun_place()
+    place = torchrun_rendezvous_info()
     if place is not None:
         show = screen or partial(Terminal, config, shown(folder))
-        summary = run_here(job, place, lambda attempt: show(attempt).show, fresh, fork)
+        summary = run_in_this_process(job, place, lambda attempt: show(attempt).show, fresh, fork)
         return Result(folder.root, **dataclasses.asdict(summary))
 
-    def begin(attempt: int, restart: int) -> Running:
-        return start(job.as_attempt(attempt, restart, fork))
+    def begin(attempt: int, restart: int) -> RunningRanks:
+        return start_ranks(job.as_attempt(attempt, restart, fork))
 
     return result_of(folder, supervise(folder, config.launch, begin, viewing(config, folder, screen), fresh=fresh))
 
@@ -96,12 +96,12 @@ def train_from_cold(
 ) -> Result:
     """The same from a process that has not imported torch and need not."""
     folder = run_folder(run, config)
-    nursery = ForkServer(config, folder, fork, fallback, cluster)
+    fork_server = ForkServer(config, folder, fork, fallback, cluster)
     try:
         view = viewing(config, folder, screen)
-        return result_of(folder, supervise(folder, config.launch, nursery.begin, view, fresh=fresh))
+        return result_of(folder, supervise(folder, config.launch, fork_server.start, view, fresh=fresh))
     finally:
-        nursery.close()
+        fork_server.close()
 
 
 def simulate(config: RunConfig | None = None, *, ranks: int | None = None, rank: Sequence[int] = ()) -> Simulation:

@@ -59,7 +59,7 @@ def train(
         overrides = (*overrides, f"--launch.restarts={restarts}")
     config = settings(plan, cluster, file, overrides, ranks, steps, json)
     validate(config)
-    faults.parse_all(os.environ.get("MESHWRIGHT_FAULT", ""))  # a misspelt fault is refused here, in one line
+    faults.parse_faults(os.environ.get("MESHWRIGHT_FAULT", ""))  # a misspelt fault is refused here, in one line
     screen = JsonLines if json else None
     if started_by_torchrun():
         api.train(config, run=run, fresh=fresh, fork=fork, fallback=not no_fallback, cluster=cluster, screen=screen)

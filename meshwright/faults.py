@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from meshwright.errors import ConfigError
 
-POINTS = {
+FAIL_POINTS = {
     "start.begin": "a rank has joined the others and built nothing yet",
     "start.restore": "before a checkpoint's tensors are copied in",
     "start.restored": "after a checkpoint's tensors were copied in",
@@ -64,10 +64,10 @@ ACTIONS = {
     "desync": "step.collective: enter another collective than the other ranks",
 }
 
-ONLY_AT = {"nan": "step.backward", "flip": "step.fetch", "desync": "step.collective"}
+REQUIRED_POINT = {"nan": "step.backward", "flip": "step.fetch", "desync": "step.collective"}
 """Actions that the place itself has to do."""
 
-SPELLING = re.compile(
+FAULT_PATTERN = re.compile(
     r"(?P<point>[a-z_.]+)(:rank(?P<rank>\d+))?:(?P<action>[a-z]+)(=(?P<value>\d+(\.\d+)?))?"
     r"((@step(?P<step>\d+))|(@(?P<chance>\d+(\.\d+)?)%))?(x(?P<times>\d+))?(#(?P<restart>\d+))?"
 )
@@ -94,17 +94,17 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        match = SPELLING.fullmatch(text.strip())
+        match = FAULT_PATTERN.fullmatch(text.strip())
         if match is None:
             raise ConfigError(
                 f"MESHWRIGHT_FAULT: {text!r} is not understood",
                 "allowed: POINT[:rankN]:ACTION[@stepN][@P%][xTIMES][#RESTART]",
             )
-        if match["point"] not in POINTS:
-            raise ConfigError(f"MESHWRIGHT_FAULT: no point {match['point']!r}", f"allowed: {', '.join(POINTS)}")
+        if match["point"] not in FAIL_POINTS:
+            raise ConfigError(f"MESHWRIGHT_FAULT: no point {match['point']!r}", f"allowed: {', '.join(FAIL_POINTS)}")
         if match["action"] not in ACTIONS:
             raise ConfigError(f"MESHWRIGHT_FAULT: no action {match['action']!r}", f"allowed: {', '.join(ACTIONS)}")
-        if (only := ONLY_AT.get(match["action"], match["point"])) != match["point"]:
+        if (only := REQUIRED_POINT.get(match["action"], match["point"])) != match["point"]:
             raise ConfigError(
                 f"MESHWRIGHT_FAULT: {match['action']} at {match['point']} does nothing", f"allowed: {only}"
             )
@@ -120,39 +120,39 @@ class Fault:
         )
 
 
-def parse_all(text: str) -> list[Fault]:
+def parse_faults(text: str) -> list[Fault]:
     return [Fault.parse(part) for part in text.split(",") if part.strip()]
 
 
-ARMED: list[Fault] = []
-PLACE: dict[str, int | str] = {"rank": 0, "restart": 0, "seed": "0"}
+ARMED_FAULTS: list[Fault] = []
+PROCESS: dict[str, int | str] = {"rank": 0, "restart": 0, "seed": "0"}
 
 
 def arm(rank: int, restart: int, environment: Mapping[str, str] = os.environ) -> None:
     """Reads the environment's faults for this process; from here on its fail points are live."""
-    asked = parse_all(environment.get("MESHWRIGHT_FAULT", ""))
-    ARMED[:] = [fault for fault in asked if fault.armed(rank, restart)]
-    PLACE.update(rank=rank, restart=restart, seed=environment.get("MESHWRIGHT_FAULT_SEED", "0"))
+    asked = parse_faults(environment.get("MESHWRIGHT_FAULT", ""))
+    ARMED_FAULTS[:] = [fault for fault in asked if fault.armed(rank, restart)]
+    PROCESS.update(rank=rank, restart=restart, seed=environment.get("MESHWRIGHT_FAULT_SEED", "0"))
 
 
-def reach(point: str, step: int) -> str:
+def fail_point(point: str, step: int) -> str:
     """A fail point. Gives the action that the caller must do itself (nan, flip, desync), or ''."""
-    for fault in ARMED:
-        if fault.point == point and fault.step in (None, step) and drawn(fault, step):
-            return act(fault, step)
+    for fault in ARMED_FAULTS:
+        if fault.point == point and fault.step in (None, step) and is_drawn(fault, step):
+            return perform(fault, step)
     return ""
 
 
-def drawn(fault: Fault, step: int) -> bool:
+def is_drawn(fault: Fault, step: int) -> bool:
     if fault.chance >= 100.0:
         return True
-    text = f"{PLACE['seed']}/{fault.point}/{PLACE['rank']}/{step}/{PLACE['restart']}"
+    text = f"{PROCESS['seed']}/{fault.point}/{PROCESS['rank']}/{step}/{PROCESS['restart']}"
     draw = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
     return draw < fault.chance / 100.0 * 2**64
 
 
-def act(fault: Fault, step: int) -> str:
-    where = f"injected at {fault.point}, rank {PLACE['rank']}, step {step}"
+def perform(fault: Fault, step: int) -> str:
+    where = f"injected at {fault.point}, rank {PROCESS['rank']}, step {step}"
     match fault.action:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -6,13 +6,13 @@ import pytest
 
 from meshwright import faults
 from meshwright.errors import ConfigError
-from meshwright.faults import ACTIONS, ONLY_AT, POINTS, Fault, InjectedFault
+from meshwright.faults import ACTIONS, FAIL_POINTS, REQUIRED_POINT, Fault, InjectedFault
 
 
 @pytest.fixture(autouse=True)
 def disarmed():
     yield
-    faults.ARMED.clear()
+    faults.ARMED_FAULTS.clear()
 
 
 def arm(text, rank=0, restart=0, seed="0"):
@@ -30,15 +30,15 @@ def test_the_spelling_of_the_handbook():
 )
 def test_a_misspelt_fault_is_refused_with_what_is_allowed(text):
     if not text.strip(" ,"):
-        assert faults.parse_all(text) == []
+        assert faults.parse_faults(text) == []
         return
     with pytest.raises(ConfigError, match="allowed: "):
-        faults.parse_all(text)
+        faults.parse_faults(text)
 
 
 def test_nothing_happens_unless_it_is_asked_for():
     arm("")
-    assert all(faults.reach(point, 3) == "" for point in POINTS)
+    assert all(faults.fail_point(point, 3) == "" for point in FAIL_POINTS)
 
 
 def test_a_fault_strikes_its_rank_its_step_and_its_launch_alone():
@@ -46,9 +46,9 @@ def test_a_fault_strikes_its_rank_its_step_and_its_launch_alone():
         arm("step.update:rank1:raise@step5", rank, restart)
         if strikes:
             with pytest.raises(InjectedFault, match=r"injected at step.update, rank 1, step 5"):
-                faults.reach("step.update", step)
+                faults.fail_point("step.update", step)
         else:
-            assert faults.reach("step.update", step) == ""
+            assert faults.fail_point("step.update", step) == ""
 
 
 def test_times_and_restart_say_on_which_launches():
@@ -59,7 +59,7 @@ def test_times_and_restart_say_on_which_launches():
 def test_a_chance_is_drawn_from_the_seed_and_the_place_alone():
     def struck(seed):
         arm("step.fetch:flip@30%", seed=seed)
-        return [faults.reach("step.fetch", step) == "flip" for step in range(2000)]
+        return [faults.fail_point("step.fetch", step) == "flip" for step in range(2000)]
 
     assert struck("1") == struck("1") != struck("2")
     assert 500 < sum(struck("1")) < 700
@@ -69,10 +69,10 @@ def test_every_action_that_can_be_survived_does_what_it_says():
     for action, error in {"raise": InjectedFault, "oom": MemoryError, "enospc": OSError, "eio": OSError}.items():
         arm(f"end:{action}")
         with pytest.raises(error):
-            faults.reach("end", 0)
-    for action, point in ONLY_AT.items():
+            faults.fail_point("end", 0)
+    for action, point in REQUIRED_POINT.items():
         arm(f"{point}:{action}")
-        assert faults.reach(point, 0) == action
+        assert faults.fail_point(point, 0) == action
         with pytest.raises(ConfigError, match=f"allowed: {point}"):
-            faults.parse_all(f"end:{action}")
+            faults.parse_faults(f"end:{action}")
     assert set(ACTIONS) >= {"kill", "exit", "term", "stop", "hang", "spin", "lock", "slow"}

@@ -68,7 +68,7 @@ def restore(
         if differs := gather_mismatches(state, entry.manifest.tensors, world):
             more = f" and {len(differs) - 3} more" if len(differs) > 3 else ""
             raise IdentityError(f"checkpoint {entry.name} holds another model: {'; '.join(differs[:3])}{more}")
-        faults.reach("start.restore", step)
+        faults.fail_point("start.restore", step)
         try:
             load_tensors(entry, state, world)
         except CheckpointReadError as error:  # heard by every rank alike
@@ -77,7 +77,7 @@ def restore(
             if not fallback:
                 raise CheckpointError(str(error)) from None
             continue
-        faults.reach("start.restored", step)
+        faults.fail_point("start.restored", step)
         return RestoreResult(entry.manifest, entry.name, time.monotonic() - start, passed)
     foreign = world.tell([entry.name for entry in list_published(store)] if not candidates else [], "foreign")
     if foreign:

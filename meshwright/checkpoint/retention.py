@@ -62,6 +62,6 @@ class RetentionPolicy:
         """Withdraws a checkpoint first, durably; its files follow."""
         if entry.published:
             self.store.remove(f"{entry.folder}/{MANIFEST_FILE}")
-        faults.reach("retain.unpublished", entry.step)
+        faults.fail_point("retain.unpublished", entry.step)
         self.store.remove_folder(entry.folder)
         self.verified.discard(entry.name)

@@ -196,7 +196,7 @@ class CheckpointSaver:
         self.begun = start = time.monotonic()
         self.seen = (self.moved, start)
         self.world.heartbeat.enter("save", notes.step)
-        faults.reach("save.stage", notes.step)
+        faults.fail_point("save.stage", notes.step)
         assert self.stager is not None
         staged = self.stager.copy(self.state())
         self.stall_seconds = time.monotonic() - start
@@ -354,7 +354,7 @@ class CheckpointSaver:
     ) -> None:
         """On the coordinator, once every shard is durable."""
         self.waits = False
-        faults.reach("save.before_manifest", notes.step)
+        faults.fail_point("save.before_manifest", notes.step)
         if (newest := read_fence(self.store).attempt) > self.attempt:
             raise BusyError(f"attempt {newest} has taken the run over: nothing of attempt {self.attempt} is published")
         lineage = {"run": self.lineage.run, "timeline": self.lineage.timeline}
@@ -365,10 +365,10 @@ class CheckpointSaver:
         raw = manifest.encode()
         if len(raw) > MAX_MANIFEST_BYTES:
             raise CheckpointError(f"the manifest of {saved.folder} has {len(raw):,} bytes, over {MAX_MANIFEST_BYTES:,}")
-        reached = lambda: faults.reach("save.before_publish", notes.step)  # noqa: E731
+        reached = lambda: faults.fail_point("save.before_publish", notes.step)  # noqa: E731
         if not self.store.publish_if_absent(f"{saved.folder}/{MANIFEST_FILE}", raw, reached):
             raise CheckpointError(f"{saved.folder} exists already and is not written over")
-        faults.reach("save.after_publish", notes.step)
+        faults.fail_point("save.after_publish", notes.step)
         self.parent = json.loads(raw[raw.rindex(b":") + 1 : -2])  # the digest is the last key
         saved.bytes = manifest.total_bytes
 

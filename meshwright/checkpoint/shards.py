@@ -88,7 +88,7 @@ class ShardWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        faults.reach("save.begin", self.step)
+        faults.fail_point("save.begin", self.step)
         path = f"{self.folder}/{self.file}"
         if self.store.size(path) is not None and self.store.size(f"{self.folder}/{MANIFEST_FILE}") is None:
             self.store.remove(path)  # of a save of this very step that failed
@@ -97,7 +97,7 @@ class ShardWriter(StorageWriter):
         try:
             sink.write(self.header)
             for item in plan.items:
-                faults.reach("save.write", self.step)
+                faults.fail_point("save.write", self.step)
                 data = planner.resolve_data(item)
                 if not isinstance(data, torch.Tensor):
                     raise TypeError(f"{item.index.fqn} is no tensor: it belongs into the manifest")
@@ -109,7 +109,7 @@ class ShardWriter(StorageWriter):
             sink.close()
         finally:
             sink.sink.abort()
-        faults.reach("save.after_shard", self.step)
+        faults.fail_point("save.after_shard", self.step)
         self.record = FileRecord(sink.size, tuple(sink.chunks))
         self.on_written()
         shard = WrittenShard(self.file, self.record, *self.owner)

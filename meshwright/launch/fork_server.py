@@ -31,9 +31,9 @@ class ForkServer:
         self._asked = 0
         self._busy = False
 
-    def begin(self, attempt: int, restart: int) -> ForkServer:
+    def start(self, attempt: int, restart: int) -> ForkServer:
         """Asks for the ranks of an attempt; this object then stands for them."""
-        self._log = self._folder.attempt(attempt) / "nursery.log"
+        self._log = self._folder.attempt(attempt) / "fork_server.log"
         if self._process is None or self._process.poll() is not None:
             self._start()
         self._result, self._asked, self._busy = b"", 0, True

@@ -32,7 +32,10 @@ class ForkServerProcess:
 
     def attempt(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Starts the ranks and stays until they have ended."""
-        from meshwright.launch.job import make_job, start  # brings torch: seconds in which a signal finds its default
+        from meshwright.launch.job import (
+            make_job,
+            start_ranks,
+        )  # brings torch: seconds in which a signal finds its default
 
         if self.job is None:
             folder = RunFolder(Path(self.order["folder"]))
@@ -40,7 +43,7 @@ class ForkServerProcess:
             self.job = make_job(config_from_dict(self.order["config"]), folder, **given)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda got, _frame: self.signals.append(got))
-        ranks = start(self.job.as_attempt(**asked))
+        ranks = start_ranks(self.job.as_attempt(**asked))
         while not ranks.poll(0.2):
             if self.signals:
                 ranks.signal(self.signals.pop())

@@ -16,13 +16,13 @@ from meshwright.config import RunConfig, fingerprint, identity, placement
 from meshwright.data.file_sources import open_sources
 from meshwright.data.source import IndexableSource
 from meshwright.errors import BusyError, ConfigError, MeshwrightError, PeerError, StoppedBySignal
-from meshwright.launch.ranks import Ranks, refuse_while_spawning
-from meshwright.launch.rendezvous import Place, join, leave, restart
+from meshwright.launch.ranks import Ranks, raise_if_spawning
+from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, leave_process_group, torchrun_restart_count
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.parallelize import needed
 from meshwright.recover.incidents import Incident
-from meshwright.recover.lease import Lease, refuse_while_held, take
-from meshwright.recover.supervisor import account_for_lost, newest_step
+from meshwright.recover.lease import Lease, acquire_lease, raise_if_held
+from meshwright.recover.supervisor import newest_checkpoint_step, record_lost_attempts
 from meshwright.telemetry.events import Event
 from meshwright.telemetry.heartbeat import Heartbeat
 from meshwright.telemetry.run_folder import RunFolder
@@ -44,7 +44,7 @@ def make_job(
     cluster: str | None = None,
 ) -> Job:
     """A checked job, its sources opened: forked ranks share what this process has mapped."""
-    refuse_while_spawning()
+    raise_if_spawning()
     layout, batch = validate(config, own_model=model is not None)
     if (model is None) != (loss is None):
         raise ConfigError(
@@ -66,18 +66,18 @@ def is_source(thing: Any) -> bool:
     return all(hasattr(thing, name) for name in ("name", "blank", "fingerprint", "__len__", "__getitem__"))
 
 
-def start(job: Job) -> Ranks:
+def start_ranks(job: Job) -> Ranks:
     """The job's ranks, forked from this process."""
     for module in user_modules(job):
         module.share_memory()  # rank 0 gives the trained weights back through it
     ranks = range(job.layout.ranks)
     logs = [job.folder.log(job.attempt, rank) for rank in ranks]
     pages = [job.folder.heartbeat(job.attempt, rank) for rank in ranks]
-    return Ranks(_train, job.layout.ranks, (job,), job.config.launch, facts_of(job), logs, pages)
+    return Ranks(_train, job.layout.ranks, (job,), job.config.launch, collect_facts(job), logs, pages)
 
 
-def run_here(
-    job: Job, place: Place, listen: Callable[[int], Callable[[Event], None]], fresh: bool, fork: bool
+def run_in_this_process(
+    job: Job, place: RendezvousInfo, listen: Callable[[int], Callable[[Event], None]], fresh: bool, fork: bool
 ) -> RunSummary:
     """This process is one rank; torchrun (or the like) started it. `listen` gives rank 0 a listener for its attempt."""
     if place.size != job.layout.ranks:
@@ -85,12 +85,12 @@ def run_here(
             f"the layout {job.layout} has {job.layout.ranks} ranks and {place.size} ranks were started",
             f"allowed: --ranks {place.size}, or {job.layout.ranks} ranks",
         )
-    world = join(place, job.config.launch, facts_of(job))
+    world = join_process_group(place, job.config.launch, collect_facts(job))
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     try:
-        restarts = int(restart())
-        lease = take_lease(job.folder, fresh and not restarts) if world.rank == 0 else None
+        restarts = int(torchrun_restart_count())
+        lease = acquire_lease_or_reason(job.folder, fresh and not restarts) if world.rank == 0 else None
         attempt = world.tell(lease.attempt if isinstance(lease, Lease) else lease, "attempt")
         if isinstance(attempt, str):
             raise BusyError(attempt) if world.rank == 0 else PeerError(attempt)
@@ -98,37 +98,37 @@ def run_here(
         listener = listen(attempt) if world.rank == 0 else None
         job = job.as_attempt(attempt, restarts, fork)
         job = replace(job, listener=listener, watched=False)
-        with on_record(lease) if isinstance(lease, Lease) else nullcontext():
+        with recording_outcome(lease) if isinstance(lease, Lease) else nullcontext():
             return train_rank(job, world)
     finally:  # this process is the user's: it gets back what training changed
-        leave()
+        leave_process_group()
         for number, handler in before.items():
             signal.signal(number, handler)
         torch.use_deterministic_algorithms(deterministic)
         torch.set_num_threads(threads)
 
 
-def take_lease(folder: RunFolder, fresh: bool) -> Lease | str:
+def acquire_lease_or_reason(folder: RunFolder, fresh: bool) -> Lease | str:
     """The next attempt's lease, or why there is none: the other ranks must hear of it too."""
     try:
         if fresh:
-            refuse_while_held(folder)
+            raise_if_held(folder)
             folder.set_aside()
-        lease = take(folder)
-        account_for_lost(folder, lease.attempt)
+        lease = acquire_lease(folder)
+        record_lost_attempts(folder, lease.attempt)
         return lease
     except BusyError as held:
         return str(held)
 
 
 @contextmanager
-def on_record(lease: Lease) -> Iterator[None]:
+def recording_outcome(lease: Lease) -> Iterator[None]:
     """Where torchrun is the supervisor, rank 0 holds the lease and writes down how the attempt ended, as far as it can
     tell.
     """
     folder, attempt = lease.folder, lease.attempt
     try:
-        with lease.beating():
+        with lease.keep_alive():
             yield
     except MeshwrightError as error:
         outcome = "stopped" if isinstance(error, StoppedBySignal) else "failed"
@@ -137,10 +137,10 @@ def on_record(lease: Lease) -> Iterator[None]:
     except Exception as error:
         Incident(attempt, "failed", message=str(error), exit_code=1).write(folder)
         raise
-    Incident(attempt, "complete", checkpoint=newest_step(folder)).write(folder)
+    Incident(attempt, "complete", checkpoint=newest_checkpoint_step(folder)).write(folder)
 
 
-def facts_of(job: Job) -> dict[str, Any]:
+def collect_facts(job: Job) -> dict[str, Any]:
     """What every rank must agree on before the first collective."""
     return {
         "config identity": fingerprint(identity(job.config)),
@@ -155,5 +155,5 @@ def _train(world: Any, job: Job) -> RunSummary:
     return train_rank(job, world)
 
 
-def torchrun_place() -> Place | None:
-    return Place.from_environment(os.environ)
+def torchrun_rendezvous_info() -> RendezvousInfo | None:
+    return RendezvousInfo.from_environment(os.environ)

@@ -29,7 +29,7 @@ import torch
 
 from meshwright.config import LaunchConfig
 from meshwright.errors import ConfigError
-from meshwright.launch.rendezvous import Place, join, leave
+from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, leave_process_group
 from meshwright.parallel.world import World
 from meshwright.parent_death import exit_with_parent
 from meshwright.recover.failures import Failure, RanksFailed
@@ -37,8 +37,8 @@ from meshwright.telemetry.heartbeat import Heartbeat, process_start
 
 Work = tuple[Callable[..., Any], tuple[Any, ...]]
 
-PREFIX = "meshwright-ranks-"
-GRACE = 10.0
+FOLDER_PREFIX = "meshwright-ranks-"
+PEER_LOSS_GRACE = 10.0
 """Seconds that ranks have to end by themselves once one of them says that it lost another."""
 CAUSE_GRACE = 2.0
 """Seconds that the others have once the cause is known; they would only wait for it."""
@@ -57,9 +57,9 @@ class Ranks:
         logs: Sequence[Path] | None = None,
         pages: Sequence[Path] | None = None,
     ) -> None:
-        warm()
-        sweep()
-        own = f"{PREFIX}{os.getpid()}-{process_start(os.getpid())}-"
+        preload_optimizer()
+        remove_stale_folders()
+        own = f"{FOLDER_PREFIX}{os.getpid()}-{process_start(os.getpid())}-"
         self._folder = tempfile.TemporaryDirectory(prefix=own)
         context: Any = mp.get_context("spawn" if cuda_started() else "fork")
         self._values: dict[int, Any] = {}
@@ -74,11 +74,11 @@ class Ranks:
         sys.stderr.flush()
         for rank in range(count):
             reader, writer = context.Pipe(duplex=False)
-            place = Place(rank, count, rank, file=os.path.join(self._folder.name, "store"))
+            place = RendezvousInfo(rank, count, rank, file=os.path.join(self._folder.name, "store"))
             log = str(logs[rank]) if logs else ""
             page = pages[rank] if pages else None
             target_args = (given, place, launch or LaunchConfig(), dict(facts or {}), writer, log, page, os.getpid())
-            process = context.Process(target=_be_rank, args=target_args, name=f"rank {rank}")
+            process = context.Process(target=_rank_main, args=target_args, name=f"rank {rank}")
             process.start()
             writer.close()
             self._pipes[rank] = reader
@@ -108,7 +108,7 @@ class Ranks:
         now = time.monotonic()
         if self._failures:
             known = not all(failure.secondary for failure in self._failures.values())
-            self._end = min(self._end, now + (CAUSE_GRACE if known else GRACE))
+            self._end = min(self._end, now + (CAUSE_GRACE if known else PEER_LOSS_GRACE))
         if now > self._end and self._pipes:
             self.kill()
         return not self._pipes
@@ -122,7 +122,7 @@ class Ranks:
                 (self._values if kind == "value" else self._failures)[rank] = value
         except (EOFError, OSError):
             pass
-        self._processes[rank].join(GRACE)
+        self._processes[rank].join(PEER_LOSS_GRACE)
         if rank not in self._values and rank not in self._failures:
             self._failures[rank] = Failure.from_exit_status(rank, self._processes[rank].exitcode or 0)
         pipe.close()
@@ -141,7 +141,7 @@ class Ranks:
         """Ends what still runs. A rank killed here is no cause, only a witness."""
         for rank in list(self._pipes):
             self._processes[rank].kill()
-            self._processes[rank].join(GRACE)
+            self._processes[rank].join(PEER_LOSS_GRACE)
             self._hear(rank)
             if rank in self._failures and self._failures[rank].error_type == "Killed":
                 message = f"rank {rank} did not end by itself and was killed"
@@ -155,10 +155,10 @@ class Ranks:
         return [self._values[rank] for rank in sorted(self._values)]
 
 
-def sweep() -> None:
+def remove_stale_folders() -> None:
     """Removes what launches that were killed left in the folder for temporary files."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*-*"):
-        pid, start, *_ = folder.name.removeprefix(PREFIX).split("-")
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*-*-*"):
+        pid, start, *_ = folder.name.removeprefix(FOLDER_PREFIX).split("-")
         if pid.isdigit() and start.isdigit() and process_start(int(pid)) != int(start):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -175,7 +175,7 @@ def cuda_started() -> bool:
     return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) != not_initialised
 
 
-def refuse_while_spawning() -> None:
+def raise_if_spawning() -> None:
     """A spawned rank first runs the script that it comes from; a launch there, unguarded, would never end."""
     if getattr(mp.current_process(), "_inheriting", False):
         raise ConfigError(
@@ -185,7 +185,7 @@ def refuse_while_spawning() -> None:
 
 
 @cache
-def warm() -> None:
+def preload_optimizer() -> None:
     """Has torch import now, once, what each rank would import by itself: the first optimizer takes 1.5 s."""
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
 
@@ -216,9 +216,9 @@ def run_ranks(
     return ranks.results()
 
 
-def _be_rank(
+def _rank_main(
     given: Work | str,
-    place: Place,
+    place: RendezvousInfo,
     launch: LaunchConfig,
     facts: dict[str, Any],
     writer: Connection,
@@ -231,7 +231,7 @@ def _be_rank(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # until the work says what a signal means to it
     if log:
-        redirect(log)
+        redirect_output(log)
         faulthandler.register(signal.SIGUSR1)  # the watchdog's question; answered even while the lock is held
     status = 0
     heartbeat = Heartbeat()
@@ -239,9 +239,9 @@ def _be_rank(
         heartbeat = Heartbeat(page)
         torch.set_num_threads(launch.threads)
         work, args = pickle.loads(Path(given).read_bytes()) if isinstance(given, str) else given
-        world: World = join(place, launch, facts, heartbeat)
+        world: World = join_process_group(place, launch, facts, heartbeat)
         value = work(world, *args)
-        leave()
+        leave_process_group()
         # by value: torch would pass tensors as handles to memory that ends with this process
         writer.send_bytes(pickle.dumps(("value", value)))
     except BaseException as error:  # noqa: BLE001  whatever ends a rank is reported
@@ -255,7 +255,7 @@ def _be_rank(
     os._exit(status)  # a fork must not run its parent's exit handlers
 
 
-def redirect(log: str) -> None:
+def redirect_output(log: str) -> None:
     """What a rank prints, and what native code under it prints when it aborts, goes to its log."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)

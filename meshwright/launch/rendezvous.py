@@ -26,7 +26,7 @@ from meshwright.telemetry.heartbeat import Heartbeat
 
 
 @dataclass(frozen=True)
-class Place:
+class RendezvousInfo:
     """Where a rank stands before it knows the others, and where they meet: a file on one host, an address across
     hosts.
     """
@@ -40,7 +40,7 @@ class Place:
     hosts_store: bool = False
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> Place | None:
+    def from_environment(cls, environment: Mapping[str, str]) -> RendezvousInfo | None:
         """The place that torchrun (or anything that speaks its variables) gave this process; None if it gave none."""
         if not started_by_torchrun(environment):
             return None
@@ -61,14 +61,18 @@ class Place:
         )
 
 
-def join(place: Place, launch: LaunchConfig, facts: Mapping[str, Any], page: Heartbeat | None = None) -> World:
+def join_process_group(
+    place: RendezvousInfo, launch: LaunchConfig, facts: Mapping[str, Any], page: Heartbeat | None = None
+) -> World:
     """This rank's World, once every rank has come and said the same facts."""
-    device = choose_device(launch, place)
+    device = select_device(launch, place)
     if place.size == 1:
         return World(0, 1, device, page or Heartbeat())
-    store = dist.PrefixStore(f"{restart()}/{next(JOINS)}", meet(place, launch.rendezvous_timeout))
+    store = dist.PrefixStore(
+        f"{torchrun_restart_count()}/{next(JOIN_COUNTER)}", connect_store(place, launch.rendezvous_timeout)
+    )
     store.set(f"host/{place.rank}", socket.gethostname())
-    compare(
+    check_facts_agree(
         store,
         place,
         dict(facts)
@@ -92,21 +96,21 @@ def join(place: Place, launch: LaunchConfig, facts: Mapping[str, Any], page: Hea
     return World(place.rank, place.size, device, page or Heartbeat(), hosts)
 
 
-JOINS = count()
+JOIN_COUNTER = count()
 """A process may train more than once; each time the ranks meet under keys that nobody has used."""
 
 
-def restart() -> str:
+def torchrun_restart_count() -> str:
     """Which restart of torchrun's this is: its store outlives the ranks."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def leave() -> None:
+def leave_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def meet(place: Place, timeout: float) -> dist.Store:
+def connect_store(place: RendezvousInfo, timeout: float) -> dist.Store:
     bound = timedelta(seconds=timeout)
     if place.file:
         # One host: Gloo binds to the loopback, whatever the host's name resolves to.
@@ -139,11 +143,11 @@ def meet(place: Place, timeout: float) -> dist.Store:
         ) from None
 
 
-def compare(store: dist.Store, place: Place, facts: dict[str, Any], timeout: float) -> None:
+def check_facts_agree(store: dist.Store, place: RendezvousInfo, facts: dict[str, Any], timeout: float) -> None:
     """Rank 0 reads what every rank says of itself and gives the verdict; all ranks raise the same mismatch."""
     store.set(f"facts/{place.rank}", json.dumps(facts, sort_keys=True))
     if place.rank == 0:
-        store.set("verdict", judge(store, place.size, timeout))
+        store.set("verdict", compare_facts(store, place.size, timeout))
     store.set_timeout(timedelta(seconds=timeout + 5))  # rank 0 may need the whole bound to find out who is missing
     try:
         verdict = store.get("verdict").decode()
@@ -158,7 +162,7 @@ def compare(store: dist.Store, place: Place, facts: dict[str, Any], timeout: flo
         )
 
 
-def judge(store: dist.Store, size: int, timeout: float) -> str:
+def compare_facts(store: dist.Store, size: int, timeout: float) -> str:
     end = time.monotonic() + timeout
     said: dict[int, dict[str, Any]] = {}
     missing = []
@@ -183,7 +187,7 @@ def judge(store: dist.Store, size: int, timeout: float) -> str:
     return f"differ ranks do not agree: {'; '.join(differing)}" if differing else ""
 
 
-def choose_device(launch: LaunchConfig, place: Place) -> torch.device:
+def select_device(launch: LaunchConfig, place: RendezvousInfo) -> torch.device:
     if launch.device == "cpu" or (launch.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -13,8 +13,8 @@ from meshwright.planner.exact.activation_messages import data_dependent_axes
 from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
 from meshwright.planner.exact.compare import compare_volumes
 from meshwright.planner.exact.state_memory import StateMemory, state_memory
-from meshwright.prover.layouts import kind, variants
-from meshwright.prover.reference import LR, real_step, source_of, stream_of
+from meshwright.prover.layouts import describe_settings, proof_configs
+from meshwright.prover.reference import LR, build_step, proof_source, proof_stream
 from meshwright.topology.layout import Layout
 from meshwright.topology.unsupported import validate
 from meshwright.trainer.step_counters import StepCounters, count_step
@@ -22,12 +22,12 @@ from meshwright.trainer.step_counters import StepCounters, count_step
 Counts = tuple[list[CollectiveVolume], StateMemory]
 
 
-def check_traffic(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
+def check_communication(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
     """In float32, as a run would be."""
-    proofs, note = variants(config)
+    proofs, note = proof_configs(config)
     proof = next(proof for proof in proofs if proof.precision.compute == "fp32")
     layout, batch = validate(proof)
-    found: list[Counts] = run_ranks(counted, layout.ranks, proof, launch=proof.launch)
+    found: list[Counts] = run_ranks(count_step_bytes, layout.ranks, proof, launch=proof.launch)
     expected = [comm_volume(proof, layout, batch, rank) for rank in range(layout.ranks)]
     differing = list(
         all_differences(layout, expected, [sent for sent, _ in found], left_out := data_dependent_axes(proof, layout))
@@ -37,11 +37,11 @@ def check_traffic(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
         f"{row.axis} {row.collective} {row.message_bytes:,}" for row in expected[0] if row.axis != "control"
     )
     yield (
-        f"{layout}{kind(proof)}: bytes counted on a real step = the formulas, exactly",
+        f"{layout}{describe_settings(proof)}: bytes counted on a real step = the formulas, exactly",
         not differing,
         "; ".join(differing)
         if differing
-        else f"rank 0: {rows}; {total:,} bytes on the wire a step{note}{said(left_out)}",
+        else f"rank 0: {rows}; {total:,} bytes on the wire a step{note}{describe_uncounted(left_out)}",
     )
     wrong = [
         f"rank {rank}: {name} {getattr(got, name):,} bytes at peak, by the formula {getattr(want, name):,}"
@@ -52,7 +52,7 @@ def check_traffic(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
     ]
     first = found[0][1]
     yield (
-        f"{layout}{kind(proof)}: peak bytes of parameters, gradients and optimizer = the formulas, exactly",
+        f"{layout}{describe_settings(proof)}: peak bytes of parameters, gradients and optimizer = the formulas",
         not wrong,
         "; ".join(wrong)
         if wrong
@@ -60,19 +60,19 @@ def check_traffic(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
     )
 
 
-def counted(world: World, config: RunConfig) -> Counts:
-    ledgers = third_step(world, config)
+def count_step_bytes(world: World, config: RunConfig) -> Counts:
+    ledgers = count_third_step(world, config)
     sent = [CollectiveVolume(row.axis, row.collective, row.message_bytes, row.wire_bytes) for row in ledgers.rows()]
     peak = ledgers.memory.peak
     return sent, StateMemory(peak["parameter"], peak["gradient"], peak["optimizer"])
 
 
-def third_step(world: World, config: RunConfig) -> StepCounters:
+def count_third_step(world: World, config: RunConfig) -> StepCounters:
     """Its ledgers: by then everything has been made that is made once."""
     layout, batch = validate(config)
-    step = real_step(world, config, layout)
-    source, coordinate = ConcatenatedSource([source_of(config)]), layout.data_coordinate(world.rank)
-    loader = Loader(source, stream_of(config), batch, coordinate, DataConfig(workers=0))
+    step = build_step(world, config, layout)
+    source, coordinate = ConcatenatedSource([proof_source(config)]), layout.data_coordinate(world.rank)
+    loader = Loader(source, proof_stream(config), batch, coordinate, DataConfig(workers=0))
     step.warmup_backward(loader.first)
     batches = loader.steps(0, 3)
     for number in range(2):
@@ -82,7 +82,7 @@ def third_step(world: World, config: RunConfig) -> StepCounters:
     return ledgers
 
 
-def said(left_out: dict[str, str]) -> str:
+def describe_uncounted(left_out: dict[str, str]) -> str:
     return "".join(f"; {axis} not compared: {why}" for axis, why in left_out.items())
 
 

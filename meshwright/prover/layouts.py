@@ -11,9 +11,9 @@ from typing import Literal
 
 from meshwright.config import FSDPConfig, PipelineConfig, RunConfig
 from meshwright.launch.ranks import run_ranks
-from meshwright.prover.reference import SEQUENCE, Trail, alone, for_proof, together
-from meshwright.prover.scale_down import few_ranks, sequence_of, shrunk
-from meshwright.prover.verdict import Tolerance, first_off
+from meshwright.prover.discrepancy import Tolerance, find_first_discrepancy
+from meshwright.prover.reference import SEQUENCE, StepResults, proof_settings, run_parallel, run_single_process
+from meshwright.prover.scale_down import scale_layout, scale_model, scale_sequence
 from meshwright.topology.layout import Layout, stages_each
 from meshwright.topology.schedules import fewest_micros, usual_stages
 from meshwright.topology.unsupported import sharers, validate
@@ -30,32 +30,32 @@ MICRO = 2
 
 
 def check_layouts(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
-    proofs, note = variants(config)
+    proofs, note = proof_configs(config)
     # Both in processes of their own: autograd in this one would start CUDA, where there is one, and spoil the fork.
-    [expected] = run_ranks(alone, 1, proofs, launch=proofs[0].launch)
+    [expected] = run_ranks(run_single_process, 1, proofs, launch=proofs[0].launch)
     layout = Layout.of(proofs[0].layout)
-    found = run_ranks(together, layout.ranks, proofs, launch=proofs[0].launch, timeout=300.0)
+    found = run_ranks(run_parallel, layout.ranks, proofs, launch=proofs[0].launch, timeout=300.0)
     for index, proof in enumerate(proofs):
-        yield compared(proof, expected[index], [trails[index] for trails in found], note)
+        yield compare_results(proof, expected[index], [trails[index] for trails in found], note)
 
 
-def variants(config: RunConfig) -> tuple[list[RunConfig], str]:
+def proof_configs(config: RunConfig) -> tuple[list[RunConfig], str]:
     """The proofs of one config: in both precisions, which take different paths in torch, and with weights tied and
     not.
     """
-    spread, fewer = few_ranks(config.layout)
+    spread, fewer = scale_layout(config.layout)
     layout = Layout.of(spread)
-    config = replace(config, pipeline=fewer_stages(config))
-    model, scaled = shrunk(config, layout)
+    config = replace(config, pipeline=limit_stages(config))
+    model, scaled = scale_model(config, layout)
     model = replace(model, capacity_factor=0.0)
-    accumulation = micro_steps(config, layout)
+    accumulation = accumulation_steps(config, layout)
     proof = replace(
-        for_proof(config),
+        proof_settings(config),
         model=model,
         layout=spread,
-        data=replace(config.data, sequence=sequence_of(config, layout, SEQUENCE)),
+        data=replace(config.data, sequence=scale_sequence(config, layout, SEQUENCE)),
         batch=replace(config.batch, global_=layout.data_degree * accumulation * MICRO, micro=MICRO),
-        fsdp=fitting(config.fsdp, sharers(layout)),
+        fsdp=fit_reshard_degree(config.fsdp, sharers(layout)),
     )
     said = [f"layout {fewer}" if fewer else "", f"model {scaled}" if scaled else ""]
     note = "; on CPU" + "".join(f", {text}" for text in said if text)
@@ -75,12 +75,12 @@ def variants(config: RunConfig) -> tuple[list[RunConfig], str]:
     ], note
 
 
-def fewer_stages(config: RunConfig) -> PipelineConfig:
+def limit_stages(config: RunConfig) -> PipelineConfig:
     usual = usual_stages(config.pipeline.schedule)
     return replace(config.pipeline, stages=min(config.pipeline.stages or usual, usual))
 
 
-def micro_steps(config: RunConfig, layout: Layout) -> int:
+def accumulation_steps(config: RunConfig, layout: Layout) -> int:
     """As many as a schedule can do with, and more than one. DDP's static graph cannot skip a synchronisation in its
     first pass: such a config never accumulates.
     """
@@ -91,27 +91,30 @@ def micro_steps(config: RunConfig, layout: Layout) -> int:
     return next(m for m in count(least) if m % max(1, m // ranks) == 0)
 
 
-def fitting(fsdp: FSDPConfig, shard: int) -> FSDPConfig:
+def fit_reshard_degree(fsdp: FSDPConfig, shard: int) -> FSDPConfig:
     """`fsdp.reshard_after_forward` on fewer ranks: unchanged if it divides them, else half of them."""
     if shard % (fsdp.ranks_after_forward or 1) == 0:
         return fsdp
     return replace(fsdp, reshard_after_forward=shard // 2 if shard > 3 else False)
 
 
-def compared(proof: RunConfig, expected: Trail, found: list[Trail], note: str) -> tuple[str, bool, str]:
+def compare_results(
+    proof: RunConfig, expected: StepResults, found: list[StepResults], note: str
+) -> tuple[str, bool, str]:
     layout, batch = validate(proof)
     tolerance = TOLERANCE[proof.precision.compute]  # type: ignore[index]
     tied = ("tied" if proof.model.tie else "untied") + (", documents" if proof.model.separator is not None else "")
     promise = (
-        f"{layout}{kind(proof)}, accumulation {batch.accumulation} = one process ({proof.precision.compute}, {tied})"
+        f"{layout}{describe_settings(proof)}, accumulation {batch.accumulation} = one process "
+        f"({proof.precision.compute}, {tied})"
     )
-    off, worst = first_off(expected, found, layout, batch.accumulation, tolerance)
+    off, worst = find_first_discrepancy(expected, found, layout, batch.accumulation, tolerance)
     what = f"loss, {len(expected.gradients)} gradients, norm, {len(expected.losses)} steps, evaluation"
     measured = f"{what}: worst {worst:.1e} (allowed {tolerance.later:g})" if off is None else str(off)
     return promise, off is None, measured + note
 
 
-def kind(config: RunConfig) -> str:
+def describe_settings(config: RunConfig) -> str:
     """What a layout's degrees do not say."""
     said: list[str] = [config.layout.shard] if config.layout.shard != "none" else []
     if config.layout.pipeline > 1:

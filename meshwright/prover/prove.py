@@ -21,7 +21,7 @@ from rich.table import Table
 from meshwright.config import RunConfig, fingerprint, identity, placement
 from meshwright.errors import RestartsExhausted
 from meshwright.io import write_json
-from meshwright.prover.comm_volume import check_traffic
+from meshwright.prover.comm_volume import check_communication
 from meshwright.prover.layouts import check_layouts
 from meshwright.prover.recovery import check_recovery
 from meshwright.prover.stream import check_stream
@@ -34,14 +34,14 @@ Check = Callable[[RunConfig], Iterator[tuple[str, bool, str]]]
 CHECKS: dict[str, Check] = {
     "stream": check_stream,
     "layout": check_layouts,
-    "traffic": check_traffic,
+    "traffic": check_communication,
     "recovery": check_recovery,
 }
 """Name -> check. A check yields (promise, kept, what was measured); one that raises has failed."""
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     check: str
     promise: str
     kept: bool
@@ -49,15 +49,15 @@ class Finding:
     seconds: float = field(compare=False, default=0.0)
 
 
-def findings(config: RunConfig) -> Iterator[Finding]:
+def run_checks(config: RunConfig) -> Iterator[CheckResult]:
     for name, check in CHECKS.items():
         start = time.monotonic()
         try:
             for promise, kept, measured in check(config):
-                yield Finding(name, promise, bool(kept), measured, round(time.monotonic() - start, 3))
+                yield CheckResult(name, promise, bool(kept), measured, round(time.monotonic() - start, 3))
                 start = time.monotonic()
         except (RanksFailed, RestartsExhausted) as error:
-            yield Finding(name, "the check runs to its end", False, str(error), round(time.monotonic() - start, 3))
+            yield CheckResult(name, "the check runs to its end", False, str(error), round(time.monotonic() - start, 3))
 
 
 def prove(config: RunConfig, out: Path, as_json: bool = False) -> bool:
@@ -67,21 +67,21 @@ def prove(config: RunConfig, out: Path, as_json: bool = False) -> bool:
     if not console.is_terminal:
         console = Console(stderr=as_json, width=140)
     found = []
-    for finding in findings(config):
+    for finding in run_checks(config):
         found.append(finding)
         if not as_json and console.is_terminal:
             word = "[green]kept  [/]" if finding.kept else "[red]BROKEN[/]"
             console.print(f"{word} {finding.check}: {finding.promise}", highlight=False)
-    certificate = sign(config, found)
+    certificate = build_certificate(config, found)
     write_json(out, certificate)
     if as_json:
         print(json.dumps(certificate))
     else:
-        show(console, found, out)
+        print_table(console, found, out)
     return bool(certificate["kept"])
 
 
-def sign(config: RunConfig, found: list[Finding]) -> dict[str, Any]:
+def build_certificate(config: RunConfig, found: list[CheckResult]) -> dict[str, Any]:
     """The certificate: what was checked, where, of which code, and a digest of all of it."""
     certificate: dict[str, Any] = {
         "meshwright": __version__,
@@ -103,7 +103,7 @@ def sign(config: RunConfig, found: list[Finding]) -> dict[str, Any]:
     return certificate
 
 
-def show(console: Console, found: list[Finding], out: Path) -> None:
+def print_table(console: Console, found: list[CheckResult], out: Path) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("check", "promise", "", "measured", "s"):
         table.add_column(column, overflow="fold", justify="right" if column == "s" else "left")

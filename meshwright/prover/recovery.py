@@ -13,11 +13,11 @@ from typing import Any
 from meshwright.checkpoint.listing import CheckpointEntry, list_published, open_run_store
 from meshwright.checkpoint.unsharded import compare_checkpoints, state_digest
 from meshwright.config import CheckpointConfig, LayoutConfig, RunConfig
-from meshwright.launch.job import make_job, start
-from meshwright.prover.layouts import fewer_stages, fitting, kind, micro_steps
-from meshwright.prover.scale_down import few_ranks, sequence_of, shrunk
+from meshwright.launch.job import make_job, start_ranks
+from meshwright.prover.layouts import accumulation_steps, describe_settings, fit_reshard_degree, limit_stages
+from meshwright.prover.scale_down import scale_layout, scale_model, scale_sequence
 from meshwright.recover.incidents import Incident, read_incidents
-from meshwright.recover.supervisor import Running, supervise
+from meshwright.recover.supervisor import RunningRanks, supervise
 from meshwright.telemetry.events import completed_steps
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
@@ -25,13 +25,13 @@ from meshwright.topology.unsupported import sharers, validate
 
 PHASES = ("fetch", "copy", "forward", "backward", "sync", "update", "updated")
 SAVES = ("stage", "begin", "write", "after_shard", "before_manifest", "before_publish", "after_publish")
-BY_RANK_0 = ("save.before_manifest", "save.before_publish", "save.after_publish", "retain.unpublished")
-MOST_RANKS = 4
-LONGEST = 32
+RANK_0_POINTS = ("save.before_manifest", "save.before_publish", "save.after_publish", "retain.unpublished")
+MAX_RECOVERY_RANKS = 4
+MAX_SEQUENCE = 32
 """Tokens a sample, at most: the proof is about state, not about size."""
 
 
-def points() -> list[str]:
+def kill_points() -> list[str]:
     """Every point at which the run is killed, in the order of the kills."""
     return [
         *(f"step.{phase}" for phase in PHASES),
@@ -42,11 +42,11 @@ def points() -> list[str]:
     ]
 
 
-def plan(ranks: int) -> tuple[str, int]:
+def kill_schedule(ranks: int) -> tuple[str, int]:
     """(one kill a launch, each a step further on, ranks taking turns; the steps that such a run needs)."""
     asked = []
-    for restart, point in enumerate(points()):
-        rank = 0 if point in BY_RANK_0 else restart % ranks
+    for restart, point in enumerate(kill_points()):
+        rank = 0 if point in RANK_0_POINTS else restart % ranks
         # A save belongs to the steps that are done, a deletion to an old checkpoint: whichever comes first.
         where = "" if point.startswith(("start", "retain")) else f"@step{restart + 1}"
         asked.append(f"{point}:rank{rank}:kill{where}#{restart}")
@@ -54,30 +54,31 @@ def plan(ranks: int) -> tuple[str, int]:
 
 
 def check_recovery(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
-    layout, _ = few_ranks(config.layout, MOST_RANKS)
+    layout, _ = scale_layout(config.layout, MAX_RECOVERY_RANKS)
     ranks = Layout.of(layout).ranks
-    faults, steps = plan(ranks)
-    proof, note = scaled(config, layout, steps)
+    faults, steps = kill_schedule(ranks)
+    proof, note = scale_config(config, layout, steps)
     with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as base:
         calm, struck = RunFolder(Path(base) / "calm"), RunFolder(Path(base) / "struck")
         run(proof, calm)
         with environment(MESHWRIGHT_FAULT=faults):
             run(proof, struck)
         kills = [incident for incident in read_incidents(struck) if incident.error_type == "Killed"]
-        last, expected = newest(struck), newest(calm)
+        last, expected = newest_checkpoint(struck), newest_checkpoint(calm)
         same = state_digest(last) == state_digest(expected)
         off = "" if same else f"; first off: {next(compare_checkpoints(expected, last), 'nothing')}"
         yield (
-            f"{Layout.of(layout)}{kind(proof)} killed with -9 at {len(points())} points = never killed, every bit",
-            same and len(kills) == len(points()),
+            f"{Layout.of(layout)}{describe_settings(proof)} killed with -9 at {len(kill_points())} points"
+            " = never killed, every bit",
+            same and len(kills) == len(kill_points()),
             f"{len(kills)} kills ({places(kills)}); state {state_digest(last)[:16]} and {state_digest(expected)[:16]}"
             f"{off}{note}",
         )
-        yield told_once(calm, struck, steps)
-        yield damaged(proof, struck, state_digest(expected))
+        yield check_step_records(calm, struck, steps)
+        yield check_damaged_checkpoint(proof, struck, state_digest(expected))
 
 
-def told_once(calm: RunFolder, struck: RunFolder, steps: int) -> tuple[str, bool, str]:
+def check_step_records(calm: RunFolder, struck: RunFolder, steps: int) -> tuple[str, bool, str]:
     """The ledgers: every step once, each with the loss of the undisturbed run, bit for bit."""
     ours, theirs = completed_steps(struck.events(0)), completed_steps(calm.events(0))
     missing = sorted(set(range(steps)) - ours.keys())
@@ -87,15 +88,15 @@ def told_once(calm: RunFolder, struck: RunFolder, steps: int) -> tuple[str, bool
     return "every step and its samples once, every loss bitwise the same", kept, measured
 
 
-def damaged(config: RunConfig, folder: RunFolder, expected: str) -> tuple[str, bool, str]:
+def check_damaged_checkpoint(config: RunConfig, folder: RunFolder, expected: str) -> tuple[str, bool, str]:
     """One flipped bit in the newest checkpoint: it must be passed over, and the run end the same from an older one."""
-    entry = newest(folder)
+    entry = newest_checkpoint(folder)
     shard = folder.root / entry.folder / "rank-00000.shard"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     run(config, folder)
-    again = newest(folder)
+    again = newest_checkpoint(folder)
     kept = state_digest(again) == expected and again.attempt > entry.attempt
     return (
         "a checkpoint with one flipped bit is never loaded",
@@ -104,13 +105,13 @@ def damaged(config: RunConfig, folder: RunFolder, expected: str) -> tuple[str, b
     )
 
 
-def scaled(config: RunConfig, layout: LayoutConfig, steps: int) -> tuple[RunConfig, str]:
+def scale_config(config: RunConfig, layout: LayoutConfig, steps: int) -> tuple[RunConfig, str]:
     """The config with its structure kept and its sizes small, and what was made smaller."""
     mesh = Layout.of(layout)
-    config = replace(config, pipeline=fewer_stages(config))
-    model, note = shrunk(config, mesh)
-    samples = (micro_steps(config, mesh) if mesh.pipeline > 1 else 2) * mesh.data_degree
-    sequence = sequence_of(config, mesh, min(config.data.sequence, LONGEST))
+    config = replace(config, pipeline=limit_stages(config))
+    model, note = scale_model(config, mesh)
+    samples = (accumulation_steps(config, mesh) if mesh.pipeline > 1 else 2) * mesh.data_degree
+    sequence = scale_sequence(config, mesh, min(config.data.sequence, MAX_SEQUENCE))
     proof = replace(
         config,
         steps=steps,
@@ -119,7 +120,7 @@ def scaled(config: RunConfig, layout: LayoutConfig, steps: int) -> tuple[RunConf
         batch=replace(config.batch, global_=samples, micro=1),
         schedule=replace(config.schedule, warmup=min(config.schedule.warmup, 3)),
         layout=layout,
-        fsdp=fitting(config.fsdp, sharers(mesh)),
+        fsdp=fit_reshard_degree(config.fsdp, sharers(mesh)),
         eval=replace(config.eval, every=5, samples=4),
         checkpoint=CheckpointConfig(mode="sync", seconds=0, every=1, keep=2),
         launch=replace(config.launch, device="cpu", restarts=3),
@@ -133,13 +134,13 @@ def scaled(config: RunConfig, layout: LayoutConfig, steps: int) -> tuple[RunConf
 def run(config: RunConfig, folder: RunFolder) -> None:
     job = make_job(config, folder)
 
-    def begin(attempt: int, restart: int) -> Running:
-        return start(job.as_attempt(attempt, restart, fork=False))
+    def begin(attempt: int, restart: int) -> RunningRanks:
+        return start_ranks(job.as_attempt(attempt, restart, fork=False))
 
-    supervise(folder, config.launch, begin, lambda _attempt: Unseen(), say=lambda _text: None)
+    supervise(folder, config.launch, begin, lambda _attempt: NullViewer(), say=lambda _text: None)
 
 
-def newest(folder: RunFolder) -> CheckpointEntry:
+def newest_checkpoint(folder: RunFolder) -> CheckpointEntry:
     return list_published(open_run_store(folder))[0]
 
 
@@ -161,7 +162,7 @@ def environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-class Unseen:
+class NullViewer:
     """Nobody looks on."""
 
     def tick(self) -> None:

@@ -32,12 +32,12 @@ LR = 0.01
 """Larger ones make too much, in three steps of a deep model, of a rounding in the first."""
 SAMPLES = 1000
 SEQUENCE = 16
-HELD_OUT = 0.05
-DOCUMENT = 6
+HELD_OUT_FRACTION = 0.05
+MEAN_DOCUMENT_TOKENS = 6
 """Tokens, on average."""
 
 
-class Masked(SyntheticSource):
+class MaskedSynthetic(SyntheticSource):
     """Synthetic samples of which a part, another for every sample, does not count. With a `separator` they are cut into
     documents of a few tokens.
     """
@@ -49,24 +49,24 @@ class Masked(SyntheticSource):
         draws = np.random.Generator(np.random.Philox(key=[index, 1]))
         valid = draws.integers(0, len(labels) + 1)
         if self.separator is not None:
-            tokens = np.where(draws.random(len(tokens)) < 1 / DOCUMENT, self.separator, tokens)
+            tokens = np.where(draws.random(len(tokens)) < 1 / MEAN_DOCUMENT_TOKENS, self.separator, tokens)
         return tokens, np.where(np.arange(len(labels)) < valid, labels, IGNORE_INDEX)
 
 
 @dataclass
-class Trail:
+class StepResults:
     """Losses and norms of every step, the first step's gradients, how far each parameter moved, and an evaluation."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    moved: dict[str, Tensor] = field(default_factory=dict)
+    updates: dict[str, Tensor] = field(default_factory=dict)
     evaluation: float = 0.0
-    stale: float = 0.0
+    stale_loss: float = 0.0
     """the second step's loss, had the first not changed a single parameter"""
 
 
-def for_proof(config: RunConfig) -> RunConfig:
+def proof_settings(config: RunConfig) -> RunConfig:
     """Settings that hide nothing: an epsilon large enough for AdamW to feel the scale of a gradient, a norm that is
     clipped at every step, nothing rounded on the way.
     """
@@ -78,27 +78,27 @@ def for_proof(config: RunConfig) -> RunConfig:
     )
 
 
-def source_of(config: RunConfig) -> Masked:
-    source = Masked(SAMPLES, config.data.sequence, config.model.vocab)
+def proof_source(config: RunConfig) -> MaskedSynthetic:
+    source = MaskedSynthetic(SAMPLES, config.data.sequence, config.model.vocab)
     source.separator = config.model.separator
     return source
 
 
-def stream_of(config: RunConfig) -> Stream:
-    return Stream.from_lengths(config.seed, config.batch.global_, [SAMPLES], [1.0], HELD_OUT)
+def proof_stream(config: RunConfig) -> Stream:
+    return Stream.from_lengths(config.seed, config.batch.global_, [SAMPLES], [1.0], HELD_OUT_FRACTION)
 
 
-def held_out(layout: Layout) -> int:
+def held_out_samples(layout: Layout) -> int:
     """Held-out samples that no number of ranks divides evenly."""
     return 2 * layout.data_degree + 1
 
 
-def alone(_world: World, configs: list[RunConfig]) -> list[Trail]:
+def run_single_process(_world: World, configs: list[RunConfig]) -> list[StepResults]:
     """One plain process, whole batches, torch's own optimizer: no code of the training path but the model."""
-    return [_alone(config) for config in configs]
+    return [_run_single_process(config) for config in configs]
 
 
-def _alone(config: RunConfig) -> Trail:
+def _run_single_process(config: RunConfig) -> StepResults:
     dtype = torch.float64 if config.precision.compute == "fp64" else torch.float32
     model = build(config.model, config.seed, dtype)
     named, biases = dict(model.named_parameters()), dict(model.named_buffers())
@@ -114,9 +114,9 @@ def _alone(config: RunConfig) -> Trail:
     betas = (rates.beta1, rates.beta2)
     adamw = torch.optim.AdamW(groups, lr=LR, betas=betas, eps=rates.eps, foreach=False)
     decoder, stream, trail = (
-        MicroBatchDataset(ConcatenatedSource([source_of(config)]), False),
-        stream_of(config),
-        Trail(),
+        MicroBatchDataset(ConcatenatedSource([proof_source(config)]), False),
+        proof_stream(config),
+        StepResults(),
     )
 
     def loss_of(ids: np.ndarray) -> Tensor:
@@ -128,7 +128,7 @@ def _alone(config: RunConfig) -> Trail:
         return config.model.router_aux_loss * of_all / len(ids)
 
     with torch.no_grad():
-        trail.stale = float(loss_of(stream.step(1)))
+        trail.stale_loss = float(loss_of(stream.step(1)))
     for step in range(STEPS):
         for each in experts:
             each.take()
@@ -146,30 +146,30 @@ def _alone(config: RunConfig) -> Trail:
         adamw.zero_grad()
         for each in experts:
             each.router.bias.copy_(rebalance(each.router.bias, each.take()[0], config.model.router_bias_rate))
-    trail.moved = {name: p.detach() - before[name] for name, p in (named | biases).items()}
+    trail.updates = {name: p.detach() - before[name] for name, p in (named | biases).items()}
     with torch.no_grad():
-        trail.evaluation = float(loss_of(stream.held_out_samples(held_out(Layout.of(config.layout)))))
+        trail.evaluation = float(loss_of(stream.held_out_samples(held_out_samples(Layout.of(config.layout)))))
     return trail
 
 
-def together(world: World, configs: list[RunConfig]) -> list[Trail]:
+def run_parallel(world: World, configs: list[RunConfig]) -> list[StepResults]:
     """The real step on this rank of the layout."""
-    return [_together(world, config) for config in configs]
+    return [_run_parallel(world, config) for config in configs]
 
 
-def _together(world: World, config: RunConfig) -> Trail:
+def _run_parallel(world: World, config: RunConfig) -> StepResults:
     layout, batch = validate(config)
-    step, stream = real_step(world, config, layout), stream_of(config)
-    source, coordinate = ConcatenatedSource([source_of(config)]), layout.data_coordinate(world.rank)
+    step, stream = build_step(world, config, layout), proof_stream(config)
+    source, coordinate = ConcatenatedSource([proof_source(config)]), layout.data_coordinate(world.rank)
     loader = Loader(source, stream, batch, coordinate, DataConfig(workers=0))
     named = step.parallel_model.parameters()
     biases = dict(step.parallel_model.module.named_buffers())
     before = {name: full_tensor_of(p).clone() for name, p in (named | biases).items()}
-    trail = Trail()
+    trail = StepResults()
     step.warmup_backward(loader.first)
     step.gradient(0, next(loader.steps(0, 1)), StepClock(world.device))
     step.expert_balancer.forget()
-    trail.gradients = {name: as_taken(p, p.grad).clone() for name, p in named.items() if p.grad is not None}
+    trail.gradients = {name: gradient_as_applied(p, p.grad).clone() for name, p in named.items() if p.grad is not None}
     step.optimizer.zero()
     step.parallel_model.pop_gradient_reduction()
     batches = loader.steps(0, STEPS)
@@ -177,17 +177,17 @@ def _together(world: World, config: RunConfig) -> Trail:
         loss, norm, *_ = step.run(number, LR, batches).numbers.tolist()
         trail.losses.append(loss)
         trail.norms.append(norm)
-    trail.moved = {name: full_tensor_of(p) - before[name] for name, p in (named | biases).items()}
-    evaluation = Evaluation(source, stream, held_out(layout), batch, coordinate)
+    trail.updates = {name: full_tensor_of(p) - before[name] for name, p in (named | biases).items()}
+    evaluation = Evaluation(source, stream, held_out_samples(layout), batch, coordinate)
     trail.evaluation, *_ = evaluation.run(
         step.parallel_model, step.precision, world, step.counts_tokens, step.reports_loss
     )
     if not layout.first(world.rank, [axis for axis in AXES if axis != "pipeline"]):
-        trail.gradients, trail.moved = {}, {}  # somebody else has the same
+        trail.gradients, trail.updates = {}, {}  # somebody else has the same
     return trail
 
 
-def as_taken(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+def gradient_as_applied(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
     """The whole of a gradient as the optimizer takes it: each rank's own block. What is still a sum to be made must
     show here; `whole_of` the gradient itself would make it.
     """
@@ -200,7 +200,7 @@ def as_taken(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
     )
 
 
-def real_step(world: World, config: RunConfig, layout: Layout) -> Step:
+def build_step(world: World, config: RunConfig, layout: Layout) -> Step:
     precision = Precision(config.precision, world.device)
     spread = build_parallel_decoder(config, layout, precision, world)
     return Step(

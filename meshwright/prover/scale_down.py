@@ -9,11 +9,11 @@ from typing import Any
 from meshwright.config import LayoutConfig, ModelConfig, RunConfig
 from meshwright.topology.layout import AXES, Layout, stages_each
 
-RANKS = 8
+MAX_RANKS = 8
 """At most so many processes for a proof."""
 
 
-def shrunk(config: RunConfig, layout: Layout) -> tuple[ModelConfig, str]:
+def scale_model(config: RunConfig, layout: Layout) -> tuple[ModelConfig, str]:
     """The same structure, still divisible by the axes; rows of the matrices do not divide evenly among shards, so that
     padding is proven too. Key heads stay fewer than the ranks that attend where they were.
     """
@@ -24,26 +24,26 @@ def shrunk(config: RunConfig, layout: Layout) -> tuple[ModelConfig, str]:
     kv_heads = kv_parts if kv_parts > 1 else min(model.kv_heads, max(1, 4 // ratio))
     heads = lcm(kv_heads * ratio, parts)
     small: dict[str, Any] = {
-        "vocab": rounded_up(min(model.vocab, 250), tensor),
+        "vocab": round_up(min(model.vocab, 250), tensor),
         "width": min(model.width // heads // 2 * 2, 16 if heads <= 4 else 4) * heads or 2 * heads,
         "layers": min(model.layers, max(2, layout.pipeline * stages_each(config))),
         "heads": heads,
         "kv_heads": kv_heads,
-        "ffn": rounded_up(min(model.ffn, 90), tensor),
+        "ffn": round_up(min(model.ffn, 90), tensor),
         "separator": None if model.separator is None else 0,
-        "experts": rounded_up(min(model.experts, 4), layout.expert),
+        "experts": round_up(min(model.experts, 4), layout.expert),
         "experts_active": min(model.experts_active, 4, model.experts or 4),
     }
-    return replace(model, **small), changed(model, small)
+    return replace(model, **small), describe_changes(model, small)
 
 
-def sequence_of(config: RunConfig, layout: Layout, least: int) -> int:
+def scale_sequence(config: RunConfig, layout: Layout, least: int) -> int:
     """As many tokens at least, in equal pieces for all ranks; of the ring's each has two."""
     pieces = layout.context * (2 if layout.context > 1 and config.context.method == "ring" else 1)
-    return rounded_up(least, lcm(pieces, layout.context * layout.tensor))
+    return round_up(least, lcm(pieces, layout.context * layout.tensor))
 
 
-def few_ranks(config: LayoutConfig, most: int = RANKS) -> tuple[LayoutConfig, str]:
+def scale_layout(config: LayoutConfig, most: int = MAX_RANKS) -> tuple[LayoutConfig, str]:
     """The same axes on at most so many ranks, each of degree two; the first of them go where there are too many. One
     rank alone proves nothing of ranks, and becomes two.
     """
@@ -67,13 +67,13 @@ def few_ranks(config: LayoutConfig, most: int = RANKS) -> tuple[LayoutConfig, st
             small |= {"replicate": degree["replicate"], "shard": "none", "shard_degree": None}
     elif layout.ranks == 1:
         small = {"replicate": 2}
-    return replace(config, **small), changed(config, small)
+    return replace(config, **small), describe_changes(config, small)
 
 
-def rounded_up(number: int, unit: int) -> int:
+def round_up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def changed(before: Any, values: dict[str, Any]) -> str:
+def describe_changes(before: Any, values: dict[str, Any]) -> str:
     pairs = [(key, getattr(before, key), value) for key, value in values.items()]
     return ", ".join(f"{key} {old} to {new}" for key, old, new in pairs if old != new)

@@ -15,7 +15,7 @@ from meshwright.recover.failures import Failure
 from meshwright.telemetry.heartbeat import HeartbeatReading, read_heartbeat
 from meshwright.telemetry.run_folder import RunFolder
 
-UNTOUCHED = ("start", "restore", "rehearse", "update", "save", "evaluate", "end")
+PHASES_WITHOUT_SAMPLES = ("start", "restore", "rehearse", "update", "save", "evaluate", "end")
 """Phases in which a step's samples play no part."""
 
 
@@ -32,7 +32,7 @@ class Incident:
     exit_code: int = 0
     error_type: str = ""
     message: str = ""
-    last_lines: list[str] = field(default_factory=list)
+    log_tail: list[str] = field(default_factory=list)
     stack: str = ""
     ranks: list[dict[str, Any]] = field(default_factory=list)
     """where every rank was"""
@@ -41,10 +41,10 @@ class Incident:
     checkpoint: int = -1
     """steps done in the newest checkpoint when the attempt ended; -1 for none"""
     verdict: str = ""
-    next_move: str = ""
+    recommendation: str = ""
 
     @property
-    def from_outside(self) -> bool:
+    def killed_externally(self) -> bool:
         """Whether somebody else ended the rank; an error, a hang or a crash are its own."""
         return self.outcome == "failed" and ("(SIGKILL)" in self.message or "(SIGTERM)" in self.message)
 
@@ -64,7 +64,7 @@ def read_incidents(folder: RunFolder) -> list[Incident]:
     return found
 
 
-def readings(folder: RunFolder, attempt: int) -> dict[int, HeartbeatReading]:
+def read_heartbeats(folder: RunFolder, attempt: int) -> dict[int, HeartbeatReading]:
     paths = [
         path for path in folder.attempt(attempt).glob("heartbeat-*") if re.fullmatch(r"heartbeat-[0-9]{5,9}", path.name)
     ]
@@ -72,7 +72,7 @@ def readings(folder: RunFolder, attempt: int) -> dict[int, HeartbeatReading]:
     return {rank: page for rank, page in pages.items() if page is not None}
 
 
-def describe(
+def build_incident(
     folder: RunFolder, attempt: int, first: Failure, checkpoint: int, pages: dict[int, HeartbeatReading]
 ) -> Incident:
     """The incident of a failed attempt, from the failure to blame and from the pages that the ranks left."""
@@ -88,18 +88,18 @@ def describe(
         first.exit_code,
         first.error_type,
         first.message,
-        last_lines(folder.log(attempt, first.rank)),
+        tail_lines(folder.log(attempt, first.rank)),
         first.traceback,
         [
             {"rank": rank, "where": reading.location, "collectives": reading.collective_count}
             for rank, reading in pages.items()
         ],
-        samples_of(folder, step, first.rank) if step is not None and phase not in UNTOUCHED else [],
+        samples_in_step(folder, step, first.rank) if step is not None and phase not in PHASES_WITHOUT_SAMPLES else [],
         checkpoint,
     )
 
 
-def last_lines(log: Path, count: int = 15) -> list[str]:
+def tail_lines(log: Path, count: int = 15) -> list[str]:
     try:
         with open(log, "rb") as file:
             file.seek(0, 2)
@@ -109,7 +109,7 @@ def last_lines(log: Path, count: int = 15) -> list[str]:
         return []
 
 
-def samples_of(folder: RunFolder, step: int, rank: int) -> list[int]:
+def samples_in_step(folder: RunFolder, step: int, rank: int) -> list[int]:
     """What a rank had in a step, from the contract alone."""
     try:
         return [int(sample) for sample in open_sample_lookup(folder.root).show(step, rank)["samples"]]
@@ -117,28 +117,28 @@ def samples_of(folder: RunFolder, step: int, rank: int) -> list[int]:
         return []
 
 
-def judge(incident: Incident, before: list[Incident]) -> Incident:
+def assign_verdict(incident: Incident, before: list[Incident]) -> Incident:
     """The verdict: what repeats is in the data or in the program, what wanders is in the machines."""
     failed = [old for old in before if old.outcome in ("failed", "hang")]
     # Who is killed from outside twice at one step may have been unlucky: that takes a third time, and samples that
     # could be the reason (one too large for the host's memory).
-    needed = 2 if incident.from_outside else 1
+    needed = 2 if incident.killed_externally else 1
     same = failed[-needed:]
     again = len(same) == needed and all(
         old.step == incident.step and (old.step is not None or old.phase == incident.phase) for old in same
     )
-    again = again and bool(incident.samples or not incident.from_outside)
+    again = again and bool(incident.samples or not incident.killed_externally)
     if not again:
         verdict = "infrastructure" if any(old.step != incident.step for old in failed[-1:]) else "first of its kind"
         move = "the job restarts from the newest checkpoint"
     elif incident.samples and all(old.samples == incident.samples for old in same):
         verdict = "data-dependent"
-        move = f"look at samples {shown(incident.samples)} with `meshwright data find`"
+        move = f"look at samples {format_samples(incident.samples)} with `meshwright data find`"
     else:
         verdict = "deterministic"
         move = f"the program fails in {incident.phase} of step {incident.step} whatever the data: look at the stack"
-    return dataclasses.replace(incident, verdict=verdict, next_move=move)
+    return dataclasses.replace(incident, verdict=verdict, recommendation=move)
 
 
-def shown(samples: list[int]) -> str:
+def format_samples(samples: list[int]) -> str:
     return ", ".join(map(str, samples[:16])) + (f" and {len(samples) - 16} more" if len(samples) > 16 else "")

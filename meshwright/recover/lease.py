@@ -36,8 +36,8 @@ from meshwright.store.posix import PosixCalls
 from meshwright.telemetry.heartbeat import process_start, read_heartbeat
 from meshwright.telemetry.run_folder import RunFolder
 
-BEAT_EVERY = 1.0
-OBSERVE = 6.0
+BEAT_INTERVAL = 1.0
+OBSERVATION_SECONDS = 6.0
 """Seconds that the beat of a holder on another host is watched before it counts as dead."""
 
 
@@ -49,7 +49,7 @@ class Lease:
     attempt: int
 
     @contextmanager
-    def beating(self) -> Iterator[None]:
+    def keep_alive(self) -> Iterator[None]:
         """Signs of life for other hosts, from a thread: a lease says that its process lives, no more."""
         over = threading.Event()
 
@@ -57,7 +57,7 @@ class Lease:
             for beats in count():
                 with suppress(OSError):  # a full disk is the save's to report
                     (self.folder.attempt(self.attempt) / "beat").write_text(str(beats))
-                if over.wait(BEAT_EVERY):
+                if over.wait(BEAT_INTERVAL):
                     return
 
         thread = threading.Thread(target=beat, name="lease", daemon=True)
@@ -69,7 +69,7 @@ class Lease:
             thread.join()
 
 
-def take(folder: RunFolder, observe: float = OBSERVE) -> Lease:
+def acquire_lease(folder: RunFolder, observe: float = OBSERVATION_SECONDS) -> Lease:
     """The next attempt's lease, or BusyError naming who holds the run."""
     try:
         folder.root.mkdir(parents=True, exist_ok=True)
@@ -81,10 +81,10 @@ def take(folder: RunFolder, observe: float = OBSERVE) -> Lease:
     store = open_run_store(folder)
     PosixCalls().sync_folder(str(folder.root.resolve().parent))
     while True:
-        refuse_while_held(folder, observe)
+        raise_if_held(folder, observe)
         attempt = newest_attempt(store) + 1
         values = {
-            **this_process(),
+            **process_identity(),
             "attempt": attempt,
             # By name alone where one cannot be read just now: names are never used twice.
             "inherited": {e.name: e.manifest.digest if e.manifest is not None else "" for e in list_published(store)},
@@ -107,11 +107,11 @@ def newest_attempt(store: Store) -> int:
     return max([*taken, *wrote], default=0)
 
 
-def refuse_while_held(folder: RunFolder, observe: float = OBSERVE) -> None:
+def raise_if_held(folder: RunFolder, observe: float = OBSERVATION_SECONDS) -> None:
     for attempt, lease in list_leases(open_run_store(folder))[:1]:
         if folder.incident(attempt).exists():
             return  # ended, and said so
-        if lease.get("token") != token() and alive(lease, folder.attempt(attempt), observe):
+        if lease.get("token") != process_token() and holder_is_alive(lease, folder.attempt(attempt), observe):
             raise BusyError(
                 f"run folder {folder.root} is held by process {lease['pid']} on {lease['host']} since {lease['since']} "
                 f"(attempt {attempt})",
@@ -122,45 +122,45 @@ def refuse_while_held(folder: RunFolder, observe: float = OBSERVE) -> None:
 TOKEN = secrets.token_hex(8)
 
 
-def token() -> str:
+def process_token() -> str:
     """This process, for as long as it lives; a fork is another."""
     return f"{TOKEN}-{os.getpid()}"
 
 
-def this_process() -> dict[str, Any]:
+def process_identity() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "started": process_start(os.getpid()),
-        "boot": read_first("/proc/sys/kernel/random/boot_id"),
-        "namespace": namespace(),
-        "token": token(),
+        "boot": read_text("/proc/sys/kernel/random/boot_id"),
+        "namespace": pid_namespace(),
+        "token": process_token(),
         "since": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),  # for people; nothing reads it
     }
 
 
-def alive(lease: dict[str, Any], attempt: Path, observe: float) -> bool:
-    here = this_process()
+def holder_is_alive(lease: dict[str, Any], attempt: Path, observe: float) -> bool:
+    here = process_identity()
     if here["boot"] and (lease.get("boot"), lease.get("namespace")) == (here["boot"], here["namespace"]):
         return bool(lease.get("started")) and process_start(int(lease.get("pid", 0))) == lease["started"]
-    before, end = signs(attempt), time.monotonic() + observe
+    before, end = progress_counters(attempt), time.monotonic() + observe
     while time.monotonic() < end:
         time.sleep(min(0.25, observe))
-        if signs(attempt) != before:
+        if progress_counters(attempt) != before:
             return True
     return False
 
 
-def signs(attempt: Path) -> list[Any]:
+def progress_counters(attempt: Path) -> list[Any]:
     """Everything in an attempt's folder that moves while it lives."""
-    beat = read_first(str(attempt / "beat"))
+    beat = read_text(str(attempt / "beat"))
     return [
         beat,
         *((page.beats if (page := read_heartbeat(path)) else 0) for path in sorted(attempt.glob("heartbeat-*"))),
     ]
 
 
-def read_first(path: str) -> str:
+def read_text(path: str) -> str:
     try:
         with open(path) as file:
             return file.read(256).strip()
@@ -168,7 +168,7 @@ def read_first(path: str) -> str:
         return ""
 
 
-def namespace() -> str:
+def pid_namespace() -> str:
     """Processes are numbered anew in every container: a pid means something within one such namespace alone."""
     try:
         return os.readlink("/proc/self/ns/pid")

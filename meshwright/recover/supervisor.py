@@ -19,21 +19,21 @@ from meshwright.checkpoint.listing import list_leases, list_published, open_run_
 from meshwright.config import LaunchConfig
 from meshwright.errors import KilledBySignal, MeshwrightError, RestartsExhausted, StoppedBeforeStart, StoppedBySignal
 from meshwright.recover.failures import RanksFailed
-from meshwright.recover.incidents import Incident, describe, judge, readings
-from meshwright.recover.lease import Lease, refuse_while_held, take
-from meshwright.recover.watchdog import Hang, Watchdog, mismatch
+from meshwright.recover.incidents import Incident, assign_verdict, build_incident, read_heartbeats
+from meshwright.recover.lease import Lease, acquire_lease, raise_if_held
+from meshwright.recover.watchdog import Hang, Watchdog, find_collective_mismatch
 from meshwright.telemetry.events import EventLog
 from meshwright.telemetry.heartbeat import HeartbeatReading
 from meshwright.telemetry.run_folder import RunFolder
 
-FINAL = (2, 3, 4, 6, 7, 9)
+FINAL_EXIT_CODES = (2, 3, 4, 6, 7, 9)
 """Exit codes of errors that another attempt would only meet again."""
-LOOK_EVERY = 0.5
-AFTER_A_HANG = 20.0
+CHECK_INTERVAL = 0.5
+SECONDS_AFTER_HANG = 20.0
 """Seconds that the ranks have to end once the one that hangs was killed."""
 
 
-class Running(Protocol):
+class RunningRanks(Protocol):
     """Something that trains: the nursery's ranks, or ranks forked from this very process."""
 
     def poll(self, seconds: float) -> bool: ...
@@ -55,14 +55,14 @@ class Viewer(Protocol):
     def close(self) -> None: ...
 
 
-Begin = Callable[[int, int], Running]
+StartAttempt = Callable[[int, int], RunningRanks]
 """(attempt, restart) -> its ranks"""
 
 
 def supervise(
     folder: RunFolder,
     launch: LaunchConfig,
-    begin: Begin,
+    begin: StartAttempt,
     view: Callable[[int], Viewer],
     *,
     fresh: bool = False,
@@ -72,17 +72,17 @@ def supervise(
     `launch.restarts` times without getting further in between.
     """
     if fresh:
-        refuse_while_held(folder)
+        raise_if_held(folder)
         folder.set_aside()
     restart = futile = 0
     history: list[Incident] = []
     while True:
-        lease = take(folder)
-        account_for_lost(folder, lease.attempt)
+        lease = acquire_lease(folder)
+        record_lost_attempts(folder, lease.attempt)
         attempt = Attempt(folder, launch, lease, begin, view)
         try:
             summary = attempt.run(restart)
-            Incident(lease.attempt, "complete", checkpoint=newest_step(folder)).write(folder)
+            Incident(lease.attempt, "complete", checkpoint=newest_checkpoint_step(folder)).write(folder)
             return summary
         except RanksFailed as failed:
             incident = attempt.incident(failed, history)
@@ -90,37 +90,37 @@ def supervise(
             if attempt.signalled:  # it was to end, and has ended: not as it should, but for good
                 failed.exit_code = 128 + attempt.signalled
                 raise
-            futile = 0 if attempt.got_further() else futile
-            final(failed, incident, futile, launch.restarts)
+            futile = 0 if attempt.made_progress() else futile
+            raise_if_final(failed, incident, futile, launch.restarts)
             restart, futile = restart + 1, futile + 1
-            says = f"{where(incident)}: {incident.message.splitlines()[0]}"
+            says = f"{describe_location(incident)}: {incident.message.splitlines()[0]}"
             step = incident.checkpoint
             onwards = f"from step {step}" if step >= 0 else "from the beginning"
             (say or warn)(f"attempt {lease.attempt} failed, {says}; restart {restart}, {onwards}")
         except MeshwrightError as error:
             outcome = (
                 "stopped"
-                if isinstance(error, (StoppedBySignal, StoppedBeforeStart, KilledBySignal, GraceOver))
+                if isinstance(error, (StoppedBySignal, StoppedBeforeStart, KilledBySignal, GracePeriodExpired))
                 else "failed"
             )
             ended = Incident(lease.attempt, outcome, message=str(error), exit_code=error.exit_code)
-            replace(ended, checkpoint=newest_step(folder)).write(folder)
+            replace(ended, checkpoint=newest_checkpoint_step(folder)).write(folder)
             raise
 
 
-def final(failed: RanksFailed, incident: Incident, futile: int, restarts: int) -> None:
+def raise_if_final(failed: RanksFailed, incident: Incident, futile: int, restarts: int) -> None:
     """Raises where another attempt would not help."""
-    if incident.outcome == "stopped" or failed.first.exit_code in FINAL:
+    if incident.outcome == "stopped" or failed.first.exit_code in FINAL_EXIT_CODES:
         raise failed
     if incident.verdict in ("data-dependent", "deterministic") and restarts:
-        failed.verdict = f"{incident.verdict}: step {incident.step} failed again; {incident.next_move}"
+        failed.verdict = f"{incident.verdict}: step {incident.step} failed again; {incident.recommendation}"
         raise failed
     if futile >= restarts:
         if not restarts:
             raise failed
         raise RestartsExhausted(
             f"{restarts} restart(s) got no further than step {max(0, incident.checkpoint)}; the last failure, "
-            f"{where(incident)}: {incident.message}",
+            f"{describe_location(incident)}: {incident.message}",
             f"see attempts/*/incident.json ({incident.verdict})",
         )
 
@@ -132,7 +132,7 @@ class Attempt:
     folder: RunFolder
     launch: LaunchConfig
     lease: Lease
-    begin: Begin
+    begin: StartAttempt
     view: Callable[[int], Viewer]
     hang: Hang | None = None
     signalled: int = 0
@@ -152,15 +152,15 @@ class Attempt:
         before = {number: signal.signal(number, lambda got, _frame: asked.append(got)) for number in numbers}
         try:
             running = self.begin(self.lease.attempt, restart)
-            with self.lease.beating():  # a thread, so not before ranks were forked
-                return self.attend(running, viewer, asked)[0]
+            with self.lease.keep_alive():  # a thread, so not before ranks were forked
+                return self.wait(running, viewer, asked)[0]
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
             self.log.close()
             viewer.close()
 
-    def attend(self, running: Running, viewer: Viewer, asked: list[int]) -> list[Any]:
+    def wait(self, running: RunningRanks, viewer: Viewer, asked: list[int]) -> list[Any]:
         """Waits for the end, watching meanwhile. A first signal asks the ranks to stop at one step, a second ends
         them.
         """
@@ -169,12 +169,12 @@ class Attempt:
         try:
             while not running.poll(0.1):
                 viewer.tick()
-                if time.monotonic() - looked > LOOK_EVERY:
+                if time.monotonic() - looked > CHECK_INTERVAL:
                     self.look()
                     looked = time.monotonic()
                 if asked and not told:
                     told = True
-                    self.grace(asked[0])
+                    self.begin_grace_period(asked[0])
                     running.signal(asked[0])
                     warn("stopping before the next step, with a checkpoint; once more to kill")
                 elif len(asked) > 1:
@@ -184,16 +184,18 @@ class Attempt:
                     running.kill()  # whoever should have ended the other ranks hangs as well
                 if time.monotonic() > self.deadline:
                     running.kill()
-                    raise GraceOver(self.signalled, self.launch.grace_period, newest_step(self.folder))
+                    raise GracePeriodExpired(
+                        self.signalled, self.launch.grace_period, newest_checkpoint_step(self.folder)
+                    )
             viewer.tick()
         except BaseException:
             running.kill()
             raise
         if asked:  # also one that came with the last of the ranks
-            self.grace(asked[0])
+            self.begin_grace_period(asked[0])
         return running.results()
 
-    def grace(self, number: int) -> None:
+    def begin_grace_period(self, number: int) -> None:
         if not self.signalled:
             self.signalled, self.deadline = number, time.monotonic() + self.launch.grace_period
 
@@ -204,19 +206,19 @@ class Attempt:
         for straggler in slow:
             self.tell("straggler", **vars(straggler), message=str(straggler))
         if seen:
-            self.grace(seen)
+            self.begin_grace_period(seen)
         if self.hang is not None:
             self.tell("hang", rank=self.hang.rank, message=self.hang.message)
             self.last = time.monotonic()
             if self.hang.rank in self.hang.pages:
-                end_rank(self.hang.pages[self.hang.rank])  # the others then lose it, and end
-                self.last += AFTER_A_HANG
+                kill_rank(self.hang.pages[self.hang.rank])  # the others then lose it, and end
+                self.last += SECONDS_AFTER_HANG
 
     def tell(self, kind: str, **fields: Any) -> None:
         with suppress(OSError):  # a full disk must not end the run
             self.log.write(kind, **fields)
 
-    def got_further(self) -> bool:
+    def made_progress(self) -> bool:
         """Whether this attempt published anything: that is always beyond where it began."""
         return any(entry.attempt == self.lease.attempt for entry in list_published(open_run_store(self.folder)))
 
@@ -227,24 +229,24 @@ class Attempt:
             first = next((f for f in failed.failures if f.rank == self.hang.rank), first)
             first = replace(first, message=self.hang.message, traceback=self.hang.stack, secondary=False, exit_code=8)
             failed.failures = [first, *(f for f in failed.failures if f.rank != first.rank)]
-        pages = self.hang.pages if self.hang is not None else readings(self.folder, self.lease.attempt)
-        incident = describe(self.folder, self.lease.attempt, first, newest_step(self.folder), pages)
+        pages = self.hang.pages if self.hang is not None else read_heartbeats(self.folder, self.lease.attempt)
+        incident = build_incident(self.folder, self.lease.attempt, first, newest_checkpoint_step(self.folder), pages)
         if self.hang is not None:
             incident = replace(incident, outcome="hang")
-        elif (odd := mismatch(pages)) is not None:
+        elif (odd := find_collective_mismatch(pages)) is not None:
             incident = replace(incident, message=f"{odd[1]}; then {incident.message}")
         failed.failures[0] = replace(first, step=incident.step)
         for page in pages.values():  # one that came too late to be looked at
             if page.signal:
-                self.grace(page.signal)
+                self.begin_grace_period(page.signal)
         stopped = first.error_type == StoppedBySignal.__name__
-        incident = replace(incident, outcome="stopped") if stopped else judge(incident, before)
+        incident = replace(incident, outcome="stopped") if stopped else assign_verdict(incident, before)
         with suppress(OSError):  # on a full disk the failure itself is still told
             incident.write(self.folder)
         return incident
 
 
-class GraceOver(MeshwrightError):
+class GracePeriodExpired(MeshwrightError):
     """A signal's grace was too short for a checkpoint; the last periodic one stands."""
 
     def __init__(self, number: int, grace: float, step: int) -> None:
@@ -253,27 +255,29 @@ class GraceOver(MeshwrightError):
         self.exit_code = 128 + number
 
 
-def account_for_lost(folder: RunFolder, now: int) -> None:
+def record_lost_attempts(folder: RunFolder, now: int) -> None:
     """An attempt whose supervisor died left no word: its pages say where its ranks were."""
     for attempt, lease in list_leases(open_run_store(folder)):
         if attempt < now and not folder.incident(attempt).exists():
-            ranks = [{"rank": rank, "where": page.location} for rank, page in readings(folder, attempt).items()]
+            ranks = [{"rank": rank, "where": page.location} for rank, page in read_heartbeats(folder, attempt).items()]
             message = f"process {lease.get('pid')} on {lease.get('host')} ended without a word"
-            Incident(attempt, "lost", message=message, ranks=ranks, checkpoint=newest_step(folder)).write(folder)
+            Incident(attempt, "lost", message=message, ranks=ranks, checkpoint=newest_checkpoint_step(folder)).write(
+                folder
+            )
 
 
-def newest_step(folder: RunFolder) -> int:
+def newest_checkpoint_step(folder: RunFolder) -> int:
     return next((entry.step for entry in list_published(open_run_store(folder)) if entry.manifest is not None), -1)
 
 
-def end_rank(page: HeartbeatReading) -> None:
+def kill_rank(page: HeartbeatReading) -> None:
     """Kills the rank that a page is of, if it is still that one."""
     if page.is_alive:
         with suppress(ProcessLookupError):
             os.kill(page.pid, signal.SIGKILL)
 
 
-def where(incident: Incident) -> str:
+def describe_location(incident: Incident) -> str:
     if incident.rank is None:
         return "the process that starts the ranks"
     step = f", step {incident.step}" if incident.step is not None else ""

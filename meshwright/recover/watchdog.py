@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from pathlib import Path
 
-from meshwright.recover.incidents import readings
+from meshwright.recover.incidents import read_heartbeats
 from meshwright.telemetry.heartbeat import HeartbeatReading, process_stat
 from meshwright.telemetry.run_folder import RunFolder
 
-OWN = ("fetch", "copy", "forward", "backward", "update", "save")
+LOCAL_PHASES = ("fetch", "copy", "forward", "backward", "update", "save")
 """The phases that are a rank's own; in `sync` it waits for others."""
-STARTING = 10
+STARTUP_FACTOR = 10
 """How many times the bound a rank may take to come to its first step."""
-WINDOW = 20
+STRAGGLER_WINDOW = 20
 """Steps over which ranks are compared."""
 
 
@@ -49,8 +49,8 @@ class Straggler:
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} is slow: {self.factor:.1f} times the others over the last {WINDOW} steps, most of it in "
-            f"{self.phase} ({self.seconds * 1e3:.0f} ms a step more)"
+            f"rank {self.rank} is slow: {self.factor:.1f} times the others over the last {STRAGGLER_WINDOW} steps, "
+            f"most of it in {self.phase} ({self.seconds * 1e3:.0f} ms a step more)"
         )
 
 
@@ -70,7 +70,7 @@ class Watchdog:
 
     def look(self) -> tuple[Hang | None, list[Straggler], int]:
         """(who hangs, who is slow, the signal that a rank has seen)."""
-        found, now = readings(self.folder, self.attempt), time.monotonic()
+        found, now = read_heartbeats(self.folder, self.attempt), time.monotonic()
         pages = {rank: page for rank, page in found.items() if page.phase != "end"}  # whoever is done owes no sign
         self.over = min(self.over, now) if found and not pages else float("inf")
         if now - self.over > self.bound:
@@ -86,10 +86,14 @@ class Watchdog:
     def hang(self, pages: dict[int, HeartbeatReading], now: float) -> Hang | None:
         still = {rank: now - self.seen[rank][1] for rank in pages}
         # One rank alone may hang while the others still beat, on their way to the next collective.
-        stuck = [rank for rank, page in pages.items() if still[rank] > self.bound * (STARTING if starts(page) else 1)]
+        stuck = [
+            rank
+            for rank, page in pages.items()
+            if still[rank] > self.bound * (STARTUP_FACTOR if is_starting(page) else 1)
+        ]
         if not stuck:
             return None
-        waiting = {rank for rank in stuck if waits(pages[rank])}
+        waiting = {rank for rank in stuck if is_waiting(pages[rank])}
         # Messages within forward and backward leave no mark on the page: the stacks tell who waits for one.
         waiting |= {rank for rank in stuck if rank not in waiting and self.waits_inside(rank, pages[rank], now)}
         if len(waiting) == len(pages):
@@ -98,18 +102,20 @@ class Watchdog:
             waiting = idle or waiting
         if len(waiting) == len(stuck) < len(pages):
             return None  # somebody still moves, and these wait for it
-        rank = suspect(pages, stuck, waiting)
-        odd = mismatch(pages)
+        rank = pick_suspect(pages, stuck, waiting)
+        odd = find_collective_mismatch(pages)
         rank = rank if odd is None else odd[0]
         page = pages[rank]
-        others = sorted({p.collective if waits(p) else p.phase for r, p in pages.items() if r in waiting and r != rank})
+        others = sorted(
+            {p.collective if is_waiting(p) else p.phase for r, p in pages.items() if r in waiting and r != rank}
+        )
         state = self.state(page, self.ticks.get(rank, 0))
         said = f"rank {rank} has shown no sign of life for {still[rank]:.1f} s: {state}, {page.location}"
         if odd is not None:
             said = odd[1]
         elif others:
             said += f"; the other ranks wait in {', '.join(others)}"
-        stack = take_stack(page, self.folder.log(self.attempt, rank))
+        stack = dump_stack(page, self.folder.log(self.attempt, rank))
         return Hang(rank, said, stack, pages)
 
     def waits_inside(self, rank: int, page: HeartbeatReading, now: float) -> bool:
@@ -118,7 +124,7 @@ class Watchdog:
             return False
         asked = self.asked.get(rank)
         if asked is None or asked[0] != page.beats or now - asked[1] > self.bound:
-            stack = take_stack(page, self.folder.log(self.attempt, rank), last=False)
+            stack = dump_stack(page, self.folder.log(self.attempt, rank), last=False)
             self.asked[rank] = asked = (page.beats, now, in_collective(stack))
         return asked[2]
 
@@ -139,14 +145,16 @@ class Watchdog:
             if rank not in self.marks:
                 self.marks[rank] = page
         if len(pages) < 2 or any(
-            page.completed_steps - self.marks[r].completed_steps < WINDOW for r, page in pages.items()
+            page.completed_steps - self.marks[r].completed_steps < STRAGGLER_WINDOW for r, page in pages.items()
         ):
             return []
         spent = {}
         for rank, page in pages.items():
             mark = self.marks[rank]
             steps = page.completed_steps - mark.completed_steps
-            spent[rank] = {phase: (page.phase_seconds[phase] - mark.phase_seconds[phase]) / steps for phase in OWN}
+            spent[rank] = {
+                phase: (page.phase_seconds[phase] - mark.phase_seconds[phase]) / steps for phase in LOCAL_PHASES
+            }
         first = {rank for rank, mark in self.marks.items() if mark.completed_steps == 0}
         self.marks = dict(pages)
         if first:
@@ -156,27 +164,31 @@ class Watchdog:
             rest = [phases for other, phases in spent.items() if other != rank]
             usual = statistics.median(sum(phases.values()) for phases in rest)
             if usual > 0 and sum(own.values()) > self.factor * usual:
-                more = {phase: own[phase] - statistics.median(phases[phase] for phases in rest) for phase in OWN}
+                more = {
+                    phase: own[phase] - statistics.median(phases[phase] for phases in rest) for phase in LOCAL_PHASES
+                }
                 phase = max(more, key=lambda name: more[name])
                 found.append(Straggler(rank, pages[rank].step, phase, sum(own.values()) / usual, more[phase]))
         return found
 
 
-def starts(page: HeartbeatReading) -> bool:
+def is_starting(page: HeartbeatReading) -> bool:
     """Building a large model, or reading it, may take long without a sign; a process that was stopped does neither."""
     return page.phase in ("start", "rehearse") and process_stat(page.pid).get("state") not in ("T", "t")
 
 
-def waits(page: HeartbeatReading) -> bool:
+def is_waiting(page: HeartbeatReading) -> bool:
     return page.waiting or page.phase == "sync"
 
 
-def suspect(pages: dict[int, HeartbeatReading], stuck: list[int], waiting: set[int]) -> int:
+def pick_suspect(pages: dict[int, HeartbeatReading], stuck: list[int], waiting: set[int]) -> int:
     """Among ranks that are still, one that does not wait; else the one that is furthest behind."""
     return min(stuck, key=lambda rank: (rank in waiting, pages[rank].collective_count, pages[rank].step, rank))
 
 
-WAITING = re.compile(r"meshwright/parallel/context\.py.* in arrive$|^\s*arrive \(.*meshwright/parallel/context\.py")
+WAITING_FRAME = re.compile(
+    r"meshwright/parallel/context\.py.* in arrive$|^\s*arrive \(.*meshwright/parallel/context\.py"
+)
 """A frame of ours that waits for a message by itself, where torch has no frame."""
 
 
@@ -188,14 +200,14 @@ def in_collective(stack: str) -> bool:
     main = stack.partition(mark)[2]
     # The ledgers stand between torch and its distributed code while a step is counted.
     frames = [line for line in main.splitlines()[1:] if line.strip() and "meshwright/record/" not in line]
-    if frames and WAITING.search(frames[0]):
+    if frames and WAITING_FRAME.search(frames[0]):
         return True
     # A schedule of torch's calls backward: what autograd computes there is no message.
     innermost = takewhile(lambda frame: "torch/" in frame and "torch/autograd/" not in frame, frames)
     return any("torch/distributed/" in frame for frame in islice(innermost, 24))
 
 
-def mismatch(pages: dict[int, HeartbeatReading]) -> tuple[int, str] | None:
+def find_collective_mismatch(pages: dict[int, HeartbeatReading]) -> tuple[int, str] | None:
     """(the odd rank, what was entered) of the first collective that ranks did not enter alike."""
     if len(pages) < 2:
         return None
@@ -212,7 +224,7 @@ def mismatch(pages: dict[int, HeartbeatReading]) -> tuple[int, str] | None:
     return None
 
 
-def take_stack(page: HeartbeatReading, log: Path, patience: float = 2.0, last: bool = True) -> str:
+def dump_stack(page: HeartbeatReading, log: Path, patience: float = 2.0, last: bool = True) -> str:
     """A rank's Python stack, by py-spy where it is, else by the rank's own faulthandler into its log; where it is the
     `last` that is asked of the rank, it goes no further.
     """

@@ -36,7 +36,7 @@ class StepClock:
         self._stamps.append((phase, self._now()))
         self._page.enter(phase, self._step)
         self._watch(phase)
-        return faults.reach(f"step.{phase}", self._step)
+        return faults.fail_point(f"step.{phase}", self._step)
 
     def close(self) -> None:
         self._stamps.append(("", self._now()))

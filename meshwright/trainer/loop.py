@@ -94,7 +94,7 @@ class RunSummary:
 def train_rank(job: Job, world: World) -> RunSummary:
     """The whole run on this rank, from wherever its newest checkpoint stands."""
     faults.arm(world.rank, job.restart)
-    faults.reach("start.begin", -1)
+    faults.fail_point("start.begin", -1)
     training = Training(job, world)
     try:
         while training.done < job.config.steps:
@@ -218,7 +218,7 @@ class Training:
         else:
             outcome = self.step.run(self.done, lr, self.batches)
             self.ledger.take(outcome)
-        faults.reach("step.updated", self.done)
+        faults.fail_point("step.updated", self.done)
         self.done += 1
         self.agreed = outcome.control
         every = self.job.config.numerics.compare_every
@@ -246,7 +246,7 @@ class Training:
 
     def evaluate(self) -> None:
         self.world.heartbeat.enter("evaluate")
-        faults.reach("evaluate", self.done - 1)
+        faults.fail_point("evaluate", self.done - 1)
         self.ledger.settle()
         found = self.evaluation.run(
             self.parallel_model, self.precision, self.world, self.counts_tokens, self.reports_loss
@@ -284,7 +284,7 @@ class Training:
                 raise saved.error
 
     def finish(self) -> RunSummary:
-        faults.reach("end", self.done)
+        faults.fail_point("end", self.done)
         self.ledger.settle()
         self.save()
         self.world.heartbeat.enter("end")

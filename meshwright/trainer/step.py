@@ -132,7 +132,7 @@ class Step:
         """
         self._seed(step)
         self.expert_balancer.begin(self.precision.scale, self.precision.weights)
-        if faults.reach("step.collective", step) == "desync":
+        if faults.fail_point("step.collective", step) == "desync":
             self.world.sum(torch.zeros(7), "a stray sum").wait()
         asked = self.world.sum_numbers(
             *self._control_vector(step, batches), name="control sum"

@@ -112,7 +112,7 @@ def test_a_save_after_a_killed_one_is_durable_whatever_that_one_had_not_synced()
 
 # K3
 def test_a_process_that_dies_in_the_staging_copy_has_touched_nothing(disk, monkeypatch):
-    monkeypatch.setattr(faults, "ARMED", faults.parse_all("save.stage:raise@step2"))
+    monkeypatch.setattr(faults, "ARMED_FAULTS", faults.parse_faults("save.stage:raise@step2"))
     trial = disk.with_trouble()
     with pytest.raises(faults.InjectedFault):
         save(2, store_on(trial))
@@ -122,7 +122,7 @@ def test_a_process_that_dies_in_the_staging_copy_has_touched_nothing(disk, monke
 # K5, K6: by the named fail points too, as a process of a real run reaches them.
 @pytest.mark.parametrize("point", ["save.begin", "save.write", "save.after_shard", "save.before_manifest"])
 def test_a_fail_point_before_publication_leaves_the_old_checkpoint(disk, monkeypatch, point):
-    monkeypatch.setattr(faults, "ARMED", faults.parse_all(f"{point}:raise@step2"))
+    monkeypatch.setattr(faults, "ARMED_FAULTS", faults.parse_faults(f"{point}:raise@step2"))
     with pytest.raises(BaseException, match=r".") as failure:
         save(2, store_on(disk))
     assert not isinstance(failure.value, PowerLoss)
@@ -158,7 +158,7 @@ def taking(tmp_path, monkeypatch):
 
     def take(store: PosixStore) -> int:
         place["store"] = store
-        return lease.take(RunFolder(tmp_path)).attempt
+        return lease.acquire_lease(RunFolder(tmp_path)).attempt
 
     return take
 

@@ -13,7 +13,7 @@ from meshwright.checkpoint.restore import restore
 from meshwright.checkpoint.retention import RetentionPolicy
 from meshwright.checkpoint.state import parameters_digest
 from meshwright.parallel.world import World
-from meshwright.recover.lease import take
+from meshwright.recover.lease import acquire_lease
 from meshwright.store.posix import PosixStore
 from meshwright.telemetry.run_folder import RunFolder
 
@@ -118,11 +118,11 @@ def test_other_timelines_and_other_runs_are_left_alone(store):
 def test_what_an_old_holder_publishes_after_a_take_over_is_never_listed_and_goes(store, tmp_path, monkeypatch):
     """L2: it sleeps just before it publishes, and the run is taken over meanwhile."""
     folder, taken = RunFolder(tmp_path), []
-    assert take(folder).attempt == 1
+    assert acquire_lease(folder).attempt == 1
     save(1, store, attempt=1, keep=9)
     with monkeypatch.context() as asleep:
-        over = lambda point, _step: taken.append(take(folder)) if point == "save.before_publish" else ""  # noqa: E731
-        asleep.setattr(faults, "reach", over)
+        over = lambda point, _step: taken.append(acquire_lease(folder)) if point == "save.before_publish" else ""  # noqa: E731
+        asleep.setattr(faults, "fail_point", over)
         save(2, store, attempt=1, keep=9)
     assert [lease.attempt for lease in taken] == [2]
     (late,) = [entry for entry in list_checkpoint_folders(store) if entry.fenced]
@@ -141,9 +141,9 @@ def test_what_an_old_holder_publishes_after_a_take_over_is_never_listed_and_goes
 def test_an_old_holder_deletes_nothing_of_the_new_one(store, tmp_path):
     """L2"""
     folder = RunFolder(tmp_path)
-    take(folder)
+    acquire_lease(folder)
     save_all(store, (1, 2), attempt=1, keep=9)
-    take(folder)
+    acquire_lease(folder)
     save(3, store, attempt=2, keep=9, parent=newest(store))
     assert orphan(store, 4, attempt=2) not in prune(store, keep=1, attempt=1)
     assert 3 in intact_steps(store)
@@ -155,10 +155,10 @@ def test_a_damaged_lease_costs_a_number_and_no_checkpoint(store, tmp_path, conte
     """L2, D3"""
     folder = RunFolder(tmp_path)
     for step in (1, 2):
-        assert take(folder).attempt == step
+        assert acquire_lease(folder).attempt == step
         save(step, store, attempt=step, keep=9)
     (folder.attempt(2) / "lease.json").write_bytes(content)
     assert intact_steps(store) == {1, 2}
-    assert take(folder).attempt == 3
+    assert acquire_lease(folder).attempt == 3
     save(3, store, attempt=3, keep=9)
     assert intact_steps(store) == {1, 2, 3}

@@ -83,7 +83,7 @@ def test_a_signal_stops_every_rank_before_the_same_step(tmp_path, number, code):
     job = start(tmp_path / "r", "--steps", "100000")
     wait_for_steps(tmp_path / "r", 5)
     below = family(job.pid)
-    assert len(below) == 3  # the nursery and two ranks
+    assert len(below) == 3  # the fork server and two ranks
     os.kill(job.pid, number)
     out, err = job.communicate(timeout=30)
     assert job.returncode == code

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from meshwright.config import LaunchConfig
 from meshwright.errors import ConfigError, IdentityError, PeerError
 from meshwright.launch.ranks import Ranks
-from meshwright.launch.rendezvous import Place, join, leave
+from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, leave_process_group
 from meshwright.recover.failures import Failure, RanksFailed
 from meshwright.testing import run_ranks
 
@@ -100,13 +100,13 @@ def test_ranks_that_differ_name_the_ranks_and_the_values(tmp_path):
     store = str(tmp_path / "store")
 
     def work(world):
-        place = Place(world.rank, 3, world.rank, file=store)
+        place = RendezvousInfo(world.rank, 3, world.rank, file=store)
         try:
-            join(place, SHORT, {"config": "same", "dtype": "bf16" if world.rank == 1 else "fp32"})
+            join_process_group(place, SHORT, {"config": "same", "dtype": "bf16" if world.rank == 1 else "fp32"})
         except IdentityError as error:
             return str(error)
         finally:
-            leave()
+            leave_process_group()
 
     said = run_ranks(outside_any_group, 3, work)
     assert all("dtype is fp32 on rank(s) 0, 2, bf16 on rank(s) 1" in s for s in said)
@@ -124,7 +124,7 @@ def test_a_rank_that_never_comes_is_named_within_the_bound(tmp_path):
     def work(world):
         start = time.monotonic()
         try:
-            join(Place(world.rank, 3, world.rank, file=store), SHORT, {})
+            join_process_group(RendezvousInfo(world.rank, 3, world.rank, file=store), SHORT, {})
         except PeerError as error:
             return str(error), time.monotonic() - start
 
@@ -138,7 +138,7 @@ def test_a_world_size_that_differs_is_named(tmp_path):
 
     def work(world):
         try:
-            join(Place(world.rank, 2 + world.rank, world.rank, file=store), SHORT, {})
+            join_process_group(RendezvousInfo(world.rank, 2 + world.rank, world.rank, file=store), SHORT, {})
         except IdentityError as error:
             return str(error)
 
@@ -147,7 +147,7 @@ def test_a_world_size_that_differs_is_named(tmp_path):
 
 def test_a_name_that_does_not_resolve_is_named():
     with pytest.raises(PeerError, match=r"the name 'no-such-host\.invalid' does not resolve"):
-        join(Place(1, 2, 1, address="no-such-host.invalid", port=29500), SHORT, {})
+        join_process_group(RendezvousInfo(1, 2, 1, address="no-such-host.invalid", port=29500), SHORT, {})
 
 
 def test_a_port_in_use_is_named():
@@ -156,7 +156,7 @@ def test_a_port_in_use_is_named():
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(PeerError, match=f"port {port} on localhost is in use"):
-            join(Place(0, 2, 0, address="localhost", port=port, hosts_store=True), SHORT, {})
+            join_process_group(RendezvousInfo(0, 2, 0, address="localhost", port=port, hosts_store=True), SHORT, {})
 
 
 def test_a_host_that_does_not_answer_is_named_within_the_bound():
@@ -165,19 +165,19 @@ def test_a_host_that_does_not_answer_is_named_within_the_bound():
         port = free.getsockname()[1]
     start = time.monotonic()
     with pytest.raises(PeerError, match=rf"localhost:{port} did not answer within 3 s"):
-        join(Place(1, 2, 1, address="localhost", port=port), SHORT, {})
+        join_process_group(RendezvousInfo(1, 2, 1, address="localhost", port=port), SHORT, {})
     assert time.monotonic() - start < 15
 
 
 def test_torchruns_variables_make_a_place():
-    place = Place.from_environment(
+    place = RendezvousInfo.from_environment(
         {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
     )
-    assert place == Place(3, 4, 1, "", "a", 7, False)
-    assert Place.from_environment({}) is None
+    assert place == RendezvousInfo(3, 4, 1, "", "a", 7, False)
+    assert RendezvousInfo.from_environment({}) is None
     for wrong in ({"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}):
         with pytest.raises(ConfigError):
-            Place.from_environment(wrong)
+            RendezvousInfo.from_environment(wrong)
 
 
 def test_failures_are_ordered_by_cause_then_time():

@@ -21,7 +21,7 @@ from meshwright.parallel.data_parallel.replica_check import compare_replicas
 from meshwright.parallel.expert_parallel import AllToAll, SumOver, by_expert, local_matrices
 from meshwright.parallel.local_shard import local_shard_of
 from meshwright.parallel.parallel_model import router_biases
-from meshwright.prover.reference import real_step
+from meshwright.prover.reference import build_step
 from meshwright.topology.unsupported import validate
 
 WIDTH, INNER, COUNT, BATCH, SEQUENCE = 16, 24, 8, 2, 8
@@ -195,7 +195,7 @@ def strayed(world):
         overrides=["--model.experts=4", "--model.layers=1", "--model.width=16", "--model.ffn=16"], ranks=2
     )
     layout, _ = validate(config)
-    model = real_step(world, config, layout).parallel_model.module
+    model = build_step(world, config, layout).parallel_model.module
     blocks = {name: local_shard_of(tensor) for name, tensor in router_biases(model)}
     compare_replicas(blocks, layout, world, 0)
     if world.rank == 1:

@@ -8,8 +8,8 @@ import pytest
 
 from meshwright.config import ModelConfig, load_config
 from meshwright.parallel.pipeline_parallel.pipeline_model import SCHEDULES, TrackedStage
-from meshwright.prover.comm_volume import third_step
-from meshwright.prover.reference import LR, Concatenated, DataConfig, Loader, real_step, source_of, stream_of
+from meshwright.prover.comm_volume import count_third_step
+from meshwright.prover.reference import LR, Concatenated, DataConfig, Loader, build_step, proof_source, proof_stream
 from meshwright.telemetry.step_clock import StepClock
 from meshwright.testing import run_ranks
 from meshwright.topology.schedule_timeline import timeline
@@ -28,8 +28,8 @@ def config_of(kind, ranks, micros, *more):
 
 def step_of(world, config):
     layout, batch = validate(config)
-    step = real_step(world, config, layout)
-    loader = Loader(Concatenated([source_of(config)]), stream_of(config), batch, 0, DataConfig(workers=0))
+    step = build_step(world, config, layout)
+    loader = Loader(Concatenated([proof_source(config)]), proof_stream(config), batch, 0, DataConfig(workers=0))
     return step, loader
 
 
@@ -68,7 +68,7 @@ def test_1f1b_holds_a_micro_batch_for_every_rank_behind_where_gpipe_holds_all():
 
 
 def activations(world, configs):
-    return [third_step(world, config).memory.peak["activation"] for config in configs]
+    return [count_third_step(world, config).memory.peak["activation"] for config in configs]
 
 
 def test_the_first_stage_under_1f1b_holds_as_much_as_no_pipeline_at_all():
@@ -135,7 +135,7 @@ def test_weight_gradients_are_deferred_where_the_schedule_says_so():
 
 
 def names(world, configs):
-    return [list(real_step(world, config, validate(config)[0]).parallel_model.parameters()) for config in configs]
+    return [list(build_step(world, config, validate(config)[0]).parallel_model.parameters()) for config in configs]
 
 
 def test_stages_together_have_every_parameter_once_under_its_own_name():

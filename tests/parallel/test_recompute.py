@@ -13,7 +13,7 @@ from meshwright.config import RunConfig, load_config
 from meshwright.data.loader import Loader
 from meshwright.data.source import ConcatenatedSource
 from meshwright.parallel.world import World
-from meshwright.prover.reference import LR, real_step, source_of, stream_of
+from meshwright.prover.reference import LR, build_step, proof_source, proof_stream
 from meshwright.topology.unsupported import validate
 from meshwright.trainer.step_counters import count_step
 
@@ -42,8 +42,10 @@ class Ran:
 def ran(config: RunConfig) -> Ran:
     """The second of two steps."""
     world, (layout, batch) = World(), validate(config)
-    step = real_step(world, config, layout)
-    batches = Loader(ConcatenatedSource([source_of(config)]), stream_of(config), batch, 0, config.data).steps(0, 2)
+    step = build_step(world, config, layout)
+    batches = Loader(ConcatenatedSource([proof_source(config)]), proof_stream(config), batch, 0, config.data).steps(
+        0, 2
+    )
     step.run(0, LR, batches)
     kept = {}
     with count_step(step.parallel_model, step.optimizer) as counted:
@@ -85,6 +87,7 @@ def test_names_of_parameters_do_not_change():
     for words in WAYS.values():
         config = load_config(overrides=[*SHAPE, *words], ranks=1)
         names = {
-            name for name, _ in real_step(World(), config, validate(config)[0]).parallel_model.module.named_parameters()
+            name
+            for name, _ in build_step(World(), config, validate(config)[0]).parallel_model.module.named_parameters()
         }
         assert f"decoder.blocks.{LAYERS - 1}.ffn.down.weight" in names

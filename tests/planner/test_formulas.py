@@ -11,8 +11,8 @@ from meshwright.config import RunConfig, load_config
 from meshwright.models.init import build
 from meshwright.planner.exact.comm_volume import comm_volume
 from meshwright.planner.exact.state_memory import StateMemory, state_memory
-from meshwright.prover.comm_volume import counted
-from meshwright.prover.layouts import variants
+from meshwright.prover.comm_volume import count_step_bytes
+from meshwright.prover.layouts import proof_configs
 from meshwright.testing import run_ranks
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shapes import decoder_shapes, own, padded, shard_dimension
@@ -29,7 +29,7 @@ def config_of(kind: str, accumulation: int, *more: str) -> RunConfig:
 
 
 def each(world, configs: list[RunConfig]):
-    return [counted(world, config) for config in configs]
+    return [count_step_bytes(world, config) for config in configs]
 
 
 CASES = {
@@ -135,13 +135,13 @@ def test_a_wrong_formula_is_a_broken_promise(monkeypatch):
     right = prove_traffic.comm_volume
     less = lambda *args: [replace(row, message_bytes=row.message_bytes - 4) for row in right(*args)]  # noqa: E731
     monkeypatch.setattr(prove_traffic, "comm_volume", less)
-    (_, sent, said), (_, kept, _) = prove_traffic.check_traffic(config)
+    (_, sent, said), (_, kept, _) = prove_traffic.check_communication(config)
     assert not sent
     assert kept
     assert "rank 0: control all_reduce sends" in said
 
 
 def test_what_is_proven_has_the_layout_of_the_config():
-    proofs, note = variants(load_config(overrides=["--layout.shard=zero-3", "--layout.shard_degree=16"], ranks=64))
+    proofs, note = proof_configs(load_config(overrides=["--layout.shard=zero-3", "--layout.shard_degree=16"], ranks=64))
     assert Layout.of(proofs[0].layout) == Layout(replicate=2, shard=2)
     assert "layout replicate 4 to 2, shard_degree 16 to 2" in note

@@ -15,8 +15,8 @@ from meshwright.launch.ranks import run_ranks
 from meshwright.planner.exact.activation_messages import data_dependent_axes
 from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
 from meshwright.planner.exact.state_memory import state_memory
-from meshwright.prover.comm_volume import all_differences, check_traffic, counted
-from meshwright.prover.layouts import check_layouts, variants
+from meshwright.prover.comm_volume import all_differences, check_communication, count_step_bytes
+from meshwright.prover.layouts import check_layouts, proof_configs
 from meshwright.topology.layout import Layout
 from meshwright.topology.unsupported import validate
 
@@ -132,14 +132,14 @@ def proof_of(case: str) -> RunConfig:
             words.append(f"--model.{word}" if "=" in word else "--model.tie=true")
         elif name != "layers":
             words.append(f"--layout.{word}")
-    return next(proof for proof in variants(load_config(overrides=words))[0] if proof.precision.compute == "fp32")
+    return next(proof for proof in proof_configs(load_config(overrides=words))[0] if proof.precision.compute == "fp32")
 
 
 def each(world, configs: list[RunConfig]):
     found = []
     for config in configs:
         _clear_sharding_prop_cache()  # else a DTensor of this mesh may send by the groups of an equal one before it
-        found.append(counted(world, config))
+        found.append(count_step_bytes(world, config))
     return found
 
 
@@ -194,7 +194,7 @@ def test_a_wrong_formula_of_one_stage_is_a_broken_promise(monkeypatch):
     wrong = lambda *args: [replace(row, message_bytes=more(row, args[3])) for row in right(*args)]  # noqa: E731
     monkeypatch.setattr(prove_traffic, "comm_volume", wrong)
     words = [*SMALL, "--layout.replicate=1", "--layout.pipeline=2"]
-    (_, sent, said), (_, kept, _) = check_traffic(load_config(overrides=words))
+    (_, sent, said), (_, kept, _) = check_communication(load_config(overrides=words))
     assert not sent
     assert kept
     assert said.startswith("rank 1: pipeline send sends")

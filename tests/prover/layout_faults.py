@@ -76,7 +76,7 @@ def found(words, proofs, patch, sow=lambda _patch: None, small=SMALL):
     """What is found by those proofs alone that are asked for. What one process does is computed once, before a fault is
     sown; the ranks are forked after.
     """
-    variants, run_ranks = layouts.variants, layouts.run_ranks
+    variants, run_ranks = layouts.proof_configs, layouts.run_ranks
 
     def fewer(config):
         every, note = variants(config)
@@ -90,7 +90,7 @@ def found(words, proofs, patch, sow=lambda _patch: None, small=SMALL):
             ALONE[key] = run_ranks(work, count, configs, **options)
         return ALONE[key]
 
-    patch.setattr(layouts, "variants", fewer)
+    patch.setattr(layouts, "proof_configs", fewer)
     patch.setattr(layouts, "run_ranks", once)
     return list(layouts.check_layouts(load_config(overrides=[*small, *words])))
 

@@ -11,8 +11,8 @@ from layout_faults import FP32, FP64, TIED, found
 
 from meshwright.config import load_config
 from meshwright.prover import layouts
-from meshwright.prover.layouts import check_layouts, kind, variants
-from meshwright.prover.scale_down import few_ranks
+from meshwright.prover.layouts import check_layouts, describe_settings, proof_configs
+from meshwright.prover.scale_down import scale_layout
 from meshwright.topology.layout import Layout
 from meshwright.topology.schedules import KINDS
 from meshwright.topology.unsupported import validate
@@ -31,11 +31,11 @@ def config_of(row):
 def test_there_are_87_layouts_and_none_is_refused():
     said = set()
     for row in HYBRIDS:
-        proofs, note = variants(config_of(row))
+        proofs, note = proof_configs(config_of(row))
         layout, _ = validate(proofs[0])
         assert 2 <= layout.ranks <= 8
         assert "layout" not in note  # as it was asked for
-        said.add((f"{layout}{kind(proofs[0])}", proofs[0].model))
+        said.add((f"{layout}{describe_settings(proofs[0])}", proofs[0].model))
     assert len(said) == len(HYBRIDS) == 87
 
 
@@ -58,7 +58,7 @@ def test_every_kind_of_every_axis_is_among_them():
 @pytest.mark.long
 def test_copies_of_shards_in_stages_of_cut_blocks_are_one_process(monkeypatch):
     """Two of each are sixteen ranks, which no other proof has."""
-    monkeypatch.setattr(layouts, "few_ranks", partial(few_ranks, most=16))
+    monkeypatch.setattr(layouts, "scale_layout", partial(scale_layout, most=16))
     words = ("--layout.pipeline=2", "--layout.replicate=2", "--layout.shard=optimizer", "--layout.shard_degree=2")
     promises = found((*words, "--layout.tensor=2", "--model.layers=2"), (FP64,), monkeypatch)
     assert [promise.partition(" (")[0] for promise, *_ in promises] == ["pipeline 2 x replicate 2 x shard 2 x tensor 2"]

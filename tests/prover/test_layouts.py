@@ -13,9 +13,9 @@ from layout_faults import COPIES, FP32, FP64, GRADIENTS, OPTIMIZER, PARAMETERS, 
 from meshwright.config import LayoutConfig, load_config
 from meshwright.launch.ranks import run_ranks
 from meshwright.parallel.local_shard import local_of
-from meshwright.prover.comm_volume import check_traffic
-from meshwright.prover.layouts import check_layouts, variants
-from meshwright.prover.reference import Concatenated, DataConfig, Loader, real_step, source_of, stream_of
+from meshwright.prover.comm_volume import check_communication
+from meshwright.prover.layouts import check_layouts, proof_configs
+from meshwright.prover.reference import Concatenated, DataConfig, Loader, build_step, proof_source, proof_stream
 from meshwright.topology.layout import Layout
 from meshwright.topology.unsupported import validate
 
@@ -65,7 +65,7 @@ def test_every_layout_is_one_process(layout):
 @pytest.mark.parametrize("tie", ["false", "true"])
 @pytest.mark.parametrize("layout", every_layout(), ids=lambda layout: f"{Layout.of(layout)} {layout.shard}")
 def test_every_layout_sends_and_holds_what_the_formulas_say(layout, tie):
-    promises = list(check_traffic(load_config(overrides=[*words(layout), f"--model.tie={tie}"])))
+    promises = list(check_communication(load_config(overrides=[*words(layout), f"--model.tie={tie}"])))
     assert len(promises) == 2
     assert broken(promises) == []
 
@@ -149,9 +149,9 @@ def in_bf16(world, config):
         dir(dist)
     ):  # torch's versions differ
         spy(name, met)
-    step = real_step(world, config, layout)
-    source, coordinate = Concatenated([source_of(config)]), layout.data_coordinate(world.rank)
-    batches = Loader(source, stream_of(config), batch, coordinate, DataConfig(workers=0)).steps(0, 3)
+    step = build_step(world, config, layout)
+    source, coordinate = Concatenated([proof_source(config)]), layout.data_coordinate(world.rank)
+    batches = Loader(source, proof_stream(config), batch, coordinate, DataConfig(workers=0)).steps(0, 3)
     kept = {p.dtype for p in step.parallel_model.module.parameters()} | {
         local_of(p).dtype for p in step.optimizer.owned
     }
@@ -180,7 +180,7 @@ def bf16_alone():
 
 def bf16(layout):
     """The same global batch on every layout."""
-    proof = variants(load_config(overrides=[*SMALL, *layout, "--precision.compute=bf16"]))[0][0]
+    proof = proof_configs(load_config(overrides=[*SMALL, *layout, "--precision.compute=bf16"]))[0][0]
     precision = replace(proof.precision, compute="bf16")
     return replace(proof, precision=precision, batch=replace(proof.batch, global_=4, micro=2))
 

@@ -16,7 +16,7 @@ from meshwright.config import RunConfig
 from meshwright.launch.ranks import run_ranks
 from meshwright.planner.cost.peak_memory import estimate_memory
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.prover.comm_volume import third_step
+from meshwright.prover.comm_volume import count_third_step
 from meshwright.topology.unsupported import validate
 
 LARGEST_ERROR = 0.05
@@ -26,7 +26,7 @@ def peaks(world, configs: list[RunConfig]) -> list[int]:
     found = []
     for config in configs:
         _clear_sharding_prop_cache()
-        found.append(third_step(world, config).memory.peak_total)
+        found.append(count_third_step(world, config).memory.peak_total)
     return found
 
 

@@ -14,8 +14,8 @@ from meshwright.data.loader import Loader
 from meshwright.data.permutation import Permutation
 from meshwright.data.stream import Stream
 from meshwright.prover.layouts import check_layouts
-from meshwright.prover.prove import Finding, findings, sign
-from meshwright.prover.scale_down import shrunk
+from meshwright.prover.prove import CheckResult, build_certificate, run_checks
+from meshwright.prover.scale_down import scale_model
 from meshwright.prover.stream import check_stream
 from meshwright.topology.layout import Layout
 from meshwright.trainer.step import Step
@@ -47,10 +47,10 @@ def test_gradients_hold_for_every_kind_of_model_on_two_and_four_ranks(preset):
 
 def test_a_model_is_scaled_down_in_size_not_in_structure_and_that_is_said():
     config = config_from_dict({"preset": "llama-405b"})
-    model, said = shrunk(config, Layout(replicate=2))
+    model, said = scale_model(config, Layout(replicate=2))
     assert (model.heads, model.kv_heads, model.layers, model.tie) == (4, 1, 2, False)
     assert "layers 126 to 2" in said
-    assert shrunk(replace(config, model=model), Layout(replicate=2)) == (model, "")
+    assert scale_model(replace(config, model=model), Layout(replicate=2)) == (model, "")
 
 
 def test_prove_prints_a_table_and_writes_a_certificate(tmp_path, capsys):
@@ -71,13 +71,13 @@ def test_a_broken_promise_exits_1(tmp_path, monkeypatch):
 
 
 def test_a_certificate_without_findings_is_worth_nothing():
-    assert not sign(load_config(), [])["kept"]
-    assert sign(load_config(), [Finding("a", "b", True, "c")])["kept"]
+    assert not build_certificate(load_config(), [])["kept"]
+    assert build_certificate(load_config(), [CheckResult("a", "b", True, "c")])["kept"]
 
 
 def test_ranks_that_fail_inside_a_check_are_a_broken_promise(monkeypatch):
     monkeypatch.setattr(Step, "gradient", lambda *_: 1 / 0)
-    found = list(findings(load_config(overrides=SMALL)))
+    found = list(run_checks(load_config(overrides=SMALL)))
     assert [f.kept for f in found if f.check == "layout"] == [False]
     assert "ZeroDivisionError" in found[-1].measured
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.config import load_config
-from meshwright.prover.layouts import variants
-from meshwright.prover.recovery import MOST_RANKS, scaled
-from meshwright.prover.scale_down import RANKS, few_ranks
+from meshwright.prover.layouts import proof_configs
+from meshwright.prover.recovery import MAX_RECOVERY_RANKS, scale_config
+from meshwright.prover.scale_down import MAX_RANKS, scale_layout
 from meshwright.topology.layout import Layout, stages_each
 from meshwright.topology.schedules import FEWEST_STAGES, KINDS, MOST_STAGES, SPLIT
 from meshwright.topology.unsupported import sharers, validate
@@ -68,11 +68,11 @@ def legal(draw):
 @given(legal())
 def test_a_proof_is_legal_on_eight_ranks_and_keeps_every_axis_that_they_allow(config):
     layout, _ = validate(config)
-    proofs, _ = variants(config)
+    proofs, _ = proof_configs(config)
     assert len(proofs) == 3
     for proof in proofs:
         small, batch = validate(proof)
-        assert 2 <= small.ranks <= RANKS
+        assert 2 <= small.ranks <= MAX_RANKS
         assert batch.accumulation > 1
         assert set(small.used) <= set(layout.used) or layout.ranks == 1
         assert len(small.used) >= min(3, len(layout.used))
@@ -84,9 +84,9 @@ def test_a_proof_is_legal_on_eight_ranks_and_keeps_every_axis_that_they_allow(co
 @settings(max_examples=200)
 @given(legal())
 def test_a_run_that_is_to_be_killed_is_legal_on_four_ranks(config):
-    layout, _ = few_ranks(config.layout, MOST_RANKS)
-    proof, _ = scaled(config, layout, steps=5)
-    assert 2 <= validate(proof)[0].ranks <= MOST_RANKS
+    layout, _ = scale_layout(config.layout, MAX_RECOVERY_RANKS)
+    proof, _ = scale_config(config, layout, steps=5)
+    assert 2 <= validate(proof)[0].ranks <= MAX_RECOVERY_RANKS
 
 
 LARGE = {
@@ -128,22 +128,22 @@ LARGE = {
 @pytest.mark.parametrize("name", LARGE)
 def test_a_large_layout_becomes_a_small_one_of_the_same_axes(name):
     preset, words, expected = LARGE[name]
-    proofs, note = variants(load_config(overrides=[f"--preset={preset}", *words.split()]))
+    proofs, note = proof_configs(load_config(overrides=[f"--preset={preset}", *words.split()]))
     assert {validate(proof)[0] for proof in proofs} == {expected}
     assert "layout " in note
 
 
 def test_key_heads_stay_fewer_than_the_ranks_that_attend():
     words = ["--layout.replicate=1", "--layout.context=4", "--context.method=all-to-all", "--model.heads=8"]
-    proofs, _ = variants(load_config(overrides=words))
+    proofs, _ = proof_configs(load_config(overrides=words))
     assert (proofs[0].model.heads, proofs[0].model.kv_heads) == (4, 2)
-    proofs, _ = variants(load_config(overrides=[*words, "--model.kv_heads=8"]))
+    proofs, _ = proof_configs(load_config(overrides=[*words, "--model.kv_heads=8"]))
     assert (proofs[0].model.heads, proofs[0].model.kv_heads) == (4, 4)
 
 
 @pytest.mark.parametrize("words", ["--layout.tensor=3 --model.kv_heads=3 --model.heads=3", "--layout.context=3"])
 def test_a_sequence_divides_over_three(words):
     more = ["--layout.replicate=1", "--model.width=192", "--model.vocab=258", "--model.ffn=360", "--data.sequence=96"]
-    proofs, _ = variants(load_config(overrides=[*more, *words.split()]))
+    proofs, _ = proof_configs(load_config(overrides=[*more, *words.split()]))
     assert proofs[0].data.sequence == 18
     assert validate(proofs[0])[0].ranks == 3

@@ -90,10 +90,12 @@ def test_a_signal_to_one_rank_saves_a_checkpoint_agreed_by_all(runs, fault):
 
 def test_where_the_grace_is_too_short_nothing_partial_is_published(runs):
     # S1, S2: rank 0 does not come to the next step, so nobody agrees; the last periodic checkpoint stands.
-    from meshwright.recover.supervisor import GraceOver
+    from meshwright.recover.supervisor import GracePeriodExpired
 
     fault = "step.forward:rank1:term@step7,step.fetch:rank0:hang@step8"
-    with pytest.raises(GraceOver, match="did not end within 1 s and were killed; the checkpoint of step 6") as over:
+    with pytest.raises(
+        GracePeriodExpired, match="did not end within 1 s and were killed; the checkpoint of step 6"
+    ) as over:
         runs.run(fault, "--launch.grace_period=1")
     assert over.value.exit_code == 143
     assert [entry.step for entry in runs.published()] == [6, 3]

@@ -19,9 +19,8 @@ from meshwright.checkpoint.listing import (
 )
 from meshwright.checkpoint.manifest import Manifest, canonical_digest
 from meshwright.errors import BusyError
-from meshwright.recover import lease as room
 from meshwright.recover.incidents import Incident
-from meshwright.recover.lease import take, this_process
+from meshwright.recover.lease import acquire_lease, process_identity
 from meshwright.telemetry.heartbeat import Heartbeat
 from meshwright.telemetry.run_folder import RunFolder
 
@@ -51,31 +50,34 @@ def publish(folder, step, attempt):
 def test_a_second_job_is_refused_at_once_naming_host_process_and_start(folder):
     # L1
     code = "import sys,time; from meshwright.telemetry.run_folder import RunFolder; from pathlib import Path\n"
-    code += "from meshwright.recover.lease import take; take(RunFolder(Path(sys.argv[1]))); print('held', flush=True)\n"
+    code += "from meshwright.recover.lease import acquire_lease\n"
+    code += "acquire_lease(RunFolder(Path(sys.argv[1]))); print('held', flush=True)\n"
     code += "time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", code, str(folder.root)], stdout=subprocess.PIPE)
     try:
         assert holder.stdout.readline() == b"held\n"
         lease = read_lease(open_run_store(folder), 1)
         with pytest.raises(BusyError) as refused:
-            take(folder)
+            acquire_lease(folder)
         said = str(refused.value)
         assert f"process {holder.pid} on {lease['host']} since {lease['since']}" in said
         assert refused.value.exit_code == 9
     finally:
         holder.kill()
         holder.wait()
-    assert take(folder).attempt == 2  # L2: dead, so taken over by the next epoch
+    assert acquire_lease(folder).attempt == 2  # L2: dead, so taken over by the next epoch
 
 
 def test_of_many_that_come_at_once_one_gets_the_run(folder):
     # L1
-    room.take(folder)
+    acquire_lease(folder)
     Incident(1, "complete").write(folder)
     results = []
     code = "import sys; from meshwright.telemetry.run_folder import RunFolder; from pathlib import Path\n"
-    code += "from meshwright.recover.lease import take\n"
-    code += "sys.stdin.readline(); print(take(RunFolder(Path(sys.argv[1]))).attempt, flush=True); sys.stdin.read()"
+    code += "from meshwright.recover.lease import acquire_lease\n"
+    code += (
+        "sys.stdin.readline(); print(acquire_lease(RunFolder(Path(sys.argv[1]))).attempt, flush=True); sys.stdin.read()"
+    )
     jobs = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(folder.root)],
@@ -104,15 +106,15 @@ def test_of_many_that_come_at_once_one_gets_the_run(folder):
     ],
 )
 def test_a_holder_is_its_process_and_not_the_number_of_one(folder, change):
-    take(folder)
+    acquire_lease(folder)
     rewrite(folder, 1, token="another", **change)
-    assert take(folder).attempt == 2
+    assert acquire_lease(folder).attempt == 2
 
 
 @pytest.mark.parametrize("change", [{"boot": "another"}, {"namespace": "pid:[1]"}, {"host": "elsewhere", "boot": "x"}])
 def test_a_holder_elsewhere_lives_while_its_beat_moves(folder, change):
     # L4, L2: another boot, another container, another host; its pid means nothing here
-    take(folder)
+    acquire_lease(folder)
     rewrite(folder, 1, token="another", **change)
     page = Heartbeat(folder.heartbeat(1, 0))
     stop = threading.Event()
@@ -125,19 +127,19 @@ def test_a_holder_elsewhere_lives_while_its_beat_moves(folder, change):
     beating.start()
     try:
         with pytest.raises(BusyError, match="is held by process"):
-            take(folder, observe=2.0)
+            acquire_lease(folder, observe=2.0)
     finally:
         stop.set()
         beating.join()
-    assert take(folder, observe=0.5).attempt == 2
+    assert acquire_lease(folder, observe=0.5).attempt == 2
 
 
 def test_what_an_old_holder_publishes_after_it_was_taken_over_is_never_listed(folder):
     # L2
-    take(folder)
+    acquire_lease(folder)
     publish(folder, 10, 1)
     rewrite(folder, 1, token="another", started=1)
-    take(folder)
+    acquire_lease(folder)
     publish(folder, 20, 1)  # the old holder comes back
     publish(folder, 15, 2)
     store = open_run_store(folder)
@@ -146,7 +148,7 @@ def test_what_an_old_holder_publishes_after_it_was_taken_over_is_never_listed(fo
     assert late.fenced
     assert "published by attempt 1 after attempt 2 had taken the run over" in late.problem
     rewrite(folder, 2, token="another", started=1)
-    take(folder)
+    acquire_lease(folder)
     assert [entry.step for entry in list_published(store)] == [15, 10]  # nor does a later holder inherit it
 
 
@@ -159,7 +161,7 @@ def test_an_old_holder_that_comes_back_cannot_save(folder):
     from meshwright.config import CheckpointConfig
     from meshwright.parallel.world import World
 
-    take(folder)
+    acquire_lease(folder)
     facts = {"layout": {}, "identity": {}, "made_by": {}}
     state = {"model/a": torch.ones(3)}
     saver = CheckpointSaver(
@@ -169,7 +171,7 @@ def test_an_old_holder_that_comes_back_cannot_save(folder):
     (first,) = saver.save(CheckpointMetadata(1, common, "data/0", {}), wait=True)
     assert first.error is None
     rewrite(folder, 1, token="another", started=1)
-    take(folder)
+    acquire_lease(folder)
     (second,) = saver.save(CheckpointMetadata(2, common, "data/0", {}), wait=True)
     assert isinstance(second.error, BusyError)
     assert "attempt 2 has taken the run over" in str(second.error)
@@ -177,21 +179,21 @@ def test_an_old_holder_that_comes_back_cannot_save(folder):
 
 
 def test_an_attempt_that_said_its_end_is_free_at_once(folder):
-    take(folder)
+    acquire_lease(folder)
     rewrite(folder, 1, token="another", boot="another")
     Incident(1, "complete").write(folder)
     start = time.monotonic()
-    assert take(folder).attempt == 2
+    assert acquire_lease(folder).attempt == 2
     assert time.monotonic() - start < 3  # nobody was watched
 
 
 def test_a_torn_lease_was_never_taken(folder):
-    take(folder)
+    acquire_lease(folder)
     (folder.attempt(1) / "lease.json").write_text('{"pid": 1')
     assert list_leases(open_run_store(folder)) == []
     folder.attempt(1).joinpath("lease.json").unlink()
-    assert take(folder).attempt == 1
+    assert acquire_lease(folder).attempt == 1
 
 
 def test_who_holds_a_run_is_told_by_more_than_a_number():
-    assert {"host", "pid", "started", "boot", "namespace", "token"} <= this_process().keys()
+    assert {"host", "pid", "started", "boot", "namespace", "token"} <= process_identity().keys()

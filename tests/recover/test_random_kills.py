@@ -17,7 +17,7 @@ from small_run import SMALL
 from meshwright.checkpoint.listing import list_published, open_run_store
 from meshwright.checkpoint.unsharded import state_digest
 from meshwright.checkpoint.verify import find_damage
-from meshwright.recover.incidents import read_incidents, readings
+from meshwright.recover.incidents import read_heartbeats, read_incidents
 from meshwright.telemetry.run_folder import RunFolder
 
 SAVING = ["--checkpoint.seconds=0.15", "--checkpoint.overhead=1", "--checkpoint.keep=2", "--eval.every=0"]
@@ -32,7 +32,7 @@ def start(folder: Path, steps: int) -> subprocess.Popen[bytes]:
 def ranks_of(folder: Path) -> list[int]:
     """The pids of the newest attempt's ranks that live."""
     run = RunFolder(folder)
-    pages = readings(run, run.last_attempt()).values()
+    pages = read_heartbeats(run, run.last_attempt()).values()
     return [page.pid for page in pages if page.is_alive]
 
 

@@ -290,7 +290,7 @@ def test_checkpoints_without_their_identity_are_not_silently_left_behind(runs):
 
 def test_a_read_error_while_the_run_is_taken_over_costs_no_checkpoint(runs, monkeypatch):
     stopped_at(runs, 6)
-    from meshwright.recover.lease import take
+    from meshwright.recover.lease import acquire_lease
     from meshwright.store.posix import PosixCalls
 
     real = PosixCalls.read
@@ -302,7 +302,7 @@ def test_a_read_error_while_the_run_is_taken_over_costs_no_checkpoint(runs, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(PosixCalls, "read", broken)
-        take(RunFolder(runs.folder))
+        acquire_lease(RunFolder(runs.folder))
     assert [entry.step for entry in runs.published()] == [6, 3]
 
 

@@ -9,20 +9,20 @@ import pytest
 
 from meshwright.errors import NumericsError, StoppedBySignal
 from meshwright.recover.failures import Failure, RanksFailed
-from meshwright.recover.incidents import Incident, judge
+from meshwright.recover.incidents import Incident, assign_verdict
 
 ERROR = Incident(2, "failed", 1, 20, "forward", 1, "ValueError", "no", samples=[4, 5])
 KILLED = replace(ERROR, error_type="Killed", message="rank 1 was ended by signal 9 (SIGKILL)")
 
 
 def verdict(now: Incident, *before: Incident) -> str:
-    return judge(now, list(before)).verdict
+    return assign_verdict(now, list(before)).verdict
 
 
 def test_the_same_step_twice_on_the_same_samples_is_data_dependent_and_names_them():
-    judged = judge(ERROR, [replace(ERROR, attempt=1)])
+    judged = assign_verdict(ERROR, [replace(ERROR, attempt=1)])
     assert judged.verdict == "data-dependent"
-    assert "samples 4, 5" in judged.next_move
+    assert "samples 4, 5" in judged.recommendation
 
 
 def test_the_same_step_twice_on_other_samples_is_deterministic():

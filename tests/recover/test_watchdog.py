@@ -9,8 +9,15 @@ import sys
 
 import pytest
 
-from meshwright.launch.ranks import PREFIX, sweep
-from meshwright.recover.watchdog import WINDOW, Watchdog, in_collective, mismatch, suspect, take_stack
+from meshwright.launch.ranks import FOLDER_PREFIX, remove_stale_folders
+from meshwright.recover.watchdog import (
+    STRAGGLER_WINDOW,
+    Watchdog,
+    dump_stack,
+    find_collective_mismatch,
+    in_collective,
+    pick_suspect,
+)
 from meshwright.telemetry.heartbeat import Heartbeat, read_heartbeat
 from meshwright.telemetry.run_folder import RunFolder
 
@@ -36,7 +43,7 @@ def test_a_rank_that_waits_is_never_the_suspect(folder):
     busy.enter("forward", 5)
     late.enter("fetch", 6)
     late.set_waiting(True)
-    assert suspect(seen(folder, 3), [0, 1, 2], {0, 2}) == 1
+    assert pick_suspect(seen(folder, 3), [0, 1, 2], {0, 2}) == 1
 
 
 def test_where_all_wait_the_one_furthest_behind_is_the_suspect(folder):
@@ -44,15 +51,15 @@ def test_where_all_wait_the_one_furthest_behind_is_the_suspect(folder):
         for _ in range(3 - (rank == 2)):
             page.collective("sum")
         page.enter("sync", 5)
-    assert suspect(seen(folder, 3), [0, 1, 2], {0, 1, 2}) == 2
+    assert pick_suspect(seen(folder, 3), [0, 1, 2], {0, 1, 2}) == 2
 
 
 def test_the_first_collective_that_differs_is_found_though_ranks_went_on(folder):
     for rank, page in enumerate(pages(folder, 3)):
         for number in range(10):
             page.collective("stray" if (rank, number) == (1, 6) else f"sum {number}")
-    assert "the 7th is 'stray' on rank 1 and 'sum 6' on rank(s) 0, 2" in mismatch(seen(folder, 3))[1]
-    assert mismatch(seen(folder, 3))[0] == 1
+    assert "the 7th is 'stray' on rank 1 and 'sum 6' on rank(s) 0, 2" in find_collective_mismatch(seen(folder, 3))[1]
+    assert find_collective_mismatch(seen(folder, 3))[0] == 1
 
 
 def test_a_slow_rank_is_named_with_the_phase_that_makes_it_slow_and_waiting_is_not_slowness(folder):
@@ -67,9 +74,9 @@ def test_a_slow_rank_is_named_with_the_phase_that_makes_it_slow_and_waiting_is_n
                 page.enter("update", page.completed_steps)
 
     dog.look()
-    work(WINDOW)
+    work(STRAGGLER_WINDOW)
     assert dog.look()[1] == []  # the first window holds start-up
-    work(WINDOW)
+    work(STRAGGLER_WINDOW)
     (straggler,) = dog.look()[1]
     assert (straggler.rank, straggler.phase) == (2, "fetch")
     assert 3.4 < straggler.factor < 3.8
@@ -82,7 +89,7 @@ def test_a_stack_comes_from_py_spy_where_it_is(folder, tmp_path, monkeypatch):
     spy.chmod(spy.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     pages(folder, 1)
-    assert take_stack(seen(folder, 1)[0], tmp_path / "log") == f"stack of {os.getpid()}\n"
+    assert dump_stack(seen(folder, 1)[0], tmp_path / "log") == f"stack of {os.getpid()}\n"
 
 
 def test_a_process_that_has_taken_a_dead_rank_s_number_is_not_touched(folder, tmp_path):
@@ -90,18 +97,21 @@ def test_a_process_that_has_taken_a_dead_rank_s_number_is_not_touched(folder, tm
 
     pages(folder, 1)
     stranger = replace(seen(folder, 1)[0], process_started=1)
-    assert take_stack(stranger, tmp_path / "log") == ""
+    assert dump_stack(stranger, tmp_path / "log") == ""
 
 
 def test_what_a_killed_launch_left_in_the_temporary_folder_is_removed_by_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    left, own = tmp_path / f"{PREFIX}{dead.pid}-12345-abc", tmp_path / f"{PREFIX}{os.getpid()}-{seen_start()}-abc"
+    left, own = (
+        tmp_path / f"{FOLDER_PREFIX}{dead.pid}-12345-abc",
+        tmp_path / f"{FOLDER_PREFIX}{os.getpid()}-{seen_start()}-abc",
+    )
     other = tmp_path / "meshwright-something-else"
     for each in (left, own, other):
         each.mkdir()
-    sweep()
+    remove_stale_folders()
     assert (left.exists(), own.exists(), other.exists()) == (False, True, True)
 
 
@@ -156,6 +166,6 @@ def test_where_all_are_between_two_passes_the_one_whose_stack_waits_for_nothing_
         page.enter("sync", 5)
     dog = Watchdog(folder, 1, bound=0.0, straggler=1.5)
     monkeypatch.setattr(Watchdog, "waits_inside", lambda _self, rank, *_: rank != 1)
-    monkeypatch.setattr("meshwright.recover.watchdog.take_stack", lambda *_: "")
+    monkeypatch.setattr("meshwright.recover.watchdog.dump_stack", lambda *_: "")
     dog.look()
     assert dog.look()[0].rank == 1

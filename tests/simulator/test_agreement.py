@@ -12,7 +12,7 @@ from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
 from meshwright.planner.exact.compare import compare_rows
 from meshwright.planner.exact.state_memory import state_memory
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.prover.layouts import variants
+from meshwright.prover.layouts import proof_configs
 from meshwright.simulator.simulate import simulate_rank
 from meshwright.topology.unsupported import validate
 
@@ -33,7 +33,7 @@ QUICK = [
 
 
 def config_of(row: str) -> RunConfig:
-    proofs, _ = variants(load_config(overrides=words(row)))
+    proofs, _ = proof_configs(load_config(overrides=words(row)))
     return next(proof for proof in proofs if proof.precision.compute == "fp32")
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.config import load_config
 from meshwright.launch.ranks import run_ranks
-from meshwright.prover.comm_volume import third_step
+from meshwright.prover.comm_volume import count_third_step
 from meshwright.simulator.simulate import simulate_rank
 from meshwright.topology.unsupported import validate
 
@@ -34,7 +34,7 @@ RANK = 1
 def each(world, configs):
     found = []
     for config in configs:
-        ledgers = third_step(world, config)
+        ledgers = count_third_step(world, config)
         memory = ledgers.memory
         found.append((ledgers.rows(), memory.peak, memory.at_peak, memory.peak_total))
     return found

@@ -14,7 +14,7 @@ from meshwright.optim.adamw import AdamW
 from meshwright.parallel.data_parallel.ddp import DDPModel
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
-from meshwright.prover.reference import Masked
+from meshwright.prover.reference import MaskedSynthetic
 from meshwright.telemetry.step_clock import StepClock
 from meshwright.testing import run_ranks
 from meshwright.trainer.expert_balancer import ExpertBalancer
@@ -24,13 +24,13 @@ from meshwright.trainer.step import Step, step_seed
 CONFIG = load_config(overrides=["--model.width=32", "--model.layers=2", "--model.ffn=48", "--precision.compute=fp64"])
 
 
-def stream_for(config: RunConfig, source: Masked, batch: Batch) -> Stream:
+def stream_for(config: RunConfig, source: MaskedSynthetic, batch: Batch) -> Stream:
     return Stream.from_lengths(config.seed, batch.global_, [len(source)], [1.0], 0.0)
 
 
 def test_masks_really_are_unequal():
     """The proof of layouts would prove little if every rank had the same count."""
-    source = Masked(1000, 16, 256)
+    source = MaskedSynthetic(1000, 16, 256)
     batch = Batch(24, 2, 4, 3)
     stream = stream_for(CONFIG, source, batch)
     counts = [
@@ -54,7 +54,7 @@ def one_step(world: World, *overrides: str) -> dict:
     step = Step(spread, optimizer, precision, world, expert_balancer=balance, seed=0, coordinate=world.rank)
     micro = config.batch.micro or 8
     batch = Batch(8 * world.size, micro, world.size, 8 // micro)
-    source = Masked(1000, 16, 256)
+    source = MaskedSynthetic(1000, 16, 256)
     stream = stream_for(config, source, batch)
     steps = Loader(ConcatenatedSource([source]), stream, batch, world.rank, config.data).steps(0, 4)
     for number in range(4):

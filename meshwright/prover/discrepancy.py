@@ -8,7 +8,7 @@ from math import isclose, isfinite
 
 from torch import Tensor
 
-from meshwright.prover.reference import Trail
+from meshwright.prover.reference import StepResults
 from meshwright.topology.layout import Layout
 
 
@@ -21,7 +21,7 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
-class Off:
+class Discrepancy:
     """What is off: `what` is a quantity, or the gradient or the steps of a parameter."""
 
     what: str
@@ -36,57 +36,59 @@ class Off:
         return f"{self.what} is off by {self.error:.1e}, {self.factor:.4g} times the right one{cause}"
 
 
-def first_off(
-    expected: Trail, found: list[Trail], layout: Layout, accumulation: int, tolerance: Tolerance
-) -> tuple[Off | None, float]:
+def find_first_discrepancy(
+    expected: StepResults, found: list[StepResults], layout: Layout, accumulation: int, tolerance: Tolerance
+) -> tuple[Discrepancy | None, float]:
     """(the first thing that is off in the order of a step, or None; the largest error met)."""
     worst = 0.0
-    offs: list[Off] = []
-    for off in measured(expected, found):
+    offs: list[Discrepancy] = []
+    for off in compare_all(expected, found):
         worst = max(worst, off.error) if isfinite(off.error) else float("inf")
         if not off.error <= (tolerance.later if off.later else tolerance.first):
             offs.append(off)
     if not offs:
         return None, worst
-    cause = offs[0].cause or cause_of(offs, expected, found, layout, accumulation)
-    return Off(offs[0].what, offs[0].error, offs[0].factor, cause), worst
+    cause = offs[0].cause or likely_cause(offs, expected, found, layout, accumulation)
+    return Discrepancy(offs[0].what, offs[0].error, offs[0].factor, cause), worst
 
 
-def measured(expected: Trail, found: list[Trail]) -> Iterator[Off]:
+def compare_all(expected: StepResults, found: list[StepResults]) -> Iterator[Discrepancy]:
     """Everything compared, in the order in which a step computes it."""
     first = found[0]
     gradients = {name: gradient for trail in found for name, gradient in trail.gradients.items()}  # stage by stage
-    moved = {name: way for trail in found for name, way in trail.moved.items()}
-    yield numbers("loss of step 0", expected.losses[0], first.losses[0])
+    moved = {name: way for trail in found for name, way in trail.updates.items()}
+    yield compare_numbers("loss of step 0", expected.losses[0], first.losses[0])
     for name, right in expected.gradients.items():
-        yield tensors(f"gradient of {name}", right, gradients.get(name))
+        yield compare_tensors(f"gradient of {name}", right, gradients.get(name))
     for step, (norm, got) in enumerate(zip(expected.norms, first.norms, strict=True)):
         if step:
-            yield numbers(f"loss of step {step}", expected.losses[step], first.losses[step], later=True)
-        yield numbers(f"gradient norm of step {step}", norm, got, later=step > 0)
-    for name, right in expected.moved.items():
-        yield tensors(f"way of {name} in {len(expected.losses)} steps", right, moved.get(name), later=True)
-    yield numbers("evaluation loss", expected.evaluation, first.evaluation, later=True)
+            yield compare_numbers(f"loss of step {step}", expected.losses[step], first.losses[step], later=True)
+        yield compare_numbers(f"gradient norm of step {step}", norm, got, later=step > 0)
+    for name, right in expected.updates.items():
+        yield compare_tensors(f"way of {name} in {len(expected.losses)} steps", right, moved.get(name), later=True)
+    yield compare_numbers("evaluation loss", expected.evaluation, first.evaluation, later=True)
     for rank, trail in enumerate(found):
         if (trail.losses, trail.norms, trail.evaluation) != (first.losses, first.norms, first.evaluation):
-            yield Off(f"what rank {rank} says of loss and norm, against rank 0,", float("inf"), float("nan"))
+            yield Discrepancy(f"what rank {rank} says of loss and norm, against rank 0,", float("inf"), float("nan"))
 
 
-def numbers(what: str, right: float, got: float, later: bool = False) -> Off:
+def compare_numbers(what: str, right: float, got: float, later: bool = False) -> Discrepancy:
     error = abs(got - right) / max(abs(right), 1e-300)
-    return Off(what, error, got / right if right else float("nan"), later=later)
+    return Discrepancy(what, error, got / right if right else float("nan"), later=later)
 
 
-def tensors(what: str, right: Tensor, got: Tensor | None, later: bool = False) -> Off:
+def compare_tensors(what: str, right: Tensor, got: Tensor | None, later: bool = False) -> Discrepancy:
     if got is None or got.shape != right.shape:
-        return Off(what, float("inf"), 0.0, "it is not there")
+        return Discrepancy(what, float("inf"), 0.0, "it is not there")
     got, right = got.double(), right.double()  # what never moves is divided by next to nothing
     error = float((got - right).abs().max() / right.abs().max().clamp_min(1e-300))
     factor = float((got * right).sum() / (right * right).sum().clamp_min(1e-300))
-    return Off(what, error, factor, later=later)
+    return Discrepancy(what, error, factor, later=later)
 
 
-def cause_of(offs: list[Off], expected: Trail, found: list[Trail], layout: Layout, accumulation: int) -> str:
+def likely_cause(
+    offs: list[Discrepancy], expected: StepResults, found: list[StepResults], layout: Layout, accumulation: int
+) -> str:
     """What a pattern of errors usually comes from; '' where it fits none."""
     gradients = [off for off in offs if off.what.startswith("gradient of")]
     if gradients:
@@ -102,7 +104,7 @@ def cause_of(offs: list[Off], expected: Trail, found: list[Trail], layout: Layou
     ways = [off.what for off in offs if off.what.startswith("way of")]
     if ways and all("router.bias" in way for way in ways):
         return "router biases alone are: loads are not those of all ranks"
-    if first.what.startswith("loss of step 1") and isclose(found[0].losses[1], expected.stale, rel_tol=1e-6):
+    if first.what.startswith("loss of step 1") and isclose(found[0].losses[1], expected.stale_loss, rel_tol=1e-6):
         return "stale parameters: the step before did not reach what was gathered"
     if first.what.startswith("loss of step") or first.what.startswith("way of"):
         said = "gradients and norm are right, the update is not: clipping, decay or moments"
@@ -139,7 +141,9 @@ def with_hints(said: str, hints: dict[str, str], traits: set[str]) -> str:
     return "; or ".join([said, *(hint for trait, hint in hints.items() if trait in traits)])
 
 
-def gradient_cause(gradients: list[Off], first: Off, layout: Layout, accumulation: int, names: list[str]) -> str:
+def gradient_cause(
+    gradients: list[Discrepancy], first: Discrepancy, layout: Layout, accumulation: int, names: list[str]
+) -> str:
     """`names` are those of all gradients, in the order in which the forward pass uses the parameters."""
     factors = [off.factor for off in gradients]
     off_names = [off.what.removeprefix("gradient of ") for off in gradients]
