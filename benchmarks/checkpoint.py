@@ -36,7 +36,7 @@ from meshwright.checkpoint.saver import CheckpointMetadata, CheckpointSaver
 from meshwright.checkpoint.state import CheckpointState, collect_state
 from meshwright.config import CheckpointConfig, ModelConfig, OptimizerConfig
 from meshwright.launch.ranks import run_ranks
-from meshwright.models.init import build
+from meshwright.models.init import build_model
 from meshwright.parallel.world import World
 from meshwright.store.posix import PosixStore
 
@@ -98,7 +98,7 @@ def race(world: World, folder: Path) -> dict[str, Any]:
 
 def subject() -> CheckpointState:
     """A model and its optimizer after a step."""
-    model = build(MODEL, 0)
+    model = build_model(MODEL, 0)
     optimizer = adamw(model, OptimizerConfig())
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)

@@ -22,7 +22,7 @@ from benchmarks.plain_layouts import RANKS, Given
 from benchmarks.throughput import AGAIN, OWN, PLAIN, raced, settings, spread
 from meshwright.config import BatchConfig, LayoutConfig, ModelConfig
 from meshwright.data.sample_lookup import build_stream
-from meshwright.models.init import build
+from meshwright.models.init import build_model
 from meshwright.parallel.world import World
 from meshwright.trainer.loop import Job
 
@@ -87,7 +87,7 @@ def contender(step: Callable[[Given], Run], job: Job, world: World) -> Run:
     ids = [stream.local_samples(number, coordinate, degree).tolist() for number in range(config.steps)]
     return step(
         Given(
-            build(config.model, config.seed),
+            build_model(config.model, config.seed),
             iter(DataLoader(Samples(job.sources[0]), batch_sampler=ids)),
             lambda model: adamw(model, config.optimizer),
             share_of_peak(job),

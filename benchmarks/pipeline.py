@@ -16,8 +16,8 @@ from meshwright.parallel.world import World
 from meshwright.prover.comm_volume import count_third_step
 from meshwright.prover.reference import LR, Concatenated, DataConfig, Loader, build_step, proof_source, proof_stream
 from meshwright.testing import run_ranks
-from meshwright.topology.schedule_timeline import timeline
-from meshwright.topology.schedules import KINDS, usual_stages
+from meshwright.topology.schedule_timeline import build_timeline
+from meshwright.topology.schedules import KINDS, default_stages
 from meshwright.topology.unsupported import validate
 from meshwright.trainer.step_recorder import idle
 
@@ -41,9 +41,9 @@ def table(ranks: int, micros: int, timed: bool) -> dict[str, Any]:
         config = replace(
             alone,
             layout=replace(alone.layout, pipeline=ranks),
-            pipeline=replace(alone.pipeline, schedule=kind, stages=usual_stages(kind)),
+            pipeline=replace(alone.pipeline, schedule=kind, stages=default_stages(kind)),
         )
-        promised = timeline(kind, ranks, micros)
+        promised = build_timeline(kind, ranks, micros)
         found = run_ranks(row, ranks, config)
         rows[kind] = {
             "bubble in slots": round(float(promised.bubble), 4),

@@ -7,14 +7,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from benchmarks.ordinary import READ_EVERY, Run, Samples, adamw, loader_of, share_of_peak
-from meshwright.models.init import build
+from meshwright.models.init import build_model
 from meshwright.parallel.world import World
 from meshwright.trainer.loop import Job
 
 
 def contender(job: Job, world: World) -> Run:
     config = job.config
-    model = DistributedDataParallel(build(config.model, config.seed), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(build_model(config.model, config.seed), gradient_as_bucket_view=True)
     optimizer = adamw(model, config.optimizer)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak(job))
     sampler = DistributedSampler(Samples(job.sources[0]), world.size, world.rank, seed=config.seed, drop_last=True)

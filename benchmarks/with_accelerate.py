@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.ordinary import READ_EVERY, Run, adamw, loader_of, share_of_peak
-from meshwright.models.init import build
+from meshwright.models.init import build_model
 from meshwright.parallel.world import World
 from meshwright.trainer.loop import Job
 
@@ -16,7 +16,7 @@ def contender(job: Job, world: World) -> Run:
     config = job.config
     accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
     assert accelerator.num_processes == world.size
-    bare = build(config.model, config.seed)
+    bare = build_model(config.model, config.seed)
     bare_optimizer = adamw(bare, config.optimizer)
     # accelerate's scheduler counts once for every process at each step
     bare_scheduler = torch.optim.lr_scheduler.LambdaLR(bare_optimizer, share_of_peak(job, world.size))

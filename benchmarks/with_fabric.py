@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.ordinary import READ_EVERY, Run, adamw, loader_of, share_of_peak
-from meshwright.models.init import build
+from meshwright.models.init import build_model
 from meshwright.parallel.world import World
 from meshwright.trainer.loop import Job
 
@@ -20,7 +20,7 @@ def contender(job: Job, world: World) -> Run:
     fabric = Fabric(accelerator="cpu", strategy=strategy, devices=world.size, plugins=[TorchElasticEnvironment()])
     fabric.launch()
     assert fabric.world_size == world.size
-    bare = build(config.model, config.seed)
+    bare = build_model(config.model, config.seed)
     model, optimizer = fabric.setup(bare, adamw(bare, config.optimizer))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak(job))
     batches = iter(fabric.setup_dataloaders(loader_of(job)))

@@ -12,7 +12,7 @@ from meshwright.config import RunConfig, load_config
 from meshwright.parallel.world import World
 from meshwright.prover.comm_volume import count_third_step
 from meshwright.testing import run_ranks
-from meshwright.topology.parameter_shapes import decoder_shapes
+from meshwright.topology.parameter_shapes import decoder_parameter_shapes
 
 RANKS = 4
 KINDS = {"none": "ZeRO-0", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "ZeRO-3"}
@@ -32,7 +32,7 @@ def measure() -> dict[str, Any]:
 
 def row(world: World, config: RunConfig) -> dict[str, float]:
     counted = count_third_step(world, config)
-    whole = sum(shape.elements() for shape in decoder_shapes(config.model)) * 4
+    whole = sum(shape.elements() for shape in decoder_parameter_shapes(config.model)) * 4
     wire = sum(row.wire_bytes for row in counted.rows() if row.axis != "control")
     held = {kind: round(counted.memory.peak[kind] / whole, 3) for kind in ("parameter", "gradient", "optimizer")}
     return held | {"wire x n / (n - 1)": round(wire / whole * RANKS / (RANKS - 1), 3)}

@@ -117,16 +117,16 @@ def plan_schedule(
     """Plan schedule: a pipeline schedule slot by slot, its bubble and what each rank holds; or all kinds compared."""
     from meshwright.observe import schedule_text
     from meshwright.observe.schedule_svg import write_svg
-    from meshwright.topology.schedule_timeline import compare, timeline
+    from meshwright.topology.schedule_timeline import build_timeline, compare_schedules
 
     costs = schedule_text.integer_costs(forward, backward_input, weight)
     if kind is None:
         if svg is not None:
             raise ConfigError("--svg draws one schedule", "allowed: meshwright plan schedule KIND --svg FILE")
-        found = compare(ranks, micro, stages, costs)
+        found = compare_schedules(ranks, micro, stages, costs)
         tell(True, schedule_text.schedules_json(found, costs), "") if json else schedule_text.show_all(found)
         return
-    drawn = timeline(kind, ranks, micro, stages, costs)
+    drawn = build_timeline(kind, ranks, micro, stages, costs)
     if svg is not None:
         write_svg(drawn, costs, svg)
     tell(True, schedule_text.schedule_json(drawn, costs), "") if json else schedule_text.show(drawn, costs)

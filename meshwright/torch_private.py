@@ -37,7 +37,7 @@ def fsdp_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                     yield "gradient", held.unsharded_accumulated_grad
 
 
-class MeetingStage(PipelineStage):
+class StageWithFilteredP2P(PipelineStage):
     """Before the first step torch sends a word to each neighbour, in older releases also to itself, where a V turns
     round: Gloo has no such pair. Newer ones ask all stages whether their shapes are known; ours always are, and where
     no other stage exists none is asked.
@@ -55,13 +55,13 @@ class MeetingStage(PipelineStage):
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
     def _warmup_forward_vote(self, *args: Any, **words: Any) -> Tensor:
-        return yes() if alone() else super()._warmup_forward_vote(*args, **words)
+        return yes() if uses_fake_backend() else super()._warmup_forward_vote(*args, **words)
 
     def _warmup_backward_result(self, *args: Any, **words: Any) -> Tensor:
-        return yes() if alone() else super()._warmup_backward_result(*args, **words)
+        return yes() if uses_fake_backend() else super()._warmup_backward_result(*args, **words)
 
 
-def alone() -> bool:
+def uses_fake_backend() -> bool:
     """Whether the ranks of the process group are imagined."""
     return dist.get_backend() == "fake"
 
@@ -70,7 +70,7 @@ def yes() -> Tensor:
     return torch.tensor([1], dtype=torch.int32)
 
 
-def imagine_ranks(rank: int, ranks: int) -> None:
+def init_fake_process_group(rank: int, ranks: int) -> None:
     """A process group of so many ranks, of which this process is one and the others do not exist: every collective
     ends at once and changes nothing.
     """
@@ -79,14 +79,14 @@ def imagine_ranks(rank: int, ranks: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
 
 
-def forget_meshes() -> None:
+def clear_dtensor_cache() -> None:
     """DTensor remembers by which groups a mesh sends, also of one that is gone and had the same shape."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
 
 
-class Imagined:
+class FakeTensors:
     """Tensors with shapes and without content. They are made inside `with imagined.active():`, and may be worked with
     outside, too.
     """
@@ -98,11 +98,11 @@ class Imagined:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        with self.mode, Arrived():  # type: ignore[no-untyped-call]
+        with self.mode, FakeCollectives():  # type: ignore[no-untyped-call]
             yield
 
 
-class Arrived(TorchDispatchMode):
+class FakeCollectives(TorchDispatchMode):
     """What a collective gives is there at once, in the memory that it was sent to; without content torch would give
     other memory to whoever waits for it. And grouped products have shapes in every precision; torch knows those of
     bf16 alone.
@@ -115,18 +115,18 @@ class Arrived(TorchDispatchMode):
         if namespace == "_c10d_functional" and name in ("wait_tensor", "_wrap_tensor_autograd"):
             return args[0]
         if namespace == "aten" and name == "_grouped_mm":
-            return grouped_product(*args, **(kwargs or {}))
+            return fake_grouped_mm(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def grouped_product(one: Tensor, other: Tensor, offs: Tensor, **_words: Any) -> Tensor:
+def fake_grouped_mm(one: Tensor, other: Tensor, offs: Tensor, **_words: Any) -> Tensor:
     """Rows by one matrix a group; or, of both by rows, one product a group."""
     if one.ndim == other.ndim:
         return one.new_empty(len(offs), one.shape[0], other.shape[1])
     return one.new_empty(one.shape[-2], other.shape[-1])
 
 
-class Chunks:
+class LazyChunks:
     """A parameter's pieces, of which FSDP2 looks at its own and the first; with thousands of ranks it would spend
     minutes on making all of them.
     """
@@ -143,7 +143,7 @@ class Chunks:
         return self.tensor.narrow(self.dim, start, min(self.each, size - start))
 
 
-class UnderWay:
+class PendingP2P:
     """Messages between stages: until somebody has waited for them they keep what they send."""
 
     def __init__(self, work: dist.Work, ops: list[dist.P2POp]) -> None:
@@ -153,20 +153,20 @@ class UnderWay:
         self.work.wait()
 
 
-def keep_sent(send: Any) -> Any:
-    return lambda ops, *words, **named: [UnderWay(work, ops) for work in send(ops, *words, **named)]
+def keep_sent_tensors(send: Any) -> Any:
+    return lambda ops, *words, **named: [PendingP2P(work, ops) for work in send(ops, *words, **named)]
 
 
 @contextmanager
-def unhurried_torch() -> Iterator[None]:
+def patched_for_simulation() -> Iterator[None]:
     """What torch does otherwise, or slowly, where nothing is computed or sent. DTensor takes tensors without content
     for a sign that something is compiled, and forgets what it has worked out before.
     """
     tracing = "_are_we_tracing"
     names = [name for name in sys.modules if name.startswith("torch.distributed")]
     changes: list[tuple[str, str, Any]] = [
-        ("torch.distributed.fsdp._fully_shard._fsdp_param", "_chunk_with_empty", Chunks),
-        ("torch.distributed.pipelining.schedules", "_batch_p2p", keep_sent(schedules._batch_p2p)),
+        ("torch.distributed.fsdp._fully_shard._fsdp_param", "_chunk_with_empty", LazyChunks),
+        ("torch.distributed.pipelining.schedules", "_batch_p2p", keep_sent_tensors(schedules._batch_p2p)),
         *((name, tracing, lambda: False) for name in names if tracing in vars(sys.modules[name])),
     ]
     changed = [(sys.modules[name], attribute, to) for name, attribute, to in changes if name in sys.modules]

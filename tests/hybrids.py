@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.config import RunConfig, load_config
 from meshwright.planner.hardware.cluster import Cluster, Device, Link
-from meshwright.topology.schedules import KINDS, usual_stages
+from meshwright.topology.schedules import KINDS, default_stages
 
 PLACES = {
     "schedule": "pipeline.schedule",
@@ -91,7 +91,7 @@ HYBRIDS = [*ALONE, *PAIRS, *MORE]
 def words(row: str) -> list[str]:
     """A row as what a user would type: copies where they are asked for alone, and blocks for every stage."""
     said = {"replicate": "1"} | dict(word.split("=") for word in row.split())
-    stages = said.get("stages") or usual_stages(said.get("schedule", "1f1b"))
+    stages = said.get("stages") or default_stages(said.get("schedule", "1f1b"))
     said.setdefault("layers", str(max(2, int(said.get("pipeline", 1)) * int(stages))))
     return [f"--{place(name)}={value}" for name, value in said.items()]
 

@@ -29,8 +29,8 @@ from meshwright.checkpoint.state import CheckpointState
 from meshwright.checkpoint.verify import shard_header, verify_file
 from meshwright.config import CheckpointConfig
 from meshwright.errors import BusyError, CheckpointError, MeshwrightError, NumericsError, PeerError, is_peer_loss
-from meshwright.parallel.data_parallel.replica_check import Replicas, words_of
-from meshwright.parallel.local_shard import LocalShard, local_shard_of
+from meshwright.parallel.data_parallel.replica_check import ReplicaChecker, parameter_checksums
+from meshwright.parallel.local_shard import LocalShard, local_shard
 from meshwright.parallel.world import World
 from meshwright.store.interface import Store
 from meshwright.topology.layout import Layout
@@ -75,7 +75,7 @@ class HostStager:
     """Host copies of what this rank keeps, in buffers that are made once and reused."""
 
     def __init__(self, state: CheckpointState, layout: Layout, rank: int) -> None:
-        blocks = {name: local_shard_of(tensor) for name, tensor in state.items()}
+        blocks = {name: local_shard(tensor) for name, tensor in state.items()}
         pinned = any(block.local.is_cuda for block in blocks.values())
         self.host = {
             name: blocks[name].like(
@@ -83,7 +83,7 @@ class HostStager:
             )
             for name in assign_shards(blocks, layout, rank)
         }
-        self.replicas = Replicas({name: b for name, b in blocks.items() if is_replica_checked(name)}, layout)
+        self.replicas = ReplicaChecker({name: b for name, b in blocks.items() if is_replica_checked(name)}, layout)
         self.words = torch.zeros(len(self.replicas.names), dtype=torch.int64, pin_memory=pinned)
         """a word of every parameter that others hold too, kept by this rank or not: replicas are compared by them"""
         self.begun, self.copied = (torch.cuda.Event(enable_timing=True) if pinned else None for _ in range(2))
@@ -94,9 +94,9 @@ class HostStager:
         if self.begun is not None:
             self.begun.record()
         for name, host in self.host.items():
-            host.local.copy_(local_shard_of(state[name]).local, non_blocking=True)
+            host.local.copy_(local_shard(state[name]).local, non_blocking=True)
         if self.replicas.names:
-            words = words_of(local_shard_of(state[name]).local for name in self.replicas.names)
+            words = parameter_checksums(local_shard(state[name]).local for name in self.replicas.names)
             self.words.copy_(words, non_blocking=True)
         if self.copied is not None:
             self.copied.record()

@@ -36,7 +36,7 @@ from meshwright.checkpoint.manifest import DIGEST_CHUNK_BYTES, MANIFEST_FILE, Fi
 from meshwright.checkpoint.state import CheckpointState, dtype_name, tensor_bytes
 from meshwright.checkpoint.verify import IO_BLOCK_BYTES, DigestingSink
 from meshwright.errors import CheckpointError
-from meshwright.parallel.local_shard import LocalShard, local_shard_of
+from meshwright.parallel.local_shard import LocalShard, local_shard
 from meshwright.store.interface import Store
 
 TENSOR_ALIGNMENT = 64
@@ -286,14 +286,14 @@ class LocalShardLoadPlanner(DefaultLoadPlanner):
 
 
 def as_planner_state(state: Mapping[str, torch.Tensor | LocalShard]) -> dict[str, Any]:
-    return {name: PlannerShard(local_shard_of(tensor)) for name, tensor in state.items()}
+    return {name: PlannerShard(local_shard(tensor)) for name, tensor in state.items()}
 
 
 def find_mismatches(state: CheckpointState, tensors: dict[str, TensorRecord]) -> list[str]:
     """How what a rank holds differs from a checkpoint: DCP would ignore, cast or fail halfway."""
     found = [f"{name} is missing in the checkpoint" for name in sorted(state.keys() - tensors.keys())]
     for name in sorted(state.keys() & tensors.keys()):
-        block = local_shard_of(state[name])
+        block = local_shard(state[name])
         here, there = (dtype_name(block.local), block.shape), (tensors[name].dtype, tensors[name].shape)
         if here != there:
             found.append(f"{name} is {there[0]} {list(there[1])} in the checkpoint and {here[0]} {list(here[1])} here")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.unsharded import digest_of_lines, tensor_digest_line
-from meshwright.parallel.local_shard import LocalShard, full_tensor_of, local_shard_of
+from meshwright.parallel.local_shard import LocalShard, full_tensor, local_shard
 from meshwright.parallel.world import World
 from meshwright.topology.layout import AXES, Layout
 
@@ -22,7 +22,7 @@ def collect_state(
     """Every tensor that a resumed run needs, under a name that no layout changes. `parameters` are the model's as they
     are between steps, whatever is gathered just now; `moments` are the optimizer's, as parameter name / key.
     """
-    state: CheckpointState = {f"model/{name}": local_shard_of(parameter) for name, parameter in parameters.items()}
+    state: CheckpointState = {f"model/{name}": local_shard(parameter) for name, parameter in parameters.items()}
     kept = model.state_dict(keep_vars=True)
     state |= {f"buffer/{name}": buffer for name, buffer in model.named_buffers() if name in kept}
     return state | {f"optimizer/{name}": block for name, block in moments.items()}
@@ -61,7 +61,7 @@ def parameter_digest_lines(named: Iterable[tuple[str, Tensor]], wanted: bool = T
     """What is digested of each; none where it is not `wanted`. Ranks that hold blocks of one must all ask."""
     lines = []
     for name, parameter in named:
-        whole = full_tensor_of(parameter)
+        whole = full_tensor(parameter)
         if wanted:
             lines.append(tensor_digest_line(name, dtype_name(parameter), parameter.shape, tensor_bytes(whole.cpu())))
     return lines

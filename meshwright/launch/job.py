@@ -19,7 +19,7 @@ from meshwright.errors import BusyError, ConfigError, MeshwrightError, PeerError
 from meshwright.launch.ranks import Ranks, raise_if_spawning
 from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, leave_process_group, torchrun_restart_count
 from meshwright.parallel.parallel_spec import ParallelSpec
-from meshwright.parallel.parallelize import needed
+from meshwright.parallel.parallelize import require_spec
 from meshwright.recover.incidents import Incident
 from meshwright.recover.lease import Lease, acquire_lease, raise_if_held
 from meshwright.recover.supervisor import newest_checkpoint_step, record_lost_attempts
@@ -51,7 +51,7 @@ def make_job(
             "a model of your own and its loss come together", "allowed: train(config, model=..., loss=...)"
         )
     if model is not None:
-        needed(parts, layout, config)
+        require_spec(parts, layout, config)
     if source is not None and config.data.mixture:
         raise ConfigError("data.mixture is set and a source of your own is given", "allowed: one of the two")
     if source is None:

@@ -72,7 +72,7 @@ class Attention(nn.Module):
         batch, sequence, _ = x.shape
         # -1 and not the head count: a tensor-parallel rank holds a part of the heads
         q, k, v = (p(x).view(batch, sequence, -1, self.head_size).transpose(1, 2) for p in (self.q, self.k, self.v))
-        mixed = self.attend(rotate(q, where), rotate(k, where), v, where.documents)
+        mixed = self.attend(apply_rotary(q, where), apply_rotary(k, where), v, where.documents)
         return self.out(mixed.transpose(1, 2).reshape(batch, sequence, -1))  # type: ignore[no-any-return]
 
 
@@ -148,7 +148,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if documents is None:
-            documents = documents_of(tokens, self.separator)
+            documents = document_ids(tokens, self.separator)
         return self.head(self.decoder(tokens, documents), labels)  # type: ignore[no-any-return]
 
     def tie(self) -> None:
@@ -158,7 +158,7 @@ class LanguageModel(nn.Module):
         self.head.weight = weight
 
 
-def documents_of(tokens: Tensor, separator: int | None) -> Tensor | None:
+def document_ids(tokens: Tensor, separator: int | None) -> Tensor | None:
     """The number of each token's document in its sequence; a separator belongs to the one that it ends."""
     if separator is None:
         return None
@@ -174,7 +174,7 @@ def rotary_tables(positions: Tensor, head_size: int, theta: float, dtype: torch.
     return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, where: RotaryTables) -> Tensor:
+def apply_rotary(x: Tensor, where: RotaryTables) -> Tensor:
     """Rotates the pairs (i, i + half) of each head, as the Llama checkpoints lay them out."""
     cos, sin = where.cos, where.sin
     first, second = x.to(cos.dtype).chunk(2, dim=-1)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import ModelConfig
-from meshwright.models.expert_weights import ExpertWeights, as_computed
+from meshwright.models.expert_weights import ExpertWeights, to_compute_dtype
 from meshwright.models.feed_forward import FeedForward
 
 
@@ -50,14 +50,14 @@ class Router(nn.Module):
         return scores, chosen, scores.gather(1, chosen).softmax(dim=-1)
 
 
-class Dispatch(nn.Module):
+class ExpertDispatch(nn.Module):
     """Brings rows, sorted by expert, to the bank and back: here it is in the same process."""
 
     def forward(self, bank: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
         return bank(rows, counts)  # type: ignore[no-any-return]
 
 
-class Whole(nn.Module):
+class SequenceCounts(nn.Module):
     """How often each sequence chose each expert (sequences, experts), from what this process saw of it: all."""
 
     def forward(self, counts: Tensor) -> Tensor:
@@ -74,8 +74,8 @@ class Experts(nn.Module):
         self.bank = ExpertWeights(config.experts, config.width, config.ffn)
         inner = config.experts_shared * config.ffn
         self.shared = FeedForward(config.width, inner) if inner else None
-        self.dispatch: nn.Module = Dispatch()
-        self.whole: nn.Module = Whole()
+        self.dispatch: nn.Module = ExpertDispatch()
+        self.whole: nn.Module = SequenceCounts()
         self.pull: Tensor | None = None
         """the gradient of the step's loss with respect to `auxiliary`, as a scalar on the device; None: no such loss"""
         self.explicit = False
@@ -96,7 +96,7 @@ class Experts(nn.Module):
         order, taken = self.admit(chosen, load)
         self.note(load, taken)
         # One row a visit and not a gather of tokens: its gradient is then a sum in a fixed order.
-        visits = as_computed(flat)[:, None].expand(-1, self.active, -1).reshape(-1, flat.shape[-1])
+        visits = to_compute_dtype(flat)[:, None].expand(-1, self.active, -1).reshape(-1, flat.shape[-1])
         rows = self.dispatch(self.bank, visits.index_select(0, order), taken)
         back = rows.new_zeros(visits.shape).index_copy(0, order, rows).view(*chosen.shape, flat.shape[-1])
         out = (back * weights[..., None]).sum(dim=1).to(x.dtype).view_as(x)
@@ -121,7 +121,7 @@ class Experts(nn.Module):
     @torch.no_grad()
     def note(self, load: Tensor, taken: Tensor) -> None:
         """Counts a training pass, once: where activations are recomputed, backward comes by again."""
-        if not self.training or in_backward():
+        if not self.training or inside_backward():
             return
         before, dropped = self.so_far()
         self.load, self.dropped = before + load, dropped + (load - taken).sum()
@@ -155,11 +155,11 @@ class Experts(nn.Module):
             self.auxiliary = auxiliary
             return out
         self.auxiliary = auxiliary.detach()
-        pulled: Tensor = Pull.apply(out, auxiliary, self.pull)  # type: ignore[no-untyped-call]
+        pulled: Tensor = AttachAuxiliaryLoss.apply(out, auxiliary, self.pull)  # type: ignore[no-untyped-call]
         return pulled
 
 
-class Pull(torch.autograd.Function):
+class AttachAuxiliaryLoss(torch.autograd.Function):
     """Passes the first input on; in backward the second gets the third as its gradient."""
 
     @staticmethod
@@ -173,13 +173,13 @@ class Pull(torch.autograd.Function):
         return gradient, pull, None
 
 
-def in_backward() -> bool:
+def inside_backward() -> bool:
     """Whether autograd is at work on this thread: a forward pass there repeats an earlier one."""
     return torch._C._current_graph_task_id() != -1
 
 
 @torch.no_grad()
-def rebalance(bias: Tensor, load: Tensor, rate: float) -> Tensor:
+def update_router_bias(bias: Tensor, load: Tensor, rate: float) -> Tensor:
     """The bias after a step: up for experts with less than an even share of the load, which is that of all ranks."""
     wide = load.to(torch.float64)  # exact, so that an expert with the even share stays where it is
     return bias + rate * torch.sign(wide.mean() - wide).to(bias.dtype)

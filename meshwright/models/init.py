@@ -14,31 +14,33 @@ from torch import Tensor
 from meshwright.config import ModelConfig
 from meshwright.models.decoder import LanguageModel
 
-ROWS = 1024
+ROWS_PER_KEY = 1024
 """Rows generated from one key: a rank that holds part of a matrix generates the blocks it needs, and no more."""
 
-STD = 0.02
+INIT_STD = 0.02
 
 
-def outline(config: ModelConfig, dtype: torch.dtype) -> LanguageModel:
+def build_on_meta(config: ModelConfig, dtype: torch.dtype) -> LanguageModel:
     """The language model without its weights, on the meta device."""
     with torch.device("meta"):
         return LanguageModel(config).to(dtype)
 
 
-def build(
+def build_model(
     config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> LanguageModel:
     """The language model with its initial weights, whole."""
-    model = outline(config, dtype).to_empty(device=device)
+    model = build_on_meta(config, dtype).to_empty(device=device)
     if config.tie:  # to_empty gives each owner its own storage
         model.tie()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        fill(tensor.detach(), name, tensor.shape, (0,) * tensor.ndim, config, seed)
+        init_shard(tensor.detach(), name, tensor.shape, (0,) * tensor.ndim, config, seed)
     return model
 
 
-def fill(local: Tensor, name: str, shape: Sequence[int], offset: Sequence[int], config: ModelConfig, seed: int) -> None:
+def init_shard(
+    local: Tensor, name: str, shape: Sequence[int], offset: Sequence[int], config: ModelConfig, seed: int
+) -> None:
     """Writes into `local` the block of a parameter or buffer of this name and shape that begins at `offset`."""
     if "norm" in name.split(".")[-2]:
         local.fill_(1.0)
@@ -46,17 +48,19 @@ def fill(local: Tensor, name: str, shape: Sequence[int], offset: Sequence[int], 
         local.zero_()
     elif len(shape) == 3:  # one matrix an expert, each with a key of its own: a rank makes those it holds
         for expert, matrix in enumerate(local, offset[0]):
-            fill_matrix(matrix, f"{name}.{expert}", shape[1:], offset[1:], std_of(name, config), seed)
+            init_matrix_shard(matrix, f"{name}.{expert}", shape[1:], offset[1:], init_std(name, config), seed)
     else:
-        fill_matrix(local, name, shape, offset, std_of(name, config), seed)
+        init_matrix_shard(local, name, shape, offset, init_std(name, config), seed)
 
 
-def fill_matrix(local: Tensor, name: str, shape: Sequence[int], offset: Sequence[int], std: float, seed: int) -> None:
+def init_matrix_shard(
+    local: Tensor, name: str, shape: Sequence[int], offset: Sequence[int], std: float, seed: int
+) -> None:
     if not local.numel():
         return
     first, end = offset[0], offset[0] + local.shape[0]
-    for start in range(first // ROWS * ROWS, end, ROWS):
-        stop = min(start + ROWS, shape[0])
+    for start in range(first // ROWS_PER_KEY * ROWS_PER_KEY, end, ROWS_PER_KEY):
+        stop = min(start + ROWS_PER_KEY, shape[0])
         rows = initial_rows(seed, name, shape, start, stop, std)
         below, above = max(start, first), min(stop, end)
         block = rows[below - start : above - start]
@@ -65,14 +69,14 @@ def fill_matrix(local: Tensor, name: str, shape: Sequence[int], offset: Sequence
         local[below - first : above - first].copy_(block)
 
 
-def std_of(name: str, config: ModelConfig) -> float:
+def init_std(name: str, config: ModelConfig) -> float:
     """Projections back into the residual stream are smaller with depth, so that its variance stays of order one."""
     back_into_residual = name.endswith(("attention.out.weight", "down.weight", "bank.down"))
-    return STD / math.sqrt(2 * config.layers) if back_into_residual else STD
+    return INIT_STD / math.sqrt(2 * config.layers) if back_into_residual else INIT_STD
 
 
 def initial_rows(seed: int, name: str, shape: Sequence[int], start: int, stop: int, std: float) -> Tensor:
     """Rows [start, stop) of a parameter's initial value, in float32 on the CPU; start is a multiple of ROWS."""
-    digest = hashlib.sha256(f"{seed}/{name}/{start // ROWS}".encode()).digest()
+    digest = hashlib.sha256(f"{seed}/{name}/{start // ROWS_PER_KEY}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
     return torch.randn((stop - start, *shape[1:]), generator=generator) * std

@@ -11,7 +11,7 @@ from meshwright.observe.schedule_text import MEANINGS
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import describe_plan, memory_by_class, merged_calls
 from meshwright.planner.search.plan_result import PlanResult
-from meshwright.topology.schedule_timeline import Timeline, timeline
+from meshwright.topology.schedule_timeline import Timeline, build_timeline
 
 WIDTH, LEFT, RIGHT, ROW = 1000, 150, 110, 26
 """of a picture: where its bars begin, what is left for figures, and how high a row is"""
@@ -121,7 +121,7 @@ def pipeline_picture(estimate: Estimate) -> tuple[str, str]:
     drawn = micros
     while drawn > 2 * ranks and (drawn > 4 * ranks or 3 * ranks * drawn * job.stages_per_rank > MOST_CELLS):
         drawn = max(2 * ranks, drawn // 2 // ranks * ranks)
-    found = timeline(job.schedule, ranks, drawn, job.stages_per_rank)
+    found = build_timeline(job.schedule, ranks, drawn, job.stages_per_rank)
     step = max(1, -(-3 * ranks * drawn * job.stages_per_rank // MOST_CELLS))
     used = {slot.action.what for row in found.rows for slot in row}
     rows = [*range(0, ranks, step)]

@@ -36,7 +36,7 @@ from meshwright.telemetry.run_measurements import (
     read_measurements,
 )
 from meshwright.topology.layout import Layout
-from meshwright.topology.parameter_shards import by_ddp
+from meshwright.topology.parameter_shards import uses_ddp
 
 MAX_RANKS = 1 << 16
 """Ranks of a layout whose bytes are compared."""
@@ -184,7 +184,7 @@ def phase_rows(steps: list[RecordedStep], plan: Mapping[str, Any], layout: Layou
         for phase, item in bounded_object(plan.get("phases")).items()
         if (value := finite_number(item)) is not None
     }
-    waited = {"bubble", "pipeline"} | ({"replicate"} if layout is not None and by_ddp(layout) else set())
+    waited = {"bubble", "pipeline"} | ({"replicate"} if layout is not None and uses_ddp(layout) else set())
     passes = [phase for phase in given if phase not in waited | {"update", "other"}]
 
     def twin(name: str, phases: tuple[str, ...], meaning: Iterable[str]) -> ReportRow:

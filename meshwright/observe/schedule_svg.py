@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 from meshwright.io import write_output
 from meshwright.observe.schedule_text import MEANINGS, describe, is_even_stage, title
-from meshwright.topology.schedule_timeline import Costs, Slot, Timeline
+from meshwright.topology.schedule_timeline import ActionCosts, Timeline, TimelineSlot
 
 LEFT, TOP, ROW = 72, 84, 28
 """Where the rows begin, and how high they are."""
@@ -32,7 +32,7 @@ text { font: 12px system-ui, sans-serif; fill: var(--ink); }
 """
 
 
-def svg(timeline: Timeline, costs: Costs) -> Iterator[str]:
+def svg(timeline: Timeline, costs: ActionCosts) -> Iterator[str]:
     """Line by line: a large picture is never held whole."""
     slots, wide = int(timeline.makespan), slot_width(timeline)
     width = max(NARROWEST, LEFT + slots * wide + 16)
@@ -63,7 +63,7 @@ def slot_width(timeline: Timeline) -> int:
     return 8 + 7 * max(2, len(str(timeline.micros - 1)))
 
 
-def cell(timeline: Timeline, slot: Slot, top: int) -> str:
+def cell(timeline: Timeline, slot: TimelineSlot, top: int) -> str:
     action = slot.action
     kind = action.what.lower() if is_even_stage(timeline, slot) else action.what
     width = slot_width(timeline)
@@ -93,5 +93,5 @@ def legend(timeline: Timeline) -> Iterator[str]:
         yield f'<text class="faint" x="{left}" y="52">pale: a rank\'s {stages}{pairs}</text>\n'
 
 
-def write_svg(timeline: Timeline, costs: Costs, path: Path) -> None:
+def write_svg(timeline: Timeline, costs: ActionCosts, path: Path) -> None:
     write_output(path, svg(timeline, costs), "--svg")

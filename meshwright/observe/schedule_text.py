@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.errors import ConfigError
-from meshwright.topology.schedule_timeline import Costs, Slot, Timeline, formula
+from meshwright.topology.schedule_timeline import ActionCosts, Timeline, TimelineSlot, bubble_formula
 
 COLOURS = {"F": "white on blue", "B": "black on dark_orange", "I": "black on yellow", "W": "black on green"}
 LATER = {"F": "black on sky_blue2", "B": "black on light_salmon1", "I": "black on khaki1", "W": "black on pale_green1"}
@@ -25,19 +25,19 @@ MAX_SLOTS = 16
 """Of one action, in a picture."""
 
 
-def integer_costs(forward: int, backward_input: int, weight: int) -> Costs:
+def integer_costs(forward: int, backward_input: int, weight: int) -> ActionCosts:
     """Costs that can be drawn."""
-    costs = Costs(forward, backward_input, weight)
+    costs = ActionCosts(forward, backward_input, weight)
     for name, slots in vars(costs).items():
         if slots > MAX_SLOTS:
             raise ConfigError(f"{name} takes {slots} slots", f"allowed: 1 to {MAX_SLOTS}")
     return costs
 
 
-def describe(timeline: Timeline, costs: Costs) -> list[str]:
+def describe(timeline: Timeline, costs: ActionCosts) -> list[str]:
     """What the picture shows, in numbers."""
     size = f"{timeline.ranks} ranks x {timeline.makespan} slots"
-    exact = formula(timeline.kind, timeline.ranks, timeline.micros, timeline.each, costs)
+    exact = bubble_formula(timeline.kind, timeline.ranks, timeline.micros, timeline.each, costs)
     known = f"; formula {exact[0]} = {exact[1]}" if exact else "; no closed form here"
     peaks = " ".join(map(str, ends_of(timeline.peaks)))
     whole = " ".join(map(decimal, ends_of(timeline.held)))
@@ -62,12 +62,12 @@ def title(timeline: Timeline) -> str:
     return f"{timeline.kind}: {timeline.ranks} ranks, {timeline.micros} micro-batches{stages}"
 
 
-def letter(timeline: Timeline, slot: Slot) -> str:
+def letter(timeline: Timeline, slot: TimelineSlot) -> str:
     """Small for a rank's second, fourth, ... stage: that is all a cell has room for."""
     return slot.action.what.lower() if is_even_stage(timeline, slot) else slot.action.what
 
 
-def is_even_stage(timeline: Timeline, slot: Slot) -> bool:
+def is_even_stage(timeline: Timeline, slot: TimelineSlot) -> bool:
     return slot.action.stage // timeline.ranks % 2 == 1
 
 
@@ -89,7 +89,7 @@ def notes(timeline: Timeline) -> str:
     return f"small letters: {small}{pairs}" if timeline.each > 1 else ""
 
 
-def draw_row(timeline: Timeline, row: list[Slot], slots: int, wide: int) -> Text:
+def draw_row(timeline: Timeline, row: list[TimelineSlot], slots: int, wide: int) -> Text:
     """The first slots of a rank's row, each `wide` letters wide."""
     text = Text()
     for slot in row:
@@ -129,7 +129,7 @@ def picture(timeline: Timeline, width: int) -> list[Text]:
     return lines
 
 
-def show(timeline: Timeline, costs: Costs, console: Console | None = None) -> None:
+def show(timeline: Timeline, costs: ActionCosts, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     head = [Text(title(timeline), "bold"), legend(timeline), *filter(None, [Text(notes(timeline), "dim")])]
     lines = [*head, Text(), *picture(timeline, console.width)]
@@ -162,9 +162,9 @@ def show_all(found: dict[str, Timeline | ConfigError], console: Console | None =
     )
 
 
-def schedule_json(timeline: Timeline, costs: Costs, rows: bool = True) -> dict[str, Any]:
+def schedule_json(timeline: Timeline, costs: ActionCosts, rows: bool = True) -> dict[str, Any]:
     """For machines."""
-    exact = formula(timeline.kind, timeline.ranks, timeline.micros, timeline.each, costs)
+    exact = bubble_formula(timeline.kind, timeline.ranks, timeline.micros, timeline.each, costs)
     told: dict[str, Any] = {
         "schedule": timeline.kind,
         "ranks": timeline.ranks,
@@ -186,7 +186,7 @@ def schedule_json(timeline: Timeline, costs: Costs, rows: bool = True) -> dict[s
     return told
 
 
-def schedules_json(found: dict[str, Timeline | ConfigError], costs: Costs) -> dict[str, Any]:
+def schedules_json(found: dict[str, Timeline | ConfigError], costs: ActionCosts) -> dict[str, Any]:
     return {
         "schedules": [
             schedule_json(row, costs, rows=False)

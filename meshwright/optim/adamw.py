@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.config import OptimizerConfig, ScheduleConfig
-from meshwright.parallel.local_shard import LocalShard, local_of, local_shard_of
+from meshwright.parallel.local_shard import LocalShard, local_shard, local_tensor
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
 
@@ -47,7 +47,7 @@ class AdamW:
         self.layout = layout or Layout(replicate=self.world.size)
         self.names = [name for name, p in named.items() if p.requires_grad]
         self.parameters = [named[name] for name in self.names]
-        self.blocks = [local_shard_of(parameter) for parameter in self.parameters]
+        self.blocks = [local_shard(parameter) for parameter in self.parameters]
         self.owned = [self._own(p, block) for p, block in zip(self.parameters, self.blocks, strict=True)]
         """what AdamW works on: the parameters, the blocks of those that are cut, or copies in host memory"""
         self.used = 0
@@ -83,7 +83,7 @@ class AdamW:
     def moments(self) -> dict[str, LocalShard]:
         """AdamW's state, cut as the parameters are, by parameter name and key."""
         return {
-            f"{name}/{key}": block.like(value) if value.ndim or not block.shape else local_shard_of(value)
+            f"{name}/{key}": block.like(value) if value.ndim or not block.shape else local_shard(value)
             for name, block, owned in zip(self.names, self.blocks, self.owned, strict=True)
             for key, value in self.adamw.state[owned].items()
         }
@@ -98,7 +98,7 @@ class AdamW:
     def gradients(self) -> list[tuple[Tensor, bool]]:
         """This rank's blocks of the gradients, and whether it counts them."""
         pairs = zip(self.parameters, self.counted, strict=True)
-        return [(local_of(p.grad), counted) for p, counted in pairs if p.grad is not None]
+        return [(local_tensor(p.grad), counted) for p, counted in pairs if p.grad is not None]
 
     def gradient_norm(self) -> Tensor:
         """The norm over all parameters, each counted once, of gradients that are already the sum over ranks."""
@@ -144,7 +144,7 @@ class AdamW:
     def _take_gradients(self) -> None:
         for parameter, owned in zip(self.parameters, self.owned, strict=True):
             if parameter is not owned and parameter.grad is not None:
-                gradient = local_of(parameter.grad)
+                gradient = local_tensor(parameter.grad)
                 owned.grad = gradient.to("cpu", non_blocking=True) if self.offload else gradient
 
     def zero(self, in_place: bool = False) -> None:

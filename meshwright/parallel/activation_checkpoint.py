@@ -14,9 +14,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from meshwright.config import ActivationCheckpointConfig
 from meshwright.errors import ConfigError
 from meshwright.models.decoder import BlockStack, RotaryTables
-from meshwright.parallel.parallel_spec import ParallelSpec, blocks_of
+from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks
 
-KEPT = (
+SAVED_OPS = (
     "mm",
     "bmm",
     "addmm",
@@ -44,15 +44,15 @@ def apply_activation_checkpointing(model: nn.Module, parts: ParallelSpec, config
                 "allowed: activation_checkpoint.segment = 1",
             )
         for module in stacks:
-            module.stack = Segments(config.segment)
+            module.stack = CheckpointedBlockStack(config.segment)
         return
-    for block in blocks_of(model, parts):
-        wrap(block, config.mode)
+    for block in find_blocks(model, parts):
+        checkpoint_block(block, config.mode)
 
 
-def wrap(block: nn.Module, mode: Literal["full", "selective"]) -> None:
+def checkpoint_block(block: nn.Module, mode: Literal["full", "selective"]) -> None:
     """The module's own forward alone: names stay, and hooks of other axes run around it, once."""
-    context: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, keep)}
+    context: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, selective_policy)}
     block.forward = partial(checkpoint, block.forward, use_reentrant=False, **(context if mode == "selective" else {}))
 
 
@@ -60,7 +60,7 @@ PASSING: list[None] = []
 
 
 @contextmanager
-def nothing_kept() -> Iterator[None]:
+def recompute_all() -> Iterator[None]:
     """Operations inside are computed again, dear or not: attention in blocks would keep each block's scores."""
     PASSING.append(None)
     try:
@@ -69,15 +69,15 @@ def nothing_kept() -> Iterator[None]:
         PASSING.pop()
 
 
-def keep(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+def selective_policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     if PASSING:
         return CheckpointPolicy.PREFER_RECOMPUTE
     name = operation.__name__.partition(".")[0]
-    kept = name in KEPT if operation.namespace == "aten" else name == "reduce_scatter_tensor"
+    kept = name in SAVED_OPS if operation.namespace == "aten" else name == "reduce_scatter_tensor"
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class Segments(BlockStack):
+class CheckpointedBlockStack(BlockStack):
     """The way through the blocks that keeps only what enters every so many of them."""
 
     def __init__(self, size: int) -> None:

@@ -13,15 +13,15 @@ Splits = list[int] | None
 """How many rows each rank gets or gives; None: equally many."""
 
 
-def exchange(rows: Tensor, group: dist.ProcessGroup, going: Splits = None, coming: Splits = None) -> Tensor:
+def all_to_all(rows: Tensor, group: dist.ProcessGroup, going: Splits = None, coming: Splits = None) -> Tensor:
     """Sends the first rows to the group's first rank and so on; gives what came, in the order of ranks. Every rank of
     the group must call it, forward and backward, also one that has nothing to send.
     """
-    came: Tensor = Exchange.apply(rows, group, going, coming)  # type: ignore[no-untyped-call]
+    came: Tensor = AllToAllFunction.apply(rows, group, going, coming)  # type: ignore[no-untyped-call]
     return came
 
 
-class Exchange(torch.autograd.Function):
+class AllToAllFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup, going: Splits, coming: Splits) -> Tensor:
         ctx.way = group, going, coming

@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from meshwright.models.expert_weights import ExpertWeights, Matrices
-from meshwright.models.experts import Dispatch, Experts, Whole
-from meshwright.parallel.all_to_all import exchange
+from meshwright.models.experts import ExpertDispatch, Experts, SequenceCounts
+from meshwright.parallel.all_to_all import all_to_all
 from meshwright.parallel.mesh import Meshes
 
 
-class AllToAll(Dispatch):
+class AllToAllDispatch(ExpertDispatch):
     """Rows, sorted by expert, to the ranks of `group` that hold their experts, through the bank, and back."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -34,11 +34,11 @@ class AllToAll(Dispatch):
         dist.all_to_all_single(meant, counts.contiguous(), group=self.group)
         both = torch.stack((counts, meant)).view(2, ranks, -1)  # (which way, rank, local expert)
         going, coming = self.numbers(both, len(rows))
-        here = exchange(rows, self.group, going, coming)
-        order = by_expert(both[1], sum(coming))
+        here = all_to_all(rows, self.group, going, coming)
+        order = expert_sort_order(both[1], sum(coming))
         made = bank(here.index_select(0, order), both[1].sum(dim=0))
         back = made.new_zeros(made.shape).index_copy(0, order, made)
-        return exchange(back, self.group, coming, going)
+        return all_to_all(back, self.group, coming, going)
 
     def numbers(self, both: Tensor, _rows: int) -> tuple[list[int], list[int]]:
         """Rows that go to each rank and come from it. The one place where the host waits for the device."""
@@ -46,7 +46,7 @@ class AllToAll(Dispatch):
         return going, coming
 
 
-def by_expert(counts: Tensor, rows: int) -> Tensor:
+def expert_sort_order(counts: Tensor, rows: int) -> Tensor:
     """The order that sorts rows by local expert. They come by rank, and of each rank by expert; `counts` says how many
     of each, (rank, local expert).
     """
@@ -55,7 +55,7 @@ def by_expert(counts: Tensor, rows: int) -> Tensor:
     return expert.repeat_interleave(counts.flatten(), output_size=rows).argsort(stable=True)
 
 
-class SumOver(Whole):
+class AllReduceCounts(SequenceCounts):
     """How often each sequence chose each expert, where the ranks of `group` hold pieces of the same sequences."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -68,7 +68,7 @@ class SumOver(Whole):
         return total
 
 
-def divide_experts(model: nn.Module, meshes: Meshes) -> None:
+def apply_expert_parallel(model: nn.Module, meshes: Meshes) -> None:
     """Each rank of the expert axis keeps its own experts. Ranks of the tensor axis, which have pieces of the sequence
     between matrices, hold the same experts and routers, and their gradients are parts of a sum.
     """
@@ -76,32 +76,32 @@ def divide_experts(model: nn.Module, meshes: Meshes) -> None:
     for experts in (module for module in model.modules() if isinstance(module, Experts)):
         if meshes.experts is not None:
             names = tuple(axis for axis in meshes.experts.mesh_dim_names or () if axis in ("expert", "tensor"))
-            on_mesh(experts.bank, meshes.experts[names], [Shard(0), Replicate()][: len(names)])
+            distribute_parameters(experts.bank, meshes.experts[names], [Shard(0), Replicate()][: len(names)])
             assert meshes.expert is not None
-            experts.dispatch = AllToAll(meshes.expert)
+            experts.dispatch = AllToAllDispatch(meshes.expert)
         elif tensor is not None:
-            on_mesh(experts.bank, tensor, [Replicate()])
+            distribute_parameters(experts.bank, tensor, [Replicate()])
         if tensor is not None:
-            on_mesh(experts.router, tensor, [Replicate()])
+            distribute_parameters(experts.router, tensor, [Replicate()])
         bank, router = experts.bank, experts.router
-        bank.weights = partial(local_matrices, bank)  # type: ignore[method-assign]
-        router.matrix = partial(local, router, "weight")  # type: ignore[method-assign]
+        bank.weights = partial(local_expert_matrices, bank)  # type: ignore[method-assign]
+        router.matrix = partial(local_weight, router, "weight")  # type: ignore[method-assign]
         if meshes.pieces is not None:
-            experts.whole = SumOver(meshes.pieces)
+            experts.whole = AllReduceCounts(meshes.pieces)
 
 
-def on_mesh(module: nn.Module, mesh: DeviceMesh, placements: list[Placement]) -> None:
+def distribute_parameters(module: nn.Module, mesh: DeviceMesh, placements: list[Placement]) -> None:
     """A module's own parameters as DTensors, each rank from its own copy."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         spread = distribute_tensor(parameter, mesh, placements, src_data_rank=None)
         module.register_parameter(name, nn.Parameter(spread, parameter.requires_grad))
 
 
-def local_matrices(bank: ExpertWeights) -> Matrices:
-    return local(bank, "gate"), local(bank, "up"), local(bank, "down")
+def local_expert_matrices(bank: ExpertWeights) -> Matrices:
+    return local_weight(bank, "gate"), local_weight(bank, "up"), local_weight(bank, "down")
 
 
-def local(module: nn.Module, name: str) -> Tensor:
+def local_weight(module: nn.Module, name: str) -> Tensor:
     """With its graph. Along an axis on which ranks hold the same weight each sees other tokens."""
     weight = getattr(module, name)
     if not isinstance(weight, DTensor):
@@ -110,5 +110,5 @@ def local(module: nn.Module, name: str) -> Tensor:
     return weight.to_local(grad_placements=parts)
 
 
-def banks_of(model: nn.Module) -> list[ExpertWeights]:
+def find_expert_weights(model: nn.Module) -> list[ExpertWeights]:
     return [module for module in model.modules() if isinstance(module, ExpertWeights)]

@@ -27,12 +27,12 @@ class LocalShard:
         return LocalShard(local, self.shape, self.offset, self.cut)
 
 
-def local_of(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """The memory of this rank's part; a plain tensor is all of it."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def local_shard_of(tensor: Tensor | LocalShard) -> LocalShard:
+def local_shard(tensor: Tensor | LocalShard) -> LocalShard:
     """A matrix is cut for the tensor axis first and what is left of it for the shard axis: from the innermost out."""
     if isinstance(tensor, LocalShard):
         return tensor
@@ -54,13 +54,13 @@ def local_shard_of(tensor: Tensor | LocalShard) -> LocalShard:
         size[dim] = min(each, size[dim] - start)
         if mesh.size(index) > 1:
             cut.update(names[index].split("+"))  # axes that share one dimension of a mesh
-    local = local_of(tensor)
+    local = local_tensor(tensor)
     if tuple(local.shape) != tuple(size):
         raise ValueError(f"a block of {tuple(local.shape)} lies where one of {tuple(size)} of {shape} should")
     return LocalShard(local, shape, tuple(offset), frozenset(cut))
 
 
 @torch.no_grad()
-def full_tensor_of(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank of its mesh; they must all ask."""
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()

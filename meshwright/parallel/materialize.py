@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel.local_shard import LocalShard, local_shard_of
-from meshwright.parallel.parallel_spec import owned_parameters
+from meshwright.parallel.local_shard import LocalShard, local_shard
+from meshwright.parallel.parallel_spec import parameter_owners
 
 Fill = Callable[[LocalShard, str], None]
 """Writes into a block what a parameter or buffer of this name holds there."""
@@ -24,7 +24,7 @@ class Materializer:
 
     def ready(self, module: nn.Module) -> None:
         made: dict[int, nn.Parameter] = {}
-        for owner, name, parameter in owned_parameters(module):
+        for owner, name, parameter in parameter_owners(module):
             if parameter.is_meta:
                 if id(parameter) not in made:  # a shared parameter stays shared
                     real = torch.empty_like(parameter, device=self.device)
@@ -39,12 +39,12 @@ class Materializer:
     def fill(self, module: nn.Module) -> None:
         """A module of the model, under the names of the whole."""
         if self.content is not None:
-            names = {id(tensor): name for name, tensor in tensors_of(self.model)}
-            for _, tensor in tensors_of(module):
+            names = {id(tensor): name for name, tensor in named_tensors(self.model)}
+            for _, tensor in named_tensors(module):
                 name = names[id(tensor)]
-                self.content(local_shard_of(tensor), self.copies.get(name, name))
+                self.content(local_shard(tensor), self.copies.get(name, name))
 
 
-def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()

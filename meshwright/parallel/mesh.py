@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.topology.layout import Layout
-from meshwright.topology.parameter_shards import bank_over, by_ddp, dense_over
+from meshwright.topology.parameter_shards import dense_shard_group, expert_shard_group, uses_ddp
 
 NOT_DATA = ("pipeline", "expert", "tensor")
 """Dimensions over which FSDP2 spreads nothing."""
@@ -38,12 +38,12 @@ class Meshes:
     def data(self) -> DeviceMesh:
         """Over which FSDP2 spreads parameters: copies beside shards, or shards alone."""
         assert self.dense is not None
-        return data_part(self.dense)
+        return data_submesh(self.dense)
 
     @property
     def expert_data(self) -> DeviceMesh:
         assert self.experts is not None
-        return data_part(self.experts)
+        return data_submesh(self.experts)
 
     def axis(self, name: str) -> DeviceMesh | None:
         """One dimension of the dense mesh, where it is in use."""
@@ -66,32 +66,32 @@ class Meshes:
         return names
 
 
-def data_part(mesh: DeviceMesh) -> DeviceMesh:
+def data_submesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[tuple(axis for axis in mesh.mesh_dim_names or () if axis not in NOT_DATA)]
 
 
-def meshes_of(layout: Layout, device: str, experts: bool = False) -> Meshes:
+def build_meshes(layout: Layout, device: str, experts: bool = False) -> Meshes:
     """`experts`: whether the model has any. Every rank makes all of them, in one order."""
-    context = group_of(layout, "context")
-    pieces = group_of(layout, "context", "tensor") if experts else None
-    if by_ddp(layout) or layout.ranks == 1:
+    context = new_group(layout, "context")
+    pieces = new_group(layout, "context", "tensor") if experts else None
+    if uses_ddp(layout) or layout.ranks == 1:
         return Meshes(None, None, context, pieces)
-    dense = mesh_of(dense_dimensions(layout), device)
-    spread = mesh_of(expert_dimensions(layout), device) if layout.expert > 1 else None
-    expert = group_of(layout, "expert") if layout.expert > 1 else None
+    dense = init_mesh(dense_mesh_dims(layout), device)
+    spread = init_mesh(expert_mesh_dims(layout), device) if layout.expert > 1 else None
+    expert = new_group(layout, "expert") if layout.expert > 1 else None
     return Meshes(dense, spread, context, pieces, expert)
 
 
-def dense_dimensions(layout: Layout) -> dict[str, int]:
-    over = dense_over(layout, 0)
+def dense_mesh_dims(layout: Layout) -> dict[str, int]:
+    over = dense_shard_group(layout, 0)
     data = used({over.copies_axis: over.copies}) | {over.shards_axis: over.shards}
     # FSDP2 speaks of copies only as copies of shards, be it one shard.
     data = data if over.copies * over.shards > 1 else {}
     return used({"pipeline": layout.pipeline}) | data | used({"tensor": layout.tensor})
 
 
-def expert_dimensions(layout: Layout) -> dict[str, int]:
-    over = bank_over(layout, 0)
+def expert_mesh_dims(layout: Layout) -> dict[str, int]:
+    over = expert_shard_group(layout, 0)
     return (
         used({"pipeline": layout.pipeline, over.copies_axis: over.copies})
         | {over.shards_axis: over.shards, "expert": layout.expert}
@@ -103,11 +103,11 @@ def used(dimensions: dict[str, int]) -> dict[str, int]:
     return {name: degree for name, degree in dimensions.items() if degree > 1}
 
 
-def mesh_of(dimensions: dict[str, int], device: str) -> DeviceMesh:
+def init_mesh(dimensions: dict[str, int], device: str) -> DeviceMesh:
     return init_device_mesh(device, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
 
 
-def group_of(layout: Layout, *axes: str) -> dist.ProcessGroup | None:
+def new_group(layout: Layout, *axes: str) -> dist.ProcessGroup | None:
     """This rank's group of an axis, or of several together; None where it would be alone."""
     groups = [ranks for ranks in layout.groups(*axes) if len(ranks) > 1]
     if not groups:

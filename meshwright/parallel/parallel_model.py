@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwright.models.experts import Router
 from meshwright.parallel.mesh import Meshes
-from meshwright.parallel.tensor_parallel import sum_partial
+from meshwright.parallel.tensor_parallel import reduce_partial_gradients
 
 ShardInputs = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
@@ -85,7 +85,7 @@ class ParallelModel:
         with loss_parallel():  # a loss over a cut vocabulary, in backward too
             yield
         if last:
-            sum_partial(self.module.parameters(), tensor)
+            reduce_partial_gradients(self.module.parameters(), tensor)
 
     def forward_loss(self, *inputs: Tensor) -> Tensor:
         """The sum of losses by a forward pass alone."""

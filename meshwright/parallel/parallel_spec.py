@@ -41,13 +41,13 @@ class ParallelSpec:
 
     def within(self, model: nn.Module) -> ParallelSpec:
         """The same of a model of which only a part is left."""
-        ends = (tuple(name for name in group if matching(model, name)) for group in self.ends)
-        cuts = {name: style for name, style in self.cuts().items() if matching(model, name)}
+        ends = (tuple(name for name in group if find_modules(model, name)) for group in self.ends)
+        cuts = {name: style for name, style in self.cuts().items() if find_modules(model, name)}
         return ParallelSpec(self.blocks, tuple(group for group in ends if group), lambda: cuts)
 
 
-def blocks_of(model: nn.Module, parts: ParallelSpec) -> list[nn.Module]:
-    found = matching(model, parts.blocks)
+def find_blocks(model: nn.Module, parts: ParallelSpec) -> list[nn.Module]:
+    found = find_modules(model, parts.blocks)
     if not found:
         raise ConfigError(
             f"no module of the model is called {parts.blocks}", "allowed: the name of its blocks, such as layers.*"
@@ -55,7 +55,7 @@ def blocks_of(model: nn.Module, parts: ParallelSpec) -> list[nn.Module]:
     return found
 
 
-def matching(model: nn.Module, pattern: str) -> list[nn.Module]:
+def find_modules(model: nn.Module, pattern: str) -> list[nn.Module]:
     depth = pattern.count(".")
     everywhere = model.named_modules(remove_duplicate=False)
     found = [module for name, module in everywhere if name.count(".") == depth and fnmatchcase(name, pattern)]
@@ -65,22 +65,22 @@ def matching(model: nn.Module, pattern: str) -> list[nn.Module]:
 Unit = list[nn.Module]
 
 
-def units_of(model: nn.Module, parts: ParallelSpec) -> tuple[list[Unit], Unit | None]:
+def fsdp_units(model: nn.Module, parts: ParallelSpec) -> tuple[list[Unit], Unit | None]:
     """(what is gathered together, in the order of use; the one of them that leads into the blocks). An end that shares
     a parameter with anything is left to the whole: FSDP2 would take the gradient of one use for the whole gradient.
     """
-    ends = [named(model, group) for group in parts.ends]
-    blocks = [[block] for block in blocks_of(model, parts)]
-    held = Counter(id(p) for _, _, p in owned_parameters(model))
+    ends = [require_modules(model, group) for group in parts.ends]
+    blocks = [[block] for block in find_blocks(model, parts)]
+    held = Counter(id(p) for _, _, p in parameter_owners(model))
     shared = {parameter for parameter, places in held.items() if places > 1}
-    apart = [end for end in ends if not parameters_of(end) & shared]
-    if any(parameters_of(end) & parameters_of(block) for end in ends for block in blocks):
+    apart = [end for end in ends if not parameter_ids(end) & shared]
+    if any(parameter_ids(end) & parameter_ids(block) for end in ends for block in blocks):
         raise ConfigError(
             "ParallelSpec.ends names a block, or a part of one", "allowed: what lies outside of the blocks"
         )
     leading = ends[0] if ends and ends[0] in apart else None
     for block in blocks:
-        inside = Counter(id(p) for _, _, p in owned_parameters(block[0]))
+        inside = Counter(id(p) for _, _, p in parameter_owners(block[0]))
         places = sum(module is block[0] for _, module in model.named_modules(remove_duplicate=False))
         if any(inside[parameter] * places < held[parameter] for parameter in inside):
             raise ConfigError(
@@ -94,8 +94,8 @@ def units_of(model: nn.Module, parts: ParallelSpec) -> tuple[list[Unit], Unit | 
     return ([leading] if leading else []) + blocks + [end for end in apart if end is not leading], leading
 
 
-def named(model: nn.Module, names: tuple[str, ...]) -> Unit:
-    found = [(name, matching(model, name)) for name in names]
+def require_modules(model: nn.Module, names: tuple[str, ...]) -> Unit:
+    found = [(name, find_modules(model, name)) for name in names]
     if missing := [name.removeprefix("model.") for name, modules in found if not modules]:
         raise ConfigError(
             f"no module of the model is called {missing[0]}, as ParallelSpec says", "allowed: names of modules"
@@ -103,11 +103,11 @@ def named(model: nn.Module, names: tuple[str, ...]) -> Unit:
     return [module for _, modules in found for module in modules]
 
 
-def parameters_of(modules: list[nn.Module]) -> set[int]:
+def parameter_ids(modules: list[nn.Module]) -> set[int]:
     return {id(parameter) for module in modules for parameter in module.parameters()}
 
 
-def owned_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+def parameter_owners(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Every place that holds a parameter; one that is shared comes more than once."""
     for _, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module._parameters.items():

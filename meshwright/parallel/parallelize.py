@@ -22,21 +22,28 @@ from torch import nn
 from meshwright.config import DDPConfig, RunConfig
 from meshwright.errors import ConfigError
 from meshwright.parallel.activation_checkpoint import apply_activation_checkpointing
-from meshwright.parallel.context_parallel.sequence_chunks import divide_sequences, piece_of
+from meshwright.parallel.context_parallel.sequence_chunks import apply_context_parallel, local_chunk
 from meshwright.parallel.data_parallel.ddp import DDPModel
 from meshwright.parallel.data_parallel.fsdp import FSDPModel
-from meshwright.parallel.expert_parallel import divide_experts
+from meshwright.parallel.expert_parallel import apply_expert_parallel
 from meshwright.parallel.materialize import Fill, Materializer
-from meshwright.parallel.mesh import Meshes, meshes_of
+from meshwright.parallel.mesh import Meshes, build_meshes
 from meshwright.parallel.parallel_model import ParallelModel
-from meshwright.parallel.parallel_spec import ParallelSpec, blocks_of
+from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks
 from meshwright.parallel.pipeline_parallel.pipeline_model import PipelineModel
-from meshwright.parallel.pipeline_parallel.stages import TIED, StagePlan, keep_stages, parts_of, stage_plan, stages_in
-from meshwright.parallel.tensor_parallel import cut
+from meshwright.parallel.pipeline_parallel.stages import (
+    TIED_COPIES,
+    StagePlan,
+    build_stages,
+    prune_to_stages,
+    stage_parallel_spec,
+    stage_plan,
+)
+from meshwright.parallel.tensor_parallel import apply_tensor_parallel
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
 
-Copies = Callable[[nn.Module, DDPConfig, World], ParallelModel]
+DDPFactory = Callable[[nn.Module, DDPConfig, World], ParallelModel]
 
 
 def parallelize(
@@ -48,44 +55,46 @@ def parallelize(
     fill: Fill | None = None,
     *,
     plan: StagePlan | None = None,
-    copies: Copies = DDPModel,
+    copies: DDPFactory = DDPModel,
 ) -> ParallelModel:
     """The model spread over the layout's mesh. `fill` gives weights to a model that comes on the meta device; `parts`
     may be missing where nothing asks for them. `plan` is a pipeline's where the model has other blocks than the config
     says, and `copies` what takes the place of DDP where nothing is computed.
     """
-    meshes = meshes_of(layout, world.device.type, experts=bool(config.model.experts) and fill is not None)
-    parts = needed(parts, layout, config)
+    meshes = build_meshes(layout, world.device.type, experts=bool(config.model.experts) and fill is not None)
+    parts = require_spec(parts, layout, config)
     if plan is None and layout.pipeline > 1:
         plan = stage_plan(config, layout, world.rank)
     if plan is not None:
-        keep_stages(model, plan)
+        prune_to_stages(model, plan)
         parts = parts.within(model)
     if tensor := meshes.axis("tensor"):
-        cut(model, parts, tensor)
-    divide_experts(model, meshes)
-    pieces = divide_sequences(model, meshes.context, config.context.method) if meshes.context is not None else None
+        apply_tensor_parallel(model, parts, tensor)
+    apply_expert_parallel(model, meshes)
+    pieces = (
+        apply_context_parallel(model, meshes.context, config.context.method) if meshes.context is not None else None
+    )
     apply_activation_checkpointing(model, parts, config.activation_checkpoint)
     if config.compile.enabled:
-        for block in blocks_of(model, parts):
+        for block in find_blocks(model, parts):
             block.forward = torch.compile(block.forward)
     weights = Materializer(model, fill, world.device)
     among = partial(
-        over_tokens, config=config, layout=layout, world=world, meshes=meshes, weights=weights, copies=copies
+        apply_data_parallel, config=config, layout=layout, world=world, meshes=meshes, weights=weights, copies=copies
     )
     if plan is None:
         spread = among(model, parts)
     else:
-        weights.copies |= TIED if config.model.tie else {}
-        stages = {index: among(stage, parts_of(stage)) for index, stage in stages_in(model, plan).items()}
+        weights.copies |= TIED_COPIES if config.model.tie else {}
+        stages = {index: among(stage, stage_parallel_spec(stage)) for index, stage in build_stages(model, plan).items()}
         spread = PipelineModel(model, stages, plan, meshes, world.device, tied=config.model.tie)
     spread.meshes = meshes
     if pieces is not None or plan is not None:
-        spread.take = partial(piece_of, pieces=pieces, separator=config.model.separator)
+        spread.take = partial(local_chunk, pieces=pieces, separator=config.model.separator)
     return spread
 
 
-def over_tokens(
+def apply_data_parallel(
     module: nn.Module,
     parts: ParallelSpec,
     config: RunConfig,
@@ -93,7 +102,7 @@ def over_tokens(
     world: World,
     meshes: Meshes,
     weights: Materializer,
-    copies: Copies,
+    copies: DDPFactory,
 ) -> ParallelModel:
     """A module, or a stage, whose copies see other tokens."""
     others = layout.data_degree * layout.context > 1
@@ -106,7 +115,7 @@ def over_tokens(
     return copies(module, config.ddp, world) if others else ParallelModel(module)
 
 
-def needed(parts: ParallelSpec | None, layout: Layout, config: RunConfig) -> ParallelSpec:
+def require_spec(parts: ParallelSpec | None, layout: Layout, config: RunConfig) -> ParallelSpec:
     """Refuses to guess the blocks of a model, where a guess could gather the whole of it at once."""
     if layout.tensor > 1 and parts is not None and not parts.cuts():
         raise ConfigError(

@@ -26,17 +26,17 @@ from torch.distributed.tensor.parallel import (
 )
 
 from meshwright.config import ModelConfig
-from meshwright.parallel.parallel_spec import ParallelSpec, named, owned_parameters
+from meshwright.parallel.parallel_spec import ParallelSpec, parameter_owners, require_modules
 
 SEQUENCE = 1
 """The dimension of the sequence in (batch, sequence, width)."""
 
 
-class VocabularyEmbedding(ParallelStyle):
+class VocabParallelEmbedding(ParallelStyle):
     """Each rank looks up the tokens of its own rows; the sum over ranks is scattered over the sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        cut_rows(module, device_mesh)
+        shard_rows(module, device_mesh)
         module.forward = partial(self.look_up, module, device_mesh)
         return module
 
@@ -52,7 +52,7 @@ class VocabularyEmbedding(ParallelStyle):
         return whole.redistribute(placements=[Shard(SEQUENCE)]).to_local()
 
 
-class Gathered(ParallelStyle):
+class GatherSequence(ParallelStyle):
     """A module whose first input comes in pieces of the sequence, and is gathered once for everything inside."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -69,7 +69,7 @@ class Gathered(ParallelStyle):
         return hidden.redistribute(placements=[Replicate()]), *rest
 
 
-class InPieces(ParallelStyle):
+class LocalSequence(ParallelStyle):
     """A module that works on a rank's own piece of the sequence, token by token."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:  # noqa: ARG002
@@ -82,13 +82,13 @@ class InPieces(ParallelStyle):
         return hidden.to_local() if isinstance(hidden, DTensor) else hidden, *rest
 
 
-class VocabularyHead(Gathered):
+class VocabParallelHead(GatherSequence):
     """The head and its loss: each rank has its part of the vocabulary, all of the sequence, and comes to the whole
     loss.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        cut_rows(module, device_mesh)
+        shard_rows(module, device_mesh)
         module.register_forward_hook(self.whole)
         return super()._apply(module, device_mesh)
 
@@ -98,13 +98,13 @@ class VocabularyHead(Gathered):
         return total.to_local() if isinstance(total, DTensor) else total, count
 
 
-def cut_rows(module: nn.Module, mesh: DeviceMesh) -> None:
+def shard_rows(module: nn.Module, mesh: DeviceMesh) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
         rows = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(rows, parameter.requires_grad))
 
 
-def decoder_cuts(model: ModelConfig) -> Mapping[str, ParallelStyle]:
+def decoder_tp_plan(model: ModelConfig) -> Mapping[str, ParallelStyle]:
     """How the decoder is cut. Of experts only those that every token visits are: the others take the tokens of a rank's
     own piece of the sequence.
     """
@@ -112,28 +112,28 @@ def decoder_cuts(model: ModelConfig) -> Mapping[str, ParallelStyle]:
     block = "decoder.blocks.*"
     dense = [f"{block}.ffn"] if not model.experts else [f"{block}.ffn.shared"] if model.experts_shared else []
     return {
-        "decoder.embedding": VocabularyEmbedding(),
+        "decoder.embedding": VocabParallelEmbedding(),
         f"{block}.attention_norm": SequenceParallel(),
-        f"{block}.attention": Gathered(),
+        f"{block}.attention": GatherSequence(),
         **{f"{block}.attention.{name}": columns for name in ("q", "k", "v")},
         f"{block}.attention.out": rows,
         f"{block}.ffn_norm": SequenceParallel(),
-        **({f"{block}.ffn": InPieces()} if model.experts else {}),
-        **dict.fromkeys(dense, Gathered()),
+        **({f"{block}.ffn": LocalSequence()} if model.experts else {}),
+        **dict.fromkeys(dense, GatherSequence()),
         **{f"{ffn}.{name}": columns for ffn in dense for name in ("gate", "up")},
         **{f"{ffn}.down": rows for ffn in dense},
         "decoder.norm": SequenceParallel(),
-        "head": VocabularyHead(),
+        "head": VocabParallelHead(),
     }
 
 
-def cut(model: nn.Module, parts: ParallelSpec, mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(model: nn.Module, parts: ParallelSpec, mesh: DeviceMesh) -> None:
     """Cuts the matrices, each rank from its own copy, and keeps shared ones shared."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module, name, parameter in owned_parameters(model):
+    for module, name, parameter in parameter_owners(model):
         owners.setdefault(id(parameter), []).append((module, name))
     cuts = dict(parts.cuts())
-    named(model, tuple(cuts))  # torch would only warn of one that is not there
+    require_modules(model, tuple(cuts))  # torch would only warn of one that is not there
     parallelize_module(model, mesh, cuts, src_data_rank=None)
     for (first, name), *others in owners.values():
         for module, other in others:
@@ -141,7 +141,7 @@ def cut(model: nn.Module, parts: ParallelSpec, mesh: DeviceMesh) -> None:
 
 
 @torch.no_grad()
-def sum_partial(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
+def reduce_partial_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
     """Adds up gradients of which each rank has a part: those of norms, which saw a piece of the sequence each. DTensor
     leaves them so after backward, and whoever reads the local tensor has a wrong one. One collective for all.
     """
@@ -159,7 +159,7 @@ def sum_partial(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
         parameter.grad = DTensor.from_local(whole.view(gradient.shape), mesh, parameter.placements, run_check=False)
 
 
-def decoder_parts(model: ModelConfig) -> ParallelSpec:
+def decoder_parallel_spec(model: ModelConfig) -> ParallelSpec:
     """What a layout must know of our own decoder."""
     ends = (("decoder.embedding",), ("decoder.norm", "head"))
-    return ParallelSpec(blocks="decoder.blocks.*", ends=ends, cuts=partial(decoder_cuts, model))
+    return ParallelSpec(blocks="decoder.blocks.*", ends=ends, cuts=partial(decoder_tp_plan, model))

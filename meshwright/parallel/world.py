@@ -32,15 +32,15 @@ class World:
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
 
-    def sum(self, tensor: torch.Tensor, name: str = "sum") -> Summing:
+    def sum(self, tensor: torch.Tensor, name: str = "sum") -> PendingAllReduce:
         """Starts summing a small tensor over all ranks, in place; `wait` gives it. A host tensor stays on the host."""
         self.heartbeat.collective(name)
         if self.size == 1:
-            return Summing(tensor, None, self.heartbeat)
+            return PendingAllReduce(tensor, None, self.heartbeat)
         with control_traffic():
-            return Summing(tensor, dist.all_reduce(tensor, async_op=True), self.heartbeat)
+            return PendingAllReduce(tensor, dist.all_reduce(tensor, async_op=True), self.heartbeat)
 
-    def sum_numbers(self, *numbers: int, name: str) -> Summing:
+    def sum_numbers(self, *numbers: int, name: str) -> PendingAllReduce:
         return self.sum(torch.tensor(numbers, dtype=torch.int64), name)
 
     def gather_numbers(self, *numbers: int, name: str) -> list[list[int]]:
@@ -60,7 +60,7 @@ class World:
 
 
 @dataclass
-class Summing:
+class PendingAllReduce:
     """A sum over ranks that is on its way."""
 
     tensor: torch.Tensor

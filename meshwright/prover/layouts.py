@@ -14,9 +14,9 @@ from meshwright.launch.ranks import run_ranks
 from meshwright.prover.discrepancy import Tolerance, find_first_discrepancy
 from meshwright.prover.reference import SEQUENCE, StepResults, proof_settings, run_parallel, run_single_process
 from meshwright.prover.scale_down import scale_layout, scale_model, scale_sequence
-from meshwright.topology.layout import Layout, stages_each
-from meshwright.topology.schedules import fewest_micros, usual_stages
-from meshwright.topology.unsupported import sharers, validate
+from meshwright.topology.layout import Layout, stages_per_rank
+from meshwright.topology.schedules import default_stages, min_micro_batches
+from meshwright.topology.unsupported import min_shard_group_size, validate
 
 TOLERANCE: dict[Literal["fp64", "fp32"], Tolerance] = {
     "fp64": Tolerance(1e-10, 1e-10),
@@ -55,7 +55,7 @@ def proof_configs(config: RunConfig) -> tuple[list[RunConfig], str]:
         layout=spread,
         data=replace(config.data, sequence=scale_sequence(config, layout, SEQUENCE)),
         batch=replace(config.batch, global_=layout.data_degree * accumulation * MICRO, micro=MICRO),
-        fsdp=fit_reshard_degree(config.fsdp, sharers(layout)),
+        fsdp=fit_reshard_degree(config.fsdp, min_shard_group_size(layout)),
     )
     said = [f"layout {fewer}" if fewer else "", f"model {scaled}" if scaled else ""]
     note = "; on CPU" + "".join(f", {text}" for text in said if text)
@@ -76,7 +76,7 @@ def proof_configs(config: RunConfig) -> tuple[list[RunConfig], str]:
 
 
 def limit_stages(config: RunConfig) -> PipelineConfig:
-    usual = usual_stages(config.pipeline.schedule)
+    usual = default_stages(config.pipeline.schedule)
     return replace(config.pipeline, stages=min(config.pipeline.stages or usual, usual))
 
 
@@ -87,7 +87,7 @@ def accumulation_steps(config: RunConfig, layout: Layout) -> int:
     if layout.pipeline == 1:
         return 1 if config.ddp.static_graph else ACCUMULATION
     kind, ranks = config.pipeline.schedule, layout.pipeline
-    least = max(ACCUMULATION, fewest_micros(kind, ranks))
+    least = max(ACCUMULATION, min_micro_batches(kind, ranks))
     return next(m for m in count(least) if m % max(1, m // ranks) == 0)
 
 
@@ -118,7 +118,7 @@ def describe_settings(config: RunConfig) -> str:
     """What a layout's degrees do not say."""
     said: list[str] = [config.layout.shard] if config.layout.shard != "none" else []
     if config.layout.pipeline > 1:
-        each = stages_each(config)
+        each = stages_per_rank(config)
         said.append(config.pipeline.schedule + (f", {each} stages a rank" if each > 1 else ""))
     if config.layout.context > 1:
         said.append(f"context by {config.context.method}")

@@ -21,7 +21,7 @@ from meshwright.recover.supervisor import RunningRanks, supervise
 from meshwright.telemetry.events import completed_steps
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
-from meshwright.topology.unsupported import sharers, validate
+from meshwright.topology.unsupported import min_shard_group_size, validate
 
 PHASES = ("fetch", "copy", "forward", "backward", "sync", "update", "updated")
 SAVES = ("stage", "begin", "write", "after_shard", "before_manifest", "before_publish", "after_publish")
@@ -120,7 +120,7 @@ def scale_config(config: RunConfig, layout: LayoutConfig, steps: int) -> tuple[R
         batch=replace(config.batch, global_=samples, micro=1),
         schedule=replace(config.schedule, warmup=min(config.schedule.warmup, 3)),
         layout=layout,
-        fsdp=fit_reshard_degree(config.fsdp, sharers(mesh)),
+        fsdp=fit_reshard_degree(config.fsdp, min_shard_group_size(mesh)),
         eval=replace(config.eval, every=5, samples=4),
         checkpoint=CheckpointConfig(mode="sync", seconds=0, every=1, keep=2),
         launch=replace(config.launch, device="cpu", restarts=3),

@@ -13,10 +13,10 @@ from meshwright.config import IGNORE_INDEX, DataConfig, RunConfig
 from meshwright.data.loader import Loader, MicroBatchDataset
 from meshwright.data.source import ConcatenatedSource, Sample, SyntheticSource
 from meshwright.data.stream import Stream
-from meshwright.models.experts import Experts, rebalance
-from meshwright.models.init import build
+from meshwright.models.experts import Experts, update_router_bias
+from meshwright.models.init import build_model
 from meshwright.optim.adamw import AdamW
-from meshwright.parallel.local_shard import full_tensor_of, local_of
+from meshwright.parallel.local_shard import full_tensor, local_tensor
 from meshwright.parallel.world import World
 from meshwright.telemetry.step_clock import StepClock
 from meshwright.topology.layout import AXES, Layout
@@ -100,7 +100,7 @@ def run_single_process(_world: World, configs: list[RunConfig]) -> list[StepResu
 
 def _run_single_process(config: RunConfig) -> StepResults:
     dtype = torch.float64 if config.precision.compute == "fp64" else torch.float32
-    model = build(config.model, config.seed, dtype)
+    model = build_model(config.model, config.seed, dtype)
     named, biases = dict(model.named_parameters()), dict(model.named_buffers())
     before = {name: p.detach().clone() for name, p in (named | biases).items()}
     experts = [module for module in model.modules() if isinstance(module, Experts)]
@@ -145,7 +145,7 @@ def _run_single_process(config: RunConfig) -> StepResults:
         adamw.step()
         adamw.zero_grad()
         for each in experts:
-            each.router.bias.copy_(rebalance(each.router.bias, each.take()[0], config.model.router_bias_rate))
+            each.router.bias.copy_(update_router_bias(each.router.bias, each.take()[0], config.model.router_bias_rate))
     trail.updates = {name: p.detach() - before[name] for name, p in (named | biases).items()}
     with torch.no_grad():
         trail.evaluation = float(loss_of(stream.held_out_samples(held_out_samples(Layout.of(config.layout)))))
@@ -164,7 +164,7 @@ def _run_parallel(world: World, config: RunConfig) -> StepResults:
     loader = Loader(source, stream, batch, coordinate, DataConfig(workers=0))
     named = step.parallel_model.parameters()
     biases = dict(step.parallel_model.module.named_buffers())
-    before = {name: full_tensor_of(p).clone() for name, p in (named | biases).items()}
+    before = {name: full_tensor(p).clone() for name, p in (named | biases).items()}
     trail = StepResults()
     step.warmup_backward(loader.first)
     step.gradient(0, next(loader.steps(0, 1)), StepClock(world.device))
@@ -177,7 +177,7 @@ def _run_parallel(world: World, config: RunConfig) -> StepResults:
         loss, norm, *_ = step.run(number, LR, batches).numbers.tolist()
         trail.losses.append(loss)
         trail.norms.append(norm)
-    trail.updates = {name: full_tensor_of(p) - before[name] for name, p in (named | biases).items()}
+    trail.updates = {name: full_tensor(p) - before[name] for name, p in (named | biases).items()}
     evaluation = Evaluation(source, stream, held_out_samples(layout), batch, coordinate)
     trail.evaluation, *_ = evaluation.run(
         step.parallel_model, step.precision, world, step.counts_tokens, step.reports_loss
@@ -192,11 +192,11 @@ def gradient_as_applied(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
     show here; `whole_of` the gradient itself would make it.
     """
     if not isinstance(parameter, DTensor):
-        return full_tensor_of(gradient)
+        return full_tensor(gradient)
     shape, stride = parameter.shape, parameter.stride()
     mesh, placements = parameter.device_mesh, parameter.placements
-    return full_tensor_of(
-        DTensor.from_local(local_of(gradient), mesh, placements, run_check=False, shape=shape, stride=stride)
+    return full_tensor(
+        DTensor.from_local(local_tensor(gradient), mesh, placements, run_check=False, shape=shape, stride=stride)
     )
 
 

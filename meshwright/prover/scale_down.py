@@ -7,7 +7,7 @@ from math import lcm
 from typing import Any
 
 from meshwright.config import LayoutConfig, ModelConfig, RunConfig
-from meshwright.topology.layout import AXES, Layout, stages_each
+from meshwright.topology.layout import AXES, Layout, stages_per_rank
 
 MAX_RANKS = 8
 """At most so many processes for a proof."""
@@ -26,7 +26,7 @@ def scale_model(config: RunConfig, layout: Layout) -> tuple[ModelConfig, str]:
     small: dict[str, Any] = {
         "vocab": round_up(min(model.vocab, 250), tensor),
         "width": min(model.width // heads // 2 * 2, 16 if heads <= 4 else 4) * heads or 2 * heads,
-        "layers": min(model.layers, max(2, layout.pipeline * stages_each(config))),
+        "layers": min(model.layers, max(2, layout.pipeline * stages_per_rank(config))),
         "heads": heads,
         "kv_heads": kv_heads,
         "ffn": round_up(min(model.ffn, 90), tensor),

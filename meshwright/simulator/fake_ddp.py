@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.config import DDPConfig
-from meshwright.parallel.data_parallel.ddp import Copied, message_of
+from meshwright.parallel.data_parallel.ddp import ReplicatedModel, bucket_message
 from meshwright.parallel.world import World
 
 MIB = 1 << 20
@@ -52,7 +52,7 @@ class FakeBucket:
         return self.last
 
 
-class FakeDDP(Copied):
+class FakeDDP(ReplicatedModel):
     """Sums every bucket of gradients over all ranks, as DDP would."""
 
     def __init__(self, module: nn.Module, config: DDPConfig, world: World) -> None:
@@ -107,7 +107,7 @@ class FakeDDP(Copied):
             self.sum(filling)
 
     def sum(self, filling: FakeBucket) -> None:
-        sent = message_of(self, filling)
+        sent = bucket_message(self, filling)
         dist.all_reduce(sent)
         if self.compress_bf16:
             filling.flat.copy_(sent)

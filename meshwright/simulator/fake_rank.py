@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright.config import Batch, RunConfig
 from meshwright.data.loader import MicroBatch
 from meshwright.errors import ConfigError
-from meshwright.models.init import outline
+from meshwright.models.init import build_on_meta
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel.local_shard import LocalShard
 from meshwright.parallel.materialize import Materializer
@@ -24,7 +24,7 @@ from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.pipeline_parallel.pipeline_model import InFlightTracker
 from meshwright.parallel.pipeline_parallel.stages import StagePlan, stage_plan
-from meshwright.parallel.tensor_parallel import decoder_parts
+from meshwright.parallel.tensor_parallel import decoder_parallel_spec
 from meshwright.parallel.world import World
 from meshwright.simulator.extrapolation import MemoryTimeline, StepTrace
 from meshwright.simulator.fake_ddp import FakeDDP
@@ -32,7 +32,7 @@ from meshwright.simulator.uniform_routing import share_evenly
 from meshwright.telemetry.memory_tracker import KINDS, UNINITIALIZED, MemoryTracker
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import PipelinePlacement
-from meshwright.torch_private import Imagined, forget_meshes, imagine_ranks, unhurried_torch
+from meshwright.torch_private import FakeTensors, clear_dtensor_cache, init_fake_process_group, patched_for_simulation
 from meshwright.trainer.expert_balancer import ExpertBalancer
 from meshwright.trainer.loop import reports_loss
 from meshwright.trainer.precision import Precision
@@ -96,7 +96,7 @@ def fake_world(rank: int, ranks: int) -> Iterator[World]:
     if dist.is_available() and dist.is_initialized():
         raise ConfigError("this process is a rank of a run already", "allowed: simulate in a process of its own")
     if ranks > 1:
-        imagine_ranks(rank, ranks)
+        init_fake_process_group(rank, ranks)
     try:
         yield World(rank, ranks)
     finally:
@@ -108,9 +108,9 @@ def run_second_step(
     config: RunConfig, layout: Layout, batch: Batch, world: World, size: StepSize
 ) -> tuple[StepTrace, InFlightTracker | None]:
     """The second step of a rank of this size, under the ledgers: by then everything has been made that is made once."""
-    imagined = Imagined()
-    forget_meshes()
-    with warnings.catch_warnings(), unhurried_torch():
+    imagined = FakeTensors()
+    clear_dtensor_cache()
+    with warnings.catch_warnings(), patched_for_simulation():
         warnings.simplefilter("ignore")
         spread = parallelize_fake_model(config, layout, world, size, imagined)
         with imagined.active():
@@ -118,15 +118,15 @@ def run_second_step(
 
 
 def parallelize_fake_model(
-    config: RunConfig, layout: Layout, world: World, size: StepSize, imagined: Imagined
+    config: RunConfig, layout: Layout, world: World, size: StepSize, imagined: FakeTensors
 ) -> ParallelModel:
     """The real model and the real parallelism; torch cuts and shards imagined tensors from outside alone."""
     dtype = Precision(config.precision, world.device).weights
-    model = outline(replace(config.model, layers=sum(size.blocks)), dtype)
+    model = build_on_meta(replace(config.model, layers=sum(size.blocks)), dtype)
     with imagined.active():
         Materializer(model, None, world.device).ready(model)
     plan = small_plan(stage_plan(config, layout, world.rank), size) if layout.pipeline > 1 else None
-    parts = decoder_parts(config.model)
+    parts = decoder_parallel_spec(config.model)
     spread = parallelize(model, config, layout, world, parts, no_content, plan=plan, copies=FakeDDP)
     share_evenly(spread.module)
     return spread

@@ -17,10 +17,10 @@ from meshwright.telemetry.comm_counter import CollectiveTotal
 from meshwright.telemetry.memory_tracker import KINDS, UNINITIALIZED
 from meshwright.topology import schedules
 from meshwright.topology.collectives import wire_bytes
-from meshwright.topology.layout import Layout, stages_each
-from meshwright.topology.parameter_shapes import decoder_shapes
-from meshwright.topology.parameter_shards import by_ddp, pipeline_placement
-from meshwright.topology.schedule_timeline import held_together
+from meshwright.topology.layout import Layout, stages_per_rank
+from meshwright.topology.parameter_shapes import decoder_parameter_shapes
+from meshwright.topology.parameter_shards import pipeline_placement, uses_ddp
+from meshwright.topology.schedule_timeline import peak_in_flight
 from meshwright.topology.unsupported import validate
 
 LEAST_BLOCKS = 3
@@ -45,9 +45,9 @@ def simulate(config: RunConfig, ranks: Sequence[int] | None = None) -> Simulatio
         str(layout),
         layout.ranks,
         str(batch),
-        sum(shape.elements() for shape in decoder_shapes(config.model)),
+        sum(shape.elements() for shape in decoder_parameter_shapes(config.model)),
         config.pipeline.schedule if layout.pipeline > 1 else "",
-        [held_together(order) for order in orders],
+        [peak_in_flight(order) for order in orders],
         found,
         notes_of(config, layout),
         round(time.monotonic() - start, 3),
@@ -123,7 +123,7 @@ def block_line(config: RunConfig, layout: Layout, each: list[int]) -> Extrapolat
     """Of the stage with the fewest blocks; the others have as many more in every step. Segments stay whole. DDP's
     buckets do not end where blocks do.
     """
-    if by_ddp(layout):
+    if uses_ddp(layout):
         return Extrapolation(min(each))
     together = config.activation_checkpoint.segment if config.activation_checkpoint.mode == "full" else 1
     return Extrapolation.to(min(each), LEAST_BLOCKS * together, together)
@@ -163,16 +163,18 @@ def by_kind(moment: ClassBytes, fresh: bool = True) -> dict[str, int]:
     return {kind: held[kind] + (held[UNINITIALIZED] if fresh and kind == "temporary" else 0) for kind in KINDS}
 
 
-def pipeline_orders(config: RunConfig, layout: Layout, batch: Batch) -> list[schedules.Order]:
+def pipeline_orders(config: RunConfig, layout: Layout, batch: Batch) -> list[schedules.ActionOrder]:
     if layout.pipeline == 1:
         return []
-    return schedules.orders(config.pipeline.schedule, layout.pipeline, batch.accumulation, stages_each(config))
+    return schedules.action_orders(
+        config.pipeline.schedule, layout.pipeline, batch.accumulation, stages_per_rank(config)
+    )
 
 
 def notes_of(config: RunConfig, layout: Layout) -> list[str]:
     """What was taken for granted."""
     said = ["memory as on CPU: on a device FSDP2 gathers fsdp.prefetch units ahead, and kernels keep other things"]
-    if by_ddp(layout):
+    if uses_ddp(layout):
         said.append("DDP does not work without memory: its buckets are filled and summed here by its rule")
     if config.model.experts:
         said.append("every expert gets an even share of the tokens")

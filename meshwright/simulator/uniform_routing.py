@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.models.experts import Experts
-from meshwright.parallel.expert_parallel import AllToAll
+from meshwright.parallel.expert_parallel import AllToAllDispatch
 
 
 def share_evenly(model: nn.Module) -> bool:
@@ -20,7 +20,7 @@ def share_evenly(model: nn.Module) -> bool:
         bank.numbers = partial(of_experts, bank)  # type: ignore[method-assign]
         if experts.capacity:
             experts.admit = partial(admitted, experts)  # type: ignore[method-assign]
-        if isinstance(experts.dispatch, AllToAll):
+        if isinstance(experts.dispatch, AllToAllDispatch):
             experts.dispatch.numbers = of_ranks  # type: ignore[method-assign, assignment]
     return bool(found)
 

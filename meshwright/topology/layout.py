@@ -168,6 +168,6 @@ def _holders(layout: Layout, cut: tuple[str, ...]) -> list[list[int]]:
     return list(groups.values())
 
 
-def stages_each(config: RunConfig) -> int:
+def stages_per_rank(config: RunConfig) -> int:
     """Stages of a pipeline on every rank."""
-    return config.pipeline.stages or schedules.usual_stages(config.pipeline.schedule)
+    return config.pipeline.stages or schedules.default_stages(config.pipeline.schedule)

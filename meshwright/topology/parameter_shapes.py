@@ -11,22 +11,22 @@ Rows = dict[str, tuple[tuple[int, ...], int | None]]
 """Name -> (shape, the dimension that the tensor axis cuts)."""
 
 
-def shard_dimension(local: tuple[int, ...], shards: int) -> int:
+def fsdp_shard_dim(local: tuple[int, ...], shards: int) -> int:
     """The dimension by which FSDP2 divides what a rank of the other axes holds: rows, but for a bank of fewer experts
     than shards, of which some ranks would hold nothing. FSDP2 divides other dimensions than rows only evenly.
     """
     return 1 if len(local) == 3 and local[0] < shards and local[1] % shards == 0 else 0
 
 
-def padded(local: tuple[int, ...], shards: int) -> int:
+def padded_numel(local: tuple[int, ...], shards: int) -> int:
     """Elements once gathered: FSDP2 fills rows up to a multiple of the ranks that share them."""
-    divided = local[shard_dimension(local, shards)]
+    divided = local[fsdp_shard_dim(local, shards)]
     return prod(local) // divided * (-(-divided // shards) * shards)
 
 
-def own(local: tuple[int, ...], shards: int, coordinate: int) -> int:
+def shard_numel(local: tuple[int, ...], shards: int, coordinate: int) -> int:
     """Elements of one rank's shard, without the filling."""
-    divided = local[shard_dimension(local, shards)]
+    divided = local[fsdp_shard_dim(local, shards)]
     each = -(-divided // shards)
     return prod(local) // divided * max(0, min(each, divided - each * coordinate))
 
@@ -54,7 +54,7 @@ class ParameterShape:
         return prod(self.local(tensor, expert))
 
 
-def decoder_shapes(model: ModelConfig) -> list[ParameterShape]:
+def decoder_parameter_shapes(model: ModelConfig) -> list[ParameterShape]:
     """Every parameter once, in the order of the model. A tied head has none of its own, and FSDP2 then gathers both
     ends with the whole.
     """

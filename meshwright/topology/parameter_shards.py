@@ -12,8 +12,8 @@ from math import prod
 
 from meshwright.config import RunConfig
 from meshwright.topology import schedules
-from meshwright.topology.layout import Layout, stages_each
-from meshwright.topology.parameter_shapes import ParameterShape, decoder_shapes, own, padded
+from meshwright.topology.layout import Layout, stages_per_rank
+from meshwright.topology.parameter_shapes import ParameterShape, decoder_parameter_shapes, padded_numel, shard_numel
 from meshwright.topology.stage_partition import partition_blocks
 
 
@@ -48,7 +48,7 @@ class ParameterShard:
 
     @property
     def padded(self) -> int:
-        return padded(self.dims, self.over.shards)
+        return padded_numel(self.dims, self.over.shards)
 
     @property
     def shard(self) -> int:
@@ -57,7 +57,7 @@ class ParameterShard:
 
     @property
     def own(self) -> int:
-        return own(self.dims, self.over.shards, self.over.coordinate)
+        return shard_numel(self.dims, self.over.shards, self.over.coordinate)
 
 
 Units = dict[str, list[ParameterShard]]
@@ -86,14 +86,14 @@ class PipelinePlacement:
 def pipeline_placement(config: RunConfig, layout: Layout, rank: int) -> PipelinePlacement:
     if layout.pipeline == 1:
         return PipelinePlacement({0: range(config.model.layers)}, 1)
-    each = stages_each(config)
+    each = stages_per_rank(config)
     every = partition_blocks(config.model, config.data.sequence, layout.pipeline * each)
     place = layout.coordinates(rank)["pipeline"]
-    mine = schedules.stages_of(config.pipeline.schedule, layout.pipeline, place, each)
+    mine = schedules.stages_on_rank(config.pipeline.schedule, layout.pipeline, place, each)
     return PipelinePlacement({stage: every[stage] for stage in mine}, len(every))
 
 
-def dense_over(layout: Layout, rank: int) -> ShardGroup:
+def dense_shard_group(layout: Layout, rank: int) -> ShardGroup:
     """Context is folded into the shards, or into the copies where nothing is sharded."""
     place, pieces = layout.coordinates(rank), "+context" if layout.context > 1 else ""
     if layout.shard == 1:
@@ -102,9 +102,9 @@ def dense_over(layout: Layout, rank: int) -> ShardGroup:
     return ShardGroup("replicate", layout.replicate, f"shard{pieces}", layout.shard * layout.context, coordinate)
 
 
-def bank_over(layout: Layout, rank: int) -> ShardGroup:
+def expert_shard_group(layout: Layout, rank: int) -> ShardGroup:
     if layout.expert == 1:
-        return dense_over(layout, rank)
+        return dense_shard_group(layout, rank)
     rest = layout.fold // layout.expert
     if layout.shard == 1:
         return ShardGroup("expert_replicate", rest, "expert_shard", 1, 0)
@@ -112,12 +112,12 @@ def bank_over(layout: Layout, rank: int) -> ShardGroup:
     return ShardGroup("expert_replicate", layout.replicate, "expert_shard", rest, coordinate)
 
 
-def in_units(layout: Layout) -> bool:
+def uses_fsdp(layout: Layout) -> bool:
     """Whether FSDP2 spreads the parameters; else ranks hold them whole, or DDP does."""
-    return not by_ddp(layout) and layout.data_degree * layout.context > 1
+    return not uses_ddp(layout) and layout.data_degree * layout.context > 1
 
 
-def by_ddp(layout: Layout) -> bool:
+def uses_ddp(layout: Layout) -> bool:
     """Whether there is nothing but whole copies."""
     others = layout.data_degree * layout.context > 1
     return others and set(layout.used) <= {"replicate", "context"} and layout.expert == 1
@@ -127,12 +127,12 @@ def parameter_shards(config: RunConfig, layout: Layout, rank: int = 0) -> list[P
     """In the order of the model."""
     hold, model = pipeline_placement(config, layout, rank), config.model
     # A pipeline's last stage has a head of its own: of a tied weight, a copy.
-    shapes = decoder_shapes(replace(model, tie=False) if layout.pipeline > 1 else model)
+    shapes = decoder_parameter_shapes(replace(model, tie=False) if layout.pipeline > 1 else model)
     stage_of = {f"decoder.blocks.{block}": stage for stage, blocks in hold.stages.items() for block in blocks}
     stage_of |= (
         {"whole": 0} | ({"embedding": 0} if hold.first else {}) | ({"head": hold.count - 1} if hold.last else {})
     )
-    dense, bank = dense_over(layout, rank), bank_over(layout, rank)
+    dense, bank = dense_shard_group(layout, rank), expert_shard_group(layout, rank)
 
     def piece(shape: ParameterShape) -> ParameterShard:
         apart = shape.bank and layout.expert > 1
@@ -149,7 +149,7 @@ def parameter_shards(config: RunConfig, layout: Layout, rank: int = 0) -> list[P
     return [piece(shape) for shape in shapes if shape.unit in stage_of]
 
 
-def units_of(pieces: list[ParameterShard]) -> Units:
+def group_by_unit(pieces: list[ParameterShard]) -> Units:
     """What is gathered together, in the order of use: a bank after its block, which holds it."""
     units: Units = {}
     for piece in pieces:

@@ -17,19 +17,27 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from meshwright.errors import ConfigError
-from meshwright.topology.schedules import KINDS, Action, Order, actions_of, check, orders, usual_stages
+from meshwright.topology.schedules import (
+    KINDS,
+    Action,
+    ActionOrder,
+    action_orders,
+    default_stages,
+    flatten_actions,
+    validate_schedule,
+)
 
 Number = int | float | Fraction
 Key = tuple[str, int, int]
 Cost = Callable[[Action], Number]
 """How long an action takes; stages may differ."""
 
-MOST_RANKS, MOST_MICROS, MOST_PASSES = 256, 4096, 2**16
+MAX_RANKS, MAX_MICRO_BATCHES, MAX_PASSES = 256, 4096, 2**16
 """Where a timeline ends: ranks, micro-batches, and micro-batches times stages."""
 
 
 @dataclass(frozen=True)
-class Costs:
+class ActionCosts:
     """Slots that the parts take on one stage."""
 
     forward: Number = 1
@@ -51,7 +59,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TimelineSlot:
     """An action in its place on the rank's timeline; `paired` where it is one half of a pair."""
 
     action: Action
@@ -68,7 +76,7 @@ class Timeline:
     ranks: int
     micros: int
     each: int
-    rows: list[list[Slot]]
+    rows: list[list[TimelineSlot]]
     live: list[dict[int, int]]
     """Of every rank, stage by stage: the most micro-batches held at once."""
     peaks: list[int]
@@ -95,38 +103,42 @@ class Timeline:
         return [Fraction(peak, self.each) for peak in self.peaks]
 
 
-def timeline(kind: str, ranks: int, micros: int, each: int | None = None, costs: Costs | None = None) -> Timeline:
+def build_timeline(
+    kind: str, ranks: int, micros: int, each: int | None = None, costs: ActionCosts | None = None
+) -> Timeline:
     """Of a schedule; stages a rank as usual for the kind where `each` is not given."""
-    each = usual_stages(kind) if each is None else each
-    check(kind, ranks, micros, each)
-    check_size(ranks, micros, each)
-    order = orders(kind, ranks, micros, each)
-    live = [held_by_stage(row) for row in order]
-    slots = costs or Costs()
-    rows = run(order, ranks * each, lambda action: slots.of(action.what))
-    return Timeline(kind, ranks, micros, each, rows, live, [held_together(row) for row in order])
+    each = default_stages(kind) if each is None else each
+    validate_schedule(kind, ranks, micros, each)
+    validate_size(ranks, micros, each)
+    order = action_orders(kind, ranks, micros, each)
+    live = [peak_in_flight_by_stage(row) for row in order]
+    slots = costs or ActionCosts()
+    rows = execute_orders(order, ranks * each, lambda action: slots.of(action.what))
+    return Timeline(kind, ranks, micros, each, rows, live, [peak_in_flight(row) for row in order])
 
 
-def compare(
-    ranks: int, micros: int, each: int | None = None, costs: Costs | None = None
+def compare_schedules(
+    ranks: int, micros: int, each: int | None = None, costs: ActionCosts | None = None
 ) -> dict[str, Timeline | ConfigError]:
     """Every kind's timeline, or why it has none."""
-    check("gpipe", ranks, micros, 1)
-    check_size(ranks, micros, 1)
+    validate_schedule("gpipe", ranks, micros, 1)
+    validate_size(ranks, micros, 1)
     found: dict[str, Timeline | ConfigError] = {}
     for kind in KINDS:
         try:
-            found[kind] = timeline(kind, ranks, micros, each, costs)
+            found[kind] = build_timeline(kind, ranks, micros, each, costs)
         except ConfigError as refused:
             found[kind] = refused
     return found
 
 
-def formula(kind: str, ranks: int, micros: int, each: int, costs: Costs | None = None) -> tuple[str, Fraction] | None:
+def bubble_formula(
+    kind: str, ranks: int, micros: int, each: int, costs: ActionCosts | None = None
+) -> tuple[str, Fraction] | None:
     """The bubble in closed form (P ranks, M micro-batches, V stages a rank) and its value, where it is exact: the split
     kinds' needs F, I and W of one length, and all but the first two enough micro-batches to fill the pipeline.
     """
-    costs = costs or Costs()
+    costs = costs or ActionCosts()
     even = costs.forward == costs.backward_input == costs.weight
     waits = ranks - 1
     if kind in ("gpipe", "1f1b"):
@@ -141,19 +153,19 @@ def formula(kind: str, ranks: int, micros: int, each: int, costs: Costs | None =
     return None
 
 
-def check_size(ranks: int, micros: int, each: int) -> None:
+def validate_size(ranks: int, micros: int, each: int) -> None:
     """A timeline has an end: what is larger than anybody can look at is refused before it is made."""
-    for count, most, name in ((ranks, MOST_RANKS, "ranks"), (micros, MOST_MICROS, "micro-batches")):
+    for count, most, name in ((ranks, MAX_RANKS, "ranks"), (micros, MAX_MICRO_BATCHES, "micro-batches")):
         if count > most:
             raise ConfigError(f"a timeline of {count} {name} is too large", f"allowed: up to {most}")
-    if ranks * each * micros > MOST_PASSES:
+    if ranks * each * micros > MAX_PASSES:
         raise ConfigError(
             f"a timeline of {micros} micro-batches through {ranks * each} stages is too large",
-            f"allowed: up to {MOST_PASSES} micro-batches times stages",
+            f"allowed: up to {MAX_PASSES} micro-batches times stages",
         )
 
 
-def needs(action: Action, stages: int, split: set[tuple[int, int]]) -> list[Key]:
+def dependencies(action: Action, stages: int, split: set[tuple[int, int]]) -> list[Key]:
     """What must have ended before an action can begin."""
     stage, micro = action.stage, action.micro
     if action.what == "F":
@@ -165,10 +177,10 @@ def needs(action: Action, stages: int, split: set[tuple[int, int]]) -> list[Key]
     return [own, (behind, stage + 1, micro)] if stage + 1 < stages else [own]
 
 
-def run(order: Sequence[Order], stages: int, cost: Cost) -> list[list[Slot]]:
+def execute_orders(order: Sequence[ActionOrder], stages: int, cost: Cost) -> list[list[TimelineSlot]]:
     """Runs every rank as far as it gets; a rank that has to wait is woken by the action that it waits for."""
-    split = {(action.stage, action.micro) for row in order for action in actions_of(row) if action.what == "I"}
-    rows: list[list[Slot]] = [[] for _ in order]
+    split = {(action.stage, action.micro) for row in order for action in flatten_actions(row) if action.what == "I"}
+    rows: list[list[TimelineSlot]] = [[] for _ in order]
     reached = [0] * len(order)
     ended: dict[Key, Number] = {}
     sleeping: defaultdict[Key, list[int]] = defaultdict(list)
@@ -177,14 +189,14 @@ def run(order: Sequence[Order], stages: int, cost: Cost) -> list[list[Slot]]:
         rank = awake.pop()
         row = rows[rank]
         while reached[rank] < len(order[rank]):
-            actions = list(actions_of([order[rank][reached[rank]]]))
-            needed = [key for action in actions for key in needs(action, stages, split)]
+            actions = list(flatten_actions([order[rank][reached[rank]]]))
+            needed = [key for action in actions for key in dependencies(action, stages, split)]
             missing = next((key for key in needed if key not in ended), None)
             if missing is not None:
                 sleeping[missing].append(rank)
                 break
             start = max([ended[key] for key in needed], default=0)
-            row += laid(actions, max(start, row[-1].end if row else 0), cost)
+            row += place_actions(actions, max(start, row[-1].end if row else 0), cost)
             reached[rank] += 1
             for action in actions:
                 key = (action.what, action.stage, action.micro)
@@ -197,27 +209,27 @@ def run(order: Sequence[Order], stages: int, cost: Cost) -> list[list[Slot]]:
     return rows
 
 
-def laid(actions: list[Action], start: Number, cost: Cost) -> list[Slot]:
+def place_actions(actions: list[Action], start: Number, cost: Cost) -> list[TimelineSlot]:
     """One after the other from a slot on."""
-    slots: list[Slot] = []
+    slots: list[TimelineSlot] = []
     for action in actions:
-        slots.append(Slot(action, start, start + cost(action), len(actions) > 1))
+        slots.append(TimelineSlot(action, start, start + cost(action), len(actions) > 1))
         start = slots[-1].end
     return slots
 
 
-def held_by_stage(order: Order) -> dict[int, int]:
+def peak_in_flight_by_stage(order: ActionOrder) -> dict[int, int]:
     """The most micro-batches that each stage of a rank holds at once. It follows from the order alone: a rank does one
     thing at a time.
     """
-    stages = sorted({action.stage for action in actions_of(order)})
-    return {stage: held_together([a for a in actions_of(order) if a.stage == stage]) for stage in stages}
+    stages = sorted({action.stage for action in flatten_actions(order)})
+    return {stage: peak_in_flight([a for a in flatten_actions(order) if a.stage == stage]) for stage in stages}
 
 
-def held_together(order: Order) -> int:
-    split = {(action.stage, action.micro) for action in actions_of(order) if action.what == "I"}
+def peak_in_flight(order: ActionOrder) -> int:
+    split = {(action.stage, action.micro) for action in flatten_actions(order) if action.what == "I"}
     held, most = 0, 0
-    for action in actions_of(order):
+    for action in flatten_actions(order):
         held += action.what == "F"
         most = max(most, held)
         held -= action.what == "W" or (action.what == "B" and (action.stage, action.micro) not in split)

@@ -48,7 +48,7 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class OverlappedPair:
     """A forward and a backward pass that a rank may run as one, the messages of one beside the arithmetic of the
     other. Torch runs them one after the other unless it is given a function that does better.
     """
@@ -60,20 +60,20 @@ class Pair:
         return f"({self.forward};{self.backward})"
 
 
-Order = list[Action | Pair]
+ActionOrder = list[Action | OverlappedPair]
 
 
-def actions_of(order: Order) -> Iterator[Action]:
+def flatten_actions(order: ActionOrder) -> Iterator[Action]:
     """With pairs taken apart, forward first."""
     for step in order:
-        if isinstance(step, Pair):
+        if isinstance(step, OverlappedPair):
             yield step.forward
             yield step.backward
         else:
             yield step
 
 
-def stages_of(kind: str, ranks: int, rank: int, each: int) -> list[int]:
+def stages_on_rank(kind: str, ranks: int, rank: int, each: int) -> list[int]:
     """The stages that a rank holds. In a loop every round of stages begins at rank 0 again; in a V the second round
     comes back, so that the last rank hands over to itself and rank 0 holds both ends of the model.
     """
@@ -82,13 +82,13 @@ def stages_of(kind: str, ranks: int, rank: int, each: int) -> list[int]:
     return [rank + round_ * ranks for round_ in range(each)]
 
 
-def holder(kind: str, ranks: int, stage: int) -> int:
+def rank_of_stage(kind: str, ranks: int, stage: int) -> int:
     """The rank that holds a stage."""
     round_, place = divmod(stage, ranks)
     return ranks - 1 - place if kind in V_SHAPED and round_ % 2 else place
 
 
-def usual_stages(kind: str) -> int:
+def default_stages(kind: str) -> int:
     """Stages a rank when nobody says: two, where the kind takes more than one."""
     check_kind(kind)
     return min(2, MOST_STAGES.get(kind, 2))
@@ -99,7 +99,7 @@ def check_kind(kind: str) -> None:
         raise ConfigError(f"unknown schedule {kind!r}", f"allowed: {', '.join(KINDS)}")
 
 
-def check(kind: str, ranks: int, micros: int, each: int) -> None:
+def validate_schedule(kind: str, ranks: int, micros: int, each: int) -> None:
     """Refuses what torch refuses, and what it would run to no use, with the numbers that would do."""
     check_kind(kind)
     if ranks < 1 or micros < 1:
@@ -108,7 +108,7 @@ def check(kind: str, ranks: int, micros: int, each: int) -> None:
     if each < fewest or (most is not None and each > most):
         allowed = f"{fewest}" if fewest == most else f"{fewest} or more"
         raise ConfigError(f"schedule {kind} cannot have {each} stages a rank", f"allowed: {allowed}")
-    least = fewest_micros(kind, ranks)
+    least = min_micro_batches(kind, ranks)
     if micros < least:
         raise ConfigError(
             f"schedule {kind} on {ranks} ranks cannot fill its stages with {micros} micro-batches",
@@ -118,34 +118,34 @@ def check(kind: str, ranks: int, micros: int, each: int) -> None:
     if kind in ("interleaved", "zero-bubble") and micros % rounds:
         raise ConfigError(
             f"schedule {kind} cannot divide {micros} micro-batches evenly into {rounds} rounds of {ranks} or more",
-            f"allowed: {', '.join(map(str, near(micros, lambda m: m % max(1, m // ranks) == 0)))}",
+            f"allowed: {', '.join(map(str, nearest_valid(micros, lambda m: m % max(1, m // ranks) == 0)))}",
         )
 
 
-def fewest_micros(kind: str, ranks: int) -> int:
+def min_micro_batches(kind: str, ranks: int) -> int:
     """1F1B and DualPipeV fill every stage before the first backward pass."""
     return {"1f1b": ranks, "dualpipev": 2 * ranks}.get(kind, 1)
 
 
-def near(number: int, fits: Callable[[int], bool]) -> list[int]:
+def nearest_valid(number: int, fits: Callable[[int], bool]) -> list[int]:
     """The nearest that fit, below and above."""
     below = next((n for n in range(number - 1, 0, -1) if fits(n)), None)
     above = next(n for n in range(number + 1, 2 * number + 2) if fits(n))
     return [n for n in (below, above) if n is not None]
 
 
-def orders(kind: str, ranks: int, micros: int, each: int | None = None) -> list[Order]:
+def action_orders(kind: str, ranks: int, micros: int, each: int | None = None) -> list[ActionOrder]:
     """The order of every rank; stages a rank as usual for the kind where `each` is not given."""
-    each = usual_stages(kind) if each is None else each
-    check(kind, ranks, micros, each)
+    each = default_stages(kind) if each is None else each
+    validate_schedule(kind, ranks, micros, each)
     if kind == "zbv":
-        return [v_order(rank, ranks, micros) for rank in range(ranks)]
+        return [zbv_order(rank, ranks, micros) for rank in range(ranks)]
     if kind == "dualpipev":
-        return [dual_order(rank, ranks, micros) for rank in range(ranks)]
+        return [dualpipev_order(rank, ranks, micros) for rank in range(ranks)]
     return [loop_order(kind, rank, ranks, micros, each) for rank in range(ranks)]
 
 
-def loop_order(kind: str, rank: int, ranks: int, micros: int, each: int) -> Order:
+def loop_order(kind: str, rank: int, ranks: int, micros: int, each: int) -> ActionOrder:
     """Some F ahead, then F and B in turn: four kinds that differ in how many are ahead and in what B is.
 
     A rank takes a round of micro-batches through its first stage, the same through its next, and so on; backward in
@@ -168,7 +168,7 @@ def loop_order(kind: str, rank: int, ranks: int, micros: int, each: int) -> Orde
         local, micro = place(turn)
         return Action(rank + ranks * (local if what == "F" else each - 1 - local), what, micro)
 
-    order: Order = [action("F", turn) for turn in range(min(ahead, total))]
+    order: ActionOrder = [action("F", turn) for turn in range(min(ahead, total))]
     for turn in range(total):
         if ahead + turn < total:
             order.append(action("F", ahead + turn))
@@ -180,14 +180,14 @@ def loop_order(kind: str, rank: int, ranks: int, micros: int, each: int) -> Orde
     return order
 
 
-class Writer:
+class OrderBuilder:
     """Writes a V-shaped rank's order from words: `F0` is the next F of its first stage, `B1` the next B of its second,
     `W0` the next W of the first, `W` the W whose I is oldest, and `F0+B1` a pair.
     """
 
     def __init__(self, stages: list[int]) -> None:
         self.stages = stages
-        self.order: Order = []
+        self.order: ActionOrder = []
         self.next: Counter[tuple[str, int]] = Counter()
         self.waiting: deque[Action] = deque()
 
@@ -195,7 +195,9 @@ class Writer:
         for _ in range(times):
             for word in words.split():
                 forward, _, backward = word.partition("+")
-                self.order.append(Pair(self.action(forward), self.action(backward)) if backward else self.action(word))
+                self.order.append(
+                    OverlappedPair(self.action(forward), self.action(backward)) if backward else self.action(word)
+                )
 
     def action(self, word: str) -> Action:
         if word == "W":
@@ -209,11 +211,11 @@ class Writer:
         return action
 
 
-def v_order(rank: int, ranks: int, micros: int) -> Order:
+def zbv_order(rank: int, ranks: int, micros: int) -> ActionOrder:
     """ZB-V. It is written for as many micro-batches as fill the V, and those that are not there are left out."""
     behind = ranks - 1 - rank
     filling = max(2 * ranks - 1, micros)
-    writer = Writer(stages_of("zbv", ranks, rank, 2))
+    writer = OrderBuilder(stages_on_rank("zbv", ranks, rank, 2))
     writer.write(2 * behind + 1, "F0")
     writer.write(rank, "F1 F0")
     writer.write(behind + 1, "F1 I1 W1")
@@ -226,11 +228,11 @@ def v_order(rank: int, ranks: int, micros: int) -> Order:
     return [step for step in writer.order if isinstance(step, Action) and step.micro < micros]
 
 
-def dual_order(rank: int, ranks: int, micros: int) -> Order:
+def dualpipev_order(rank: int, ranks: int, micros: int) -> ActionOrder:
     """DualPipeV: micro-batches go down the V while others come back, and the two meet in pairs on every rank."""
     behind = ranks - 1 - rank
     meetings = micros - ranks - behind
-    writer = Writer(stages_of("dualpipev", ranks, rank, 2))
+    writer = OrderBuilder(stages_on_rank("dualpipev", ranks, rank, 2))
     writer.write(2 * behind, "F0")
     writer.write(rank + 1, "F0 F1")
     writer.write(behind, "I1 W F1")

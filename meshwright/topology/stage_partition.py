@@ -17,7 +17,7 @@ def block_cost(model: ModelConfig, sequence: int) -> float:
     return attention + 3 * model.width * model.ffn * visited + model.width * model.experts
 
 
-def end_costs(model: ModelConfig) -> tuple[float, float]:
+def embedding_and_head_cost(model: ModelConfig) -> tuple[float, float]:
     """Of the embedding, which is looked up, and of the head."""
     return float(model.width), float(model.width * model.vocab)
 
@@ -32,7 +32,7 @@ def partition_blocks(model: ModelConfig, sequence: int, stages: int) -> tuple[ra
             f"{stages} stages of a pipeline need as many blocks, and model.layers = {model.layers}",
             f"allowed: at most {model.layers} stages (layout.pipeline x pipeline.stages)",
         )
-    first, last = end_costs(model)
+    first, last = embedding_and_head_cost(model)
     costs = [block_cost(model, sequence)] * model.layers
     costs[0] += first
     costs[-1] += last

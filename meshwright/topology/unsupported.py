@@ -10,7 +10,7 @@ from meshwright.config import Batch, RunConfig, derive_batch
 from meshwright.config.constraints import nearest_multiples, nearest_values
 from meshwright.errors import ConfigError
 from meshwright.topology import schedules
-from meshwright.topology.layout import Layout, stages_each
+from meshwright.topology.layout import Layout, stages_per_rank
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _expert_fold(layout: Layout, config: RunConfig) -> str:  # noqa: ARG001
 
 
 def _blocks(layout: Layout, config: RunConfig) -> str:
-    stages = layout.pipeline * stages_each(config)
+    stages = layout.pipeline * stages_per_rank(config)
     if layout.pipeline == 1 or stages <= config.model.layers:
         return ""
     return f"layout.pipeline x pipeline.stages of at most {config.model.layers}"
@@ -199,7 +199,7 @@ UNSUPPORTED = (
         lambda layout, config: (
             "fsdp.reshard_after_forward = true, false, "
             f"{nearest_values([n for n in range(2, kept + 1) if kept % n == 0], _keep(config))}"
-            if config.layout.shard == "parameters" and (kept := sharers(layout)) % _keep(config)
+            if config.layout.shard == "parameters" and (kept := min_shard_group_size(layout)) % _keep(config)
             else ""
         ),
     ),
@@ -224,11 +224,11 @@ UNSUPPORTED = (
 )
 """The table of what is refused."""
 
-OF_THE_DECODER_ALONE = ("pipeline", "context", "expert")
+DECODER_ONLY_AXES = ("pipeline", "context", "expert")
 """Axes that must know more of a model than the parts that a user's own brings."""
 
 
-def sharers(layout: Layout) -> int:
+def min_shard_group_size(layout: Layout) -> int:
     """The ranks that a unit is divided among, at least: experts that are divided have fewer."""
     return gcd(layout.shard, layout.fold // layout.expert) if layout.expert > 1 else layout.shard
 
@@ -245,7 +245,7 @@ def validate(config: RunConfig, own_model: bool = False) -> tuple[Layout, Batch]
             continue
         if instead := rule.applies(layout, config):
             raise ConfigError(f"layout {layout}: {rule.what}: {rule.why}", f"allowed: {instead}")
-    if own_model and (asked := [axis for axis in OF_THE_DECODER_ALONE if getattr(layout, axis) > 1]):
+    if own_model and (asked := [axis for axis in DECODER_ONLY_AXES if getattr(layout, axis) > 1]):
         raise ConfigError(
             f"layout {layout}: {asked[0]} with a model of your own: it must know its inside",
             f"allowed: layout.{asked[0]} = 1, or the decoder of a run file",
@@ -253,7 +253,9 @@ def validate(config: RunConfig, own_model: bool = False) -> tuple[Layout, Batch]
     batch = derive_batch(config.batch, layout.data_degree)
     if layout.pipeline > 1:
         try:
-            schedules.check(config.pipeline.schedule, layout.pipeline, batch.accumulation, stages_each(config))
+            schedules.validate_schedule(
+                config.pipeline.schedule, layout.pipeline, batch.accumulation, stages_per_rank(config)
+            )
         except ConfigError as refused:
             how = f"a rank has {batch.local} samples a step, and batch.micro = {batch.micro} divides them"
             raise ConfigError(f"layout {layout}: {refused.what}", f"{refused.next_move} ({how})") from None

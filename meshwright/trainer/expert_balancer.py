@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import RunConfig
-from meshwright.models.experts import Experts, rebalance
+from meshwright.models.experts import Experts, update_router_bias
 from meshwright.parallel.world import World
 
 
@@ -50,7 +50,7 @@ class ExpertBalancer:
         loads = self.world.sum(loads, "expert loads").wait()
         for block, experts in self.layers.items():
             bias = experts.router.bias
-            bias.copy_(torch.where(finite, rebalance(bias, loads[block, :-1], self.rate), bias))
+            bias.copy_(torch.where(finite, update_router_bias(bias, loads[block, :-1], self.rate), bias))
         return loads
 
 

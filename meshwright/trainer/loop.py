@@ -23,14 +23,14 @@ from meshwright.data.sample_lookup import build_stream
 from meshwright.data.source import ConcatenatedSource, Source
 from meshwright.errors import CheckpointError, StoppedBySignal
 from meshwright.io import read_json
-from meshwright.models.init import fill, outline
+from meshwright.models.init import build_on_meta, init_shard
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel.data_parallel.replica_check import compare_replicas
-from meshwright.parallel.local_shard import LocalShard, full_tensor_of, local_shard_of
+from meshwright.parallel.local_shard import LocalShard, full_tensor, local_shard
 from meshwright.parallel.parallel_model import ParallelModel, router_biases
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.parallelize import parallelize
-from meshwright.parallel.tensor_parallel import decoder_parts
+from meshwright.parallel.tensor_parallel import decoder_parallel_spec
 from meshwright.parallel.world import World
 from meshwright.store.interface import Store
 from meshwright.telemetry.events import Event, EventLog
@@ -224,7 +224,7 @@ class Training:
         every = self.job.config.numerics.compare_every
         if every and self.done % every == 0 and self.world.size > 1:
             alike = self.parameters | dict(router_biases(self.model))
-            blocks = {name: local_shard_of(tensor) for name, tensor in alike.items()}
+            blocks = {name: local_shard(tensor) for name, tensor in alike.items()}
             compare_replicas(blocks, self.job.layout, self.world, self.done - 1)
 
     def counting_is_due(self) -> bool:
@@ -320,10 +320,15 @@ def build_parallel_decoder(config: RunConfig, layout: Layout, precision: Precisi
     """The config's own model with its initial weights, each rank's part made by itself."""
 
     def weights(block: LocalShard, name: str) -> None:
-        fill(block.local, name, block.shape, block.offset, config.model, config.seed)
+        init_shard(block.local, name, block.shape, block.offset, config.model, config.seed)
 
     return parallelize(
-        outline(config.model, precision.weights), config, layout, world, decoder_parts(config.model), weights
+        build_on_meta(config.model, precision.weights),
+        config,
+        layout,
+        world,
+        decoder_parallel_spec(config.model),
+        weights,
     )
 
 
@@ -343,7 +348,7 @@ def copy_trained_weights(trained: Objective, job: Job, write: bool) -> None:
     for mine, theirs in zip((trained.model, trained.loss), user_modules(job), strict=False):
         state = mine.state_dict()
         for name, value in theirs.state_dict().items():
-            whole = full_tensor_of(state[name])
+            whole = full_tensor(state[name])
             if write:
                 value.copy_(whole)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.data.loader import MicroBatch
 from meshwright.models.experts import Experts
-from meshwright.parallel.local_shard import local_of
+from meshwright.parallel.local_shard import local_tensor
 from meshwright.parallel.parallel_model import ParallelModel
 
 
@@ -98,7 +98,7 @@ def first_nonfinite(
 
 def all_finite(value: Any) -> bool:
     if isinstance(value, Tensor):
-        value = local_of(value)
+        value = local_tensor(value)
         return bool(torch.isfinite(value).all()) if value.is_floating_point() else True
     if isinstance(value, (tuple, list)):
         return all(all_finite(v) for v in value)

@@ -15,7 +15,7 @@ from meshwright.data.stream import Stream
 from meshwright.errors import DataError, IdentityError
 from meshwright.optim.adamw import learning_rate
 from meshwright.parallel.world import World
-from meshwright.topology.layout import AXES, Layout, stages_each
+from meshwright.topology.layout import AXES, Layout, stages_per_rank
 from meshwright.trainer.identity import code_fingerprint, describe_differences
 from meshwright.trainer.precision import Precision
 from meshwright.trainer.step import step_seed
@@ -57,7 +57,7 @@ class ResumeState:
             "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
             "threads": config.launch.threads,
             "sharding": config.layout.shard,
-            "pipelining": f"{config.pipeline.schedule} x {stages_each(config)}" if layout.pipeline > 1 else "none",
+            "pipelining": f"{config.pipeline.schedule} x {stages_per_rank(config)}" if layout.pipeline > 1 else "none",
             "exchange": config.context.method if layout.context > 1 else "none",
             "compile": config.compile.enabled,
             "offload": config.optimizer.cpu_offload,

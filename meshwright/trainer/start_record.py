@@ -12,11 +12,11 @@ from meshwright.data.stream import Stream
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
 from meshwright.telemetry.events import Event
-from meshwright.topology.layout import stages_each
-from meshwright.topology.parameter_shapes import decoder_shapes
+from meshwright.topology.layout import stages_per_rank
+from meshwright.topology.parameter_shapes import decoder_parameter_shapes
 from meshwright.topology.parameter_shards import pipeline_placement
-from meshwright.topology.schedule_timeline import formula, held_together
-from meshwright.topology.schedules import orders
+from meshwright.topology.schedule_timeline import bubble_formula, peak_in_flight
+from meshwright.topology.schedules import action_orders
 
 if TYPE_CHECKING:
     from meshwright.trainer.loop import Job
@@ -56,22 +56,22 @@ def pipeline_record(job: Job, rank: int) -> Event | None:
     layout, kind = job.layout, job.config.pipeline.schedule
     if layout.pipeline == 1:
         return None
-    each, place = stages_each(job.config), layout.coordinates(rank)["pipeline"]
+    each, place = stages_per_rank(job.config), layout.coordinates(rank)["pipeline"]
     facts: Event = {
         "schedule": kind,
         "stages": {
             s: [span.start, span.stop - 1] for s, span in pipeline_placement(job.config, layout, rank).stages.items()
         },
-        "live": held_together(orders(kind, layout.pipeline, job.batch.accumulation, each)[place]),
+        "live": peak_in_flight(action_orders(kind, layout.pipeline, job.batch.accumulation, each)[place]),
     }
-    known = formula(kind, layout.pipeline, job.batch.accumulation, each)
+    known = bubble_formula(kind, layout.pipeline, job.batch.accumulation, each)
     return facts | {"bubble": round(float(known[1]), 4) if known is not None else None}
 
 
 def parameter_count(job: Job, spread: ParallelModel) -> int:
     """Of the whole model: a rank of a pipeline has a part of it."""
     if job.model is None:
-        return sum(shape.elements() for shape in decoder_shapes(job.config.model))
+        return sum(shape.elements() for shape in decoder_parameter_shapes(job.config.model))
     return sum(p.numel() for p in spread.module.parameters())
 
 

@@ -17,7 +17,7 @@ from meshwright.data.loader import BadSample, MicroBatch
 from meshwright.errors import DataError, NumericsError, PeerError, StoppedBySignal
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel.data_parallel.ddp import DDPModel
-from meshwright.parallel.local_shard import local_of
+from meshwright.parallel.local_shard import local_tensor
 from meshwright.parallel.parallel_model import GradientReduction, ParallelModel, stateful_buffers
 from meshwright.parallel.pipeline_parallel.pipeline_model import InFlightTracker, PipelineModel
 from meshwright.parallel.world import World
@@ -294,6 +294,6 @@ def step_seed(seed: int, step: int, coordinate: int) -> int:
 
 def flip_bit(module: torch.nn.Module) -> None:
     """A silent fault, when asked for: one bit of the first parameter."""
-    first = local_of(next(module.parameters())).reshape(-1)
+    first = local_tensor(next(module.parameters())).reshape(-1)
     bits = first.view({8: torch.int64, 4: torch.int32}[first.element_size()])
     bits[0] ^= 1 << 12

@@ -17,7 +17,7 @@ from meshwright.checkpoint.state import CheckpointState, collect_state
 from meshwright.checkpoint.unsharded import state_digest
 from meshwright.config import CheckpointConfig, RunConfig
 from meshwright.optim.adamw import AdamW
-from meshwright.parallel.local_shard import LocalShard, local_of, local_shard_of
+from meshwright.parallel.local_shard import LocalShard, local_shard, local_tensor
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
 from meshwright.store.posix import PosixStore
@@ -90,7 +90,7 @@ def carry(world: World, configs: dict[str, RunConfig], folder: str, sources: lis
         if (store := PosixStore(f"{folder}/{name}")).list_names("checkpoints"):
             continue
         for key, tensor in state.items():
-            local_shard_of(tensor).local.copy_(numbers(key, local_shard_of(tensor)))
+            local_shard(tensor).local.copy_(numbers(key, local_shard(tensor)))
         mode = CheckpointConfig(mode="sync")
         saver = CheckpointSaver(mode, store, world, LINEAGE, 1, FACTS, lambda state=state: state, layout=layout)
         (saved,) = saver.save(notes_at(1))
@@ -106,7 +106,7 @@ def carry(world: World, configs: dict[str, RunConfig], folder: str, sources: lis
 def loaded(world: World, spread: ParallelModel, state: CheckpointState, folder: str, source: str) -> list[str]:
     """What of a layout's state is not what the checkpoint in a folder holds."""
     for tensor in state.values():
-        local_shard_of(tensor).local.fill_(-1)
+        local_shard(tensor).local.fill_(-1)
     quiet = {"fallback": False, "say": lambda *_: None}
     assert restore(PosixStore(folder), world, LINEAGE, state, lambda _: None, **quiet) is not None
     spread.after_update()
@@ -114,11 +114,11 @@ def loaded(world: World, spread: ParallelModel, state: CheckpointState, folder: 
     off = [
         f"{source}: {key}"
         for key, tensor in state.items()
-        if not torch.equal(local_shard_of(tensor).local, numbers(key, local_shard_of(tensor)))
+        if not torch.equal(local_shard(tensor).local, numbers(key, local_shard(tensor)))
     ]
     for copy in spread.copies:
         weight = dict(spread.module.named_parameters())[copy]
-        if not torch.equal(local_of(weight), numbers("model/decoder.embedding.weight", local_shard_of(weight))):
+        if not torch.equal(local_tensor(weight), numbers("model/decoder.embedding.weight", local_shard(weight))):
             off.append(f"{source}: {copy}")
     return off
 

@@ -17,7 +17,7 @@ from meshwright.checkpoint.state import collect_state
 from meshwright.checkpoint.unsharded import state_digest
 from meshwright.config import CheckpointConfig, RunConfig
 from meshwright.optim.adamw import AdamW
-from meshwright.parallel.local_shard import local_shard_of
+from meshwright.parallel.local_shard import local_shard
 from meshwright.store.posix import PosixStore
 from meshwright.telemetry.events import completed_steps
 from meshwright.telemetry.run_folder import RunFolder
@@ -65,7 +65,7 @@ def carry(world, config: RunConfig, source: str, target: str) -> None:
         assert found is not None
     else:
         for number, (name, tensor) in enumerate(sorted(state.items())):
-            local = local_shard_of(tensor).local
+            local = local_shard(tensor).local
             if name.startswith("optimizer"):
                 local += number + (0 if not local.ndim else local.new_tensor(range(local.numel())).view_as(local) / 7)
     mode = CheckpointConfig(mode="sync")

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.config import IGNORE_INDEX, PRESETS, ModelConfig, config_from_dict
-from meshwright.models.decoder import LanguageModel, RotaryTables, documents_of, rotary_tables, rotate
+from meshwright.models.decoder import LanguageModel, RotaryTables, apply_rotary, document_ids, rotary_tables
 from meshwright.models.feed_forward import FeedForward
-from meshwright.models.init import ROWS, build, initial_rows, std_of
+from meshwright.models.init import ROWS_PER_KEY, build_model, init_std, initial_rows
 from meshwright.models.loss import HeadLoss
 
 SMALL = ModelConfig(vocab=50, width=32, layers=2, heads=4, kv_heads=2, ffn=40)
@@ -52,7 +52,7 @@ def tokens(batch: int = 2, sequence: int = 9) -> torch.Tensor:
 
 @pytest.mark.parametrize("experts", [0, 4])
 def test_everything_is_float64_when_the_weights_are(experts):
-    model = build(ModelConfig(**{**SMALL.__dict__, "experts": experts}), 0, torch.float64)
+    model = build_model(ModelConfig(**{**SMALL.__dict__, "experts": experts}), 0, torch.float64)
     seen = []
     for module in model.modules():
         module.register_forward_hook(lambda _m, _i, out: seen.append(out[0] if isinstance(out, tuple) else out))
@@ -63,7 +63,7 @@ def test_everything_is_float64_when_the_weights_are(experts):
 
 
 def test_a_token_never_sees_a_later_one():
-    model = build(SMALL, 0, torch.float64)
+    model = build_model(SMALL, 0, torch.float64)
     early = tokens()
     late = early.clone()
     late[:, 6:] = (late[:, 6:] + 1) % SMALL.vocab
@@ -74,13 +74,13 @@ def test_a_token_never_sees_a_later_one():
 
 def test_a_separator_ends_its_document():
     rows = torch.tensor([[5, 0, 5, 5, 0, 0, 5], [0, 5, 5, 5, 5, 5, 0]])
-    assert documents_of(rows, 0).tolist() == [[0, 0, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
-    assert documents_of(rows, None) is None
-    assert documents_of(rows, 7).tolist() == [[0] * 7] * 2
+    assert document_ids(rows, 0).tolist() == [[0, 0, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
+    assert document_ids(rows, None) is None
+    assert document_ids(rows, 7).tolist() == [[0] * 7] * 2
 
 
 def test_a_token_never_sees_another_document():
-    model = build(SMALL, 0, torch.float64)
+    model = build_model(SMALL, 0, torch.float64)
     one = tokens()
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 2]])
     before = model.decoder(one, documents)
@@ -93,7 +93,7 @@ def test_a_token_never_sees_another_document():
 def test_documents_together_are_the_documents_apart():
     """Rotation knows distances alone, so a document that begins later comes to the same, but for rounding."""
     separator = 7
-    model = build(ModelConfig(**{**SMALL.__dict__, "separator": separator}), 0, torch.float64)
+    model = build_model(ModelConfig(**{**SMALL.__dict__, "separator": separator}), 0, torch.float64)
     row = torch.tensor([[1, 2, 3, separator, separator, 4, 5, 6, 8, separator, 9, 10]])
     apart = [row[:, :4], row[:, 4:5], row[:, 5:10], row[:, 10:]]
     together, _ = model(row, row.roll(1))
@@ -109,12 +109,12 @@ def test_documents_together_are_the_documents_apart():
 
 
 def test_grouped_query_attention_equals_repeated_heads():
-    model = build(SMALL, 0, torch.float64)
+    model = build_model(SMALL, 0, torch.float64)
     attention = model.decoder.blocks[0].attention
     x = torch.randn(2, 9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     where = model.decoder.places(9, torch.float64, x.device, None)
     q, k, v = (p(x).view(2, 9, -1, 8).transpose(1, 2) for p in (attention.q, attention.k, attention.v))
-    q, k = rotate(q, where), rotate(k, where)
+    q, k = apply_rotary(q, where), apply_rotary(k, where)
     k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
     scores = (q @ k.transpose(-1, -2)) / 8**0.5
     scores = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf"))
@@ -128,7 +128,7 @@ def test_rotation_depends_on_distance_alone():
     def score(i: int, j: int) -> float:
         cos, sin = rotary_tables(torch.tensor([i, j]), 8, 10_000.0, torch.float64)
         at = [RotaryTables(cos[i], sin[i], None) for i in (0, 1)]
-        return float(rotate(q, at[0]) @ rotate(k, at[1]))
+        return float(apply_rotary(q, at[0]) @ apply_rotary(k, at[1]))
 
     assert score(3, 1) == pytest.approx(score(103, 101), rel=1e-12)
     assert score(3, 1) != pytest.approx(score(3, 2), rel=1e-3)
@@ -148,7 +148,7 @@ def test_the_loss_is_a_sum_and_a_count_of_valid_tokens():
 
 
 def test_a_batch_with_no_valid_token_has_a_zero_sum_and_zero_gradients():
-    model = build(SMALL, 0)
+    model = build_model(SMALL, 0)
     total, count = model(tokens(), torch.full((2, 9), IGNORE_INDEX))
     total.backward()
     assert (total.item(), count.item()) == (0.0, 0)
@@ -157,7 +157,7 @@ def test_a_batch_with_no_valid_token_has_a_zero_sum_and_zero_gradients():
 
 def test_experts_that_are_all_alike_are_one_dense_feed_forward():
     config = ModelConfig(**{**SMALL.__dict__, "experts": 4})
-    block = build(config, 0, torch.float64).decoder.blocks[0]
+    block = build_model(config, 0, torch.float64).decoder.blocks[0]
     dense = FeedForward(config.width, config.ffn).double()
     with torch.no_grad():
         for name, stacked in block.ffn.bank.named_parameters():
@@ -169,32 +169,32 @@ def test_experts_that_are_all_alike_are_one_dense_feed_forward():
 
 def test_an_expert_nobody_chose_has_a_zero_gradient_not_none():
     config = ModelConfig(**{**SMALL.__dict__, "experts": 8})
-    model = build(config, 0)
+    model = build_model(config, 0)
     model(tokens(1, 2), tokens(1, 2))[0].backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
 def test_initial_weights_depend_on_seed_name_and_rows_alone():
-    config = ModelConfig(**{**SMALL.__dict__, "vocab": 2 * ROWS + 10})
-    one, again, other = build(config, 5), build(config, 5), build(config, 6)
+    config = ModelConfig(**{**SMALL.__dict__, "vocab": 2 * ROWS_PER_KEY + 10})
+    one, again, other = build_model(config, 5), build_model(config, 5), build_model(config, 6)
     for name, parameter in one.named_parameters():
         assert torch.equal(parameter, again.get_parameter(name))
         if "norm" not in name:
             assert not torch.equal(parameter, other.get_parameter(name))
     name = "decoder.embedding.weight"
     whole = one.get_parameter(name)
-    block = initial_rows(5, name, whole.shape, ROWS, 2 * ROWS, std_of(name, config))
-    assert torch.equal(whole[ROWS : 2 * ROWS], block)  # a rank that holds these rows makes them alone
-    assert not torch.equal(whole[:10], whole[ROWS : ROWS + 10])
+    block = initial_rows(5, name, whole.shape, ROWS_PER_KEY, 2 * ROWS_PER_KEY, init_std(name, config))
+    assert torch.equal(whole[ROWS_PER_KEY : 2 * ROWS_PER_KEY], block)  # a rank that holds these rows makes them alone
+    assert not torch.equal(whole[:10], whole[ROWS_PER_KEY : ROWS_PER_KEY + 10])
 
 
 def test_deeper_models_keep_their_layers_initial_weights():
-    shallow, deep = build(SMALL, 0), build(ModelConfig(**{**SMALL.__dict__, "layers": 4}), 0)
+    shallow, deep = build_model(SMALL, 0), build_model(ModelConfig(**{**SMALL.__dict__, "layers": 4}), 0)
     name = "decoder.blocks.1.attention.q.weight"
     assert torch.equal(shallow.get_parameter(name), deep.get_parameter(name))
 
 
 def test_tied_weights_are_one_parameter_after_the_meta_device():
-    model = build(ModelConfig(**{**SMALL.__dict__, "tie": True}), 0)
+    model = build_model(ModelConfig(**{**SMALL.__dict__, "tie": True}), 0)
     assert model.head.weight is model.decoder.embedding.weight
     assert "head.weight" not in dict(model.named_parameters())

@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.config import ModelConfig
 from meshwright.models.decoder import RotaryEmbedding
-from meshwright.models.expert_weights import ExpertWeights, fits, grouped, looped
-from meshwright.models.experts import Experts, Router, rebalance
-from meshwright.models.init import build, fill, initial_rows, outline, std_of
-from meshwright.parallel.activation_checkpoint import wrap
+from meshwright.models.expert_weights import ExpertWeights, grouped_experts, looped_experts, supports_grouped_mm
+from meshwright.models.experts import Experts, Router, update_router_bias
+from meshwright.models.init import build_model, build_on_meta, init_shard, init_std, initial_rows
+from meshwright.parallel.activation_checkpoint import checkpoint_block
 from meshwright.parallel.materialize import Materializer
 
 WIDTH, INNER, COUNT, ACTIVE = 16, 24, 6, 2
@@ -79,7 +79,7 @@ def bank_run(way, counts, dtype):
 @pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 0, 4], [1, 2, 3, 0]], ids=str)
 def test_all_experts_at_once_are_the_experts_one_by_one(counts):
     for dtype, off in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):  # 24 bits and 8
-        at_once, one_by_one = (bank_run(way, counts, dtype) for way in (grouped, looped))
+        at_once, one_by_one = (bank_run(way, counts, dtype) for way in (grouped_experts, looped_experts))
         for ours, theirs in zip(at_once, one_by_one, strict=True):
             assert torch.allclose(ours, theirs, atol=off, rtol=off)
 
@@ -94,11 +94,11 @@ def test_an_expert_without_rows_has_a_gradient_of_zero():
 
 def test_the_kernel_is_not_asked_for_what_it_refuses():
     rows = torch.zeros(4, WIDTH)
-    assert fits(rows, torch.zeros(3, INNER, WIDTH))
-    assert not fits(rows.double(), torch.zeros(3, INNER, WIDTH))
-    assert not fits(rows[:0], torch.zeros(3, INNER, WIDTH))
-    assert not fits(rows, torch.zeros(3, INNER + 1, WIDTH))
-    assert not fits(rows.bfloat16(), torch.zeros(3, INNER - 4, WIDTH))
+    assert supports_grouped_mm(rows, torch.zeros(3, INNER, WIDTH))
+    assert not supports_grouped_mm(rows.double(), torch.zeros(3, INNER, WIDTH))
+    assert not supports_grouped_mm(rows[:0], torch.zeros(3, INNER, WIDTH))
+    assert not supports_grouped_mm(rows, torch.zeros(3, INNER + 1, WIDTH))
+    assert not supports_grouped_mm(rows.bfloat16(), torch.zeros(3, INNER - 4, WIDTH))
 
 
 def test_autocast_computes_in_half_precision_and_gives_gradients_in_that_of_the_weights():
@@ -162,9 +162,9 @@ def test_a_pass_that_is_recomputed_counts_once(reentrant):
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_a_compiled_block_goes_around_its_experts(mode):
-    plain, compiled = (build(CONFIG, 0).decoder.blocks[0] for _ in range(2))
+    plain, compiled = (build_model(CONFIG, 0).decoder.blocks[0] for _ in range(2))
     if mode != "none":
-        wrap(compiled, mode)
+        checkpoint_block(compiled, mode)
     compiled.forward = torch.compile(compiled.forward, backend="aot_eager")  # no kernels of its own: they take a minute
     found = []
     for block in (plain, compiled):
@@ -228,7 +228,7 @@ def test_the_auxiliary_loss_pulls_as_if_it_were_in_the_loss():
 
 def test_the_bias_moves_against_the_load():
     bias = torch.tensor([0.0, 0.5, -0.5, 0.0], dtype=torch.float64)
-    after = rebalance(bias, torch.tensor([10, 2, 4, 0]), 0.25)
+    after = update_router_bias(bias, torch.tensor([10, 2, 4, 0]), 0.25)
     assert after.tolist() == [-0.25, 0.75, -0.5, 0.25]  # the mean is 4
     assert bias.tolist() == [0.0, 0.5, -0.5, 0.0]
 
@@ -239,7 +239,7 @@ def test_rebalancing_evens_the_load():
     def uneven() -> float:
         module(x)
         load = module.take()[0].double()
-        module.router.bias.copy_(rebalance(module.router.bias, load, 0.05))
+        module.router.bias.copy_(update_router_bias(module.router.bias, load, 0.05))
         return float(load.max() / load.mean())
 
     module.router.bias[0] = 2.0
@@ -248,27 +248,27 @@ def test_rebalancing_evens_the_load():
 
 
 def test_an_expert_is_made_by_itself_and_alike_on_every_layout():
-    model, name = build(CONFIG, 5), "decoder.blocks.0.ffn.bank.down"
+    model, name = build_model(CONFIG, 5), "decoder.blocks.0.ffn.bank.down"
     whole = model.get_parameter(name)
     part = torch.empty(2, WIDTH, 5)
-    fill(part, name, whole.shape, (3, 0, 7), CONFIG, 5)
+    init_shard(part, name, whole.shape, (3, 0, 7), CONFIG, 5)
     assert torch.equal(part, whole[3:5, :, 7:12])
-    assert torch.equal(whole[4], initial_rows(5, f"{name}.4", whole.shape[1:], 0, WIDTH, std_of(name, CONFIG)))
-    assert std_of(name, CONFIG) == std_of("decoder.blocks.0.ffn.shared.down.weight", CONFIG) < 0.02
+    assert torch.equal(whole[4], initial_rows(5, f"{name}.4", whole.shape[1:], 0, WIDTH, init_std(name, CONFIG)))
+    assert init_std(name, CONFIG) == init_std("decoder.blocks.0.ffn.shared.down.weight", CONFIG) < 0.02
     assert not model.get_buffer("decoder.blocks.0.ffn.router.bias").any()
 
 
 def test_buffers_come_from_the_meta_device_with_their_initial_values():
-    model = outline(CONFIG, torch.float64)
+    model = build_on_meta(CONFIG, torch.float64)
 
     def content(block, name):
         block.local.fill_(7.0)  # what was in memory before
-        fill(block.local, name, block.shape, block.offset, CONFIG, 5)
+        init_shard(block.local, name, block.shape, block.offset, CONFIG, 5)
 
     weights = Materializer(model, content, torch.device("cpu"))
     weights.ready(model)
     weights.fill(model)
     bias = model.get_buffer("decoder.blocks.0.ffn.router.bias")
     assert (bias.tolist(), bias.dtype) == ([0.0] * COUNT, torch.float64)
-    wanted = build(CONFIG, 5, torch.float64).state_dict()
+    wanted = build_model(CONFIG, 5, torch.float64).state_dict()
     assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())

@@ -18,7 +18,7 @@ from meshwright.cli import main
 from meshwright.errors import ConfigError
 from meshwright.observe.schedule_svg import write_svg
 from meshwright.observe.schedule_text import show
-from meshwright.topology.schedule_timeline import Costs, timeline
+from meshwright.topology.schedule_timeline import ActionCosts, build_timeline
 from meshwright.topology.schedules import KINDS
 
 
@@ -27,7 +27,7 @@ def shown(kind: str, width: int, colour: bool = False, **size: int) -> str:
     console = Console(
         file=stream, width=width, force_terminal=colour, highlight=False, color_system="256" if colour else None
     )
-    show(timeline(kind, **{"ranks": 4, "micros": 8} | size), Costs(), console)
+    show(build_timeline(kind, **{"ranks": 4, "micros": 8} | size), ActionCosts(), console)
     return stream.getvalue()
 
 
@@ -44,7 +44,7 @@ def test_a_row_reads_as_the_rank_runs():
 def test_every_action_is_in_the_picture_once_and_no_row_is_wider_than_the_terminal(kind, width):
     rows = [line for line in shown(kind, width).splitlines() if line.startswith("rank ")]
     assert max(map(len, rows)) <= width
-    for rank, slots in enumerate(timeline(kind, 4, 8).rows):
+    for rank, slots in enumerate(build_timeline(kind, 4, 8).rows):
         line = "".join(row.partition("  ")[2].ljust(3) for row in rows if row.startswith(f"rank {rank} "))
         assert re.sub(r"[^FBIW0-9]", "", line.upper()) == "".join(f"{s.action.what}{s.action.micro}" for s in slots)
 
@@ -66,7 +66,7 @@ def test_the_svg_has_every_action_and_fetches_nothing(kind, tmp_path, capsys):
     tree = ElementTree.parse(path)
     space = "{http://www.w3.org/2000/svg}"
     cells = [text.text for text in tree.iter(f"{space}text") if text.get("class", "").startswith("cell")]
-    assert cells == [str(slot.action.micro) for row in timeline(kind, 4, 8).rows for slot in row]
+    assert cells == [str(slot.action.micro) for row in build_timeline(kind, 4, 8).rows for slot in row]
     assert not list(tree.iter(f"{space}script"))
     assert re.findall(r"https?://[^\"]*", path.read_text()) == ["http://www.w3.org/2000/svg"]
     assert "prefers-color-scheme: dark" in path.read_text()
@@ -77,7 +77,7 @@ def test_the_svg_has_every_action_and_fetches_nothing(kind, tmp_path, capsys):
 def test_json_is_the_timeline(capsys):
     main(["plan", "schedule", "dualpipev", "--ranks", "2", "--micro", "4", "--json"])
     told = json.loads(capsys.readouterr().out)
-    found = timeline("dualpipev", 2, 4)
+    found = build_timeline("dualpipev", 2, 4)
     assert told["bubble"] == told["formula"] == float(found.bubble)
     assert told["peak_live"] == found.peaks
     assert [[cell["action"] for cell in row] for row in told["rows"]] == [
@@ -137,11 +137,11 @@ def test_the_numbers_of_the_handbook_are_what_the_command_prints(capsys):
 
 
 def test_a_picture_replaces_files_alone(tmp_path):
-    drawn = timeline("gpipe", 2, 2)
+    drawn = build_timeline("gpipe", 2, 2)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="cannot be written"):
-        write_svg(drawn, Costs(), tmp_path / "pipe")
+        write_svg(drawn, ActionCosts(), tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "there.svg")
-    write_svg(drawn, Costs(), tmp_path / "link")
+    write_svg(drawn, ActionCosts(), tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "there.svg").read_text().startswith("<svg")

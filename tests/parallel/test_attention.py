@@ -7,15 +7,15 @@ import torch
 
 from meshwright.models.decoder import CoreAttention
 from meshwright.parallel.context_parallel.blockwise_attention import (
-    Mask,
-    Result,
-    attend_block,
-    attend_block_backward,
-    has_kernel,
-    merge,
-    wide,
+    AttentionMask,
+    AttentionResult,
+    accumulation_dtype,
+    block_attention,
+    block_attention_backward,
+    merge_result,
+    uses_flash_kernel,
 )
-from meshwright.parallel.context_parallel.sequence_chunks import Pieces, seen
+from meshwright.parallel.context_parallel.sequence_chunks import SequenceChunks, visible_slices
 
 BATCH, HEADS, SIZE = 2, 4, 8
 DOCUMENTS = {
@@ -42,35 +42,35 @@ def whole(q, k, v, grad, documents):
 
 def ring_by_hand(q, k, v, grad, documents, ranks: int):
     """Every rank's visits of a ring, one after the other in one process: out, dq, dk, dv of whole sequences."""
-    pieces = [Pieces("ring", ranks, rank) for rank in range(ranks)]
+    pieces = [SequenceChunks("ring", ranks, rank) for rank in range(ranks)]
     mine = [[piece.take(tensor, 2) for tensor in (q, k, v, grad)] for piece in pieces]
-    precise = wide(q.dtype)
+    precise = accumulation_dtype(q.dtype)
     sums = [torch.zeros(tensor.shape, dtype=precise, device=q.device) for tensor in (q, q, k, v)]
     for rank, (own_q, _, _, own_grad) in enumerate(mine):
         visits = []
         for source in range(ranks):
-            rows, columns = seen(rank, source, own_q.shape[2])
-            mask = Mask(source == rank)
+            rows, columns = visible_slices(rank, source, own_q.shape[2])
+            mask = AttentionMask(source == rank)
             if documents is not None:
                 mine_docs, theirs = pieces[rank].take(documents), pieces[source].take(documents)
-                mask = Mask(source == rank, mine_docs[:, rows], theirs[:, columns])
+                mask = AttentionMask(source == rank, mine_docs[:, rows], theirs[:, columns])
             visits.append((source, rows, columns, mask))
-        result = Result(
+        result = AttentionResult(
             torch.zeros(own_q.shape, dtype=precise, device=q.device),
             torch.full(own_q.shape[:3], -torch.inf, dtype=precise, device=q.device),
         )
         for source, rows, columns, mask in visits:
-            part = attend_block(own_q[:, :, rows], *(t[:, :, columns] for t in mine[source][1:3]), mask)
-            merge(Result(result.out[:, :, rows], result.lse[:, :, rows]), part)
+            part = block_attention(own_q[:, :, rows], *(t[:, :, columns] for t in mine[source][1:3]), mask)
+            merge_result(AttentionResult(result.out[:, :, rows], result.lse[:, :, rows]), part)
         at = pieces[rank].positions(q.shape[2]).to(q.device)
         sums[0][:, :, at] = result.out
         out = result.out.to(q.dtype)
         for source, rows, columns, mask in visits:
-            gradients = attend_block_backward(
+            gradients = block_attention_backward(
                 own_grad[:, :, rows],
                 own_q[:, :, rows],
                 *(t[:, :, columns] for t in mine[source][1:3]),
-                Result(out[:, :, rows], result.lse[:, :, rows]),
+                AttentionResult(out[:, :, rows], result.lse[:, :, rows]),
                 mask,
             )
             theirs = pieces[source].positions(q.shape[2]).to(q.device)[columns]
@@ -108,19 +108,19 @@ def test_bf16_is_summed_in_float32():
 
 def test_a_query_that_sees_nothing_weighs_nothing():
     q, k, v, grad = inputs(4, 2, torch.float64)
-    foreign = Mask(rows=torch.zeros(BATCH, 4), columns=torch.ones(BATCH, 4))
-    blind = attend_block(q, k, v, foreign)
+    foreign = AttentionMask(rows=torch.zeros(BATCH, 4), columns=torch.ones(BATCH, 4))
+    blind = block_attention(q, k, v, foreign)
     assert torch.isneginf(blind.lse).all()
     assert not blind.out.any()
-    both = Result(blind.out.clone(), blind.lse.clone())
-    merge(both, blind)
+    both = AttentionResult(blind.out.clone(), blind.lse.clone())
+    merge_result(both, blind)
     assert torch.isneginf(both.lse).all()
     assert not both.out.any()
-    assert not any(gradient.any() for gradient in attend_block_backward(grad, q, k, v, blind, foreign))
-    seeing = attend_block(q, k, v, Mask(causal=True))
-    merge(both, seeing)
+    assert not any(gradient.any() for gradient in block_attention_backward(grad, q, k, v, blind, foreign))
+    seeing = block_attention(q, k, v, AttentionMask(causal=True))
+    merge_result(both, seeing)
     assert torch.equal(both.out, seeing.out)
-    merge(both, blind)
+    merge_result(both, blind)
     assert torch.equal(both.out, seeing.out)
 
 
@@ -136,7 +136,7 @@ def test_keys_are_not_copied_for_the_heads_that_share_them():
             return func(*args, **(kwargs or {}))
 
     with Watch():
-        attend_block(q, k, v, Mask())
+        block_attention(q, k, v, AttentionMask())
     assert made == [(BATCH, k.data_ptr()), (BATCH, v.data_ptr())]
 
 
@@ -145,8 +145,8 @@ def test_keys_are_not_copied_for_the_heads_that_share_them():
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_the_flash_kernels_give_what_plain_attention_does(kv_heads, dtype):
     made = inputs(192, kv_heads, dtype, "cuda", size=64)
-    assert has_kernel(made[0], Mask())
-    assert not has_kernel(made[0], Mask(rows=torch.zeros(1), columns=torch.zeros(1)))
+    assert uses_flash_kernel(made[0], AttentionMask())
+    assert not uses_flash_kernel(made[0], AttentionMask(rows=torch.zeros(1), columns=torch.zeros(1)))
     exact = whole(*(tensor.double() for tensor in made), None)
     for ranks in (1, 2, 3):
         ours = ring_by_hand(*made, None, ranks)

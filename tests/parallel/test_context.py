@@ -14,18 +14,18 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwright.config import IGNORE_INDEX, ActivationCheckpointConfig, ModelConfig
 from meshwright.errors import ConfigError
-from meshwright.models.decoder import CoreAttention, documents_of
-from meshwright.models.init import build
+from meshwright.models.decoder import CoreAttention, document_ids
+from meshwright.models.init import build_model
 from meshwright.parallel.activation_checkpoint import apply_activation_checkpointing
 from meshwright.parallel.context_parallel.sequence_chunks import (
-    AllToAllAttend,
-    Pieces,
-    RingAttend,
-    divide_sequences,
-    piece_of,
-    seen,
+    AllToAllAttention,
+    RingAttention,
+    SequenceChunks,
+    apply_context_parallel,
+    local_chunk,
+    visible_slices,
 )
-from meshwright.parallel.tensor_parallel import cut, decoder_parts, sum_partial
+from meshwright.parallel.tensor_parallel import apply_tensor_parallel, decoder_parallel_spec, reduce_partial_gradients
 from meshwright.telemetry.comm_counter import CollectiveTotal, CommCounter
 from meshwright.telemetry.memory_tracker import MemoryTracker
 from meshwright.testing import run_ranks
@@ -59,7 +59,7 @@ KINDS = ("one", "at borders", "about borders", "long and single")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_pieces_are_all_of_the_sequence_once(method, ranks):
-    pieces = [Pieces(method, ranks, rank) for rank in range(ranks)]
+    pieces = [SequenceChunks(method, ranks, rank) for rank in range(ranks)]
     assert torch.cat([piece.positions(SEQUENCE) for piece in pieces]).sort()[0].tolist() == list(range(SEQUENCE))
     whole = torch.randn(2, SEQUENCE, 3)
     for piece in pieces:
@@ -70,14 +70,17 @@ def test_pieces_are_all_of_the_sequence_once(method, ranks):
 
 
 def test_a_ring_pairs_an_early_chunk_with_a_late_one():
-    assert [Pieces("ring", 2, rank).positions(8).tolist() for rank in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    assert [Pieces("all-to-all", 2, rank).positions(8).tolist() for rank in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [SequenceChunks("ring", 2, rank).positions(8).tolist() for rank in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [SequenceChunks("all-to-all", 2, rank).positions(8).tolist() for rank in (0, 1)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
 
 
 def test_a_sequence_that_does_not_divide_is_refused():
     with pytest.raises(ConfigError, match="12 tokens does not divide into 8 equal chunks"):
-        Pieces("ring", 4, 0).positions(12)
-    assert len(Pieces("all-to-all", 4, 0).positions(12)) == 3
+        SequenceChunks("ring", 4, 0).positions(12)
+    assert len(SequenceChunks("all-to-all", 4, 0).positions(12)) == 3
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
@@ -88,8 +91,8 @@ def test_every_step_of_the_ring_is_the_same_work_on_every_rank(ranks):
     tokens = SEQUENCE // ranks
     for rank, step in product(range(ranks), range(ranks)):
         source = (rank - step) % ranks
-        rows, columns = seen(rank, source, tokens)
-        q, k = (Pieces("ring", ranks, r).positions(SEQUENCE) for r in (rank, source))
+        rows, columns = visible_slices(rank, source, tokens)
+        q, k = (SequenceChunks("ring", ranks, r).positions(SEQUENCE) for r in (rank, source))
         before = k[None, :] <= q[:, None]
         computed = torch.zeros_like(before)
         computed[rows, columns] = True
@@ -113,8 +116,8 @@ def inputs(kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def differences(group, method: str, kv_heads: int, kind: str, dtype: torch.dtype) -> dict[str, float]:
     """Out, dq, dk and dv of this rank's piece against the same piece of full attention."""
-    pieces = Pieces(method, group.size(), group.rank())
-    attend = RingAttend(group) if method == "ring" else AllToAllAttend(group, CoreAttention())
+    pieces = SequenceChunks(method, group.size(), group.rank())
+    attend = RingAttention(group) if method == "ring" else AllToAllAttention(group, CoreAttention())
     found = []
     for module, own in ((CoreAttention(), lambda t: t), (attend, lambda t: pieces.take(t, 2))):
         *made, grad = (own(t) for t in inputs(kv_heads, dtype))
@@ -132,8 +135,8 @@ def attention_counts(
     """What forward and backward of one call send."""
     found = {}
     for method in METHODS:
-        pieces = Pieces(method, group.size(), group.rank())
-        attend = RingAttend(group) if method == "ring" else AllToAllAttend(group, CoreAttention())
+        pieces = SequenceChunks(method, group.size(), group.rank())
+        attend = RingAttention(group) if method == "ring" else AllToAllAttention(group, CoreAttention())
         q, k, v, grad = (pieces.take(t, 2).requires_grad_() for t in inputs(kv_heads, dtype))
         with CommCounter({group.group_name: "context"}) as forward:
             out = attend(q, k, v, None)
@@ -201,7 +204,7 @@ def batch(group: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def one_process(separator: int | None, dtype: torch.dtype, group: int) -> dict[str, torch.Tensor]:
-    model = build(ModelConfig(**{**MODEL.__dict__, "separator": separator}), 0, dtype)
+    model = build_model(ModelConfig(**{**MODEL.__dict__, "separator": separator}), 0, dtype)
     total, count = model(*batch(group))
     total.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -210,11 +213,11 @@ def one_process(separator: int | None, dtype: torch.dtype, group: int) -> dict[s
 
 def divided(group, method: str, separator: int | None, dtype: torch.dtype, again: str, number: int):
     """The same, summed over a context group's ranks."""
-    model = build(ModelConfig(**{**MODEL.__dict__, "separator": separator}), 0, dtype)
-    pieces = divide_sequences(model, group, method)
-    apply_activation_checkpointing(model, decoder_parts(MODEL), ActivationCheckpointConfig(recompute=again))
+    model = build_model(ModelConfig(**{**MODEL.__dict__, "separator": separator}), 0, dtype)
+    pieces = apply_context_parallel(model, group, method)
+    apply_activation_checkpointing(model, decoder_parallel_spec(MODEL), ActivationCheckpointConfig(recompute=again))
     with MemoryTracker(model) as memory, CommCounter({group.group_name: "context"}) as ledger:
-        total, count = model(*piece_of(batch(number), pieces, separator))
+        total, count = model(*local_chunk(batch(number), pieces, separator))
         kept = (
             memory.current_bytes["activation"]
             + memory.current_bytes["communication"]
@@ -283,13 +286,13 @@ def with_tensor(world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "tensor"))
     group, errors = mesh.get_group("context"), []
     for method in METHODS:
-        model = build(MODEL, 0, torch.float64)
-        cut(model, decoder_parts(MODEL), mesh["tensor"])
-        pieces = divide_sequences(model, group, method)
+        model = build_model(MODEL, 0, torch.float64)
+        apply_tensor_parallel(model, decoder_parallel_spec(MODEL), mesh["tensor"])
+        pieces = apply_context_parallel(model, group, method)
         with loss_parallel():
-            total, count = model(*piece_of(batch(0), pieces, 3))
+            total, count = model(*local_chunk(batch(0), pieces, 3))
             total.backward()
-        sum_partial(model.parameters(), mesh["tensor"])
+        reduce_partial_gradients(model.parameters(), mesh["tensor"])
         found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
         found |= {"loss": total.detach().clone(), "count": count}
         for tensor in found.values():
@@ -307,20 +310,20 @@ def test_heads_may_be_divided_among_other_ranks_too():
 
 def test_a_piece_comes_with_the_documents_of_the_whole():
     tokens, labels = batch(0)
-    pieces = Pieces("ring", 4, 1)
-    own_tokens, own_labels, of_whole = piece_of((tokens, labels), pieces, 3)
+    pieces = SequenceChunks("ring", 4, 1)
+    own_tokens, own_labels, of_whole = local_chunk((tokens, labels), pieces, 3)
     assert torch.equal(own_tokens, tokens[:, pieces.positions(SEQUENCE)])
     assert torch.equal(own_labels, labels[:, pieces.positions(SEQUENCE)])
-    assert torch.equal(of_whole, documents_of(tokens, 3))
-    assert len(piece_of((tokens, labels), pieces, None)) == 2
+    assert torch.equal(of_whole, document_ids(tokens, 3))
+    assert len(local_chunk((tokens, labels), pieces, None)) == 2
 
 
 def refusals(world):
     group, (q, k, v, _) = dist.group.WORLD, inputs(3, torch.float64)
-    attends = RingAttend(group), AllToAllAttend(group, CoreAttention())
+    attends = RingAttention(group), AllToAllAttention(group, CoreAttention())
     calls = [partial(attend, q, k, v, torch.zeros(2, SEQUENCE)) for attend in attends]
     calls.append(partial(attends[1], k, k, v, None))
-    calls.append(partial(divide_sequences, torch.nn.Linear(2, 2), group, "ring"))
+    calls.append(partial(apply_context_parallel, torch.nn.Linear(2, 2), group, "ring"))
     said = []
     for call in calls:
         with pytest.raises((ConfigError, ValueError)) as caught:

@@ -18,8 +18,13 @@ from meshwright.errors import MeshwrightError
 from meshwright.launch.ranks import run_ranks
 from meshwright.models.experts import Experts
 from meshwright.parallel.data_parallel.replica_check import compare_replicas
-from meshwright.parallel.expert_parallel import AllToAll, SumOver, by_expert, local_matrices
-from meshwright.parallel.local_shard import local_shard_of
+from meshwright.parallel.expert_parallel import (
+    AllReduceCounts,
+    AllToAllDispatch,
+    expert_sort_order,
+    local_expert_matrices,
+)
+from meshwright.parallel.local_shard import local_shard
 from meshwright.parallel.parallel_model import router_biases
 from meshwright.prover.reference import build_step
 from meshwright.topology.unsupported import validate
@@ -44,7 +49,7 @@ def divided(dtype: torch.dtype, rank: int, ranks: int) -> Experts:
     made, each = experts(dtype), COUNT // ranks
     for name, whole in list(made.bank.named_parameters()):
         setattr(made.bank, name, nn.Parameter(whole.detach()[rank * each : (rank + 1) * each].clone()))
-    made.dispatch = AllToAll(dist.group.WORLD)
+    made.dispatch = AllToAllDispatch(dist.group.WORLD)
     return made
 
 
@@ -87,7 +92,7 @@ def case(world, dtype, bias=(), recomputed=False, cut=False, way=loss_of) -> tup
         for name, part in list(ours.bank.named_parameters()):
             block = DTensor.from_local(part.detach(), mesh, [Shard(0)], run_check=False)
             setattr(ours.bank, name, nn.Parameter(block))
-        ours.bank.weights = partial(local_matrices, ours.bank)
+        ours.bank.weights = partial(local_expert_matrices, ours.bank)
     for module in (whole, ours):
         for expert, value in bias:
             module.router.bias[expert] = value
@@ -108,7 +113,7 @@ def pieces(world) -> float:
     """All ranks have the same sequences, each a piece of them."""
     dtype = torch.float64
     whole, ours = experts(dtype), divided(dtype, world.rank, world.size)
-    whole.explicit, ours.whole, ours.pull = True, SumOver(dist.group.WORLD), torch.tensor(WEIGHT, dtype=dtype)
+    whole.explicit, ours.whole, ours.pull = True, AllReduceCounts(dist.group.WORLD), torch.tensor(WEIGHT, dtype=dtype)
     full = inputs(0, dtype)
     out = whole(full)
     (loss_of(out) + WEIGHT * whole.auxiliary).backward()
@@ -132,7 +137,7 @@ def unlike(world, counts_of) -> float:
     outs = [whole(rows, count) for rows, count in zip(every, counts, strict=True)]
     sum(map(loss_of, outs)).backward()
     rows = every[world.rank].detach().clone().requires_grad_()
-    out = AllToAll(dist.group.WORLD)(ours, rows, counts[world.rank])
+    out = AllToAllDispatch(dist.group.WORLD)(ours, rows, counts[world.rank])
     loss_of(out).backward()
     mine = slice(world.rank * each, (world.rank + 1) * each)
     pairs = [(out, outs[world.rank]), (rows.grad, every[world.rank].grad)]
@@ -186,7 +191,7 @@ def test_a_load_is_what_the_rank_itself_sent(found):
 
 def test_rows_that_come_by_rank_are_sorted_by_expert():
     counts = torch.tensor([[1, 2], [0, 0], [2, 1]])  # expert 0, 1, 1 of the first rank; 0, 0, 1 of the third
-    assert by_expert(counts, 6).tolist() == [0, 3, 4, 1, 2, 5]
+    assert expert_sort_order(counts, 6).tolist() == [0, 3, 4, 1, 2, 5]
 
 
 def strayed(world):
@@ -196,7 +201,7 @@ def strayed(world):
     )
     layout, _ = validate(config)
     model = build_step(world, config, layout).parallel_model.module
-    blocks = {name: local_shard_of(tensor) for name, tensor in router_biases(model)}
+    blocks = {name: local_shard(tensor) for name, tensor in router_biases(model)}
     compare_replicas(blocks, layout, world, 0)
     if world.rank == 1:
         model.decoder.blocks[0].ffn.router.bias[2] += 1e-3

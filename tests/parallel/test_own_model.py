@@ -12,7 +12,7 @@ from torch import nn
 from meshwright import ParallelSpec, train
 from meshwright.config import config_from_dict
 from meshwright.errors import ConfigError
-from meshwright.parallel.parallel_spec import units_of
+from meshwright.parallel.parallel_spec import fsdp_units
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_parallel_spec.py"
 spec = importlib.util.spec_from_file_location("custom_parallel_spec", EXAMPLE)
@@ -207,12 +207,12 @@ def test_a_module_in_several_places_is_seen_in_all_of_them(shared, said):
     model = example.Residual(width=8, depth=2)
     shared(model)
     if not said:
-        assert len(units_of(model, example.PARTS)[0]) == 2
+        assert len(fsdp_units(model, example.PARTS)[0]) == 2
         return
     with pytest.raises(ConfigError, match=said):
-        units_of(model, example.PARTS)
+        fsdp_units(model, example.PARTS)
 
 
 def test_an_end_is_no_block():
     with pytest.raises(ConfigError, match="names a block"):
-        units_of(example.Residual(width=8, depth=2), ParallelSpec(blocks="blocks.*", ends=(("enter", "blocks.0"),)))
+        fsdp_units(example.Residual(width=8, depth=2), ParallelSpec(blocks="blocks.*", ends=(("enter", "blocks.0"),)))

@@ -12,9 +12,9 @@ from meshwright.prover.comm_volume import count_third_step
 from meshwright.prover.reference import LR, Concatenated, DataConfig, Loader, build_step, proof_source, proof_stream
 from meshwright.telemetry.step_clock import StepClock
 from meshwright.testing import run_ranks
-from meshwright.topology.schedule_timeline import timeline
-from meshwright.topology.schedules import KINDS, stages_of, usual_stages
-from meshwright.topology.stage_partition import block_cost, end_costs, partition_blocks
+from meshwright.topology.schedule_timeline import build_timeline
+from meshwright.topology.schedules import KINDS, default_stages, stages_on_rank
+from meshwright.topology.stage_partition import block_cost, embedding_and_head_cost, partition_blocks
 from meshwright.topology.unsupported import validate
 
 SMALL = ["--model.width=16", "--model.heads=2", "--model.kv_heads=2", "--model.ffn=18", "--model.vocab=26"]
@@ -23,7 +23,7 @@ SMALL += ["--data.sequence=16", "--layout.replicate=1", "--precision.compute=fp6
 
 def config_of(kind, ranks, micros, *more):
     words = [f"--layout.pipeline={ranks}", f"--pipeline.schedule={kind}", f"--batch.global={micros}", "--batch.micro=1"]
-    return load_config(overrides=[*SMALL, f"--model.layers={ranks * usual_stages(kind)}", *words, *more])
+    return load_config(overrides=[*SMALL, f"--model.layers={ranks * default_stages(kind)}", *words, *more])
 
 
 def step_of(world, config):
@@ -50,7 +50,7 @@ def test_each_rank_holds_as_many_micro_batches_as_its_schedule_says():
     ranks = 2
     found = run_ranks(paces, ranks, [config_of(kind, ranks, micros) for kind, micros in SIZES])
     for place, (kind, micros) in enumerate(SIZES):
-        expected = timeline(kind, ranks, micros)
+        expected = build_timeline(kind, ranks, micros)
         for rank in range(ranks):
             live, most, phases = found[rank][place]
             assert live == expected.live[rank], (kind, micros, rank)
@@ -139,13 +139,13 @@ def names(world, configs):
 
 
 def test_stages_together_have_every_parameter_once_under_its_own_name():
-    from meshwright.models.init import build
+    from meshwright.models.init import build_model
 
     configs = [config_of(kind, 2, 4, f"--model.tie={tie}") for kind in SCHEDULES for tie in ("false", "true")]
     found = run_ranks(names, 2, configs)
     for place, config in enumerate(configs):
         held = [name for rank in found for name in rank[place]]
-        assert sorted(held) == sorted(name for name, _ in build(config.model, 0).named_parameters())
+        assert sorted(held) == sorted(name for name, _ in build_model(config.model, 0).named_parameters())
 
 
 MODEL = ModelConfig(layers=8, width=64, vocab=256, ffn=176)
@@ -164,7 +164,7 @@ def test_no_other_division_has_a_cheaper_dearest_stage():
 
     for vocab in (16, 256, 4096, 60000):
         model = replace(MODEL, vocab=vocab)
-        first, last = end_costs(model)
+        first, last = embedding_and_head_cost(model)
         costs = [block_cost(model, 128)] * model.layers
         costs[0] += first
         costs[-1] += last
@@ -184,4 +184,4 @@ def test_a_large_vocabulary_leaves_the_last_stage_fewer_blocks():
 
 
 def test_in_a_v_the_first_rank_has_both_ends():
-    assert stages_of("zbv", 4, 0, 2) == [0, 7]
+    assert stages_on_rank("zbv", 4, 0, 2) == [0, 7]

@@ -25,8 +25,8 @@ from meshwright.planner.workload.trainer_profiles import (
     TORCHTITAN,
 )
 from meshwright.topology.layout import Layout
-from meshwright.topology.schedule_timeline import held_by_stage
-from meshwright.topology.schedules import orders
+from meshwright.topology.schedule_timeline import peak_in_flight_by_stage
+from meshwright.topology.schedules import action_orders
 from meshwright.topology.unsupported import validate
 
 GIB = 1024 * MIB
@@ -181,8 +181,8 @@ def test_instants_hold_as_many_micro_batches_as_the_schedule(kind):
     each = 2
     for ranks, micros in ((2, 4), (4, 8), (4, 12)):
         for place in range(ranks):
-            order = orders(kind, ranks, micros, each)[place]
-            most = held_by_stage(order)
+            order = action_orders(kind, ranks, micros, each)[place]
+            most = peak_in_flight_by_stage(order)
             found = schedule_points(kind, ranks, micros, each, place)
             for index, stage in enumerate(sorted(most)):
                 assert max(instant.live[index] for instant in found) == most[stage]

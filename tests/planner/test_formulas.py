@@ -8,14 +8,14 @@ from fractions import Fraction
 import pytest
 
 from meshwright.config import RunConfig, load_config
-from meshwright.models.init import build
+from meshwright.models.init import build_model
 from meshwright.planner.exact.comm_volume import comm_volume
 from meshwright.planner.exact.state_memory import StateMemory, state_memory
 from meshwright.prover.comm_volume import count_step_bytes
 from meshwright.prover.layouts import proof_configs
 from meshwright.testing import run_ranks
 from meshwright.topology.layout import Layout
-from meshwright.topology.parameter_shapes import decoder_shapes, own, padded, shard_dimension
+from meshwright.topology.parameter_shapes import decoder_parameter_shapes, fsdp_shard_dim, padded_numel, shard_numel
 from meshwright.topology.unsupported import validate
 
 KINDS = ("none", "optimizer", "gradients", "parameters")
@@ -70,7 +70,7 @@ def test_in_bf16_the_bytes_sent_are_those_of_the_formulas_too():
 
 
 def parameters() -> int:
-    return sum(shape.elements() for shape in decoder_shapes(CASES["none", 1, "false"].model)) * 4
+    return sum(shape.elements() for shape in decoder_parameter_shapes(CASES["none", 1, "false"].model)) * 4
 
 
 def test_the_wire_carries_2_2_2_and_3_times_the_parameters(found):
@@ -86,9 +86,11 @@ def test_the_wire_carries_2_2_2_and_3_times_the_parameters(found):
 def test_what_a_rank_holds_falls_from_none_to_parameters(found):
     kept: dict[str, StateMemory] = {kind: found[kind, 3, "false"][1] for kind in KINDS}
     whole, block = parameters(), 0
-    for shapes in [s for s in decoder_shapes(CASES["none", 1, "false"].model) if s.unit == "decoder.blocks.0"]:
+    for shapes in [
+        s for s in decoder_parameter_shapes(CASES["none", 1, "false"].model) if s.unit == "decoder.blocks.0"
+    ]:
         block += shapes.elements() * 4
-    counts = 4 * len(decoder_shapes(CASES["none", 1, "false"].model))
+    counts = 4 * len(decoder_parameter_shapes(CASES["none", 1, "false"].model))
     assert kept["none"] == StateMemory(whole, whole, 2 * whole + counts)
     for kind in KINDS[1:]:
         assert kept[kind].optimizer == 2 * whole // RANKS + counts
@@ -103,16 +105,16 @@ SHARED = ["--model.experts=4", "--model.experts_shared=2"]
 def test_shapes_are_those_of_the_model():
     for words in ([], ["--model.tie=true"], ["--model.experts=3", "--model.ffn=5"], SHARED):
         config = load_config(overrides=[*EVEN, *words])
-        real = {name: tuple(p.shape) for name, p in build(config.model, 0).named_parameters()}
-        assert {shape.name: shape.dims for shape in decoder_shapes(config.model)} == real
+        real = {name: tuple(p.shape) for name, p in build_model(config.model, 0).named_parameters()}
+        assert {shape.name: shape.dims for shape in decoder_parameter_shapes(config.model)} == real
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_shards_make_up_the_whole(ranks):
-    for shape in decoder_shapes(load_config(overrides=["--model.vocab=251", "--model.ffn=46"]).model):
-        assert sum(own(shape.local(2), ranks, c) for c in range(ranks)) == shape.elements(2)
-        assert padded(shape.local(2), ranks) >= shape.elements(2)
-        assert padded(shape.local(2), ranks) % ranks == 0
+    for shape in decoder_parameter_shapes(load_config(overrides=["--model.vocab=251", "--model.ffn=46"]).model):
+        assert sum(shard_numel(shape.local(2), ranks, c) for c in range(ranks)) == shape.elements(2)
+        assert padded_numel(shape.local(2), ranks) >= shape.elements(2)
+        assert padded_numel(shape.local(2), ranks) % ranks == 0
 
 
 def test_a_bank_of_fewer_experts_than_shards_is_cut_by_its_second_dimension():
@@ -122,10 +124,10 @@ def test_a_bank_of_fewer_experts_than_shards_is_cut_by_its_second_dimension():
         ((4, 30, 16), 8, 0),  # FSDP2 divides rows alone unevenly
         ((4, 32), 8, 0),
     ):
-        assert shard_dimension(local, shards) == dimension
-    assert padded((4, 32, 16), 8) == 4 * 32 * 16
-    assert [own((4, 32, 16), 8, c) for c in range(8)] == [4 * 4 * 16] * 8
-    assert padded((4, 30, 16), 8) == 8 * 30 * 16
+        assert fsdp_shard_dim(local, shards) == dimension
+    assert padded_numel((4, 32, 16), 8) == 4 * 32 * 16
+    assert [shard_numel((4, 32, 16), 8, c) for c in range(8)] == [4 * 4 * 16] * 8
+    assert padded_numel((4, 30, 16), 8) == 8 * 30 * 16
 
 
 def test_a_wrong_formula_is_a_broken_promise(monkeypatch):

@@ -20,7 +20,7 @@ from meshwright.errors import ConfigError
 from meshwright.planner.workload.architecture import Architecture
 from meshwright.planner.workload.huggingface_config import FAMILIES, MAX_CONFIG_BYTES, parse_huggingface_config
 from meshwright.planner.workload.resolve_model import resolve_model, trainable_config
-from meshwright.topology.parameter_shapes import decoder_shapes
+from meshwright.topology.parameter_shapes import decoder_parameter_shapes
 
 COUNTED = json.loads((Path(__file__).parent / "published.json").read_text())
 """Counted by transformers 5.22 on the meta device; what is named after no model has a shape of our own."""
@@ -68,7 +68,9 @@ def test_deepseek_v3_is_counted_without_the_biases_of_its_routers_and_without_mt
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_counted_as_its_parameters_are_laid_out(preset):
     found = resolve_model(preset)
-    assert found.architecture.parameters == sum(prod(shape.dims) for shape in decoder_shapes(found.model_config))
+    assert found.architecture.parameters == sum(
+        prod(shape.dims) for shape in decoder_parameter_shapes(found.model_config)
+    )
     assert found.run_config is not None
     assert found.architecture == Architecture.from_config(found.run_config.model, preset)
 

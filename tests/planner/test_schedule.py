@@ -11,8 +11,22 @@ from torch.distributed.pipelining import schedules as torchs
 from torch.distributed.pipelining.stage import PipelineStage
 
 from meshwright.errors import ConfigError
-from meshwright.topology.schedule_timeline import Costs, compare, formula, run, timeline
-from meshwright.topology.schedules import KINDS, Action, actions_of, check, holder, orders, stages_of
+from meshwright.topology.schedule_timeline import (
+    ActionCosts,
+    bubble_formula,
+    build_timeline,
+    compare_schedules,
+    execute_orders,
+)
+from meshwright.topology.schedules import (
+    KINDS,
+    Action,
+    action_orders,
+    flatten_actions,
+    rank_of_stage,
+    stages_on_rank,
+    validate_schedule,
+)
 
 TORCHS = {
     "gpipe": torchs.ScheduleGPipe,
@@ -54,7 +68,7 @@ def test_the_orders_are_torchs_own_and_so_are_the_refusals(kind):
     compared = 0
     for _, ranks, micros, each in (place for place in GRID if place[0] == kind):
         try:
-            own = [[str(step) for step in order] for order in orders(kind, ranks, micros, each)]
+            own = [[str(step) for step in order] for order in action_orders(kind, ranks, micros, each)]
         except ConfigError:
             with pytest.raises(ValueError, match=r"(?i)microbatches"):
                 from_torch(kind, ranks, micros, each)
@@ -68,40 +82,42 @@ def test_the_orders_are_torchs_own_and_so_are_the_refusals(kind):
 @pytest.mark.parametrize(("kind", "ranks", "micros", "each"), GRID)
 def test_every_micro_batch_passes_every_stage_once_and_nobody_waits_for_ever(kind, ranks, micros, each):
     try:
-        found = orders(kind, ranks, micros, each)
+        found = action_orders(kind, ranks, micros, each)
     except ConfigError:
         return
     for rank, order in enumerate(found):
-        done = sorted((a.stage, a.micro, a.what) for a in actions_of(order))
-        places = [(stage, micro) for stage in stages_of(kind, ranks, rank, each) for micro in range(micros)]
+        done = sorted((a.stage, a.micro, a.what) for a in flatten_actions(order))
+        places = [(stage, micro) for stage in stages_on_rank(kind, ranks, rank, each) for micro in range(micros)]
         whole = {(s, m) for s, m, what in done if what == "B"}
         assert done == sorted((*p, what) for p in places for what in ("FB" if p in whole else "FIW"))
-    run(found, ranks * each, lambda action: Costs(3, 1, 2).of(action.what))  # raises where ranks wait for each other
+    execute_orders(
+        found, ranks * each, lambda action: ActionCosts(3, 1, 2).of(action.what)
+    )  # raises where ranks wait for each other
 
 
 def test_an_order_that_would_hang_is_found():
     backward_first = [[Action(0, "B", 0), Action(0, "F", 0)]]
     with pytest.raises(ValueError, match=r"ranks \[0\] wait for each other for ever, rank 0 to run 0B0"):
-        run(backward_first, 1, lambda action: Costs().of(action.what))
+        execute_orders(backward_first, 1, lambda action: ActionCosts().of(action.what))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_holder_of_a_stage_is_the_rank_that_holds_it(kind):
     for each in STAGES[kind]:
-        held = {stage: rank for rank in range(4) for stage in stages_of(kind, 4, rank, each)}
+        held = {stage: rank for rank in range(4) for stage in stages_on_rank(kind, 4, rank, each)}
         assert sorted(held) == list(range(4 * each))
-        assert held == {stage: holder(kind, 4, stage) for stage in held}
+        assert held == {stage: rank_of_stage(kind, 4, stage) for stage in held}
         if STAGES[kind] != [1]:
             assert held == from_torch(kind, 4, 8, each).stage_index_to_group_rank
 
 
 def test_the_v_comes_back_to_rank_0():
-    assert [stages_of("zbv", 4, rank, 2) for rank in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
-    assert [stages_of("interleaved", 2, rank, 3) for rank in range(2)] == [[0, 2, 4], [1, 3, 5]]
+    assert [stages_on_rank("zbv", 4, rank, 2) for rank in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert [stages_on_rank("interleaved", 2, rank, 3) for rank in range(2)] == [[0, 2, 4], [1, 3, 5]]
 
 
 def test_the_bubbles_of_four_ranks_and_eight_micro_batches():
-    bubbles = {kind: timeline(kind, 4, 8).bubble for kind in KINDS}
+    bubbles = {kind: build_timeline(kind, 4, 8).bubble for kind in KINDS}
     assert bubbles == {
         "gpipe": Fraction(3, 11),
         "1f1b": Fraction(3, 11),
@@ -112,13 +128,13 @@ def test_the_bubbles_of_four_ranks_and_eight_micro_batches():
     }
 
 
-@pytest.mark.parametrize("costs", [Costs(), Costs(2, 3, 1), Costs(0.5, 1, 0.25)])
+@pytest.mark.parametrize("costs", [ActionCosts(), ActionCosts(2, 3, 1), ActionCosts(0.5, 1, 0.25)])
 def test_where_a_formula_is_given_it_is_the_counted_bubble(costs):
     known = 0
     for kind, ranks, micros, each in GRID:
-        exact = formula(kind, ranks, micros, each, costs)
+        exact = bubble_formula(kind, ranks, micros, each, costs)
         try:
-            counted = timeline(kind, ranks, micros, each, costs).bubble
+            counted = build_timeline(kind, ranks, micros, each, costs).bubble
         except ConfigError:
             continue
         assert exact is None or exact[1] == counted, (kind, ranks, micros, each)
@@ -128,22 +144,22 @@ def test_where_a_formula_is_given_it_is_the_counted_bubble(costs):
 
 @pytest.mark.parametrize(("ranks", "micros"), [(2, 2), (4, 8), (4, 4), (8, 16)])
 def test_1f1b_holds_as_many_micro_batches_as_there_are_stages_to_come_and_gpipe_all(ranks, micros):
-    one = timeline("1f1b", ranks, micros)
+    one = build_timeline("1f1b", ranks, micros)
     assert one.peaks == [min(ranks - stage, micros) for stage in range(ranks)]
     assert one.live == [{stage: min(ranks - stage, micros)} for stage in range(ranks)]
-    assert timeline("gpipe", ranks, micros).peaks == [micros] * ranks
+    assert build_timeline("gpipe", ranks, micros).peaks == [micros] * ranks
 
 
 def test_a_split_backward_holds_until_its_weights_are_done():
-    assert timeline("zbv", 4, 8).peaks == [8] * 4
-    assert timeline("zbv", 4, 8).live[0] == {0: 8, 7: 1}
-    assert timeline("zero-bubble", 4, 8, 1).held == [4] * 4  # 1F1B holds 4, 3, 2, 1: the price of late W
-    assert timeline("dualpipev", 4, 16).held == [Fraction(9, 2)] * 4
+    assert build_timeline("zbv", 4, 8).peaks == [8] * 4
+    assert build_timeline("zbv", 4, 8).live[0] == {0: 8, 7: 1}
+    assert build_timeline("zero-bubble", 4, 8, 1).held == [4] * 4  # 1F1B holds 4, 3, 2, 1: the price of late W
+    assert build_timeline("dualpipev", 4, 16).held == [Fraction(9, 2)] * 4
 
 
 def test_idle_and_work_make_up_the_makespan():
     for kind in KINDS:
-        found = timeline(kind, 4, 8, costs=Costs(2, 3, 1))
+        found = build_timeline(kind, 4, 8, costs=ActionCosts(2, 3, 1))
         for row, idle in zip(found.rows, found.idle, strict=True):
             assert sum(slot.end - slot.start for slot in row) + idle == found.makespan
             assert all(one.end <= other.start for one, other in pairwise(row))
@@ -166,19 +182,19 @@ def test_idle_and_work_make_up_the_makespan():
 )
 def test_what_cannot_be_is_refused_with_what_can(place, said):
     with pytest.raises(ConfigError) as refused:
-        check(*place)
+        validate_schedule(*place)
     assert said in str(refused.value)
 
 
 @pytest.mark.parametrize("size", [(257, 1), (4, 4097), (128, 1024), (10**12, 10**12)])
 def test_a_timeline_has_an_end(size):
     with pytest.raises(ConfigError, match="too large"):
-        timeline("gpipe", *size)
+        build_timeline("gpipe", *size)
     with pytest.raises(ConfigError, match="too large"):
-        raise next(iter(compare(*size).values()))
+        raise next(iter(compare_schedules(*size).values()))
 
 
 @pytest.mark.parametrize("costs", [(0, 1, 1), (1, -1, 1), (1, 1, float("nan"))])
 def test_costs_that_are_none_are_refused(costs):
     with pytest.raises(ConfigError, match="allowed: more than 0"):
-        Costs(*costs)
+        ActionCosts(*costs)

@@ -16,11 +16,11 @@ from meshwright.models.experts import Router
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel import all_to_all, expert_parallel, parallelize
 from meshwright.parallel.context_parallel import sequence_chunks
-from meshwright.parallel.context_parallel.blockwise_attention import Mask
+from meshwright.parallel.context_parallel.blockwise_attention import AttentionMask
 from meshwright.parallel.data_parallel import fsdp
 from meshwright.parallel.data_parallel.ddp import DDPModel
 from meshwright.parallel.data_parallel.fsdp import FSDPModel
-from meshwright.parallel.local_shard import local_of
+from meshwright.parallel.local_shard import local_tensor
 from meshwright.topology.layout import Layout
 from meshwright.trainer.evaluate import Evaluation
 from meshwright.trainer.expert_balancer import ExpertBalancer
@@ -57,7 +57,9 @@ EVALUATION = "training is right, evaluation does not weigh every token once"
 @fault(RING, "loss of step 0", PIECES)
 def a_piece_counts_its_positions_from_zero(patch):
     patch.setattr(
-        sequence_chunks.PiecePlaces, "positions", lambda self, tokens, device: torch.arange(tokens, device=device)
+        sequence_chunks.ChunkRotaryEmbedding,
+        "positions",
+        lambda self, tokens, device: torch.arange(tokens, device=device),
     )
 
 
@@ -65,7 +67,7 @@ def a_piece_counts_its_positions_from_zero(patch):
 def a_piece_by_heads_counts_its_positions_from_the_rank_before(patch):
     after(
         patch,
-        sequence_chunks.PiecePlaces,
+        sequence_chunks.ChunkRotaryEmbedding,
         "positions",
         lambda places, self, tokens, _: places - tokens * self.pieces.rank,
     )
@@ -80,7 +82,7 @@ def the_ring_takes_one_ranks_keys_for_anothers(patch):
         coming = torch.empty_like(tensor)
         send = dist.P2POp(dist.isend, tensor, group=self.group, tag=tag, group_peer=(rank - 1) % ranks)
         receive = dist.P2POp(dist.irecv, coming, group=self.group, tag=tag, group_peer=(rank + 1) % ranks)
-        return sequence_chunks.OnItsWay(tensor, coming, dist.batch_isend_irecv([send, receive]))
+        return sequence_chunks.PendingTransfer(tensor, coming, dist.batch_isend_irecv([send, receive]))
 
     patch.setattr(sequence_chunks.Ring, "pass_on", wrong)
 
@@ -96,7 +98,7 @@ def the_causal_mask_is_off_by_a_chunk(patch):
 
 @fault(RING, "loss of step 0", PIECES, proofs=(TIED,))
 def the_ring_forgets_documents(patch):
-    patch.setattr(sequence_chunks.Ring, "mask", lambda self, source, *_: Mask(source == self.pieces.rank))
+    patch.setattr(sequence_chunks.Ring, "mask", lambda self, source, *_: AttentionMask(source == self.pieces.rank))
 
 
 @fault(HEADS, "loss of step 0", PIECES, proofs=(TIED,))
@@ -117,7 +119,7 @@ def cut_labels(labels):
 
 @fault(HEADS, "loss of step 0", PIECES)
 def a_label_is_lost_at_every_cut(patch):
-    right = sequence_chunks.piece_of
+    right = sequence_chunks.local_chunk
 
     def wrong(batch, pieces, separator):
         tokens, labels, *rest = right(batch, pieces, separator)
@@ -134,14 +136,14 @@ def gradients_of_keys_do_not_come_home(patch):
     def wrong(right, self, tensor, tag):
         if tag == sequence_chunks.KEYS:
             return right(self, tensor, tag)
-        return sequence_chunks.OnItsWay(tensor, torch.zeros_like(tensor), [])
+        return sequence_chunks.PendingTransfer(tensor, torch.zeros_like(tensor), [])
 
     wrap(patch, sequence_chunks.Ring, "pass_on", wrong)
 
 
 @fault(HEADS, "gradient of decoder.embedding", THROUGH)
 def the_exchange_of_heads_is_not_turned_round_in_backward(patch):
-    patch.setattr(all_to_all.Exchange, "backward", staticmethod(lambda ctx, grad: (grad, None, None, None)))
+    patch.setattr(all_to_all.AllToAllFunction, "backward", staticmethod(lambda ctx, grad: (grad, None, None, None)))
 
 
 @fault(RING, "gradient of", INCOMPLETE, NOT_SUMMED)
@@ -187,11 +189,11 @@ def travels(patch, **parts):
         both = torch.stack((counts, meant)).view(2, self.group.size(), -1)
         going, coming = both.sum(dim=2).tolist()
         here = there(rows, self.group, going, coming)
-        order = expert_parallel.by_expert(both[1], sum(coming))
+        order = expert_parallel.expert_sort_order(both[1], sum(coming))
         made = bank(here.index_select(0, order), both[1].sum(dim=0))
         return expert_parallel.exchange(put_back(made, order), self.group, coming, going)
 
-    patch.setattr(expert_parallel.AllToAll, "forward", wrong)
+    patch.setattr(expert_parallel.AllToAllDispatch, "forward", wrong)
 
 
 @fault(EXPERTS, "loss of step 0", ROWS)
@@ -227,9 +229,9 @@ def bank_gradients(patch, spread, wrong):
     def micro_step(self, last):
         with right(self, last):
             yield
-        for p in (p for bank in expert_parallel.banks_of(self.module) for p in bank.parameters()):
+        for p in (p for bank in expert_parallel.find_expert_weights(self.module) for p in bank.parameters()):
             if last and p.grad is not None:
-                wrong(local_of(p.grad))
+                wrong(local_tensor(p.grad))
 
     patch.setattr(spread, "micro_step", micro_step)
 
@@ -271,7 +273,7 @@ def router_biases_weigh_as_well_as_choose(patch):
 
 @fault(EXPERTS_IN_PIECES, "gradient of decoder.embedding", PULL)
 def the_balance_loss_is_of_pieces(patch):
-    patch.setattr(expert_parallel.SumOver, "forward", lambda self, counts: counts)
+    patch.setattr(expert_parallel.AllReduceCounts, "forward", lambda self, counts: counts)
 
 
 @fault(EXPERTS, "gradient of decoder.embedding", PULL)

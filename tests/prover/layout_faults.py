@@ -17,9 +17,9 @@ from meshwright.parallel import parallel_spec
 from meshwright.parallel.data_parallel import ddp, fsdp
 from meshwright.parallel.data_parallel.ddp import DDPModel
 from meshwright.parallel.data_parallel.fsdp import FSDPModel
-from meshwright.parallel.local_shard import local_shard_of
+from meshwright.parallel.local_shard import local_shard
 from meshwright.parallel.materialize import Materializer
-from meshwright.parallel.world import Summing, World
+from meshwright.parallel.world import PendingAllReduce, World
 from meshwright.prover import layouts
 from meshwright.trainer.step import Step
 
@@ -144,7 +144,7 @@ def sums(patch, name, wrong):
 
 
 def unsummed(world, _right, tensor):
-    return Summing(tensor, None, world.heartbeat)
+    return PendingAllReduce(tensor, None, world.heartbeat)
 
 
 def divides_by(patch, tokens_of):
@@ -295,8 +295,8 @@ def gradients_are_summed_in_bf16(patch):
 @fault(PARAMETERS, "gradient of decoder.embedding.weight", TWO_USES, proofs=(TIED,))
 def a_tied_weight_is_gathered_in_two_units(patch):
     def units(model, of):
-        first, *rest = ([m for name in group for m in parallel_spec.matching(model, name)] for group in of.ends)
-        return [first, *([block] for block in parallel_spec.blocks_of(model, of)), *rest], first
+        first, *rest = ([m for name in group for m in parallel_spec.find_modules(model, name)] for group in of.ends)
+        return [first, *([block] for block in parallel_spec.find_blocks(model, of)), *rest], first
 
     patch.setattr(fsdp, "units_of", units)
     after(patch, Materializer, "fill", both_ends_begin_alike)
@@ -304,7 +304,7 @@ def a_tied_weight_is_gathered_in_two_units(patch):
 
 def both_ends_begin_alike(_result, weights, _module):
     """With the values that they should share."""
-    weights.content(local_shard_of(weights.model.head.weight), "decoder.embedding.weight")
+    weights.content(local_shard(weights.model.head.weight), "decoder.embedding.weight")
 
 
 # The norm.

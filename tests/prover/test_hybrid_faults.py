@@ -27,7 +27,7 @@ from meshwright.optim.adamw import AdamW
 from meshwright.parallel.data_parallel import fsdp
 from meshwright.parallel.pipeline_parallel import pipeline_model
 from meshwright.parallel.pipeline_parallel.pipeline_model import PipelineModel, TrackedStage
-from meshwright.parallel.pipeline_parallel.stages import Stage, Tie
+from meshwright.parallel.pipeline_parallel.stages import Stage, TiedWeight
 from meshwright.topology import parameter_shards
 
 STAGES = ("--layout.replicate=1", "--layout.pipeline=2", "--model.layers=2")
@@ -133,12 +133,12 @@ def the_heads_gradient_does_not_reach_the_embedding(patch):
         if self.copy is not None:
             self.copy.grad = None
 
-    patch.setattr(Tie, "sum_gradients", wrong)
+    patch.setattr(TiedWeight, "sum_gradients", wrong)
 
 
 @fault(STAGES, "loss of step 1", UPDATE, FOLLOWS, proofs=(TIED,))
 def the_embeddings_value_does_not_reach_the_head(patch):
-    patch.setattr(Tie, "share_value", lambda self: None)
+    patch.setattr(TiedWeight, "share_value", lambda self: None)
 
 
 def test_there_are_40_faults():

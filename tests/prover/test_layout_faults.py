@@ -40,7 +40,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.models.decoder import RMSNorm
 from meshwright.parallel import activation_checkpoint, parallel_model, parallelize
 from meshwright.parallel.materialize import Materializer
-from meshwright.parallel.tensor_parallel import VocabularyEmbedding, VocabularyHead
+from meshwright.parallel.tensor_parallel import VocabParallelEmbedding, VocabParallelHead
 from meshwright.topology.layout import Layout
 from meshwright.trainer import loop
 from meshwright.trainer.evaluate import Evaluation
@@ -95,12 +95,12 @@ def recomputation_sees_other_inputs(patch):
 
 
 def look_up(patch, tokens_of):
-    right = VocabularyEmbedding.look_up
+    right = VocabParallelEmbedding.look_up
 
     def wrong(module, mesh, tokens):
         return right(module, mesh, tokens_of(tokens, mesh.get_local_rank()))
 
-    patch.setattr(VocabularyEmbedding, "look_up", staticmethod(wrong))
+    patch.setattr(VocabParallelEmbedding, "look_up", staticmethod(wrong))
 
 
 @fault(CUT, "loss of step 0", INPUT)
@@ -115,9 +115,9 @@ def pieces_of_the_sequence_are_swapped(patch):
 
 def head_takes(patch, wrong):
     """`wrong(mesh, hidden, labels)` in place of what the head is given."""
-    right = VocabularyHead.gather
+    right = VocabParallelHead.gather
     patch.setattr(
-        VocabularyHead,
+        VocabParallelHead,
         "gather",
         staticmethod(lambda mesh, module, inputs: wrong(mesh, *right(mesh, module, inputs))),
     )

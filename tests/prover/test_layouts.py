@@ -12,7 +12,7 @@ from layout_faults import COPIES, FP32, FP64, GRADIENTS, OPTIMIZER, PARAMETERS, 
 
 from meshwright.config import LayoutConfig, load_config
 from meshwright.launch.ranks import run_ranks
-from meshwright.parallel.local_shard import local_of
+from meshwright.parallel.local_shard import local_tensor
 from meshwright.prover.comm_volume import check_communication
 from meshwright.prover.layouts import check_layouts, proof_configs
 from meshwright.prover.reference import Concatenated, DataConfig, Loader, build_step, proof_source, proof_stream
@@ -153,7 +153,7 @@ def in_bf16(world, config):
     source, coordinate = Concatenated([proof_source(config)]), layout.data_coordinate(world.rank)
     batches = Loader(source, proof_stream(config), batch, coordinate, DataConfig(workers=0)).steps(0, 3)
     kept = {p.dtype for p in step.parallel_model.module.parameters()} | {
-        local_of(p).dtype for p in step.optimizer.owned
+        local_tensor(p).dtype for p in step.optimizer.owned
     }
     losses = [float(step.run(number, RATE, batches).numbers[0]) for number in range(3)]
     return losses, kept, met

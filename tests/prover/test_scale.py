@@ -13,9 +13,9 @@ from meshwright.config import load_config
 from meshwright.prover.layouts import proof_configs
 from meshwright.prover.recovery import MAX_RECOVERY_RANKS, scale_config
 from meshwright.prover.scale_down import MAX_RANKS, scale_layout
-from meshwright.topology.layout import Layout, stages_each
+from meshwright.topology.layout import Layout, stages_per_rank
 from meshwright.topology.schedules import FEWEST_STAGES, KINDS, MOST_STAGES, SPLIT
-from meshwright.topology.unsupported import sharers, validate
+from meshwright.topology.unsupported import min_shard_group_size, validate
 
 
 @st.composite
@@ -32,7 +32,7 @@ def legal(draw):
     spread = Layout.of(replace(config.layout, **layout, shard=shard, shard_degree=degree))
     layout["expert"] = draw(st.sampled_from([n for n in range(1, spread.fold + 1) if spread.fold % n == 0]))
     apart = layout["pipeline"] > 1 or layout["tensor"] > 1
-    shared = sharers(replace(spread, expert=layout["expert"]))
+    shared = min_shard_group_size(replace(spread, expert=layout["expert"]))
     keeps = [True, False] if apart or shared < 2 else [True, False, shared]
     stages = draw(st.integers(FEWEST_STAGES[kind], MOST_STAGES.get(kind, 4)))
     tensor, context = layout["tensor"], layout["context"]
@@ -78,7 +78,7 @@ def test_a_proof_is_legal_on_eight_ranks_and_keeps_every_axis_that_they_allow(co
         assert len(small.used) >= min(3, len(layout.used))
         assert (small.expert > 1) == (layout.expert > 1)
         assert bool(proof.model.experts) == bool(config.model.experts)
-        assert stages_each(proof) == min(stages_each(config), 2)
+        assert stages_per_rank(proof) == min(stages_per_rank(config), 2)
 
 
 @settings(max_examples=200)

@@ -15,7 +15,7 @@ from meshwright.checkpoint.unsharded import digest_of_lines, state_digest, tenso
 from meshwright.config import RunConfig, fingerprint, identity
 from meshwright.launch.job import make_job
 from meshwright.launch.ranks import run_ranks
-from meshwright.parallel.local_shard import local_shard_of
+from meshwright.parallel.local_shard import local_shard
 from meshwright.recover.failures import RanksFailed
 from meshwright.telemetry.events import read_events
 from meshwright.telemetry.run_folder import RunFolder
@@ -63,7 +63,7 @@ def test_a_complete_run_is_complete_and_makes_no_step(runs):
 
 def unsharded(world, job):
     training = Training(job, world)
-    state = {name: local_shard_of(tensor).local for name, tensor in training.state().items()}
+    state = {name: local_shard(tensor).local for name, tensor in training.state().items()}
     lines = [tensor_digest_line(name, dtype_name(t), t.shape, tensor_bytes(t)) for name, t in state.items()]
     training.signals.close()
     return training.done, digest_of_lines(lines)

@@ -8,7 +8,7 @@ import torch
 from small_run import small_config
 
 from meshwright import train
-from meshwright.models.init import build
+from meshwright.models.init import build_model
 from meshwright.parallel.world import World
 from meshwright.telemetry.events import read_events
 from meshwright.trainer.expert_balancer import ExpertBalancer, imbalance
@@ -86,7 +86,10 @@ def test_a_pipeline_run_twice_has_the_same_bits(tmp_path, runs):
 def test_biases_move_towards_an_even_load():
     """From a bias that sends every token to the first expert, until it has no more than the others."""
     config = small_config("--model.experts=4", "--model.experts_active=1", "--model.router_bias_rate=0.05", ranks=1)
-    model, tokens = build(config.model, 0), torch.randint(0, 256, (8, 16), generator=torch.Generator().manual_seed(0))
+    model, tokens = (
+        build_model(config.model, 0),
+        torch.randint(0, 256, (8, 16), generator=torch.Generator().manual_seed(0)),
+    )
     balance = ExpertBalancer(model, config, World())
     for block in model.decoder.blocks:
         block.ffn.router.bias[0] = 1.0

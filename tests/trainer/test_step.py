@@ -9,7 +9,7 @@ from meshwright.config import Batch, RunConfig, load_config
 from meshwright.data.loader import Loader, MicroBatch
 from meshwright.data.source import ConcatenatedSource
 from meshwright.data.stream import Stream
-from meshwright.models.init import build
+from meshwright.models.init import build_model
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel.data_parallel.ddp import DDPModel
 from meshwright.parallel.parallel_model import ParallelModel
@@ -47,7 +47,7 @@ def one_step(world: World, *overrides: str) -> dict:
     """Four steps of a small model; what the last one counted."""
     config = load_config(overrides=["--model.width=32", "--model.layers=2", "--model.ffn=48", *overrides])
     precision = Precision(config.precision, world.device)
-    model = build(config.model, 0, precision.weights)
+    model = build_model(config.model, 0, precision.weights)
     optimizer = AdamW(dict(model.named_parameters()), config.optimizer)
     spread = DDPModel(model, config.ddp, world) if world.size > 1 else ParallelModel(model)
     balance = ExpertBalancer(model, config, world)
@@ -114,7 +114,7 @@ def test_one_rank_needs_no_process_group():
 
 
 def test_a_step_without_one_valid_token_is_a_step_with_a_zero_gradient():
-    model = build(CONFIG.model, 0, torch.float64)
+    model = build_model(CONFIG.model, 0, torch.float64)
     precision, world = Precision(CONFIG.precision, torch.device("cpu")), World()
     step = Step(
         ParallelModel(model),

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-NOTHING = float("-inf")
+EMPTY_LSE = float("-inf")
 """The lse of a query that sees no key: the sum is empty."""
 
 
 @dataclass(frozen=True)
-class Mask:
+class AttentionMask:
     """Which keys a query sees: all, or those not after it where queries and keys are the same tokens (`causal`); of
     these, where documents are given, those of its own document.
     """
@@ -33,33 +33,33 @@ class Mask:
     """the document of each key, (batch, keys)"""
 
 
-class Result(NamedTuple):
+class AttentionResult(NamedTuple):
     out: Tensor
     """(batch, heads, queries, head size)"""
     lse: Tensor
     """(batch, heads, queries), in float32 at least"""
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The precision of scores and sums."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def attend_block(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Result:
+def block_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> AttentionResult:
     """The output is in float32 at least where the block is computed here, and in the inputs' precision by a kernel."""
-    forward = flash if has_kernel(q, mask) else plain
+    forward = flash_attention if uses_flash_kernel(q, mask) else reference_attention
     return forward(q, k, v, mask)
 
 
-def attend_block_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Result, mask: Mask
+def block_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: AttentionResult, mask: AttentionMask
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This block's part of the gradients of q, k and v; `merged` is the result over all blocks."""
-    backward = flash_backward if has_kernel(q, mask) else plain_backward
+    backward = flash_attention_backward if uses_flash_kernel(q, mask) else reference_attention_backward
     return backward(grad, q, k, v, merged, mask)
 
 
-def merge(into: Result, part: Result) -> None:
+def merge_result(into: AttentionResult, part: AttentionResult) -> None:
     """Adds one more block's result, in place."""
     both = torch.logaddexp(into.lse, part.lse)
     level = finite(both)
@@ -70,22 +70,22 @@ def merge(into: Result, part: Result) -> None:
 
 def finite(lse: Tensor) -> Tensor:
     """An lse that may be taken from scores: -inf less -inf would not be a number, and -inf less 0 weighs nothing."""
-    return lse.masked_fill(lse == NOTHING, 0.0)
+    return lse.masked_fill(lse == EMPTY_LSE, 0.0)
 
 
-def has_kernel(q: Tensor, mask: Mask) -> bool:
+def uses_flash_kernel(q: Tensor, mask: AttentionMask) -> bool:
     """Whether torch's flash kernels compute this block; they know no documents."""
     half = q.dtype in (torch.bfloat16, torch.float16)
     return q.is_cuda and half and mask.rows is None and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Result:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> AttentionResult:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, mask.causal)
-    return Result(out, lse)
+    return AttentionResult(out, lse)
 
 
-def flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Result, mask: Mask
+def flash_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: AttentionResult, mask: AttentionMask
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The kernel reads lse by address, and no random state: nothing is dropped."""
     unread = torch.empty(2, dtype=torch.uint64, device=q.device)
@@ -96,21 +96,21 @@ def flash_backward(
     return gradients
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Result:
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> AttentionResult:
     with torch.autocast(q.device.type, enabled=False):  # it would take the products to half precision again
-        scores = scores_of(q, k, mask)
+        scores = attention_scores(q, k, mask)
         lse = scores.logsumexp(-1)
         weights = (scores - finite(lse)[..., None]).exp()
         out = weights.flatten(2, 3) @ v.to(scores.dtype)
-    return Result(out.view(*q.shape), lse.view(q.shape[:3]))
+    return AttentionResult(out.view(*q.shape), lse.view(q.shape[:3]))
 
 
-def plain_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: Result, mask: Mask
+def reference_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, merged: AttentionResult, mask: AttentionMask
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of softmax: ds = p (dp - sum of p dp), where that sum, over all blocks, is grad . out."""
     with torch.autocast(q.device.type, enabled=False):
-        scores = scores_of(q, k, mask)
+        scores = attention_scores(q, k, mask)
         batch, groups, queries = scores.shape[0], scores.shape[1], scores.shape[2] * scores.shape[3]
         each = (batch, groups, queries, q.shape[-1])
         precise = [tensor.to(scores.dtype) for tensor in (grad, q, k, v, merged.out)]
@@ -123,21 +123,21 @@ def plain_backward(
         return dq.view(q.shape), dk, weights.transpose(-1, -2) @ grouped
 
 
-def scores_of(q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+def attention_scores(q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
     """(batch, key heads, query heads to each, queries, keys); -inf where a query does not see a key.
 
     The query heads that share a key head are taken together as its queries, and the keys are copied for none of them.
     """
     batch, heads, queries, size = q.shape
     shared, keys = k.shape[1], k.shape[2]
-    grouped = q.to(wide(q.dtype)).reshape(batch, shared, heads // shared * queries, size)
+    grouped = q.to(accumulation_dtype(q.dtype)).reshape(batch, shared, heads // shared * queries, size)
     scores: Tensor = grouped @ k.to(grouped.dtype).transpose(-1, -2) * size**-0.5
     scores = scores.view(batch, shared, heads // shared, queries, keys)
-    hidden = hidden_by(mask, queries, keys, q.device)
-    return scores if hidden is None else scores.masked_fill(hidden, NOTHING)
+    hidden = masked_positions(mask, queries, keys, q.device)
+    return scores if hidden is None else scores.masked_fill(hidden, EMPTY_LSE)
 
 
-def hidden_by(mask: Mask, queries: int, keys: int, device: torch.device) -> Tensor | None:
+def masked_positions(mask: AttentionMask, queries: int, keys: int, device: torch.device) -> Tensor | None:
     """True where a query does not see a key; broadcasts to scores."""
     hidden = torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1) if mask.causal else None
     if mask.rows is None or mask.columns is None:

@@ -29,16 +29,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshwright.errors import ConfigError
-from meshwright.models.decoder import CoreAttention, RotaryEmbedding, documents_of
-from meshwright.parallel.activation_checkpoint import nothing_kept
-from meshwright.parallel.all_to_all import exchange
+from meshwright.models.decoder import CoreAttention, RotaryEmbedding, document_ids
+from meshwright.parallel.activation_checkpoint import recompute_all
+from meshwright.parallel.all_to_all import all_to_all
 from meshwright.parallel.context_parallel.blockwise_attention import (
-    Mask,
-    Result,
-    attend_block,
-    attend_block_backward,
-    merge,
-    wide,
+    AttentionMask,
+    AttentionResult,
+    accumulation_dtype,
+    block_attention,
+    block_attention_backward,
+    merge_result,
 )
 
 Method = Literal["ring", "all-to-all"]
@@ -47,7 +47,7 @@ KEYS, GRADIENTS = 0, 1
 
 
 @dataclass(frozen=True)
-class Pieces:
+class SequenceChunks:
     """Which part of each sequence a rank has, of so many ranks."""
 
     method: Method
@@ -74,33 +74,33 @@ class Pieces:
         """The rank's own piece of a tensor over whole sequences."""
         return torch.cat([whole.narrow(dim, span.start, len(span)) for span in self.spans(whole.shape[dim])], dim)
 
-    def of(self, rank: int) -> Pieces:
+    def of(self, rank: int) -> SequenceChunks:
         """Another rank's."""
-        return Pieces(self.method, self.ranks, rank)
+        return SequenceChunks(self.method, self.ranks, rank)
 
 
-def piece_of(batch: tuple[Tensor, ...], pieces: Pieces | None, separator: int | None) -> tuple[Tensor, ...]:
+def local_chunk(batch: tuple[Tensor, ...], pieces: SequenceChunks | None, separator: int | None) -> tuple[Tensor, ...]:
     """(tokens, labels) of whole sequences -> the rank's tokens and labels, and the documents of the whole where there
     are any: all that a LanguageModel is given, or a stage that never sees the tokens.
     """
     tokens, labels = batch
-    documents = documents_of(tokens, separator)
+    documents = document_ids(tokens, separator)
     own = (tokens, labels) if pieces is None else (pieces.take(tokens), pieces.take(labels))
     return own if documents is None else (*own, documents)
 
 
-def divide_sequences(model: nn.Module, group: dist.ProcessGroup, method: Method) -> Pieces:
+def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup, method: Method) -> SequenceChunks:
     """Puts attention across the group's ranks, and positions of this rank's piece, in place of the model's own; what
     the rank's piece is.
     """
-    pieces = Pieces(method, group.size(), group.rank())
+    pieces = SequenceChunks(method, group.size(), group.rank())
     found = 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, RotaryEmbedding):
-                setattr(module, name, PiecePlaces(child, pieces))
+                setattr(module, name, ChunkRotaryEmbedding(child, pieces))
             elif isinstance(child, CoreAttention):
-                setattr(module, name, RingAttend(group) if method == "ring" else AllToAllAttend(group, child))
+                setattr(module, name, RingAttention(group) if method == "ring" else AllToAllAttention(group, child))
                 found += 1
     if not found:
         raise ConfigError(
@@ -110,10 +110,10 @@ def divide_sequences(model: nn.Module, group: dist.ProcessGroup, method: Method)
     return pieces
 
 
-class PiecePlaces(RotaryEmbedding):
+class ChunkRotaryEmbedding(RotaryEmbedding):
     """The positions, in their whole sequences, of the tokens of a rank's piece."""
 
-    def __init__(self, places: RotaryEmbedding, pieces: Pieces) -> None:
+    def __init__(self, places: RotaryEmbedding, pieces: SequenceChunks) -> None:
         nn.Module.__init__(self)
         self.head_size, self.theta, self.pieces = places.head_size, places.theta, pieces
 
@@ -121,7 +121,7 @@ class PiecePlaces(RotaryEmbedding):
         return self.pieces.positions(tokens * self.pieces.ranks, device)
 
 
-class OnItsWay(NamedTuple):
+class PendingTransfer(NamedTuple):
     """A message that leaves for the next rank, and the one that comes from the rank before."""
 
     sent: Tensor
@@ -134,7 +134,7 @@ class OnItsWay(NamedTuple):
         return self.coming
 
 
-class Visit(NamedTuple):
+class RingStep(NamedTuple):
     """One rank's keys and values, here for a step, and what of this rank's attention they take part in."""
 
     source: int
@@ -144,7 +144,7 @@ class Visit(NamedTuple):
     """the keys of the piece that are seen"""
     k: Tensor
     v: Tensor
-    mask: Mask
+    mask: AttentionMask
 
 
 class Ring:
@@ -152,37 +152,37 @@ class Ring:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.pieces = Pieces("ring", group.size(), group.rank())
+        self.pieces = SequenceChunks("ring", group.size(), group.rank())
 
-    def pass_on(self, tensor: Tensor, tag: int) -> OnItsWay:
+    def pass_on(self, tensor: Tensor, tag: int) -> PendingTransfer:
         rank, ranks = self.pieces.rank, self.pieces.ranks
         coming = torch.empty_like(tensor)
         send = dist.P2POp(dist.isend, tensor, group=self.group, tag=tag, group_peer=(rank + 1) % ranks)
         receive = dist.P2POp(dist.irecv, coming, group=self.group, tag=tag, group_peer=(rank - 1) % ranks)
-        return OnItsWay(tensor, coming, dist.batch_isend_irecv([send, receive]))
+        return PendingTransfer(tensor, coming, dist.batch_isend_irecv([send, receive]))
 
-    def visits(self, k: Tensor, v: Tensor, documents: Tensor | None) -> Iterator[Visit]:
+    def visits(self, k: Tensor, v: Tensor, documents: Tensor | None) -> Iterator[RingStep]:
         """Every rank's keys and values in turn, this rank's first; the next are on their way while these are used."""
         rank, ranks = self.pieces.rank, self.pieces.ranks
         held = torch.stack((k, v))
         for step in range(ranks):
             next_one = self.pass_on(held, KEYS) if step + 1 < ranks else None
             source = (rank - step) % ranks
-            rows, columns = seen(rank, source, k.shape[2])
+            rows, columns = visible_slices(rank, source, k.shape[2])
             seen_k, seen_v = held[:, :, :, columns]
-            yield Visit(source, rows, columns, seen_k, seen_v, self.mask(source, rows, columns, documents))
+            yield RingStep(source, rows, columns, seen_k, seen_v, self.mask(source, rows, columns, documents))
             if next_one is not None:
                 held = next_one.arrive()
 
-    def mask(self, source: int, rows: slice, columns: slice, documents: Tensor | None) -> Mask:
+    def mask(self, source: int, rows: slice, columns: slice, documents: Tensor | None) -> AttentionMask:
         causal = source == self.pieces.rank
         if documents is None:
-            return Mask(causal)
+            return AttentionMask(causal)
         theirs = self.pieces.of(source).take(documents)
-        return Mask(causal, self.pieces.take(documents)[:, rows], theirs[:, columns])
+        return AttentionMask(causal, self.pieces.take(documents)[:, rows], theirs[:, columns])
 
 
-def seen(rank: int, source: int, tokens: int) -> tuple[slice, slice]:
+def visible_slices(rank: int, source: int, tokens: int) -> tuple[slice, slice]:
     """Which queries of a rank's piece see which keys of another's, in causal order; of its own, all, by the mask.
 
     Of an earlier rank only the first chunk is before any of ours, and before both. A later rank's chunks both lie
@@ -194,18 +194,18 @@ def seen(rank: int, source: int, tokens: int) -> tuple[slice, slice]:
     return (slice(half, None), whole) if source > rank else (whole, whole)
 
 
-class RingAttention(torch.autograd.Function):
+class RingAttentionFunction(torch.autograd.Function):
     """Saves the inputs, the output and its lse."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, ring: Ring) -> Tensor:
-        result = Result(
-            torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device),
-            torch.full(q.shape[:3], -torch.inf, dtype=wide(q.dtype), device=q.device),
+        result = AttentionResult(
+            torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device),
+            torch.full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device),
         )
         for visit in ring.visits(k, v, documents):
-            part = attend_block(q[:, :, visit.rows], visit.k, visit.v, visit.mask)
-            merge(rows_of(result, visit.rows), part)
+            part = block_attention(q[:, :, visit.rows], visit.k, visit.v, visit.mask)
+            merge_result(slice_queries(result, visit.rows), part)
         out = result.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, result.lse, documents)
         ctx.ring = ring
@@ -215,14 +215,14 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, documents = ctx.saved_tensors
-        ring, result = ctx.ring, Result(out, lse)
+        ring, result = ctx.ring, AttentionResult(out, lse)
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         home = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
-        on_its_way: OnItsWay | None = None
+        on_its_way: PendingTransfer | None = None
         for visit in ring.visits(k, v, documents):
             rows = visit.rows
-            part_q, part_k, part_v = attend_block_backward(
-                grad[:, :, rows], q[:, :, rows], visit.k, visit.v, rows_of(result, rows), visit.mask
+            part_q, part_k, part_v = block_attention_backward(
+                grad[:, :, rows], q[:, :, rows], visit.k, visit.v, slice_queries(result, rows), visit.mask
             )
             dq[:, :, rows] += part_q
             # what keys and values give their own rank stays there; the first to add on the way round is the next rank
@@ -237,11 +237,11 @@ class RingAttention(torch.autograd.Function):
         return dq.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), None, None
 
 
-def rows_of(result: Result, rows: slice) -> Result:
-    return Result(result.out[:, :, rows], result.lse[:, :, rows])
+def slice_queries(result: AttentionResult, rows: slice) -> AttentionResult:
+    return AttentionResult(result.out[:, :, rows], result.lse[:, :, rows])
 
 
-class RingAttend(nn.Module):
+class RingAttention(nn.Module):
     """Attend, of a rank's piece: keys and values go round the ring. `documents` are of the whole sequence."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -251,11 +251,11 @@ class RingAttend(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         check(documents, q.shape[2] * self.ring.pieces.ranks)
-        with nothing_kept():
-            return RingAttention.apply(q, k, v, documents, self.ring)  # type: ignore[no-any-return, no-untyped-call]
+        with recompute_all():
+            return RingAttentionFunction.apply(q, k, v, documents, self.ring)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class AllToAllAttend(nn.Module):
+class AllToAllAttention(nn.Module):
     """Attend, of a rank's piece: an exchange gives each rank some heads of the whole sequence, and another brings the
     results back (Jacobs 2023, DeepSpeed-Ulysses).
 
@@ -281,10 +281,10 @@ class AllToAllAttend(nn.Module):
             k, v = (tensor.repeat_interleave(copies, dim=1) for tensor in (k, v))
         split = [tensor.unflatten(1, (ranks, -1)) for tensor in (q, k, v)]  # (batch, ranks, heads of one, piece, size)
         counts = [tensor.shape[2] for tensor in split]
-        received = exchange(torch.cat(split, dim=2).movedim(1, 0), self.group)
+        received = all_to_all(torch.cat(split, dim=2).movedim(1, 0), self.group)
         whole = received.movedim(0, 2).flatten(2, 3)  # (batch, heads of this rank, sequence, size)
         mixed = self.attend(*whole.split(counts, dim=1), documents)
-        returned = exchange(mixed.unflatten(2, (ranks, -1)).movedim(2, 0), self.group)
+        returned = all_to_all(mixed.unflatten(2, (ranks, -1)).movedim(2, 0), self.group)
         return returned.movedim(0, 1).flatten(1, 2)
 
 

@@ -20,7 +20,7 @@ from meshwright.parallel.parallel_model import GradientReduction, ParallelModel,
 from meshwright.parallel.world import World
 
 
-class Bucket(Protocol):
+class GradientBucket(Protocol):
     """Gradients that are summed together, as DDP shows them to its hook."""
 
     def index(self) -> int: ...
@@ -28,7 +28,7 @@ class Bucket(Protocol):
     def is_last(self) -> bool: ...
 
 
-class Copied(ParallelModel):
+class ReplicatedModel(ParallelModel):
     """Copies of the whole module, whose gradients are summed over all ranks bucket by bucket."""
 
     def __init__(self, module: nn.Module, config: DDPConfig, world: World) -> None:
@@ -48,7 +48,7 @@ class Copied(ParallelModel):
         return taken
 
 
-class DDPModel(Copied):
+class DDPModel(ReplicatedModel):
     """By DDP."""
 
     def __init__(self, module: nn.Module, config: DDPConfig, world: World) -> None:
@@ -81,14 +81,14 @@ def reduce_bucket(state: DDPModel, bucket: dist.GradBucket) -> torch.futures.Fut
     """Sums one bucket over ranks, asynchronously. DDP calls it in bucket order, as soon as a bucket's gradients are
     there.
     """
-    gradient, sent = bucket.buffer(), message_of(state, bucket)
+    gradient, sent = bucket.buffer(), bucket_message(state, bucket)
     reduced: torch.futures.Future[list[Tensor]] = dist.all_reduce(sent, async_op=True).get_future()
     if state.compress_bf16:
         return reduced.then(lambda done: gradient.copy_(done.value()[0]))
     return reduced.then(lambda done: done.value()[0])
 
 
-def message_of(state: Copied, bucket: Bucket) -> Tensor:
+def bucket_message(state: ReplicatedModel, bucket: GradientBucket) -> Tensor:
     """What of a bucket is sent; it is on record then."""
     gradient = bucket.buffer()
     traffic = state.traffic

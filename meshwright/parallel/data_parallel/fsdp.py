@@ -27,11 +27,11 @@ from torch.distributed.tensor import DTensor, Shard
 from meshwright.config import RunConfig
 from meshwright.config.dtypes import TORCH_NAMES
 from meshwright.errors import ConfigError
-from meshwright.parallel.expert_parallel import banks_of
+from meshwright.parallel.expert_parallel import find_expert_weights
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.parallel_model import ParallelModel
-from meshwright.parallel.parallel_spec import ParallelSpec, units_of
-from meshwright.topology.parameter_shapes import shard_dimension
+from meshwright.parallel.parallel_spec import ParallelSpec, fsdp_units
+from meshwright.topology.parameter_shapes import fsdp_shard_dim
 from meshwright.torch_private import fsdp_tensors
 
 # FSDP2 warns of in-place changes to what a unit gives on. Ours makes none; a user's own unit is still warned of.
@@ -62,15 +62,15 @@ class FSDPModel(ParallelModel):
         if self.what == "parameters" and config.fsdp.ranks_after_forward is not None:
             reshard = config.fsdp.ranks_after_forward if config.fsdp.ranks_after_forward > 1 else False
         data = meshes.data
-        units, leading = units_of(module, parts)
-        for bank in banks_of(module) if meshes.experts is not None else []:  # gathered among fewer ranks
+        units, leading = fsdp_units(module, parts)
+        for bank in find_expert_weights(module) if meshes.experts is not None else []:  # gathered among fewer ranks
             ready(bank)
             fully_shard(
                 bank,
                 mesh=meshes.expert_data,
                 reshard_after_forward=reshard,
-                mp_policy=policy(config, first=False),
-                shard_placement_fn=partial(placement, meshes.expert_data),
+                mp_policy=mixed_precision_policy(config, first=False),
+                shard_placement_fn=partial(shard_placement, meshes.expert_data),
             )
         for unit in units:
             for piece in unit:
@@ -79,22 +79,24 @@ class FSDPModel(ParallelModel):
                 unit,
                 mesh=data,
                 reshard_after_forward=reshard,
-                mp_policy=policy(config, first=unit is leading),
-                shard_placement_fn=partial(placement, data),
+                mp_policy=mixed_precision_policy(config, first=unit is leading),
+                shard_placement_fn=partial(shard_placement, data),
             )
         ready(module)  # what is in no unit
-        fully_shard(module, mesh=data, reshard_after_forward=reshard, mp_policy=policy(config, first=True))
-        self.root = fsdp(module)
+        fully_shard(
+            module, mesh=data, reshard_after_forward=reshard, mp_policy=mixed_precision_policy(config, first=True)
+        )
+        self.root = as_fsdp_module(module)
         for part in self.units():
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
             if config.ddp.find_unused_parameters:
                 allow_unused(part)
         self.groups = [data.get_group(axis) for axis in reversed(data.mesh_dim_names or ())]
-        self._prefetch([fsdp(unit[0]) for unit in units], config.fsdp.prefetch)
+        self._prefetch([as_fsdp_module(unit[0]) for unit in units], config.fsdp.prefetch)
 
     def units(self) -> list[FSDPModule]:
-        return [fsdp(part) for part in self.module.modules() if isinstance(part, FSDPModule)]
+        return [as_fsdp_module(part) for part in self.module.modules() if isinstance(part, FSDPModule)]
 
     def _prefetch(self, units: list[FSDPModule], ahead: int) -> None:
         if ahead == 1:
@@ -131,13 +133,13 @@ def allow_unused(part: FSDPModule) -> None:
     part.set_reduce_scatter_unused_params(True)
 
 
-def placement(mesh: DeviceMesh, parameter: nn.Parameter) -> Shard:
+def shard_placement(mesh: DeviceMesh, parameter: nn.Parameter) -> Shard:
     """By which dimension a unit's parameter is divided. The mesh's last dimension is that of shards."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return Shard(shard_dimension(tuple(local.shape), mesh.size(-1)))
+    return Shard(fsdp_shard_dim(tuple(local.shape), mesh.size(-1)))
 
 
-def policy(config: RunConfig, first: bool) -> MixedPrecisionPolicy:
+def mixed_precision_policy(config: RunConfig, first: bool) -> MixedPrecisionPolicy:
     """Units are gathered in the precision of compute. The first holds the embedding, which sets the precision of the
     residual stream: it is gathered as it is. Gradients are summed in that of the weights.
     """
@@ -150,6 +152,6 @@ def policy(config: RunConfig, first: bool) -> MixedPrecisionPolicy:
     )
 
 
-def fsdp(module: nn.Module) -> FSDPModule:
+def as_fsdp_module(module: nn.Module) -> FSDPModule:
     assert isinstance(module, FSDPModule)
     return module

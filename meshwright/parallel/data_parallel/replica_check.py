@@ -20,7 +20,7 @@ class ReplicaError(MeshwrightError):
     """A replica holds other parameters than the rest: a silent fault of memory, of a kernel or of a link."""
 
 
-class Replicas:
+class ReplicaChecker:
     """Which blocks are held by more than one rank, and by whom: those are compared, kind by kind of cut."""
 
     def __init__(self, blocks: Mapping[str, LocalShard], layout: Layout) -> None:
@@ -34,19 +34,19 @@ class Replicas:
 
     def digests(self, words: Tensor) -> list[int]:
         """One number for each kind of cut, from the words of `names`."""
-        return [digest_of_words(words[span]) for span in self.spans]
+        return [combine_checksums(words[span]) for span in self.spans]
 
-    def odd(self, rows: Sequence[Sequence[int]]) -> Odd | None:
+    def odd(self, rows: Sequence[Sequence[int]]) -> ReplicaMismatch | None:
         """The first group of holders that disagree, from every rank's `digests`."""
         for kind, cut in enumerate(self.cuts):
             for group in self.layout.holders(cut):
-                if strange := odd_ones([rows[rank][kind] for rank in group]):
-                    return Odd([group[i] for i in strange], group, kind)
+                if strange := minority_indices([rows[rank][kind] for rank in group]):
+                    return ReplicaMismatch([group[i] for i in strange], group, kind)
         return None
 
 
 @dataclass(frozen=True)
-class Odd:
+class ReplicaMismatch:
     ranks: list[int]
     group: list[int]
     kind: int
@@ -57,8 +57,8 @@ class Odd:
 
 def compare_replicas(blocks: Mapping[str, LocalShard], layout: Layout, world: World, step: int) -> None:
     """Raises on every rank if holders of the same block differ, naming the odd rank and the first parameter."""
-    replicas = Replicas(blocks, layout)
-    words = words_of(blocks[name].local for name in replicas.names).cpu()
+    replicas = ReplicaChecker(blocks, layout)
+    words = parameter_checksums(blocks[name].local for name in replicas.names).cpu()
     odd = replicas.odd(world.gather_numbers(*replicas.digests(words), name="replica digests"))
     if odd is not None:
         most = max(row[0] for row in world.gather_numbers(len(words), name="replica names"))  # stages have not as many
@@ -69,17 +69,17 @@ def compare_replicas(blocks: Mapping[str, LocalShard], layout: Layout, world: Wo
         raise odd.error(world.rank, step, known.removeprefix("model/").removeprefix("buffer/"))
 
 
-def words_of(parameters: Iterable[Tensor]) -> Tensor:
+def parameter_checksums(parameters: Iterable[Tensor]) -> Tensor:
     """A word of each parameter; on a device the work is only queued."""
-    words = [word_of(parameter) for parameter in parameters]
+    words = [parameter_checksum(parameter) for parameter in parameters]
     return torch.stack(words) if words else torch.zeros(0, dtype=torch.int64)
 
 
-def digest_of_words(words: Tensor) -> int:
+def combine_checksums(words: Tensor) -> int:
     return int(xxhash.xxh3_64_intdigest(words.numpy().tobytes())) - 2**63
 
 
-def word_of(parameter: Tensor) -> Tensor:
+def parameter_checksum(parameter: Tensor) -> Tensor:
     """One integer of a parameter's bits, computed where it lies. One flipped bit always changes it; on a device it is a
     plain sum, which two errors may balance.
     """
@@ -92,7 +92,7 @@ def word_of(parameter: Tensor) -> Tensor:
     )
 
 
-def odd_ones(digests: Sequence[int]) -> list[int]:
+def minority_indices(digests: Sequence[int]) -> list[int]:
     """The ranks outside the majority; all of them where there is none; nobody where all agree."""
     counts = Counter(digests).most_common()
     if len(counts) == 1:

@@ -30,9 +30,9 @@ from torch.distributed.pipelining import (
 from meshwright.config.parallelism import ScheduleName
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.parallel_model import ParallelModel
-from meshwright.parallel.pipeline_parallel.stages import TIED, Stage, StagePlan, Tie
+from meshwright.parallel.pipeline_parallel.stages import TIED_COPIES, Stage, StagePlan, TiedWeight
 from meshwright.topology.schedules import SINGLE
-from meshwright.torch_private import MeetingStage
+from meshwright.torch_private import StageWithFilteredP2P
 
 SCHEDULES: dict[ScheduleName, type] = {
     "gpipe": ScheduleGPipe,
@@ -61,7 +61,7 @@ class InFlightTracker:
         self.peak_total = max(self.peak_total, self.live.total())
 
 
-class TrackedStage(MeetingStage):
+class TrackedStage(StageWithFilteredP2P):
     """torch's stage, which tells its pace."""
 
     in_flight: InFlightTracker
@@ -120,10 +120,10 @@ class PipelineModel(ParallelModel):
         assert meshes.dense is not None
         self.stages, self.plan, self.device = stages, plan, device
         self.group = meshes.dense.get_group("pipeline")
-        self.tie = Tie(module, plan, self.group) if tied else None
+        self.tie = TiedWeight(module, plan, self.group) if tied else None
         self.groups = next(iter(stages.values())).groups
         self.has_loss = plan.last in stages
-        self.copies = frozenset(TIED) if self.tie is not None and self.tie.copy is not None else frozenset()
+        self.copies = frozenset(TIED_COPIES) if self.tie is not None and self.tie.copy is not None else frozenset()
         self.in_flight = InFlightTracker()
         self.weigh: Callable[[Tensor], Tensor] = lambda loss: loss
         self.paced = [self._stage(index) for index in sorted(stages)]

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from meshwright.config import RunConfig, derive_batch
 from meshwright.config.parallelism import ScheduleName
 from meshwright.models.decoder import LanguageModel
-from meshwright.parallel.local_shard import local_of
+from meshwright.parallel.local_shard import local_tensor
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import PipelinePlacement, pipeline_placement
-from meshwright.topology.schedules import holder
+from meshwright.topology.schedules import rank_of_stage
 
-TIED = {"head.weight": "decoder.embedding.weight"}
+TIED_COPIES = {"head.weight": "decoder.embedding.weight"}
 """Under a pipeline the head's own weight, where it is tied, is a copy of the embedding's."""
 
-STAGE = ParallelSpec(blocks="blocks.*", ends=(("embedding",), ("norm", "head")))
+STAGE_SPEC = ParallelSpec(blocks="blocks.*", ends=(("embedding",), ("norm", "head")))
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class StagePlan:
 
     def holder(self, stage: int) -> int:
         """The rank of the pipeline that holds a stage."""
-        return holder(self.kind, self.ranks, stage)
+        return rank_of_stage(self.kind, self.ranks, stage)
 
 
 def stage_plan(config: RunConfig, layout: Layout, rank: int) -> StagePlan:
@@ -91,15 +91,15 @@ class Stage(nn.Module):
             return total.reshape(1)  # type: ignore[no-any-return]
 
 
-def parts_of(stage: Stage) -> ParallelSpec:
+def stage_parallel_spec(stage: Stage) -> ParallelSpec:
     """What of a stage is gathered together. The first end leads into the blocks and sets their precision: where there
     is no embedding it stays empty, so that the head does not take its place.
     """
-    leading, *others = (tuple(name for name in group if getattr(stage, name) is not None) for group in STAGE.ends)
-    return ParallelSpec(STAGE.blocks, (leading, *(group for group in others if group)))
+    leading, *others = (tuple(name for name in group if getattr(stage, name) is not None) for group in STAGE_SPEC.ends)
+    return ParallelSpec(STAGE_SPEC.blocks, (leading, *(group for group in others if group)))
 
 
-def keep_stages(model: nn.Module, plan: StagePlan) -> None:
+def prune_to_stages(model: nn.Module, plan: StagePlan) -> None:
     """Lets go of all that is no part of this rank's stages. A tied head becomes a copy."""
     assert isinstance(model, LanguageModel)
     decoder = model.decoder
@@ -113,7 +113,7 @@ def keep_stages(model: nn.Module, plan: StagePlan) -> None:
         decoder.norm = model.head = None  # type: ignore[assignment]
 
 
-def stages_in(model: nn.Module, plan: StagePlan) -> dict[int, Stage]:
+def build_stages(model: nn.Module, plan: StagePlan) -> dict[int, Stage]:
     """This rank's stages, of a model that has kept them."""
     assert isinstance(model, LanguageModel)
     return {
@@ -122,7 +122,7 @@ def stages_in(model: nn.Module, plan: StagePlan) -> dict[int, Stage]:
     }
 
 
-class Tie:
+class TiedWeight:
     """One weight for embedding and head, on the stages of both. The first owns it: the head's gradient goes there, and
     after each update the new value comes back.
     """
@@ -137,14 +137,14 @@ class Tie:
     def sum_gradients(self) -> None:
         if self.copy is not None:
             assert self.copy.grad is not None
-            used = local_of(self.copy.grad)
+            used = local_tensor(self.copy.grad)
             self.copy.grad = None
             if self.owned is None:
                 dist.send(used.contiguous(), group=self.group, group_dst=self.owner)
                 return
         if self.owned is not None:
             assert self.owned.grad is not None
-            own = local_of(self.owned.grad)
+            own = local_tensor(self.owned.grad)
             if self.copy is None:
                 used = torch.empty_like(own)
                 dist.recv(used, group=self.group, group_src=self.user)
@@ -153,8 +153,8 @@ class Tie:
     @torch.no_grad()
     def share_value(self) -> None:
         if self.owned is not None and self.copy is not None:
-            local_of(self.copy).copy_(local_of(self.owned))
+            local_tensor(self.copy).copy_(local_tensor(self.owned))
         elif self.owned is not None:
-            dist.send(local_of(self.owned).contiguous(), group=self.group, group_dst=self.user)
+            dist.send(local_tensor(self.owned).contiguous(), group=self.group, group_dst=self.user)
         elif self.copy is not None:
-            dist.recv(local_of(self.copy), group=self.group, group_src=self.owner)
+            dist.recv(local_tensor(self.copy), group=self.group, group_src=self.owner)

@@ -43,7 +43,7 @@ from meshwright.planner.cost.estimate import MemoryEstimate
 from meshwright.planner.cost.in_flight import SchedulePoint
 from meshwright.planner.cost.stage_parameters import StageLayers, StageParameters, stage_parameters
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.topology.parameter_shards import by_ddp, in_units
+from meshwright.topology.parameter_shards import uses_ddp, uses_fsdp
 from meshwright.topology.schedules import SPLIT
 
 
@@ -103,7 +103,7 @@ def sharding_of(job: PlannedJob) -> tuple[bool, bool, int]:
     layout = job.layout
     others = job.trainer.shards_over_context and job.sharding != "none" and layout.context > 1
     over = layout.shard * layout.context if layout.shard > 1 or others else 1
-    return in_units(layout) or others, by_ddp(layout) and not others, over
+    return uses_fsdp(layout) or others, uses_ddp(layout) and not others, over
 
 
 class StepMemory:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
-from meshwright.topology.schedules import Action, actions_of, orders
+from meshwright.topology.schedules import Action, action_orders, flatten_actions
 
 
 @dataclass(frozen=True)
@@ -107,4 +107,4 @@ def schedule_points(kind: str, ranks: int, micros: int, each: int, place: int) -
 @cache
 def actions(kind: str, ranks: int, micros: int, each: int) -> list[list[Action]]:
     """Of every rank."""
-    return [list(actions_of(order)) for order in orders(kind, ranks, micros, each)]
+    return [list(flatten_actions(order)) for order in action_orders(kind, ranks, micros, each)]

@@ -10,7 +10,7 @@ from meshwright.planner.cost.stage_parameters import stage_parameters, stages_of
 from meshwright.planner.hardware.links import GroupPlacement, group_placement
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology.layout import Layout
-from meshwright.topology.schedules import holder
+from meshwright.topology.schedules import rank_of_stage
 
 
 def places_of(job: PlannedJob) -> dict[str, GroupPlacement]:
@@ -44,7 +44,7 @@ def counts_of(job: PlannedJob) -> list[Counts]:
     ranks, last = job.layout.pipeline, len(stages) - 1
     found = [[0, 0, False, False] for _ in range(ranks)]
     for stage, (dense, banks) in enumerate(stages):
-        mine = found[holder(job.schedule, ranks, stage) if ranks > 1 else 0]
+        mine = found[rank_of_stage(job.schedule, ranks, stage) if ranks > 1 else 0]
         mine[0] += dense
         mine[1] += banks
         mine[2] |= stage == 0

@@ -84,7 +84,7 @@ def stages_of(job: PlannedJob) -> tuple[StageLayers, ...]:
 
 @cache
 def parts_at(every: tuple[StageLayers, ...], kind: str, ranks: int, each: int) -> list[tuple[StageLayers, ...]]:
-    held = [schedules.stages_of(kind, ranks, place, each) for place in range(ranks)]
+    held = [schedules.stages_on_rank(kind, ranks, place, each) for place in range(ranks)]
     return [
         tuple(replace(every[stage], hands=stage + 1 in mine, takes=stage - 1 in mine) for stage in mine)
         for mine in held

@@ -27,7 +27,7 @@ from meshwright.config import Batch, RunConfig
 from meshwright.config.dtypes import COMPUTE_BYTES
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import ParameterShard, PipelinePlacement
-from meshwright.topology.schedules import holder
+from meshwright.topology.schedules import rank_of_stage
 
 Messages = Counter[tuple[str, str]]
 """By axis and collective, in bytes."""
@@ -124,7 +124,7 @@ def stages(
     """
     kind, ranks, place = config.pipeline.schedule, layout.pipeline, layout.coordinates(rank)["pipeline"]
     neighbours = [other for stage in hold.stages for other in (stage - 1, stage + 1) if 0 <= other < hold.count]
-    sends = sum(holder(kind, ranks, other) != place for other in neighbours)
+    sends = sum(rank_of_stage(kind, ranks, other) != place for other in neighbours)
     tokens = batch.micro * config.data.sequence // (layout.context * layout.tensor)
     message = batch.accumulation * sends * tokens * config.model.width
     if config.model.tie and hold.first != hold.last:

@@ -34,12 +34,12 @@ from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import (
     ShardGroup,
     Units,
-    by_ddp,
-    dense_over,
-    in_units,
+    dense_shard_group,
+    group_by_unit,
     parameter_shards,
     pipeline_placement,
-    units_of,
+    uses_ddp,
+    uses_fsdp,
 )
 from meshwright.topology.schedules import SINGLE
 
@@ -63,12 +63,12 @@ def comm_volume(config: RunConfig, layout: Layout, batch: Batch, rank: int = 0) 
     messages: Messages = Counter()
     if layout.ranks > 1:
         messages["control", "all_reduce"] += control(config, layout)
-    if by_ddp(layout):
+    if uses_ddp(layout):
         compressed = 2 if config.ddp.comm_hook == "bf16_compress" else weight_bytes(config)
-        axis = dense_over(layout, rank).copies_axis
+        axis = dense_shard_group(layout, rank).copies_axis
         messages[axis, "all_reduce"] += sum(piece.elements for piece in pieces) * compressed
-    elif in_units(layout):
-        messages += sharded(config, layout, batch, units_of(pieces), rank)
+    elif uses_fsdp(layout):
+        messages += sharded(config, layout, batch, group_by_unit(pieces), rank)
     if layout.tensor > 1:
         messages += matrices(config, layout, batch, hold)
         partial = sum(piece.elements for piece in pieces if piece.partial)
@@ -92,7 +92,7 @@ def comm_volume(config: RunConfig, layout: Layout, batch: Batch, rank: int = 0) 
 def ranks_on(config: RunConfig, layout: Layout, axis: str) -> int:
     """`control` is all ranks; `other` those that keep a unit together between forward and backward."""
     if axis in ("control", "other"):
-        return layout.ranks if axis == "control" else kept(config, dense_over(layout, 0))
+        return layout.ranks if axis == "control" else kept(config, dense_shard_group(layout, 0))
     if axis.startswith("expert_"):
         rest = layout.fold // layout.expert
         copies, shards = (layout.replicate, rest) if layout.shard > 1 else (rest, 1)
@@ -120,7 +120,7 @@ def control(config: RunConfig, layout: Layout) -> int:
 
 def meetings(config: RunConfig, layout: Layout, batch: Batch) -> int:
     """How often in a step gradients meet. A pipeline's schedule adds them up itself."""
-    each_time = config.layout.shard in ("gradients", "parameters") and layout.pipeline == 1 and in_units(layout)
+    each_time = config.layout.shard in ("gradients", "parameters") and layout.pipeline == 1 and uses_fsdp(layout)
     return batch.accumulation if each_time else 1
 
 
@@ -129,7 +129,7 @@ def partial_bytes(config: RunConfig, layout: Layout, batch: Batch) -> int:
     that of an earlier micro-step.
     """
     alone = batch.accumulation == 1 or config.layout.shard in ("gradients", "parameters")
-    fresh = in_units(layout) and layout.pipeline == 1 and alone
+    fresh = uses_fsdp(layout) and layout.pipeline == 1 and alone
     return COMPUTE_BYTES[config.precision.compute] if fresh else weight_bytes(config)
 
 

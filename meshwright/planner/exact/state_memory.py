@@ -24,7 +24,7 @@ from meshwright.planner.exact.activation_messages import weight_bytes
 from meshwright.planner.exact.comm_volume import gathered_bytes, kept, walked
 from meshwright.planner.exact.unshard_timeline import last_of, nests_of, order_of
 from meshwright.topology.layout import Layout
-from meshwright.topology.parameter_shards import Units, dense_over, in_units, parameter_shards, units_of
+from meshwright.topology.parameter_shards import Units, dense_shard_group, group_by_unit, parameter_shards, uses_fsdp
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class StateMemory:
 
 def state_memory(config: RunConfig, layout: Layout, batch: Batch, rank: int = 0) -> StateMemory:
     pieces, size = parameter_shards(config, layout, rank), weight_bytes(config)
-    owned = [piece.own if in_units(layout) else piece.elements for piece in pieces if not piece.copied]
+    owned = [piece.own if uses_fsdp(layout) else piece.elements for piece in pieces if not piece.copied]
     optimizer = (3 if config.optimizer.cpu_offload else 2) * sum(owned) * size + 4 * len(
         owned
     )  # and AdamW's count of steps
-    if not in_units(layout):
+    if not uses_fsdp(layout):
         whole = sum(piece.elements for piece in pieces) * size
         return StateMemory(whole, whole, optimizer)
-    units = units_of(pieces)
+    units = group_by_unit(pieces)
     shards = sum(piece.shard for piece in pieces) * size
     if layout.pipeline > 1:
         gathered = walked(config, layout, batch, units, rank).peak
@@ -55,7 +55,7 @@ def state_memory(config: RunConfig, layout: Layout, batch: Batch, rank: int = 0)
 
 def gathered_units(config: RunConfig, layout: Layout, units: Units) -> int:
     sizes = gathered_bytes(config, units)
-    keep = kept(config, dense_over(layout, 0))
+    keep = kept(config, dense_shard_group(layout, 0))
     if config.layout.shard in ("optimizer", "gradients") or keep == 1:
         return sum(sizes.values())
     whole = sizes.pop("whole", 0)  # in use from the first to the last

@@ -19,8 +19,8 @@ from collections.abc import Iterable
 
 from meshwright.config import Batch, RunConfig
 from meshwright.topology import schedules
-from meshwright.topology.layout import Layout, stages_each
-from meshwright.topology.schedules import Action, actions_of
+from meshwright.topology.layout import Layout, stages_per_rank
+from meshwright.topology.schedules import Action, flatten_actions
 
 AHEAD = 3
 UnitNests = list[list[str]]
@@ -29,7 +29,11 @@ UnitNests = list[list[str]]
 
 def order_of(config: RunConfig, layout: Layout, batch: Batch, rank: int) -> list[Action]:
     place, kind = layout.coordinates(rank)["pipeline"], config.pipeline.schedule
-    return list(actions_of(schedules.orders(kind, layout.pipeline, batch.accumulation, stages_each(config))[place]))
+    return list(
+        flatten_actions(
+            schedules.action_orders(kind, layout.pipeline, batch.accumulation, stages_per_rank(config))[place]
+        )
+    )
 
 
 def last_of(order: list[Action]) -> dict[int, int]:

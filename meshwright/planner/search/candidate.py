@@ -107,7 +107,9 @@ def validation_error(work: Workload, choice: Candidate) -> ConfigError | None:
             validate(candidate_config(work.base_config, choice))
         elif choice.layout.pipeline > 1:
             replicas = choice.layout.data_degree * choice.micro
-            schedules.check(choice.schedule, choice.layout.pipeline, work.global_batch // replicas, choice.stages)
+            schedules.validate_schedule(
+                choice.schedule, choice.layout.pipeline, work.global_batch // replicas, choice.stages
+            )
     except ConfigError as refused:
         return refused
     return None

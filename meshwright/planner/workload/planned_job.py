@@ -9,7 +9,7 @@ from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.workload.architecture import Architecture
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.trainer_profiles import MESHWRIGHT, MESHWRIGHT_COMPILED
-from meshwright.topology.layout import Layout, stages_each
+from meshwright.topology.layout import Layout, stages_per_rank
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PlannedJob:
             config.activation_checkpoint.mode,
             config.activation_checkpoint.segment,
             config.pipeline.schedule,
-            stages_each(config),
+            stages_per_rank(config),
             config.context.method,
             MESHWRIGHT_COMPILED if config.compile.enabled else MESHWRIGHT,
             config,
