@@ -4,6 +4,8 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # One CPU thread per process: ranks share the cores, and another count would change the last bits.
 export OMP_NUM_THREADS := 1
+# Two test processes, whole files each: many tests wait for a timeout or for ranks to start. PYTEST_ARGS adds options.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --package-durations $(PYTEST_ARGS)
 
 .PHONY: venv train prove check test test-all test-wheel bench clean
 
@@ -36,10 +38,10 @@ check: .venv/.dev
 	$(BIN)/python -m pytest tests/repository -k "file or package or class or retired or version"
 
 test: .venv/.dev
-	$(BIN)/python -m pytest -m "not long" --package-durations $(PYTEST_ARGS)
+	$(PYTEST) -m "not long"
 
 test-all: .venv/.dev
-	$(BIN)/python -m pytest --package-durations $(PYTEST_ARGS)
+	$(PYTEST)
 
 # Builds the wheel, installs it into an empty environment outside the checkout, and uses it there.
 test-wheel: .venv/.run
