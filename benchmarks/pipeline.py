@@ -47,7 +47,7 @@ def table(ranks: int, micros: int, timed: bool) -> dict[str, Any]:
         found = run_ranks(row, ranks, config)
         rows[kind] = {
             "bubble in slots": round(float(promised.bubble), 4),
-            "live promised": promised.peaks,
+            "live promised": promised.rank_peaks,
             "live measured": [one["live"] for one in found],
             "activations": [round(one["activation"] / whole, 3) for one in found],
         }

@@ -32,7 +32,7 @@ def measure() -> dict[str, Any]:
 
 def row(world: World, config: RunConfig) -> dict[str, float]:
     counted = count_third_step(world, config)
-    whole = sum(shape.elements() for shape in decoder_parameter_shapes(config.model)) * 4
+    whole = sum(shape.local_numel() for shape in decoder_parameter_shapes(config.model)) * 4
     wire = sum(row.wire_bytes for row in counted.rows() if row.axis != "control")
     held = {kind: round(counted.memory.peak[kind] / whole, 3) for kind in ("parameter", "gradient", "optimizer")}
     return held | {"wire x n / (n - 1)": round(wire / whole * RANKS / (RANKS - 1), 3)}

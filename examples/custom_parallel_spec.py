@@ -58,7 +58,7 @@ def cuts() -> dict[str, ParallelStyle]:
     return {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
 
 
-PARTS = ParallelSpec(blocks="blocks.*", cuts=cuts)
+PARTS = ParallelSpec(blocks="blocks.*", tp_plan=cuts)
 
 if __name__ == "__main__":
     torch.manual_seed(0)

@@ -43,7 +43,7 @@ class StageWithFilteredP2P(PipelineStage):
     no other stage exists none is asked.
     """
 
-    def received(self) -> Iterator[Tensor]:
+    def receive_buffers(self) -> Iterator[Tensor]:
         """What messages of neighbours come into. Torch makes one for every micro-batch, once, and keeps all of them."""
         for infos in (self.args_recv_info, self.grad_recv_info):
             for info in (info for each in infos.values() for info in each):
@@ -133,21 +133,21 @@ class LazyChunks:
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
         self.tensor, self.dim = tensor, dim
-        self.each = -(-tensor.size(dim) // num_chunks)
+        self.chunk_size = -(-tensor.size(dim) // num_chunks)
 
     def __getitem__(self, place: int) -> Tensor:
         size = self.tensor.size(self.dim)
-        start = min(place * self.each, size)
+        start = min(place * self.chunk_size, size)
         if start == size:
             return self.tensor.new_empty(0)
-        return self.tensor.narrow(self.dim, start, min(self.each, size - start))
+        return self.tensor.narrow(self.dim, start, min(self.chunk_size, size - start))
 
 
 class PendingP2P:
     """Messages between stages: until somebody has waited for them they keep what they send."""
 
     def __init__(self, work: dist.Work, ops: list[dist.P2POp]) -> None:
-        self.work, self.sent = work, [op.tensor for op in ops]
+        self.work, self.sent_tensors = work, [op.tensor for op in ops]
 
     def wait(self) -> None:
         self.work.wait()

@@ -47,7 +47,9 @@ def restore(
     over, or, without fallback, ends the run.
     """
     start = time.monotonic()
-    candidates = world.tell([(e.folder, e.step, e.attempt) for e in list_published(store, lineage)], "checkpoints")
+    candidates = world.broadcast_object(
+        [(e.folder, e.step, e.attempt) for e in list_published(store, lineage)], "checkpoints"
+    )
     passed: list[tuple[str, list[Damage]]] = []
     for folder, step, attempt in candidates:
         world.heartbeat.enter("restore", step)
@@ -79,7 +81,9 @@ def restore(
             continue
         faults.fail_point("start.restored", step)
         return RestoreResult(entry.manifest, entry.name, time.monotonic() - start, passed)
-    foreign = world.tell([entry.name for entry in list_published(store)] if not candidates else [], "foreign")
+    foreign = world.broadcast_object(
+        [entry.name for entry in list_published(store)] if not candidates else [], "foreign"
+    )
     if foreign:
         raise CheckpointError(
             f"{len(foreign)} checkpoint(s) are there and none is this run's (the newest is {foreign[0]}): was "
@@ -98,18 +102,18 @@ def gather_mismatches(state: CheckpointState, tensors: dict[str, TensorRecord], 
     """How the model, of which each rank may hold a part alone, differs from a checkpoint: the same on every rank."""
     own = find_mismatches(state, tensors)
     names = sorted(tensors)
-    holders = world.sum_numbers(*(name in state for name in names), name="holders of tensors").wait().tolist()
+    holders = world.all_reduce_ints(*(name in state for name in names), name="holders of tensors").wait().tolist()
     own += [f"{name} is only in the checkpoint" for name, count in zip(names, holders, strict=True) if not count]
-    finders = [rank for rank, row in enumerate(world.gather_numbers(len(own), name="mismatches")) if row[0]]
-    return world.tell(own, "mismatches told", speaker=finders[0]) if finders else []
+    finders = [rank for rank, row in enumerate(world.all_gather_ints(len(own), name="mismatches")) if row[0]]
+    return world.broadcast_object(own, "mismatches told", speaker=finders[0]) if finders else []
 
 
 def first_damage_on_any_rank(world: World, found: list[Damage]) -> Damage | None:
     """The first damage that any rank has found, told to all: either every rank loads a checkpoint or none does."""
-    finders = [rank for rank, row in enumerate(world.gather_numbers(len(found), name="damage")) if row[0]]
+    finders = [rank for rank, row in enumerate(world.all_gather_ints(len(found), name="damage")) if row[0]]
     if not finders:
         return None
-    return Damage(**world.tell(found[0].to_json() if found else None, "damage told", speaker=finders[0]))
+    return Damage(**world.broadcast_object(found[0].to_json() if found else None, "damage told", speaker=finders[0]))
 
 
 def load_tensors(entry: CheckpointEntry, state: CheckpointState, world: World) -> None:

@@ -78,7 +78,7 @@ class HostStager:
         blocks = {name: local_shard(tensor) for name, tensor in state.items()}
         pinned = any(block.local.is_cuda for block in blocks.values())
         self.host = {
-            name: blocks[name].like(
+            name: blocks[name].with_local(
                 torch.zeros(blocks[name].local.shape, dtype=blocks[name].local.dtype, pin_memory=pinned)
             )
             for name in assign_shards(blocks, layout, rank)
@@ -120,11 +120,11 @@ def assign_shards(blocks: Mapping[str, LocalShard], layout: Layout, rank: int) -
     the least so far, which all of them work out alike.
     """
     kept = []
-    groups = {cut: layout.alike(rank, cut) for cut in {block.cut for block in blocks.values()}}
+    groups = {cut: layout.replica_group(rank, cut) for cut in {block.sharded_axes for block in blocks.values()}}
     loads = {cut: [0] * len(group) for cut, group in groups.items()}
     sizes = {name: prod(block.shape) * block.local.element_size() for name, block in blocks.items()}
     for name in sorted(blocks, key=lambda name: (-sizes[name], name)):
-        group, load = groups[blocks[name].cut], loads[blocks[name].cut]
+        group, load = groups[blocks[name].sharded_axes], loads[blocks[name].sharded_axes]
         # Buffers (BatchNorm's) differ between replicas until the next pass spreads those of rank 0: they are the run's.
         keeper = 0 if name.startswith("buffer/") else load.index(min(load))
         load[keeper] += sizes[name]
@@ -341,7 +341,7 @@ class CheckpointSaver:
             where = unsound if self.world.rank == bad[0] else "its state"
             what = f"rank {bad[0]} step {step}: {where} is not finite"
             raise NumericsError(f"{what}, and was not published", "look at the steps before in events/")
-        if odd := stager.replicas.odd(digests):
+        if odd := stager.replicas.find_mismatch(digests):
             raise odd.error(self.world.rank, step)
 
     def _publish(

@@ -47,11 +47,11 @@ def digest_parallel_parameters(named: Mapping[str, Tensor], layout: Layout, worl
     """The same of a model that is spread over ranks, on rank 0: blocks are put together by all of their holders, stages
     of a pipeline one after the other.
     """
-    leads = layout.first(world.rank, [axis for axis in AXES if axis != "pipeline"])
+    leads = layout.is_first_on(world.rank, [axis for axis in AXES if axis != "pipeline"])
     lines = parameter_digest_lines(named.items(), leads) if leads or together else []
     for stage in range(1, layout.pipeline):
         leader = stage * layout.stride("pipeline")
-        told = world.tell(lines if world.rank == leader else None, "digest of a stage", leader)
+        told = world.broadcast_object(lines if world.rank == leader else None, "digest of a stage", leader)
         lines += told if world.rank == 0 else []
     return digest_of_lines(lines) if world.rank == 0 else ""
 

@@ -57,7 +57,7 @@ class SampleLookup:
         places = []
         for place in islice(self.stream.occurrences(sample), epochs):
             coordinate, within = divmod(place.index, self.batch.local)
-            rank = self.layout.reader(coordinate)
+            rank = self.layout.reader_rank(coordinate)
             places.append(asdict(place) | {"rank": rank, "micro_step": within // self.batch.micro})
         return {
             "sample": sample,
@@ -98,7 +98,7 @@ def open_sample_lookup(run: Path) -> SampleLookup:
 def layout_from_record(placement: dict[str, Any]) -> Layout:
     """The layout that a run's record speaks of; one that a stranger made up is refused as a run file's would be."""
     said = {key.removeprefix("layout."): value for key, value in placement.items() if key.startswith("layout.")}
-    return Layout.of(
+    return Layout.from_config(
         config_from_dict({"layout": {key: value for key, value in said.items() if value is not None}}).layout
     )
 

@@ -91,7 +91,7 @@ def run_in_this_process(
     try:
         restarts = int(torchrun_restart_count())
         lease = acquire_lease_or_reason(job.folder, fresh and not restarts) if world.rank == 0 else None
-        attempt = world.tell(lease.attempt if isinstance(lease, Lease) else lease, "attempt")
+        attempt = world.broadcast_object(lease.attempt if isinstance(lease, Lease) else lease, "attempt")
         if isinstance(attempt, str):
             raise BusyError(attempt) if world.rank == 0 else PeerError(attempt)
         world = replace(world, heartbeat=Heartbeat(job.folder.heartbeat(attempt, world.rank)))

@@ -94,7 +94,7 @@ def all_curves(world: World, budget: float) -> list[BandwidthCurve]:
         group = dist.new_group(peers) if size < world.size else None
         if world.rank in peers:
             found += measure_curves(TimingGroup(size, world.device, group), peers, budget / len(sizes))
-        world.sum(torch.zeros(()), "measured").wait()
+        world.all_reduce(torch.zeros(()), "measured").wait()
     return found
 
 

@@ -65,14 +65,14 @@ class Attention(nn.Module):
         self.q = nn.Linear(config.width, config.width, bias=False)
         self.k = nn.Linear(config.width, kv_width, bias=False)
         self.v = nn.Linear(config.width, kv_width, bias=False)
-        self.attend = CoreAttention()
+        self.core = CoreAttention()
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, where: RotaryTables) -> Tensor:
         batch, sequence, _ = x.shape
         # -1 and not the head count: a tensor-parallel rank holds a part of the heads
         q, k, v = (p(x).view(batch, sequence, -1, self.head_size).transpose(1, 2) for p in (self.q, self.k, self.v))
-        mixed = self.attend(apply_rotary(q, where), apply_rotary(k, where), v, where.documents)
+        mixed = self.core(apply_rotary(q, where), apply_rotary(k, where), v, where.documents)
         return self.out(mixed.transpose(1, 2).reshape(batch, sequence, -1))  # type: ignore[no-any-return]
 
 
@@ -124,11 +124,11 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.stack = BlockStack()
         self.norm = RMSNorm(config.width, config.norm_eps)
-        self.places = RotaryEmbedding(config)
+        self.rotary = RotaryEmbedding(config)
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens)
-        where = self.places(tokens.shape[1], x.dtype, x.device, documents)
+        where = self.rotary(tokens.shape[1], x.dtype, x.device, documents)
         return self.norm(self.stack(self.blocks, x, where))  # type: ignore[no-any-return]
 
 

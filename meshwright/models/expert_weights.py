@@ -41,9 +41,9 @@ class ExpertWeights(nn.Module):
         gate, up, down = map(to_compute_dtype, self.weights())
         if supports_grouped_mm(rows, gate):
             return grouped_experts(rows, torch.as_tensor(counts, device=rows.device), (gate, up, down))
-        return looped_experts(rows, self.numbers(counts, len(rows)), (gate, up, down))
+        return looped_experts(rows, self.rows_per_expert(counts, len(rows)), (gate, up, down))
 
-    def numbers(self, counts: Tensor | Sequence[int], _rows: int) -> Tensor | Sequence[int]:
+    def rows_per_expert(self, counts: Tensor | Sequence[int], _rows: int) -> Tensor | Sequence[int]:
         """Rows of each expert, as the loop wants them; where nothing is computed they are not known."""
         return counts
 

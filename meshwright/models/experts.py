@@ -75,10 +75,10 @@ class Experts(nn.Module):
         inner = config.experts_shared * config.ffn
         self.shared = FeedForward(config.width, inner) if inner else None
         self.dispatch: nn.Module = ExpertDispatch()
-        self.whole: nn.Module = SequenceCounts()
-        self.pull: Tensor | None = None
+        self.sequence_counts: nn.Module = SequenceCounts()
+        self.auxiliary_scale: Tensor | None = None
         """the gradient of the step's loss with respect to `auxiliary`, as a scalar on the device; None: no such loss"""
-        self.explicit = False
+        self.keep_auxiliary_graph = False
         """leave `auxiliary` with its graph, and give it no gradient: whoever asks adds it to the loss"""
         self.auxiliary: Tensor | None = None
         """the balance loss of the last pass, summed over its sequences; of a piece of each, this piece's share"""
@@ -91,10 +91,10 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         scores, chosen, weights = self.router(flat)
-        counts = self.choices(chosen.view(len(x), x.shape[1] * self.active))
+        counts = self.count_choices(chosen.view(len(x), x.shape[1] * self.active))
         load = counts.sum(dim=0)
         order, taken = self.admit(chosen, load)
-        self.note(load, taken)
+        self.record_load(load, taken)
         # One row a visit and not a gather of tokens: its gradient is then a sum in a fixed order.
         visits = to_compute_dtype(flat)[:, None].expand(-1, self.active, -1).reshape(-1, flat.shape[-1])
         rows = self.dispatch(self.bank, visits.index_select(0, order), taken)
@@ -102,9 +102,9 @@ class Experts(nn.Module):
         out = (back * weights[..., None]).sum(dim=1).to(x.dtype).view_as(x)
         if self.shared is not None:
             out = out + self.shared(x)
-        return self.balance(out, scores, counts)
+        return self.attach_balance_loss(out, scores, counts)
 
-    def choices(self, chosen: Tensor) -> Tensor:
+    def count_choices(self, chosen: Tensor) -> Tensor:
         """How often each sequence's tokens chose each expert, (sequences, experts)."""
         every = torch.arange(self.count, device=chosen.device)
         return (chosen[..., None] == every).sum(dim=1)
@@ -119,43 +119,43 @@ class Experts(nn.Module):
         return order[place < most], load.clamp(max=most)  # the host waits here for how many are left
 
     @torch.no_grad()
-    def note(self, load: Tensor, taken: Tensor) -> None:
+    def record_load(self, load: Tensor, taken: Tensor) -> None:
         """Counts a training pass, once: where activations are recomputed, backward comes by again."""
         if not self.training or inside_backward():
             return
-        before, dropped = self.so_far()
+        before, dropped = self.recorded_load()
         self.load, self.dropped = before + load, dropped + (load - taken).sum()
 
-    def take(self) -> tuple[Tensor, Tensor]:
+    def take_load(self) -> tuple[Tensor, Tensor]:
         """(tokens that chose each expert, visits dropped) in the passes since the last call, on the device."""
-        taken = self.so_far()
+        taken = self.recorded_load()
         self.load = self.dropped = None
         return taken
 
-    def so_far(self) -> tuple[Tensor, Tensor]:
+    def recorded_load(self) -> tuple[Tensor, Tensor]:
         if self.load is not None and self.dropped is not None:
             return self.load, self.dropped
         none = torch.zeros_like(self.router.bias, dtype=torch.int64)
         return none, none.sum()
 
-    def balance(self, out: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
+    def attach_balance_loss(self, out: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
         """Hangs the balance loss on `out`, which stays as it is: sum over sequences and experts of f P, where
         f = experts / (active T) * (how often the sequence's T tokens chose the expert), P = mean over them of the
         softmax of scores. f has no gradient, so that of P needs of the other pieces of a sequence their counts alone.
         """
         self.auxiliary = None
-        wanted = self.pull is not None and self.training and torch.is_grad_enabled()
-        if not wanted and not self.explicit:
+        wanted = self.auxiliary_scale is not None and self.training and torch.is_grad_enabled()
+        if not wanted and not self.keep_auxiliary_graph:
             return out
-        of_sequence = self.whole(counts).to(scores.dtype)  # a quotient of integers would be float32
+        of_sequence = self.sequence_counts(counts).to(scores.dtype)  # a quotient of integers would be float32
         visits = of_sequence.sum(dim=1, keepdim=True).clamp(min=1)  # active T
         share = scores.softmax(dim=-1).view(*out.shape[:2], self.count).sum(dim=1) / (visits / self.active)
         auxiliary = (self.count * of_sequence / visits * share).sum()
-        if self.explicit:
+        if self.keep_auxiliary_graph:
             self.auxiliary = auxiliary
             return out
         self.auxiliary = auxiliary.detach()
-        pulled: Tensor = AttachAuxiliaryLoss.apply(out, auxiliary, self.pull)  # type: ignore[no-untyped-call]
+        pulled: Tensor = AttachAuxiliaryLoss.apply(out, auxiliary, self.auxiliary_scale)  # type: ignore[no-untyped-call]
         return pulled
 
 

@@ -123,7 +123,7 @@ def pipeline_picture(estimate: Estimate) -> tuple[str, str]:
         drawn = max(2 * ranks, drawn // 2 // ranks * ranks)
     found = build_timeline(job.schedule, ranks, drawn, job.stages_per_rank)
     step = max(1, -(-3 * ranks * drawn * job.stages_per_rank // MOST_CELLS))
-    used = {slot.action.what for row in found.rows for slot in row}
+    used = {slot.action.op for row in found.rows for slot in row}
     rows = [*range(0, ranks, step)]
     told = f"{job.schedule}: {ranks} ranks, {drawn} of {micros} micro-batches"
     left = [f"{drawn} of {micros} micro-batches are drawn; the middle repeats"] if drawn < micros else []
@@ -146,7 +146,7 @@ def pipeline_rows(found: Timeline, rows: list[int], high: int) -> Iterator[str]:
             start, wide = LEFT + float(slot.start) * scale, float(slot.end - slot.start) * scale
             later = " later" if slot.action.stage // found.ranks % 2 else ""
             yield (
-                f'<rect class="s-{slot.action.what}{later}" x="{start:.1f}" y="{y}" width="{max(0.3, wide - 0.4):.1f}" '
+                f'<rect class="s-{slot.action.op}{later}" x="{start:.1f}" y="{y}" width="{max(0.3, wide - 0.4):.1f}" '
                 f'height="{high - 3}"/>'
             )
 

@@ -250,7 +250,7 @@ def predicted_layout(plan: Mapping[str, Any], found: RunMeasurements) -> tuple[L
     if not all(degree and degree <= MAX_RANKS for degree in degrees.values()):
         return None, "the prediction has no layout"
     layout = Layout(**{axis: degree or 1 for axis, degree in degrees.items()})
-    if prod(layout.degrees) > MAX_RANKS or layout.fold % layout.expert:
+    if prod(layout.degrees) > MAX_RANKS or layout.expert_axes_size % layout.expert:
         return None, "the predicted layout is out of range"
     if layout.ranks != natural_number(found.first.start.get("ranks")):
         return None, "the prediction is for another number of ranks"

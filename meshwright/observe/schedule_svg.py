@@ -60,36 +60,37 @@ def svg(timeline: Timeline, costs: ActionCosts) -> Iterator[str]:
 
 def slot_width(timeline: Timeline) -> int:
     """Room for the largest number of a micro-batch."""
-    return 8 + 7 * max(2, len(str(timeline.micros - 1)))
+    return 8 + 7 * max(2, len(str(timeline.micro_batches - 1)))
 
 
 def cell(timeline: Timeline, slot: TimelineSlot, top: int) -> str:
     action = slot.action
-    kind = action.what.lower() if is_even_stage(timeline, slot) else action.what
+    kind = action.op.lower() if is_even_stage(timeline, slot) else action.op
     width = slot_width(timeline)
     left, wide = LEFT + int(slot.start) * width, int(slot.end - slot.start) * width
     pair = " pair" if slot.paired else ""
-    told = f"stage {action.stage}, {MEANINGS[action.what]} of micro-batch {action.micro}{', of a pair' if pair else ''}"
+    suffix = ", of a pair" if pair else ""
+    told = f"stage {action.stage}, {MEANINGS[action.op]} of micro-batch {action.micro_batch}{suffix}"
     return (
         f'<g><title>{told}</title><rect class="{kind}{pair}" x="{left + 1}" y="{top}" width="{wide - 2}" '
         f'height="{ROW - 4}" rx="2"/><text class="cell on{kind}" x="{left + wide / 2:g}" y="{top + 16}">'
-        f"{action.micro}</text></g>\n"
+        f"{action.micro_batch}</text></g>\n"
     )
 
 
 def legend(timeline: Timeline) -> Iterator[str]:
-    used = {slot.action.what for row in timeline.rows for slot in row}
+    used = {slot.action.op for row in timeline.rows for slot in row}
     left = 16
     for what in (what for what in "FBIW" if what in used):
-        for kind in (what, what.lower()) if timeline.each > 1 else (what,):
+        for kind in (what, what.lower()) if timeline.stages_per_rank > 1 else (what,):
             yield f'<rect class="{kind}" x="{left}" y="40" width="16" height="16" rx="2"/>\n'
             left += 18
         text = f"{what}: {MEANINGS[what]}"
         yield f'<text x="{left + 4}" y="52">{text}</text>\n'
         left += 7 * len(text) + 16
-    if timeline.each > 1:
-        pairs = "; framed: a pair" if timeline.kind == "dualpipev" else ""
-        stages = "second stage" + (", fourth, ..." if timeline.each > 2 else "")
+    if timeline.stages_per_rank > 1:
+        pairs = "; framed: a pair" if timeline.schedule == "dualpipev" else ""
+        stages = "second stage" + (", fourth, ..." if timeline.stages_per_rank > 2 else "")
         yield f'<text class="faint" x="{left}" y="52">pale: a rank\'s {stages}{pairs}</text>\n'
 
 

@@ -37,11 +37,15 @@ def integer_costs(forward: int, backward_input: int, weight: int) -> ActionCosts
 def describe(timeline: Timeline, costs: ActionCosts) -> list[str]:
     """What the picture shows, in numbers."""
     size = f"{timeline.ranks} ranks x {timeline.makespan} slots"
-    exact = bubble_formula(timeline.kind, timeline.ranks, timeline.micros, timeline.each, costs)
+    exact = bubble_formula(timeline.schedule, timeline.ranks, timeline.micro_batches, timeline.stages_per_rank, costs)
     known = f"; formula {exact[0]} = {exact[1]}" if exact else "; no closed form here"
-    peaks = " ".join(map(str, ends_of(timeline.peaks)))
-    whole = " ".join(map(decimal, ends_of(timeline.held)))
-    share = f" of 1/{timeline.each} of a rank's layers = {whole} of all of them" if timeline.each > 1 else ""
+    peaks = " ".join(map(str, ends_of(timeline.rank_peaks)))
+    whole = " ".join(map(decimal, ends_of(timeline.normalized_peaks)))
+    share = (
+        f" of 1/{timeline.stages_per_rank} of a rank's layers = {whole} of all of them"
+        if timeline.stages_per_rank > 1
+        else ""
+    )
     return [
         f"bubble {float(timeline.bubble):.1%} = {timeline.bubble} of {size}{known}",
         f"most micro-batches held at once, by rank: {peaks}{share}",
@@ -58,13 +62,13 @@ def decimal(value: Any) -> str:
 
 
 def title(timeline: Timeline) -> str:
-    stages = f", {timeline.each} stages a rank" if timeline.each > 1 else ""
-    return f"{timeline.kind}: {timeline.ranks} ranks, {timeline.micros} micro-batches{stages}"
+    stages = f", {timeline.stages_per_rank} stages a rank" if timeline.stages_per_rank > 1 else ""
+    return f"{timeline.schedule}: {timeline.ranks} ranks, {timeline.micro_batches} micro-batches{stages}"
 
 
 def letter(timeline: Timeline, slot: TimelineSlot) -> str:
     """Small for a rank's second, fourth, ... stage: that is all a cell has room for."""
-    return slot.action.what.lower() if is_even_stage(timeline, slot) else slot.action.what
+    return slot.action.op.lower() if is_even_stage(timeline, slot) else slot.action.op
 
 
 def is_even_stage(timeline: Timeline, slot: TimelineSlot) -> bool:
@@ -73,10 +77,10 @@ def is_even_stage(timeline: Timeline, slot: TimelineSlot) -> bool:
 
 def legend(timeline: Timeline) -> Text:
     text = Text()
-    used = {slot.action.what for row in timeline.rows for slot in row}
+    used = {slot.action.op for row in timeline.rows for slot in row}
     for what in (what for what in "FBIW" if what in used):
         text.append(f" {what} ", COLOURS[what])
-        if timeline.each > 1:
+        if timeline.stages_per_rank > 1:
             text.append(f" {what.lower()} ", LATER[what])
         text.append(f" {MEANINGS[what]}   ")
     return text.append(". waiting")
@@ -84,9 +88,9 @@ def legend(timeline: Timeline) -> Text:
 
 def notes(timeline: Timeline) -> str:
     """How a rank's stages, and pairs, are told from each other."""
-    small = "the rank's second stage" + (", fourth, ..." if timeline.each > 2 else "")
-    pairs = "; underlined: run as a pair" if timeline.kind == "dualpipev" else ""
-    return f"small letters: {small}{pairs}" if timeline.each > 1 else ""
+    small = "the rank's second stage" + (", fourth, ..." if timeline.stages_per_rank > 2 else "")
+    pairs = "; underlined: run as a pair" if timeline.schedule == "dualpipev" else ""
+    return f"small letters: {small}{pairs}" if timeline.stages_per_rank > 1 else ""
 
 
 def draw_row(timeline: Timeline, row: list[TimelineSlot], slots: int, wide: int) -> Text:
@@ -97,9 +101,9 @@ def draw_row(timeline: Timeline, row: list[TimelineSlot], slots: int, wide: int)
         if start >= slots:
             break
         text.append((".".ljust(wide)) * (start - len(text) // wide), "dim")
-        name = f"{letter(timeline, slot)}{slot.action.micro}"
+        name = f"{letter(timeline, slot)}{slot.action.micro_batch}"
         name = name.ljust((end - start) * wide - 1, "-" if end - start > 1 else " ")
-        style = (LATER if is_even_stage(timeline, slot) else COLOURS)[slot.action.what]
+        style = (LATER if is_even_stage(timeline, slot) else COLOURS)[slot.action.op]
         text.append(name, style + (" underline" if slot.paired else "")).append(" ")
     text.append((".".ljust(wide)) * (slots - len(text) // wide), "dim")
     return text
@@ -107,7 +111,7 @@ def draw_row(timeline: Timeline, row: list[TimelineSlot], slots: int, wide: int)
 
 def picture(timeline: Timeline, width: int) -> list[Text]:
     """Folded into bands of as many slots as the terminal is wide."""
-    wide = len(str(timeline.micros - 1)) + 2
+    wide = len(str(timeline.micro_batches - 1)) + 2
     margin = len(f"rank {timeline.ranks - 1}  ")
     slots = int(timeline.makespan)
     across = max(5, (width - margin) // wide // 5 * 5)
@@ -146,10 +150,10 @@ def show_all(found: dict[str, Timeline | ConfigError], console: Console | None =
         table.add_column(name, justify="left" if name == "schedule" else "right")
     for kind, row in found.items():
         if isinstance(row, Timeline):
-            held = (decimal(row.held[0]), decimal(row.held[-1]))
+            held = (decimal(row.normalized_peaks[0]), decimal(row.normalized_peaks[-1]))
             # One of V stages is a V-th of a rank's layers, so its slot is a V-th as long.
-            slots = Fraction(row.makespan) / row.each
-            table.add_row(kind, str(row.each), f"{float(row.bubble):.1%}", decimal(slots), *held)
+            slots = Fraction(row.makespan) / row.stages_per_rank
+            table.add_row(kind, str(row.stages_per_rank), f"{float(row.bubble):.1%}", decimal(slots), *held)
     if table.row_count:
         console.print(table)
     for refused in (row for row in found.values() if isinstance(row, ConfigError)):
@@ -164,19 +168,19 @@ def show_all(found: dict[str, Timeline | ConfigError], console: Console | None =
 
 def schedule_json(timeline: Timeline, costs: ActionCosts, rows: bool = True) -> dict[str, Any]:
     """For machines."""
-    exact = bubble_formula(timeline.kind, timeline.ranks, timeline.micros, timeline.each, costs)
+    exact = bubble_formula(timeline.schedule, timeline.ranks, timeline.micro_batches, timeline.stages_per_rank, costs)
     told: dict[str, Any] = {
-        "schedule": timeline.kind,
+        "schedule": timeline.schedule,
         "ranks": timeline.ranks,
-        "micro_batches": timeline.micros,
-        "stages_per_rank": timeline.each,
+        "micro_batches": timeline.micro_batches,
+        "stages_per_rank": timeline.stages_per_rank,
         "costs": vars(costs),
         "makespan": timeline.makespan,
         "bubble": float(timeline.bubble),
         "formula": float(exact[1]) if exact else None,
         "idle": timeline.idle,
-        "peak_live": timeline.peaks,
-        "peak_live_by_stage": {stage: live for row in timeline.live for stage, live in sorted(row.items())},
+        "peak_live": timeline.rank_peaks,
+        "peak_live_by_stage": {stage: live for row in timeline.stage_peaks for stage, live in sorted(row.items())},
     }
     if rows:
         told["rows"] = [

@@ -52,10 +52,13 @@ class AdamW:
         """what AdamW works on: the parameters, the blocks of those that are cut, or copies in host memory"""
         self.used = 0
         """a word of which parameters had a gradient: ranks must agree on it"""
-        self.cut = self.layout.pipeline > 1 or any(block.cut for block in self.blocks)
+        self.cut = self.layout.pipeline > 1 or any(block.sharded_axes for block in self.blocks)
         """whether any rank holds what another does not"""
-        leads = {cut: self.layout.alike(self.world.rank, cut)[0] for cut in {block.cut for block in self.blocks}}
-        self.counted = [leads[block.cut] == self.world.rank for block in self.blocks]
+        leads = {
+            cut: self.layout.replica_group(self.world.rank, cut)[0]
+            for cut in {block.sharded_axes for block in self.blocks}
+        }
+        self.counted = [leads[block.sharded_axes] == self.world.rank for block in self.blocks]
         """whether this rank is the one of those holding the same block that counts it"""
         matrices = [p for p in self.owned if p.ndim >= 2]
         vectors = [p for p in self.owned if p.ndim < 2]
@@ -83,7 +86,7 @@ class AdamW:
     def moments(self) -> dict[str, LocalShard]:
         """AdamW's state, cut as the parameters are, by parameter name and key."""
         return {
-            f"{name}/{key}": block.like(value) if value.ndim or not block.shape else local_shard(value)
+            f"{name}/{key}": block.with_local(value) if value.ndim or not block.shape else local_shard(value)
             for name, block, owned in zip(self.names, self.blocks, self.owned, strict=True)
             for key, value in self.adamw.state[owned].items()
         }
@@ -111,7 +114,7 @@ class AdamW:
         square = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if own:
             square += torch.stack(torch._foreach_norm(own)).double().square().sum()
-        return self.world.sum(square, "gradient norm").wait().sqrt().to(self.blocks[0].local.dtype)
+        return self.world.all_reduce(square, "gradient norm").wait().sqrt().to(self.blocks[0].local.dtype)
 
     def update(self, lr: float, norm: Tensor, scale: Tensor, finite: Tensor) -> None:
         """One step. `norm` is that of the true gradient; the stored one is `scale` times it."""

@@ -33,14 +33,14 @@ class AllToAllDispatch(ExpertDispatch):
         meant = torch.empty_like(counts)
         dist.all_to_all_single(meant, counts.contiguous(), group=self.group)
         both = torch.stack((counts, meant)).view(2, ranks, -1)  # (which way, rank, local expert)
-        going, coming = self.numbers(both, len(rows))
+        going, coming = self.split_sizes(both, len(rows))
         here = all_to_all(rows, self.group, going, coming)
         order = expert_sort_order(both[1], sum(coming))
         made = bank(here.index_select(0, order), both[1].sum(dim=0))
         back = made.new_zeros(made.shape).index_copy(0, order, made)
         return all_to_all(back, self.group, coming, going)
 
-    def numbers(self, both: Tensor, _rows: int) -> tuple[list[int], list[int]]:
+    def split_sizes(self, both: Tensor, _rows: int) -> tuple[list[int], list[int]]:
         """Rows that go to each rank and come from it. The one place where the host waits for the device."""
         going, coming = both.sum(dim=2).tolist()
         return going, coming
@@ -72,13 +72,13 @@ def apply_expert_parallel(model: nn.Module, meshes: Meshes) -> None:
     """Each rank of the expert axis keeps its own experts. Ranks of the tensor axis, which have pieces of the sequence
     between matrices, hold the same experts and routers, and their gradients are parts of a sum.
     """
-    tensor = meshes.axis("tensor")
+    tensor = meshes.submesh("tensor")
     for experts in (module for module in model.modules() if isinstance(module, Experts)):
-        if meshes.experts is not None:
-            names = tuple(axis for axis in meshes.experts.mesh_dim_names or () if axis in ("expert", "tensor"))
-            distribute_parameters(experts.bank, meshes.experts[names], [Shard(0), Replicate()][: len(names)])
-            assert meshes.expert is not None
-            experts.dispatch = AllToAllDispatch(meshes.expert)
+        if meshes.expert_mesh is not None:
+            names = tuple(axis for axis in meshes.expert_mesh.mesh_dim_names or () if axis in ("expert", "tensor"))
+            distribute_parameters(experts.bank, meshes.expert_mesh[names], [Shard(0), Replicate()][: len(names)])
+            assert meshes.expert_group is not None
+            experts.dispatch = AllToAllDispatch(meshes.expert_group)
         elif tensor is not None:
             distribute_parameters(experts.bank, tensor, [Replicate()])
         if tensor is not None:
@@ -86,8 +86,8 @@ def apply_expert_parallel(model: nn.Module, meshes: Meshes) -> None:
         bank, router = experts.bank, experts.router
         bank.weights = partial(local_expert_matrices, bank)  # type: ignore[method-assign]
         router.matrix = partial(local_weight, router, "weight")  # type: ignore[method-assign]
-        if meshes.pieces is not None:
-            experts.whole = AllReduceCounts(meshes.pieces)
+        if meshes.sequence_group is not None:
+            experts.sequence_counts = AllReduceCounts(meshes.sequence_group)
 
 
 def distribute_parameters(module: nn.Module, mesh: DeviceMesh, placements: list[Placement]) -> None:

@@ -19,12 +19,12 @@ class LocalShard:
     shape: tuple[int, ...]
     """of the whole"""
     offset: tuple[int, ...]
-    cut: frozenset[str] = frozenset()
+    sharded_axes: frozenset[str] = frozenset()
     """the axes along which ranks hold different blocks; along every other axis they hold the same"""
 
-    def like(self, local: Tensor) -> LocalShard:
+    def with_local(self, local: Tensor) -> LocalShard:
         """Another tensor that is cut as this one is, such as an optimizer's moment."""
-        return LocalShard(local, self.shape, self.offset, self.cut)
+        return LocalShard(local, self.shape, self.offset, self.sharded_axes)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

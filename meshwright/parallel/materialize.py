@@ -18,11 +18,11 @@ class Materializer:
     """Memory for modules one by one (`ready`), then what it holds (`fill`), once each rank has its own rows alone."""
 
     def __init__(self, model: nn.Module, fill: Fill | None, device: torch.device) -> None:
-        self.model, self.content, self.device = model, fill, device
-        self.copies: dict[str, str] = {}
+        self.model, self.fill_shard, self.device = model, fill, device
+        self.copied_from: dict[str, str] = {}
         """parameters that begin with what another one holds"""
 
-    def ready(self, module: nn.Module) -> None:
+    def allocate(self, module: nn.Module) -> None:
         made: dict[int, nn.Parameter] = {}
         for owner, name, parameter in parameter_owners(module):
             if parameter.is_meta:
@@ -36,13 +36,13 @@ class Materializer:
                     owner._buffers[name] = torch.empty_like(buffer, device=self.device)
 
     @torch.no_grad()
-    def fill(self, module: nn.Module) -> None:
+    def initialize(self, module: nn.Module) -> None:
         """A module of the model, under the names of the whole."""
-        if self.content is not None:
+        if self.fill_shard is not None:
             names = {id(tensor): name for name, tensor in named_tensors(self.model)}
             for _, tensor in named_tensors(module):
                 name = names[id(tensor)]
-                self.content(local_shard(tensor), self.copies.get(name, name))
+                self.fill_shard(local_shard(tensor), self.copied_from.get(name, name))
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -24,45 +24,49 @@ NOT_DATA = ("pipeline", "expert", "tensor")
 class Meshes:
     """`dense` is None where the one group of all ranks is enough: whole copies, or one rank alone."""
 
-    dense: DeviceMesh | None
-    experts: DeviceMesh | None = None
-    context: dist.ProcessGroup | None = None
-    pieces: dist.ProcessGroup | None = None
+    dense_mesh: DeviceMesh | None
+    expert_mesh: DeviceMesh | None = None
+    context_group: dist.ProcessGroup | None = None
+    sequence_group: dist.ProcessGroup | None = None
     """all ranks with pieces of the same sequences: context and tensor together"""
-    expert: dist.ProcessGroup | None = None
+    expert_group: dist.ProcessGroup | None = None
     """a group of its own: that of a mesh's dimension is the world's where it covers all ranks, and counts as another
     axis's
     """
 
     @property
-    def data(self) -> DeviceMesh:
+    def data_mesh(self) -> DeviceMesh:
         """Over which FSDP2 spreads parameters: copies beside shards, or shards alone."""
-        assert self.dense is not None
-        return data_submesh(self.dense)
+        assert self.dense_mesh is not None
+        return data_submesh(self.dense_mesh)
 
     @property
-    def expert_data(self) -> DeviceMesh:
-        assert self.experts is not None
-        return data_submesh(self.experts)
+    def expert_data_mesh(self) -> DeviceMesh:
+        assert self.expert_mesh is not None
+        return data_submesh(self.expert_mesh)
 
-    def axis(self, name: str) -> DeviceMesh | None:
+    def submesh(self, name: str) -> DeviceMesh | None:
         """One dimension of the dense mesh, where it is in use."""
-        return self.dense[name] if self.dense is not None and name in (self.dense.mesh_dim_names or ()) else None
+        return (
+            self.dense_mesh[name]
+            if self.dense_mesh is not None and name in (self.dense_mesh.mesh_dim_names or ())
+            else None
+        )
 
     def group_names(self) -> dict[str, str]:
         """Process group name -> axis."""
         names: dict[str, str] = {}
-        if self.context is not None:
-            names[self.context.group_name] = "context"
-        if self.pieces is not None:
-            names.setdefault(self.pieces.group_name, "context+tensor")
-        if self.expert is not None:
-            names[self.expert.group_name] = "expert"
-        for mesh in (self.experts, self.dense):
+        if self.context_group is not None:
+            names[self.context_group.group_name] = "context"
+        if self.sequence_group is not None:
+            names.setdefault(self.sequence_group.group_name, "context+tensor")
+        if self.expert_group is not None:
+            names[self.expert_group.group_name] = "expert"
+        for mesh in (self.expert_mesh, self.dense_mesh):
             for axis in (mesh.mesh_dim_names or ()) if mesh is not None else ():
                 names[mesh.get_group(axis).group_name] = axis  # type: ignore[union-attr]
-        if self.dense is None and dist.is_initialized() and dist.group.WORLD is not None:
-            names[dist.group.WORLD.group_name] = "replicate" if self.context is None else "replicate+context"
+        if self.dense_mesh is None and dist.is_initialized() and dist.group.WORLD is not None:
+            names[dist.group.WORLD.group_name] = "replicate" if self.context_group is None else "replicate+context"
         return names
 
 
@@ -84,17 +88,17 @@ def build_meshes(layout: Layout, device: str, experts: bool = False) -> Meshes:
 
 def dense_mesh_dims(layout: Layout) -> dict[str, int]:
     over = dense_shard_group(layout, 0)
-    data = used({over.copies_axis: over.copies}) | {over.shards_axis: over.shards}
+    data = used({over.replicate_axis: over.replicas}) | {over.shard_axis: over.shards}
     # FSDP2 speaks of copies only as copies of shards, be it one shard.
-    data = data if over.copies * over.shards > 1 else {}
+    data = data if over.replicas * over.shards > 1 else {}
     return used({"pipeline": layout.pipeline}) | data | used({"tensor": layout.tensor})
 
 
 def expert_mesh_dims(layout: Layout) -> dict[str, int]:
     over = expert_shard_group(layout, 0)
     return (
-        used({"pipeline": layout.pipeline, over.copies_axis: over.copies})
-        | {over.shards_axis: over.shards, "expert": layout.expert}
+        used({"pipeline": layout.pipeline, over.replicate_axis: over.replicas})
+        | {over.shard_axis: over.shards, "expert": layout.expert}
         | used({"tensor": layout.tensor})
     )
 

@@ -66,7 +66,7 @@ class ParallelModel:
     @property
     def forward_is_collective(self) -> bool:
         """Whether a pass through the model is made by several ranks, none of which can make it alone."""
-        return self.meshes.dense is not None or self.meshes.context is not None
+        return self.meshes.dense_mesh is not None or self.meshes.context_group is not None
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """What this rank has to update and to keep, as it is between steps."""
@@ -78,7 +78,7 @@ class ParallelModel:
     @contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
         """Forward and backward go inside; after the last, gradients have met."""
-        tensor = self.meshes.axis("tensor")
+        tensor = self.meshes.submesh("tensor")
         if tensor is None:
             yield
             return

@@ -26,23 +26,23 @@ class ParallelSpec:
 
     blocks: str
     """the repeated blocks: gathered, recomputed and compiled one by one"""
-    ends: tuple[tuple[str, ...], ...] = ()
+    outer_modules: tuple[tuple[str, ...], ...] = ()
     """what else is gathered together, in groups; the rest is gathered for the whole pass"""
-    cuts: Callable[[], Mapping[str, ParallelStyle]] = field(default=no_cuts)
+    tp_plan: Callable[[], Mapping[str, ParallelStyle]] = field(default=no_cuts)
     """for the tensor axis: module -> torch's style of cutting it. Every rank of the axis must come to the same loss"""
 
-    def of_objective(self) -> ParallelSpec:
+    def under_objective(self) -> ParallelSpec:
         """The same, seen from the module that holds the model beside its loss."""
-        ends = tuple(tuple(f"model.{name}" for name in group) for group in self.ends)
-        cuts = self.cuts
+        ends = tuple(tuple(f"model.{name}" for name in group) for group in self.outer_modules)
+        cuts = self.tp_plan
         return ParallelSpec(
             f"model.{self.blocks}", ends, lambda: {f"model.{name}": style for name, style in cuts().items()}
         )
 
-    def within(self, model: nn.Module) -> ParallelSpec:
+    def restricted_to(self, model: nn.Module) -> ParallelSpec:
         """The same of a model of which only a part is left."""
-        ends = (tuple(name for name in group if find_modules(model, name)) for group in self.ends)
-        cuts = {name: style for name, style in self.cuts().items() if find_modules(model, name)}
+        ends = (tuple(name for name in group if find_modules(model, name)) for group in self.outer_modules)
+        cuts = {name: style for name, style in self.tp_plan().items() if find_modules(model, name)}
         return ParallelSpec(self.blocks, tuple(group for group in ends if group), lambda: cuts)
 
 
@@ -69,7 +69,7 @@ def fsdp_units(model: nn.Module, parts: ParallelSpec) -> tuple[list[Unit], Unit 
     """(what is gathered together, in the order of use; the one of them that leads into the blocks). An end that shares
     a parameter with anything is left to the whole: FSDP2 would take the gradient of one use for the whole gradient.
     """
-    ends = [require_modules(model, group) for group in parts.ends]
+    ends = [require_modules(model, group) for group in parts.outer_modules]
     blocks = [[block] for block in find_blocks(model, parts)]
     held = Counter(id(p) for _, _, p in parameter_owners(model))
     shared = {parameter for parameter, places in held.items() if places > 1}

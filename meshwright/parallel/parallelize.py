@@ -67,12 +67,14 @@ def parallelize(
         plan = stage_plan(config, layout, world.rank)
     if plan is not None:
         prune_to_stages(model, plan)
-        parts = parts.within(model)
-    if tensor := meshes.axis("tensor"):
+        parts = parts.restricted_to(model)
+    if tensor := meshes.submesh("tensor"):
         apply_tensor_parallel(model, parts, tensor)
     apply_expert_parallel(model, meshes)
     pieces = (
-        apply_context_parallel(model, meshes.context, config.context.method) if meshes.context is not None else None
+        apply_context_parallel(model, meshes.context_group, config.context.method)
+        if meshes.context_group is not None
+        else None
     )
     apply_activation_checkpointing(model, parts, config.activation_checkpoint)
     if config.compile.enabled:
@@ -85,7 +87,7 @@ def parallelize(
     if plan is None:
         spread = among(model, parts)
     else:
-        weights.copies |= TIED_COPIES if config.model.tie else {}
+        weights.copied_from |= TIED_COPIES if config.model.tie else {}
         stages = {index: among(stage, stage_parallel_spec(stage)) for index, stage in build_stages(model, plan).items()}
         spread = PipelineModel(model, stages, plan, meshes, world.device, tied=config.model.tie)
     spread.meshes = meshes
@@ -106,18 +108,18 @@ def apply_data_parallel(
 ) -> ParallelModel:
     """A module, or a stage, whose copies see other tokens."""
     others = layout.data_degree * layout.context > 1
-    if others and meshes.dense is not None:
-        spread = FSDPModel(module, parts, config, meshes, weights.ready)
-        weights.fill(module)
+    if others and meshes.dense_mesh is not None:
+        spread = FSDPModel(module, parts, config, meshes, weights.allocate)
+        weights.initialize(module)
         return spread
-    weights.ready(module)
-    weights.fill(module)
+    weights.allocate(module)
+    weights.initialize(module)
     return copies(module, config.ddp, world) if others else ParallelModel(module)
 
 
 def require_spec(parts: ParallelSpec | None, layout: Layout, config: RunConfig) -> ParallelSpec:
     """Refuses to guess the blocks of a model, where a guess could gather the whole of it at once."""
-    if layout.tensor > 1 and parts is not None and not parts.cuts():
+    if layout.tensor > 1 and parts is not None and not parts.tp_plan():
         raise ConfigError(
             "layout.tensor > 1 and ParallelSpec.cuts says nothing of how to cut", "allowed: layout.tensor = 1"
         )

@@ -37,11 +37,11 @@ class VocabParallelEmbedding(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         shard_rows(module, device_mesh)
-        module.forward = partial(self.look_up, module, device_mesh)
+        module.forward = partial(self.lookup, module, device_mesh)
         return module
 
     @staticmethod
-    def look_up(module: nn.Module, mesh: DeviceMesh, tokens: Tensor) -> Tensor:
+    def lookup(module: nn.Module, mesh: DeviceMesh, tokens: Tensor) -> Tensor:
         weight = module.weight
         assert isinstance(weight, DTensor)
         rows = weight.to_local()
@@ -73,11 +73,11 @@ class LocalSequence(ParallelStyle):
     """A module that works on a rank's own piece of the sequence, token by token."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:  # noqa: ARG002
-        module.register_forward_pre_hook(self.own)
+        module.register_forward_pre_hook(self.to_local)
         return module
 
     @staticmethod
-    def own(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def to_local(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, *rest = inputs
         return hidden.to_local() if isinstance(hidden, DTensor) else hidden, *rest
 
@@ -89,11 +89,11 @@ class VocabParallelHead(GatherSequence):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         shard_rows(module, device_mesh)
-        module.register_forward_hook(self.whole)
+        module.register_forward_hook(self.to_local_loss)
         return super()._apply(module, device_mesh)
 
     @staticmethod
-    def whole(_module: nn.Module, _inputs: Any, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def to_local_loss(_module: nn.Module, _inputs: Any, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         total, count = outputs
         return total.to_local() if isinstance(total, DTensor) else total, count
 
@@ -132,7 +132,7 @@ def apply_tensor_parallel(model: nn.Module, parts: ParallelSpec, mesh: DeviceMes
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module, name, parameter in parameter_owners(model):
         owners.setdefault(id(parameter), []).append((module, name))
-    cuts = dict(parts.cuts())
+    cuts = dict(parts.tp_plan())
     require_modules(model, tuple(cuts))  # torch would only warn of one that is not there
     parallelize_module(model, mesh, cuts, src_data_rank=None)
     for (first, name), *others in owners.values():
@@ -162,4 +162,4 @@ def reduce_partial_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMes
 def decoder_parallel_spec(model: ModelConfig) -> ParallelSpec:
     """What a layout must know of our own decoder."""
     ends = (("decoder.embedding",), ("decoder.norm", "head"))
-    return ParallelSpec(blocks="decoder.blocks.*", ends=ends, cuts=partial(decoder_tp_plan, model))
+    return ParallelSpec(blocks="decoder.blocks.*", outer_modules=ends, tp_plan=partial(decoder_tp_plan, model))

@@ -32,7 +32,7 @@ class World:
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
 
-    def sum(self, tensor: torch.Tensor, name: str = "sum") -> PendingAllReduce:
+    def all_reduce(self, tensor: torch.Tensor, name: str = "sum") -> PendingAllReduce:
         """Starts summing a small tensor over all ranks, in place; `wait` gives it. A host tensor stays on the host."""
         self.heartbeat.collective(name)
         if self.size == 1:
@@ -40,23 +40,23 @@ class World:
         with control_traffic():
             return PendingAllReduce(tensor, dist.all_reduce(tensor, async_op=True), self.heartbeat)
 
-    def sum_numbers(self, *numbers: int, name: str) -> PendingAllReduce:
-        return self.sum(torch.tensor(numbers, dtype=torch.int64), name)
+    def all_reduce_ints(self, *numbers: int, name: str) -> PendingAllReduce:
+        return self.all_reduce(torch.tensor(numbers, dtype=torch.int64), name)
 
-    def gather_numbers(self, *numbers: int, name: str) -> list[list[int]]:
+    def all_gather_ints(self, *numbers: int, name: str) -> list[list[int]]:
         """Every rank's numbers, by rank."""
         own = torch.zeros(self.size, len(numbers), dtype=torch.int64)
         own[self.rank] = torch.tensor(numbers, dtype=torch.int64)
-        return self.sum(own, name).wait().tolist()
+        return self.all_reduce(own, name).wait().tolist()
 
-    def tell(self, value: Any, name: str, speaker: int = 0) -> Any:
+    def broadcast_object(self, value: Any, name: str, speaker: int = 0) -> Any:
         """What one rank gives here, as JSON, on every rank."""
         text = json.dumps(value).encode() if self.rank == speaker else b""
-        length = int(self.sum_numbers(len(text), name=name).wait())
+        length = int(self.all_reduce_ints(len(text), name=name).wait())
         carried = torch.zeros(length, dtype=torch.uint8)
         if self.rank == speaker:
             carried[:] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        return json.loads(self.sum(carried, name).wait().numpy().tobytes())
+        return json.loads(self.all_reduce(carried, name).wait().numpy().tobytes())
 
 
 @dataclass

@@ -26,7 +26,7 @@ def describe_layout(job: PlannedJob) -> str:
     """The axes and what is divided along them."""
     layout = job.layout
     kind = f" ({job.sharding})" if job.sharding != "none" else ""
-    told = [f"{axis} {getattr(layout, axis)}" + (kind if axis == "shard" else "") for axis in layout.axes]
+    told = [f"{axis} {getattr(layout, axis)}" + (kind if axis == "shard" else "") for axis in layout.active_axes]
     return " x ".join(told) or "one device"
 
 

@@ -134,7 +134,7 @@ UPDATES = {
 def traits_of(layout: Layout, names: list[str]) -> set[str]:
     tied = layout.pipeline > 1 and not any(name.startswith("head") for name in names)
     experts = any(".router." in name for name in names)
-    return set(layout.axes) | ({"tied"} if tied else set()) | ({"experts"} if experts else set())
+    return set(layout.active_axes) | ({"tied"} if tied else set()) | ({"experts"} if experts else set())
 
 
 def with_hints(said: str, hints: dict[str, str], traits: set[str]) -> str:
@@ -192,7 +192,9 @@ def block_cause(off_names: list[str], names: list[str], traits: set[str]) -> str
 def clean_factor(factor: float, layout: Layout, accumulation: int) -> str:
     if layout.pipeline > 1 and accumulation > 1 and isclose(factor * accumulation, 1, rel_tol=1e-3):
         return f"averaged over the pipeline's {accumulation} micro-batches once too often"
-    used = sorted(layout.used, key=lambda axis: axis == "pipeline")  # stages share no gradients: the others come first
+    used = sorted(
+        layout.active_mesh_axes, key=lambda axis: axis == "pipeline"
+    )  # stages share no gradients: the others come first
     degrees = {f"{axis} ({getattr(layout, axis)})": getattr(layout, axis) for axis in used}
     degrees |= {f"the {layout.data_degree} data-parallel ranks": layout.data_degree} if layout.data_degree > 1 else {}
     for name, degree in degrees.items():

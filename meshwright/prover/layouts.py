@@ -33,7 +33,7 @@ def check_layouts(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
     proofs, note = proof_configs(config)
     # Both in processes of their own: autograd in this one would start CUDA, where there is one, and spoil the fork.
     [expected] = run_ranks(run_single_process, 1, proofs, launch=proofs[0].launch)
-    layout = Layout.of(proofs[0].layout)
+    layout = Layout.from_config(proofs[0].layout)
     found = run_ranks(run_parallel, layout.ranks, proofs, launch=proofs[0].launch, timeout=300.0)
     for index, proof in enumerate(proofs):
         yield compare_results(proof, expected[index], [trails[index] for trails in found], note)
@@ -44,7 +44,7 @@ def proof_configs(config: RunConfig) -> tuple[list[RunConfig], str]:
     not.
     """
     spread, fewer = scale_layout(config.layout)
-    layout = Layout.of(spread)
+    layout = Layout.from_config(spread)
     config = replace(config, pipeline=limit_stages(config))
     model, scaled = scale_model(config, layout)
     model = replace(model, capacity_factor=0.0)

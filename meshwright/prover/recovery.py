@@ -55,7 +55,7 @@ def kill_schedule(ranks: int) -> tuple[str, int]:
 
 def check_recovery(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
     layout, _ = scale_layout(config.layout, MAX_RECOVERY_RANKS)
-    ranks = Layout.of(layout).ranks
+    ranks = Layout.from_config(layout).ranks
     faults, steps = kill_schedule(ranks)
     proof, note = scale_config(config, layout, steps)
     with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as base:
@@ -68,7 +68,7 @@ def check_recovery(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
         same = state_digest(last) == state_digest(expected)
         off = "" if same else f"; first off: {next(compare_checkpoints(expected, last), 'nothing')}"
         yield (
-            f"{Layout.of(layout)}{describe_settings(proof)} killed with -9 at {len(kill_points())} points"
+            f"{Layout.from_config(layout)}{describe_settings(proof)} killed with -9 at {len(kill_points())} points"
             " = never killed, every bit",
             same and len(kills) == len(kill_points()),
             f"{len(kills)} kills ({places(kills)}); state {state_digest(last)[:16]} and {state_digest(expected)[:16]}"
@@ -107,7 +107,7 @@ def check_damaged_checkpoint(config: RunConfig, folder: RunFolder, expected: str
 
 def scale_config(config: RunConfig, layout: LayoutConfig, steps: int) -> tuple[RunConfig, str]:
     """The config with its structure kept and its sizes small, and what was made smaller."""
-    mesh = Layout.of(layout)
+    mesh = Layout.from_config(layout)
     config = replace(config, pipeline=limit_stages(config))
     model, note = scale_model(config, mesh)
     samples = (accumulation_steps(config, mesh) if mesh.pipeline > 1 else 2) * mesh.data_degree

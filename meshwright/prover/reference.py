@@ -105,7 +105,7 @@ def _run_single_process(config: RunConfig) -> StepResults:
     before = {name: p.detach().clone() for name, p in (named | biases).items()}
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     for each in experts:
-        each.explicit = True  # its balance loss is added to the loss here, and pulls nothing by itself
+        each.keep_auxiliary_graph = True  # its balance loss is added to the loss here, and pulls nothing by itself
     rates = config.optimizer
     groups = [
         {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": rates.weight_decay},
@@ -131,7 +131,7 @@ def _run_single_process(config: RunConfig) -> StepResults:
         trail.stale_loss = float(loss_of(stream.step(1)))
     for step in range(STEPS):
         for each in experts:
-            each.take()
+            each.take_load()
         loss = loss_of(stream.step(step))
         (loss + balance_of(stream.step(step))).backward()
         if step == 0:
@@ -145,10 +145,12 @@ def _run_single_process(config: RunConfig) -> StepResults:
         adamw.step()
         adamw.zero_grad()
         for each in experts:
-            each.router.bias.copy_(update_router_bias(each.router.bias, each.take()[0], config.model.router_bias_rate))
+            each.router.bias.copy_(
+                update_router_bias(each.router.bias, each.take_load()[0], config.model.router_bias_rate)
+            )
     trail.updates = {name: p.detach() - before[name] for name, p in (named | biases).items()}
     with torch.no_grad():
-        trail.evaluation = float(loss_of(stream.held_out_samples(held_out_samples(Layout.of(config.layout)))))
+        trail.evaluation = float(loss_of(stream.held_out_samples(held_out_samples(Layout.from_config(config.layout)))))
     return trail
 
 
@@ -182,7 +184,7 @@ def _run_parallel(world: World, config: RunConfig) -> StepResults:
     trail.evaluation, *_ = evaluation.run(
         step.parallel_model, step.precision, world, step.counts_tokens, step.reports_loss
     )
-    if not layout.first(world.rank, [axis for axis in AXES if axis != "pipeline"]):
+    if not layout.is_first_on(world.rank, [axis for axis in AXES if axis != "pipeline"]):
         trail.gradients, trail.updates = {}, {}  # somebody else has the same
     return trail
 

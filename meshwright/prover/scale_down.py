@@ -47,7 +47,7 @@ def scale_layout(config: LayoutConfig, most: int = MAX_RANKS) -> tuple[LayoutCon
     """The same axes on at most so many ranks, each of degree two; the first of them go where there are too many. One
     rank alone proves nothing of ranks, and becomes two.
     """
-    layout = Layout.of(config)
+    layout = Layout.from_config(config)
     small: dict[str, Any] = {}
     if layout.ranks > most:
         used = [axis for axis in ("replicate", "shard", "pipeline", "context", "tensor") if getattr(layout, axis) > 1]
@@ -56,7 +56,7 @@ def scale_layout(config: LayoutConfig, most: int = MAX_RANKS) -> tuple[LayoutCon
         folded = [axis for axis in ("shard", "replicate", "context") if degree[axis] > 1]
         if layout.expert > 1 and folded:
             degree["expert"] = 2
-            if layout.fold > layout.expert and 2 ** len(kept) < most:
+            if layout.expert_axes_size > layout.expert and 2 ** len(kept) < most:
                 degree[folded[0]] = 4  # ranks that hold the same experts, too
         small = {axis: degree[axis] for axis in ("pipeline", "context", "tensor", "expert")}
         if "shard" in kept and config.shard_degree is None:

@@ -124,7 +124,7 @@ def parallelize_fake_model(
     dtype = Precision(config.precision, world.device).weights
     model = build_on_meta(replace(config.model, layers=sum(size.blocks)), dtype)
     with imagined.active():
-        Materializer(model, None, world.device).ready(model)
+        Materializer(model, None, world.device).allocate(model)
     plan = small_plan(stage_plan(config, layout, world.rank), size) if layout.pipeline > 1 else None
     parts = decoder_parallel_spec(config.model)
     spread = parallelize(model, config, layout, world, parts, no_content, plan=plan, copies=FakeDDP)
@@ -141,9 +141,9 @@ def small_plan(plan: StagePlan, size: StepSize) -> StagePlan:
     ends = list(accumulate(size.blocks))
     stages = {
         stage: range(end - count, end)
-        for stage, end, count in zip(plan.hold.stages, ends, size.blocks, strict=True)
+        for stage, end, count in zip(plan.placement.stages, ends, size.blocks, strict=True)
     }  # fmt: skip
-    return replace(plan, hold=PipelinePlacement(stages, plan.hold.count), micros=size.micros)
+    return replace(plan, placement=PipelinePlacement(stages, plan.placement.stage_count), micro_batches=size.micros)
 
 
 def run(

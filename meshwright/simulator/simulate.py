@@ -45,7 +45,7 @@ def simulate(config: RunConfig, ranks: Sequence[int] | None = None) -> Simulatio
         str(layout),
         layout.ranks,
         str(batch),
-        sum(shape.elements() for shape in decoder_parameter_shapes(config.model)),
+        sum(shape.local_numel() for shape in decoder_parameter_shapes(config.model)),
         config.pipeline.schedule if layout.pipeline > 1 else "",
         [peak_in_flight(order) for order in orders],
         found,
@@ -74,7 +74,7 @@ def simulate_rank(config: RunConfig, layout: Layout, batch: Batch, rank: int) ->
     place = layout.coordinates(rank)
     return RankResult(
         rank,
-        {axis: place[axis] for axis in layout.axes},
+        {axis: place[axis] for axis in layout.active_axes},
         stages,
         rows_of(seen),
         by_kind(alone, fresh=False),

@@ -17,11 +17,11 @@ def share_evenly(model: nn.Module) -> bool:
     found = [module for module in model.modules() if isinstance(module, Experts)]
     for experts in found:
         bank = experts.bank
-        bank.numbers = partial(of_experts, bank)  # type: ignore[method-assign]
+        bank.rows_per_expert = partial(of_experts, bank)  # type: ignore[method-assign]
         if experts.capacity:
             experts.admit = partial(admitted, experts)  # type: ignore[method-assign]
         if isinstance(experts.dispatch, AllToAllDispatch):
-            experts.dispatch.numbers = of_ranks  # type: ignore[method-assign, assignment]
+            experts.dispatch.split_sizes = of_ranks  # type: ignore[method-assign, assignment]
     return bool(found)
 
 

@@ -34,7 +34,7 @@ class Layout:
     expert: int = 1
 
     @classmethod
-    def of(cls, config: LayoutConfig) -> Layout:
+    def from_config(cls, config: LayoutConfig) -> Layout:
         """Sharding without a degree of its own divides the replicas, and makes no copies."""
         apart = config.shard == "none" or config.shard_degree is not None
         return cls(
@@ -60,23 +60,23 @@ class Layout:
         return prod(getattr(self, axis) for axis in DATA_AXES)
 
     @property
-    def used(self) -> tuple[str, ...]:
+    def active_mesh_axes(self) -> tuple[str, ...]:
         """The axes that more than one rank stands on."""
         return tuple(axis for axis in AXES if getattr(self, axis) > 1)
 
     @property
-    def folded(self) -> tuple[str, str]:
+    def expert_axes(self) -> tuple[str, str]:
         """The axes over which experts are spread: shards where there are any, else copies, and pieces of sequences."""
         return ("shard" if self.shard > 1 else "replicate", "context")
 
     @property
-    def fold(self) -> int:
-        return prod(getattr(self, axis) for axis in self.folded)
+    def expert_axes_size(self) -> int:
+        return prod(getattr(self, axis) for axis in self.expert_axes)
 
     @property
-    def axes(self) -> tuple[str, ...]:
+    def active_axes(self) -> tuple[str, ...]:
         """Those in use, with the one that has no ranks of its own."""
-        return (*self.used, "expert") if self.expert > 1 else self.used
+        return (*self.active_mesh_axes, "expert") if self.expert > 1 else self.active_mesh_axes
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank stands on every axis; where experts are spread, also among those that share experts, and which
@@ -88,12 +88,12 @@ class Layout:
         for axis, degree in zip(reversed(AXES), reversed(self.degrees), strict=True):
             rank, place[axis] = divmod(rank, degree)
         if self.expert > 1:
-            first, second = self.folded
+            first, second = self.expert_axes
             among = place[first] * getattr(self, second) + place[second]
             place["expert_shard"], place["expert"] = divmod(among, self.expert)
         return place
 
-    def alike(self, rank: int, cut: Collection[str]) -> list[int]:
+    def replica_group(self, rank: int, cut: Collection[str]) -> list[int]:
         """The ranks that hold the same block as this one of what is cut along these axes. No stage of a pipeline holds
         anything of another.
         """
@@ -101,7 +101,7 @@ class Layout:
         near = self.group(rank, *(axis for axis in AXES if axis != "pipeline" and axis not in cut))
         return [other for other in near if all(self.coordinates(other)[axis] == place[axis] for axis in cut)]
 
-    def holders(self, cut: Collection[str]) -> list[list[int]]:
+    def replica_groups(self, cut: Collection[str]) -> list[list[int]]:
         """Every group of ranks that hold the same block."""
         return _holders(self, tuple(sorted(cut)))
 
@@ -112,7 +112,7 @@ class Layout:
             index = index * getattr(self, axis) + place[axis]
         return index
 
-    def reader(self, data_coordinate: int) -> int:
+    def reader_rank(self, data_coordinate: int) -> int:
         """The first of the ranks that read a slice of the global batch."""
         rank = 0
         for axis in reversed(DATA_AXES):
@@ -126,9 +126,9 @@ class Layout:
 
     def counts_tokens(self, rank: int) -> bool:
         """Whether a rank is the one of those that compute the same loss whose loss and tokens count."""
-        return self.first(rank, (axis for axis in AXES if axis not in DATA_AXES))
+        return self.is_first_on(rank, (axis for axis in AXES if axis not in DATA_AXES))
 
-    def first(self, rank: int, axes: Iterable[str]) -> bool:
+    def is_first_on(self, rank: int, axes: Iterable[str]) -> bool:
         """Whether a rank stands at the beginning of all these axes: the one of its likes that counts."""
         place = self.coordinates(rank)
         return all(place[axis] == 0 for axis in axes)
@@ -150,12 +150,12 @@ class Layout:
 
     def _expert_group(self, rank: int) -> list[int]:
         """Experts are spread over so many neighbours."""
-        peers = self.group(rank, *self.folded)
+        peers = self.group(rank, *self.expert_axes)
         start = peers.index(rank) // self.expert * self.expert
         return peers[start : start + self.expert]
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.axes) or "replicate 1"
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.active_axes) or "replicate 1"
 
 
 @cache

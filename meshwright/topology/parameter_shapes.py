@@ -36,22 +36,22 @@ class ParameterShape:
     """A parameter. `cut` is the dimension that the tensor axis divides; None: every rank of it holds it whole."""
 
     name: str
-    dims: tuple[int, ...]
+    shape: tuple[int, ...]
     unit: str
-    cut: int | None
+    tp_dim: int | None
 
     @property
-    def bank(self) -> bool:
+    def is_expert_weight(self) -> bool:
         """Whether the expert axis divides it, by its first dimension."""
-        return len(self.dims) == 3
+        return len(self.shape) == 3
 
-    def local(self, tensor: int, expert: int = 1) -> tuple[int, ...]:
+    def local_shape(self, tensor: int, expert: int = 1) -> tuple[int, ...]:
         """What one rank of the tensor and expert axes holds."""
-        cut = tuple(size // tensor if dim == self.cut else size for dim, size in enumerate(self.dims))
-        return (cut[0] // expert, *cut[1:]) if self.bank else cut
+        cut = tuple(size // tensor if dim == self.tp_dim else size for dim, size in enumerate(self.shape))
+        return (cut[0] // expert, *cut[1:]) if self.is_expert_weight else cut
 
-    def elements(self, tensor: int = 1, expert: int = 1) -> int:
-        return prod(self.local(tensor, expert))
+    def local_numel(self, tensor: int = 1, expert: int = 1) -> int:
+        return prod(self.local_shape(tensor, expert))
 
 
 def decoder_parameter_shapes(model: ModelConfig) -> list[ParameterShape]:

@@ -21,43 +21,43 @@ from meshwright.topology.stage_partition import partition_blocks
 class ShardGroup:
     """The ranks that FSDP2 spreads a unit over: copies of shards. Axes are named as the ledgers name them."""
 
-    copies_axis: str
-    copies: int
-    shards_axis: str
+    replicate_axis: str
+    replicas: int
+    shard_axis: str
     shards: int
-    coordinate: int
+    shard_index: int
     """of this rank among the shards"""
 
 
 @dataclass(frozen=True)
 class ParameterShard:
     name: str
-    dims: tuple[int, ...]
+    shape: tuple[int, ...]
     """of what the rank holds of it once it is gathered"""
     stage: int
     unit: str
-    over: ShardGroup
-    partial: bool
+    shard_group: ShardGroup
+    grad_is_partial: bool
     """whether ranks of the tensor axis hold the same of it, and see other tokens: gradients are parts of a sum"""
-    copied: bool = False
+    is_tied_copy: bool = False
     """of a weight that another stage owns"""
 
     @property
-    def elements(self) -> int:
-        return prod(self.dims)
+    def numel(self) -> int:
+        return prod(self.shape)
 
     @property
-    def padded(self) -> int:
-        return padded_numel(self.dims, self.over.shards)
+    def padded_numel(self) -> int:
+        return padded_numel(self.shape, self.shard_group.shards)
 
     @property
-    def shard(self) -> int:
+    def padded_shard_numel(self) -> int:
         """With the filling."""
-        return self.padded // self.over.shards
+        return self.padded_numel // self.shard_group.shards
 
     @property
-    def own(self) -> int:
-        return shard_numel(self.dims, self.over.shards, self.over.coordinate)
+    def shard_numel(self) -> int:
+        return shard_numel(self.shape, self.shard_group.shards, self.shard_group.shard_index)
 
 
 Units = dict[str, list[ParameterShard]]
@@ -68,15 +68,15 @@ class PipelinePlacement:
     """A rank's place in the pipeline: which stages, and which blocks each of them has. Without one, the whole."""
 
     stages: dict[int, range]
-    count: int
+    stage_count: int
 
     @property
-    def first(self) -> bool:
+    def has_first_stage(self) -> bool:
         return 0 in self.stages
 
     @property
-    def last(self) -> bool:
-        return self.count - 1 in self.stages
+    def has_last_stage(self) -> bool:
+        return self.stage_count - 1 in self.stages
 
     @property
     def layers(self) -> int:
@@ -105,7 +105,7 @@ def dense_shard_group(layout: Layout, rank: int) -> ShardGroup:
 def expert_shard_group(layout: Layout, rank: int) -> ShardGroup:
     if layout.expert == 1:
         return dense_shard_group(layout, rank)
-    rest = layout.fold // layout.expert
+    rest = layout.expert_axes_size // layout.expert
     if layout.shard == 1:
         return ShardGroup("expert_replicate", rest, "expert_shard", 1, 0)
     coordinate = layout.coordinates(rank)["expert_shard"]
@@ -120,7 +120,7 @@ def uses_fsdp(layout: Layout) -> bool:
 def uses_ddp(layout: Layout) -> bool:
     """Whether there is nothing but whole copies."""
     others = layout.data_degree * layout.context > 1
-    return others and set(layout.used) <= {"replicate", "context"} and layout.expert == 1
+    return others and set(layout.active_mesh_axes) <= {"replicate", "context"} and layout.expert == 1
 
 
 def parameter_shards(config: RunConfig, layout: Layout, rank: int = 0) -> list[ParameterShard]:
@@ -130,20 +130,22 @@ def parameter_shards(config: RunConfig, layout: Layout, rank: int = 0) -> list[P
     shapes = decoder_parameter_shapes(replace(model, tie=False) if layout.pipeline > 1 else model)
     stage_of = {f"decoder.blocks.{block}": stage for stage, blocks in hold.stages.items() for block in blocks}
     stage_of |= (
-        {"whole": 0} | ({"embedding": 0} if hold.first else {}) | ({"head": hold.count - 1} if hold.last else {})
+        {"whole": 0}
+        | ({"embedding": 0} if hold.has_first_stage else {})
+        | ({"head": hold.stage_count - 1} if hold.has_last_stage else {})
     )
     dense, bank = dense_shard_group(layout, rank), expert_shard_group(layout, rank)
 
     def piece(shape: ParameterShape) -> ParameterShard:
-        apart = shape.bank and layout.expert > 1
+        apart = shape.is_expert_weight and layout.expert > 1
         return ParameterShard(
             shape.name,
-            shape.local(layout.tensor, layout.expert),
+            shape.local_shape(layout.tensor, layout.expert),
             stage_of[shape.unit],
             f"{shape.unit}.ffn.bank" if apart else shape.unit,
             bank if apart else dense,
-            partial=layout.tensor > 1 and shape.cut is None,
-            copied=model.tie and layout.pipeline > 1 and shape.name == "head.weight",
+            grad_is_partial=layout.tensor > 1 and shape.tp_dim is None,
+            is_tied_copy=model.tie and layout.pipeline > 1 and shape.name == "head.weight",
         )
 
     return [piece(shape) for shape in shapes if shape.unit in stage_of]

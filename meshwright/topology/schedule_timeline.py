@@ -49,7 +49,7 @@ class ActionCosts:
             if not 0 < slots < float("inf"):
                 raise ConfigError(f"{name} takes {slots} slots", "allowed: more than 0")
 
-    def of(self, what: str) -> Number:
+    def slots(self, what: str) -> Number:
         return {
             "F": self.forward,
             "B": self.backward_input + self.weight,
@@ -72,14 +72,14 @@ class TimelineSlot:
 class Timeline:
     """Every rank's slots in order, and what follows from them."""
 
-    kind: str
+    schedule: str
     ranks: int
-    micros: int
-    each: int
+    micro_batches: int
+    stages_per_rank: int
     rows: list[list[TimelineSlot]]
-    live: list[dict[int, int]]
+    stage_peaks: list[dict[int, int]]
     """Of every rank, stage by stage: the most micro-batches held at once."""
-    peaks: list[int]
+    rank_peaks: list[int]
     """Of every rank: the most that its stages hold together at once, one for each micro-batch of each stage."""
 
     @property
@@ -98,9 +98,9 @@ class Timeline:
         return Fraction(sum(self.idle)) / (self.ranks * Fraction(self.makespan))
 
     @property
-    def held(self) -> list[Fraction]:
+    def normalized_peaks(self) -> list[Fraction]:
         """`peaks` in units of all the layers of a rank, by which kinds of different numbers of stages compare."""
-        return [Fraction(peak, self.each) for peak in self.peaks]
+        return [Fraction(peak, self.stages_per_rank) for peak in self.rank_peaks]
 
 
 def build_timeline(
@@ -113,7 +113,7 @@ def build_timeline(
     order = action_orders(kind, ranks, micros, each)
     live = [peak_in_flight_by_stage(row) for row in order]
     slots = costs or ActionCosts()
-    rows = execute_orders(order, ranks * each, lambda action: slots.of(action.what))
+    rows = execute_orders(order, ranks * each, lambda action: slots.slots(action.op))
     return Timeline(kind, ranks, micros, each, rows, live, [peak_in_flight(row) for row in order])
 
 
@@ -167,10 +167,10 @@ def validate_size(ranks: int, micros: int, each: int) -> None:
 
 def dependencies(action: Action, stages: int, split: set[tuple[int, int]]) -> list[Key]:
     """What must have ended before an action can begin."""
-    stage, micro = action.stage, action.micro
-    if action.what == "F":
+    stage, micro = action.stage, action.micro_batch
+    if action.op == "F":
         return [("F", stage - 1, micro)] if stage else []
-    if action.what == "W":
+    if action.op == "W":
         return [("I", stage, micro)]
     behind = "I" if (stage + 1, micro) in split else "B"
     own = ("F", stage, micro)
@@ -179,7 +179,7 @@ def dependencies(action: Action, stages: int, split: set[tuple[int, int]]) -> li
 
 def execute_orders(order: Sequence[ActionOrder], stages: int, cost: Cost) -> list[list[TimelineSlot]]:
     """Runs every rank as far as it gets; a rank that has to wait is woken by the action that it waits for."""
-    split = {(action.stage, action.micro) for row in order for action in flatten_actions(row) if action.what == "I"}
+    split = {(action.stage, action.micro_batch) for row in order for action in flatten_actions(row) if action.op == "I"}
     rows: list[list[TimelineSlot]] = [[] for _ in order]
     reached = [0] * len(order)
     ended: dict[Key, Number] = {}
@@ -199,7 +199,7 @@ def execute_orders(order: Sequence[ActionOrder], stages: int, cost: Cost) -> lis
             row += place_actions(actions, max(start, row[-1].end if row else 0), cost)
             reached[rank] += 1
             for action in actions:
-                key = (action.what, action.stage, action.micro)
+                key = (action.op, action.stage, action.micro_batch)
                 ended[key] = row[-1].end  # of a pair both: the results of either leave when both are done
                 awake += sleeping.pop(key, [])
     stuck = [rank for rank, row in enumerate(order) if reached[rank] < len(row)]
@@ -227,10 +227,10 @@ def peak_in_flight_by_stage(order: ActionOrder) -> dict[int, int]:
 
 
 def peak_in_flight(order: ActionOrder) -> int:
-    split = {(action.stage, action.micro) for action in flatten_actions(order) if action.what == "I"}
+    split = {(action.stage, action.micro_batch) for action in flatten_actions(order) if action.op == "I"}
     held, most = 0, 0
     for action in flatten_actions(order):
-        held += action.what == "F"
+        held += action.op == "F"
         most = max(most, held)
-        held -= action.what == "W" or (action.what == "B" and (action.stage, action.micro) not in split)
+        held -= action.op == "W" or (action.op == "B" and (action.stage, action.micro_batch) not in split)
     return most

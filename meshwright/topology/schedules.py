@@ -40,11 +40,11 @@ class Action:
     """One pass of one micro-batch through one stage. `what` is F, B, I or W."""
 
     stage: int
-    what: str
-    micro: int
+    op: str
+    micro_batch: int
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.what}{self.micro}"
+        return f"{self.stage}{self.op}{self.micro_batch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +189,9 @@ class OrderBuilder:
         self.stages = stages
         self.order: ActionOrder = []
         self.next: Counter[tuple[str, int]] = Counter()
-        self.waiting: deque[Action] = deque()
+        self.pending_weight_actions: deque[Action] = deque()
 
-    def write(self, times: int, words: str) -> None:
+    def append(self, times: int, words: str) -> None:
         for _ in range(times):
             for word in words.split():
                 forward, _, backward = word.partition("+")
@@ -201,13 +201,13 @@ class OrderBuilder:
 
     def action(self, word: str) -> Action:
         if word == "W":
-            return self.waiting.popleft()
+            return self.pending_weight_actions.popleft()
         what, local = word[0], int(word[1])
         counted = ("I" if what == "B" else what), local  # a whole backward is its micro-batch's I as well
         action = Action(self.stages[local], what, self.next[counted])
         self.next[counted] += 1
         if what == "I":
-            self.waiting.append(Action(action.stage, "W", action.micro))
+            self.pending_weight_actions.append(Action(action.stage, "W", action.micro_batch))
         return action
 
 
@@ -216,16 +216,16 @@ def zbv_order(rank: int, ranks: int, micros: int) -> ActionOrder:
     behind = ranks - 1 - rank
     filling = max(2 * ranks - 1, micros)
     writer = OrderBuilder(stages_on_rank("zbv", ranks, rank, 2))
-    writer.write(2 * behind + 1, "F0")
-    writer.write(rank, "F1 F0")
-    writer.write(behind + 1, "F1 I1 W1")
-    writer.write(filling - ranks - behind, "F0 I0 W0 F1 I1 W1")
-    writer.write(behind, "I0 W0 F1 I1 W1")
-    writer.write(rank, "I0 I1")
-    writer.write(behind + 1, "I0 W0")
-    writer.write(rank, "W1")
-    writer.write(rank, "W0")
-    return [step for step in writer.order if isinstance(step, Action) and step.micro < micros]
+    writer.append(2 * behind + 1, "F0")
+    writer.append(rank, "F1 F0")
+    writer.append(behind + 1, "F1 I1 W1")
+    writer.append(filling - ranks - behind, "F0 I0 W0 F1 I1 W1")
+    writer.append(behind, "I0 W0 F1 I1 W1")
+    writer.append(rank, "I0 I1")
+    writer.append(behind + 1, "I0 W0")
+    writer.append(rank, "W1")
+    writer.append(rank, "W0")
+    return [step for step in writer.order if isinstance(step, Action) and step.micro_batch < micros]
 
 
 def dualpipev_order(rank: int, ranks: int, micros: int) -> ActionOrder:
@@ -233,17 +233,17 @@ def dualpipev_order(rank: int, ranks: int, micros: int) -> ActionOrder:
     behind = ranks - 1 - rank
     meetings = micros - ranks - behind
     writer = OrderBuilder(stages_on_rank("dualpipev", ranks, rank, 2))
-    writer.write(2 * behind, "F0")
-    writer.write(rank + 1, "F0 F1")
-    writer.write(behind, "I1 W F1")
+    writer.append(2 * behind, "F0")
+    writer.append(rank + 1, "F0 F1")
+    writer.append(behind, "I1 W F1")
     if behind == 0:  # the last rank's first B follows from its own F: nothing to overlap with yet
-        writer.write(1, "F0 B1 F1+B0")
+        writer.append(1, "F0 B1 F1+B0")
         meetings -= 1
-    writer.write(meetings, "F0+B1 F1+B0")
-    writer.write(behind, "B1 F1+B0")
+    writer.append(meetings, "F0+B1 F1+B0")
+    writer.append(behind, "B1 F1+B0")
     # Of the last backward passes the second half is split, and the W fill the gaps of the way out.
     for turn in range(2 * (rank + 1)):
-        writer.write(1, f"{'B' if turn <= rank else 'I'}{1 - turn % 2}")
-    writer.write(behind, "W I0")
-    writer.write(rank + 1, "W")
+        writer.append(1, f"{'B' if turn <= rank else 'I'}{1 - turn % 2}")
+    writer.append(behind, "W I0")
+    writer.append(rank + 1, "W")
     return writer.order

@@ -17,11 +17,11 @@ from meshwright.topology.layout import Layout, stages_per_rank
 class UnsupportedCombination:
     """A combination that is not possible, or not right, and why."""
 
-    what: str
-    why: str
-    applies: Callable[[Layout, RunConfig], str]
+    combination: str
+    reason: str
+    alternative: Callable[[Layout, RunConfig], str]
     """'' where it does not, else what would be possible instead"""
-    of_decoder: bool = False
+    decoder_only: bool = False
     """whether it is a rule of our own decoder: a user's model brings its own cuts"""
 
 
@@ -38,7 +38,7 @@ def _divides(number: Callable[[RunConfig], int]) -> Callable[[Layout, RunConfig]
 
 def _spread(layout: Layout) -> bool:
     """Whether something beyond whole copies by DDP is asked for."""
-    return bool(set(layout.axes) - {"replicate", "context"})
+    return bool(set(layout.active_axes) - {"replicate", "context"})
 
 
 def _pieces(layout: Layout, config: RunConfig) -> str:
@@ -65,10 +65,10 @@ def _expert_count(layout: Layout, config: RunConfig) -> str:
 
 
 def _expert_fold(layout: Layout, config: RunConfig) -> str:  # noqa: ARG001
-    if layout.fold % layout.expert == 0:
+    if layout.expert_axes_size % layout.expert == 0:
         return ""
-    fits = [n for n in range(1, min(layout.fold, 4096) + 1) if layout.fold % n == 0]
-    return f"layout.expert = {nearest_values(fits, layout.expert)} (it must divide {' x '.join(layout.folded)})"
+    fits = [n for n in range(1, min(layout.expert_axes_size, 4096) + 1) if layout.expert_axes_size % n == 0]
+    return f"layout.expert = {nearest_values(fits, layout.expert)} (it must divide {' x '.join(layout.expert_axes)})"
 
 
 def _blocks(layout: Layout, config: RunConfig) -> str:
@@ -87,49 +87,49 @@ UNSUPPORTED = (
         "tensor does not divide model.kv_heads",
         "each rank attends with whole heads, keys and values included",
         _divides(lambda config: config.model.kv_heads),
-        of_decoder=True,
+        decoder_only=True,
     ),
     UnsupportedCombination(
         "tensor does not divide model.ffn",
         "each rank holds an equal part of the feed-forward",
         _divides(lambda config: config.model.ffn),
-        of_decoder=True,
+        decoder_only=True,
     ),
     UnsupportedCombination(
         "tensor does not divide model.vocab",
         "each rank holds an equal part of the vocabulary: pad it",
         _divides(lambda config: config.model.vocab),
-        of_decoder=True,
+        decoder_only=True,
     ),
     UnsupportedCombination(
         "tensor does not divide data.sequence",
         "between the matrices each rank holds an equal part of the sequence",
         _divides(lambda config: config.data.sequence),
-        of_decoder=True,
+        decoder_only=True,
     ),
     UnsupportedCombination(
         "context does not divide data.sequence",
         "each rank has equal pieces of every sequence: by ring two, an early and a late one",
         _pieces,
-        of_decoder=True,
+        decoder_only=True,
     ),
     UnsupportedCombination(
         "context by all-to-all does not divide model.heads",
         "each rank attends with whole heads",
         _heads,
-        of_decoder=True,
+        decoder_only=True,
     ),
     UnsupportedCombination(
         "expert does not divide model.experts",
         "each rank holds equally many experts",
         _expert_count,
-        of_decoder=True,
+        decoder_only=True,
     ),
     UnsupportedCombination(
         "more stages of a pipeline than blocks",
         "each stage has at least one",
         _blocks,
-        of_decoder=True,
+        decoder_only=True,
     ),
     UnsupportedCombination(
         "expert does not divide the ranks that it folds over",
@@ -230,7 +230,7 @@ DECODER_ONLY_AXES = ("pipeline", "context", "expert")
 
 def min_shard_group_size(layout: Layout) -> int:
     """The ranks that a unit is divided among, at least: experts that are divided have fewer."""
-    return gcd(layout.shard, layout.fold // layout.expert) if layout.expert > 1 else layout.shard
+    return gcd(layout.shard, layout.expert_axes_size // layout.expert) if layout.expert > 1 else layout.shard
 
 
 def _keep(config: RunConfig) -> int:
@@ -239,12 +239,12 @@ def _keep(config: RunConfig) -> int:
 
 def validate(config: RunConfig, own_model: bool = False) -> tuple[Layout, Batch]:
     """The layout and the batch algebra of a config, or a refusal that names what would be possible."""
-    layout = Layout.of(config.layout)
+    layout = Layout.from_config(config.layout)
     for rule in UNSUPPORTED:
-        if own_model and rule.of_decoder:
+        if own_model and rule.decoder_only:
             continue
-        if instead := rule.applies(layout, config):
-            raise ConfigError(f"layout {layout}: {rule.what}: {rule.why}", f"allowed: {instead}")
+        if instead := rule.alternative(layout, config):
+            raise ConfigError(f"layout {layout}: {rule.combination}: {rule.reason}", f"allowed: {instead}")
     if own_model and (asked := [axis for axis in DECODER_ONLY_AXES if getattr(layout, axis) > 1]):
         raise ConfigError(
             f"layout {layout}: {asked[0]} with a model of your own: it must know its inside",

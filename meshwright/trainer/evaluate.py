@@ -54,5 +54,5 @@ class Evaluation:
         spread.reshard()
         for module, mode in modes:  # a user may have frozen some
             module.training = mode
-        total_loss, tokens = world.sum(sums, "evaluation sum").wait().tolist()
+        total_loss, tokens = world.all_reduce(sums, "evaluation sum").wait().tolist()
         return total_loss / max(1.0, tokens), int(tokens), bad

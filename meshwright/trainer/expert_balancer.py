@@ -29,12 +29,12 @@ class ExpertBalancer:
         """Before a step's forward passes; `scale` is the loss's own."""
         pull = scale.to(dtype) * self.weight if self.weight else None
         for experts in self.layers.values():
-            experts.pull = pull
+            experts.auxiliary_scale = pull
 
     def forget(self) -> None:
         """Passes that were no part of a step."""
         for experts in self.layers.values():
-            experts.take()
+            experts.take_load()
 
     @torch.no_grad()
     def end(self, finite: Tensor) -> Tensor | None:
@@ -45,9 +45,9 @@ class ExpertBalancer:
             return None
         loads = torch.zeros(self.shape, dtype=torch.int64, device=self.world.device)
         for block, experts in self.layers.items():
-            load, dropped = experts.take()
+            load, dropped = experts.take_load()
             loads[block, :-1], loads[block, -1] = load, dropped
-        loads = self.world.sum(loads, "expert loads").wait()
+        loads = self.world.all_reduce(loads, "expert loads").wait()
         for block, experts in self.layers.items():
             bias = experts.router.bias
             bias.copy_(torch.where(finite, update_router_bias(bias, loads[block, :-1], self.rate), bias))

@@ -178,7 +178,9 @@ class Training:
         if self.world.rank == 0:
             newest = next((entry.step for entry in list_published(store)), -1)
             claim_run_folder(job.folder, job.config, identity, job.fork, newest)
-        told = self.world.tell(read_json(job.folder.identity_file) if self.world.rank == 0 else None, "lineage")
+        told = self.world.broadcast_object(
+            read_json(job.folder.identity_file) if self.world.rank == 0 else None, "lineage"
+        )
         return RunLineage.from_identity(told)
 
     def _restore(self, store: Store, lineage: RunLineage) -> int:
@@ -304,7 +306,7 @@ class Training:
 
 def reports_loss(spread: ParallelModel, layout: Layout, rank: int) -> bool:
     """Whether a rank's loss counts: ranks of the tensor axis come to the same, and not every stage to any."""
-    return spread.has_loss and layout.first(rank, ["tensor"])
+    return spread.has_loss and layout.is_first_on(rank, ["tensor"])
 
 
 def build_parallel_model(job: Job, precision: Precision, world: World) -> ParallelModel:
@@ -313,7 +315,7 @@ def build_parallel_model(job: Job, precision: Precision, world: World) -> Parall
     # The user's modules may live in memory that all ranks share: train on copies, and give the weights back at the end.
     model, loss = copy.deepcopy(job.model), copy.deepcopy(job.loss) if isinstance(job.loss, nn.Module) else job.loss
     objective = Objective(model.to(world.device, precision.weights), loss).to(world.device)
-    return parallelize(objective, job.config, job.layout, world, job.parts.of_objective() if job.parts else None)
+    return parallelize(objective, job.config, job.layout, world, job.parts.under_objective() if job.parts else None)
 
 
 def build_parallel_decoder(config: RunConfig, layout: Layout, precision: Precision, world: World) -> ParallelModel:

@@ -91,7 +91,7 @@ def first_nonfinite(
             handle.remove()
         for module in model.modules():
             if isinstance(module, Experts):
-                module.take()  # this pass was no part of a step
+                module.take_load()  # this pass was no part of a step
     spread.reshard()
     return found[0] if found else None
 

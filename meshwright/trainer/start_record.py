@@ -35,7 +35,7 @@ def start_record(job: Job, spread: ParallelModel, stream: Stream, world: World) 
         "layout": str(job.layout),
         "shard": job.config.layout.shard,
         "pipeline": pipeline_record(job, world.rank),
-        "groups": {axis: list(islice(job.layout.groups(axis), MAX_GROUPS)) for axis in job.layout.axes},
+        "groups": {axis: list(islice(job.layout.groups(axis), MAX_GROUPS)) for axis in job.layout.active_axes},
         "hosts": world.hosts,
         "ranks": world.size,
         "batch": str(job.batch),
@@ -71,7 +71,7 @@ def pipeline_record(job: Job, rank: int) -> Event | None:
 def parameter_count(job: Job, spread: ParallelModel) -> int:
     """Of the whole model: a rank of a pipeline has a part of it."""
     if job.model is None:
-        return sum(shape.elements() for shape in decoder_parameter_shapes(job.config.model))
+        return sum(shape.local_numel() for shape in decoder_parameter_shapes(job.config.model))
     return sum(p.numel() for p in spread.module.parameters())
 
 

@@ -133,8 +133,8 @@ class Step:
         self._seed(step)
         self.expert_balancer.begin(self.precision.scale, self.precision.weights)
         if faults.fail_point("step.collective", step) == "desync":
-            self.world.sum(torch.zeros(7), "a stray sum").wait()
-        asked = self.world.sum_numbers(
+            self.world.all_reduce(torch.zeros(7), "a stray sum").wait()
+        asked = self.world.all_reduce_ints(
             *self._control_vector(step, batches), name="control sum"
         )  # travels during the forward
         agreement: StepControl | None = None
@@ -152,7 +152,7 @@ class Step:
             assert agreement is not None
             self._through_stages(self.parallel_model, inputs, agreement, total, clock)
             clock.enter("sync")
-            return agreement, self.world.sum(total, "loss sum").wait()
+            return agreement, self.world.all_reduce(total, "loss sum").wait()
         for index, micro_batch in enumerate(inputs):
             last = index == len(inputs) - 1
             with self.parallel_model.micro_step(last):
@@ -169,7 +169,7 @@ class Step:
                 if self.reports_loss:
                     total += mean.detach()
                 if last:
-                    summing = self.world.sum(total, "loss sum")  # travels while the last backward runs
+                    summing = self.world.all_reduce(total, "loss sum")  # travels while the last backward runs
                     self.parallel_model.on_last_bucket = lambda: clock.enter("sync")
                 (mean * self.precision.scale).backward()
         clock.enter("sync")
@@ -210,7 +210,7 @@ class Step:
         if not isinstance(self.parallel_model, DDPModel):
             return
         batch, module = first(), self.parallel_model.module
-        if not all(row[0] for row in self.world.gather_numbers(bool(batch.tensors), name="rehearsal")):
+        if not all(row[0] for row in self.world.all_gather_ints(bool(batch.tensors), name="rehearsal")):
             return  # a sample that cannot be decoded: the first step will say so
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         self._seed(0)

@@ -152,7 +152,7 @@ class StepRecorder:
         if numerics.on_nonfinite == "skip" and self.in_a_row <= numerics.skip_budget:
             return
         what = f"rank {self.world.rank} step {outcome.step}: loss {loss} or its gradient is not finite"
-        named = self.world.sum_numbers(where is not None, name="nonfinite sum").wait()
+        named = self.world.all_reduce_ints(where is not None, name="nonfinite sum").wait()
         if where is None and bool(named):
             raise PeerError(f"{what}, first on another rank")
         raise NumericsError(

@@ -74,7 +74,7 @@ def numbers(name: str, block: LocalShard) -> torch.Tensor:
 
 
 def built(world: World, config: RunConfig) -> tuple[ParallelModel, Layout, CheckpointState]:
-    layout = Layout.of(config.layout)
+    layout = Layout.from_config(config.layout)
     spread = build_parallel_decoder(config, layout, Precision(config.precision, world.device), world)
     optimizer = AdamW(spread.parameters(), config.optimizer, layout, world)
     return spread, layout, collect_state(spread.module, spread.parameters(), optimizer.moments())

@@ -56,7 +56,7 @@ def config_of(name: str, *more: str) -> RunConfig:
 
 def carry(world, config: RunConfig, source: str, target: str) -> None:
     """Loads what is in one folder and saves it in another; without a source, numbers that are all different."""
-    layout = Layout.of(config.layout)
+    layout = Layout.from_config(config.layout)
     spread = build_parallel_decoder(config, layout, Precision(config.precision, world.device), world)
     optimizer = AdamW(spread.parameters(), config.optimizer, layout, world)
     state = collect_state(spread.module, dict(spread.module.named_parameters()), optimizer.moments())
@@ -82,7 +82,7 @@ def digest(folder) -> str:
 
 def carried(source: str, config: RunConfig, target) -> str:
     target.mkdir(parents=True)
-    run_ranks(carry, Layout.of(config.layout).ranks, config, source, str(target))
+    run_ranks(carry, Layout.from_config(config.layout).ranks, config, source, str(target))
     return digest(target)
 
 

@@ -112,7 +112,7 @@ def test_grouped_query_attention_equals_repeated_heads():
     model = build_model(SMALL, 0, torch.float64)
     attention = model.decoder.blocks[0].attention
     x = torch.randn(2, 9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    where = model.decoder.places(9, torch.float64, x.device, None)
+    where = model.decoder.rotary(9, torch.float64, x.device, None)
     q, k, v = (p(x).view(2, 9, -1, 8).transpose(1, 2) for p in (attention.q, attention.k, attention.v))
     q, k = apply_rotary(q, where), apply_rotary(k, where)
     k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)

@@ -138,26 +138,26 @@ def test_the_load_of_several_passes_adds_up_until_it_is_taken():
     chosen = [module.router(inputs(seed=s).view(-1, WIDTH))[1] for s in (2, 3)]
     for seed in (2, 3):
         module(inputs(seed=seed))
-    load, dropped = module.take()
+    load, dropped = module.take_load()
     assert load.dtype == dropped.dtype == torch.int64
     assert load.tolist() == torch.cat(chosen).flatten().bincount(minlength=COUNT).tolist()
     assert int(dropped) == 0
-    assert module.take()[0].tolist() == [0] * COUNT
+    assert module.take_load()[0].tolist() == [0] * COUNT
     module.eval()(inputs())
-    assert module.take()[0].sum() == 0
+    assert module.take_load()[0].sum() == 0
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_pass_that_is_recomputed_counts_once(reentrant):
     module, plain = experts(), experts()
     for each in (module, plain):
-        each.pull = torch.tensor(0.1)
+        each.auxiliary_scale = torch.tensor(0.1)
     x = inputs()
     (wanted,) = torch.autograd.grad(plain(x).square().sum(), x)
     again = inputs()
     checkpoint(module, again, use_reentrant=reentrant).square().sum().backward()
     assert torch.equal(again.grad, wanted)
-    assert torch.equal(module.take()[0], plain.take()[0])
+    assert torch.equal(module.take_load()[0], plain.take_load()[0])
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
@@ -168,10 +168,10 @@ def test_a_compiled_block_goes_around_its_experts(mode):
     compiled.forward = torch.compile(compiled.forward, backend="aot_eager")  # no kernels of its own: they take a minute
     found = []
     for block in (plain, compiled):
-        block.ffn.pull = torch.tensor(0.1)
+        block.ffn.auxiliary_scale = torch.tensor(0.1)
         x = inputs(dtype=torch.float32)
         block(x, RotaryEmbedding(CONFIG)(7, x.dtype, x.device, None)).square().sum().backward()
-        found.append((x.grad, block.ffn.take()[0], *(p.grad for p in block.parameters())))
+        found.append((x.grad, block.ffn.take_load()[0], *(p.grad for p in block.parameters())))
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))
 
 
@@ -190,7 +190,7 @@ def test_beyond_its_capacity_an_expert_takes_the_first_tokens_alone():
         e, row = chosen[token, slot], x.view(-1, WIDTH)[token]
         expected[token] += weights[token, slot] * (down[e] @ (F.silu(gate[e] @ row) * (up[e] @ row)))
     assert torch.allclose(module(x).view(18, WIDTH), expected, atol=1e-12)
-    load, dropped = module.take()
+    load, dropped = module.take_load()
     assert load.tolist() == chosen.flatten().bincount(minlength=COUNT).tolist()
     assert int(dropped) == int((~kept).sum()) > 0
 
@@ -211,11 +211,11 @@ def test_the_auxiliary_loss_pulls_as_if_it_were_in_the_loss():
     leaves = [x, *module.parameters()]
     plain = module(x)
     assert module.auxiliary is None
-    module.explicit = True
+    module.keep_auxiliary_graph = True
     explicit = module(x).square().sum() + weight * module.auxiliary
     assert torch.allclose(module.auxiliary, by_the_book(module, x), rtol=1e-13)
     wanted = torch.autograd.grad(explicit, leaves)
-    module.explicit, module.pull = False, torch.tensor(weight, dtype=torch.float64)
+    module.keep_auxiliary_graph, module.auxiliary_scale = False, torch.tensor(weight, dtype=torch.float64)
     out = module(x)
     assert torch.equal(out, plain)
     assert not module.auxiliary.requires_grad
@@ -238,7 +238,7 @@ def test_rebalancing_evens_the_load():
 
     def uneven() -> float:
         module(x)
-        load = module.take()[0].double()
+        load = module.take_load()[0].double()
         module.router.bias.copy_(update_router_bias(module.router.bias, load, 0.05))
         return float(load.max() / load.mean())
 
@@ -266,8 +266,8 @@ def test_buffers_come_from_the_meta_device_with_their_initial_values():
         init_shard(block.local, name, block.shape, block.offset, CONFIG, 5)
 
     weights = Materializer(model, content, torch.device("cpu"))
-    weights.ready(model)
-    weights.fill(model)
+    weights.allocate(model)
+    weights.initialize(model)
     bias = model.get_buffer("decoder.blocks.0.ffn.router.bias")
     assert (bias.tolist(), bias.dtype) == ([0.0] * COUNT, torch.float64)
     wanted = build_model(CONFIG, 5, torch.float64).state_dict()

@@ -151,7 +151,7 @@ def test_batch_sequence_and_precision_reach_the_run(tmp_path, capsys):
     config = load_config(out)
     assert (config.batch.global_, config.data.sequence, config.precision.compute) == (64, 4096, "fp16")
     assert config.optimizer.lr == 1e-4
-    assert Layout.of(config.layout).ranks == 4
+    assert Layout.from_config(config.layout).ranks == 4
 
 
 def test_a_run_file_is_a_model(tmp_path, capsys):

@@ -46,7 +46,7 @@ def test_every_action_is_in_the_picture_once_and_no_row_is_wider_than_the_termin
     assert max(map(len, rows)) <= width
     for rank, slots in enumerate(build_timeline(kind, 4, 8).rows):
         line = "".join(row.partition("  ")[2].ljust(3) for row in rows if row.startswith(f"rank {rank} "))
-        assert re.sub(r"[^FBIW0-9]", "", line.upper()) == "".join(f"{s.action.what}{s.action.micro}" for s in slots)
+        assert re.sub(r"[^FBIW0-9]", "", line.upper()) == "".join(f"{s.action.op}{s.action.micro_batch}" for s in slots)
 
 
 def test_colour_marks_what_a_cell_is():
@@ -66,7 +66,7 @@ def test_the_svg_has_every_action_and_fetches_nothing(kind, tmp_path, capsys):
     tree = ElementTree.parse(path)
     space = "{http://www.w3.org/2000/svg}"
     cells = [text.text for text in tree.iter(f"{space}text") if text.get("class", "").startswith("cell")]
-    assert cells == [str(slot.action.micro) for row in build_timeline(kind, 4, 8).rows for slot in row]
+    assert cells == [str(slot.action.micro_batch) for row in build_timeline(kind, 4, 8).rows for slot in row]
     assert not list(tree.iter(f"{space}script"))
     assert re.findall(r"https?://[^\"]*", path.read_text()) == ["http://www.w3.org/2000/svg"]
     assert "prefers-color-scheme: dark" in path.read_text()
@@ -79,7 +79,7 @@ def test_json_is_the_timeline(capsys):
     told = json.loads(capsys.readouterr().out)
     found = build_timeline("dualpipev", 2, 4)
     assert told["bubble"] == told["formula"] == float(found.bubble)
-    assert told["peak_live"] == found.peaks
+    assert told["peak_live"] == found.rank_peaks
     assert [[cell["action"] for cell in row] for row in told["rows"]] == [
         [str(slot.action) for slot in row] for row in found.rows
     ]

@@ -43,7 +43,7 @@ def whole(q, k, v, grad, documents):
 def ring_by_hand(q, k, v, grad, documents, ranks: int):
     """Every rank's visits of a ring, one after the other in one process: out, dq, dk, dv of whole sequences."""
     pieces = [SequenceChunks("ring", ranks, rank) for rank in range(ranks)]
-    mine = [[piece.take(tensor, 2) for tensor in (q, k, v, grad)] for piece in pieces]
+    mine = [[piece.select(tensor, 2) for tensor in (q, k, v, grad)] for piece in pieces]
     precise = accumulation_dtype(q.dtype)
     sums = [torch.zeros(tensor.shape, dtype=precise, device=q.device) for tensor in (q, q, k, v)]
     for rank, (own_q, _, _, own_grad) in enumerate(mine):
@@ -52,7 +52,7 @@ def ring_by_hand(q, k, v, grad, documents, ranks: int):
             rows, columns = visible_slices(rank, source, own_q.shape[2])
             mask = AttentionMask(source == rank)
             if documents is not None:
-                mine_docs, theirs = pieces[rank].take(documents), pieces[source].take(documents)
+                mine_docs, theirs = pieces[rank].select(documents), pieces[source].select(documents)
                 mask = AttentionMask(source == rank, mine_docs[:, rows], theirs[:, columns])
             visits.append((source, rows, columns, mask))
         result = AttentionResult(
@@ -108,7 +108,7 @@ def test_bf16_is_summed_in_float32():
 
 def test_a_query_that_sees_nothing_weighs_nothing():
     q, k, v, grad = inputs(4, 2, torch.float64)
-    foreign = AttentionMask(rows=torch.zeros(BATCH, 4), columns=torch.ones(BATCH, 4))
+    foreign = AttentionMask(query_documents=torch.zeros(BATCH, 4), key_documents=torch.ones(BATCH, 4))
     blind = block_attention(q, k, v, foreign)
     assert torch.isneginf(blind.lse).all()
     assert not blind.out.any()
@@ -146,7 +146,7 @@ def test_keys_are_not_copied_for_the_heads_that_share_them():
 def test_the_flash_kernels_give_what_plain_attention_does(kv_heads, dtype):
     made = inputs(192, kv_heads, dtype, "cuda", size=64)
     assert uses_flash_kernel(made[0], AttentionMask())
-    assert not uses_flash_kernel(made[0], AttentionMask(rows=torch.zeros(1), columns=torch.zeros(1)))
+    assert not uses_flash_kernel(made[0], AttentionMask(query_documents=torch.zeros(1), key_documents=torch.zeros(1)))
     exact = whole(*(tensor.double() for tensor in made), None)
     for ranks in (1, 2, 3):
         ours = ring_by_hand(*made, None, ranks)

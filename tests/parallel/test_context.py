@@ -65,8 +65,8 @@ def test_pieces_are_all_of_the_sequence_once(method, ranks):
     for piece in pieces:
         positions = piece.positions(SEQUENCE)
         assert positions.tolist() == sorted(positions.tolist())  # so that causal order in a piece is its own order
-        assert torch.equal(piece.take(whole), whole[:, positions])
-        assert torch.equal(piece.take(whole.movedim(1, 2), 2), whole.movedim(1, 2)[:, :, positions])
+        assert torch.equal(piece.select(whole), whole[:, positions])
+        assert torch.equal(piece.select(whole.movedim(1, 2), 2), whole.movedim(1, 2)[:, :, positions])
 
 
 def test_a_ring_pairs_an_early_chunk_with_a_late_one():
@@ -119,14 +119,14 @@ def differences(group, method: str, kv_heads: int, kind: str, dtype: torch.dtype
     pieces = SequenceChunks(method, group.size(), group.rank())
     attend = RingAttention(group) if method == "ring" else AllToAllAttention(group, CoreAttention())
     found = []
-    for module, own in ((CoreAttention(), lambda t: t), (attend, lambda t: pieces.take(t, 2))):
+    for module, own in ((CoreAttention(), lambda t: t), (attend, lambda t: pieces.select(t, 2))):
         *made, grad = (own(t) for t in inputs(kv_heads, dtype))
         q, k, v = (t.clone().requires_grad_() for t in made)
         out = module(q, k, v, documents(kind))
         found.append([out.detach(), *torch.autograd.grad(out, (q, k, v), grad)])
         assert all(t.dtype == dtype for t in found[-1])
     names = ("out", "dq", "dk", "dv")
-    return {n: float((pieces.take(w, 2) - o).abs().max()) for n, w, o in zip(names, *found, strict=True)}
+    return {n: float((pieces.select(w, 2) - o).abs().max()) for n, w, o in zip(names, *found, strict=True)}
 
 
 def attention_counts(
@@ -137,7 +137,7 @@ def attention_counts(
     for method in METHODS:
         pieces = SequenceChunks(method, group.size(), group.rank())
         attend = RingAttention(group) if method == "ring" else AllToAllAttention(group, CoreAttention())
-        q, k, v, grad = (pieces.take(t, 2).requires_grad_() for t in inputs(kv_heads, dtype))
+        q, k, v, grad = (pieces.select(t, 2).requires_grad_() for t in inputs(kv_heads, dtype))
         with CommCounter({group.group_name: "context"}) as forward:
             out = attend(q, k, v, None)
         with CommCounter({group.group_name: "context"}) as backward:

@@ -96,7 +96,7 @@ def case(world, dtype, bias=(), recomputed=False, cut=False, way=loss_of) -> tup
     for module in (whole, ours):
         for expert, value in bias:
             module.router.bias[expert] = value
-        module.pull = torch.tensor(WEIGHT, dtype=dtype)
+        module.auxiliary_scale = torch.tensor(WEIGHT, dtype=dtype)
     every = [inputs(rank, dtype) for rank in range(world.size)]
     outs = [whole(x) for x in every]
     sum(way(out) for out in outs).backward()
@@ -104,7 +104,7 @@ def case(world, dtype, bias=(), recomputed=False, cut=False, way=loss_of) -> tup
     out = checkpoint(ours, x, use_reentrant=False) if recomputed else ours(x)
     way(out).backward()
     results, wanted = (out, x.grad), (outs[world.rank], every[world.rank].grad)
-    load, dropped = ours.take()
+    load, dropped = ours.take_load()
     assert int(dropped) == 0
     return compared(world.rank, world.size, ours, whole, results, wanted), load.tolist()
 
@@ -113,7 +113,11 @@ def pieces(world) -> float:
     """All ranks have the same sequences, each a piece of them."""
     dtype = torch.float64
     whole, ours = experts(dtype), divided(dtype, world.rank, world.size)
-    whole.explicit, ours.whole, ours.pull = True, AllReduceCounts(dist.group.WORLD), torch.tensor(WEIGHT, dtype=dtype)
+    whole.keep_auxiliary_graph, ours.sequence_counts, ours.auxiliary_scale = (
+        True,
+        AllReduceCounts(dist.group.WORLD),
+        torch.tensor(WEIGHT, dtype=dtype),
+    )
     full = inputs(0, dtype)
     out = whole(full)
     (loss_of(out) + WEIGHT * whole.auxiliary).backward()

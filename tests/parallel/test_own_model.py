@@ -182,9 +182,9 @@ def test_buffers_are_the_first_ranks_on_every_rank_as_under_ddp(tmp_path):
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        (ParallelSpec(blocks="blocks.*", ends=(("entry",),)), "no module of the model is called entry"),
+        (ParallelSpec(blocks="blocks.*", outer_modules=(("entry",),)), "no module of the model is called entry"),
         (
-            ParallelSpec(blocks="blocks.*", cuts=lambda: {"blocks.*.upp": example.ColwiseParallel()}),
+            ParallelSpec(blocks="blocks.*", tp_plan=lambda: {"blocks.*.upp": example.ColwiseParallel()}),
             "called blocks.*.upp",
         ),
     ],
@@ -215,4 +215,6 @@ def test_a_module_in_several_places_is_seen_in_all_of_them(shared, said):
 
 def test_an_end_is_no_block():
     with pytest.raises(ConfigError, match="names a block"):
-        fsdp_units(example.Residual(width=8, depth=2), ParallelSpec(blocks="blocks.*", ends=(("enter", "blocks.0"),)))
+        fsdp_units(
+            example.Residual(width=8, depth=2), ParallelSpec(blocks="blocks.*", outer_modules=(("enter", "blocks.0"),))
+        )

@@ -53,8 +53,8 @@ def test_each_rank_holds_as_many_micro_batches_as_its_schedule_says():
         expected = build_timeline(kind, ranks, micros)
         for rank in range(ranks):
             live, most, phases = found[rank][place]
-            assert live == expected.live[rank], (kind, micros, rank)
-            assert most == expected.peaks[rank], (kind, micros, rank)
+            assert live == expected.stage_peaks[rank], (kind, micros, rank)
+            assert most == expected.rank_peaks[rank], (kind, micros, rank)
             assert phases["forward"] > 0
             assert phases["backward"] > 0
             assert phases["sync"] > 0

@@ -70,7 +70,7 @@ def test_in_bf16_the_bytes_sent_are_those_of_the_formulas_too():
 
 
 def parameters() -> int:
-    return sum(shape.elements() for shape in decoder_parameter_shapes(CASES["none", 1, "false"].model)) * 4
+    return sum(shape.local_numel() for shape in decoder_parameter_shapes(CASES["none", 1, "false"].model)) * 4
 
 
 def test_the_wire_carries_2_2_2_and_3_times_the_parameters(found):
@@ -89,7 +89,7 @@ def test_what_a_rank_holds_falls_from_none_to_parameters(found):
     for shapes in [
         s for s in decoder_parameter_shapes(CASES["none", 1, "false"].model) if s.unit == "decoder.blocks.0"
     ]:
-        block += shapes.elements() * 4
+        block += shapes.local_numel() * 4
     counts = 4 * len(decoder_parameter_shapes(CASES["none", 1, "false"].model))
     assert kept["none"] == StateMemory(whole, whole, 2 * whole + counts)
     for kind in KINDS[1:]:
@@ -106,15 +106,15 @@ def test_shapes_are_those_of_the_model():
     for words in ([], ["--model.tie=true"], ["--model.experts=3", "--model.ffn=5"], SHARED):
         config = load_config(overrides=[*EVEN, *words])
         real = {name: tuple(p.shape) for name, p in build_model(config.model, 0).named_parameters()}
-        assert {shape.name: shape.dims for shape in decoder_parameter_shapes(config.model)} == real
+        assert {shape.name: shape.shape for shape in decoder_parameter_shapes(config.model)} == real
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_shards_make_up_the_whole(ranks):
     for shape in decoder_parameter_shapes(load_config(overrides=["--model.vocab=251", "--model.ffn=46"]).model):
-        assert sum(shard_numel(shape.local(2), ranks, c) for c in range(ranks)) == shape.elements(2)
-        assert padded_numel(shape.local(2), ranks) >= shape.elements(2)
-        assert padded_numel(shape.local(2), ranks) % ranks == 0
+        assert sum(shard_numel(shape.local_shape(2), ranks, c) for c in range(ranks)) == shape.local_numel(2)
+        assert padded_numel(shape.local_shape(2), ranks) >= shape.local_numel(2)
+        assert padded_numel(shape.local_shape(2), ranks) % ranks == 0
 
 
 def test_a_bank_of_fewer_experts_than_shards_is_cut_by_its_second_dimension():
@@ -145,5 +145,5 @@ def test_a_wrong_formula_is_a_broken_promise(monkeypatch):
 
 def test_what_is_proven_has_the_layout_of_the_config():
     proofs, note = proof_configs(load_config(overrides=["--layout.shard=zero-3", "--layout.shard_degree=16"], ranks=64))
-    assert Layout.of(proofs[0].layout) == Layout(replicate=2, shard=2)
+    assert Layout.from_config(proofs[0].layout) == Layout(replicate=2, shard=2)
     assert "layout replicate 4 to 2, shard_degree 16 to 2" in note

@@ -64,9 +64,9 @@ def test_best_is_what_the_search_says(home, file, memory, ranks):
     chosen = searched(file, int(ranks or 4))
     assert found.config == candidate_config(load_config(file), Candidate.of(chosen.job))
     assert found.seconds == chosen.seconds
-    assert Layout.of(found.config.layout).ranks == int(ranks or 4)
+    assert Layout.from_config(found.config.layout).ranks == int(ranks or 4)
     assert found.message.startswith("plan: ")
-    assert ("DDP" in found.message) == (Layout.of(found.config.layout).replicate != int(ranks or 4))
+    assert ("DDP" in found.message) == (Layout.from_config(found.config.layout).replicate != int(ranks or 4))
     assert "\n" not in found.message
 
 
@@ -75,7 +75,7 @@ def test_words_pin_the_search(home, file):
     found = best(file, "--layout.tensor=2", "--batch.micro=2", "--activation_checkpoint.mode=full", ranks="4")
     config = found.config
     assert (config.layout.tensor, config.batch.micro, config.activation_checkpoint.mode) == (2, 2, "full")
-    assert Layout.of(config.layout).ranks == 4
+    assert Layout.from_config(config.layout).ranks == 4
     with pytest.raises(ConfigError, match=r"layout\.tensor"):
         best(file, "--layout.tensor=3", ranks="4")
 
@@ -84,8 +84,8 @@ def test_a_run_file_with_a_layout_says_how_many_ranks(home, tmp_path):
     keep_machine(home)
     path = tmp_path / "run.toml"
     path.write_text(config_to_toml(small_config(ranks=2)))
-    assert Layout.of(best(path).config.layout).ranks == 2
-    assert Layout.of(best(path, ranks="4").config.layout).ranks == 4
+    assert Layout.from_config(best(path).config.layout).ranks == 2
+    assert Layout.from_config(best(path, ranks="4").config.layout).ranks == 4
 
 
 def test_other_words_are_the_runs_own(home, file):
@@ -109,7 +109,7 @@ def test_what_cannot_be_planned_is_refused_in_one_line(file, words, said):
 
 
 def test_a_cluster_may_be_named_instead(file):
-    assert Layout.of(best(file, cluster="h100:4").config.layout).ranks == 4
+    assert Layout.from_config(best(file, cluster="h100:4").config.layout).ranks == 4
 
 
 def test_a_model_that_does_not_fit_is_refused(home, file):
@@ -134,7 +134,7 @@ def test_words_win_over_a_plan_file(plan, file):
     )
     config = found.config
     assert (config.activation_checkpoint.mode, config.batch.micro, config.seed, config.steps) == ("none", 2, 7, 9)
-    assert str(Layout.of(config.layout)) == "shard 4"
+    assert str(Layout.from_config(config.layout)) == "shard 4"
 
 
 def test_what_changes_the_numbers_stays_the_runs_own(plan, file):

@@ -69,7 +69,7 @@ def test_deepseek_v3_is_counted_without_the_biases_of_its_routers_and_without_mt
 def test_a_preset_is_counted_as_its_parameters_are_laid_out(preset):
     found = resolve_model(preset)
     assert found.architecture.parameters == sum(
-        prod(shape.dims) for shape in decoder_parameter_shapes(found.model_config)
+        prod(shape.shape) for shape in decoder_parameter_shapes(found.model_config)
     )
     assert found.run_config is not None
     assert found.architecture == Architecture.from_config(found.run_config.model, preset)

@@ -86,19 +86,19 @@ def test_every_micro_batch_passes_every_stage_once_and_nobody_waits_for_ever(kin
     except ConfigError:
         return
     for rank, order in enumerate(found):
-        done = sorted((a.stage, a.micro, a.what) for a in flatten_actions(order))
+        done = sorted((a.stage, a.micro_batch, a.op) for a in flatten_actions(order))
         places = [(stage, micro) for stage in stages_on_rank(kind, ranks, rank, each) for micro in range(micros)]
         whole = {(s, m) for s, m, what in done if what == "B"}
         assert done == sorted((*p, what) for p in places for what in ("FB" if p in whole else "FIW"))
     execute_orders(
-        found, ranks * each, lambda action: ActionCosts(3, 1, 2).of(action.what)
+        found, ranks * each, lambda action: ActionCosts(3, 1, 2).slots(action.op)
     )  # raises where ranks wait for each other
 
 
 def test_an_order_that_would_hang_is_found():
     backward_first = [[Action(0, "B", 0), Action(0, "F", 0)]]
     with pytest.raises(ValueError, match=r"ranks \[0\] wait for each other for ever, rank 0 to run 0B0"):
-        execute_orders(backward_first, 1, lambda action: ActionCosts().of(action.what))
+        execute_orders(backward_first, 1, lambda action: ActionCosts().slots(action.op))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,16 +145,18 @@ def test_where_a_formula_is_given_it_is_the_counted_bubble(costs):
 @pytest.mark.parametrize(("ranks", "micros"), [(2, 2), (4, 8), (4, 4), (8, 16)])
 def test_1f1b_holds_as_many_micro_batches_as_there_are_stages_to_come_and_gpipe_all(ranks, micros):
     one = build_timeline("1f1b", ranks, micros)
-    assert one.peaks == [min(ranks - stage, micros) for stage in range(ranks)]
-    assert one.live == [{stage: min(ranks - stage, micros)} for stage in range(ranks)]
-    assert build_timeline("gpipe", ranks, micros).peaks == [micros] * ranks
+    assert one.rank_peaks == [min(ranks - stage, micros) for stage in range(ranks)]
+    assert one.stage_peaks == [{stage: min(ranks - stage, micros)} for stage in range(ranks)]
+    assert build_timeline("gpipe", ranks, micros).rank_peaks == [micros] * ranks
 
 
 def test_a_split_backward_holds_until_its_weights_are_done():
-    assert build_timeline("zbv", 4, 8).peaks == [8] * 4
-    assert build_timeline("zbv", 4, 8).live[0] == {0: 8, 7: 1}
-    assert build_timeline("zero-bubble", 4, 8, 1).held == [4] * 4  # 1F1B holds 4, 3, 2, 1: the price of late W
-    assert build_timeline("dualpipev", 4, 16).held == [Fraction(9, 2)] * 4
+    assert build_timeline("zbv", 4, 8).rank_peaks == [8] * 4
+    assert build_timeline("zbv", 4, 8).stage_peaks[0] == {0: 8, 7: 1}
+    assert (
+        build_timeline("zero-bubble", 4, 8, 1).normalized_peaks == [4] * 4
+    )  # 1F1B holds 4, 3, 2, 1: the price of late W
+    assert build_timeline("dualpipev", 4, 16).normalized_peaks == [Fraction(9, 2)] * 4
 
 
 def test_idle_and_work_make_up_the_makespan():

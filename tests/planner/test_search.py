@@ -155,7 +155,7 @@ def test_a_model_that_our_decoder_does_not_train_is_planned_by_the_usual_rules()
         assert model.heads % layout.tensor == model.expert_ffn % layout.tensor == 0
         assert layout.pipeline * one.job.stages_per_rank <= model.layers
         assert model.experts % layout.expert == 0
-        assert layout.fold % layout.expert == 0
+        assert layout.expert_axes_size % layout.expert == 0
         assert one.job.batch.global_ == one.job.batch.micro * layout.data_degree * one.job.batch.accumulation
 
 

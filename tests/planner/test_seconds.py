@@ -26,7 +26,7 @@ H200 = KernelRate(683e12, 4.1e12, 132, 2)
 
 def job(*words: str, device: str = "h100", preset_name: str = "llama-8b") -> PlannedJob:
     config = load_config(None, (f"--preset={preset_name}", *words))
-    return PlannedJob.from_config(config, preset_cluster(device, Layout.of(config.layout).ranks))
+    return PlannedJob.from_config(config, preset_cluster(device, Layout.from_config(config.layout).ranks))
 
 
 def test_products_take_what_they_were_measured_to() -> None:
@@ -96,7 +96,7 @@ LAYOUTS = {
 def test_messages_that_are_timed_are_those_that_are_sent(name: str) -> None:
     """Against the exact count; what is left out is the ends of the model and a float32 embedding."""
     config = load_config(None, ("--preset=llama-8b", *LAYOUTS[name], "--batch.global=64", "--batch.micro=2"))
-    layout = Layout.of(config.layout)
+    layout = Layout.from_config(config.layout)
     timed: Counter[str] = Counter()
     for call in estimate(PlannedJob.from_config(config, preset_cluster("h100", 8))).calls:
         timed[call.axis.split("+")[0]] += int(call.message_bytes * call.calls)

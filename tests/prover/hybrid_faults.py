@@ -69,7 +69,7 @@ def a_piece_by_heads_counts_its_positions_from_the_rank_before(patch):
         patch,
         sequence_chunks.ChunkRotaryEmbedding,
         "positions",
-        lambda places, self, tokens, _: places - tokens * self.pieces.rank,
+        lambda places, self, tokens, _: places - tokens * self.chunks.rank,
     )
 
 
@@ -78,13 +78,13 @@ def the_ring_takes_one_ranks_keys_for_anothers(patch):
     """They go round the other way."""
 
     def wrong(self, tensor, tag):
-        rank, ranks = self.pieces.rank, self.pieces.ranks
+        rank, ranks = self.chunks.rank, self.chunks.ranks
         coming = torch.empty_like(tensor)
         send = dist.P2POp(dist.isend, tensor, group=self.group, tag=tag, group_peer=(rank - 1) % ranks)
         receive = dist.P2POp(dist.irecv, coming, group=self.group, tag=tag, group_peer=(rank + 1) % ranks)
         return sequence_chunks.PendingTransfer(tensor, coming, dist.batch_isend_irecv([send, receive]))
 
-    patch.setattr(sequence_chunks.Ring, "pass_on", wrong)
+    patch.setattr(sequence_chunks.Ring, "send_to_next", wrong)
 
 
 @fault(RING, "loss of step 0", PIECES)
@@ -93,12 +93,12 @@ def the_causal_mask_is_off_by_a_chunk(patch):
         rows, columns = right(rank, source, tokens)
         return rows, slice(None) if source < rank else columns
 
-    wrap(patch, sequence_chunks, "seen", wrong)
+    wrap(patch, sequence_chunks, "visible_slices", wrong)
 
 
 @fault(RING, "loss of step 0", PIECES, proofs=(TIED,))
 def the_ring_forgets_documents(patch):
-    patch.setattr(sequence_chunks.Ring, "mask", lambda self, source, *_: AttentionMask(source == self.pieces.rank))
+    patch.setattr(sequence_chunks.Ring, "mask", lambda self, source, *_: AttentionMask(source == self.chunks.rank))
 
 
 @fault(HEADS, "loss of step 0", PIECES, proofs=(TIED,))
@@ -107,7 +107,7 @@ def every_piece_counts_its_documents_anew(patch):
         found = right(tokens.reshape(2 * len(tokens), -1), separator)
         return found if found is None else found.reshape(tokens.shape)
 
-    wrap(patch, sequence_chunks, "documents_of", wrong)
+    wrap(patch, sequence_chunks, "document_ids", wrong)
 
 
 def cut_labels(labels):
@@ -125,7 +125,7 @@ def a_label_is_lost_at_every_cut(patch):
         tokens, labels, *rest = right(batch, pieces, separator)
         return tokens, cut_labels(labels), *rest
 
-    patch.setattr(parallelize, "piece_of", wrong)
+    patch.setattr(parallelize, "local_chunk", wrong)
 
 
 # Gradients of a piece.
@@ -138,7 +138,7 @@ def gradients_of_keys_do_not_come_home(patch):
             return right(self, tensor, tag)
         return sequence_chunks.PendingTransfer(tensor, torch.zeros_like(tensor), [])
 
-    wrap(patch, sequence_chunks.Ring, "pass_on", wrong)
+    wrap(patch, sequence_chunks.Ring, "send_to_next", wrong)
 
 
 @fault(HEADS, "gradient of decoder.embedding", THROUGH)
@@ -175,7 +175,7 @@ def evaluation_counts_tokens_on_every_piece(patch):
 
 @fault(EXPERTS, "loss of step 0", ROWS)
 def rows_are_not_sorted_by_local_expert(patch):
-    patch.setattr(expert_parallel, "by_expert", lambda counts, rows: torch.arange(rows))
+    patch.setattr(expert_parallel, "expert_sort_order", lambda counts, rows: torch.arange(rows))
 
 
 def travels(patch, **parts):

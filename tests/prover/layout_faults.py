@@ -140,7 +140,7 @@ def sums(patch, name, wrong):
             wrong(world, partial(right, world, name=called), tensor) if called == name else right(world, tensor, called)
         )
 
-    wrap(patch, World, "sum", choose)
+    wrap(patch, World, "all_reduce", choose)
 
 
 def unsummed(world, _right, tensor):
@@ -289,17 +289,17 @@ def copies_of_shards_are_left_out_of_the_mesh(patch):
 
 @fault(PARAMETERS, "gradient of", "1 times the right one: all there, but rounded", proofs=(FP64, FP32))
 def gradients_are_summed_in_bf16(patch):
-    after(patch, fsdp, "policy", lambda policy, *_: replace(policy, reduce_dtype=torch.bfloat16))
+    after(patch, fsdp, "mixed_precision_policy", lambda policy, *_: replace(policy, reduce_dtype=torch.bfloat16))
 
 
 @fault(PARAMETERS, "gradient of decoder.embedding.weight", TWO_USES, proofs=(TIED,))
 def a_tied_weight_is_gathered_in_two_units(patch):
     def units(model, of):
-        first, *rest = ([m for name in group for m in parallel_spec.find_modules(model, name)] for group in of.ends)
+        first, *rest = ([m for name in group for m in parallel_spec.find_modules(model, name)] for group in of.outer_modules)
         return [first, *([block] for block in parallel_spec.find_blocks(model, of)), *rest], first
 
-    patch.setattr(fsdp, "units_of", units)
-    after(patch, Materializer, "fill", both_ends_begin_alike)
+    patch.setattr(fsdp, "fsdp_units", units)
+    after(patch, Materializer, "initialize", both_ends_begin_alike)
 
 
 def both_ends_begin_alike(_result, weights, _module):

@@ -63,12 +63,12 @@ def copies_of_stages_do_not_meet(patch):
 
 @fault(STAGES, "loss of step 0", ORDER)
 def stages_have_each_others_blocks(patch):
-    wrap(patch, parameter_shards, "spans", lambda right, *args: right(*args)[::-1])
+    wrap(patch, parameter_shards, "partition_blocks", lambda right, *args: right(*args)[::-1])
 
 
 @fault(LOOP, "loss of step 0", ORDER)
 def a_rank_runs_the_middle_stages_out_of_order(patch):
-    wrap(patch, parameter_shards, "spans", lambda right, *args: [right(*args)[i] for i in (0, 2, 1, 3)])
+    wrap(patch, parameter_shards, "partition_blocks", lambda right, *args: [right(*args)[i] for i in (0, 2, 1, 3)])
 
 
 @fault(STAGES, "loss of step 0", ORDER)
@@ -138,7 +138,7 @@ def the_heads_gradient_does_not_reach_the_embedding(patch):
 
 @fault(STAGES, "loss of step 1", UPDATE, FOLLOWS, proofs=(TIED,))
 def the_embeddings_value_does_not_reach_the_head(patch):
-    patch.setattr(TiedWeight, "share_value", lambda self: None)
+    patch.setattr(TiedWeight, "broadcast_value", lambda self: None)
 
 
 def test_there_are_40_faults():

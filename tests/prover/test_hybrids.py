@@ -40,7 +40,7 @@ def test_there_are_87_layouts_and_none_is_refused():
 
 
 def test_every_pair_of_axes_is_among_them():
-    axes = [Layout.of(config_of(row).layout).axes for row in HYBRIDS]
+    axes = [Layout.from_config(config_of(row).layout).axes for row in HYBRIDS]
     met = {pair for used in axes for pair in combinations(sorted(used), 2)}
     assert met == set(combinations(sorted(AXES), 2))
     assert {len(used) for used in axes} == {1, 2, 3, 4}

@@ -72,7 +72,7 @@ def every_part_of_a_matrix_begins_with_its_first_row(patch):
     def wrong(right, local, name, shape, offset, *rest):
         right(local, name, shape, [0] * len(offset), *rest)
 
-    wrap(patch, loop, "fill", wrong)
+    wrap(patch, loop, "init_shard", wrong)
 
 
 @fault(
@@ -91,7 +91,7 @@ def recomputation_sees_other_inputs(patch):
 
         block.forward = partial(checkpoint, forward, use_reentrant=False)
 
-    patch.setattr(activation_checkpoint, "wrap", wrong)
+    patch.setattr(activation_checkpoint, "checkpoint_block", wrong)
 
 
 def look_up(patch, tokens_of):
@@ -100,7 +100,7 @@ def look_up(patch, tokens_of):
     def wrong(module, mesh, tokens):
         return right(module, mesh, tokens_of(tokens, mesh.get_local_rank()))
 
-    patch.setattr(VocabParallelEmbedding, "look_up", staticmethod(wrong))
+    patch.setattr(VocabParallelEmbedding, "lookup", staticmethod(wrong))
 
 
 @fault(CUT, "loss of step 0", INPUT)
@@ -165,7 +165,7 @@ def norm_counts_what_every_tensor_rank_holds(patch):  # TransformerEngine PR#715
 
 @fault(CUT, FIRST_NORM, NORMS)
 def norm_weights_are_not_summed(patch):
-    patch.setattr(parallel_model, "sum_partial", lambda *_: None)
+    patch.setattr(parallel_model, "reduce_partial_gradients", lambda *_: None)
 
 
 def norms_forget_the_pieces(patch):
@@ -209,16 +209,16 @@ def gradients_cut_by_rows_are_summed_over_tensor(patch):
             if p.grad is not None and p.placements == (Shard(1),):
                 dist.all_reduce(p.grad.to_local(), group=mesh.get_group())
 
-    wrap(patch, parallel_model, "sum_partial", wrong)
+    wrap(patch, parallel_model, "reduce_partial_gradients", wrong)
 
 
 @fault(CUT, "gradient of decoder.embedding.weight", TWO_USES, proofs=(TIED,))
 def a_tied_weight_is_torn_by_the_cut(patch):
     def cut(model, of, mesh):
-        parallelize_module(model, mesh, dict(of.cuts()), src_data_rank=None)
+        parallelize_module(model, mesh, dict(of.tp_plan()), src_data_rank=None)
 
-    patch.setattr(parallelize, "cut", cut)
-    after(patch, Materializer, "fill", both_ends_begin_alike)
+    patch.setattr(parallelize, "apply_tensor_parallel", cut)
+    after(patch, Materializer, "initialize", both_ends_begin_alike)
 
 
 # Evaluation.

@@ -48,13 +48,13 @@ def broken(promises) -> list[str]:
 
 
 def test_there_are_65_layouts_of_up_to_eight_ranks():
-    layouts = [(layout.shard, Layout.of(layout)) for layout in every_layout()]
+    layouts = [(layout.shard, Layout.from_config(layout)) for layout in every_layout()]
     assert len(set(layouts)) == len(layouts) == 65
     assert {layout.ranks for _, layout in layouts} == set(range(2, RANKS + 1))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", every_layout(), ids=lambda layout: f"{Layout.of(layout)} {layout.shard}")
+@pytest.mark.parametrize("layout", every_layout(), ids=lambda layout: f"{Layout.from_config(layout)} {layout.shard}")
 def test_every_layout_is_one_process(layout):
     promises = list(check_layouts(load_config(overrides=words(layout))))
     assert len(promises) == 3
@@ -63,7 +63,7 @@ def test_every_layout_is_one_process(layout):
 
 @pytest.mark.long
 @pytest.mark.parametrize("tie", ["false", "true"])
-@pytest.mark.parametrize("layout", every_layout(), ids=lambda layout: f"{Layout.of(layout)} {layout.shard}")
+@pytest.mark.parametrize("layout", every_layout(), ids=lambda layout: f"{Layout.from_config(layout)} {layout.shard}")
 def test_every_layout_sends_and_holds_what_the_formulas_say(layout, tie):
     promises = list(check_communication(load_config(overrides=[*words(layout), f"--model.tie={tie}"])))
     assert len(promises) == 2

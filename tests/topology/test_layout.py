@@ -52,7 +52,7 @@ def test_ranks_that_differ_on_tensor_or_context_alone_read_the_same_samples():
         peers = CUBE.group(rank, "tensor", "context", "pipeline")
         assert {CUBE.data_coordinate(peer) for peer in peers} == {CUBE.data_coordinate(rank)}
         assert sum(CUBE.counts_tokens(peer) for peer in peers) == 1
-    readers = [CUBE.reader(c) for c in range(4)]
+    readers = [CUBE.reader_rank(c) for c in range(4)]
     assert [CUBE.data_coordinate(rank) for rank in readers] == [0, 1, 2, 3]
     assert all(CUBE.counts_tokens(rank) for rank in readers)
 
@@ -65,9 +65,11 @@ def test_experts_fold_over_neighbouring_data_ranks():
 
 
 def test_sharding_without_a_degree_divides_the_replicas():
-    assert Layout.of(LayoutConfig(replicate=4, shard="parameters")) == Layout(shard=4)
-    assert Layout.of(LayoutConfig(replicate=2, shard="optimizer", shard_degree=4)) == Layout(replicate=2, shard=4)
-    assert Layout.of(LayoutConfig(replicate=2, tensor=2)) == Layout(replicate=2, tensor=2)
+    assert Layout.from_config(LayoutConfig(replicate=4, shard="parameters")) == Layout(shard=4)
+    assert Layout.from_config(LayoutConfig(replicate=2, shard="optimizer", shard_degree=4)) == Layout(
+        replicate=2, shard=4
+    )
+    assert Layout.from_config(LayoutConfig(replicate=2, tensor=2)) == Layout(replicate=2, tensor=2)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,7 @@ def test_sharding_without_a_degree_divides_the_replicas():
     ],
 )
 def test_ranks_decide_how_many_copies_there_are(words, ranks, layout):
-    assert Layout.of(load_config(overrides=words, ranks=ranks).layout) == layout
+    assert Layout.from_config(load_config(overrides=words, ranks=ranks).layout) == layout
 
 
 def test_ranks_that_do_not_divide_are_refused_with_those_that_do():
@@ -153,8 +155,8 @@ def test_what_is_impossible_is_refused_with_what_is_possible(words, said):
 
 
 def test_the_table_says_of_every_refusal_why():
-    assert len({rule.what for rule in UNSUPPORTED}) == len(UNSUPPORTED)
-    assert all(rule.why and not rule.applies(Layout(replicate=2), load_config()) for rule in UNSUPPORTED)
+    assert len({rule.combination for rule in UNSUPPORTED}) == len(UNSUPPORTED)
+    assert all(rule.reason and not rule.alternative(Layout(replicate=2), load_config()) for rule in UNSUPPORTED)
 
 
 def test_a_users_own_model_brings_its_own_cuts():
@@ -164,4 +166,4 @@ def test_a_users_own_model_brings_its_own_cuts():
 
 def test_the_documentation_has_the_table_of_what_is_refused():
     text = (Path(__file__).parents[1] / "docs" / "layouts.md").read_text()
-    assert all(f"| {rule.what} | {rule.why} |" in text for rule in UNSUPPORTED)
+    assert all(f"| {rule.combination} | {rule.reason} |" in text for rule in UNSUPPORTED)

@@ -27,9 +27,9 @@ class AttentionMask:
     """
 
     causal: bool = False
-    rows: Tensor | None = None
+    query_documents: Tensor | None = None
     """the document of each query, (batch, queries)"""
-    columns: Tensor | None = None
+    key_documents: Tensor | None = None
     """the document of each key, (batch, keys)"""
 
 
@@ -76,7 +76,7 @@ def finite(lse: Tensor) -> Tensor:
 def uses_flash_kernel(q: Tensor, mask: AttentionMask) -> bool:
     """Whether torch's flash kernels compute this block; they know no documents."""
     half = q.dtype in (torch.bfloat16, torch.float16)
-    return q.is_cuda and half and mask.rows is None and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return q.is_cuda and half and mask.query_documents is None and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> AttentionResult:
@@ -140,7 +140,7 @@ def attention_scores(q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
 def masked_positions(mask: AttentionMask, queries: int, keys: int, device: torch.device) -> Tensor | None:
     """True where a query does not see a key; broadcasts to scores."""
     hidden = torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1) if mask.causal else None
-    if mask.rows is None or mask.columns is None:
+    if mask.query_documents is None or mask.key_documents is None:
         return hidden
-    foreign = (mask.rows[:, :, None] != mask.columns[:, None, :])[:, None, None]
+    foreign = (mask.query_documents[:, :, None] != mask.key_documents[:, None, :])[:, None, None]
     return foreign if hidden is None else foreign | hidden

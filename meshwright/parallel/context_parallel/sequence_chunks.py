@@ -70,11 +70,11 @@ class SequenceChunks:
     def positions(self, sequence: int, device: torch.device | None = None) -> Tensor:
         return torch.cat([torch.arange(span.start, span.stop, device=device) for span in self.spans(sequence)])
 
-    def take(self, whole: Tensor, dim: int = 1) -> Tensor:
+    def select(self, whole: Tensor, dim: int = 1) -> Tensor:
         """The rank's own piece of a tensor over whole sequences."""
         return torch.cat([whole.narrow(dim, span.start, len(span)) for span in self.spans(whole.shape[dim])], dim)
 
-    def of(self, rank: int) -> SequenceChunks:
+    def for_rank(self, rank: int) -> SequenceChunks:
         """Another rank's."""
         return SequenceChunks(self.method, self.ranks, rank)
 
@@ -85,7 +85,7 @@ def local_chunk(batch: tuple[Tensor, ...], pieces: SequenceChunks | None, separa
     """
     tokens, labels = batch
     documents = document_ids(tokens, separator)
-    own = (tokens, labels) if pieces is None else (pieces.take(tokens), pieces.take(labels))
+    own = (tokens, labels) if pieces is None else (pieces.select(tokens), pieces.select(labels))
     return own if documents is None else (*own, documents)
 
 
@@ -115,32 +115,32 @@ class ChunkRotaryEmbedding(RotaryEmbedding):
 
     def __init__(self, places: RotaryEmbedding, pieces: SequenceChunks) -> None:
         nn.Module.__init__(self)
-        self.head_size, self.theta, self.pieces = places.head_size, places.theta, pieces
+        self.head_size, self.theta, self.chunks = places.head_size, places.theta, pieces
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
-        return self.pieces.positions(tokens * self.pieces.ranks, device)
+        return self.chunks.positions(tokens * self.chunks.ranks, device)
 
 
 class PendingTransfer(NamedTuple):
     """A message that leaves for the next rank, and the one that comes from the rank before."""
 
     sent: Tensor
-    coming: Tensor
+    received: Tensor
     works: list[dist.Work]
 
-    def arrive(self) -> Tensor:
+    def wait(self) -> Tensor:
         for work in self.works:
             work.wait()
-        return self.coming
+        return self.received
 
 
 class RingStep(NamedTuple):
     """One rank's keys and values, here for a step, and what of this rank's attention they take part in."""
 
     source: int
-    rows: slice
+    queries: slice
     """the queries of this rank's piece that see any of them"""
-    columns: slice
+    keys: slice
     """the keys of the piece that are seen"""
     k: Tensor
     v: Tensor
@@ -152,34 +152,34 @@ class Ring:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.pieces = SequenceChunks("ring", group.size(), group.rank())
+        self.chunks = SequenceChunks("ring", group.size(), group.rank())
 
-    def pass_on(self, tensor: Tensor, tag: int) -> PendingTransfer:
-        rank, ranks = self.pieces.rank, self.pieces.ranks
+    def send_to_next(self, tensor: Tensor, tag: int) -> PendingTransfer:
+        rank, ranks = self.chunks.rank, self.chunks.ranks
         coming = torch.empty_like(tensor)
         send = dist.P2POp(dist.isend, tensor, group=self.group, tag=tag, group_peer=(rank + 1) % ranks)
         receive = dist.P2POp(dist.irecv, coming, group=self.group, tag=tag, group_peer=(rank - 1) % ranks)
         return PendingTransfer(tensor, coming, dist.batch_isend_irecv([send, receive]))
 
-    def visits(self, k: Tensor, v: Tensor, documents: Tensor | None) -> Iterator[RingStep]:
+    def steps(self, k: Tensor, v: Tensor, documents: Tensor | None) -> Iterator[RingStep]:
         """Every rank's keys and values in turn, this rank's first; the next are on their way while these are used."""
-        rank, ranks = self.pieces.rank, self.pieces.ranks
+        rank, ranks = self.chunks.rank, self.chunks.ranks
         held = torch.stack((k, v))
         for step in range(ranks):
-            next_one = self.pass_on(held, KEYS) if step + 1 < ranks else None
+            next_one = self.send_to_next(held, KEYS) if step + 1 < ranks else None
             source = (rank - step) % ranks
             rows, columns = visible_slices(rank, source, k.shape[2])
             seen_k, seen_v = held[:, :, :, columns]
             yield RingStep(source, rows, columns, seen_k, seen_v, self.mask(source, rows, columns, documents))
             if next_one is not None:
-                held = next_one.arrive()
+                held = next_one.wait()
 
     def mask(self, source: int, rows: slice, columns: slice, documents: Tensor | None) -> AttentionMask:
-        causal = source == self.pieces.rank
+        causal = source == self.chunks.rank
         if documents is None:
             return AttentionMask(causal)
-        theirs = self.pieces.of(source).take(documents)
-        return AttentionMask(causal, self.pieces.take(documents)[:, rows], theirs[:, columns])
+        theirs = self.chunks.for_rank(source).select(documents)
+        return AttentionMask(causal, self.chunks.select(documents)[:, rows], theirs[:, columns])
 
 
 def visible_slices(rank: int, source: int, tokens: int) -> tuple[slice, slice]:
@@ -203,9 +203,9 @@ class RingAttentionFunction(torch.autograd.Function):
             torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device),
             torch.full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device),
         )
-        for visit in ring.visits(k, v, documents):
-            part = block_attention(q[:, :, visit.rows], visit.k, visit.v, visit.mask)
-            merge_result(slice_queries(result, visit.rows), part)
+        for visit in ring.steps(k, v, documents):
+            part = block_attention(q[:, :, visit.queries], visit.k, visit.v, visit.mask)
+            merge_result(slice_queries(result, visit.queries), part)
         out = result.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, result.lse, documents)
         ctx.ring = ring
@@ -227,13 +227,13 @@ class RingAttentionFunction(torch.autograd.Function):
             dq[:, :, rows] += part_q
             # what keys and values give their own rank stays there; the first to add on the way round is the next rank
             own = visit.source == ring.pieces.rank
-            total = home if own else on_its_way.arrive() if on_its_way else torch.zeros_like(home)
+            total = home if own else on_its_way.wait() if on_its_way else torch.zeros_like(home)
             total[0][:, :, visit.columns] += part_k
             total[1][:, :, visit.columns] += part_v
             if not own:
                 on_its_way = ring.pass_on(total, GRADIENTS)
         if on_its_way:
-            home += on_its_way.arrive()
+            home += on_its_way.wait()
         return dq.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), None, None
 
 
@@ -250,7 +250,7 @@ class RingAttention(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-        check(documents, q.shape[2] * self.ring.pieces.ranks)
+        check(documents, q.shape[2] * self.ring.chunks.ranks)
         with recompute_all():
             return RingAttentionFunction.apply(q, k, v, documents, self.ring)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -266,7 +266,7 @@ class AllToAllAttention(nn.Module):
 
     def __init__(self, group: dist.ProcessGroup, attend: CoreAttention) -> None:
         super().__init__()
-        self.group, self.attend = group, attend
+        self.group, self.core = group, attend
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         ranks, heads = self.group.size(), q.shape[1]
@@ -283,7 +283,7 @@ class AllToAllAttention(nn.Module):
         counts = [tensor.shape[2] for tensor in split]
         received = all_to_all(torch.cat(split, dim=2).movedim(1, 0), self.group)
         whole = received.movedim(0, 2).flatten(2, 3)  # (batch, heads of this rank, sequence, size)
-        mixed = self.attend(*whole.split(counts, dim=1), documents)
+        mixed = self.core(*whole.split(counts, dim=1), documents)
         returned = all_to_all(mixed.unflatten(2, (ranks, -1)).movedim(2, 0), self.group)
         return returned.movedim(0, 1).flatten(1, 2)
 

@@ -53,24 +53,24 @@ class FSDPModel(ParallelModel):
         ready: Callable[[nn.Module], None],
     ) -> None:
         super().__init__(module)
-        self.what: What = config.layout.shard
+        self.sharding: What = config.layout.shard
         self.last: bool | None = None
         # Where copies are all there is beside tensor, a unit that is let go costs a copy in memory to get back. Stages
         # keep theirs: schedules that split backward look for weights between its halves.
-        self.lets_go = self.what == "parameters" or (self.what == "none" and config.layout.pipeline == 1)
-        reshard: bool | int = self.lets_go
-        if self.what == "parameters" and config.fsdp.ranks_after_forward is not None:
+        self.reshards = self.sharding == "parameters" or (self.sharding == "none" and config.layout.pipeline == 1)
+        reshard: bool | int = self.reshards
+        if self.sharding == "parameters" and config.fsdp.ranks_after_forward is not None:
             reshard = config.fsdp.ranks_after_forward if config.fsdp.ranks_after_forward > 1 else False
-        data = meshes.data
+        data = meshes.data_mesh
         units, leading = fsdp_units(module, parts)
-        for bank in find_expert_weights(module) if meshes.experts is not None else []:  # gathered among fewer ranks
+        for bank in find_expert_weights(module) if meshes.expert_mesh is not None else []:  # gathered among fewer ranks
             ready(bank)
             fully_shard(
                 bank,
-                mesh=meshes.expert_data,
+                mesh=meshes.expert_data_mesh,
                 reshard_after_forward=reshard,
                 mp_policy=mixed_precision_policy(config, first=False),
-                shard_placement_fn=partial(shard_placement, meshes.expert_data),
+                shard_placement_fn=partial(shard_placement, meshes.expert_data_mesh),
             )
         for unit in units:
             for piece in unit:
@@ -109,9 +109,9 @@ class FSDPModel(ParallelModel):
     def micro_step(self, last: bool) -> Iterator[None]:
         if last != self.last:  # each of these walks all modules
             self.last = last
-            self.root.set_requires_gradient_sync(last or self.what in ("gradients", "parameters"))
+            self.root.set_requires_gradient_sync(last or self.sharding in ("gradients", "parameters"))
             self.root.set_requires_all_reduce(last)
-            self.root.set_reshard_after_backward(last or self.lets_go)
+            self.root.set_reshard_after_backward(last or self.reshards)
         self.broadcast_buffers()  # as DDP does
         with super().micro_step(last):
             yield

@@ -25,21 +25,23 @@ class ReplicaChecker:
 
     def __init__(self, blocks: Mapping[str, LocalShard], layout: Layout) -> None:
         self.layout = layout
-        shared = {cut for cut in {block.cut for block in blocks.values()} if len(layout.alike(0, cut)) > 1}
-        held = {name: block.cut for name, block in blocks.items() if block.cut in shared}
-        self.cuts = sorted(set(held.values()), key=sorted)
-        self.names = sorted(held, key=lambda name: self.cuts.index(held[name]))
+        shared = {
+            cut for cut in {block.sharded_axes for block in blocks.values()} if len(layout.replica_group(0, cut)) > 1
+        }
+        held = {name: block.sharded_axes for name, block in blocks.items() if block.sharded_axes in shared}
+        self.shardings = sorted(set(held.values()), key=sorted)
+        self.names = sorted(held, key=lambda name: self.shardings.index(held[name]))
         """of everything compared, one kind of cut after the other"""
-        self.spans = [[i for i, name in enumerate(self.names) if held[name] == cut] for cut in self.cuts]
+        self.name_indices = [[i for i, name in enumerate(self.names) if held[name] == cut] for cut in self.shardings]
 
     def digests(self, words: Tensor) -> list[int]:
         """One number for each kind of cut, from the words of `names`."""
-        return [combine_checksums(words[span]) for span in self.spans]
+        return [combine_checksums(words[span]) for span in self.name_indices]
 
-    def odd(self, rows: Sequence[Sequence[int]]) -> ReplicaMismatch | None:
+    def find_mismatch(self, rows: Sequence[Sequence[int]]) -> ReplicaMismatch | None:
         """The first group of holders that disagree, from every rank's `digests`."""
-        for kind, cut in enumerate(self.cuts):
-            for group in self.layout.holders(cut):
+        for kind, cut in enumerate(self.shardings):
+            for group in self.layout.replica_groups(cut):
                 if strange := minority_indices([rows[rank][kind] for rank in group]):
                     return ReplicaMismatch([group[i] for i in strange], group, kind)
         return None
@@ -49,7 +51,7 @@ class ReplicaChecker:
 class ReplicaMismatch:
     ranks: list[int]
     group: list[int]
-    kind: int
+    sharding_index: int
 
     def error(self, rank: int, step: int, parameter: str = "") -> MeshwrightError:
         return replica_error(rank, step, self.ranks, len(self.group), parameter)
@@ -59,11 +61,11 @@ def compare_replicas(blocks: Mapping[str, LocalShard], layout: Layout, world: Wo
     """Raises on every rank if holders of the same block differ, naming the odd rank and the first parameter."""
     replicas = ReplicaChecker(blocks, layout)
     words = parameter_checksums(blocks[name].local for name in replicas.names).cpu()
-    odd = replicas.odd(world.gather_numbers(*replicas.digests(words), name="replica digests"))
+    odd = replicas.find_mismatch(world.all_gather_ints(*replicas.digests(words), name="replica digests"))
     if odd is not None:
-        most = max(row[0] for row in world.gather_numbers(len(words), name="replica names"))  # stages have not as many
-        rows = world.gather_numbers(*words.tolist(), *[0] * (most - len(words)), name="replica words")
-        span = replicas.spans[odd.kind]
+        most = max(row[0] for row in world.all_gather_ints(len(words), name="replica names"))  # stages have not as many
+        rows = world.all_gather_ints(*words.tolist(), *[0] * (most - len(words)), name="replica words")
+        span = replicas.name_indices[odd.sharding_index]
         differing = next((i for i in span if len({rows[rank][i] for rank in odd.group}) > 1), 0)
         known = replicas.names[differing] if world.rank in odd.group else ""
         raise odd.error(world.rank, step, known.removeprefix("model/").removeprefix("buffer/"))

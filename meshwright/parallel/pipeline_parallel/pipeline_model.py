@@ -117,19 +117,19 @@ class PipelineModel(ParallelModel):
         tied: bool,
     ) -> None:
         super().__init__(module)
-        assert meshes.dense is not None
+        assert meshes.dense_mesh is not None
         self.stages, self.plan, self.device = stages, plan, device
-        self.group = meshes.dense.get_group("pipeline")
+        self.group = meshes.dense_mesh.get_group("pipeline")
         self.tie = TiedWeight(module, plan, self.group) if tied else None
         self.groups = next(iter(stages.values())).groups
-        self.has_loss = plan.last in stages
-        self.copies = frozenset(TIED_COPIES) if self.tie is not None and self.tie.copy is not None else frozenset()
+        self.has_loss = plan.last_stage in stages
+        self.copies = frozenset(TIED_COPIES) if self.tie is not None and self.tie.tied_copy is not None else frozenset()
         self.in_flight = InFlightTracker()
         self.weigh: Callable[[Tensor], Tensor] = lambda loss: loss
         self.paced = [self._stage(index) for index in sorted(stages)]
-        self.schedule = SCHEDULES[plan.kind](
-            self.paced[0] if plan.kind in SINGLE else self.paced,
-            plan.micros,
+        self.schedule = SCHEDULES[plan.schedule](
+            self.paced[0] if plan.schedule in SINGLE else self.paced,
+            plan.micro_batches,
             loss_fn=lambda output, _labels: self.weigh(output).sum(),
             scale_grads=False,
         )
@@ -137,16 +137,16 @@ class PipelineModel(ParallelModel):
     def _stage(self, index: int) -> TrackedStage:
         """Shapes are given: torch would find them out by a pass through the model."""
         plan = self.plan
-        hidden = torch.empty(plan.hidden, dtype=plan.dtype, device="meta", requires_grad=True)
-        tokens = torch.empty(plan.hidden[:2], dtype=torch.int64, device="meta")
+        hidden = torch.empty(plan.hidden_shape, dtype=plan.dtype, device="meta", requires_grad=True)
+        tokens = torch.empty(plan.hidden_shape[:2], dtype=torch.int64, device="meta")
         loss = torch.empty(1, dtype=plan.dtype, device="meta", requires_grad=True)
         stage = TrackedStage(
             self.stages[index].module,
             index,
-            plan.hold.count,
+            plan.placement.stage_count,
             self.device,
             input_args=(tokens if index == 0 else hidden,),
-            output_args=(loss if index == plan.last else hidden,),
+            output_args=(loss if index == plan.last_stage else hidden,),
             group=self.group,
         )
         stage.in_flight = self.in_flight
@@ -180,14 +180,14 @@ class PipelineModel(ParallelModel):
         tokens, labels, *rest = inputs
         x, total = tokens, torch.zeros((), dtype=self.plan.dtype, device=tokens.device)
         for index in sorted(self.stages):
-            if index and (source := self.plan.holder(index - 1)) != self.plan.rank:
-                shape = (len(tokens), *self.plan.hidden[1:])
+            if index and (source := self.plan.rank_of_stage(index - 1)) != self.plan.rank:
+                shape = (len(tokens), *self.plan.hidden_shape[1:])
                 x = torch.empty(shape, dtype=self.plan.dtype, device=self.device)
                 dist.recv(x, group=self.group, group_src=source)
             x = self.stages[index].module(x, labels, *rest)
-            if index == self.plan.last:
+            if index == self.plan.last_stage:
                 total = x.sum()
-            elif (target := self.plan.holder(index + 1)) != self.plan.rank:
+            elif (target := self.plan.rank_of_stage(index + 1)) != self.plan.rank:
                 dist.send(x.contiguous(), group=self.group, group_dst=target)
         return total
 
@@ -197,10 +197,10 @@ class PipelineModel(ParallelModel):
 
     def after_update(self) -> None:
         if self.tie is not None:
-            self.tie.share_value()
+            self.tie.broadcast_value()
 
     def internal_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        received = (("communication", buffer) for stage in self.paced for buffer in stage.received())
+        received = (("communication", buffer) for stage in self.paced for buffer in stage.receive_buffers())
         return chain(received, chain.from_iterable(stage.internal_tensors() for stage in self.stages.values()))
 
     def reshard(self) -> None:

@@ -22,30 +22,30 @@ from meshwright.topology.schedules import rank_of_stage
 TIED_COPIES = {"head.weight": "decoder.embedding.weight"}
 """Under a pipeline the head's own weight, where it is tied, is a copy of the embedding's."""
 
-STAGE_SPEC = ParallelSpec(blocks="blocks.*", ends=(("embedding",), ("norm", "head")))
+STAGE_SPEC = ParallelSpec(blocks="blocks.*", outer_modules=(("embedding",), ("norm", "head")))
 
 
 @dataclass(frozen=True)
 class StagePlan:
     """How a pipeline runs: its schedule, which stages this rank holds, and what passes between stages."""
 
-    kind: ScheduleName
+    schedule: ScheduleName
     ranks: int
     rank: int
-    hold: PipelinePlacement
+    placement: PipelinePlacement
     """this rank's stages and their blocks"""
-    micros: int
-    hidden: tuple[int, ...]
+    micro_batches: int
+    hidden_shape: tuple[int, ...]
     """the shape of a micro-batch between stages"""
     dtype: torch.dtype
 
     @property
-    def last(self) -> int:
-        return self.hold.count - 1
+    def last_stage(self) -> int:
+        return self.placement.stage_count - 1
 
-    def holder(self, stage: int) -> int:
+    def rank_of_stage(self, stage: int) -> int:
         """The rank of the pipeline that holds a stage."""
-        return rank_of_stage(self.kind, self.ranks, stage)
+        return rank_of_stage(self.schedule, self.ranks, stage)
 
 
 def stage_plan(config: RunConfig, layout: Layout, rank: int) -> StagePlan:
@@ -71,7 +71,7 @@ class Stage(nn.Module):
         super().__init__()
         decoder = model.decoder
         self.blocks = nn.ModuleDict({str(index): decoder.blocks[str(index)] for index in blocks})  # type: ignore[call-overload]
-        self.stack, self.places = decoder.stack, decoder.places
+        self.stack, self.rotary = decoder.stack, decoder.rotary
         self.embedding = decoder.embedding if first else None
         self.norm = decoder.norm if last else None
         self.head = model.head if last else None
@@ -83,7 +83,7 @@ class Stage(nn.Module):
         with self.autocast():
             if self.embedding is not None:
                 x = self.embedding(x)
-            where = self.places(labels.shape[1], x.dtype, x.device, documents)
+            where = self.rotary(labels.shape[1], x.dtype, x.device, documents)
             x = self.stack(self.blocks.values(), x, where)
             if self.norm is None or self.head is None:
                 return x
@@ -95,7 +95,9 @@ def stage_parallel_spec(stage: Stage) -> ParallelSpec:
     """What of a stage is gathered together. The first end leads into the blocks and sets their precision: where there
     is no embedding it stays empty, so that the head does not take its place.
     """
-    leading, *others = (tuple(name for name in group if getattr(stage, name) is not None) for group in STAGE_SPEC.ends)
+    leading, *others = (
+        tuple(name for name in group if getattr(stage, name) is not None) for group in STAGE_SPEC.outer_modules
+    )
     return ParallelSpec(STAGE_SPEC.blocks, (leading, *(group for group in others if group)))
 
 
@@ -103,13 +105,13 @@ def prune_to_stages(model: nn.Module, plan: StagePlan) -> None:
     """Lets go of all that is no part of this rank's stages. A tied head becomes a copy."""
     assert isinstance(model, LanguageModel)
     decoder = model.decoder
-    blocks = {str(index): decoder.blocks[index] for span in plan.hold.stages.values() for index in span}
+    blocks = {str(index): decoder.blocks[index] for span in plan.placement.stages.values() for index in span}
     decoder.blocks = nn.ModuleDict(blocks)  # type: ignore[assignment]
-    if plan.hold.last and model.head.weight is decoder.embedding.weight:
+    if plan.placement.has_last_stage and model.head.weight is decoder.embedding.weight:
         model.head.weight = nn.Parameter(torch.empty_like(model.head.weight))
-    if not plan.hold.first:
+    if not plan.placement.has_first_stage:
         decoder.embedding = None  # type: ignore[assignment]
-    if not plan.hold.last:
+    if not plan.placement.has_last_stage:
         decoder.norm = model.head = None  # type: ignore[assignment]
 
 
@@ -117,8 +119,8 @@ def build_stages(model: nn.Module, plan: StagePlan) -> dict[int, Stage]:
     """This rank's stages, of a model that has kept them."""
     assert isinstance(model, LanguageModel)
     return {
-        index: Stage(model, blocks, first=index == 0, last=index == plan.last)
-        for index, blocks in plan.hold.stages.items()
+        index: Stage(model, blocks, first=index == 0, last=index == plan.last_stage)
+        for index, blocks in plan.placement.stages.items()
     }
 
 
@@ -130,31 +132,31 @@ class TiedWeight:
     def __init__(self, model: nn.Module, plan: StagePlan, group: dist.ProcessGroup) -> None:
         assert isinstance(model, LanguageModel)
         self.owned = model.decoder.embedding.weight if model.decoder.embedding is not None else None
-        self.copy = model.head.weight if model.head is not None else None
-        self.owner, self.user, self.group = plan.holder(0), plan.holder(plan.last), group
+        self.tied_copy = model.head.weight if model.head is not None else None
+        self.owner, self.user, self.group = plan.rank_of_stage(0), plan.rank_of_stage(plan.last_stage), group
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        if self.copy is not None:
-            assert self.copy.grad is not None
-            used = local_tensor(self.copy.grad)
-            self.copy.grad = None
+        if self.tied_copy is not None:
+            assert self.tied_copy.grad is not None
+            used = local_tensor(self.tied_copy.grad)
+            self.tied_copy.grad = None
             if self.owned is None:
                 dist.send(used.contiguous(), group=self.group, group_dst=self.owner)
                 return
         if self.owned is not None:
             assert self.owned.grad is not None
             own = local_tensor(self.owned.grad)
-            if self.copy is None:
+            if self.tied_copy is None:
                 used = torch.empty_like(own)
                 dist.recv(used, group=self.group, group_src=self.user)
             own += used
 
     @torch.no_grad()
-    def share_value(self) -> None:
-        if self.owned is not None and self.copy is not None:
-            local_tensor(self.copy).copy_(local_tensor(self.owned))
+    def broadcast_value(self) -> None:
+        if self.owned is not None and self.tied_copy is not None:
+            local_tensor(self.tied_copy).copy_(local_tensor(self.owned))
         elif self.owned is not None:
             dist.send(local_tensor(self.owned).contiguous(), group=self.group, group_dst=self.user)
-        elif self.copy is not None:
-            dist.recv(local_tensor(self.copy), group=self.group, group_src=self.owner)
+        elif self.tied_copy is not None:
+            dist.recv(local_tensor(self.tied_copy), group=self.group, group_src=self.owner)

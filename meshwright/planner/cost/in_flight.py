@@ -89,16 +89,16 @@ def later(instant: SchedulePoint, more: int) -> SchedulePoint:
 def schedule_points(kind: str, ranks: int, micros: int, each: int, place: int) -> list[SchedulePoint]:
     order = actions(kind, ranks, micros, each)[place]
     stages = sorted({action.stage for action in order})
-    split = {(action.stage, action.micro) for action in order if action.what == "I"}
+    split = {(action.stage, action.micro_batch) for action in order if action.op == "I"}
     live, halfway, through = [0] * len(stages), [0] * len(stages), [0] * len(stages)
     found = []
     for action in order:
         stage = stages.index(action.stage)
-        live[stage] += action.what == "F"
-        halfway[stage] -= action.what == "W"
-        found.append(SchedulePoint(action.what, stage, tuple(live), tuple(halfway), tuple(through)))
-        halfway[stage] += action.what == "I"
-        if action.what == "W" or (action.what == "B" and (action.stage, action.micro) not in split):
+        live[stage] += action.op == "F"
+        halfway[stage] -= action.op == "W"
+        found.append(SchedulePoint(action.op, stage, tuple(live), tuple(halfway), tuple(through)))
+        halfway[stage] += action.op == "I"
+        if action.op == "W" or (action.op == "B" and (action.stage, action.micro_batch) not in split):
             live[stage] -= 1
             through[stage] += 1
     return found

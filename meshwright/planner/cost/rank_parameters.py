@@ -27,7 +27,7 @@ def _places(layout: Layout, per_node: int) -> dict[str, GroupPlacement]:
     return {
         "tensor": group_placement(per_node, layout.tensor, 1),
         "context": group_placement(per_node, layout.context, inner),
-        "expert": group_placement(per_node, layout.expert, inner if layout.expert <= layout.fold else 1),
+        "expert": group_placement(per_node, layout.expert, inner if layout.expert <= layout.expert_axes_size else 1),
         "shards": group_placement(per_node, shards, inner),
         "copies": group_placement(per_node, copies, inner * shards),
         "pipeline": GroupPlacement(2, 2 if layout.ranks <= per_node else 1),
@@ -84,7 +84,12 @@ def rank_parameters(job: PlannedJob, counts: Counts) -> RankParameters:
     has = stage_parameters(model, Stage(dense, banks, begins, ends), layout.tensor, layout.expert, layout.pipeline == 1)
     parts = [ParameterGroup(has.dense, False, "shard", places["shards"], places["copies"])]
     if banks:
-        rest = max(1, layout.fold * (layout.tensor if layout.expert > layout.fold else 1) // layout.expert)
+        rest = max(
+            1,
+            layout.expert_axes_size
+            * (layout.tensor if layout.expert > layout.expert_axes_size else 1)
+            // layout.expert,
+        )
         stride = layout.tensor * layout.expert
         sharded = layout.shard > 1
         near = group_placement(job.cluster.devices_per_node, rest, stride)

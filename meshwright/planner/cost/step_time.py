@@ -236,7 +236,7 @@ def simulated_bubble(job: PlannedJob, of: LayerShape, ranks: list[MicroBatchTime
     for each in seconds:
         each["I"] = each["B"] - each["W"]
     order = schedules.action_orders(job.schedule, job.layout.pipeline, micros, job.stages_per_rank)
-    rows = schedule_timeline.execute_orders(order, count, lambda action: seconds[action.stage][action.what])
+    rows = schedule_timeline.execute_orders(order, count, lambda action: seconds[action.stage][action.op])
     busy = max(sum(slot.end - slot.start for slot in row) for row in rows)
     return float(max(row[-1].end for row in rows) - busy)
 

@@ -57,12 +57,14 @@ def matrices(config: RunConfig, layout: Layout, batch: Batch, hold: PipelinePlac
     gathered, scattered = recomputed(config, hold)
     each = 2 * cut_parts(config)
     messages: Messages = Counter()
-    messages["tensor", "all_gather"] = (each * hold.layers + gathered + hold.last) * activation + hold.first * embedded
+    messages["tensor", "all_gather"] = (
+        each * hold.layers + gathered + hold.has_last_stage
+    ) * activation + hold.has_first_stage * embedded
     messages["tensor", "reduce_scatter"] = (
-        each * hold.layers + scattered + hold.last
-    ) * activation + hold.first * embedded
+        each * hold.layers + scattered + hold.has_last_stage
+    ) * activation + hold.has_first_stage * embedded
     # Maximum, sum of exponentials and the label's logit, each one number a token, in float32 at least.
-    messages["tensor", "all_reduce"] = hold.last * 3 * tokens * weight_bytes(config)
+    messages["tensor", "all_reduce"] = hold.has_last_stage * 3 * tokens * weight_bytes(config)
     return times(batch.accumulation, messages)
 
 
@@ -123,13 +125,13 @@ def stages(
     rank; of a tied weight the head's gradient to the first stage, and its new value back.
     """
     kind, ranks, place = config.pipeline.schedule, layout.pipeline, layout.coordinates(rank)["pipeline"]
-    neighbours = [other for stage in hold.stages for other in (stage - 1, stage + 1) if 0 <= other < hold.count]
+    neighbours = [other for stage in hold.stages for other in (stage - 1, stage + 1) if 0 <= other < hold.stage_count]
     sends = sum(rank_of_stage(kind, ranks, other) != place for other in neighbours)
     tokens = batch.micro * config.data.sequence // (layout.context * layout.tensor)
     message = batch.accumulation * sends * tokens * config.model.width
-    if config.model.tie and hold.first != hold.last:
+    if config.model.tie and hold.has_first_stage != hold.has_last_stage:
         ends = ("decoder.embedding.weight", "head.weight")
-        message += sum(piece.own for piece in pieces if piece.name in ends)
+        message += sum(piece.shard_numel for piece in pieces if piece.name in ends)
     return Counter({("pipeline", "send"): message * weight_bytes(config)})
 
 

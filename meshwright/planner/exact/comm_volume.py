@@ -65,13 +65,13 @@ def comm_volume(config: RunConfig, layout: Layout, batch: Batch, rank: int = 0) 
         messages["control", "all_reduce"] += control(config, layout)
     if uses_ddp(layout):
         compressed = 2 if config.ddp.comm_hook == "bf16_compress" else weight_bytes(config)
-        axis = dense_shard_group(layout, rank).copies_axis
-        messages[axis, "all_reduce"] += sum(piece.elements for piece in pieces) * compressed
+        axis = dense_shard_group(layout, rank).replicate_axis
+        messages[axis, "all_reduce"] += sum(piece.numel for piece in pieces) * compressed
     elif uses_fsdp(layout):
         messages += sharded(config, layout, batch, group_by_unit(pieces), rank)
     if layout.tensor > 1:
         messages += matrices(config, layout, batch, hold)
-        partial = sum(piece.elements for piece in pieces if piece.partial)
+        partial = sum(piece.numel for piece in pieces if piece.grad_is_partial)
         messages["tensor", "all_reduce"] += (
             meetings(config, layout, batch) * partial * partial_bytes(config, layout, batch)
         )
@@ -94,7 +94,7 @@ def ranks_on(config: RunConfig, layout: Layout, axis: str) -> int:
     if axis in ("control", "other"):
         return layout.ranks if axis == "control" else kept(config, dense_shard_group(layout, 0))
     if axis.startswith("expert_"):
-        rest = layout.fold // layout.expert
+        rest = layout.expert_axes_size // layout.expert
         copies, shards = (layout.replicate, rest) if layout.shard > 1 else (rest, 1)
         return copies if axis == "expert_replicate" else shards
     ranks = 1
@@ -113,7 +113,7 @@ def control(config: RunConfig, layout: Layout) -> int:
     """The sums that ranks agree by: what the step is made of, its loss, the norm where ranks hold different parts of
     the parameters, and every expert's load.
     """
-    norm = 8 if set(layout.axes) - {"replicate", "context"} else 0
+    norm = 8 if set(layout.active_axes) - {"replicate", "context"} else 0
     loads = 8 * config.model.layers * (config.model.experts + 1) if config.model.experts else 0
     return CONTROL_SUM + weight_bytes(config) + norm + loads
 
@@ -138,7 +138,7 @@ def gathered_bytes(config: RunConfig, units: Units) -> dict[str, int]:
     each = COMPUTE_BYTES[config.precision.compute]
     first = {unit: members[0].name == "decoder.embedding.weight" for unit, members in units.items()}
     return {
-        unit: sum(piece.padded for piece in members) * (weight_bytes(config) if first[unit] else each)
+        unit: sum(piece.padded_numel for piece in members) * (weight_bytes(config) if first[unit] else each)
         for unit, members in units.items()
     }
 
@@ -146,7 +146,7 @@ def gathered_bytes(config: RunConfig, units: Units) -> dict[str, int]:
 def walked(config: RunConfig, layout: Layout, batch: Batch, units: Units, rank: int) -> UnshardTimeline:
     """The units of a rank's stages through the schedule."""
     whole = gathered_bytes(config, units)
-    keep = {unit: kept(config, members[0].over) for unit, members in units.items()}
+    keep = {unit: kept(config, members[0].shard_group) for unit, members in units.items()}
     of_stage: dict[int, list[str]] = {members[0].stage: [] for members in units.values()}
     for unit, members in units.items():
         of_stage[members[0].stage].append(unit)
@@ -170,7 +170,7 @@ def gathers(config: RunConfig, layout: Layout, batch: Batch, units: Units, rank:
         if config.layout.shard != "parameters":
             counts[unit, "shards"] = 1
             continue
-        keep = kept(config, members[0].over)
+        keep = kept(config, members[0].shard_group)
         counts[unit, "shards"] = batch.accumulation * (1 if keep else 2)
         counts[unit, "part"] = batch.accumulation if keep > 1 else 0
     return counts
@@ -179,14 +179,14 @@ def gathers(config: RunConfig, layout: Layout, batch: Batch, units: Units, rank:
 def sharded(config: RunConfig, layout: Layout, batch: Batch, units: Units, rank: int) -> Messages:
     messages: Messages = Counter()
     summed, whole = weight_bytes(config), gathered_bytes(config, units)
-    shared = any(members[0].over.shards > 1 for members in units.values())
+    shared = any(members[0].shard_group.shards > 1 for members in units.values())
     counts = gathers(config, layout, batch, units, rank) if shared else Counter()
     for unit, members in units.items():
-        over, padded = members[0].over, sum(piece.padded for piece in members)
+        over, padded = members[0].shard_group, sum(piece.padded_numel for piece in members)
         if over.shards > 1:
-            messages[over.shards_axis, "all_gather"] += counts[unit, "shards"] * whole[unit]
+            messages[over.shard_axis, "all_gather"] += counts[unit, "shards"] * whole[unit]
             messages["other", "all_gather"] += counts[unit, "part"] * whole[unit]
-            messages[over.shards_axis, "reduce_scatter"] += meetings(config, layout, batch) * padded * summed
-        if over.copies > 1:
-            messages[over.copies_axis, "all_reduce"] += padded // over.shards * summed
+            messages[over.shard_axis, "reduce_scatter"] += meetings(config, layout, batch) * padded * summed
+        if over.replicas > 1:
+            messages[over.replicate_axis, "all_reduce"] += padded // over.shards * summed
     return messages

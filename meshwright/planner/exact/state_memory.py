@@ -38,15 +38,15 @@ class StateMemory:
 
 def state_memory(config: RunConfig, layout: Layout, batch: Batch, rank: int = 0) -> StateMemory:
     pieces, size = parameter_shards(config, layout, rank), weight_bytes(config)
-    owned = [piece.own if uses_fsdp(layout) else piece.elements for piece in pieces if not piece.copied]
+    owned = [piece.shard_numel if uses_fsdp(layout) else piece.numel for piece in pieces if not piece.is_tied_copy]
     optimizer = (3 if config.optimizer.cpu_offload else 2) * sum(owned) * size + 4 * len(
         owned
     )  # and AdamW's count of steps
     if not uses_fsdp(layout):
-        whole = sum(piece.elements for piece in pieces) * size
+        whole = sum(piece.numel for piece in pieces) * size
         return StateMemory(whole, whole, optimizer)
     units = group_by_unit(pieces)
-    shards = sum(piece.shard for piece in pieces) * size
+    shards = sum(piece.padded_shard_numel for piece in pieces) * size
     if layout.pipeline > 1:
         gathered = walked(config, layout, batch, units, rank).peak
         return StateMemory(shards + gathered, stage_gradients(config, layout, batch, units, rank), optimizer)
@@ -69,7 +69,7 @@ def gathered_units(config: RunConfig, layout: Layout, units: Units) -> int:
 
 def kept_units(config: RunConfig, units: Units, sizes: dict[str, int]) -> int:
     """Backward gathers a unit while its own part, and those of all units before it, are still held."""
-    keep = {unit: kept(config, units[unit][0].over) for unit in sizes}
+    keep = {unit: kept(config, units[unit][0].shard_group) for unit in sizes}
     part = {unit: size // keep[unit] if keep[unit] else 0 for unit, size in sizes.items()}
     held, peak = sum(part.values()), 0
     for nest in reversed(nests_of(sizes)):
@@ -85,11 +85,14 @@ class Gradients:
 
     def __init__(self, config: RunConfig, units: Units) -> None:
         self.units, size = units, weight_bytes(config)
-        self.plain = {unit: sum(piece.elements for piece in members) * size for unit, members in units.items()}
-        self.shard = {unit: sum(piece.shard for piece in members) * size for unit, members in units.items()}
+        self.plain = {unit: sum(piece.numel for piece in members) * size for unit, members in units.items()}
+        self.shard = {
+            unit: sum(piece.padded_shard_numel for piece in members) * size for unit, members in units.items()
+        }
         # While a unit is scattered FSDP2 still holds the gradient of its last parameter.
         self.last = {
-            unit: members[-1].elements * size if members[-1].over.shards > 1 else 0 for unit, members in units.items()
+            unit: members[-1].numel * size if members[-1].shard_group.shards > 1 else 0
+            for unit, members in units.items()
         }
         self.whole, self.scattered = dict.fromkeys(units, 0), dict.fromkeys(units, 0)
         self.peak = 0
@@ -120,12 +123,12 @@ def gradients(config: RunConfig, batch: Batch, units: Units) -> int:
         else:
             state.whole = dict(state.plain)
     if "whole" in units:  # the final norm's gradient waits there from the beginning; a tied one is only then summed
-        norm = sum(piece.elements for piece in units["whole"][1:]) * weight_bytes(config)
+        norm = sum(piece.numel for piece in units["whole"][1:]) * weight_bytes(config)
         state.whole["whole"] = max(state.whole["whole"], norm)
     state.mark()
     for nest in reversed(nests_of(unit for unit in units if unit != "whole")):
         if len(nest) > 1:  # what every token visits is computed last in the block, and its gradients come first
-            shared = sum(p.elements for p in units[nest[0]] if ".shared." in p.name) * weight_bytes(config)
+            shared = sum(p.numel for p in units[nest[0]] if ".shared." in p.name) * weight_bytes(config)
             state.whole[nest[0]] = max(state.whole[nest[0]], shared)
         for unit in reversed(nest):
             state.comes(unit)
@@ -142,7 +145,7 @@ def stage_gradients(config: RunConfig, layout: Layout, batch: Batch, units: Unit
     last = last_of(order)
     for place, action in enumerate(order):
         mine = [unit for unit, members in units.items() if members[0].stage == action.stage]
-        if action.what in ("B", "W"):
+        if action.op in ("B", "W"):
             for unit in mine:
                 state.comes(unit)
         if last[action.stage] == place:

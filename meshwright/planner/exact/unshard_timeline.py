@@ -38,7 +38,7 @@ def order_of(config: RunConfig, layout: Layout, batch: Batch, rank: int) -> list
 
 def last_of(order: list[Action]) -> dict[int, int]:
     """Of each stage the place of the action after which its gradients meet."""
-    return {action.stage: place for place, action in enumerate(order) if action.what in ("B", "W")}
+    return {action.stage: place for place, action in enumerate(order) if action.op in ("B", "W")}
 
 
 class UnshardTimeline:
@@ -67,7 +67,7 @@ class UnshardTimeline:
                 if action.stage not in active:
                     active.add(action.stage)
                     self.gather(unit for nest in self.stages[action.stage] for unit in nest)
-            if action.what == "F":
+            if action.op == "F":
                 self.forward(self.stages[action.stage])
             else:
                 self.gather(unit for nest in reversed(self.stages[action.stage]) for unit in nest)

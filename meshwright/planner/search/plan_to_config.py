@@ -96,7 +96,7 @@ def ranks_in_run_file(file: Path | None) -> int | None:
     """Of a run file that has a layout."""
     if file is None or "layout" not in read_toml(file):
         return None
-    return Layout.of(load_config(file).layout).ranks
+    return Layout.from_config(load_config(file).layout).ranks
 
 
 def cluster_with_ranks(whole: Cluster, ranks: int) -> Cluster:
@@ -155,7 +155,7 @@ def plan_from_file(
     figures = figures_beside_plan(path)
     takes, where = finite_number(figures.get("seconds")), str(figures.get("cluster"))[:60]
     told = f"; predicted: {format_seconds(takes)} a step on {where}" if takes else ""
-    return PlannedConfig(merged, f"plan: {path}, {Layout.of(merged.layout)}{told}", takes)
+    return PlannedConfig(merged, f"plan: {path}, {Layout.from_config(merged.layout)}{told}", takes)
 
 
 def decided_by_plan(key: str) -> bool:

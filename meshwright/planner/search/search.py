@@ -220,7 +220,7 @@ def complexity(found: Estimate) -> int:
     """How much there is to a plan."""
     job = found.job
     shards = (job.sharding != "none") + (job.sharding == "parameters") + (job.layout.replicate > 1 < job.layout.shard)
-    return 2 * len(job.layout.axes) + shards + (job.activation_checkpoint != "none") + (job.stages_per_rank > 1)
+    return 2 * len(job.layout.active_axes) + shards + (job.activation_checkpoint != "none") + (job.stages_per_rank > 1)
 
 
 def preference(found: Estimate) -> tuple[int, int, float]:

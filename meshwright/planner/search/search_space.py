@@ -130,7 +130,7 @@ def sharded_layouts(
             if degree in (None, shards)
             and (copies is None or copies == (data if degree is None and shards == data else data // shards))
         ]
-        if fitting := [layout for layout in found if layout.fold % layout.expert == 0]:
+        if fitting := [layout for layout in found if layout.expert_axes_size % layout.expert == 0]:
             yield sharded, fitting
 
 

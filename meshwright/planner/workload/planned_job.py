@@ -38,7 +38,7 @@ class PlannedJob:
 
     @classmethod
     def from_config(cls, config: RunConfig, cluster: Cluster, name: str = "") -> PlannedJob:
-        layout = Layout.of(config.layout)
+        layout = Layout.from_config(config.layout)
         return cls(
             Architecture.from_config(config.model, name or config.preset),
             cluster,
