@@ -295,7 +295,9 @@ def gradients_are_summed_in_bf16(patch):
 @fault(PARAMETERS, "gradient of decoder.embedding.weight", TWO_USES, proofs=(TIED,))
 def a_tied_weight_is_gathered_in_two_units(patch):
     def units(model, of):
-        first, *rest = ([m for name in group for m in parallel_spec.find_modules(model, name)] for group in of.outer_modules)
+        first, *rest = (
+            [m for name in group for m in parallel_spec.find_modules(model, name)] for group in of.outer_modules
+        )
         return [first, *([block] for block in parallel_spec.find_blocks(model, of)), *rest], first
 
     patch.setattr(fsdp, "fsdp_units", units)
