@@ -14,7 +14,15 @@ from typing import Any
 from meshwright.config import RunConfig, load_config
 from meshwright.parallel.world import World
 from meshwright.prover.comm_volume import count_third_step
-from meshwright.prover.reference import LR, Concatenated, DataConfig, Loader, build_step, proof_source, proof_stream
+from meshwright.prover.reference import (
+    LR,
+    ConcatenatedSource,
+    DataConfig,
+    Loader,
+    build_step,
+    proof_source,
+    proof_stream,
+)
 from meshwright.testing import run_ranks
 from meshwright.topology.schedule_timeline import build_timeline
 from meshwright.topology.schedules import KINDS, default_stages
@@ -63,7 +71,7 @@ def activation(world: World, config: RunConfig) -> int:
 def row(world: World, config: RunConfig) -> dict[str, Any]:
     layout, batch = validate(config)
     step = build_step(world, config, layout)
-    loader = Loader(Concatenated([proof_source(config)]), proof_stream(config), batch, 0, DataConfig(workers=0))
+    loader = Loader(ConcatenatedSource([proof_source(config)]), proof_stream(config), batch, 0, DataConfig(workers=0))
     batches = loader.steps(0, STEPS)
     outcomes = [step.run(number, LR, batches) for number in range(STEPS)][2:]
     live = {outcome.in_flight.peak_total for outcome in outcomes if outcome.in_flight is not None}

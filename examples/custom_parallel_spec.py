@@ -58,7 +58,7 @@ def cuts() -> dict[str, ParallelStyle]:
     return {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
 
 
-PARTS = ParallelSpec(blocks="blocks.*", tp_plan=cuts)
+PARALLEL_SPEC = ParallelSpec(blocks="blocks.*", tp_plan=cuts)
 
 if __name__ == "__main__":
     torch.manual_seed(0)
@@ -70,4 +70,4 @@ if __name__ == "__main__":
         eval=EvalConfig(holdout=0.1, every=50, samples=409),
         log_every=25,
     )
-    train(config, model=model, loss=squares, source=Waves(), parts=PARTS, run="runs/waves")
+    train(config, model=model, loss=squares, source=Waves(), parallel_spec=PARALLEL_SPEC, run="runs/waves")

@@ -44,7 +44,7 @@ def train(
     model: nn.Module | None = None,
     loss: Callable[[Any, Any], Any] | None = None,
     source: Any = None,
-    parts: ParallelSpec | None = None,
+    parallel_spec: ParallelSpec | None = None,
     run: str | Path | None = None,
     fresh: bool = False,
     fork: bool = False,
@@ -56,7 +56,7 @@ def train(
     """Trains, from wherever the run folder's newest checkpoint stands, and returns when it is done.
 
     `model`, `loss` and `source` may be your own (a loss returns the sum over what counts, see
-    `meshwright.trainer.user_loss`); the weights of `model` are then the trained ones. `parts` says what its blocks are
+    `meshwright.trainer.user_loss`); the weights of `model` are then the trained ones. `parallel_spec` says what its blocks are
     and how they are cut, where the config shards, cuts, recomputes or compiles it. Ranks are forked from this
     process; under torchrun this process is one of them, and what watches the ranks is torchrun's.
     `fresh` sets an earlier run aside, `fork` goes on from it with other settings, as a new timeline; without `fallback`
@@ -70,7 +70,14 @@ def train(
     folder = run_folder(run, config)
     screen = (lambda _attempt: Quiet()) if quiet else screen
     job = make_job(
-        config, folder, model=model, loss=loss, source=source, parts=parts, fallback=fallback, cluster=cluster
+        config,
+        folder,
+        model=model,
+        loss=loss,
+        source=source,
+        parallel_spec=parallel_spec,
+        fallback=fallback,
+        cluster=cluster,
     )
     place = torchrun_rendezvous_info()
     if place is not None:

@@ -39,7 +39,7 @@ def make_job(
     model: nn.Module | None = None,
     loss: LossFunction | None = None,
     source: Any = None,
-    parts: ParallelSpec | None = None,
+    parallel_spec: ParallelSpec | None = None,
     fallback: bool = True,
     cluster: str | None = None,
 ) -> Job:
@@ -51,7 +51,7 @@ def make_job(
             "a model of your own and its loss come together", "allowed: train(config, model=..., loss=...)"
         )
     if model is not None:
-        require_spec(parts, layout, config)
+        require_spec(parallel_spec, layout, config)
     if source is not None and config.data.mixture:
         raise ConfigError("data.mixture is set and a source of your own is given", "allowed: one of the two")
     if source is None:
@@ -59,7 +59,7 @@ def make_job(
     else:
         sources = [source if is_source(source) else IndexableSource(source)]
     job = Job(config, batch, layout, sources, folder, fallback=fallback, cluster=cluster)
-    return replace(job, model=model, loss=loss, parts=parts)
+    return replace(job, model=model, loss=loss, parallel_spec=parallel_spec)
 
 
 def is_source(thing: Any) -> bool:

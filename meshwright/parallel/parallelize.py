@@ -136,6 +136,6 @@ def require_spec(parts: ParallelSpec | None, layout: Layout, config: RunConfig) 
         if yes:
             raise ConfigError(
                 f"{what} works block by block, and nothing says which the blocks of your model are",
-                'allowed: train(config, model=..., loss=..., parts=ParallelSpec(blocks="layers.*"))',
+                'allowed: train(config, model=..., loss=..., parallel_spec=ParallelSpec(blocks="layers.*"))',
             )
     return ParallelSpec(blocks="")

@@ -69,7 +69,7 @@ class Job:
     """whether a supervisor of ours looks on"""
     model: nn.Module | None = None  # a user's own; None is the decoder of the config
     loss: LossFunction | None = None
-    parts: ParallelSpec | None = None
+    parallel_spec: ParallelSpec | None = None
     """what a layout must know of a user's own model"""
     cluster: str | None = None
     """the machine that its seconds are predicted for (default: this one, where it was measured)"""
@@ -315,7 +315,9 @@ def build_parallel_model(job: Job, precision: Precision, world: World) -> Parall
     # The user's modules may live in memory that all ranks share: train on copies, and give the weights back at the end.
     model, loss = copy.deepcopy(job.model), copy.deepcopy(job.loss) if isinstance(job.loss, nn.Module) else job.loss
     objective = Objective(model.to(world.device, precision.weights), loss).to(world.device)
-    return parallelize(objective, job.config, job.layout, world, job.parts.under_objective() if job.parts else None)
+    return parallelize(
+        objective, job.config, job.layout, world, job.parallel_spec.under_objective() if job.parallel_spec else None
+    )
 
 
 def build_parallel_decoder(config: RunConfig, layout: Layout, precision: Precision, world: World) -> ParallelModel:

@@ -37,11 +37,13 @@ LAYOUTS = {
 }
 
 
-def trained(folder, layout: dict, parts: ParallelSpec | None = example.PARTS, **more) -> nn.Module:
+def trained(folder, layout: dict, parts: ParallelSpec | None = example.PARALLEL_SPEC, **more) -> nn.Module:
     torch.manual_seed(0)
     model = example.Residual(width=8, depth=2).double()
     config = config_from_dict(SETTINGS | {"layout": layout} | more)
-    train(config, model=model, loss=example.squares, source=example.Waves(), parts=parts, run=folder, quiet=True)
+    train(
+        config, model=model, loss=example.squares, source=example.Waves(), parallel_spec=parts, run=folder, quiet=True
+    )
     return model
 
 
@@ -63,7 +65,7 @@ def test_recomputation_gives_the_same_bits(alone, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layout", "more", "parts", "said"),
+    ("layout", "more", "parallel_spec", "message"),
     [
         ({"replicate": 2, "shard": "parameters"}, {}, None, "nothing says which the blocks of your model are"),
         ({"replicate": 1, "tensor": 2}, {}, None, "layout.tensor = 2 works block by block"),
@@ -84,7 +86,7 @@ def test_recomputation_gives_the_same_bits(alone, tmp_path):
         (
             {"replicate": 1},
             {"activation_checkpoint": {"mode": "full", "segment": 2}},
-            example.PARTS,
+            example.PARALLEL_SPEC,
             "needs a model with a BlockStack",
         ),
     ],
@@ -101,7 +103,7 @@ def test_blocks_that_share_a_parameter_are_refused(tmp_path):
     config = config_from_dict(SETTINGS | {"layout": {"replicate": 2, "shard": "parameters"}})
     with pytest.raises(Exception, match="shares a parameter"):
         train(
-            config, model=model, loss=example.squares, source=example.Waves(), parts=example.PARTS,
+            config, model=model, loss=example.squares, source=example.Waves(), parallel_spec=example.PARALLEL_SPEC,
             run=tmp_path / "run", quiet=True,
         )  # fmt: skip
 
@@ -136,7 +138,7 @@ def branched(folder, layout: dict, unused: bool) -> dict[str, torch.Tensor]:
     }
     parts = ParallelSpec(blocks="blocks.*")
     train(
-        config_from_dict(settings), model=model, loss=example.squares, source=example.Waves(), parts=parts,
+        config_from_dict(settings), model=model, loss=example.squares, source=example.Waves(), parallel_spec=parts,
         run=folder, quiet=True,
     )  # fmt: skip
     return model.state_dict()
@@ -171,7 +173,7 @@ def test_buffers_are_the_first_ranks_on_every_rank_as_under_ddp(tmp_path):
         model = Normalised().double()
         settings = config_from_dict(SETTINGS | {"layout": layout, "eval": {"holdout": 0.1, "every": 3, "samples": 6}})
         result = train(
-            settings, model=model, loss=example.squares, source=example.Waves(), parts=example.PARTS,
+            settings, model=model, loss=example.squares, source=example.Waves(), parallel_spec=example.PARALLEL_SPEC,
             run=tmp_path / name, quiet=True,
         )  # fmt: skip
         found[name] = (model.batch_norm.running_mean, result.evaluations)
@@ -180,7 +182,7 @@ def test_buffers_are_the_first_ranks_on_every_rank_as_under_ddp(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("parts", "said"),
+    ("parallel_spec", "message"),
     [
         (ParallelSpec(blocks="blocks.*", outer_modules=(("entry",),)), "no module of the model is called entry"),
         (
@@ -190,7 +192,7 @@ def test_buffers_are_the_first_ranks_on_every_rank_as_under_ddp(tmp_path):
     ],
 )
 def test_a_name_that_is_not_there_is_refused(parts, said, tmp_path):
-    layout = {"replicate": 2, "shard": "parameters"} if parts.ends else {"replicate": 1, "tensor": 2}
+    layout = {"replicate": 2, "shard": "parameters"} if parts.outer_modules else {"replicate": 1, "tensor": 2}
     with pytest.raises(Exception, match=said.replace("*", r"\*")):
         trained(tmp_path / "run", layout, parts)
 
@@ -207,10 +209,10 @@ def test_a_module_in_several_places_is_seen_in_all_of_them(shared, said):
     model = example.Residual(width=8, depth=2)
     shared(model)
     if not said:
-        assert len(fsdp_units(model, example.PARTS)[0]) == 2
+        assert len(fsdp_units(model, example.PARALLEL_SPEC)[0]) == 2
         return
     with pytest.raises(ConfigError, match=said):
-        fsdp_units(model, example.PARTS)
+        fsdp_units(model, example.PARALLEL_SPEC)
 
 
 def test_an_end_is_no_block():

@@ -9,7 +9,15 @@ import pytest
 from meshwright.config import ModelConfig, load_config
 from meshwright.parallel.pipeline_parallel.pipeline_model import SCHEDULES, TrackedStage
 from meshwright.prover.comm_volume import count_third_step
-from meshwright.prover.reference import LR, Concatenated, DataConfig, Loader, build_step, proof_source, proof_stream
+from meshwright.prover.reference import (
+    LR,
+    ConcatenatedSource,
+    DataConfig,
+    Loader,
+    build_step,
+    proof_source,
+    proof_stream,
+)
 from meshwright.telemetry.step_clock import StepClock
 from meshwright.testing import run_ranks
 from meshwright.topology.schedule_timeline import build_timeline
@@ -29,7 +37,7 @@ def config_of(kind, ranks, micros, *more):
 def step_of(world, config):
     layout, batch = validate(config)
     step = build_step(world, config, layout)
-    loader = Loader(Concatenated([proof_source(config)]), proof_stream(config), batch, 0, DataConfig(workers=0))
+    loader = Loader(ConcatenatedSource([proof_source(config)]), proof_stream(config), batch, 0, DataConfig(workers=0))
     return step, loader
 
 

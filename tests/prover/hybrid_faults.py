@@ -180,7 +180,7 @@ def rows_are_not_sorted_by_local_expert(patch):
 
 def travels(patch, **parts):
     """AllToAll with another part: the exchange on the way there (`there`), or the order on the way back (`back`)."""
-    there = parts.get("there", expert_parallel.exchange)
+    there = parts.get("there", expert_parallel.all_to_all)
     put_back = parts.get("back", lambda made, order: made.new_zeros(made.shape).index_copy(0, order, made))
 
     def wrong(self, bank, rows, counts):
@@ -191,7 +191,7 @@ def travels(patch, **parts):
         here = there(rows, self.group, going, coming)
         order = expert_parallel.expert_sort_order(both[1], sum(coming))
         made = bank(here.index_select(0, order), both[1].sum(dim=0))
-        return expert_parallel.exchange(put_back(made, order), self.group, coming, going)
+        return expert_parallel.all_to_all(put_back(made, order), self.group, coming, going)
 
     patch.setattr(expert_parallel.AllToAllDispatch, "forward", wrong)
 
