@@ -142,13 +142,16 @@ def plan_measure(
     from dataclasses import asdict
 
     from meshwright.measure.machine import measure
-    from meshwright.observe.machine_text import show
+    from meshwright.observe.machine_text import show_machine
     from meshwright.planner.hardware.resolve_cluster import measurement_file, write_cluster
 
     file = measurement_file(out)
     cluster, remarks = measure(seconds, ranks)
     write_cluster(cluster, remarks, file)
-    tell(True, {"file": str(file), "remarks": remarks, **asdict(cluster)}, "") if json else show(cluster, remarks, file)
+    if json:
+        tell(True, {"file": str(file), "remarks": remarks, **asdict(cluster)}, "")
+    else:
+        show_machine(cluster, remarks, file)
 
 
 def settings(

@@ -178,3 +178,8 @@ def patched_for_simulation() -> Iterator[None]:
     finally:
         for (module, attribute, _), was in zip(changed, before, strict=True):
             setattr(module, attribute, was)
+
+
+def scaled_mm(left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Multiplies two float8 matrices, each with its scale, by the kernel that torch's float8 training uses."""
+    return torch._scaled_mm(left, right, scale_a=scale_left, scale_b=scale_right, out_dtype=out_dtype)

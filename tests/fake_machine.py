@@ -20,7 +20,7 @@ def machine(devices: int = 4, memory: float = 4 * GB, name: str = "made-up proce
     )
     device = Device(name, memory, 8 * GB, {"fp32": 2 * rate, "bf16": rate}, is_cpu=True, measured_matmuls=products)
     link = Link(1 * GB, 50e-6)
-    return Cluster("here", device, devices, 1, link, link, {"launch": 5e-6})
+    return Cluster("here", device, devices, 1, link, link, 5e-6)
 
 
 def keep_machine(home: Path, cluster: Cluster | None = None) -> Cluster:

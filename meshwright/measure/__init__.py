@@ -1,1 +1,1 @@
-"""What this machine does: products, memory, operators and collectives, timed on all of its devices at once."""
+"""Measures this machine for the planner: matmuls, memory bandwidth, operator launches and collectives."""

@@ -1,4 +1,4 @@
-"""How fast ranks exchange messages, by collective, size and number of ranks."""
+"""Measures the bus bandwidth of collectives by message size and number of ranks."""
 
 from __future__ import annotations
 
@@ -15,82 +15,87 @@ MESSAGE_BYTES = {
     "cpu": [1 << 10, 1 << 14, 1 << 18, 1 << 21, 1 << 24],
     "cuda": [1 << 15, 1 << 20, 1 << 24, 1 << 27, 1 << 30],
 }
-"""Bytes of a whole message."""
-UNIT = 4
-"""Bytes of a number."""
-# torch 2.13 has new names for these, and warns of the old ones.
-GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Message sizes (of the full tensor) by device type."""
+ELEMENT_BYTES = 4
+"""Messages are float32 tensors."""
+# torch 2.13 renames these collectives, and warns about the old names.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """What crosses a rank's link of every byte of a whole message (nccl-tests, PERFORMANCE.md)."""
+    """Returns the bytes that cross the link of one rank per byte of the full message (nccl-tests, PERFORMANCE.md)."""
     if collective == "send":
         return 1.0
     return (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks
 
 
-def measure_curves(crew: TimingGroup, peers: list[int], budget: float) -> list[BandwidthCurve]:
-    """As they were measured: a rate that falls where the next size is faster stays as it is. `peers` are the global
-    ranks of the group, in order. What is too slow for its share of the time is left out, but for the two smallest.
+def measure_curves(group: TimingGroup, peers: list[int], budget: float) -> list[BandwidthCurve]:
+    """Measures a bandwidth curve for every collective; curves are not smoothed.
+
+    `peers` are the global ranks of the group, in order. A message that is too slow for its share of the budget is
+    skipped, except for the two smallest ones.
     """
-    sizes = MESSAGE_BYTES[crew.device.type]
-    allowance = TimeBudget(crew, budget, len(COLLECTIVES) * len(sizes))
-    found = []
-    for collective, make in COLLECTIVES.items():
+    sizes = MESSAGE_BYTES[group.device.type]
+    shares = TimeBudget(group, budget, len(COLLECTIVES) * len(sizes))
+    curves = []
+    for collective, prepare in COLLECTIVES.items():
         points: list[tuple[float, float]] = []
-        each = 0.0
-        for size in sizes:  # as many numbers for every rank
-            whole, share = -(-size // (UNIT * crew.ranks)) * crew.ranks, allowance.next_share()
-            if len(points) >= 2 and not fits_budget(each * whole, share):
+        seconds_per_element = 0.0
+        for size in sizes:
+            elements = -(-size // (ELEMENT_BYTES * group.ranks)) * group.ranks  # a multiple of the number of ranks
+            share = shares.next_share()
+            if len(points) >= 2 and not fits_budget(seconds_per_element * elements, share):
                 continue
-            took = crew.median_seconds(make(crew, peers, whole), share, slowest=True)
-            each = took / whole
-            points.append((float(whole * UNIT), whole * UNIT * bus_factor(collective, crew.ranks) / took))
-        found.append(BandwidthCurve(collective, crew.ranks, tuple(points)))
-    return found
+            seconds = group.median_seconds(prepare(group, peers, elements), share, slowest=True)
+            seconds_per_element = seconds / elements
+            message_bytes = elements * ELEMENT_BYTES
+            points.append((float(message_bytes), message_bytes * bus_factor(collective, group.ranks) / seconds))
+        curves.append(BandwidthCurve(collective, group.ranks, tuple(points)))
+    return curves
 
 
-Make = Callable[[TimingGroup, list[int], int], Callable[[], object]]
+PrepareCall = Callable[[TimingGroup, list[int], int], Callable[[], object]]
+"""(group, global ranks of the group, elements of the full message) -> the call to time"""
 
 
-def all_reduce(crew: TimingGroup, _peers: list[int], whole: int) -> Callable[[], object]:
-    return partial(dist.all_reduce, torch.zeros(whole, device=crew.device), group=crew.group)
+def all_reduce(group: TimingGroup, _peers: list[int], elements: int) -> Callable[[], object]:
+    return partial(dist.all_reduce, torch.zeros(elements, device=group.device), group=group.group)
 
 
-def all_gather(crew: TimingGroup, _peers: list[int], whole: int) -> Callable[[], object]:
-    gathered, own = (torch.zeros(size, device=crew.device) for size in (whole, whole // crew.ranks))
-    return partial(GATHER, gathered, own, group=crew.group)
+def all_gather(group: TimingGroup, _peers: list[int], elements: int) -> Callable[[], object]:
+    output, shard = (torch.zeros(size, device=group.device) for size in (elements, elements // group.ranks))
+    return partial(ALL_GATHER, output, shard, group=group.group)
 
 
-def reduce_scatter(crew: TimingGroup, _peers: list[int], whole: int) -> Callable[[], object]:
-    own, added = (torch.zeros(size, device=crew.device) for size in (whole // crew.ranks, whole))
-    return partial(SCATTER, own, added, group=crew.group)
+def reduce_scatter(group: TimingGroup, _peers: list[int], elements: int) -> Callable[[], object]:
+    shard, full = (torch.zeros(size, device=group.device) for size in (elements // group.ranks, elements))
+    return partial(REDUCE_SCATTER, shard, full, group=group.group)
 
 
-def all_to_all(crew: TimingGroup, _peers: list[int], whole: int) -> Callable[[], object]:
-    received, sent = (torch.zeros(whole, device=crew.device) for _ in range(2))
-    return partial(dist.all_to_all_single, received, sent, group=crew.group)
+def all_to_all(group: TimingGroup, _peers: list[int], elements: int) -> Callable[[], object]:
+    received, sent = (torch.zeros(elements, device=group.device) for _ in range(2))
+    return partial(dist.all_to_all_single, received, sent, group=group.group)
 
 
-def send(crew: TimingGroup, peers: list[int], whole: int) -> Callable[[], object]:
-    """Around a ring: every rank sends to the next and receives from the one before."""
-    sent, received = (torch.zeros(whole, device=crew.device) for _ in range(2))
-    place = peers.index(dist.get_rank())
-    after, before = peers[(place + 1) % len(peers)], peers[place - 1]
+def send(group: TimingGroup, peers: list[int], elements: int) -> Callable[[], object]:
+    """Prepares a ring shift: every rank sends to the next rank and receives from the previous one."""
+    sent, received = (torch.zeros(elements, device=group.device) for _ in range(2))
+    index = peers.index(dist.get_rank())
+    next_rank, previous_rank = peers[(index + 1) % len(peers)], peers[index - 1]
 
     def exchange() -> None:
-        pair = [
-            dist.P2POp(dist.isend, sent, after, group=crew.group),
-            dist.P2POp(dist.irecv, received, before, group=crew.group),
+        operations = [
+            dist.P2POp(dist.isend, sent, next_rank, group=group.group),
+            dist.P2POp(dist.irecv, received, previous_rank, group=group.group),
         ]
-        for work in dist.batch_isend_irecv(pair):
+        for work in dist.batch_isend_irecv(operations):
             work.wait()
 
     return exchange
 
 
-COLLECTIVES: dict[str, Make] = {
+COLLECTIVES: dict[str, PrepareCall] = {
     "all_reduce": all_reduce,
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,

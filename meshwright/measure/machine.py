@@ -1,4 +1,4 @@
-"""This machine as a cluster: one rank a device, all of them measured at once, in bounded time."""
+"""Measures this machine as a cluster: one rank per device, all ranks at the same time, within a time budget."""
 
 from __future__ import annotations
 
@@ -22,117 +22,137 @@ from meshwright.parallel.world import World
 from meshwright.planner.hardware.cluster import BandwidthCurve, Cluster, Device, Link, MatmulRate
 from meshwright.planner.hardware.cluster_file import fill_peak_flops
 
-MOST_RANKS = 64
-CORES = 4
-"""Ranks on a machine without accelerators, at most, unless more are asked for."""
-BUSY = 0.5
-"""Load a core from which on figures are doubtful."""
-SHARES = {"products": 0.45, "copy": 0.05, "launch": 0.02, "curves": 0.48}
-"""of the time"""
-DIGITS = 4
+MAX_CPU_RANKS = 64
+"""Limit of --ranks on a machine without GPUs."""
+DEFAULT_CPU_RANKS = 4
+"""Default number of ranks on a machine without GPUs, if it has as many cores."""
+BUSY_LOAD = 0.5
+"""Load per core above which the result is marked as unreliable."""
+TIME_SHARES = {"matmuls": 0.45, "memory": 0.05, "launch": 0.02, "collectives": 0.48}
+"""Fractions of the time budget."""
+SIGNIFICANT_DIGITS = 4
+"""Precision of a measured value."""
 
 
 @dataclass(frozen=True)
 class MachineMeasurement:
-    """What the ranks found; the same on each."""
+    """What the ranks measured; the same on every rank."""
 
     device: str
+    """name of the device, as torch or the kernel reports it"""
     memory: float
+    """memory capacity per rank, in bytes"""
     matmuls: list[MatmulRate]
     memory_bandwidth: float
+    """bytes/s that a copy reads and writes"""
     launch_seconds: float
+    """seconds per operator launch"""
     curves: list[BandwidthCurve]
+    """bandwidth curves by collective and number of ranks; empty on one rank"""
     is_cpu: bool
+    """whether the CPU computes"""
 
 
 def measure(seconds: float, ranks: int | None = None) -> tuple[Cluster, list[str]]:
-    """This machine, measured for about so many seconds, and remarks on how."""
+    """Measures this machine for about `seconds` seconds; returns it as a cluster, and remarks on the conditions."""
     if not 1 <= seconds <= 600:
-        raise ConfigError(f"--seconds {seconds:g} is out of range", "allowed: from 1 to 600")
-    devices = torch.cuda.device_count()
-    count = ranks if ranks is not None else devices or min(CORES, len(os.sched_getaffinity(0)))
-    most = devices or MOST_RANKS
-    if not 1 <= count <= most:
-        raise ConfigError(f"--ranks {count} is out of range", f"allowed: from 1 to {most}")
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+        raise ConfigError(f"--seconds {seconds:g} is out of range", "expected 1 to 600")
+    devices, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
+    count = ranks if ranks is not None else devices or min(DEFAULT_CPU_RANKS, cores)
+    max_ranks = devices or MAX_CPU_RANKS
+    if not 1 <= count <= max_ranks:
+        raise ConfigError(f"--ranks {count} is out of range", f"expected 1 to {max_ranks}")
+    load = os.getloadavg()[0]
     launch = LaunchConfig(
         rendezvous_timeout=60.0, collective_timeout=60.0 + 2 * seconds, device="cuda" if devices else "cpu"
     )
-    seen: MachineMeasurement = run_ranks(look, count, seconds, launch=launch, timeout=120.0 + 4 * seconds)[0]
-    kind = "NCCL" if devices else "Gloo"
+    measurement: MachineMeasurement = run_ranks(
+        measure_rank, count, seconds, launch=launch, timeout=120.0 + 4 * seconds
+    )[0]
+    backend = "NCCL" if devices else "Gloo"
     remarks = [
         f"measured on {socket.gethostname()}, {date.today()}, with torch {torch.__version__}",
-        f"ranks: {count}, CPU threads of each: {launch.threads}; all at once; medians; {kind} curves, not smoothed",
+        f"{count} ranks at the same time, {launch.threads} CPU threads per rank; medians; {backend} curves, not smoothed",
     ]
-    if load > BUSY * cores:
-        remarks.append(f"the machine was busy: a load of {load:.1f} on {cores} cores; measure again when it is idle")
-    return measured_cluster(seen, count), remarks
+    if load > BUSY_LOAD * cores:
+        remarks.append(f"the machine was busy (load {load:.1f} on {cores} cores): measure again when it is idle")
+    return measured_cluster(measurement, count), remarks
 
 
-def look(world: World, seconds: float) -> MachineMeasurement:
-    """A rank's part of the measurement."""
-    crew = TimingGroup(world.size, world.device)
+def measure_rank(world: World, seconds: float) -> MachineMeasurement:
+    """Runs the measurement on one rank."""
+    group = TimingGroup(world.size, world.device)
     with torch.no_grad():
-        found = MachineMeasurement(
+        return MachineMeasurement(
             device_name(world.device),
             device_memory(world),
-            measure_matmuls(crew, SHARES["products"] * seconds),
-            measure_memory_bandwidth(crew, SHARES["copy"] * seconds),
-            measure_launch(crew, SHARES["launch"] * seconds),
-            all_curves(world, SHARES["curves"] * seconds) if world.size > 1 else [],
+            measure_matmuls(group, TIME_SHARES["matmuls"] * seconds),
+            measure_memory_bandwidth(group, TIME_SHARES["memory"] * seconds),
+            measure_launch(group, TIME_SHARES["launch"] * seconds),
+            measure_all_curves(world, TIME_SHARES["collectives"] * seconds) if world.size > 1 else [],
             world.device.type == "cpu",
         )
-    return found
 
 
-def all_curves(world: World, budget: float) -> list[BandwidthCurve]:
-    """Over two ranks, four, and so on to all of them; those that are left out of a group wait for it."""
+def measure_all_curves(world: World, budget: float) -> list[BandwidthCurve]:
+    """Measures the collectives on groups of 2, 4, ... ranks and on all ranks; ranks outside a group wait for it."""
     sizes = [*(1 << power for power in range(1, 7) if 1 << power < world.size), world.size]
-    found = []
+    curves = []
     for size in sizes:
         peers = list(range(size))
         group = dist.new_group(peers) if size < world.size else None
         if world.rank in peers:
-            found += measure_curves(TimingGroup(size, world.device, group), peers, budget / len(sizes))
+            curves += measure_curves(TimingGroup(size, world.device, group), peers, budget / len(sizes))
         world.all_reduce(torch.zeros(()), "measured").wait()
-    return found
+    return curves
 
 
-def measured_cluster(seen: MachineMeasurement, ranks: int) -> Cluster:
-    rows = tuple(MatmulRate(row.precision, row.m, row.k, row.n, short(row.flops_per_second)) for row in seen.matmuls)
-    peak: dict[str, float] = {}
-    for row in rows:
-        peak[row.precision] = max(row.flops_per_second, peak.get(row.precision, 0.0))
+def measured_cluster(measurement: MachineMeasurement, ranks: int) -> Cluster:
+    """Converts a measurement to a cluster of one node with one device per rank."""
+    matmuls = tuple(
+        MatmulRate(row.precision, row.m, row.k, row.n, round_measurement(row.flops_per_second))
+        for row in measurement.matmuls
+    )
+    peak_flops: dict[str, float] = {}
+    for row in matmuls:
+        peak_flops[row.precision] = max(row.flops_per_second, peak_flops.get(row.precision, 0.0))
     device = Device(
-        seen.device,
-        seen.memory,
-        short(seen.memory_bandwidth),
-        fill_peak_flops(peak),
-        is_cpu=seen.is_cpu,
-        measured_matmuls=rows,
+        measurement.device,
+        measurement.memory,
+        round_measurement(measurement.memory_bandwidth),
+        fill_peak_flops(peak_flops),
+        is_cpu=measurement.is_cpu,
+        measured_matmuls=matmuls,
     )
-    link = link_of_curves(seen.curves, ranks) if ranks > 1 else Link(device.memory_bandwidth, 0.0)
-    return Cluster("here", device, ranks, 1, link, link, {"launch": short(seen.launch_seconds)})
+    link = measured_link(measurement.curves, ranks) if ranks > 1 else Link(device.memory_bandwidth, 0.0)
+    return Cluster("here", device, ranks, 1, link, link, round_measurement(measurement.launch_seconds))
 
 
-def link_of_curves(found: list[BandwidthCurve], ranks: int) -> Link:
-    """Bandwidth is the best of all-reduce among all ranks; latency what a hop of its smallest message took."""
+def measured_link(curves: list[BandwidthCurve], ranks: int) -> Link:
+    """Converts measured curves to a link.
+
+    The bandwidth is the best of an all-reduce over all ranks; the latency is that of one hop of its smallest message.
+    """
     rounded = tuple(
-        BandwidthCurve(row.collective, row.ranks, tuple((size, short(rate)) for size, rate in row.points))
-        for row in found
+        BandwidthCurve(
+            curve.collective, curve.ranks, tuple((size, round_measurement(rate)) for size, rate in curve.points)
+        )
+        for curve in curves
     )
-    [whole] = [row for row in rounded if (row.collective, row.ranks) == ("all_reduce", ranks)]
-    size, rate = whole.points[0]
-    hop = size / ranks / rate  # a ring sends a part of the message in each of its hops
-    return Link(max(rate for _, rate in whole.points), short(hop), whole.points, rounded)
+    [all_reduce] = [curve for curve in rounded if (curve.collective, curve.ranks) == ("all_reduce", ranks)]
+    size, rate = all_reduce.points[0]
+    hop = size / ranks / rate  # each hop of a ring sends 1 / ranks of the message
+    bandwidth = max(rate for _, rate in all_reduce.points)
+    return Link(bandwidth, round_measurement(hop), all_reduce.points, rounded)
 
 
-def short(value: float) -> float:
-    """No more digits than a measurement has."""
-    return float(f"{value:.{DIGITS}g}")
+def round_measurement(value: float) -> float:
+    """Rounds to the digits that a measurement is accurate to."""
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
 
 
 def device_name(device: torch.device) -> str:
+    """Returns the name of the GPU, or the model name of the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     with suppress(OSError):
@@ -143,10 +163,10 @@ def device_name(device: torch.device) -> str:
 
 
 def device_memory(world: World) -> float:
-    """Bytes that a rank may have: a device's, or its part of the host's."""
+    """Returns the bytes that one rank may use: the memory of its GPU, or its share of the host's memory."""
     if world.device.type == "cuda":
         return float(torch.cuda.mem_get_info(world.device)[1])
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, ValueError):  # a container's share; the file says "max" where there is no limit
-        whole = min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return float(whole // world.size)
+    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # the limit of a container; the file contains "max" if there is none
+        host_bytes = min(host_bytes, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return float(host_bytes // world.size)

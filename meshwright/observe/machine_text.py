@@ -1,41 +1,44 @@
-"""A machine as measured, on the terminal: products by shape, memory, operators and collectives. Torch-free."""
+"""Shows a measured machine on the terminal: matmuls, memory bandwidth, operator launches and collectives; torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.io import format_si
+from meshwright.io import format_si, printable
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.hardware.resolve_cluster import machine_file
 
 
-def show(cluster: Cluster, remarks: Sequence[str], file: Path, console: Console | None = None) -> None:
+def show_machine(cluster: Cluster, remarks: Sequence[str], file: Path, console: Console | None = None) -> None:
+    """Prints the measurement that was written to `file`; it is readable on a terminal of 80 columns."""
     console = console or Console(highlight=False)
     device = cluster.device
-    console.print(
-        f"{cluster.devices_per_node} x {device.name}, {format_si(device.memory)}B each", style="bold", markup=False
-    )
-    console.print(f"memory     {format_si(device.memory_bandwidth)}B/s read and written")
-    if "launch" in cluster.measured:
-        console.print(f"operators  {cluster.measured['launch'] * 1e6:.3g} us each")
+    title = f"{cluster.devices_per_node} x {printable(device.name)}, {format_si(device.memory)}B of memory each"
+    console.print(title, style="bold", markup=False)
+    console.print(f"memory bandwidth  {format_si(device.memory_bandwidth)}B/s (read and write)")
+    if cluster.launch_seconds:
+        console.print(f"operator launch   {cluster.launch_seconds * 1e6:.3g} us")
     if device.measured_matmuls:
-        console.print(products(cluster))
+        console.print(matmul_table(cluster))
     if cluster.intra_node.collective_curves:
-        console.print(collectives(cluster))
+        console.print(collective_table(cluster))
     for remark in remarks:
         console.print(remark, style="dim", markup=False, soft_wrap=True)
-    word = "here" if file == machine_file() else file
-    console.print(f"written to {file}: plans take it with --cluster {word}", markup=False, soft_wrap=True)
+    name = "here" if file == machine_file() else file
+    console.print(f"written to {file}; plan for this machine with --cluster {name}", markup=False, soft_wrap=True)
 
 
-def products(cluster: Cluster) -> Table:
-    rates = {(row.m, row.k, row.n, row.precision): row.flops_per_second for row in cluster.device.measured_matmuls}
-    precisions = list(dict.fromkeys(row.precision for row in cluster.device.measured_matmuls))
-    table = Table("product", title="FLOP/s of one device", title_justify="left", title_style="")
+def matmul_table(cluster: Cluster) -> Table:
+    """Builds a table with one row per shape and one column per precision."""
+    measured = cluster.device.measured_matmuls
+    rates = {(row.m, row.k, row.n, row.precision): row.flops_per_second for row in measured}
+    precisions = list(dict.fromkeys(row.precision for row in measured))
+    table = Table("matmul (m x k x n)", title="FLOP/s per device", title_justify="left", title_style="", box=box.SIMPLE)
     for precision in precisions:
         table.add_column(precision, justify="right")
     for shape in dict.fromkeys(key[:3] for key in rates):
@@ -44,14 +47,24 @@ def products(cluster: Cluster) -> Table:
     return table
 
 
-def collectives(cluster: Cluster) -> Table:
+def collective_table(cluster: Cluster) -> Table:
+    """Builds a table with one row per number of ranks and message size, and one column per collective."""
     curves = cluster.intra_node.collective_curves
-    sizes = sorted({size for curve in curves for size, _ in curve.points})
-    table = Table("collective", "ranks", title="bytes/s on the bus", title_justify="left", title_style="")
-    for size in sizes:
-        table.add_column(f"{format_si(size)}B", justify="right")
-    for curve in curves:
-        rates = dict(curve.points)
-        cells = (format_si(rates[size]) if size in rates else "-" for size in sizes)
-        table.add_row(curve.collective, str(curve.ranks), *cells)
+    collectives = list(dict.fromkeys(curve.collective for curve in curves))
+    table = Table(
+        title="bus bandwidth in bytes/s (nccl-tests' definition)",
+        title_justify="left",
+        title_style="",
+        box=box.SIMPLE,
+        padding=(0, 1, 0, 0),
+    )
+    for heading in ("ranks", "message", *collectives):
+        table.add_column(heading, justify="right")
+    for ranks in dict.fromkeys(curve.ranks for curve in curves):
+        rates = {curve.collective: dict(curve.points) for curve in curves if curve.ranks == ranks}
+        for size in sorted({size for points in rates.values() for size in points}):
+            cells = (rates.get(collective, {}).get(size) for collective in collectives)
+            row = (format_si(rate) if rate else "-" for rate in cells)
+            table.add_row(str(ranks), f"{format_si(size)}B", *row)
+        table.add_section()
     return table

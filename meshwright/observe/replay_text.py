@@ -1,4 +1,4 @@
-"""How wrong the planner is, as a table: one line a source, and one for all."""
+"""Shows the planner's error on published runs: one row per source, and one for all sources together."""
 
 from __future__ import annotations
 
@@ -10,51 +10,96 @@ from rich.text import Text
 
 from meshwright.io import format_percent, printable
 
+MAX_SOURCE_LENGTH = 60
+TOTALS = ("fully stated", "all")
+"""Rows over all sources, in bold."""
+TIME_CAPTION = (
+    "Errors are absolute errors of the step time. Other trainer: the median error with the fitted constants of the "
+    "nearest other trainer. Inside: runs within their 80 % interval."
+)
+MEMORY_CAPTION = (
+    "OOM found: runs that ran out of memory, and were predicted not to fit. False OOM: runs that ran, and were "
+    "predicted not to fit. Sweeps are runs of the same work on different layouts: rank correlation (Kendall tau) of "
+    "predicted and measured step time, and regret, the extra time of the layout that was predicted to be the fastest; "
+    "both are means over sweeps."
+)
 
-def show_replay(found: dict[str, Any], console: Console | None = None) -> None:
-    console = console or Console()
-    console.print(table_of(found["scores"]))
+
+def show_replay(replayed: dict[str, Any], console: Console | None = None) -> None:
+    """Prints the scores of `replay`; they are readable on a terminal of 80 columns."""
+    console = console or Console(highlight=False)
+    scores = replayed["scores"]
+    console.print(time_table(scores))
+    console.print()
+    console.print(memory_table(scores))
+    console.print()
     console.print(
-        f"[dim]{len(found['records'])} runs predicted, {len(found['left_out'])} left out (--json says why)[/]"
+        f"[dim]{len(replayed['records'])} runs predicted, {len(replayed['left_out'])} excluded (--json gives the "
+        "reasons)[/]"
     )
 
 
-def table_of(scores: list[dict[str, Any]]) -> Table:
-    table = Table(
-        title="predicted against measured",
-        caption="alone: with the constants of other software; inside: in intervals of four in five; wrongly: ran, and"
-        " said not to fit; tau, regret: means over sweeps",
-    )
-    table.add_column("source")
-    for name in (
+def time_table(scores: list[dict[str, Any]]) -> Table:
+    """Builds the table of step-time errors."""
+    headings = (
         "runs",
-        "median",
-        "90th",
-        "mean",
-        "alone",
-        "inside",
-        "memory",
-        "90th",
-        "oom",
-        "wrongly",
+        "median\nerror",
+        "90th\npercentile",
+        "mean\nerror",
+        "other\ntrainer",
+        "inside\n80 %\ninterval",
+    )
+    table = score_table("Step time: predicted against measured", TIME_CAPTION, headings)
+    for score in scores:
+        errors = (format_error(score[key]) for key in ("median", "ninth", "mean", "alone", "inside"))
+        add_score(table, score, str(score["timed"]), *errors)
+    return table
+
+
+def memory_table(scores: list[dict[str, Any]]) -> Table:
+    """Builds the table of memory errors and of how well layouts are ranked."""
+    headings = (
+        "memory\nmedian\nerror",
+        "memory\n90th\npercentile",
+        "OOM\nfound",
+        "false\nOOM",
         "sweeps",
-        "tau",
+        "rank\ncorrel.\n(tau)",
         "regret",
-    ):
-        table.add_column(name, justify="right")
-    for one in scores:
-        totals = one["source"] in ("fully stated", "all")
-        oom = f"{one['oom_right']}/{one['oom']}" if one["oom"] else ""
-        table.add_row(
-            Text(printable(one["source"])[:60]),
-            str(one["timed"]),
-            *(format_percent(one[key], 1) for key in ("median", "ninth", "mean", "alone", "inside")),
-            *(format_percent(one[key], 1) for key in ("memory_median", "memory_ninth")),
-            oom,
-            str(one["wrongly"] or ""),
-            str(one["sweeps"] or ""),
-            "" if one["tau"] is None else f"{one['tau']:.2f}",
-            format_percent(one["regret"], 1),
-            style="bold" if totals else "",
+    )
+    table = score_table("Memory and ranking of layouts", MEMORY_CAPTION, headings)
+    for score in scores:
+        if not (score["weighed"] or score["oom"] or score["wrongly"] or score["sweeps"]):
+            continue
+        add_score(
+            table,
+            score,
+            format_error(score["memory_median"]),
+            format_error(score["memory_ninth"]),
+            f"{score['oom_right']}/{score['oom']}" if score["oom"] else "",
+            str(score["wrongly"] or ""),
+            str(score["sweeps"] or ""),
+            "" if score["tau"] is None else f"{score['tau']:.2f}",
+            format_error(score["regret"]),
         )
     return table
+
+
+def score_table(title: str, caption: str, headings: tuple[str, ...]) -> Table:
+    table = Table(
+        title=title, caption=caption, title_justify="left", caption_justify="left", box=None, padding=(0, 1, 0, 0)
+    )
+    table.add_column("source", overflow="fold")
+    for heading in headings:
+        table.add_column(heading, justify="right", overflow="fold", min_width=max(map(len, heading.split("\n"))))
+    return table
+
+
+def add_score(table: Table, score: dict[str, Any], *cells: str) -> None:
+    source = Text(printable(score["source"])[:MAX_SOURCE_LENGTH])
+    table.add_row(source, *cells, style="bold" if score["source"] in TOTALS else "")
+
+
+def format_error(fraction: float | None) -> str:
+    """Formats a fraction with one decimal; empty if there is none."""
+    return "" if fraction is None else format_percent(fraction, 1)

@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.config import Batch
 from meshwright.errors import ConfigError
 from meshwright.io import read_regular_file
-from meshwright.planner.hardware.cluster import DEVICES, GB, NODES, Cluster, preset_cluster
+from meshwright.planner.hardware.cluster import GB, NODE_TYPES, Cluster, preset_cluster
 from meshwright.planner.workload.architecture import Architecture, LatentAttention
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
@@ -268,12 +268,12 @@ NETWORKS: tuple[tuple[str, float, bool], ...] = (
 def cluster_of(gpu: str, devices: int, text: str) -> Cluster:
     word = re.sub(r"nvidia[ -]|-?sxm\d?|-?hbm\w*|gb\b", "", gpu.lower()).strip().split(" ")[0]
     name = "h100-500w" if "500w" in gpu.lower() else ALIASES.get(word, word)
-    if name not in DEVICES or name not in NODES:
-        raise ConfigError(f"nothing is known of {gpu}", f"allowed: {', '.join(DEVICES)}")
+    if name not in NODE_TYPES:
+        raise ConfigError(f"nothing is known of {gpu}", f"allowed: {', '.join(NODE_TYPES)}")
     cluster = preset_cluster(name, devices)
     for pattern, rate, each in NETWORKS:
         if found := re.search(pattern, text):
-            share = figure(found[1] or 1) * rate / 8 * GB / (1 if each else NODES[name][0])
+            share = figure(found[1] or 1) * rate / 8 * GB / (1 if each else NODE_TYPES[name].devices)
             cluster = replace(cluster, inter_node=replace(cluster.inter_node, bandwidth=share))
             break
     return cluster

@@ -21,7 +21,7 @@ from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.exact.activation_messages import data_dependent_axes
 from meshwright.planner.exact.comm_volume import comm_volume
 from meshwright.planner.exact.state_memory import state_memory
-from meshwright.planner.hardware.cluster import DEVICES, Cluster, Device, Link, preset_cluster
+from meshwright.planner.hardware.cluster import NODE_TYPES, Cluster, Device, Link, preset_cluster
 from meshwright.planner.hardware.resolve_cluster import machine_file, measured_machine, resolve_cluster
 from meshwright.planner.workload.planned_job import PlannedJob
 
@@ -130,6 +130,6 @@ def device_known(name: str) -> str | None:
     memory = re.search(r"([0-9]+) ?gb", name.lower())
     for word in words:
         for known in (word, f"{word}-{memory[1]}" if memory else word):
-            if known in DEVICES:
+            if known in NODE_TYPES:
                 return known
     return None

@@ -87,7 +87,7 @@ def layer_shape(job: PlannedJob) -> LayerShape:
         low,
         job.cluster.device.post_ampere,
         job.cluster.device.is_cpu,
-        job.cluster.measured.get("launch", 0.0),
+        job.cluster.launch_seconds,
     )
 
 

@@ -1,1 +1,1 @@
-"""Devices, links and clusters, as presets, as files, or as measured on this machine."""
+"""Devices, links and clusters: known GPUs, cluster files, and this machine as measured."""

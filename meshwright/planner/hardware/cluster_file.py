@@ -1,39 +1,44 @@
-"""A cluster as a TOML file: read with every field checked, and written; torch-free.
+"""Reads and writes a cluster as a TOML file; torch-free.
 
-    name = "ours"            # all of it is optional beside like = "h100", which it then overrides
+    like = "h100"                    # optional: start from a node of a known GPU; every other key overrides it
+    name = "ours"
     nodes = 16
-    devices = 8              # a node
-    adapters_gbs = 400.0     # of a node, one direction, shared by its devices; or [between] gbs of one device
+    devices_per_node = 8
+    node_network_gbs = 400.0         # bandwidth of one node's adapters, shared by its devices;
+                                     # or [inter_node] bandwidth_gbs, per device
 
     [device]
-    name = "h100"            # a known one; or any name with memory_gb, stream_gbs and peak_tflops
-    host = false             # true where the processors compute, not a device beside them
+    name = "h100"                    # a known GPU, or any name with memory_gb, memory_bandwidth_gbs and peak_tflops
+    is_cpu = false                   # true if the host's CPU computes
     [device.peak_tflops]
     bf16 = 989.0
 
-    [inside]                 # one direction of one device
-    gbs = 450.0
+    [intra_node]                     # per device, in one direction
+    bandwidth_gbs = 450.0
     latency_us = 3.0
-    curve = [[1048576, 40.0], [16777216, 220.0]]   # measured: bytes of a message, GB/s on the bus
+    curve = [[1048576, 40.0], [16777216, 220.0]]   # measured: message bytes, bus bandwidth in GB/s
 
-A gigabyte is 10^9 bytes.
+A file that `meshwright plan measure` writes also has `launch_us`, `[[device.matmuls]]` and `[[intra_node.collectives]]`.
+A gigabyte (GB) is 10^9 bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import tomli_w
+
 from meshwright.config.constraints import Range
 from meshwright.config.reader import build_dataclass, read_toml
 from meshwright.errors import ConfigError
 from meshwright.planner.hardware.cluster import (
-    DEVICES,
     GB,
+    NODE_TYPES,
     TERA,
     BandwidthCurve,
     Cluster,
@@ -45,135 +50,161 @@ from meshwright.planner.hardware.cluster import (
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8", "fp4"]
-Figure = Annotated[float, Range(minimum=1e-9, maximum=1e9)]
-Short = Annotated[float, Range(minimum=0, maximum=1e7)]
-Count = Annotated[int, Range(minimum=1, maximum=1 << 20)]
-Size = Annotated[int, Range(minimum=1, maximum=1 << 24)]
+PositiveRate = Annotated[float, Range(minimum=1e-9, maximum=1e9)]
+Microseconds = Annotated[float, Range(minimum=0, maximum=1e7)]
+DeviceCount = Annotated[int, Range(minimum=1, maximum=1 << 20)]
+MatrixSize = Annotated[int, Range(minimum=1, maximum=1 << 24)]
 Points = tuple[tuple[Annotated[float, Range(above=0, maximum=1e15)], ...], ...]
 
-MOST_POINTS = 256
+MAX_POINTS = 256
+"""Limit on the points of one curve."""
 MAX_DEVICES = 1 << 20
-MOST_ROWS = 256
-MICROS = 1e6
-DIGITS = 15
-"""What a unit's factor does to the last bits is rounded away, and nothing else."""
-USUAL_LATENCY = {"inside": 3.0, "between": 8.0}
-"""Microseconds a hop where the file gives none."""
+"""Limit on the devices of a cluster."""
+MAX_ROWS = 256
+"""Limit on the measured matmuls of a device, and on the measured collectives of a link."""
+MICROSECONDS = 1e6
+SIGNIFICANT_DIGITS = 15
+"""Rounding to 15 digits removes the error of a unit conversion and nothing else."""
+DEFAULT_LATENCY_US = {"intra_node": 3.0, "inter_node": 8.0}
+"""Latency per hop of a link for which the file gives none."""
 
 
 @dataclass(frozen=True)
-class PeakForm:
-    fp64: Figure | None = None
-    fp32: Figure | None = None
-    bf16: Figure | None = None
-    fp16: Figure | None = None
-    fp8: Figure | None = None
-    fp4: Figure | None = None
+class PeakSchema:
+    """The table `device.peak_tflops`: dense TFLOP/s by precision."""
+
+    fp64: PositiveRate | None = None
+    fp32: PositiveRate | None = None
+    bf16: PositiveRate | None = None
+    fp16: PositiveRate | None = None
+    fp8: PositiveRate | None = None
+    fp4: PositiveRate | None = None
 
 
 @dataclass(frozen=True)
-class ProductForm:
+class MatmulSchema:
+    """One row of `device.matmuls`; see `MatmulRate`."""
+
     precision: Precision | None = None
-    rows: Size | None = None
-    inner: Size | None = None
-    columns: Size | None = None
-    tflops: Figure | None = None
+    m: MatrixSize | None = None
+    k: MatrixSize | None = None
+    n: MatrixSize | None = None
+    tflops: PositiveRate | None = None
 
 
 @dataclass(frozen=True)
-class DeviceForm:
+class DeviceSchema:
+    """The table `device`."""
+
     name: str | None = None
-    memory_gb: Figure | None = None
-    stream_gbs: Figure | None = None
-    host: bool = False
-    peak_tflops: PeakForm | None = None
-    products: tuple[ProductForm, ...] = ()
+    memory_gb: PositiveRate | None = None
+    memory_bandwidth_gbs: PositiveRate | None = None
+    is_cpu: bool = False
+    peak_tflops: PeakSchema | None = None
+    matmuls: tuple[MatmulSchema, ...] = ()
 
 
 @dataclass(frozen=True)
-class CurveForm:
+class CurveSchema:
+    """One row of `intra_node.collectives` or `inter_node.collectives`; see `BandwidthCurve`."""
+
     collective: Collective | None = None
-    ranks: Count | None = None
+    ranks: DeviceCount | None = None
     points: Points = ()
 
 
 @dataclass(frozen=True)
-class LinkForm:
-    gbs: Figure | None = None
-    latency_us: Short | None = None
+class LinkSchema:
+    """The table `intra_node` or `inter_node`."""
+
+    bandwidth_gbs: PositiveRate | None = None
+    latency_us: Microseconds | None = None
     curve: Points = ()
-    curves: tuple[CurveForm, ...] = ()
-
-
-@dataclass(frozen=True)
-class MeasuredForm:
-    launch_us: Short | None = None
-    """one operator of a step, from its call to the next, when it has nothing to compute"""
+    collectives: tuple[CurveSchema, ...] = ()
 
 
 @dataclass(frozen=True)
 class ClusterSchema:
+    """The keys of a cluster file, each with its type and range."""
+
     name: str | None = None
     like: str | None = None
-    nodes: Count | None = None
-    devices: Count | None = None
-    adapters_gbs: Figure | None = None
-    device: DeviceForm = DeviceForm()
-    inside: LinkForm | None = None
-    between: LinkForm | None = None
-    measured: MeasuredForm = MeasuredForm()
+    nodes: DeviceCount | None = None
+    devices_per_node: DeviceCount | None = None
+    node_network_gbs: PositiveRate | None = None
+    launch_us: Microseconds | None = None
+    """measured time in which the host launches one operator"""
+    device: DeviceSchema = DeviceSchema()
+    intra_node: LinkSchema | None = None
+    inter_node: LinkSchema | None = None
 
 
 def read_cluster(path: Path) -> Cluster:
+    """Reads and validates a cluster file; the file is untrusted."""
     tree = read_toml(path, "cluster file")
     try:
-        form: ClusterSchema = build_dataclass(ClusterSchema, tree, "")
-        return build_cluster(form, path.stem)
+        schema: ClusterSchema = build_dataclass(ClusterSchema, tree, "")
+        return build_cluster(schema, path.stem)
     except ConfigError as error:
         raise ConfigError(f"cluster file {path}: {error.what}", error.next_move) from None
 
 
-def build_cluster(form: ClusterSchema, name: str) -> Cluster:
-    if form.like is not None and form.like not in DEVICES:
-        raise ConfigError(f"like = {dumps(form.like)} is not known", f"allowed: {', '.join(DEVICES)}")
-    base = preset_cluster(form.like) if form.like else None
-    per_node = needed(form.devices or (base and base.devices_per_node), "devices", "devices = 8, of a node")
-    nodes = form.nodes or 1
-    device = device_of(form.device, base.device if base else None)
-    alone = Link(device.memory_bandwidth, 0.0) if per_node == 1 else None  # no peer in its node: never asked
-    inside = link_of(form.inside or LinkForm(), "inside", base.intra_node if base else alone)
-    between = form.between or LinkForm()
-    if form.adapters_gbs is not None:
-        if between.gbs is not None:
-            raise ConfigError("adapters_gbs and between.gbs say the same", "allowed: one of them")
-        between = replace(between, gbs=form.adapters_gbs / per_node)
-    if nodes * per_node > MAX_DEVICES:
-        raise ConfigError(f"{nodes:,} nodes of {per_node:,} devices", f"allowed: {MAX_DEVICES:,} devices in all")
-    known = base.inter_node if base else (inside if nodes == 1 else None)
-    measured = {} if form.measured.launch_us is None else {"launch": scaled(form.measured.launch_us, 1 / MICROS)}
+def build_cluster(schema: ClusterSchema, name: str) -> Cluster:
+    """Builds the cluster that a file describes; `name` is used if the file gives none."""
+    if schema.like is not None and schema.like not in NODE_TYPES:
+        raise ConfigError(f"like = {dumps(schema.like)} is not known", f"expected one of {', '.join(NODE_TYPES)}")
+    base = preset_cluster(schema.like) if schema.like else None
+    devices = require(
+        schema.devices_per_node or (base and base.devices_per_node), "devices_per_node", "devices_per_node = 8"
+    )
+    nodes = schema.nodes or 1
+    device = build_device(schema.device, base.device if base else None)
+    unused_link = Link(device.memory_bandwidth, 0.0) if devices == 1 else None  # one device has no intra-node peer
+    intra_node = build_link(schema.intra_node or LinkSchema(), "intra_node", base.intra_node if base else unused_link)
+    inter_schema = schema.inter_node or LinkSchema()
+    if schema.node_network_gbs is not None:
+        if inter_schema.bandwidth_gbs is not None:
+            raise ConfigError(
+                "node_network_gbs and inter_node.bandwidth_gbs both give the bandwidth", "expected only one of them"
+            )
+        inter_schema = replace(inter_schema, bandwidth_gbs=schema.node_network_gbs / devices)
+    if nodes * devices > MAX_DEVICES:
+        raise ConfigError(
+            f"the cluster has {nodes:,} nodes of {devices:,} devices", f"expected at most {MAX_DEVICES:,} devices"
+        )
+    inter_base = base.inter_node if base else (intra_node if nodes == 1 else None)
     return Cluster(
-        form.name or form.like or name, device, per_node, nodes, inside, link_of(between, "between", known), measured
+        schema.name or schema.like or name,
+        device,
+        devices,
+        nodes,
+        intra_node,
+        build_link(inter_schema, "inter_node", inter_base),
+        convert_unit(schema.launch_us or 0.0, 1 / MICROSECONDS),
     )
 
 
-def device_of(form: DeviceForm, base: Device | None) -> Device:
-    base = DEVICES.get(form.name or "", base)
-    hint = f"device.name = one of {', '.join(DEVICES)}, or memory_gb, stream_gbs and peak_tflops"
-    rates = {row.name: getattr(form.peak_tflops, row.name) for row in fields(PeakForm)} if form.peak_tflops else {}
-    peak = {precision: scaled(rate, TERA) for precision, rate in rates.items() if rate is not None}
-    memory = form.memory_gb and scaled(form.memory_gb, GB)
-    stream = form.stream_gbs and scaled(form.stream_gbs, GB)
-    whole = (base.peak_flops if base else {}) | peak
-    rows = tuple(
-        product_of(row, f"device.products[{i}]") for i, row in enumerate(few(form.products, "device.products"))
+def build_device(schema: DeviceSchema, base: Device | None) -> Device:
+    """Builds the device of a cluster file; `base` is the known device whose values the file overrides."""
+    if schema.name in NODE_TYPES:
+        base = NODE_TYPES[schema.name].device
+    hint = f"device.name = one of {', '.join(NODE_TYPES)}, or memory_gb, memory_bandwidth_gbs and peak_tflops"
+    rates = asdict(schema.peak_tflops) if schema.peak_tflops else {}
+    given_peaks = {precision: convert_unit(rate, TERA) for precision, rate in rates.items() if rate is not None}
+    memory = schema.memory_gb and convert_unit(schema.memory_gb, GB)
+    bandwidth = schema.memory_bandwidth_gbs and convert_unit(schema.memory_bandwidth_gbs, GB)
+    peaks = (base.peak_flops if base else {}) | given_peaks
+    matmuls = tuple(
+        build_matmul_rate(row, f"device.matmuls[{i}]")
+        for i, row in enumerate(limit_rows(schema.matmuls, "device.matmuls"))
     )
     device = Device(
-        form.name or (base.name if base else "device"),
-        needed(memory or (base and base.memory), "device.memory_gb", hint),
-        needed(stream or (base and base.memory_bandwidth), "device.stream_gbs", hint),
-        fill_peak_flops(needed(whole or None, "device.peak_tflops", hint)),
-        is_cpu=form.host,
-        measured_matmuls=rows,
+        schema.name or (base.name if base else "device"),
+        require(memory or (base and base.memory), "device.memory_gb", hint),
+        require(bandwidth or (base and base.memory_bandwidth), "device.memory_bandwidth_gbs", hint),
+        fill_peak_flops(require(peaks or None, "device.peak_tflops", hint)),
+        is_cpu=schema.is_cpu,
+        measured_matmuls=matmuls,
     )
     if base is None:
         return device
@@ -185,118 +216,134 @@ def device_of(form: DeviceForm, base: Device | None) -> Device:
     )
 
 
-def fill_peak_flops(peak: dict[str, float]) -> dict[str, float]:
-    """Every precision has a rate: one that is not given, that of the one it would be computed in."""
-    if "bf16" not in peak and "fp32" not in peak:
-        raise ConfigError("device.peak_tflops has neither bf16 nor fp32", "allowed: at least one of them")
-    whole = dict(peak)
-    whole.setdefault("bf16", peak.get("fp32", 0.0))
-    whole.setdefault("fp32", whole["bf16"] / 2)
-    whole.setdefault("fp64", whole["fp32"] / 2)
-    whole.setdefault("fp16", whole["bf16"])
-    whole.setdefault("fp8", whole["bf16"])
-    whole.setdefault("fp4", whole["fp8"])
-    return whole
+def fill_peak_flops(peaks: dict[str, float]) -> dict[str, float]:
+    """Returns a rate for every precision: a missing one gets the rate of the precision that would be used instead."""
+    if "bf16" not in peaks and "fp32" not in peaks:
+        raise ConfigError("device.peak_tflops has neither bf16 nor fp32", "expected at least one of them")
+    filled = dict(peaks)
+    filled.setdefault("bf16", peaks.get("fp32", 0.0))
+    filled.setdefault("fp32", filled["bf16"] / 2)
+    filled.setdefault("fp64", filled["fp32"] / 2)
+    filled.setdefault("fp16", filled["bf16"])
+    filled.setdefault("fp8", filled["bf16"])
+    filled.setdefault("fp4", filled["fp8"])
+    return filled
 
 
-def product_of(form: ProductForm, where: str) -> MatmulRate:
-    row = {key: needed(value, f"{where}.{key}", f"a {key}") for key, value in vars(form).items()}
-    return MatmulRate(row["precision"], row["rows"], row["inner"], row["columns"], scaled(row["tflops"], TERA))
+def build_matmul_rate(schema: MatmulSchema, where: str) -> MatmulRate:
+    row = {key: require(value, f"{where}.{key}", f"a value for {key}") for key, value in vars(schema).items()}
+    return MatmulRate(row["precision"], row["m"], row["k"], row["n"], convert_unit(row["tflops"], TERA))
 
 
-def link_of(form: LinkForm, where: str, base: Link | None) -> Link:
-    """`base` is what the file overrides; a curve alone gives a bandwidth, too: its best."""
-    curve = points_of(form.curve, f"{where}.curve") or (base.bandwidth_curve if base else ())
+def build_link(schema: LinkSchema, where: str, base: Link | None) -> Link:
+    """Builds a link; `base` is the link whose values the file overrides.
+
+    If the file gives a curve and no bandwidth, the bandwidth is the best of the curve.
+    """
+    curve = parse_points(schema.curve, f"{where}.curve") or (base.bandwidth_curve if base else ())
     curves = tuple(
-        BandwidthCurve(
-            needed(row.collective, f"{where}.curves[{i}].collective", "all_reduce, all_gather, ..."),
-            needed(row.ranks, f"{where}.curves[{i}].ranks", "a number of ranks"),
-            needed(
-                points_of(row.points, f"{where}.curves[{i}].points") or None, f"{where}.curves[{i}].points", "points"
-            ),
-        )
-        for i, row in enumerate(few(form.curves, f"{where}.curves"))
+        build_curve(row, f"{where}.collectives[{i}]")
+        for i, row in enumerate(limit_rows(schema.collectives, f"{where}.collectives"))
     )
     best = max((rate for _, rate in curve), default=None)
-    given = scaled(form.gbs, GB) if form.gbs is not None else None
-    usual = base.latency if base else USUAL_LATENCY[where] / MICROS
-    hint = f"{where}.gbs, one direction of one device" + (", or adapters_gbs" if where == "between" else "")
+    given = convert_unit(schema.bandwidth_gbs, GB) if schema.bandwidth_gbs is not None else None
+    default_latency = base.latency if base else DEFAULT_LATENCY_US[where] / MICROSECONDS
+    hint = f"{where}.bandwidth_gbs, per device in one direction"
+    hint += ", or node_network_gbs" if where == "inter_node" else ""
     return Link(
-        needed(given or (base and base.bandwidth) or best, f"{where}.gbs", hint),
-        usual if form.latency_us is None else scaled(form.latency_us, 1 / MICROS),
+        require(given or (base and base.bandwidth) or best, f"{where}.bandwidth_gbs", hint),
+        default_latency if schema.latency_us is None else convert_unit(schema.latency_us, 1 / MICROSECONDS),
         curve,
         curves or (base.collective_curves if base else ()),
     )
 
 
-def points_of(points: Points, where: str) -> tuple[tuple[float, float], ...]:
-    if len(points) > MOST_POINTS or any(len(point) != 2 for point in points):
-        raise ConfigError(f"{where} is no curve", f"allowed: at most {MOST_POINTS} pairs of bytes and GB/s")
-    if any(one[0] >= other[0] for one, other in pairwise(points)):
-        raise ConfigError(f"{where} is not in order", "allowed: pairs of bytes and GB/s, with growing bytes")
-    return tuple((size, scaled(rate, GB)) for size, rate in points)
+def build_curve(schema: CurveSchema, where: str) -> BandwidthCurve:
+    points = parse_points(schema.points, f"{where}.points")
+    return BandwidthCurve(
+        require(schema.collective, f"{where}.collective", "all_reduce, all_gather, ..."),
+        require(schema.ranks, f"{where}.ranks", "a number of ranks"),
+        require(points or None, f"{where}.points", "pairs of message bytes and GB/s"),
+    )
 
 
-def few(rows: Sequence[Any], where: str) -> Sequence[Any]:
-    if len(rows) > MOST_ROWS:
-        raise ConfigError(f"{where} has {len(rows):,} rows", f"allowed: at most {MOST_ROWS}")
+def parse_points(points: Points, where: str) -> tuple[tuple[float, float], ...]:
+    """Validates the points of a curve and converts GB/s to bytes/s."""
+    if len(points) > MAX_POINTS or any(len(point) != 2 for point in points):
+        raise ConfigError(f"{where} is not a curve", f"expected at most {MAX_POINTS} pairs of message bytes and GB/s")
+    if any(smaller[0] >= larger[0] for smaller, larger in pairwise(points)):
+        raise ConfigError(
+            f"{where} is not in ascending order", "expected pairs of message bytes and GB/s, ascending in bytes"
+        )
+    return tuple((size, convert_unit(rate, GB)) for size, rate in points)
+
+
+def limit_rows(rows: Sequence[Any], where: str) -> Sequence[Any]:
+    if len(rows) > MAX_ROWS:
+        raise ConfigError(f"{where} has {len(rows):,} rows", f"expected at most {MAX_ROWS}")
     return rows
 
 
-def needed(value: Any, where: str, hint: str) -> Any:
+def require(value: Any, where: str, hint: str) -> Any:
     if value is None:
-        raise ConfigError(f"{where} is missing", f"allowed: {hint}")
+        raise ConfigError(f"{where} is missing", f"expected {hint}")
     return value
 
 
 def cluster_toml(cluster: Cluster, remarks: Sequence[str] = ()) -> str:
-    """The whole cluster as a file, likeness resolved; `read_cluster` is its inverse."""
+    """Returns the text of a cluster file with every value resolved; `read_cluster` is its inverse."""
+    comments = "".join(f"# {line}\n" for remark in remarks for line in remark.splitlines())
+    return comments + tomli_w.dumps(cluster_table(cluster))
+
+
+def cluster_table(cluster: Cluster) -> dict[str, Any]:
+    """Returns the tables of a cluster file."""
     device = cluster.device
-    lines = [f"# {remark}" for remark in remarks]
-    lines += [f"name = {dumps(cluster.name)}", f"nodes = {cluster.nodes}", f"devices = {cluster.devices_per_node}", ""]
-    lines += ["[device]", f"name = {dumps(device.name)}"]
-    lines += [f"memory_gb = {number(device.memory / GB)}", f"stream_gbs = {number(device.memory_bandwidth / GB)}"]
-    lines += ["host = true"] if device.is_cpu else []
-    lines += rows_toml(
-        "products",
-        [
-            f'precision = "{row.precision}", rows = {row.m}, inner = {row.k}, columns = {row.n}, '
-            f"tflops = {number(row.flops_per_second / TERA)}"
-            for row in device.measured_matmuls
-        ],
-    )
-    lines += ["", "[device.peak_tflops]"]
-    lines += [f"{precision} = {number(rate / TERA)}" for precision, rate in device.peak_flops.items()]
-    links = {"inside": cluster.intra_node, "between": cluster.inter_node}
-    if cluster.nodes == 1 and cluster.inter_node == cluster.intra_node:
-        del links["between"]
-    for where, link in links.items():
-        lines += ["", f"[{where}]", f"gbs = {number(link.bandwidth / GB)}"]
-        lines += [f"latency_us = {number(link.latency * MICROS)}"]
-        lines += [f"curve = {points_toml(link.bandwidth_curve)}"] if link.bandwidth_curve else []
-        rows = [
-            f'collective = "{curve.collective}", ranks = {curve.ranks}, points = {points_toml(curve.points)}'
+    table: dict[str, Any] = {
+        "name": cluster.name,
+        "nodes": cluster.nodes,
+        "devices_per_node": cluster.devices_per_node,
+    }
+    if cluster.launch_seconds:
+        table["launch_us"] = convert_unit(cluster.launch_seconds, MICROSECONDS)
+    table["device"] = {
+        "name": device.name,
+        "memory_gb": convert_unit(device.memory, 1 / GB),
+        "memory_bandwidth_gbs": convert_unit(device.memory_bandwidth, 1 / GB),
+        **({"is_cpu": True} if device.is_cpu else {}),
+        "peak_tflops": {precision: convert_unit(rate, 1 / TERA) for precision, rate in device.peak_flops.items()},
+        **({"matmuls": [matmul_table(row) for row in device.measured_matmuls]} if device.measured_matmuls else {}),
+    }
+    table["intra_node"] = link_table(cluster.intra_node)
+    if cluster.nodes > 1 or cluster.inter_node != cluster.intra_node:
+        table["inter_node"] = link_table(cluster.inter_node)
+    return table
+
+
+def matmul_table(row: MatmulRate) -> dict[str, Any]:
+    tflops = convert_unit(row.flops_per_second, 1 / TERA)
+    return {"precision": row.precision, "m": row.m, "k": row.k, "n": row.n, "tflops": tflops}
+
+
+def link_table(link: Link) -> dict[str, Any]:
+    table: dict[str, Any] = {
+        "bandwidth_gbs": convert_unit(link.bandwidth, 1 / GB),
+        "latency_us": convert_unit(link.latency, MICROSECONDS),
+    }
+    if link.bandwidth_curve:
+        table["curve"] = points_table(link.bandwidth_curve)
+    if link.collective_curves:
+        table["collectives"] = [
+            {"collective": curve.collective, "ranks": curve.ranks, "points": points_table(curve.points)}
             for curve in link.collective_curves
         ]
-        lines += rows_toml("curves", rows)
-    if "launch" in cluster.measured:
-        lines += ["", "[measured]", f"launch_us = {number(cluster.measured['launch'] * MICROS)}"]
-    return "\n".join(lines) + "\n"
+    return table
 
 
-def rows_toml(key: str, rows: list[str]) -> list[str]:
-    """A list of tables, one a line."""
-    return [f"{key} = [", *(f"    {{{row}}}," for row in rows), "]"] if rows else []
+def points_table(points: tuple[tuple[float, float], ...]) -> list[list[float]]:
+    return [[size, convert_unit(rate, 1 / GB)] for size, rate in points]
 
 
-def scaled(value: float, unit: float) -> float:
-    return float(f"{value * unit:.{DIGITS}g}")
-
-
-def number(value: float) -> str:
-    text = f"{value:.{DIGITS}g}"
-    return text if "." in text or "e" in text else f"{text}.0"
-
-
-def points_toml(points: tuple[tuple[float, float], ...]) -> str:
-    return "[" + ", ".join(f"[{number(size)}, {number(rate / GB)}]" for size, rate in points) + "]"
+def convert_unit(value: float, factor: float) -> float:
+    """Multiplies by a unit's factor and rounds to SIGNIFICANT_DIGITS."""
+    return float(f"{value * factor:.{SIGNIFICANT_DIGITS}g}")

@@ -1,15 +1,16 @@
-"""How long a collective takes on the links of a cluster, by its size and by where its ranks stand.
+"""Estimates the time of a collective on the links of a cluster, from its size and the placement of its ranks.
 
-A ring sends what the wire count says at the rate of its slowest hop. Inside a node that is the node's link; between
-nodes it is what the group's ranks of one node have of adapters, since each rank drives its own share while other groups
-drive theirs. Every hop adds its latency; between nodes an all-reduce goes by trees, whose depth is a logarithm.
+A ring sends the wire bytes of the collective at the rate of its slowest hop. Within a node that is the intra-node link.
+Across nodes it is the sum of the adapter shares of the group's ranks on one node: every rank drives its own share,
+while other groups drive theirs. Every hop adds its latency. An all-reduce across nodes uses trees, so its latency grows
+with the logarithm of the number of nodes.
 
-| collective | hops | bytes on the wire |
+| collective | hops among n ranks | wire bytes per rank |
 |---|---|---|
 | all_gather, reduce_scatter | n - 1 | (n - 1) / n of the message |
-| all_reduce | 2 (n - 1), or 2 log2 of the nodes | twice that |
-| all_to_all | n - 1, in parallel | (n - 1) / n |
-| send | 1 | all |
+| all_reduce | 2 (n - 1), or 2 log2(nodes) across nodes | 2 (n - 1) / n of the message |
+| all_to_all | n - 1, in parallel | (n - 1) / n of the message |
+| send | 1 | the message |
 """
 
 from __future__ import annotations
@@ -22,102 +23,111 @@ from math import ceil, exp, log, log2
 from meshwright.planner.hardware.cluster import Cluster, Link
 from meshwright.topology.collectives import wire_bytes
 
-REACHED = 0.8
-"""Share of a link's printed bandwidth that a ring reaches (A100 78 %, H200 82 % of one direction)."""
-SETTLES = 12 * 2.0**20
-"""Bytes about which a collective leaves its protocol for small messages: that costs one and a half latencies more."""
+RING_EFFICIENCY = 0.8
+"""Fraction of a link's data-sheet bandwidth that a ring reaches (measured: A100 78 %, H200 82 % of one direction)."""
+PROTOCOL_SWITCH_BYTES = 12 * 2.0**20
+"""Message size around which a collective leaves its low-latency protocol, which costs 1.5 latencies more."""
 
 
 @dataclass(frozen=True)
 class GroupPlacement:
-    """Where the ranks of one group stand."""
+    """How the ranks of one process group are placed on nodes."""
 
     ranks: int
+    """size of the process group"""
     ranks_per_node: int
-    """of them, on one node"""
+    """ranks of the group on one node"""
 
     @property
     def nodes(self) -> int:
+        """Number of nodes that the group spans."""
         return ceil(self.ranks / self.ranks_per_node)
 
     @property
     def link(self) -> str:
+        """The slowest link that the group uses: intra-node or inter-node."""
         return "intra-node" if self.nodes == 1 else "inter-node"
 
 
-def group_placement(per_node: int, ranks: int, stride: int) -> GroupPlacement:
-    """Of a group whose neighbours are `stride` ranks apart; ranks fill one node of so many devices after the other."""
-    return GroupPlacement(ranks, max(1, min(ranks, per_node // stride)))
+def group_placement(devices_per_node: int, ranks: int, stride: int) -> GroupPlacement:
+    """Returns the placement of a group whose consecutive members are `stride` ranks apart; ranks fill nodes in order."""
+    return GroupPlacement(ranks, max(1, min(ranks, devices_per_node // stride)))
 
 
-def collective_seconds(cluster: Cluster, kind: str, message: float, place: GroupPlacement) -> float:
-    """Seconds of one collective of so many bytes, whole."""
-    if place.ranks == 1 or message <= 0:
+def collective_seconds(cluster: Cluster, collective: str, message_bytes: float, placement: GroupPlacement) -> float:
+    """Estimates the seconds of one collective on a message of the given size (the full tensor)."""
+    if placement.ranks == 1 or message_bytes <= 0:
         return 0.0
-    return _seconds(_links(cluster), kind, message, place)
+    return _seconds(ClusterLinks(cluster.intra_node, cluster.inter_node), collective, message_bytes, placement)
 
 
 @dataclass(frozen=True)
-class Links:
-    """The links alone, which can be a key."""
+class ClusterLinks:
+    """The links of a cluster: unlike `Cluster`, a hashable cache key."""
 
-    inside: Link
-    between: Link
-
-
-def _links(cluster: Cluster) -> Links:
-    return Links(cluster.intra_node, cluster.inter_node)
+    intra_node: Link
+    inter_node: Link
 
 
 @cache
-def _seconds(links: Links, kind: str, message: float, place: GroupPlacement) -> float:
-    wire = wire_bytes(kind, int(message), place.ranks)
-    if seen := measured_curve(links.inside if place.nodes == 1 else links.between, kind, place.ranks):
-        return wire / along(seen, message)
-    if kind == "send":
-        link = links.inside if place.nodes == 1 else links.between
-        return link.latency + wire / bus(link, message)
-    near = place.ranks if place.nodes == 1 else place.ranks_per_node
-    hops = near - 1
-    if place.nodes == 1:
-        rate, latency = bus(links.inside, message), hops * links.inside.latency
-    else:
-        rate = min(bus(links.inside, message), place.ranks_per_node * bus(links.between, message))
-        far = log2(place.nodes) if kind == "all_reduce" else place.nodes - 1
-        latency = hops * links.inside.latency + far * links.between.latency
-    if kind == "all_to_all":
-        return latency + exchanged(links, message, place)
-    if kind == "all_reduce":
+def _seconds(links: ClusterLinks, collective: str, message_bytes: float, placement: GroupPlacement) -> float:
+    single_node = placement.nodes == 1
+    wire = wire_bytes(collective, int(message_bytes), placement.ranks)
+    link = links.intra_node if single_node else links.inter_node
+    if points := nearest_curve(link, collective, placement.ranks):
+        return wire / interpolate(points, message_bytes)
+    if collective == "send":
+        return link.latency + wire / bus_bandwidth(link, message_bytes)
+    intra_node_hops = (placement.ranks if single_node else placement.ranks_per_node) - 1
+    latency = intra_node_hops * links.intra_node.latency
+    rate = bus_bandwidth(links.intra_node, message_bytes)
+    if not single_node:
+        rate = min(rate, placement.ranks_per_node * bus_bandwidth(links.inter_node, message_bytes))
+        inter_node_hops = log2(placement.nodes) if collective == "all_reduce" else placement.nodes - 1
+        latency += inter_node_hops * links.inter_node.latency
+    if collective == "all_to_all":
+        return latency + all_to_all_transfer(links, message_bytes, placement)
+    if collective == "all_reduce":
         latency *= 2
-    measured = bool(links.inside.bandwidth_curve if place.nodes == 1 else links.between.bandwidth_curve)
-    settling = 0.0 if measured else 1.5 * latency * message / (message + SETTLES)
-    return (0.0 if measured else latency) + settling + wire / rate
+    if link.bandwidth_curve:  # a measured curve includes latencies
+        return wire / rate
+    protocol_switch = 1.5 * latency * message_bytes / (message_bytes + PROTOCOL_SWITCH_BYTES)
+    return latency + protocol_switch + wire / rate
 
 
-def exchanged(links: Links, message: float, place: GroupPlacement) -> float:
-    """Every rank sends to every other: what stays on the node and what leaves it go by different links."""
-    away = message * (place.ranks - place.ranks_per_node) / place.ranks if place.nodes > 1 else 0.0
-    near = message * (min(place.ranks_per_node, place.ranks) - 1) / place.ranks
-    return max(near / bus(links.inside, message), away / bus(links.between, message))
+def all_to_all_transfer(links: ClusterLinks, message_bytes: float, placement: GroupPlacement) -> float:
+    """Returns the transfer time of an all-to-all: intra-node and inter-node traffic use different links."""
+    ranks, ranks_per_node = placement.ranks, placement.ranks_per_node
+    inter_node_bytes = message_bytes * (ranks - ranks_per_node) / ranks if placement.nodes > 1 else 0.0
+    intra_node_bytes = message_bytes * (min(ranks_per_node, ranks) - 1) / ranks
+    return max(
+        intra_node_bytes / bus_bandwidth(links.intra_node, message_bytes),
+        inter_node_bytes / bus_bandwidth(links.inter_node, message_bytes),
+    )
 
 
-def bus(link: Link, message: float) -> float:
-    """Bytes a second: of a measured curve at this size, or what a ring reaches of the link."""
-    return along(link.bandwidth_curve, message) if link.bandwidth_curve else link.bandwidth * REACHED
+def bus_bandwidth(link: Link, message_bytes: float) -> float:
+    """Returns bytes/s at this message size: from the measured curve, or what a ring reaches of the data sheet."""
+    if link.bandwidth_curve:
+        return interpolate(link.bandwidth_curve, message_bytes)
+    return link.bandwidth * RING_EFFICIENCY
 
 
-def measured_curve(link: Link, kind: str, ranks: int) -> tuple[tuple[float, float], ...]:
-    """Of this collective among about as many ranks, where somebody measured."""
-    same = [curve for curve in link.collective_curves if curve.collective == kind]
-    return min(same, key=lambda curve: abs(curve.ranks - ranks)).points if same else ()
+def nearest_curve(link: Link, collective: str, ranks: int) -> tuple[tuple[float, float], ...]:
+    """Returns the measured curve of this collective with the nearest number of ranks; empty if there is none."""
+    measured = [curve for curve in link.collective_curves if curve.collective == collective]
+    return min(measured, key=lambda curve: abs(curve.ranks - ranks)).points if measured else ()
 
 
-def along(points: tuple[tuple[float, float], ...], message: float) -> float:
-    """Between the points of a curve, in logarithms."""
-    if message <= points[0][0]:
-        return points[0][1] * message / points[0][0]
+def interpolate(points: tuple[tuple[float, float], ...], message_bytes: float) -> float:
+    """Interpolates a bandwidth curve linearly in log-log space.
+
+    Below the first point the time of a message is constant; above the last one the bandwidth is.
+    """
+    if message_bytes <= points[0][0]:
+        return points[0][1] * message_bytes / points[0][0]
     for (small, slow), (large, fast) in pairwise(points):
-        if message <= large:
-            share = log(message / small) / log(large / small)
-            return exp(log(slow) + share * log(fast / slow))
+        if message_bytes <= large:
+            fraction = log(message_bytes / small) / log(large / small)
+            return exp(log(slow) + fraction * log(fast / slow))
     return points[-1][1]

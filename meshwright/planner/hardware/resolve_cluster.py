@@ -1,6 +1,4 @@
-"""The cluster that a word on the command line means: usual nodes of a device, a cluster file, or this machine as
-measured; torch-free.
-"""
+"""Resolves the cluster that a command line names: a known GPU, a cluster file, or this machine as measured; torch-free."""
 
 from __future__ import annotations
 
@@ -12,66 +10,74 @@ from pathlib import Path
 
 from meshwright.errors import ConfigError
 from meshwright.io import atomic_write, output_file
-from meshwright.planner.hardware.cluster import NODES, Cluster, preset_cluster
+from meshwright.planner.hardware.cluster import NODE_TYPES, Cluster, preset_cluster
 from meshwright.planner.hardware.cluster_file import MAX_DEVICES, cluster_toml, read_cluster
 
-COUNTED = re.compile(r"(?P<device>[^:]+)(:(?P<devices>[0-9]{1,7})(x(?P<nodes>[0-9]{1,7}))?)?")
-CLUSTER_NAMES = (
-    f"{', '.join(NODES)}, each also as h100:8 (devices) or h100:8x16 (16 nodes of 8), here, or a cluster file (.toml)"
-)
+CLUSTER_PATTERN = re.compile(r"(?P<device>[^:]+)(:(?P<devices>[0-9]{1,7})(x(?P<nodes>[0-9]{1,7}))?)?")
+
+
+def cluster_names() -> str:
+    """Lists what `--cluster` accepts, for error messages."""
+    forms = "h100:8 (devices), h100:8x16 (16 nodes of 8), here (this machine as measured), or a cluster file (.toml)"
+    return f"{', '.join(NODE_TYPES)}; {forms}"
 
 
 def meshwright_home() -> Path:
-    """Where this machine keeps what it knows of itself."""
+    """Returns the folder of this machine's measurement and calibration log: $MESHWRIGHT_HOME or ~/.meshwright."""
     given = os.environ.get("MESHWRIGHT_HOME")
     return Path(given) if given else Path.home() / ".meshwright"
 
 
 def machine_file() -> Path:
+    """Returns the cluster file that `meshwright plan measure` writes, and that `--cluster here` reads."""
     return meshwright_home() / "machine.toml"
 
 
-def resolve_cluster(word: str) -> Cluster:
-    if word.endswith(".toml") or os.sep in word:
-        return read_cluster(Path(word))
-    match = COUNTED.fullmatch(word)
+def resolve_cluster(name: str) -> Cluster:
+    """Returns the cluster that `--cluster NAME` means."""
+    if name.endswith(".toml") or os.sep in name:
+        return read_cluster(Path(name))
+    match = CLUSTER_PATTERN.fullmatch(name)
     device = match["device"].lower() if match else ""
-    if match is None or (device != "here" and device not in NODES):
-        raise ConfigError(f"no cluster {word!r}", f"allowed: {CLUSTER_NAMES}")
+    if match is None or (device != "here" and device not in NODE_TYPES):
+        raise ConfigError(f"cluster {name!r} is not known", f"expected one of {cluster_names()}")
     devices, nodes = (int(match[key]) if match[key] else None for key in ("devices", "nodes"))
     if devices == 0 or nodes == 0 or (devices or 1) * (nodes or 1) > MAX_DEVICES:
-        raise ConfigError(f"cluster {word!r} is out of range", f"allowed: 1 to {MAX_DEVICES:,} devices")
-    whole = replace(measured_machine() if device == "here" else preset_cluster(device), name=word)
+        raise ConfigError(f"cluster {name!r} is out of range", f"expected 1 to {MAX_DEVICES:,} devices")
+    cluster = replace(measured_machine() if device == "here" else preset_cluster(device), name=name)
     if devices is None:
-        return whole
-    if device == "here" and (nodes or devices > whole.devices_per_node):
+        return cluster
+    if device == "here" and (nodes or devices > cluster.devices_per_node):
         raise ConfigError(
-            f"cluster {word!r} is not this machine", f"allowed: here, or here:1 to here:{whole.devices_per_node}"
+            f"cluster {name!r} is larger than this machine",
+            f"expected here, or here:1 to here:{cluster.devices_per_node}",
         )
     if nodes is None:
-        return with_whole_nodes(whole, devices)
-    if devices > whole.devices_per_node:
+        return with_whole_nodes(cluster, devices)
+    if devices > cluster.devices_per_node:
         raise ConfigError(
-            f"cluster {word!r} has nodes of {devices}, and those of {device} have at most {whole.devices_per_node}",
-            f"allowed: {device}:{whole.devices_per_node}x{nodes}, or a cluster file",
+            f"cluster {name!r} has nodes of {devices} devices, but a node of {device} has at most "
+            f"{cluster.devices_per_node}",
+            f"expected {device}:{cluster.devices_per_node}x{nodes}, or a cluster file",
         )
-    return replace(whole, devices_per_node=devices, nodes=nodes)
+    return replace(cluster, devices_per_node=devices, nodes=nodes)
 
 
-def with_whole_nodes(whole: Cluster, devices: int) -> Cluster:
-    """A part of one node, or whole ones."""
-    if devices > whole.devices_per_node and devices % whole.devices_per_node:
-        below = devices // whole.devices_per_node * whole.devices_per_node
+def with_whole_nodes(cluster: Cluster, devices: int) -> Cluster:
+    """Returns a cluster of so many devices: part of one node, or full nodes only."""
+    if devices > cluster.devices_per_node and devices % cluster.devices_per_node:
+        below = devices // cluster.devices_per_node * cluster.devices_per_node
         raise ConfigError(
-            f"{devices} devices of cluster {whole.name!r} are no whole nodes of {whole.devices_per_node}",
-            f"allowed: {below}, {below + whole.devices_per_node}, or DEVICESxNODES",
+            f"{devices} devices of cluster {cluster.name!r} do not fill nodes of {cluster.devices_per_node}",
+            f"expected {below} or {below + cluster.devices_per_node} devices, or DEVICESxNODES",
         )
-    return whole.with_devices(devices)
+    return cluster.with_devices(devices)
 
 
 def measured_machine() -> Cluster:
+    """Returns this machine as `meshwright plan measure` measured it."""
     if not machine_file().exists():
-        raise ConfigError("this machine was never measured", "run meshwright plan measure first")
+        raise ConfigError("this machine was never measured", "try meshwright plan measure first")
     return read_cluster(machine_file())
 
 
@@ -83,5 +89,5 @@ def measurement_file(file: Path | None) -> Path:
 
 
 def write_cluster(cluster: Cluster, remarks: Sequence[str], file: Path) -> None:
-    """Writes a cluster file atomically."""
+    """Writes a cluster file atomically; each remark becomes a comment."""
     atomic_write(file, cluster_toml(cluster, remarks))

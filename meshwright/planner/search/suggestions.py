@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.errors import ConfigError
 from meshwright.io import format_bytes
 from meshwright.planner.describe import describe_plan, memory_by_class
-from meshwright.planner.hardware.cluster import DEVICES, Cluster
+from meshwright.planner.hardware.cluster import NODE_TYPES, Cluster
 from meshwright.planner.search.search import CostCache, min_memory_candidate
 from meshwright.planner.search.search_space import divisors
 from meshwright.planner.workload.workload import Workload
@@ -53,7 +53,7 @@ def feasible_changes(work: Workload, cluster: Cluster) -> list[str]:
             found.append(f"without --{key}={value}")
     if devices := min_devices(work, cluster):
         found.append(f"{devices:,} devices")
-    for device in sorted(DEVICES.values(), key=lambda each: each.memory):
+    for device in sorted((node.device for node in NODE_TYPES.values()), key=lambda device: device.memory):
         if device.memory > cluster.device.memory and fits(work, replace(cluster, device=device)):
             found.append(f"as many {device.name} of {format_bytes(device.memory)}")
             break
