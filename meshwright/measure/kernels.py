@@ -17,7 +17,7 @@ MATMUL_SHAPES: dict[str, list[MatmulShape]] = {
     "cpu": [(128, 128, 128), (512, 512, 512), (4096, 256, 256), (256, 512, 2048), (1024, 1024, 1024)],
     "cuda": [(1024, 1024, 1024), (4096, 4096, 4096), (16384, 4096, 1024), (2048, 4096, 14336), (8192, 8192, 8192)],
 }
-"""Small, tall, wide and large products by device type. The smallest is first: the time of the others follows from it."""
+"""Small, tall, wide and large products by device type. The smallest is first: it predicts the time of the others."""
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 """Size of the copied tensor by device type; larger than the caches."""

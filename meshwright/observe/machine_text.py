@@ -1,4 +1,4 @@
-"""Shows a measured machine on the terminal: matmuls, memory bandwidth, operator launches and collectives; torch-free."""
+"""Shows a measured machine on the terminal: matmuls, memory, operator launches and collectives; torch-free."""
 
 from __future__ import annotations
 

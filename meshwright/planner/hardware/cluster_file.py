@@ -18,7 +18,7 @@
     latency_us = 3.0
     curve = [[1048576, 40.0], [16777216, 220.0]]   # measured: message bytes, bus bandwidth in GB/s
 
-A file that `meshwright plan measure` writes also has `launch_us`, `[[device.matmuls]]` and `[[intra_node.collectives]]`.
+A file that `meshwright plan measure` writes also has `launch_us`, `device.matmuls` and `intra_node.collectives`.
 A gigabyte (GB) is 10^9 bytes.
 """
 

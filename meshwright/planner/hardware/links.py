@@ -50,7 +50,7 @@ class GroupPlacement:
 
 
 def group_placement(devices_per_node: int, ranks: int, stride: int) -> GroupPlacement:
-    """Returns the placement of a group whose consecutive members are `stride` ranks apart; ranks fill nodes in order."""
+    """Returns the placement of a group whose members are `stride` ranks apart; ranks fill nodes in order."""
     return GroupPlacement(ranks, max(1, min(ranks, devices_per_node // stride)))
 
 

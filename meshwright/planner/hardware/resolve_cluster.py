@@ -1,4 +1,4 @@
-"""Resolves the cluster that a command line names: a known GPU, a cluster file, or this machine as measured; torch-free."""
+"""Resolves the cluster that `--cluster` names: a known GPU, a cluster file, or the measured machine; torch-free."""
 
 from __future__ import annotations
 
