@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from meshwright.config import OptimizerConfig
 from meshwright.data.source import Source
-from meshwright.optim.adamw import learning_rate
+from meshwright.optim.schedule import learning_rate
 from meshwright.trainer.loop import Job
 
 READ_EVERY = 10

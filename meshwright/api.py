@@ -56,7 +56,7 @@ def train(
     """Trains, from wherever the run folder's newest checkpoint stands, and returns when it is done.
 
     `model`, `loss` and `source` may be your own (a loss returns the sum over what counts, see
-    `meshwright.trainer.user_loss`); the weights of `model` are then the trained ones. `parallel_spec` says what its blocks are
+    `meshwright.trainer.user_loss`); the weights of `model` are then the trained ones. `parallel_spec` names its blocks
     and how they are cut, where the config shards, cuts, recomputes or compiles it. Ranks are forked from this
     process; under torchrun this process is one of them, and what watches the ranks is torchrun's.
     `fresh` sets an earlier run aside, `fork` goes on from it with other settings, as a new timeline; without `fallback`

@@ -77,7 +77,7 @@ class Terminal:
         elif event["step"] % self.config.log_every == 0 or event["step"] + 1 == self.steps:
             self.say(plain_line(list(self.recent), self.steps, self.saved))
 
-    def _ledger(self, event: Event) -> None:
+    def _counters(self, event: Event) -> None:
         rows = [row for row in event["traffic"] if row["axis"] != "control"]
         sent = ", ".join(f"{row['axis']} {row['collective']} {format_bytes(row['message_bytes'])}" for row in rows)
         memory = event["memory"]

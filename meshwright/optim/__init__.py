@@ -1,1 +1,1 @@
-"""Optimizers and learning-rate schedules."""
+"""Optimizers, one file each, and learning-rate schedules."""

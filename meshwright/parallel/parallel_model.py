@@ -1,10 +1,11 @@
-"""What a step sees of a model that is spread over ranks: forward, backward, and when gradients meet."""
+"""The parallelized model as the training step sees it: one forward and backward over all micro-batches of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,104 +16,160 @@ from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.tensor_parallel import reduce_partial_gradients
 
 ShardInputs = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+Autocast = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass
 class GradientReduction:
-    """What DDP's reduction of one step sent, and the square of this rank's own gradient before it met the others."""
+    """What DDP's gradient all-reduce of one step sent, and the squared norm of the local gradient before it."""
 
     buckets: int = 0
     message_bytes: int = 0
     local_square: Tensor | None = None
 
 
+@dataclass
+class PassHooks:
+    """What the step does between the passes of `ParallelModel.forward_backward`."""
+
+    enter: Callable[[str], object]
+    """called when a phase (forward, backward, sync) begins"""
+    autocast: Autocast
+    """the context of every forward pass"""
+    scale_loss: Callable[[Tensor], Tensor]
+    """maps the summed token losses of a micro-batch to the value that backward starts from"""
+    losses_complete: Callable[[], None]
+    """called before the last backward pass, where every rank has computed all of its losses by then"""
+
+
+@dataclass
+class InFlightTracker:
+    """Counts the micro-batches whose activations a rank keeps while a pipeline schedule runs."""
+
+    enter: Callable[[str], object] = lambda _phase: None
+    """called when a phase begins; between passes a rank is in `sync`"""
+    live: Counter[int] = field(default_factory=Counter)
+    """micro-batches in flight, by stage"""
+    peak: Counter[int] = field(default_factory=Counter)
+    """the maximum of `live`, by stage"""
+    peak_total: int = 0
+    """the maximum over time of the sum over the rank's stages"""
+
+    def add(self, stage: int, change: int) -> None:
+        self.live[stage] += change
+        self.peak[stage] = max(self.peak[stage], self.live[stage])
+        self.peak_total = max(self.peak_total, self.live.total())
+
+
 def stateful_buffers(module: nn.Module) -> Iterator[Tensor]:
-    """Those that a forward pass may change, differently on ranks with other tokens. A router's bias is moved by the
-    step, alike on all ranks.
+    """Yields the buffers that a forward pass may change, differently on each data-parallel rank. A router's bias is not
+    one of them: the step updates it, identically on all ranks.
     """
-    for part in module.modules():
-        if not isinstance(part, Router):
-            yield from part.buffers(recurse=False)
+    for child in module.modules():
+        if not isinstance(child, Router):
+            yield from child.buffers(recurse=False)
 
 
 def router_biases(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those that no pass changes: routers' biases, which all ranks move alike, or one of them is wrong."""
-    for name, part in module.named_modules():
-        if isinstance(part, Router):
-            yield f"{name}.bias", part.bias
+    """Yields the routers' biases, which must be equal on all ranks: no forward pass changes them."""
+    for name, child in module.named_modules():
+        if isinstance(child, Router):
+            yield f"{name}.bias", child.bias
 
 
 class ParallelModel:
-    """A module after all axes were applied. After the last micro-step every gradient is the sum over the ranks that
-    see other tokens. This one is not spread over tokens at all; each way of doing so is a subclass.
+    """A module after every mesh dimension was applied. When `forward_backward` returns, every gradient is the sum over
+    the data-parallel ranks. This base class has no data parallelism; DDP, FSDP2 and pipelines are subclasses.
     """
 
     meshes = Meshes(None)
     has_loss = True
-    """whether this rank computes a loss, or only a part of the way there"""
-    copies: frozenset[str] = frozenset()
-    """parameters that follow another's value and are nobody's to update or to keep"""
+    """whether this rank computes a loss; in a pipeline only the rank of the last stage does"""
+    tied_copies: frozenset[str] = frozenset()
+    """parameters that mirror a tied parameter of another stage; they are neither updated nor saved here"""
     zero_in_place = False
-    """whether gradients of micro-steps that do not meet would lie beside a buffer that is there anyway"""
+    """whether gradients are zeroed in place: with accumulation, new ones would exist beside DDP's buckets"""
+    interleaves_backward = False
+    """whether backward passes start before the last forward pass"""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.groups: list[dist.ProcessGroup] = []
-        """of ranks that see other tokens, the outermost axis last"""
+        """the data-parallel process groups, the outermost mesh dimension last"""
         self.on_last_bucket: Callable[[], object] = lambda: None
-        self.take: ShardInputs = lambda inputs: inputs
-        """what this rank is given of a micro-batch"""
+        """called when DDP hands over the last bucket, after which only communication is left"""
+        self.shard_inputs: ShardInputs = lambda inputs: inputs
+        """selects this rank's part of a micro-batch (its sequence chunk under context parallelism)"""
 
     @property
     def forward_is_collective(self) -> bool:
-        """Whether a pass through the model is made by several ranks, none of which can make it alone."""
+        """Whether a forward pass needs several ranks, so that no rank can run it alone."""
         return self.meshes.dense_mesh is not None or self.meshes.context_group is not None
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What this rank has to update and to keep, as it is between steps."""
-        return {name: p for name, p in self.module.named_parameters() if name not in self.copies}
+        """The parameters that this rank updates and saves, as they are between steps (local shards under FSDP2)."""
+        return {name: p for name, p in self.module.named_parameters() if name not in self.tied_copies}
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         return self.module(*inputs)  # type: ignore[no-any-return]
 
+    def forward_backward(self, micro_batches: Sequence[tuple[Tensor, ...]], hooks: PassHooks) -> InFlightTracker | None:
+        """Runs forward and backward of all micro-batches of a step and reduces the gradients once, after the last."""
+        for index, inputs in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            with self.micro_step(last):
+                hooks.enter("forward")
+                with hooks.autocast():
+                    losses, _ = self(*inputs)
+                hooks.enter("backward")
+                scaled = hooks.scale_loss(losses)
+                if last:
+                    hooks.losses_complete()
+                    self.on_last_bucket = lambda: hooks.enter("sync")
+                scaled.backward()
+        return None
+
+    def warmup_backward(self, load_inputs: Callable[[], tuple[Tensor, ...] | None], autocast: Autocast) -> None:
+        """Runs a backward pass whose gradients are discarded, where later passes depend on the first one (DDP)."""
+
     @contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
-        """Forward and backward go inside; after the last, gradients have met."""
+        """The context of one micro-batch's forward and backward; on leaving the last one, gradients are reduced."""
         tensor = self.meshes.submesh("tensor")
         if tensor is None:
             yield
             return
-        with loss_parallel():  # a loss over a cut vocabulary, in backward too
+        with loss_parallel():  # backward of a vocabulary-parallel loss needs it too
             yield
         if last:
             reduce_partial_gradients(self.module.parameters(), tensor)
 
     def forward_loss(self, *inputs: Tensor) -> Tensor:
-        """The sum of losses by a forward pass alone."""
+        """Returns the summed token losses of a forward pass without backward."""
         total, _ = self.module(*inputs)
         return total  # type: ignore[no-any-return]
 
     def after_update(self) -> None:
-        """Parameters have new values."""
+        """Called after the optimizer has changed the parameters."""
 
     def broadcast_buffers(self) -> None:
-        """Those of the first rank are the run's: ranks that read other samples would come to others."""
+        """Copies the first data-parallel rank's stateful buffers to the others, as DDP does before forward."""
         for buffer in stateful_buffers(self.module):
             for group in self.groups:
                 dist.broadcast(buffer, group=group, group_src=0)
 
     @property
     def wrapped_module(self) -> nn.Module:
-        """The module that is called."""
+        """The outermost module, including DDP's wrapper."""
         return self.module
 
     def internal_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """(class, tensor) of what the module itself does not show: gathered parameters, buckets of gradients."""
+        """Yields (memory class, tensor) of tensors that the module does not list: unsharded parameters, buckets."""
         return ()
 
     def reshard(self) -> None:
-        """Lets go of what was gathered, where somebody looked at the model between steps."""
+        """Frees unsharded parameters after a forward pass outside a step (FSDP2)."""
 
     def pop_gradient_reduction(self) -> GradientReduction:
-        """What was sent since the last call, where this way of spreading counts it at every step."""
+        """Returns the gradient reduction since the last call; all zeros where it is not counted at every step."""
         return GradientReduction()

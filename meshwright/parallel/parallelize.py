@@ -92,7 +92,7 @@ def parallelize(
         spread = PipelineModel(model, stages, plan, meshes, world.device, tied=config.model.tie)
     spread.meshes = meshes
     if pieces is not None or plan is not None:
-        spread.take = partial(local_chunk, pieces=pieces, separator=config.model.separator)
+        spread.shard_inputs = partial(local_chunk, pieces=pieces, separator=config.model.separator)
     return spread
 
 

@@ -22,10 +22,9 @@ from meshwright.telemetry.step_clock import StepClock
 from meshwright.topology.layout import AXES, Layout
 from meshwright.topology.unsupported import validate
 from meshwright.trainer.evaluate import Evaluation
-from meshwright.trainer.expert_balancer import ExpertBalancer
-from meshwright.trainer.loop import build_parallel_decoder, reports_loss
+from meshwright.trainer.loop import build_parallel_decoder
 from meshwright.trainer.precision import Precision
-from meshwright.trainer.step import Step
+from meshwright.trainer.step import Step, StepContext
 
 STEPS = 3
 LR = 0.01
@@ -170,9 +169,9 @@ def _run_parallel(world: World, config: RunConfig) -> StepResults:
     trail = StepResults()
     step.warmup_backward(loader.first)
     step.gradient(0, next(loader.steps(0, 1)), StepClock(world.device))
-    step.expert_balancer.forget()
+    step.expert_balancer.discard_loads()
     trail.gradients = {name: gradient_as_applied(p, p.grad).clone() for name, p in named.items() if p.grad is not None}
-    step.optimizer.zero()
+    step.optimizer.zero_grad()
     step.parallel_model.pop_gradient_reduction()
     batches = loader.steps(0, STEPS)
     for number in range(STEPS):
@@ -182,7 +181,7 @@ def _run_parallel(world: World, config: RunConfig) -> StepResults:
     trail.updates = {name: full_tensor(p) - before[name] for name, p in (named | biases).items()}
     evaluation = Evaluation(source, stream, held_out_samples(layout), batch, coordinate)
     trail.evaluation, *_ = evaluation.run(
-        step.parallel_model, step.precision, world, step.counts_tokens, step.reports_loss
+        step.parallel_model, step.precision, world, step.context.counts_tokens, step.context.reports_loss
     )
     if not layout.is_first_on(world.rank, [axis for axis in AXES if axis != "pipeline"]):
         trail.gradients, trail.updates = {}, {}  # somebody else has the same
@@ -205,14 +204,5 @@ def gradient_as_applied(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
 def build_step(world: World, config: RunConfig, layout: Layout) -> Step:
     precision = Precision(config.precision, world.device)
     spread = build_parallel_decoder(config, layout, precision, world)
-    return Step(
-        spread,
-        AdamW(spread.parameters(), config.optimizer, layout, world, config.optimizer.cpu_offload),
-        precision,
-        world,
-        expert_balancer=ExpertBalancer(spread.module, config, world),
-        seed=config.seed,
-        coordinate=layout.data_coordinate(world.rank),
-        counts_tokens=layout.counts_tokens(world.rank),
-        reports_loss=reports_loss(spread, layout, world.rank),
-    )
+    optimizer = AdamW(spread.parameters(), config.optimizer, layout, world, config.optimizer.cpu_offload)
+    return Step(StepContext.for_rank(config, layout, world, spread, optimizer, precision))

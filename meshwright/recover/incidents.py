@@ -15,7 +15,7 @@ from meshwright.recover.failures import Failure
 from meshwright.telemetry.heartbeat import HeartbeatReading, read_heartbeat
 from meshwright.telemetry.run_folder import RunFolder
 
-PHASES_WITHOUT_SAMPLES = ("start", "restore", "rehearse", "update", "save", "evaluate", "end")
+PHASES_WITHOUT_SAMPLES = ("start", "restore", "warmup", "update", "save", "evaluate", "end")
 """Phases in which a step's samples play no part."""
 
 

@@ -174,7 +174,7 @@ class Watchdog:
 
 def is_starting(page: HeartbeatReading) -> bool:
     """Building a large model, or reading it, may take long without a sign; a process that was stopped does neither."""
-    return page.phase in ("start", "rehearse") and process_stat(page.pid).get("state") not in ("T", "t")
+    return page.phase in ("start", "warmup") and process_stat(page.pid).get("state") not in ("T", "t")
 
 
 def is_waiting(page: HeartbeatReading) -> bool:

@@ -20,9 +20,8 @@ from meshwright.models.init import build_on_meta
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel.local_shard import LocalShard
 from meshwright.parallel.materialize import Materializer
-from meshwright.parallel.parallel_model import ParallelModel
+from meshwright.parallel.parallel_model import InFlightTracker, ParallelModel
 from meshwright.parallel.parallelize import parallelize
-from meshwright.parallel.pipeline_parallel.pipeline_model import InFlightTracker
 from meshwright.parallel.pipeline_parallel.stages import StagePlan, stage_plan
 from meshwright.parallel.tensor_parallel import decoder_parallel_spec
 from meshwright.parallel.world import World
@@ -33,10 +32,8 @@ from meshwright.telemetry.memory_tracker import KINDS, UNINITIALIZED, MemoryTrac
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import PipelinePlacement
 from meshwright.torch_private import FakeTensors, clear_dtensor_cache, init_fake_process_group, patched_for_simulation
-from meshwright.trainer.expert_balancer import ExpertBalancer
-from meshwright.trainer.loop import reports_loss
 from meshwright.trainer.precision import Precision
-from meshwright.trainer.step import Step, StepControl
+from meshwright.trainer.step import Step, StepContext, StepControl
 from meshwright.trainer.step_counters import count_step
 
 CLASSES = (*KINDS, UNINITIALIZED)
@@ -150,17 +147,8 @@ def run(
     config: RunConfig, layout: Layout, batch: Batch, world: World, spread: ParallelModel
 ) -> tuple[StepTrace, InFlightTracker | None]:
     optimizer = FakeOptimizer(spread.parameters(), config.optimizer, layout, world, config.optimizer.cpu_offload)
-    step = FakeStep(
-        spread,
-        optimizer,
-        Precision(config.precision, world.device),
-        world,
-        expert_balancer=ExpertBalancer(spread.module, config, world),
-        seed=config.seed,
-        coordinate=layout.data_coordinate(world.rank),
-        counts_tokens=layout.counts_tokens(world.rank),
-        reports_loss=reports_loss(spread, layout, world.rank),
-    )
+    precision = Precision(config.precision, world.device)
+    step = FakeStep(StepContext.for_rank(config, layout, world, spread, optimizer, precision))
     batches = micro_batches(batch, config.data.sequence)
     step.run(0, LR, batches)
     with count_step(spread, optimizer, MemoryTimelineTracker) as counted:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from meshwright.config import Batch, RunConfig
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.parallel.pipeline_parallel.pipeline_model import InFlightTracker
+from meshwright.parallel.parallel_model import InFlightTracker
 from meshwright.planner.exact.activation_messages import data_dependent_axes
 from meshwright.simulator.extrapolation import ClassBytes, Extrapolation, StepTrace, extrapolate, peaks
 from meshwright.simulator.fake_rank import CLASSES, StepSize, fake_world, run_second_step

@@ -45,7 +45,7 @@ class Evaluation:
             if batch.bad_samples and index < len(self.cuts):
                 bad = bad or str(batch.bad_samples[0])
             with precision.autocast(), spread.micro_step(last=True):
-                total = spread.forward_loss(*map(world.to_device, spread.take(batch.tensors)))
+                total = spread.forward_loss(*map(world.to_device, spread.shard_inputs(batch.tensors)))
             if index < len(self.cuts):
                 own = [total.double() if reports_loss else torch.zeros((), device=world.device, dtype=torch.float64)]
                 sums += torch.stack(

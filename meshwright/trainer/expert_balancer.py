@@ -1,6 +1,4 @@
-"""What keeps experts evenly loaded from step to step: the pull of the auxiliary loss, and biases by the load of all
-ranks.
-"""
+"""Expert load balancing across steps: the auxiliary loss weight, and router biases updated from the global load."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ from meshwright.parallel.world import World
 
 
 class ExpertBalancer:
-    """The experts of this rank's blocks. Loads are summed over the ranks, which see different tokens, so that biases
-    move alike on every layout.
+    """Balances the experts of this rank's blocks. Loads are summed over the data-parallel ranks, so that biases move
+    identically on every layout.
     """
 
     def __init__(self, module: nn.Module, config: RunConfig, world: World) -> None:
@@ -23,23 +21,23 @@ class ExpertBalancer:
         self.rate = config.model.router_bias_rate
         self.weight = config.model.router_aux_loss / config.batch.global_
         named = ((name, m) for name, m in module.named_modules() if isinstance(m, Experts))
-        self.layers = {block_number(name): experts for name, experts in named}
+        self.layers = {block_index(name): experts for name, experts in named}
 
-    def begin(self, scale: Tensor, dtype: torch.dtype) -> None:
-        """Before a step's forward passes; `scale` is the loss's own."""
+    def begin_step(self, scale: Tensor, dtype: torch.dtype) -> None:
+        """Sets the weight of the auxiliary loss before the forward passes; `scale` is the loss scale."""
         pull = scale.to(dtype) * self.weight if self.weight else None
         for experts in self.layers.values():
             experts.auxiliary_scale = pull
 
-    def forget(self) -> None:
-        """Passes that were no part of a step."""
+    def discard_loads(self) -> None:
+        """Forgets the loads of passes that belong to no step."""
         for experts in self.layers.values():
             experts.take_load()
 
     @torch.no_grad()
-    def end(self, finite: Tensor) -> Tensor | None:
-        """After a step, on every rank: moves the biases, unless the step is skipped, and gives the loads, one row a
-        block: the tokens that chose each expert, then the visits that were dropped. None where there are no experts.
+    def update_biases(self, finite: Tensor) -> Tensor | None:
+        """Updates the biases after a step, unless it is skipped, and returns the loads, one row per block: the tokens
+        that chose each expert, then the number of dropped tokens. Returns None for a model without experts.
         """
         if self.shape[1] == 1:
             return None
@@ -54,12 +52,12 @@ class ExpertBalancer:
         return loads
 
 
-def block_number(name: str) -> int:
-    """Of `decoder.blocks.3.ffn`, 3."""
+def block_index(name: str) -> int:
+    """Returns 3 for `decoder.blocks.3.ffn`."""
     return int(name.split(".")[-2])
 
 
 def imbalance(loads: Tensor) -> float:
-    """The most loaded expert's tokens, as a multiple of an even share, of the worst block."""
-    own = loads[:, :-1].double()
-    return round(float((own.amax(dim=1) / own.mean(dim=1).clamp(min=1)).max()), 4)
+    """Returns the largest load of an expert as a multiple of an even share, in the worst block."""
+    tokens = loads[:, :-1].double()
+    return round(float((tokens.amax(dim=1) / tokens.mean(dim=1).clamp(min=1)).max()), 4)

@@ -37,14 +37,13 @@ from meshwright.telemetry.events import Event, EventLog
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
 from meshwright.trainer.evaluate import Evaluation
-from meshwright.trainer.expert_balancer import ExpertBalancer
 from meshwright.trainer.identity import build_identity, claim_run_folder
 from meshwright.trainer.plan_recorder import PlanRecorder
 from meshwright.trainer.precision import Precision
 from meshwright.trainer.resume import ResumeState
 from meshwright.trainer.signals import SignalWatch
 from meshwright.trainer.start_record import start_record
-from meshwright.trainer.step import Step
+from meshwright.trainer.step import Step, StepContext
 from meshwright.trainer.step_counters import count_step
 from meshwright.trainer.step_recorder import StepRecorder, finite_or_none
 from meshwright.trainer.user_loss import LossFunction, Objective
@@ -147,23 +146,12 @@ class Training:
             config.launch.hang_timeout,
             job.layout,
         )
-        coordinate = job.layout.data_coordinate(world.rank)
-        self.counts_tokens = job.layout.counts_tokens(world.rank)
-        self.reports_loss = reports_loss(self.parallel_model, job.layout, world.rank)
-        self.step = Step(
-            self.parallel_model,
-            self.optimizer,
-            self.precision,
-            world,
-            expert_balancer=ExpertBalancer(self.model, config, world),
-            seed=config.seed,
-            coordinate=coordinate,
-            counts_tokens=self.counts_tokens,
-            reports_loss=self.reports_loss,
-            quarantine=config.data.on_bad_sample == "quarantine",
-            signal_seen=self.signals.seen,
-            saving=self.saver.poll if world.rank == 0 else lambda _done: (False, False),
-        )
+        context = StepContext.for_rank(config, job.layout, world, self.parallel_model, self.optimizer, self.precision)
+        context.signal_seen = self.signals.seen
+        if world.rank == 0:
+            context.save_state = self.saver.poll
+        self.step = Step(context)
+        coordinate = context.data_coordinate
         source = ConcatenatedSource(job.sources)
         loader = Loader(source, self.stream, job.batch, coordinate, config.data)
         self.evaluation = Evaluation(source, self.stream, config.eval.samples, job.batch, coordinate)
@@ -195,7 +183,7 @@ class Training:
         if found is None:
             return 0
         manifest = found.manifest
-        self.optimizer.reload()
+        self.optimizer.refresh_offloaded()
         self.parallel_model.after_update()
         self.resume.apply(manifest, self.ledger, self.precision)
         self.saver.continue_from(manifest)
@@ -251,19 +239,23 @@ class Training:
         faults.fail_point("evaluate", self.done - 1)
         self.ledger.settle()
         found = self.evaluation.run(
-            self.parallel_model, self.precision, self.world, self.counts_tokens, self.reports_loss
+            self.parallel_model,
+            self.precision,
+            self.world,
+            self.step.context.counts_tokens,
+            self.step.context.reports_loss,
         )
         self.ledger.evaluated(self.done - 1, *found)
 
     def notes(self) -> CheckpointMetadata:
-        return self.resume.notes(self.done, self.ledger, self.precision, self.optimizer.used)
+        return self.resume.notes(self.done, self.ledger, self.precision, self.optimizer.used_parameters)
 
     def keep(self) -> None:
         """Saves where all ranks agreed to, and says what became of the save before."""
-        if self.agreed.save:
+        if self.agreed.save_due:
             self.ledger.settle()
             self._tell(self.saver.save(self.notes()))
-        elif self.agreed.saved:
+        elif self.agreed.save_finished:
             self._tell(self.saver.wait())
         elif said := self.saver.stall_warning():
             self.log.write("save_failed", step=self.done, message=said)
@@ -302,11 +294,6 @@ class Training:
         if isinstance(self.model, Objective):
             copy_trained_weights(self.model, self.job, self.world.rank == 0 or not in_shared_memory(self.job))
         return summary
-
-
-def reports_loss(spread: ParallelModel, layout: Layout, rank: int) -> bool:
-    """Whether a rank's loss counts: ranks of the tensor axis come to the same, and not every stage to any."""
-    return spread.has_loss and layout.is_first_on(rank, ["tensor"])
 
 
 def build_parallel_model(job: Job, precision: Precision, world: World) -> ParallelModel:

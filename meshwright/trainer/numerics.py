@@ -74,7 +74,7 @@ def first_nonfinite(
     try:
         with autocast(), spread.micro_step(last=True), torch.set_grad_enabled(not together):
             for batch in batches:
-                total = spread.forward_loss(*(t.to(device) for t in spread.take(batch.tensors)))
+                total = spread.forward_loss(*(t.to(device) for t in spread.shard_inputs(batch.tensors)))
                 if together:
                     continue
                 if found:

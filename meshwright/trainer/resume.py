@@ -13,7 +13,7 @@ from meshwright.checkpoint.saver import CheckpointMetadata
 from meshwright.config import Batch, RunConfig
 from meshwright.data.stream import Stream
 from meshwright.errors import DataError, IdentityError
-from meshwright.optim.adamw import learning_rate
+from meshwright.optim.schedule import learning_rate
 from meshwright.parallel.world import World
 from meshwright.topology.layout import AXES, Layout, stages_per_rank
 from meshwright.trainer.identity import code_fingerprint, describe_differences

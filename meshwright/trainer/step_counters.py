@@ -47,7 +47,7 @@ def count_step(
     bitwise the same.
     """
     moments = [block.local for block in optimizer.moments().values()]
-    copies = optimizer.owned if optimizer.offload else []
+    copies = optimizer.local_parameters if optimizer.offload else []
     memory = ledger(spread.wrapped_module, [*moments, *copies], spread.internal_tensors)
     with memory, CommCounter(spread.meshes.group_names()) as traffic:
         yield StepCounters(memory, traffic)

@@ -72,7 +72,7 @@ class StepRecorder:
         outcome.clock.wait()
         loss, norm, local_square, finite, scale = outcome.numbers.tolist()
         self.loss = loss
-        traffic, phases = outcome.traffic, outcome.clock.seconds()
+        traffic, phases = outcome.reduction, outcome.clock.seconds()
         self.world.heartbeat.complete_step(phases)
         noise = self.noise.update(norm, local_square) if finite else None
         extra: dict[str, Any] = {"skipped": True} if not finite else {}
@@ -88,8 +88,8 @@ class StepRecorder:
                 "live_by_stage": outcome.in_flight.peak,
                 "idle": idle(phases),
             }
-        if outcome.loads is not None:
-            loads = outcome.loads
+        if outcome.expert_loads is not None:
+            loads = outcome.expert_loads
             extra["experts"] = {"imbalance": imbalance(loads), "dropped": int(loads[:, -1].sum())}
         self.log.write(
             "step",
@@ -111,7 +111,7 @@ class StepRecorder:
             memory=memory_bytes(self.world.device),
             **extra,
         )
-        if outcome.loads is not None and self.world.rank == 0 and outcome.step % self.config.log_every == 0:
+        if outcome.expert_loads is not None and self.world.rank == 0 and outcome.step % self.config.log_every == 0:
             self.log.write("experts", step=outcome.step, loads=loads[:, :-1].tolist(), dropped=loads[:, -1].tolist())
         self._bad_samples(outcome)
         self._nonfinite(outcome, loss, bool(finite))

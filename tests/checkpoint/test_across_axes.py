@@ -116,7 +116,7 @@ def loaded(world: World, spread: ParallelModel, state: CheckpointState, folder: 
         for key, tensor in state.items()
         if not torch.equal(local_shard(tensor).local, numbers(key, local_shard(tensor)))
     ]
-    for copy in spread.copies:
+    for copy in spread.tied_copies:
         weight = dict(spread.module.named_parameters())[copy]
         if not torch.equal(local_tensor(weight), numbers("model/decoder.embedding.weight", local_shard(weight))):
             off.append(f"{source}: {copy}")

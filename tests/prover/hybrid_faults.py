@@ -288,7 +288,7 @@ def counts(patch, rule):
     """`rule(name, counted)` in place of which gradients a rank counts."""
 
     def wrong(self, *_):
-        self.counted = [rule(name, counted) for name, counted in zip(self.names, self.counted, strict=True)]
+        self.counts_in_norm = [rule(name, counts) for name, counts in zip(self.names, self.counts_in_norm, strict=True)]
 
     born(patch, AdamW, wrong)
 

@@ -318,7 +318,7 @@ def norm_of_this_ranks_shards(patch):  # torchtitan#596
 
 
 def all_count(patch):
-    born(patch, AdamW, lambda self, *_: setattr(self, "counted", [True] * len(self.counted)))
+    born(patch, AdamW, lambda self, *_: setattr(self, "counts_in_norm", [True] * len(self.counts_in_norm)))
 
 
 @fault(COPIES_OF_SHARDS, "gradient norm of step 0", "1.414 times the right one", TOO_OFTEN)
@@ -391,9 +391,9 @@ def parameters_stay_gathered_where_gradients_are_divided(patch):
 @fault((*PARAMETERS, "--optimizer.cpu_offload=true"), "loss of step 1", STALE)
 def an_offloaded_update_does_not_come_back(patch):
     def wrong(right, self, *rest):
-        before = [block.local.clone() for block in self.blocks]
+        before = [block.local.clone() for block in self.shards]
         right(self, *rest)
-        for block, value in zip(self.blocks, before, strict=True):
+        for block, value in zip(self.shards, before, strict=True):
             block.local.copy_(value)
 
     wrap(patch, AdamW, "update", wrong)

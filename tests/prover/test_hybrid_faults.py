@@ -78,7 +78,7 @@ def labels_are_those_of_another_micro_batch(patch):
         turned = zip(micro_batches, labels[1:] + labels[:1], strict=True)
         return right(self, [(tokens, other) for (tokens, _), other in turned], *rest)
 
-    wrap(patch, PipelineModel, "run", wrong)
+    wrap(patch, PipelineModel, "forward_backward", wrong)
 
 
 @fault(STAGES, "loss of step 0", ORDER)
@@ -115,7 +115,7 @@ def evaluation_counts_tokens_on_every_stage(patch):
 
 @fault(STAGES, "gradient norm of step 0", SOME_RANKS)
 def the_norm_is_of_one_stage(patch):
-    born(patch, AdamW, lambda self, *_: setattr(self, "cut", False))
+    born(patch, AdamW, lambda self, *_: setattr(self, "sharded", False))
 
 
 @fault(STAGES, "loss of step 1", UPDATE, OWN_NORM)

@@ -135,9 +135,9 @@ def counts_tokens_in(patch, name):
     """Every rank counts its tokens in this method."""
 
     def wrong(right, self, *args):
-        previous, self.counts_tokens = self.counts_tokens, True
+        previous, self.context.counts_tokens = self.context.counts_tokens, True
         result = right(self, *args)
-        self.counts_tokens = previous
+        self.context.counts_tokens = previous
         return result
 
     wrap(patch, Step, name, wrong)
@@ -150,7 +150,7 @@ def tokens_counted_by_every_tensor_rank(patch):
 
 @fault(CUT, "loss of step 0", "2 times the right one: the loss alone is: summed over tensor (2) once too often")
 def loss_reported_by_every_tensor_rank(patch):
-    born(patch, Step, lambda self, *_: setattr(self, "reports_loss", True))
+    born(patch, Step, lambda self, *_: setattr(self.context, "reports_loss", True))
 
 
 @fault(CUT, "gradient norm of step 0", SOME_RANKS)

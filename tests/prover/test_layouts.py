@@ -153,7 +153,7 @@ def in_bf16(world, config):
     source, coordinate = Concatenated([proof_source(config)]), layout.data_coordinate(world.rank)
     batches = Loader(source, proof_stream(config), batch, coordinate, DataConfig(workers=0)).steps(0, 3)
     kept = {p.dtype for p in step.parallel_model.module.parameters()} | {
-        local_tensor(p).dtype for p in step.optimizer.owned
+        local_tensor(p).dtype for p in step.optimizer.local_parameters
     }
     losses = [float(step.run(number, RATE, batches).numbers[0]) for number in range(3)]
     return losses, kept, met

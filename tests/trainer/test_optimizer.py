@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from meshwright.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
-from meshwright.optim.adamw import AdamW, learning_rate
+from meshwright.optim.adamw import AdamW
+from meshwright.optim.schedule import learning_rate
 from meshwright.trainer.precision import LossScale, Precision
 
 
@@ -22,7 +23,7 @@ def trained(implementation: str, clip: float, finite: bool = True, scale: float 
             p.grad = scale * torch.full_like(p, 0.5 + step)
         norm = optimizer.gradient_norm() / scale
         optimizer.update(0.1, norm, torch.tensor(scale), torch.tensor(finite))
-        optimizer.zero()
+        optimizer.zero_grad()
     return model
 
 

@@ -90,18 +90,18 @@ def test_biases_move_towards_an_even_load():
         build_model(config.model, 0),
         torch.randint(0, 256, (8, 16), generator=torch.Generator().manual_seed(0)),
     )
-    balance = ExpertBalancer(model, config, World())
+    balancer = ExpertBalancer(model, config, World())
     for block in model.decoder.blocks:
         block.ffn.router.bias[0] = 1.0
     unevenness = []
     for _ in range(40):
         model(tokens, tokens)
-        unevenness.append(imbalance(balance.end(torch.tensor(True))))
+        unevenness.append(imbalance(balancer.update_biases(torch.tensor(True))))
     assert unevenness[0] == 4.0
     assert unevenness[-1] < 1.6
     before = [block.ffn.router.bias.clone() for block in model.decoder.blocks]
     model(tokens, tokens)
-    balance.end(torch.tensor(False))  # a step that is skipped
+    balancer.update_biases(torch.tensor(False))  # a step that is skipped
     assert all(torch.equal(b, block.ffn.router.bias) for b, block in zip(before, model.decoder.blocks, strict=True))
 
 

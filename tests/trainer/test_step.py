@@ -19,7 +19,7 @@ from meshwright.telemetry.step_clock import StepClock
 from meshwright.testing import run_ranks
 from meshwright.trainer.expert_balancer import ExpertBalancer
 from meshwright.trainer.precision import Precision
-from meshwright.trainer.step import Step, step_seed
+from meshwright.trainer.step import Step, StepContext, step_seed
 
 CONFIG = load_config(overrides=["--model.width=32", "--model.layers=2", "--model.ffn=48", "--precision.compute=fp64"])
 
@@ -50,8 +50,8 @@ def one_step(world: World, *overrides: str) -> dict:
     model = build_model(config.model, 0, precision.weights)
     optimizer = AdamW(dict(model.named_parameters()), config.optimizer)
     spread = DDPModel(model, config.ddp, world) if world.size > 1 else ParallelModel(model)
-    balance = ExpertBalancer(model, config, world)
-    step = Step(spread, optimizer, precision, world, expert_balancer=balance, seed=0, coordinate=world.rank)
+    balancer = ExpertBalancer(model, config, world)
+    step = Step(StepContext(spread, optimizer, precision, world, balancer, data_coordinate=world.rank))
     micro = config.batch.micro or 8
     batch = Batch(8 * world.size, micro, world.size, 8 // micro)
     source = MaskedSynthetic(1000, 16, 256)
@@ -62,7 +62,7 @@ def one_step(world: World, *overrides: str) -> dict:
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     loss, norm, local_square, finite, _ = outcome.numbers.tolist()
     return {
-        "traffic": outcome.traffic,
+        "traffic": outcome.reduction,
         "size": size,
         "phases": outcome.clock.seconds(),
         "numbers": (loss, norm, local_square, finite),
@@ -116,15 +116,9 @@ def test_one_rank_needs_no_process_group():
 def test_a_step_without_one_valid_token_is_a_step_with_a_zero_gradient():
     model = build_model(CONFIG.model, 0, torch.float64)
     precision, world = Precision(CONFIG.precision, torch.device("cpu")), World()
-    step = Step(
-        ParallelModel(model),
-        AdamW(dict(model.named_parameters()), CONFIG.optimizer),
-        precision,
-        world,
-        expert_balancer=ExpertBalancer(model, CONFIG, world),
-        seed=0,
-        coordinate=0,
-    )
+    optimizer = AdamW(dict(model.named_parameters()), CONFIG.optimizer)
+    balancer = ExpertBalancer(model, CONFIG, world)
+    step = Step(StepContext(ParallelModel(model), optimizer, precision, world, balancer))
     empty = MicroBatch((torch.zeros(2, 4, dtype=torch.int64), torch.full((2, 4), -100)), 0)
     _, loss = step.gradient(0, [empty], StepClock(torch.device("cpu")))
     assert float(loss) == 0

@@ -6,7 +6,7 @@ whole global batch, so the right reduction is the plain sum; the hook below make
 
 # No postponed annotations here: DDP reads the hook's own at run time.
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.config import DDPConfig
-from meshwright.parallel.parallel_model import GradientReduction, ParallelModel, stateful_buffers
+from meshwright.parallel.parallel_model import Autocast, GradientReduction, ParallelModel, stateful_buffers
 from meshwright.parallel.world import World
 
 
@@ -71,6 +71,22 @@ class DDPModel(ReplicatedModel):
     def micro_step(self, last: bool) -> Iterator[None]:
         with nullcontext() if last else self.ddp.no_sync():
             yield
+
+    def warmup_backward(self, load_inputs: Callable[[], tuple[Tensor, ...] | None], autocast: Autocast) -> None:
+        """DDP rebuilds its buckets, and with them the order of its sums, after its first backward pass. A resumed run
+        must start with the buckets that an uninterrupted run has by then, so the first backward pass is discarded.
+        """
+        inputs = load_inputs()
+        if inputs is None:
+            return
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        with autocast():
+            losses, _ = self(*inputs)
+        losses.backward()
+        self.buckets.clear()  # DDP builds new ones now
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
     @property
     def wrapped_module(self) -> nn.Module:

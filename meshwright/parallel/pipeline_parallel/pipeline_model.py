@@ -1,17 +1,15 @@
-"""Pipeline parallelism: stages of blocks on torch's schedules, and what each rank did while they ran.
+"""Pipeline parallelism: runs a rank's stages under torch's pipeline schedules.
 
-Every rank reads the same samples: the first stage takes the tokens, the last one the labels, and all of them know from
-the tokens where documents end. A stage computes its gradients micro-batch by micro-batch and keeps them whole; ranks
-that read other samples meet once a step, at its end, whatever `shard` divides. The loss is divided by the step, so the
-schedule must not (`scale_grads`).
+Every rank of a pipeline reads the same samples: the first stage uses the tokens, the last stage the labels, and all
+stages use the document boundaries. Gradients accumulate unsharded over the micro-batches and are reduced over the
+data-parallel ranks once, at the end of the step, whatever `shard` says. The step divides the loss by the global token
+count, so the schedule must not scale gradients again (`scale_grads=False`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -29,7 +27,7 @@ from torch.distributed.pipelining import (
 
 from meshwright.config.parallelism import ScheduleName
 from meshwright.parallel.mesh import Meshes
-from meshwright.parallel.parallel_model import ParallelModel
+from meshwright.parallel.parallel_model import InFlightTracker, ParallelModel, PassHooks
 from meshwright.parallel.pipeline_parallel.stages import TIED_COPIES, Stage, StagePlan, TiedWeight
 from meshwright.topology.schedules import SINGLE
 from meshwright.torch_private import StageWithFilteredP2P
@@ -44,31 +42,14 @@ SCHEDULES: dict[ScheduleName, type] = {
 }
 
 
-@dataclass
-class InFlightTracker:
-    """What a rank does while a schedule runs. `enter` hears of every phase: between passes a rank waits."""
-
-    enter: Callable[[str], object] = lambda _phase: None
-    live: Counter[int] = field(default_factory=Counter)
-    peak: Counter[int] = field(default_factory=Counter)
-    """micro-batches whose activations each stage held at once, at most"""
-    peak_total: int = 0
-    """the same over all stages of the rank"""
-
-    def internal_tensors(self, stage: int, change: int) -> None:
-        self.live[stage] += change
-        self.peak[stage] = max(self.peak[stage], self.live[stage])
-        self.peak_total = max(self.peak_total, self.live.total())
-
-
 class TrackedStage(StageWithFilteredP2P):
-    """torch's stage, which tells its pace."""
+    """torch's `PipelineStage`, which reports its phases and micro-batches to an `InFlightTracker`."""
 
     in_flight: InFlightTracker
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         self.in_flight.enter("forward")
-        self.in_flight.internal_tensors(self.stage_index, 1)
+        self.in_flight.add(self.stage_index, 1)
         output = super().forward_one_chunk(*args, **kwargs)
         self.in_flight.enter("sync")
         return output
@@ -79,20 +60,20 @@ class TrackedStage(StageWithFilteredP2P):
         self.in_flight.enter("backward")
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:
-            self.in_flight.internal_tensors(self.stage_index, -1)
+            self.in_flight.add(self.stage_index, -1)
         self.in_flight.enter("sync")
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         self.in_flight.enter("backward")
         super().backward_weight_one_chunk(*args, **kwargs)
-        self.in_flight.internal_tensors(self.stage_index, -1)
+        self.in_flight.add(self.stage_index, -1)
         self.in_flight.enter("sync")
 
 
 @contextmanager
 def unwrap_stage_errors() -> Iterator[None]:
-    """torch wraps whatever is raised within a stage in an error of its own. What it was decides who is to blame: a full
-    memory is this rank's failure, a lost neighbour is not.
+    """Raises the original error of a stage. torch wraps it in a RuntimeError, but its type decides which rank failed:
+    out-of-memory is this rank's failure, a lost peer is not.
     """
     try:
         yield
@@ -103,9 +84,11 @@ def unwrap_stage_errors() -> Iterator[None]:
 
 
 class PipelineModel(ParallelModel):
-    """Stages of a pipeline on this rank, each spread over tokens by itself. `module` holds what all of them have, under
-    the names of the whole model.
+    """The pipeline stages of this rank, each parallelized over data by itself. `module` contains all of them under the
+    parameter names of the full model.
     """
+
+    interleaves_backward = True
 
     def __init__(
         self,
@@ -123,19 +106,21 @@ class PipelineModel(ParallelModel):
         self.tie = TiedWeight(module, plan, self.group) if tied else None
         self.groups = next(iter(stages.values())).groups
         self.has_loss = plan.last_stage in stages
-        self.copies = frozenset(TIED_COPIES) if self.tie is not None and self.tie.tied_copy is not None else frozenset()
+        self.tied_copies = (
+            frozenset(TIED_COPIES) if self.tie is not None and self.tie.tied_copy is not None else frozenset()
+        )
         self.in_flight = InFlightTracker()
-        self.weigh: Callable[[Tensor], Tensor] = lambda loss: loss
-        self.paced = [self._stage(index) for index in sorted(stages)]
+        self.scale_loss: Callable[[Tensor], Tensor] = lambda loss: loss
+        self.tracked_stages = [self._stage(index) for index in sorted(stages)]
         self.schedule = SCHEDULES[plan.schedule](
-            self.paced[0] if plan.schedule in SINGLE else self.paced,
+            self.tracked_stages[0] if plan.schedule in SINGLE else self.tracked_stages,
             plan.micro_batches,
-            loss_fn=lambda output, _labels: self.weigh(output).sum(),
+            loss_fn=lambda output, _labels: self.scale_loss(output.sum()),
             scale_grads=False,
         )
 
     def _stage(self, index: int) -> TrackedStage:
-        """Shapes are given: torch would find them out by a pass through the model."""
+        """Builds a stage with given shapes; torch would otherwise infer them by a pass through the model."""
         plan = self.plan
         hidden = torch.empty(plan.hidden_shape, dtype=plan.dtype, device="meta", requires_grad=True)
         tokens = torch.empty(plan.hidden_shape[:2], dtype=torch.int64, device="meta")
@@ -152,31 +137,26 @@ class PipelineModel(ParallelModel):
         stage.in_flight = self.in_flight
         return stage
 
-    def run(
-        self,
-        micro_batches: Sequence[tuple[Tensor, ...]],
-        weigh: Callable[[Tensor], Tensor],
-        enter: Callable[[str], object],
-        autocast: Callable[[], AbstractContextManager[None]],
-    ) -> InFlightTracker:
-        """Forward and backward of all micro-batches; `weigh` makes of each one's loss what its backward begins with."""
-        self.in_flight = InFlightTracker(enter)
-        for stage in self.paced:
-            stage.in_flight = self.in_flight
-            assert isinstance(stage.submod, Stage)
-            stage.submod.autocast = autocast
-        self.weigh = weigh
-        tokens, *rest = (torch.cat(column) for column in zip(*micro_batches, strict=True))
-        named = dict(zip(("labels", "documents"), rest, strict=False))
-        enter("sync")  # all but the first stage wait for its first micro-batch
-        with unwrap_stage_errors():
-            self.schedule.step(*((tokens,) if 0 in self.stages else ()), target=rest[0], return_outputs=False, **named)
-        if self.tie is not None:
-            self.tie.sum_gradients()
+    def forward_backward(self, micro_batches: Sequence[tuple[Tensor, ...]], hooks: PassHooks) -> InFlightTracker:
+        """Runs all micro-batches in the order of the schedule."""
+        self.in_flight, self.scale_loss = InFlightTracker(hooks.enter), hooks.scale_loss
+        with self.micro_step(last=True):
+            for stage in self.tracked_stages:
+                stage.in_flight = self.in_flight
+                assert isinstance(stage.submod, Stage)
+                stage.submod.autocast = hooks.autocast
+            tokens, *rest = (torch.cat(column) for column in zip(*micro_batches, strict=True))
+            options = dict(zip(("labels", "documents"), rest, strict=False))
+            args = (tokens,) if 0 in self.stages else ()
+            hooks.enter("sync")  # every stage but the first waits for its first micro-batch
+            with unwrap_stage_errors():
+                self.schedule.step(*args, target=rest[0], return_outputs=False, **options)
+            if self.tie is not None:
+                self.tie.sum_gradients()
         return self.in_flight
 
     def forward_loss(self, *inputs: Tensor) -> Tensor:
-        """Stage after stage; only the last one's rank knows the loss."""
+        """Runs the stages one after another. The rank of the last stage returns the loss, the others return zero."""
         tokens, labels, *rest = inputs
         x, total = tokens, torch.zeros((), dtype=self.plan.dtype, device=tokens.device)
         for index in sorted(self.stages):
@@ -200,7 +180,7 @@ class PipelineModel(ParallelModel):
             self.tie.broadcast_value()
 
     def internal_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        received = (("communication", buffer) for stage in self.paced for buffer in stage.receive_buffers())
+        received = (("communication", buffer) for stage in self.tracked_stages for buffer in stage.receive_buffers())
         return chain(received, chain.from_iterable(stage.internal_tensors() for stage in self.stages.values()))
 
     def reshard(self) -> None:
