@@ -15,7 +15,7 @@ from meshwright.launch.ranks import run_ranks
 from meshwright.parallel.local_shard import local_tensor
 from meshwright.prover.comm_volume import check_communication
 from meshwright.prover.layouts import check_layouts, proof_configs
-from meshwright.prover.reference import Concatenated, DataConfig, Loader, build_step, proof_source, proof_stream
+from meshwright.prover.reference import ConcatenatedSource, DataConfig, Loader, build_step, proof_source, proof_stream
 from meshwright.topology.layout import Layout
 from meshwright.topology.unsupported import validate
 
@@ -150,7 +150,7 @@ def in_bf16(world, config):
     ):  # torch's versions differ
         spy(name, met)
     step = build_step(world, config, layout)
-    source, coordinate = Concatenated([proof_source(config)]), layout.data_coordinate(world.rank)
+    source, coordinate = ConcatenatedSource([proof_source(config)]), layout.data_coordinate(world.rank)
     batches = Loader(source, proof_stream(config), batch, coordinate, DataConfig(workers=0)).steps(0, 3)
     kept = {p.dtype for p in step.parallel_model.module.parameters()} | {
         local_tensor(p).dtype for p in step.optimizer.local_parameters
