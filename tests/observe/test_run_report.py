@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_machine import keep_machine
+from fake_machine import write_machine
 from rich.console import Console
 from small_run import small_config
 
@@ -39,7 +39,7 @@ def runs(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MESHWRIGHT_HOME", str(home))
-        keep_machine(home)
+        write_machine(home)
         folder = tmp_path_factory.mktemp("runs")
         for name, words in LAYOUTS.items():
             train(small_config(*words, steps=6), run=folder / name, quiet=True)

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from fake_machine import keep_machine, machine
+from fake_machine import write_machine, made_up_machine
 from small_run import small_config
 
 from meshwright import train
@@ -34,7 +34,7 @@ def teach(cluster, *ratios, words=(), memory=None):
 
 
 def test_runs_that_took_longer_make_the_next_estimate_longer(home):
-    here = keep_machine(home)
+    here = write_machine(home)
     before = estimate(job(here))
     teach(here, 1.5)
     after = estimate(job(here))
@@ -49,7 +49,7 @@ def test_runs_that_took_longer_make_the_next_estimate_longer(home):
 
 
 def test_runs_that_agree_narrow_the_interval_and_others_widen_it(home):
-    here = keep_machine(home)
+    here = write_machine(home)
     before = estimate(job(here))
     teach(here, *[1.2] * 6)
     agreed = estimate(job(here))
@@ -60,7 +60,7 @@ def test_runs_that_agree_narrow_the_interval_and_others_widen_it(home):
 
 
 def test_memory_is_corrected_and_what_is_exact_of_it_is_not(home):
-    here = keep_machine(home)
+    here = write_machine(home)
     [before] = estimate(job(here)).memory_by_rank
     teach(here, 1.0, memory=(100.0, 125.0))
     [after] = estimate(job(here)).memory_by_rank
@@ -69,19 +69,19 @@ def test_memory_is_corrected_and_what_is_exact_of_it_is_not(home):
 
 
 def test_another_machine_learns_nothing_from_this_one(home):
-    here = keep_machine(home)
+    here = write_machine(home)
     teach(here, 3.0)
-    other = machine(rate=30e9)
+    other = made_up_machine(rate=30e9)
     assert corrections_for(other) is UNCORRECTED
     assert estimate(job(other)) == estimate(job(other), lessons=UNCORRECTED)
-    other = keep_machine(home, other)  # this one, measured anew
+    other = write_machine(home, other)  # this one, measured anew
     assert estimate(job(other)).notes
     assert estimate(job(here)).notes == []
 
 
 def test_plans_that_nobody_tried_are_corrected_as_well(home):
     """Else the search would run to whatever was never measured."""
-    here = keep_machine(home, machine(devices=64, memory=80e9))
+    here = write_machine(home, made_up_machine(devices=64, memory=80e9))
     teach(here, 5.0)
     far = estimate(job(here, "--layout.tensor=2", "--layout.shard=parameters", "--batch.global=64", ranks=64))
     assert far.notes == ["corrected x5 by 1 run like it on this machine"]
@@ -89,7 +89,7 @@ def test_plans_that_nobody_tried_are_corrected_as_well(home):
 
 def test_a_search_recalls_runs_once(home):
     """What is written while it goes on changes nothing."""
-    here = keep_machine(home)
+    here = write_machine(home)
     config = small_config()
     work = Workload(job(here).model, 16, 16, "fp32", config)
     desk, same = CostCache(work, here), CostCache(work, here)
@@ -102,7 +102,7 @@ def test_a_search_recalls_runs_once(home):
 
 def test_a_layout_that_disappoints_makes_room_for_another(home, tmp_path):
     """Two plans that are predicted alike: the one that took ten times as long is not taken again."""
-    here = keep_machine(home)
+    here = write_machine(home)
     file = tmp_path / "run.toml"
     file.write_text("[model]\nwidth = 32\nlayers = 2\nffn = 48\n[data]\nsequence = 16\n")
     first = best_plan("here", file, [], None, None).config
@@ -118,7 +118,7 @@ def test_a_layout_that_disappoints_makes_room_for_another(home, tmp_path):
 
 
 def test_a_run_that_ends_well_teaches_once(home, tmp_path):
-    keep_machine(home)
+    write_machine(home)
     train(small_config(steps=13), run=tmp_path / "r", quiet=True)
     [record], damaged = read_records()
     assert damaged == 0
@@ -136,7 +136,7 @@ def test_a_run_that_ends_well_teaches_once(home, tmp_path):
 
 
 def test_a_run_on_a_named_machine_teaches_nothing(home, tmp_path):
-    keep_machine(home)
+    write_machine(home)
     train(small_config(steps=13), run=tmp_path / "r", cluster="h100:2", quiet=True)
     assert read_records() == ([], 0)
     assert json.loads((tmp_path / "r" / "plan.json").read_text())["device"] == "h100"
@@ -162,7 +162,7 @@ def test_without_a_machine_bytes_are_predicted_and_seconds_are_not(device, word,
 
 
 def test_what_was_measured_of_another_device_says_nothing_of_this_one(home):
-    keep_machine(home)
+    write_machine(home)
     assert predict_run(small_config(), 1, "cpu").record["seconds"] > 0
     tree = predict_run(small_config(), 1, "NVIDIA H200").record
     assert tree["seconds"] is None
@@ -179,7 +179,7 @@ def test_an_error_in_the_prediction_is_noted_and_ends_nothing(home, tmp_path, mo
 def test_a_prediction_takes_no_time_that_a_start_would_show(home):
     from time import perf_counter
 
-    keep_machine(home)
+    write_machine(home)
     config = small_config("--layout.shard=parameters")
     took = []
     for _ in range(5):

@@ -6,7 +6,7 @@ import json
 import tomllib
 
 import pytest
-from fake_machine import keep_machine, machine
+from fake_machine import write_machine, made_up_machine
 from small_run import SMALL, small_config
 
 from meshwright.cli import main
@@ -59,7 +59,7 @@ def searched(file, devices, *words):
 @pytest.mark.parametrize("memory", [4e9, 0.9e6, 0.7e6])
 @pytest.mark.parametrize("ranks", [None, "2"])
 def test_best_is_what_the_search_says(home, file, memory, ranks):
-    keep_machine(home, machine(memory=memory))
+    write_machine(home, made_up_machine(memory=memory))
     found = best(file, ranks=ranks)
     chosen = searched(file, int(ranks or 4))
     assert found.config == candidate_config(load_config(file), Candidate.of(chosen.job))
@@ -71,7 +71,7 @@ def test_best_is_what_the_search_says(home, file, memory, ranks):
 
 
 def test_words_pin_the_search(home, file):
-    keep_machine(home)
+    write_machine(home)
     found = best(file, "--layout.tensor=2", "--batch.micro=2", "--activation_checkpoint.mode=full", ranks="4")
     config = found.config
     assert (config.layout.tensor, config.batch.micro, config.activation_checkpoint.mode) == (2, 2, "full")
@@ -81,7 +81,7 @@ def test_words_pin_the_search(home, file):
 
 
 def test_a_run_file_with_a_layout_says_how_many_ranks(home, tmp_path):
-    keep_machine(home)
+    write_machine(home)
     path = tmp_path / "run.toml"
     path.write_text(config_to_toml(small_config(ranks=2)))
     assert Layout.from_config(best(path).config.layout).ranks == 2
@@ -89,7 +89,7 @@ def test_a_run_file_with_a_layout_says_how_many_ranks(home, tmp_path):
 
 
 def test_other_words_are_the_runs_own(home, file):
-    keep_machine(home)
+    write_machine(home)
     assert best(file, "--optimizer.lr=0.5").config.optimizer.lr == 0.5
 
 
@@ -113,7 +113,7 @@ def test_a_cluster_may_be_named_instead(file):
 
 
 def test_a_model_that_does_not_fit_is_refused(home, file):
-    keep_machine(home, machine(memory=1e4))
+    write_machine(home, made_up_machine(memory=1e4))
     with pytest.raises(ConfigError, match="does not fit"):
         best(file)
 
@@ -199,7 +199,7 @@ def test_a_run_trains_as_a_written_plan_says(file, tmp_path, monkeypatch, capsys
 
 
 def test_a_run_trains_by_the_best_plan(home, tmp_path, monkeypatch, capsys):
-    keep_machine(home)
+    write_machine(home)
     monkeypatch.chdir(tmp_path)
     main(["train", *SMALL, "--plan", "best", "--ranks", "2", "--run", "run", "--steps", "3", "--json"])
     first, *events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -75,7 +75,7 @@ def of_decoder(head: dict[str, Any], config: RunConfig, device: str, word: str |
     plain = estimate(job, lessons=UNCORRECTED) if here else None
     tree = head | prediction_record(found) | exactly(job, config, host=device == "cpu")
     tree["notes"] = [*tree["notes"], *([note] if note else [])]
-    tree["peak_flops"] = found.peak_flops if known or device_known(device) else None
+    tree["peak_flops"] = found.peak_flops if known or device_preset(device) else None
     tree["uncorrected"] = {"seconds": plain.seconds, "tensors": plain.memory_by_rank[0].tensors} if plain else None
     if not known:
         tree |= dict.fromkeys((*UNTIMED, "cluster", "fits"))
@@ -121,10 +121,10 @@ def likely(device: str) -> Cluster:
     """A cluster of such devices, to ask for bytes alone."""
     if device == "cpu":
         return ANY
-    return preset_cluster(device_known(device) or "h100")
+    return preset_cluster(device_preset(device) or "h100")
 
 
-def device_known(name: str) -> str | None:
+def device_preset(name: str) -> str | None:
     """Our name of a device by torch's: `NVIDIA H100 80GB HBM3` is h100."""
     words = re.findall(r"[a-z]+[0-9]+x?", name.lower())
     memory = re.search(r"([0-9]+) ?gb", name.lower())
