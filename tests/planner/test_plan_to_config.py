@@ -6,7 +6,7 @@ import json
 import tomllib
 
 import pytest
-from fake_machine import write_machine, made_up_machine
+from fake_machine import made_up_machine, write_machine
 from small_run import SMALL, small_config
 
 from meshwright.cli import main
