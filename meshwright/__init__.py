@@ -1,4 +1,14 @@
-"""Meshwright: distributed training on PyTorch that plans itself, recovers exactly, explains itself and proves it."""
+"""Meshwright: distributed training on PyTorch that plans itself, recovers exactly, explains itself and proves it.
+
+train       train a model on one or many ranks, and resume exactly
+plan        search for the fastest layout of a model on a cluster
+simulate    count communication and memory of a step on any number of ranks
+prove       check the contracts of a config on this machine
+RunConfig   the settings of a run
+ParallelSpec  how to parallelize a model of your own
+errors      the exceptions
+testing     run a function on several ranks, in your own tests
+"""
 
 from __future__ import annotations
 
@@ -7,20 +17,32 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.version import __version__
 
-__all__ = ["ParallelSpec", "RunConfig", "__version__", "simulate", "train"]
+__all__ = ["ParallelSpec", "RunConfig", "__version__", "errors", "plan", "prove", "simulate", "testing", "train"]
 
 if TYPE_CHECKING:
-    from meshwright.api import simulate, train
+    from meshwright import errors, testing
+    from meshwright.api import plan, prove, simulate, train
     from meshwright.config import RunConfig
     from meshwright.parallel.parallel_spec import ParallelSpec
 
+_MODULES = {
+    "ParallelSpec": "meshwright.parallel.parallel_spec",
+    "RunConfig": "meshwright.config",
+    "plan": "meshwright.api",
+    "prove": "meshwright.api",
+    "simulate": "meshwright.api",
+    "train": "meshwright.api",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Imported on first use: `import meshwright` costs nothing and never imports torch."""
-    if name in ("simulate", "train"):
-        return getattr(importlib.import_module("meshwright.api"), name)
-    if name == "RunConfig":
-        return importlib.import_module("meshwright.config").RunConfig
-    if name == "ParallelSpec":
-        return importlib.import_module("meshwright.parallel.parallel_spec").ParallelSpec
+    """Imports a public name on first use, so that `import meshwright` is fast and does not import torch."""
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
+    if name in ("errors", "testing"):
+        return importlib.import_module(f"meshwright.{name}")
     raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

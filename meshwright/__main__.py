@@ -1,4 +1,4 @@
-"""`python -m meshwright` is the command line, under torchrun too."""
+"""Runs the command line as `python -m meshwright`, also under torchrun."""
 
 from meshwright.cli import main
 

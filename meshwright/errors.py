@@ -1,62 +1,108 @@
-"""One family of errors: each says what happened, where, and what to do next, and carries its exit code."""
+"""The exceptions that Meshwright raises, each with an exit code, what happened, and what to do next."""
 
 from __future__ import annotations
 
+import re
+
 
 class MeshwrightError(Exception):
-    """The family. A subclass fixes the exit code; the message is one line."""
+    """Base class of all errors. The message is one line; `hint` says what is expected or what to try.
+
+    Args:
+        message: what happened and where: the rank, step, file or config key, with the expected and the found value.
+        hint: starts with "expected" if it names legal values, and with "try" if it names an action.
+    """
 
     exit_code = 1
+    """exit code of the command line"""
+    rank: int | None = None
+    """rank that raised the error, if it was raised on a rank"""
+    step: int | None = None
+    """step at which the rank raised the error, if known"""
 
-    def __init__(self, what: str, next_move: str = "") -> None:
-        self.what = what
-        self.next_move = next_move
-        super().__init__(what, next_move)
+    def __init__(self, message: str, hint: str = "") -> None:
+        self.message = message
+        self.hint = hint
+        super().__init__(message, hint)
 
     def __str__(self) -> str:
-        return f"{self.what}; {self.next_move}" if self.next_move else self.what
+        return f"{self.message}; {self.hint}" if self.hint else self.message
 
 
 class ConfigError(MeshwrightError):
-    """A key, a value or a size that cannot be."""
+    """A setting, an argument or a combination of them is not valid."""
 
     exit_code = 2
 
 
 class IdentityError(MeshwrightError):
-    """The run folder or a peer holds another run than the one asked for."""
+    """The run folder or another rank belongs to a different run: settings that change the numbers differ."""
 
     exit_code = 3
 
 
 class CheckpointError(MeshwrightError):
-    """No intact checkpoint to go on from, or none can be written."""
+    """There is no intact checkpoint to resume from, or a checkpoint cannot be written."""
 
     exit_code = 4
 
 
 class RestartsExhausted(MeshwrightError):
-    """The job failed, was restarted as often as allowed, and got no further."""
+    """The job failed again after the configured number of restarts without progress."""
 
     exit_code = 5
 
 
 class DataError(MeshwrightError):
-    """The sample stream cannot keep its contract."""
+    """A data source cannot provide the samples that the sample stream defines."""
 
     exit_code = 6
 
 
 class NumericsError(MeshwrightError):
-    """A loss or gradient is not finite and the policy is to stop."""
+    """A loss or a gradient is not finite, and `numerics.on_nonfinite` is stop."""
 
     exit_code = 7
 
 
 class PeerError(MeshwrightError):
-    """Another rank failed, never came, or differs; this rank is only the messenger."""
+    """Another rank failed, did not join, or differs. The rank that raises this is not the cause."""
 
     exit_code = 8
+
+
+class BusyError(MeshwrightError):
+    """Another job is using the run folder."""
+
+    exit_code = 9
+
+
+class StoppedBySignal(MeshwrightError):
+    """A signal stopped the run; every rank ended before the same step."""
+
+    def __init__(self, signal_number: int, step: int) -> None:
+        super().__init__(f"stopped by signal {signal_number} before step {step}, on every rank")
+        self.exit_code = 128 + signal_number
+        self.step = step
+        self.args = (signal_number, step)  # constructor arguments, with which the launcher rebuilds the exception
+
+
+class StoppedBeforeStart(MeshwrightError):
+    """A signal stopped the launch before its ranks were ready."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"stopped by signal {signal_number} before step 1 of this launch; checkpoints are unchanged")
+        self.exit_code = 128 + signal_number
+        self.args = (signal_number,)
+
+
+class KilledBySignal(MeshwrightError):
+    """A second signal killed the ranks without waiting for a checkpoint."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"a second signal {signal_number} killed the ranks; the newest checkpoint is unchanged")
+        self.exit_code = 128 + signal_number
+        self.args = (signal_number,)
 
 
 PEER_LOSS_MESSAGES = (
@@ -66,15 +112,13 @@ PEER_LOSS_MESSAGES = (
     "Timed out waiting",
     "Connection refused",
     "Socket closed",
-    "remote process exited",  # NCCL's words
+    "remote process exited",  # NCCL
     "NCCL communicator was aborted",
 )
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Whether a rank says no more than that another one left, in the words of Gloo or NCCL. It is a witness, never the
-    cause.
-    """
+    """Tells whether an exception of Gloo or NCCL reports that another rank has left; it is never the root cause."""
     text = str(error)
     from_torch = type(error).__name__.startswith("Dist") or any(
         name in text.lower() for name in ("gloo", "nccl", "c10d")
@@ -82,34 +126,18 @@ def is_peer_loss(error: BaseException) -> bool:
     return not isinstance(error, MeshwrightError) and from_torch and any(sign in text for sign in PEER_LOSS_MESSAGES)
 
 
-class BusyError(MeshwrightError):
-    """Another job holds the run folder."""
-
-    exit_code = 9
-
-
-class StoppedBySignal(MeshwrightError):
-    """A signal asked the run to end, and every rank ended at the same step."""
-
-    def __init__(self, signal_number: int, step: int) -> None:
-        super().__init__(f"stopped by signal {signal_number} before step {step}, on every rank")
-        self.exit_code = 128 + signal_number
-        self.args = (signal_number, step)  # so that it survives the trip from a rank to its launcher
+PYTHON_SPELLING = {
+    r"--run(-dir)? DIR\b": "run=DIR",
+    r"--fresh\b": "fresh=True",
+    r"--fork\b": "fork=True",
+    r"--no-fallback\b": "fallback=False",
+    r"--ranks (\d+)": r"config.layout.with_ranks(\1)",
+}
+"""Command-line options in hints -> the keyword arguments of `meshwright.train`."""
 
 
-class StoppedBeforeStart(MeshwrightError):
-    """A signal came before there were ranks to tell."""
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(
-            f"stopped by signal {signal_number} before step 1 of this launch; checkpoints are as they were"
-        )
-        self.exit_code = 128 + signal_number
-
-
-class KilledBySignal(MeshwrightError):
-    """A second signal ended the ranks where they stood."""
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(f"a second signal {signal_number}: the ranks were killed where they stood")
-        self.exit_code = 128 + signal_number
+def with_python_hint(error: MeshwrightError) -> MeshwrightError:
+    """Rewrites the command-line options in the hint of an error as keyword arguments of `meshwright.train`."""
+    for pattern, spelling in PYTHON_SPELLING.items():
+        error.hint = re.sub(pattern, spelling, error.hint)
+    return error

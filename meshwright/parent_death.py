@@ -1,4 +1,4 @@
-"""A process's tie to its parent. Torch-free."""
+"""Ends a process when its parent process ends. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import os
 import signal
 import sys
 
+PR_SET_PDEATHSIG = 1
+
 
 def exit_with_parent(parent: int) -> None:
-    """Linux: the kernel ends this process when its parent ends, however it ends."""
+    """On Linux, asks the kernel to kill this process when `parent` ends, for whatever reason."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # the parent ended before the call
             os._exit(1)

@@ -123,7 +123,7 @@ def build_dataclass(cls: type, tree: Any, path: str) -> Any:
         return cls(**values)
     except ConfigError as error:  # a source inside a mixture says where it stands
         if path.startswith("data.mixture"):
-            raise ConfigError(error.what.replace("data.", f"{path}."), error.next_move) from None
+            raise ConfigError(error.message.replace("data.", f"{path}."), error.hint) from None
         raise
 
 

@@ -126,7 +126,7 @@ def read_plan(folder: RunFolder) -> tuple[dict[str, Any], list[str]]:
     try:
         plan = bounded_object(read_json_file(folder.plan_file))
     except ConfigError as error:
-        return {}, [f"nothing was predicted: {error.what}"]
+        return {}, [f"nothing was predicted: {error.message}"]
     given = plan.get("notes")
     return plan, [str(note)[:300] for note in given[:MAX_NOTES]] if isinstance(given, list) else []
 

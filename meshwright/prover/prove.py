@@ -60,24 +60,36 @@ def run_checks(config: RunConfig) -> Iterator[CheckResult]:
             yield CheckResult(name, "the check runs to its end", False, str(error), round(time.monotonic() - start, 3))
 
 
-def prove(config: RunConfig, out: Path, as_json: bool = False) -> bool:
-    """Every promise checked on this machine; True if all were kept."""
+def certify(config: RunConfig, on_result: Callable[[CheckResult], None] | None = None) -> dict[str, Any]:
+    """Runs every check on this machine, passes each result to `on_result`, and returns the certificate."""
     torch.set_num_threads(config.launch.threads)
+    results = []
+    for result in run_checks(config):
+        results.append(result)
+        if on_result is not None:
+            on_result(result)
+    return build_certificate(config, results)
+
+
+def prove(config: RunConfig, out: Path, as_json: bool = False) -> bool:
+    """Runs every check, prints the results and writes the certificate; True if every contract holds."""
     console = Console(stderr=as_json)
     if not console.is_terminal:
         console = Console(stderr=as_json, width=140)
-    found = []
-    for finding in run_checks(config):
-        found.append(finding)
+    results: list[CheckResult] = []
+
+    def show(result: CheckResult) -> None:
+        results.append(result)
         if not as_json and console.is_terminal:
-            word = "[green]kept  [/]" if finding.kept else "[red]BROKEN[/]"
-            console.print(f"{word} {finding.check}: {finding.promise}", highlight=False)
-    certificate = build_certificate(config, found)
+            status = "[green]kept  [/]" if result.kept else "[red]BROKEN[/]"
+            console.print(f"{status} {result.check}: {result.promise}", highlight=False)
+
+    certificate = certify(config, show)
     write_json(out, certificate)
     if as_json:
         print(json.dumps(certificate))
     else:
-        print_table(console, found, out)
+        print_table(console, results, out)
     return bool(certificate["kept"])
 
 

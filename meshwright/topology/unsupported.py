@@ -258,7 +258,7 @@ def validate(config: RunConfig, own_model: bool = False) -> tuple[Layout, Batch]
             )
         except ConfigError as refused:
             how = f"a rank has {batch.local} samples a step, and batch.micro = {batch.micro} divides them"
-            raise ConfigError(f"layout {layout}: {refused.what}", f"{refused.next_move} ({how})") from None
+            raise ConfigError(f"layout {layout}: {refused.message}", f"{refused.hint} ({how})") from None
     if config.ddp.static_graph and batch.accumulation > 1:
         raise ConfigError(
             f"ddp.static_graph = true with accumulation {batch.accumulation}: DDP fails on a first pass unsynced",

@@ -109,7 +109,7 @@ def cluster_for(config: RunConfig, device: str, word: str | None) -> tuple[Clust
     try:
         whole = measured_machine() if word is None else resolve_cluster(word)
     except ConfigError as error:
-        return None, f"no seconds are predicted: {error.what}"
+        return None, f"no seconds are predicted: {error.message}"
     if word is None and not (whole.device.is_cpu if device == "cpu" else whole.device.name == device):
         return None, f"what was measured of this machine is its {whole.device.name}: no seconds are predicted"
     if ranks > whole.device_count or (ranks > whole.devices_per_node and ranks % whole.devices_per_node):

@@ -146,7 +146,7 @@ def read_cluster(path: Path) -> Cluster:
         schema: ClusterSchema = build_dataclass(ClusterSchema, tree, "")
         return build_cluster(schema, path.stem)
     except ConfigError as error:
-        raise ConfigError(f"cluster file {path}: {error.what}", error.next_move) from None
+        raise ConfigError(f"cluster file {path}: {error.message}", error.hint) from None
 
 
 def build_cluster(schema: ClusterSchema, name: str) -> Cluster:

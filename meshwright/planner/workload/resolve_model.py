@@ -67,7 +67,7 @@ def trainable_config(found: HuggingFaceConfig) -> tuple[ModelConfig | None, str]
             experts_shared=model.experts_shared,
         )
     except ConfigError as error:
-        return None, error.what
+        return None, error.message
     window = (f"attention looks back {model.sliding_window:,} tokens only",) if model.sliding_window else ()
     return settings, "; ".join(f"left out: {what}" for what in (*found.ignored_features, *window))
 

@@ -1,0 +1,187 @@
+"""Declares the arguments of a verb in its signature, and parses a command line into them.
+
+A verb is a plain function. The annotation of each parameter carries its help:
+
+    def verb(run: Annotated[Path, positional("RUN", "run folder")], json: Json = False) -> None: ...
+
+A verb with an `overrides` parameter also accepts every config key as an option, such as `--optimizer.lr 3e-4`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_type_hints
+
+from meshwright.errors import ConfigError
+
+Verb = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """How one parameter of a verb appears on the command line."""
+
+    help: str
+    metavar: str | None = None
+    aliases: tuple[str, ...] = ()
+    positional: bool = False
+
+
+def positional(metavar: str, help: str) -> Argument:
+    return Argument(help, metavar, positional=True)
+
+
+def option(metavar: str, help: str, *aliases: str) -> Argument:
+    return Argument(help, metavar, aliases)
+
+
+def flag(help: str) -> Argument:
+    return Argument(help)
+
+
+Json = Annotated[bool, flag("print the result as JSON to standard output")]
+RunFile = Annotated[Path | None, positional("RUN.toml", "run file: settings that differ from the preset")]
+Run = Annotated[Path, positional("RUN", "run folder, or a run file for a run that has not started")]
+Ranks = Annotated[str | None, option("N", "number of ranks; sets layout.replicate accordingly")]
+AtStep = Annotated[int | None, option("N", "checkpoint after N steps (default: the newest)")]
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser that reports a mistake as a ConfigError and adds the config keys to the help of a verb."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.options = {"-h", "--help"}
+        self.accepts_config_keys = False
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, f"try {self.prog} --help")
+
+    def format_help(self) -> str:
+        return super().format_help() + ("\n" + config_keys_help() if self.accepts_config_keys else "")
+
+
+def parse(verb: Verb, name: str, args: Sequence[str]) -> dict[str, Any]:
+    """Parses the arguments of a verb into the keyword arguments of its function.
+
+    argparse cannot collect the config keys itself: it would take the value of an option that it does not know, as in
+    `--optimizer.lr 3e-4`, for a positional argument.
+    """
+    parser = build_parser(verb, name)
+    values: dict[str, Any] = {}
+    remaining = [hyphenated(arg) for arg in args]
+    if parser.accepts_config_keys:
+        remaining, values["overrides"] = split_overrides(args, parser.options)
+    namespace, unknown = parser.parse_known_args(remaining)
+    if unknown:
+        close = difflib.get_close_matches(unknown[0].partition("=")[0], parser.options, n=1)
+        kind = "option" if unknown[0].startswith("-") else "argument"
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(f"unknown {kind} {unknown[0]}", f"{hint}try {parser.prog} --help")
+    return vars(namespace) | values
+
+
+def build_parser(verb: Verb, name: str) -> Parser:
+    """Builds the parser of a verb from the signature of its function."""
+    summary = (inspect.getdoc(verb) or "").partition(": ")[2]
+    parser = Parser(prog=f"meshwright {name}", description=summary[:1].upper() + summary[1:], allow_abbrev=False)
+    hints = get_type_hints(verb, include_extras=True)
+    for parameter in inspect.signature(verb).parameters.values():
+        if parameter.name == "overrides":
+            parser.accepts_config_keys = True
+        else:
+            add_argument(parser, parameter.name, hints[parameter.name], parameter.default)
+    return parser
+
+
+def add_argument(parser: Parser, name: str, hint: Any, default: Any) -> None:
+    kind, argument = get_args(hint)[:2]
+    required = default is inspect.Parameter.empty
+    shown_default = "" if required or default in (None, False, ()) else f" (default: {default})"
+    add = partial(parser.add_argument, help=argument.help + shown_default)
+    if get_origin(kind) in (Union, types.UnionType):
+        kind = next(part for part in get_args(kind) if part is not type(None))
+    many = get_origin(kind) is tuple
+    value_type = get_args(kind)[0] if many else kind
+    if argument.positional:
+        add(name, metavar=argument.metavar, type=value_type, nargs=None if required else "?")
+        return
+    strings = ("--" + name.replace("_", "-"), *argument.aliases)
+    parser.options.update(strings)
+    if kind is bool:
+        add(*strings, action="store_true")
+    else:
+        add(
+            *strings,
+            dest=name,
+            metavar=argument.metavar,
+            type=value_type,
+            nargs="*" if many else None,
+            required=required,
+            default=None if required else default,
+        )
+
+
+def split_overrides(args: Sequence[str], options: set[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Separates `--KEY=VALUE` and `--KEY VALUE` of config keys from the other arguments of a verb.
+
+    A key is an option with a dot, or a setting at the top level of a run file that is not an option of the verb itself.
+    Hyphens and underscores are equivalent in names.
+    """
+    top_level = {f"--{key}" for key in top_level_keys()}
+    remaining: list[str] = []
+    overrides: list[str] = []
+    iterator = iter(args)
+    for arg in iterator:
+        name, equals, value = arg.partition("=")
+        key = name.replace("-", "_").replace("__", "--", 1)
+        is_key = name.startswith("--") and ("." in name or (key in top_level and hyphenated(name) not in options))
+        if not is_key:
+            remaining.append(hyphenated(arg))
+            continue
+        if not equals:
+            following = next(iterator, None)
+            if following is None:
+                raise ConfigError(f"{name} has no value", f"expected {name} VALUE")
+            value = following
+        overrides.append(f"{key}={value}")
+    return remaining, tuple(overrides)
+
+
+def hyphenated(arg: str) -> str:
+    """Spells the name of an option with hyphens: `--critical_batch=1` is `--critical-batch=1`."""
+    if not arg.startswith("--"):
+        return arg
+    name, equals, value = arg.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def top_level_keys() -> list[str]:
+    import dataclasses
+
+    from meshwright.config import RunConfig
+
+    return [f.name for f in dataclasses.fields(RunConfig) if not dataclasses.is_dataclass(getattr(RunConfig(), f.name))]
+
+
+def config_keys_help() -> str:
+    """Describes every config key with its type and default, from the docstrings of the config classes."""
+    import contextlib
+    import io
+
+    import tyro
+
+    from meshwright.config import RunConfig
+
+    output = io.StringIO()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(output):
+        tyro.cli(RunConfig, prog="", args=["--help"], use_underscores=True, config=(tyro.conf.FlagConversionOff,))
+    keys = output.getvalue().partition("\n\n")[2].replace("global_ ", "global ")
+    return "Config keys, set in the run file or as --KEY=VALUE:\n" + keys

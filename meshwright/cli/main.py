@@ -1,0 +1,113 @@
+"""Dispatches the command line to the verb that it names."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Sequence
+
+from meshwright.cli.args import Verb, parse
+from meshwright.cli.checkpoint import checkpoint_diff, checkpoint_digest, checkpoint_list, checkpoint_verify
+from meshwright.cli.data import data_find, data_show
+from meshwright.cli.plan import plan, plan_measure, plan_schedule
+from meshwright.cli.prove import prove
+from meshwright.cli.report import report
+from meshwright.cli.simulate import simulate
+from meshwright.cli.train import train
+from meshwright.errors import ConfigError, MeshwrightError
+
+VERBS: dict[str, Verb] = {
+    "train": train,
+    "plan": plan,
+    "plan schedule": plan_schedule,
+    "plan measure": plan_measure,
+    "simulate": simulate,
+    "prove": prove,
+    "report": report,
+    "data show": data_show,
+    "data find": data_find,
+    "checkpoint list": checkpoint_list,
+    "checkpoint verify": checkpoint_verify,
+    "checkpoint digest": checkpoint_digest,
+    "checkpoint diff": checkpoint_diff,
+}
+"""Verb -> its function. The docstring of a function is "Verb: summary"."""
+
+EXIT_CODES = """\
+Exit codes: 0 done or already complete, 1 unexpected error, 2 invalid config, 3 identity mismatch,
+4 no intact checkpoint, 5 restarts exhausted, 6 data error, 7 non-finite loss or gradient, 8 peer lost or hung,
+9 run folder in use by another job, 130 and 143 stopped by SIGINT and SIGTERM, after a checkpoint."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs a verb. A user's mistake is reported in one line on standard error, with the exit code of its kind."""
+    open_missing_streams()
+    ignore_invalid_terminal_size()
+    try:
+        dispatch(list(sys.argv[1:] if argv is None else argv))
+    except MeshwrightError as error:
+        print(f"meshwright: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except OSError as error:  # a full disk, a closed pipe
+        with contextlib.suppress(OSError):
+            where = error.filename or ("standard output" if error.errno == errno.EPIPE else "the run folder")
+            print(f"meshwright: {error.strerror}: {where}", file=sys.stderr)
+        # Standard output may be a broken pipe: the interpreter would fail again when it flushes the stream at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise SystemExit(1) from None
+
+
+def dispatch(args: list[str]) -> None:
+    """Calls the function of the verb that `args` start with."""
+    if not args or args[0] in ("-h", "--help"):
+        print(usage())
+        return
+    if args[0] == "--version":
+        from meshwright.version import __version__
+
+        print(f"meshwright {__version__}")
+        return
+    matches = (verb for verb in VERBS if args[: len(verb.split())] == verb.split())
+    name = max(matches, key=len, default=None)  # `plan schedule` takes precedence over `plan`
+    if name is None:
+        raise ConfigError(f"unknown verb {' '.join(args[:2])!r}", f"expected one of {', '.join(VERBS)}")
+    verb = VERBS[name]
+    verb(**parse(verb, name, args[len(name.split()) :]))
+
+
+def usage() -> str:
+    """Lists every verb with the summary from its docstring."""
+    lines = [f"  {name:<18} {(verb.__doc__ or '').partition(': ')[2].splitlines()[0]}" for name, verb in VERBS.items()]
+    return "\n".join(
+        [
+            "Distributed training on PyTorch that plans itself, recovers exactly, explains itself and proves it.",
+            "",
+            "Usage: meshwright VERB [ARGUMENTS]",
+            "",
+            *lines,
+            "",
+            "meshwright VERB --help describes the arguments of a verb.",
+            EXIT_CODES,
+        ]
+    )
+
+
+def open_missing_streams() -> None:
+    """Opens /dev/null for standard streams that the parent process closed, so that no other file gets their number."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def ignore_invalid_terminal_size() -> None:
+    """Removes COLUMNS and LINES from the environment unless they are positive: rich fails on a width of zero."""
+    for variable in ("COLUMNS", "LINES"):
+        value = os.environ.get(variable, "1")
+        if not value.isascii() or not value.isdigit() or int(value) == 0:
+            del os.environ[variable]

@@ -1,0 +1,179 @@
+"""`meshwright plan`: finds the best layout of a model on a cluster, draws schedules, and measures this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from meshwright.cli.args import Json, flag, option, positional
+from meshwright.cli.output import emit_json, emit_text
+from meshwright.errors import ConfigError
+
+MAX_SIZE = 1 << 24
+
+
+def plan(
+    model: Annotated[
+        str | None, positional("MODEL", "preset, run file, or config.json of a Hugging Face model")
+    ] = None,
+    cluster: Annotated[
+        str,
+        option(
+            "CLUSTER",
+            "h100 (one node), h100:4 (devices), h100:8x16 (16 nodes of 8), a cluster file, or here (this machine)",
+        ),
+    ] = "h100",
+    ranks: Annotated[int | None, option("N", "number of devices to use (default: all of the cluster)")] = None,
+    batch: Annotated[int | None, option("N", "samples per optimizer step, over all ranks (default: the run's)")] = None,
+    sequence: Annotated[int | None, option("N", "tokens per sample (default: the run's)")] = None,
+    precision: Annotated[str | None, option("DTYPE", "fp32, bf16, fp16, fp64, fp8 or fp4 (default: the run's)")] = None,
+    top: Annotated[int, option("K", "number of plans to list")] = 5,
+    explain: Annotated[
+        tuple[int, ...] | None, option("K", "explain the best plan, or the K-th of the list, in five parts")
+    ] = None,
+    scale: Annotated[bool, flag("show how the plan scales to 64 times the devices")] = False,
+    critical_batch: Annotated[
+        float | None, option("TOKENS", "critical batch size in tokens, for --scale (default: estimated)")
+    ] = None,
+    json: Json = False,
+    html: Annotated[Path | None, option("FILE", "write the full result as one HTML page")] = None,
+    replay: Annotated[
+        Path | None, option("RUNS.json", "predict published runs instead, and show the error of each prediction")
+    ] = None,
+    out: Annotated[
+        Path | None, option("PLAN.toml", "write the plan as a run file, and its figures as JSON next to it")
+    ] = None,
+    *,
+    overrides: tuple[str, ...] = (),
+) -> None:
+    """Plan: find the best layout of a model on a cluster, and explain it; config keys that you set are kept."""
+    if replay is not None:
+        replay_published_runs(replay, json)
+        return
+    if model is None:
+        raise ConfigError("no model is given", "try meshwright plan MODEL, or meshwright plan --replay RUNS.json")
+    from json import dumps
+
+    from meshwright import api
+    from meshwright.io import output_file, write_output
+    from meshwright.observe.plan_text import show
+    from meshwright.planner.calibration.prediction import prediction_record
+    from meshwright.planner.search.plan_result import as_json, plan_toml
+
+    for name, number in (("--ranks", ranks), ("--batch", batch), ("--sequence", sequence), ("--top", top)):
+        if number is not None and not 1 <= number <= MAX_SIZE:
+            raise ConfigError(f"{name} {str(number)[:24]} is out of range", f"expected 1 to {MAX_SIZE:,}")
+    if explain is not None and len(explain) > 1:
+        raise ConfigError(f"--explain {' '.join(map(str, explain))} names more than one plan", "expected --explain K")
+    if out is not None and out.suffix != ".toml":
+        raise ConfigError(f"--out {out} is not a TOML file", "expected a name that ends in .toml")
+    if out is not None and html in (out, out.with_suffix(".json")):
+        raise ConfigError(f"--html {html} is also written by --out", "expected a different name")
+    written = [(out, "--out"), (out.with_suffix(".json") if out else None, "--out"), (html, "--html")]
+    for path, argument in written:
+        if path is not None:
+            output_file(path, argument)
+    result = api.plan(
+        model,
+        cluster,
+        ranks=ranks,
+        batch=batch,
+        sequence=sequence,
+        precision=precision,
+        choice=explain[0] if explain else 1,
+        top=top,
+        scale=scale,
+        critical_batch=critical_batch,
+        overrides=overrides,
+        plan_file=str(out or "PLAN.toml"),
+    )
+    if out is not None:
+        write_output(out, plan_toml(result), "--out")
+        write_output(out.with_suffix(".json"), dumps(prediction_record(result.chosen), indent=1) + "\n", "--out")
+    if html is not None:
+        from meshwright.observe.plan_page import page
+
+        write_output(html, page(result, top), "--html")
+    if json:
+        emit_json(as_json(result, top))
+        return
+    show(result, top, explained=explain is not None)
+    for path, _ in written:
+        if path is not None:
+            emit_text(f"written: {path}")
+
+
+def replay_published_runs(records: Path, json: bool) -> None:
+    """Predicts published runs and shows the error of each prediction."""
+    from meshwright.observe.replay_text import show_replay
+    from meshwright.planner.calibration.replay import replay
+
+    result = replay(records)
+    if json:
+        emit_json(result)
+    else:
+        show_replay(result)
+
+
+def plan_schedule(
+    kind: Annotated[str | None, positional("SCHEDULE", "schedule to draw (default: compare all schedules)")] = None,
+    ranks: Annotated[int, option("P", "pipeline-parallel degree")] = 4,
+    micro: Annotated[int, option("M", "micro-batches per step")] = 8,
+    stages: Annotated[
+        int | None, option("V", "stages per rank (default: 2 for schedules with several stages per rank, else 1)")
+    ] = None,
+    forward: Annotated[int, option("N", "time slots of a forward pass through one stage")] = 1,
+    backward_input: Annotated[int, option("N", "time slots of the gradient of a stage's input")] = 1,
+    weight: Annotated[int, option("N", "time slots of the gradient of a stage's weights")] = 1,
+    svg: Annotated[Path | None, option("FILE", "also write the drawing as an SVG file")] = None,
+    json: Json = False,
+) -> None:
+    """Plan schedule: draw a pipeline schedule with its bubble and live micro-batches per rank, or compare all."""
+    from meshwright.observe import schedule_text
+    from meshwright.observe.schedule_svg import write_svg
+    from meshwright.topology.schedule_timeline import build_timeline, compare_schedules
+
+    costs = schedule_text.integer_costs(forward, backward_input, weight)
+    if kind is None:
+        if svg is not None:
+            raise ConfigError("--svg draws one schedule", "try meshwright plan schedule SCHEDULE --svg FILE")
+        timelines = compare_schedules(ranks, micro, stages, costs)
+        if json:
+            emit_json(schedule_text.schedules_json(timelines, costs))
+        else:
+            schedule_text.show_all(timelines)
+        return
+    drawn = build_timeline(kind, ranks, micro, stages, costs)
+    if svg is not None:
+        write_svg(drawn, costs, svg)
+    if json:
+        emit_json(schedule_text.schedule_json(drawn, costs))
+    else:
+        schedule_text.show(drawn, costs)
+
+
+def plan_measure(
+    out: Annotated[
+        Path | None, option("FILE", "cluster file to write (default: ~/.meshwright/machine.toml, used by here)")
+    ] = None,
+    seconds: Annotated[float, option("N", "approximate duration of the measurement")] = 30.0,
+    ranks: Annotated[
+        int | None, option("N", "number of ranks (default: one per GPU; without GPUs, one per core, at most 4)")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Plan measure: measure matmul, memory and collective rates of this machine, for plan --cluster here."""
+    from dataclasses import asdict
+
+    from meshwright.observe.machine_text import show_machine
+    from meshwright.planner.hardware.resolve_cluster import measurement_file, write_cluster
+
+    file = measurement_file(out)
+    from meshwright.measure.machine import measure
+
+    cluster, remarks = measure(seconds, ranks)
+    write_cluster(cluster, remarks, file)
+    if json:
+        emit_json({"file": str(file), "remarks": remarks, **asdict(cluster)})
+    else:
+        show_machine(cluster, remarks, file)

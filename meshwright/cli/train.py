@@ -1,0 +1,92 @@
+"""`meshwright train`: trains a model, and resumes from the run folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from meshwright.cli.args import Json, Ranks, RunFile, flag, option
+from meshwright.cli.output import emit
+
+if TYPE_CHECKING:
+    from meshwright.config import RunConfig
+
+
+def train(
+    file: RunFile = None,
+    # torchrun has an option --run-path, and takes --run for its abbreviation: --run-dir is unambiguous there.
+    run: Annotated[Path | None, option("DIR", "run folder (default: runs/PRESET)", "--run-dir")] = None,
+    ranks: Ranks = None,
+    steps: Annotated[str | None, option("N", "number of optimizer steps of the whole run")] = None,
+    restarts: Annotated[
+        str | None, option("N", "restarts in a row without progress before giving up (launch.restarts)")
+    ] = None,
+    fresh: Annotated[bool, flag("start again from step 0; an existing run folder is renamed, not deleted")] = False,
+    fork: Annotated[
+        bool, flag("continue from the newest checkpoint with different settings, as a new timeline")
+    ] = False,
+    no_fallback: Annotated[
+        bool, flag("exit with code 4 if the newest checkpoint is damaged, instead of using an older one")
+    ] = False,
+    plan: Annotated[
+        str | None, option("PLAN", "take the layout from the planner: best, or a PLAN.toml; other options override it")
+    ] = None,
+    cluster: Annotated[
+        str | None, option("CLUSTER", "cluster that --plan and step-time predictions assume (default: this machine)")
+    ] = None,
+    json: Json = False,
+    *,
+    overrides: tuple[str, ...] = (),
+) -> None:
+    """Train: train a model; settings come from the preset, then the run file, then the command line."""
+    from meshwright import api, faults
+    from meshwright.launch.environment import started_by_torchrun
+    from meshwright.observe.terminal import JsonLines
+    from meshwright.topology.unsupported import validate
+
+    if restarts is not None:
+        overrides = (*overrides, f"--launch.restarts={restarts}")
+    config = resolve_config(plan, cluster, file, overrides, ranks, steps, json)
+    validate(config)
+    faults.parse_faults(os.environ.get("MESHWRIGHT_FAULT", ""))  # a misspelled fault is reported before ranks start
+    display = JsonLines if json else None
+    train_config = api.train_as_rank if started_by_torchrun() else api.train_with_fork_server
+    train_config(config, run, display, fresh=fresh, fork=fork, fallback=not no_fallback, cluster=cluster)
+
+
+def resolve_config(
+    plan: str | None,
+    cluster: str | None,
+    file: Path | None,
+    overrides: tuple[str, ...],
+    ranks: str | None,
+    steps: str | None,
+    json: bool,
+) -> RunConfig:
+    """Loads the config, with the layout of a plan if one is requested; rank 0 prints which plan it is."""
+    from meshwright.config import load_config
+
+    if cluster is not None:
+        from meshwright.planner.hardware.resolve_cluster import resolve_cluster
+
+        resolve_cluster(cluster)  # a misspelled cluster is reported before ranks start
+    if plan is None:
+        return load_config(file, overrides, ranks, steps)
+    from dataclasses import asdict
+
+    from meshwright.launch.environment import started_by_torchrun
+    from meshwright.planner.search.plan_to_config import BEST, resolve_plan
+
+    if plan == BEST and ranks is None and started_by_torchrun():
+        ranks = os.environ["WORLD_SIZE"]
+    planned = resolve_plan(plan, cluster, file, overrides, ranks, steps)
+    if os.environ.get("RANK", "0") == "0":
+        record = {
+            "kind": "plan",
+            "message": planned.message,
+            "layout": asdict(planned.config.layout),
+            "seconds": planned.seconds,
+        }
+        emit(json, record, planned.message)
+    return planned.config
