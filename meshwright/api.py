@@ -257,10 +257,7 @@ def errors_for_python() -> Iterator[None]:
     try:
         yield
     except MeshwrightError as raised:
-        error = raised
-        if isinstance(raised, RanksFailed):
-            error = raised.cause()
-            error.rank, error.step = raised.rank, raised.step
+        error = raised.cause() if isinstance(raised, RanksFailed) else raised
         if error.exit_code == 128 + signal.SIGINT:
             raise KeyboardInterrupt(str(error)) from error
         raise with_python_hint(error) from None

@@ -95,20 +95,13 @@ class RanksFailed(MeshwrightError):
         self.verdict = ""
         super().__init__(self.first.message)
         self.exit_code = self.first.exit_code
+        self.rank, self.step = self.first.rank, self.first.step
         self.args = (self.failures,)
 
     @property
     def first(self) -> Failure:
         """The root cause."""
         return self.failures[0]
-
-    @property
-    def rank(self) -> int:
-        return self.first.rank
-
-    @property
-    def step(self) -> int | None:
-        return self.first.step
 
     def cause(self) -> MeshwrightError:
         """The root cause as an exception to raise in this process: the class that the rank raised if it is one of
@@ -123,6 +116,7 @@ class RanksFailed(MeshwrightError):
             if first.traceback:
                 error.add_note(first.traceback.rstrip())
         error.exit_code = self.exit_code
+        error.rank, error.step = self.rank, self.step
         return error
 
     def _root_cause_line(self) -> str:
