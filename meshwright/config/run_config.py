@@ -46,6 +46,10 @@ class SourceConfig:
     """width of the ids in a token file"""
     tokenizer: Annotated[str, PLACEMENT] = ""
     """a tokenizer.json for text and jsonl; empty is byte level (its content is identity, not its path)"""
+    end_of_document: str = "auto"
+    """token that ends each document of a text or jsonl source: a token of the tokenizer, none, or auto, which is
+    model.separator if it is set and else the tokenizer's end-of-text token (byte level: 0)
+    """
     field: str = "text"
     """the field of a JSONL record that holds the text"""
     samples: Annotated[int, Range(minimum=1, maximum=1 << 62)] = 1_000_000
@@ -65,7 +69,9 @@ class DataConfig(SourceConfig):
     """The sample stream: one source, or a weighted mixture of several."""
 
     mixture: tuple[SourceConfig, ...] = ()
-    """sources of a mixture, each with its weight; when set, the keys of the single source are not used"""
+    """sources of a mixture, each with its weight; the keys of the single source are then not used, except for tokenizer
+    and end_of_document, which apply to every source that does not set its own
+    """
     sequence: Annotated[int, Range(minimum=2)] = 128
     """tokens a sample"""
     on_bad_sample: Literal["stop", "quarantine"] = "stop"

@@ -1,1 +1,1 @@
-"""What a model is trained on: permutation -> stream -> source -> loader, each a pure function of seed and position."""
+"""The training data: permutation -> stream -> source -> loader. Each is a pure function of seed and position."""

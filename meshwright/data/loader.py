@@ -1,7 +1,7 @@
-"""Micro-batches of one rank in the order of the stream, prefetched by threads or processes that cannot change it.
+"""Loads the micro-batches of one rank in the order of the stream, prefetched by threads or processes.
 
-The order is fixed before any worker sees it: workers decode lists of ids and the results are taken in the order
-of the lists. Nothing here reads or advances a global random generator.
+The order is fixed before a worker sees it: workers decode lists of sample ids, and the results are consumed in the
+order of the lists. The loader neither reads nor advances a global random generator.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,12 +28,18 @@ from meshwright.errors import DataError
 from meshwright.parent_death import exit_with_parent
 
 POSITIONS_PER_CALL = 4096
-"""Positions permuted in one call: a vectorised permutation costs the same for sixteen positions as for a thousand."""
+"""Positions permuted in one call: a vectorized permutation costs about the same for 16 positions as for 1000."""
+
+SHARED_MEMORY = "/dev/shm"
+"""The file system in which torch places the tensors that a worker process sends to the training process."""
+
+MAX_RANKS_PER_HOST = 8
+"""Ranks that are assumed to use the shared memory of one host at the same time, at most."""
 
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that could not be decoded, and why."""
+    """A sample that could not be decoded, and the reason."""
 
     sample: int
     source: str
@@ -45,54 +52,83 @@ class BadSample:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The tensors of one forward pass (targets last), how much counts in them, and what could not be decoded."""
+    """The input of one forward pass."""
 
     tensors: tuple[Tensor, ...]
+    """The inputs of the model, then the targets."""
     valid_targets: int
+    """The number of targets that count in the loss."""
     bad_samples: tuple[BadSample, ...] = ()
+    """The samples that could not be decoded."""
 
 
 class MicroBatchDataset(Dataset[MicroBatch]):
-    """ids -> MicroBatch. A sample that cannot be decoded comes back as a fact, never as an exception out of its
-    turn.
+    """Sample ids -> MicroBatch. A sample that cannot be decoded is returned as a `BadSample`: an exception in a worker
+    would reach the training process before its turn in the stream.
     """
 
     def __init__(self, source: ConcatenatedSource, quarantine: bool) -> None:
         self.source, self.quarantine = source, quarantine
 
     def __getitem__(self, ids: Positions) -> MicroBatch:
-        samples, bad = [], []
+        decoded, bad_samples = [], []
         for sample in map(int, ids):
             try:
-                parts = self.source[sample]
-                if strange := [part.dtype for part in parts if part.dtype.kind not in "biuf"]:
-                    raise ValueError(f"it holds {strange[0]}, not numbers")
-                samples.append(parts)
-            except Exception as error:  # noqa: BLE001  whatever a user's source raises is named by its sample
+                arrays = self.source[sample]
+                if unsupported := [array.dtype for array in arrays if array.dtype.kind not in "biuf"]:
+                    raise ValueError(f"the sample has dtype {unsupported[0]}, expected numbers")
+                decoded.append(arrays)
+            except Exception as error:  # noqa: BLE001  a user's source may raise anything
                 source, index = self.source.locate(sample)
-                bad.append(BadSample(sample, source.name, index, f"{type(error).__name__}: {error}"))
-                samples.append(())
-        if bad and not self.quarantine:
-            return MicroBatch((), 0, tuple(bad))
-        blank = self.source.masked_sample() if bad else ()
-        whole = [sample or blank for sample in samples]
-        first = [part.shape for part in whole[0]]
-        for sample, parts in zip(map(int, ids), whole, strict=True):
-            if (shapes := [part.shape for part in parts]) != first:
-                what = f"sample {sample} has the shapes {shapes}, sample {int(ids[0])} has {first}"
-                raise DataError(what, "pad samples to one shape")
-        tensors = tuple(torch.from_numpy(np.stack(column)) for column in zip(*whole, strict=True))
-        return MicroBatch(tensors, count_valid_targets(tensors[-1]), tuple(bad))
+                bad_samples.append(BadSample(sample, source.name, index, f"{type(error).__name__}: {error}"))
+                decoded.append(())
+        if bad_samples and not self.quarantine:
+            return MicroBatch((), 0, tuple(bad_samples))
+        masked = self.source.masked_sample() if bad_samples else ()
+        samples = [arrays or masked for arrays in decoded]
+        expected = [array.shape for array in samples[0]]
+        for sample, arrays in zip(map(int, ids), samples, strict=True):
+            if (shapes := [array.shape for array in arrays]) != expected:
+                raise DataError(
+                    f"sample {sample} has the shapes {shapes}, sample {int(ids[0])} has {expected}",
+                    "try to pad all samples to one shape",
+                )
+        tensors = tuple(torch.from_numpy(np.stack(column)) for column in zip(*samples, strict=True))
+        return MicroBatch(tensors, count_valid_targets(tensors[-1]), tuple(bad_samples))
+
+
+class NumpyBatchDataset(Dataset[Any]):
+    """The same micro-batches with numpy arrays for tensors: worker processes then send them through a pipe, where
+    tensors would be placed in shared memory.
+    """
+
+    def __init__(self, dataset: MicroBatchDataset) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, ids: Positions) -> tuple[MicroBatch, list[np.ndarray[Any, Any]]]:
+        batch = self.dataset[ids]
+        return replace(batch, tensors=()), [tensor.numpy() for tensor in batch.tensors]
 
 
 def count_valid_targets(targets: Tensor) -> int:
-    """What the loss is divided by: integer targets that are not masked; for other targets the samples."""
+    """The number that the loss is divided by: integer targets that are not masked; for other targets, samples."""
     return len(targets) if targets.is_floating_point() else int((targets != IGNORE_INDEX).sum())
+
+
+def fits_shared_memory(needed_bytes: int, path: str = SHARED_MEMORY) -> bool:
+    """Whether shared memory has room for `needed_bytes`, with as much again to spare. A container may have only 64 MB,
+    the default of Docker, and a process that exceeds it ends with SIGBUS.
+    """
+    try:
+        space = os.statvfs(path)
+    except OSError:
+        return False
+    return 2 * needed_bytes <= space.f_bavail * space.f_frsize
 
 
 @dataclass(frozen=True)
 class ExitWithParent:
-    """A worker that ends when its rank does, however that ends."""
+    """Worker initialization: the worker process exits when the process of its rank exits, also after SIGKILL."""
 
     parent: int
 
@@ -101,61 +137,76 @@ class ExitWithParent:
 
 
 class Loader:
-    """The micro-batches of one data coordinate from any step on."""
+    """The micro-batches of one data-parallel rank, from any step."""
 
     def __init__(
-        self, source: ConcatenatedSource, stream: Stream, batch: Batch, coordinate: int, config: DataConfig
+        self, source: ConcatenatedSource, stream: Stream, batch: Batch, data_rank: int, config: DataConfig
     ) -> None:
-        self.stream, self.batch, self.coordinate, self.config = stream, batch, coordinate, config
-        self.decoder = MicroBatchDataset(source, config.on_bad_sample == "quarantine")
+        self.stream, self.batch, self.data_rank, self.config = stream, batch, data_rank, config
+        self.dataset = MicroBatchDataset(source, config.on_bad_sample == "quarantine")
 
     def steps(self, first: int, end: int) -> Iterator[list[MicroBatch]]:
-        """For each step of [first, end), its micro-batches."""
-        with closing(self._decoded(self._ids(first, end))) as batches:
+        """The micro-batches of each step in [first, end)."""
+        with closing(self._micro_batches(self._micro_batch_ids(first, end))) as batches:
             for _ in range(first, end):
                 yield list(islice(batches, self.batch.accumulation))
 
     def first(self) -> MicroBatch:
-        """The first micro-batch of all, decoded apart."""
-        return self.decoder[next(self._ids(0, 1))]
+        """The first micro-batch of step 0, decoded in the calling process."""
+        return self.dataset[next(self._micro_batch_ids(0, 1))]
 
-    def _ids(self, first: int, end: int) -> Iterator[Positions]:
-        """The ids of each micro-batch, permuted many steps at a time."""
-        stride = max(1, POSITIONS_PER_CALL // self.batch.local)
-        own = np.arange(self.batch.local, dtype=np.uint64) + np.uint64(self.coordinate * self.batch.local)
-        for start in range(first, end, stride):
-            steps = np.arange(start, min(start + stride, end), dtype=np.uint64)
-            ids = self.stream.sample_ids((steps[:, None] * np.uint64(self.batch.global_) + own).ravel())
+    def _micro_batch_ids(self, first: int, end: int) -> Iterator[Positions]:
+        """The sample ids of each micro-batch, permuted for many steps at a time."""
+        steps_per_call = max(1, POSITIONS_PER_CALL // self.batch.local)
+        local = np.arange(self.batch.local, dtype=np.uint64) + np.uint64(self.data_rank * self.batch.local)
+        for start in range(first, end, steps_per_call):
+            steps = np.arange(start, min(start + steps_per_call, end), dtype=np.uint64)
+            ids = self.stream.sample_ids((steps[:, None] * np.uint64(self.batch.global_) + local).ravel())
             yield from ids.reshape(-1, self.batch.micro)
 
-    def _decoded(self, ids: Iterator[Positions]) -> Generator[MicroBatch, None, None]:
-        workers, ahead = self.config.workers, self.config.prefetch
-        if workers == 0:
-            yield from map(self.decoder.__getitem__, ids)
-        elif self.config.worker_kind == "process":
-            # torch's DataLoader gives results in the order of its sampler, whatever its workers' order.
-            yield from DataLoader(
-                self.decoder,
-                sampler=ids,
-                batch_size=None,
-                num_workers=workers,
-                prefetch_factor=-(-ahead // workers),
-                multiprocessing_context="fork",
-                generator=torch.Generator(),
-                worker_init_fn=ExitWithParent(os.getpid()),
-            )
+    def _micro_batches(self, ids: Iterator[Positions]) -> Generator[MicroBatch, None, None]:
+        if self.config.workers == 0:
+            yield from map(self.dataset.__getitem__, ids)
+        elif self.config.worker_kind == "thread":
+            yield from self._load_by_threads(ids)
+        elif fits_shared_memory(self._prefetched_bytes() * min(self.batch.replicas, MAX_RANKS_PER_HOST)):
+            yield from self._load_by_processes(self.dataset, ids)
         else:
-            yield from self._by_threads(ids, workers, ahead)
+            for batch, arrays in self._load_by_processes(NumpyBatchDataset(self.dataset), ids):
+                yield replace(batch, tensors=tuple(torch.from_numpy(array) for array in arrays))
 
-    def _by_threads(self, ids: Iterator[Positions], workers: int, ahead: int) -> Iterator[MicroBatch]:
-        pool = ThreadPoolExecutor(workers, thread_name_prefix="loader")
+    @property
+    def _prefetch_per_worker(self) -> int:
+        return -(-self.config.prefetch // self.config.workers)
+
+    def _prefetched_bytes(self) -> int:
+        """The bytes of all micro-batches that worker processes keep ready and that a step uses at the same time."""
+        micro_batches = self._prefetch_per_worker * self.config.workers + self.batch.accumulation
+        return micro_batches * sum(tensor.nbytes for tensor in self.first().tensors)
+
+    def _load_by_processes(self, dataset: Dataset[Any], ids: Iterator[Positions]) -> Iterator[Any]:
+        # torch's DataLoader returns batches in the order of its sampler, in whatever order the workers finish.
+        yield from DataLoader(
+            dataset,
+            sampler=ids,
+            batch_size=None,
+            collate_fn=lambda batch: batch,  # the default converts numpy arrays to tensors in the worker
+            num_workers=self.config.workers,
+            prefetch_factor=self._prefetch_per_worker,
+            multiprocessing_context="fork",
+            generator=torch.Generator(),
+            worker_init_fn=ExitWithParent(os.getpid()),
+        )
+
+    def _load_by_threads(self, ids: Iterator[Positions]) -> Iterator[MicroBatch]:
+        pool = ThreadPoolExecutor(self.config.workers, thread_name_prefix="loader")
         try:
-            waiting: deque[Future[MicroBatch]] = deque(
-                pool.submit(self.decoder.__getitem__, some) for some in islice(ids, ahead)
+            pending: deque[Future[MicroBatch]] = deque(
+                pool.submit(self.dataset.__getitem__, batch_ids) for batch_ids in islice(ids, self.config.prefetch)
             )
-            while waiting:
-                done = waiting.popleft().result()
-                waiting.extend(pool.submit(self.decoder.__getitem__, some) for some in islice(ids, 1))
-                yield done
+            while pending:
+                batch = pending.popleft().result()
+                pending.extend(pool.submit(self.dataset.__getitem__, batch_ids) for batch_ids in islice(ids, 1))
+                yield batch
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

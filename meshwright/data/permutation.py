@@ -1,9 +1,9 @@
-"""A keyed permutation of range(n) for any n, computed at a point: no table, no memory, no growth.
+"""A keyed permutation of range(n) for any n, evaluated at single points in O(1) time and memory.
 
 A Feistel network over pairs (high, low) of range(a) x range(b), with a and b near the square root of n, permutes
-range(a * b); walking its cycles until the value falls below n restricts it to range(n), and both directions stay exact
-(Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). As a * b is just above n, hardly anything walks.
-It shuffles; it hides nothing.
+range(a * b). Cycle walking, that is applying the network again until the value falls below n, restricts it to range(n),
+and both directions stay exact (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). As a * b is just
+above n, few values need a second application. The permutation shuffles; it is not cryptographically secure.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ from numpy.typing import NDArray
 Positions = NDArray[np.uint64]
 
 ROUNDS = 8
+"""Feistel rounds. The number is even, so that a and b have their original roles at the end."""
 MAX_LENGTH = 1 << 62
+"""The largest n."""
 MIN_SIDE = 8
-"""On fewer values a side the rounds cannot reach every order evenly."""
+"""The smallest a and b: with fewer values per side the rounds do not reach every permutation evenly."""
 
 
 @dataclass(frozen=True)
 class Permutation:
-    """The permutation of range(n) that the key names; the key is any text."""
+    """The permutation of range(n) that a key selects; the key is any text."""
 
     n: int
     key: str
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= MAX_LENGTH:
-            raise ValueError(f"a permutation of {self.n} elements; allowed: from 1 to 2^62")
+            raise ValueError(f"a permutation of {self.n} elements; expected 1 to 2^62")
 
     @cached_property
     def round_keys(self) -> tuple[np.uint64, ...]:
@@ -43,30 +45,30 @@ class Permutation:
 
     @cached_property
     def sides(self) -> tuple[np.uint64, np.uint64]:
-        """(a, b) with a * b >= n, both near its square root."""
+        """(a, b) with a * b >= n, both near the square root of n."""
         a = max(MIN_SIDE, isqrt(self.n - 1) + 1)
         return np.uint64(a), np.uint64(max(MIN_SIDE, -(-self.n // a)))
 
     def __call__(self, positions: Positions) -> Positions:
-        return self._walk(positions, self._forward)
+        return self._cycle_walk(positions, self._forward)
 
     def inverse(self, values: Positions) -> Positions:
-        return self._walk(values, self._backward)
+        return self._cycle_walk(values, self._backward)
 
-    def _walk(self, start: Positions, once: Callable[[Positions], Positions]) -> Positions:
+    def _cycle_walk(self, start: Positions, apply: Callable[[Positions], Positions]) -> Positions:
         start = np.atleast_1d(np.asarray(start, dtype=np.uint64))
         if start.size and int(start.max()) >= self.n:
-            raise ValueError(f"{int(start.max())} is not below {self.n}")
-        out = once(start)
+            raise ValueError(f"position {int(start.max())} is out of range; expected 0 to {self.n - 1}")
+        out = apply(start)
         outside = np.flatnonzero(out >= self.n)
         while outside.size:
-            moved = once(out[outside])
-            out[outside] = moved
-            outside = outside[moved >= self.n]
+            again = apply(out[outside])
+            out[outside] = again
+            outside = outside[again >= self.n]
         return out
 
     def _forward(self, x: Positions) -> Positions:
-        # Each round the low part moves the high one and they change places. ROUNDS is even: a and b end as they began.
+        # Each round adds a keyed hash of the low half to the high half, then swaps the halves.
         a, b = self.sides
         high, low = np.divmod(x, b)
         for key in self.round_keys:
@@ -89,7 +91,7 @@ def reduce_modulo(x: Positions, side: np.uint64) -> Positions:
 
 
 def keyed_hash(x: Positions, key: np.uint64, side: np.uint64) -> Positions:
-    """A number below side (at most 2^31), from the finalizer of splitmix64 over x + key; products wrap on purpose."""
+    """A number below side (at most 2^31): the finalizer of splitmix64 over x + key. Products overflow on purpose."""
     x = x + key
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)

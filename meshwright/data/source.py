@@ -1,4 +1,4 @@
-"""What a source of samples is: something with a length, an item for every index, and a content fingerprint."""
+"""The `Source` protocol (a length, a sample per index, a content fingerprint) and the sources that read no files."""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ from meshwright.config import IGNORE_INDEX
 from meshwright.errors import DataError
 
 Sample = tuple[NDArray[Any], ...]
-"""What one index gives: the model's inputs, the targets last. For the decoder: (tokens, labels)."""
+"""The value at one index: the inputs of the model, then the targets. For a language model: (tokens, labels)."""
+
+FINGERPRINT_SAMPLES = 64
+"""Samples of a user's dataset that its fingerprint covers."""
+
+MASKED_SAMPLE_SEARCH = 1000
+"""Samples that `IndexableSource.masked_sample` tries to decode before it gives up."""
 
 
 class Source(Protocol):
-    """Random access to samples. `__getitem__` must depend on the index alone."""
+    """Random access to samples. The result of `__getitem__` must depend on the index alone."""
 
     name: str
 
@@ -26,19 +32,21 @@ class Source(Protocol):
 
     def __getitem__(self, index: int) -> Sample: ...
 
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> str:
+        """A digest of the content, independent of its path. It is part of the identity of a run."""
+        ...
 
     def masked_sample(self) -> Sample:
-        """A sample of the right shape whose targets all count for nothing."""
+        """A sample of the same shapes whose targets are all IGNORE_INDEX: it replaces a quarantined sample."""
         ...
 
 
 class ConcatenatedSource:
-    """Several sources in one line of ids, as the stream numbers them. The pieces are never copied."""
+    """Several sources as one: sample ids continue from one source to the next, as the stream numbers them."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         if not sources:
-            raise DataError("no source was found", "give at least one")
+            raise DataError("the data configuration has no source", "try at least one entry in data.mixture")
         self.sources = list(sources)
         self.name = ", ".join(source.name for source in sources)
         self.starts = [0]
@@ -49,12 +57,13 @@ class ConcatenatedSource:
         return self.starts[-1]
 
     def locate(self, index: int) -> tuple[Source, int]:
-        which = bisect_right(self.starts, index) - 1
-        return self.sources[which], index - self.starts[which]
+        """(source, index within that source) of a sample id."""
+        number = bisect_right(self.starts, index) - 1
+        return self.sources[number], index - self.starts[number]
 
     def __getitem__(self, index: int) -> Sample:
-        source, within = self.locate(index)
-        return source[within]
+        source, source_index = self.locate(index)
+        return source[source_index]
 
     def fingerprint(self) -> str:
         return content_digest(*(source.fingerprint() for source in self.sources))
@@ -64,7 +73,7 @@ class ConcatenatedSource:
 
 
 class SyntheticSource:
-    """Token samples hashed from their index: any number of them, no file, no memory."""
+    """Random token samples seeded by their index: any number of them, without files or memory."""
 
     def __init__(self, samples: int, sequence: int, vocab: int) -> None:
         self.name = f"synthetic({samples})"
@@ -85,73 +94,79 @@ class SyntheticSource:
 
 
 class IndexableSource:
-    """Any object with a length and an item for every index, as a source: a list, a dataset, a class of the user's.
+    """A map-style dataset as a source: any object with `__len__` and `__getitem__`, such as a list or a torch Dataset.
 
-    An item is an array, a tuple of arrays or numbers (targets last), or a dict of them (targets under its last key).
-    A one-dimensional integer item alone is a sequence of tokens: inputs and shifted labels are cut from it.
+    An item is a tuple of arrays or numbers (targets last), a dict of them (targets under its last key), or one
+    one-dimensional integer array: a token sequence, which is split into inputs and shifted labels.
     """
 
-    def __init__(self, items: Any, name: str = "") -> None:
-        self.items = items
-        self.name = name or type(items).__name__
-        if not hasattr(items, "__len__") or not hasattr(items, "__getitem__"):
+    def __init__(self, dataset: Any, name: str = "") -> None:
+        self.dataset = dataset
+        self.name = name or type(dataset).__name__
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise DataError(
-                f"source {self.name} has no length or no items", "give an object with __len__ and __getitem__"
+                f"source {self.name} is not a map-style dataset: it lacks __len__ or __getitem__",
+                "expected an object with __len__ and __getitem__",
             )
 
     def __len__(self) -> int:
-        return len(self.items)
+        return len(self.dataset)
 
     def __getitem__(self, index: int) -> Sample:
-        item = self.items[index]
+        item = self.dataset[index]
         if isinstance(item, dict):
             item = tuple(item.values())
-        if isinstance(item, (tuple, list)) and not all(np.isscalar(part) for part in item):
-            return tuple(np.asarray(part) for part in item)
-        alone = np.asarray(item)
-        if alone.ndim != 1 or alone.dtype.kind not in "iu" or alone.size < 2:
+        if isinstance(item, (tuple, list)) and not all(np.isscalar(value) for value in item):
+            return tuple(np.asarray(value) for value in item)
+        tokens = np.asarray(item)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.size < 2:
             raise ValueError(
-                f"an item is neither inputs with targets nor a sequence of tokens: shape {alone.shape}, {alone.dtype}"
+                "expected (inputs, targets) or a one-dimensional integer sequence, "
+                f"found an item of shape {tokens.shape} and dtype {tokens.dtype}"
             )
-        alone = alone.astype(np.int64)
-        return alone[:-1], alone[1:]
+        tokens = tokens.astype(np.int64)
+        return tokens[:-1], tokens[1:]
 
     def fingerprint(self) -> str:
-        """The object's own `fingerprint` if it has one, else a digest of its length and of up to 64 of its samples."""
-        own = getattr(self.items, "fingerprint", None)
-        if own is not None:
-            return str(own() if callable(own) else own)
-        pieces: list[Any] = [len(self)]
-        for index in np.unique(np.linspace(0, len(self) - 1, 64).astype(np.int64)):
+        """The `fingerprint` of the dataset if it defines one, else a digest of its length and of up to 64 samples."""
+        defined = getattr(self.dataset, "fingerprint", None)
+        if defined is not None:
+            return str(defined() if callable(defined) else defined)
+        content: list[Any] = [len(self)]
+        for index in np.unique(np.linspace(0, len(self) - 1, FINGERPRINT_SAMPLES).astype(np.int64)):
             try:
-                pieces.extend(array.tobytes() for array in self[int(index)])
-            except Exception as error:  # noqa: BLE001  a sample that cannot be decoded is the loader's to name, in its turn
-                pieces.append(type(error).__name__)
-        return content_digest(*pieces)
+                content.extend(array.tobytes() for array in self[int(index)])
+            except Exception as error:  # noqa: BLE001  the loader reports a bad sample when the stream reaches it
+                content.append(type(error).__name__)
+        return content_digest(*content)
 
     def masked_sample(self) -> Sample:
-        for index in range(min(len(self), 1000)):
+        for index in range(min(len(self), MASKED_SAMPLE_SEARCH)):
             try:
                 sample = self[index]
-            except Exception:  # noqa: BLE001  only the shape is wanted, from whichever sample has one
+            except Exception:  # noqa: BLE001  any sample that decodes gives the shapes
                 continue
             *inputs, targets = sample
             if targets.dtype.kind != "i":
                 raise DataError(
-                    f"source {self.name} cannot quarantine: no {targets.dtype} target counts for nothing",
-                    'use integer targets, or data.on_bad_sample = "stop"',
+                    f"source {self.name} cannot quarantine a sample: targets of dtype {targets.dtype} cannot be masked",
+                    'try integer targets, or data.on_bad_sample = "stop"',
                 )
             return (*(np.zeros_like(array) for array in inputs), np.full_like(targets, IGNORE_INDEX))
-        raise DataError(f"source {self.name} has no decodable sample among its first 1000", "check the source")
+        raise DataError(
+            f"source {self.name}: none of the first {MASKED_SAMPLE_SEARCH} samples can be decoded",
+            "try to read the dataset outside of Meshwright",
+        )
 
 
 def masked_tokens(sequence: int) -> Sample:
     return np.zeros(sequence, np.int64), np.full(sequence, IGNORE_INDEX, np.int64)
 
 
-def content_digest(*pieces: Any) -> str:
+def content_digest(*values: Any) -> str:
+    """The first 32 hex digits of the SHA-256 of a list of values, each prefixed by its length."""
     digest = hashlib.sha256()
-    for piece in pieces:
-        raw = piece if isinstance(piece, bytes) else str(piece).encode()
+    for value in values:
+        raw = value if isinstance(value, bytes) else str(value).encode()
         digest.update(len(raw).to_bytes(8, "little") + raw)
     return digest.hexdigest()[:32]

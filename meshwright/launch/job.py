@@ -55,7 +55,7 @@ def make_job(
     if source is not None and config.data.mixture:
         raise ConfigError("data.mixture is set and a source of your own is given", "allowed: one of the two")
     if source is None:
-        sources = open_sources(config.data, config.model.vocab)
+        sources = open_sources(config.data, config.model.vocab, config.model.separator)
     else:
         sources = [source if is_source(source) else IndexableSource(source)]
     job = Job(config, batch, layout, sources, folder, fallback=fallback, cluster=cluster)

@@ -21,7 +21,7 @@ WHOLE_EPOCH = 2_000_000
 
 
 def check_stream(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
-    sources = open_sources(config.data, config.model.vocab)
+    sources = open_sources(config.data, config.model.vocab, config.model.separator)
     stream = build_stream(config, sources)
     yield union_of_slices(stream)
     yield from each_sample_once(stream)

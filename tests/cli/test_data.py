@@ -57,10 +57,10 @@ def test_a_trillion_samples_at_step_a_hundred_million_is_instant(tmp_path, capsy
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["show", "RUN", "--step", "-1"], "--step -1 is before the first"),
-        (["show", "RUN", "--step", "0", "--rank", "2"], "--rank 2 is not one of the run's 2"),
+        (["show", "RUN", "--step", "-1"], "--step -1 is negative"),
+        (["show", "RUN", "--step", "0", "--rank", "2"], "--rank 2: the run has 2 rank(s)"),
         (["show", "RUN"], "--step"),
-        (["show", "/nowhere", "--step", "0"], "neither a run folder nor a run file"),
+        (["show", "/nowhere", "--step", "0"], "/nowhere does not exist"),
         (["find", "RUN", "--sample", "500"], "sample 500 is not in the stream"),
         (["find", "RUN", "--sample", "x"], "--sample"),
     ],

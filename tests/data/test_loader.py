@@ -1,4 +1,4 @@
-"""The loader gives the stream's order whatever decodes it, and names what it cannot decode."""
+"""Tests of meshwright.data.loader: the order of the stream with every kind of worker, and bad samples."""
 
 from __future__ import annotations
 
@@ -11,16 +11,23 @@ import pytest
 import torch
 
 from meshwright.config import Batch, BatchConfig, DataConfig, derive_batch
-from meshwright.data.loader import Loader
+from meshwright.data import loader as loader_module
+from meshwright.data.loader import Loader, fits_shared_memory
 from meshwright.data.source import ConcatenatedSource, IndexableSource
 from meshwright.data.stream import Stream
 from meshwright.errors import DataError
 
 STREAM = Stream.from_lengths(3, 12, [50], [1.0], 0.1)
+INLINE = {"workers": 0}
+THREADS = {"workers": 3}
+PROCESSES = {"workers": 2, "worker_kind": "process"}
 
 
-class Echo:
-    """Sample i is i; decoding takes a time that would disorder anything that can be disordered."""
+class IndexDataset:
+    """Sample i contains i. Decoding takes a different time per sample, so that workers finish out of order."""
+
+    def __init__(self, broken=()):
+        self.broken = broken
 
     def __len__(self):
         return 50
@@ -28,88 +35,87 @@ class Echo:
     def __getitem__(self, index):
         time.sleep((index * 7 % 5) / 2000)
         if index in self.broken:
-            raise OSError("disk says no")
+            raise OSError("read error")
         return np.full(3, index), np.full(2, index)
 
-    def __init__(self, broken=()):
-        self.broken = broken
+
+def make_loader(dataset, batch: Batch, data_rank: int = 0, stream: Stream = STREAM, **data) -> Loader:
+    source = ConcatenatedSource([IndexableSource(dataset, "dataset")])
+    return Loader(source, stream, batch, data_rank, DataConfig(**data))
 
 
-def ids_of(source, batch: Batch, coordinate: int, first: int, end: int, **data) -> list[list[int]]:
-    loader = Loader(ConcatenatedSource([IndexableSource(source)]), STREAM, batch, coordinate, DataConfig(**data))
-    return [[int(i) for micro in step for i in micro.tensors[0][:, 0]] for step in loader.steps(first, end)]
+def load_ids(dataset, batch: Batch, data_rank: int, first: int, end: int, **data) -> list[list[int]]:
+    steps = make_loader(dataset, batch, data_rank, **data).steps(first, end)
+    return [[int(i) for micro in step for i in micro.tensors[0][:, 0]] for step in steps]
 
 
-@pytest.mark.parametrize(
-    "workers", [{"workers": 0}, {"workers": 3}, {"workers": 3, "worker_kind": "process"}, {"workers": 2, "prefetch": 1}]
-)
-@pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_order_never_depends_on_workers_or_ranks(workers, replicas):
-    batch = derive_batch(BatchConfig(12, 3), replicas) if replicas != 1 else derive_batch(BatchConfig(12, 4), 1)
-    by_rank = [ids_of(Echo(), batch, rank, 2, 9, **workers) for rank in range(replicas)]
-    together = [sum((rank[i] for rank in by_rank), []) for i in range(7)]
-    assert together == [STREAM.step(step).tolist() for step in range(2, 9)]
+@pytest.mark.parametrize("workers", [INLINE, THREADS, PROCESSES, {"workers": 2, "prefetch": 1}])
+@pytest.mark.parametrize("data_degree", [1, 2, 4])
+def test_sample_order_is_independent_of_workers_and_ranks(workers, data_degree):
+    batch = derive_batch(BatchConfig(12, 3 if data_degree > 1 else 4), data_degree)
+    by_rank = [load_ids(IndexDataset(), batch, rank, 2, 9, **workers) for rank in range(data_degree)]
+    by_step = [sum((rank[i] for rank in by_rank), []) for i in range(7)]
+    assert by_step == [STREAM.step(step).tolist() for step in range(2, 9)]
 
 
-@pytest.mark.parametrize("workers", [{"workers": 0}, {"workers": 2}, {"workers": 2, "worker_kind": "process"}])
-def test_global_generators_are_left_alone(workers):
+@pytest.mark.parametrize("workers", [INLINE, THREADS, PROCESSES])
+def test_loader_leaves_global_random_generators_unchanged(workers):
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    ids_of(Echo(), Batch(12, 4, 1, 3), 0, 0, 5, **workers)
+    load_ids(IndexDataset(), Batch(12, 4, 1, 3), 0, 0, 5, **workers)
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1:] == (np.random.get_state()[1].tolist(), random.getstate())
 
 
-@pytest.mark.parametrize("workers", [{"workers": 0}, {"workers": 3}, {"workers": 2, "worker_kind": "process"}])
-def test_a_sample_that_cannot_be_decoded_is_named_by_source_and_id_in_its_turn(workers):
+@pytest.mark.parametrize("workers", [INLINE, THREADS, PROCESSES])
+def test_bad_sample_is_reported_with_source_and_id_at_its_step(workers):
     broken = int(STREAM.step(2)[5])
-    loader = Loader(
-        ConcatenatedSource([IndexableSource(Echo({broken}), "echo")]),
-        STREAM,
-        Batch(12, 4, 1, 3),
-        0,
-        DataConfig(**workers),
-    )
-    for number, micros in enumerate(loader.steps(0, 3)):
-        bad = [bad for micro in micros for bad in micro.bad_samples]
-        assert len(bad) == (number == 2)
-        if bad:
-            assert (
-                str(bad[0]) == f"sample {broken} (source echo, index {broken}) cannot be decoded: OSError: disk says no"
-            )
+    loader = make_loader(IndexDataset({broken}), Batch(12, 4, 1, 3), **workers)
+    for step, micro_batches in enumerate(loader.steps(0, 3)):
+        bad_samples = [str(bad) for micro_batch in micro_batches for bad in micro_batch.bad_samples]
+        message = f"sample {broken} (source dataset, index {broken}) cannot be decoded: OSError: read error"
+        assert bad_samples == ([message] if step == 2 else [])
 
 
-def test_quarantine_masks_the_sample_and_keeps_every_other_place():
+def test_quarantine_masks_the_bad_samples_and_no_other():
     stream = Stream.from_lengths(3, 50, [50], [1.0], 0.0)
-    loader = Loader(
-        ConcatenatedSource([IndexableSource(Echo({17, 4}))]),
-        stream,
-        Batch(50, 50, 1, 1),
-        0,
-        DataConfig(on_bad_sample="quarantine"),
-    )
-    [[micro]] = list(loader.steps(0, 1))
-    order = stream.step(0).tolist()
-    assert [int(i) for i in micro.tensors[0][:, 0]] == [0 if i in (17, 4) else i for i in order]
-    assert micro.valid_targets == 48 * 2
-    assert {bad.sample for bad in micro.bad_samples} == {17, 4}
+    loader = make_loader(IndexDataset({17, 4}), Batch(50, 50, 1, 1), stream=stream, on_bad_sample="quarantine")
+    [[micro_batch]] = list(loader.steps(0, 1))
+    expected = [0 if i in (17, 4) else i for i in stream.step(0).tolist()]
+    assert [int(i) for i in micro_batch.tensors[0][:, 0]] == expected
+    assert micro_batch.valid_targets == 48 * 2
+    assert {bad.sample for bad in micro_batch.bad_samples} == {17, 4}
 
 
-def test_ragged_samples_are_named():
+def test_samples_of_different_shapes_are_an_error():
     ragged = [(np.ones(3), 1)] * 5 + [(np.ones(4), 1)] * 45
-    loader = Loader(
-        ConcatenatedSource([IndexableSource(ragged)]), STREAM, Batch(12, 12, 1, 1), 0, DataConfig(workers=0)
-    )
     with pytest.raises(DataError, match="has the shapes"):
-        list(loader.steps(0, 4))
+        list(make_loader(ragged, Batch(12, 12, 1, 1)).steps(0, 4))
 
 
-def test_stopping_early_leaves_no_thread_waiting():
-    steps = Loader(
-        ConcatenatedSource([IndexableSource(Echo())]), STREAM, Batch(12, 4, 1, 3), 0, DataConfig(workers=3)
-    ).steps(0, 10**9)
+def test_closing_the_loader_ends_its_threads():
+    steps = make_loader(IndexDataset(), Batch(12, 4, 1, 3), **THREADS).steps(0, 10**9)
     next(steps)
     steps.close()
-    end = time.monotonic() + 10
-    while (left := [t for t in threading.enumerate() if t.name.startswith("loader")]) and time.monotonic() < end:
+    deadline = time.monotonic() + 10
+    while (left := [t for t in threading.enumerate() if t.name.startswith("loader")]) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left
+
+
+def test_fits_shared_memory_compares_with_the_free_space(tmp_path):
+    assert fits_shared_memory(1, str(tmp_path))
+    assert not fits_shared_memory(1 << 60, str(tmp_path))
+    assert not fits_shared_memory(1, str(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize("free", [64 << 20, 64 << 10])
+def test_worker_processes_avoid_shared_memory_that_is_too_small(monkeypatch, free):
+    """Three micro-batches of 4 x 256 float64 are prefetched and three used: 48 KiB, twice that with the reserve."""
+    images = [(np.full(256, float(i)), i) for i in range(50)]
+    monkeypatch.setattr(loader_module, "fits_shared_memory", lambda needed: 2 * needed <= free)
+    loader = make_loader(images, Batch(12, 4, 1, 3), workers=1, worker_kind="process", prefetch=3)
+    steps = list(loader.steps(0, 3))
+    assert [[int(i) for micro in step for i in micro.tensors[1]] for step in steps] == [
+        STREAM.step(step).tolist() for step in range(3)
+    ]
+    assert all(micro.tensors[0].is_shared() == (free > 1 << 20) for step in steps for micro in step)

@@ -1,4 +1,4 @@
-"""The permutation is a bijection for any length and key, the same for ever, and costs no memory."""
+"""Tests of meshwright.data.permutation: a fixed bijection for any length and key, in constant memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def order(n: int, key: str, count: int | None = None) -> list[int]:
 
 
 @given(st.integers(1, 3000), st.text(max_size=20))
-def test_it_is_a_bijection_of_any_length(n, key):
+def test_permutation_is_a_bijection_of_any_length(n, key):
     assert sorted(order(n, key)) == list(range(n))
 
 
 @given(
     st.integers(1, MAX_LENGTH), st.text(max_size=8), st.lists(st.integers(0, MAX_LENGTH - 1), min_size=1, max_size=50)
 )
-def test_the_inverse_leads_back_at_any_size(n, key, points):
+def test_inverse_undoes_the_permutation_at_any_length(n, key, points):
     positions = np.array([p % n for p in points], dtype=np.uint64)
     permutation = Permutation(n, key)
     values = permutation(positions)
@@ -32,8 +32,8 @@ def test_the_inverse_leads_back_at_any_size(n, key, points):
     assert np.array_equal(permutation.inverse(values), positions)
 
 
-def test_frozen_vectors():
-    """These numbers never change: a run's sample order hangs on them."""
+def test_permutation_never_changes():
+    """A change of these numbers would change the sample order of every existing run."""
     assert order(10, "meshwright") == FROZEN[10]
     assert order(1000, "meshwright", 8) == FROZEN[1000]
     assert order(10**12, "meshwright", 4) == FROZEN[10**12]
@@ -48,8 +48,8 @@ FROZEN = {
 }
 
 
-def test_it_shuffles_evenly():
-    """Chi-square of (place, value) counts over many keys: 39 x 39 degrees of freedom, so mean 1521 and deviation 55."""
+def test_permutation_is_uniform():
+    """Chi-square of (position, value) counts over many keys: 39 x 39 degrees of freedom, mean 1521, deviation 55."""
     counts = np.zeros((40, 40))
     for key in range(2000):
         counts[np.arange(40), order(40, f"even/{key}")] += 1
@@ -57,11 +57,11 @@ def test_it_shuffles_evenly():
     assert 1521 - 5 * 55 < float(((counts - expected) ** 2 / expected).sum()) < 1521 + 5 * 55
 
 
-def test_every_order_of_four_is_reached():
+def test_every_permutation_of_four_elements_is_reached():
     assert len({tuple(order(4, f"key/{key}")) for key in range(400)}) == 24
 
 
-def test_memory_does_not_grow_with_the_length():
+def test_permutation_memory_is_independent_of_the_length():
     peaks = []
     for n in (10**6, 10**12):
         permutation = Permutation(n, "memory")
@@ -73,11 +73,11 @@ def test_memory_does_not_grow_with_the_length():
 
 
 @pytest.mark.parametrize("n", [0, -1, MAX_LENGTH + 1])
-def test_an_impossible_length_is_refused(n):
+def test_invalid_length_is_an_error(n):
     with pytest.raises(ValueError, match="elements"):
         Permutation(n, "")
 
 
-def test_a_position_beyond_the_end_is_refused():
-    with pytest.raises(ValueError, match="not below"):
+def test_position_out_of_range_is_an_error():
+    with pytest.raises(ValueError, match="position 10 is out of range"):
         Permutation(10, "")(np.array([10], dtype=np.uint64))

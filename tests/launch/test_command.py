@@ -178,7 +178,7 @@ def test_bad_data_is_one_line_with_exit_6(tmp_path):
     _, err = job.communicate(timeout=60)
     assert job.returncode == 6
     assert err.count("\n") == 1
-    assert "odd length" in err
+    assert "is not a multiple of" in err
 
 
 def test_a_run_folder_that_cannot_be_made_is_named(tmp_path):

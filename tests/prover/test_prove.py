@@ -115,7 +115,7 @@ STREAM_FAULTS = {
     ),
     "a permutation that repeats": (Permutation, "__call__", lambda self, x: x // np.uint64(2)),
     "held-out samples trained on": (Stream, "held_out_samples", lambda self, most: self.step(0)),
-    "a loader that resumes at the epoch's start": (Loader, "_ids", None),
+    "a loader that resumes at the epoch's start": (Loader, "_micro_batch_ids", None),
     "an inverse that is off by one": (Permutation, "inverse", lambda self, y: (y + np.uint64(1)) % np.uint64(self.n)),
 }
 
@@ -124,7 +124,7 @@ STREAM_FAULTS = {
 def test_a_seeded_fault_of_the_stream_is_caught(fault, monkeypatch):
     owner, name, wrong = STREAM_FAULTS[fault]
     if wrong is None:
-        right = Loader._ids
+        right = Loader._micro_batch_ids
         wrong = lambda self, first, end: right(self, 0, end - first)  # noqa: E731
     monkeypatch.setattr(owner, name, wrong)
     assert broken(check_stream, load_config(overrides=SMALL)) != ""
