@@ -1,4 +1,4 @@
-"""A simulation on the terminal: of every chosen rank what it sends and what it holds. Torch-free."""
+"""A simulation as terminal tables: communication volume and memory of every simulated rank. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,53 +18,55 @@ def show(simulation: Simulation) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=140)
-    say = console.print
-    say(f"{simulation.layout} = {simulation.ranks:,} ranks; {simulation.parameters:,} parameters", highlight=False)
-    say(simulation.batch, highlight=False)
+    out = console.print
+    out(f"{simulation.layout} = {simulation.ranks:,} ranks; {simulation.parameters:,} parameters", highlight=False)
+    out(simulation.batch, highlight=False)
     if simulation.schedule:
-        live = " ".join(map(str, ends_of(simulation.live)))
-        say(f"pipeline by {simulation.schedule}: micro-batches held at once, by rank: {live}", highlight=False)
-    for rank in simulation.found:
-        say()
-        say(title(rank), style="bold", highlight=False)
-        say(traffic_table(rank))
-        say(memory_table(rank))
-        for line in rank.multiplied:
-            say(line, style="dim", highlight=False)
-    say()
+        in_flight = " ".join(map(str, ends_of(simulation.in_flight)))
+        out(f"{simulation.schedule} pipeline; peak micro-batches in flight by rank: {in_flight}", highlight=False)
+    for result in simulation.results:
+        out()
+        out(title(result), style="bold", highlight=False)
+        out(communication_table(result))
+        out(memory_table(result))
+        for line in result.extrapolated:
+            out(line, style="dim", highlight=False)
+    out()
     for note in simulation.notes:
-        say(note, style="dim", highlight=False)
-    say(f"{simulation.seconds:.1f} s, nothing was computed", style="dim", highlight=False)
+        out(note, style="dim", highlight=False)
+    out(f"simulated in {simulation.seconds:.1f} s without computing any values", style="dim", highlight=False)
 
 
-def title(rank: RankResult) -> str:
-    where = ", ".join(f"{axis} {place}" for axis, place in rank.place.items())
-    blocks = ", ".join(f"stage {stage} of {count} blocks" for stage, count in rank.blocks.items())
-    held = f", holding {rank.max_in_flight} micro-batches" if rank.live else ""
-    return f"rank {rank.rank}" + (f" ({where})" if where else "") + (f": {blocks}{held}" if rank.live else "")
+def title(result: RankResult) -> str:
+    coordinates = ", ".join(f"{axis} {index}" for axis, index in result.coordinates.items())
+    name = f"rank {result.rank}" + (f" ({coordinates})" if coordinates else "")
+    if not result.in_flight:
+        return name
+    stages = ", ".join(f"stage {stage} with {count} blocks" for stage, count in result.blocks.items())
+    return f"{name}: {stages}, up to {result.max_in_flight} micro-batches in flight"
 
 
-def traffic_table(rank: RankResult) -> Table:
+def communication_table(result: RankResult) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("axis", "collective"):
         table.add_column(column)
-    for column in ("ranks", "calls", "message", "on the wire"):
+    for column in ("ranks", "calls", "message bytes", "wire bytes"):
         table.add_column(column, justify="right")
-    for row in rank.traffic:
+    for row in result.communication:
         counts = (f"{row.ranks:,}", f"{row.calls:,}")
         table.add_row(row.axis, row.collective, *counts, format_bytes(row.message_bytes), format_bytes(row.wire_bytes))
-    whole = sum(row.wire_bytes for row in rank.traffic)
-    table.add_row("all", "", "", f"{sum(row.calls for row in rank.traffic):,}", "", format_bytes(whole), style="bold")
+    calls, wire = (sum(getattr(row, name) for row in result.communication) for name in ("calls", "wire_bytes"))
+    table.add_row("total", "", "", f"{calls:,}", "", format_bytes(wire), style="bold")
     return table
 
 
-def memory_table(rank: RankResult) -> Table:
+def memory_table(result: RankResult) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("held")
-    for column in ("most", "at the peak"):
+    table.add_column("memory class")
+    for column in ("own peak", "at total peak"):
         table.add_column(column, justify="right")
-    for kind, most in rank.peak.items():
-        if most or rank.at_peak[kind]:
-            table.add_row(kind, format_bytes(most), format_bytes(rank.at_peak[kind]))
-    table.add_row("all", "", format_bytes(rank.peak_total), style="bold")
+    for kind, peak in result.peak.items():
+        if peak or result.at_peak[kind]:
+            table.add_row(kind, format_bytes(peak), format_bytes(result.at_peak[kind]))
+    table.add_row("total", "", format_bytes(result.peak_total), style="bold")
     return table

@@ -1,126 +1,147 @@
-"""How a step on a few blocks and micro-steps stands for one on many: what grows with them grows by as much each time.
+"""Linear extrapolation of a step's bytes and memory timeline from two small steps to a large one; torch-free.
 
-Blocks are alike, so that one block more adds the same messages, and to what is held at any moment of the step the same
-bytes. The course of a step is what was held after every change, phase by phase. With one block more a phase has more
-changes, all of them between its first and its last block. A moment of the small step has its counterpart in the larger
-one as far from the beginning, or as far from the end, as it is itself, and is carried on along the line through both;
-a moment of a middle block along two lines, as the second block and as the last but one. The peak is the largest of what
-is found: what lies between the second block and the last but one is between their bytes. So three blocks are enough,
-and a fourth to know by how much. The same holds for micro-steps, and for rounds of a pipeline that is full. Torch-free.
+Transformer blocks are alike, so each additional block adds the same messages, and adds the same number of bytes to the
+memory in use at every point of the step. The same holds for micro-steps, and for rounds of micro-batches once a
+pipeline is full. Two steps that differ by one stride (one block, one micro-step, one round) therefore determine every
+larger step.
+
+The memory timeline of a step lists, phase by phase, the bytes of every memory class after each allocation. The larger
+step has more entries, all of them between the first and the last block of a phase. An entry of the smaller step is
+matched with the entry of the larger step that has the same distance from the start, or from the end, of the phase, and
+is extrapolated along the line through both. An entry of a middle block is matched both ways: as an entry of the second
+block and as one of the last block but one. The memory use of the blocks between these two is between theirs, so the
+largest extrapolated entry is the peak. Three blocks are therefore enough, and a fourth gives the slope.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 ClassBytes = tuple[int, ...]
-"""Bytes by class."""
-Mark = tuple[str, int]
-"""The class and the size of what came last: by it counterparts are known."""
-Phase = tuple[str, list[tuple[Mark, ClassBytes]]]
-MemoryTimeline = list[Phase]
-Sums = dict[tuple[str, str, int], tuple[int, int]]
-"""By axis, collective and ranks: calls and message bytes."""
+"""Bytes in use by memory class."""
+Allocation = tuple[str, int]
+"""The class and the size of the tensor that changed the memory in use; equal allocations identify matching entries."""
+PhaseTimeline = list[tuple[Allocation, ClassBytes]]
+MemoryTimeline = list[tuple[str, PhaseTimeline]]
+"""The phases of a step in order, each with its name."""
+CollectiveSums = dict[tuple[str, str, int], tuple[int, int]]
+"""Calls and message bytes by axis, collective and group size."""
 
-Item = TypeVar("Item")
+
+class ExtrapolationError(ValueError):
+    """The two small steps do not have the same structure."""
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """A step: what it sent, and the course of what it held."""
+    """The collectives and the memory timeline of one step."""
 
-    sums: Sums
-    course: MemoryTimeline
+    collectives: CollectiveSums
+    timeline: MemoryTimeline
 
 
 @dataclass(frozen=True)
 class Extrapolation:
-    """A number that is reached from a small one by so many equal strides."""
+    """A count (of blocks or micro-steps) that is reached from a smaller one in equal strides."""
 
-    few: int
+    base: int
     stride: int = 0
-    times: int = 0
+    strides: int = 0
 
     @property
-    def whole(self) -> int:
-        return self.few + self.stride * self.times
+    def target(self) -> int:
+        return self.base + self.stride * self.strides
 
     @property
-    def points(self) -> tuple[int, ...]:
-        """The numbers to go through: the whole, where it takes no more than the two to carry on from."""
-        two = (self.few, self.few + self.stride)
-        return two if sum(two) < self.whole else (self.whole,)
+    def simulated_counts(self) -> tuple[int, ...]:
+        """The counts to simulate: the target itself if that is no more work than the two small steps."""
+        two = (self.base, self.base + self.stride)
+        return two if sum(two) < self.target else (self.target,)
 
     @classmethod
-    def to(cls, whole: int, least: int, stride: int = 1) -> Extrapolation:
-        times = max(0, whole - least) // stride
-        return cls(whole - times * stride, stride, times)
+    def plan(cls, target: int, minimum: int, stride: int = 1) -> Extrapolation:
+        strides = max(0, target - minimum) // stride
+        return cls(target - strides * stride, stride, strides)
 
 
-def extrapolate(found: Sequence[StepTrace], times: int) -> StepTrace:
-    """Carries one step, or the line through two, on by so many strides."""
-    if len(found) == 1:
-        return found[0]
-    few, more = found
-    sums = {
-        key: (along(few.sums.get(key, (0, 0))[0], more.sums[key][0], times),
-              along(few.sums.get(key, (0, 0))[1], more.sums[key][1], times))
-        for key in more.sums
-    }  # fmt: skip
-    course: MemoryTimeline = []
-    for (phase, before), (other, after) in halves(few.course, more.course):
-        if phase != other:
-            raise ValueError(f"a step with more blocks or micro-steps has {other} where one with fewer has {phase}")
-        pairs = counterparts(before, after)
-        course.append((phase, [(mark, carried(a, b, times)) for (mark, a), (_, b) in pairs]))
-    return StepTrace(sums, course)
+def extrapolate(traces: Sequence[StepTrace], strides: int) -> StepTrace:
+    """Returns a single trace as it is, and extends the line through two traces by this many strides."""
+    if len(traces) == 1:
+        return traces[0]
+    small, large = traces
+    collectives = {}
+    for key, (calls, message_bytes) in large.collectives.items():
+        small_calls, small_bytes = small.collectives.get(key, (0, 0))
+        collectives[key] = (linear(small_calls, calls, strides), linear(small_bytes, message_bytes, strides))
+    timeline: MemoryTimeline = []
+    for (phase, before), (_, after) in match_phases(small.timeline, large.timeline):
+        matches = match_entries(before, after)
+        timeline.append(
+            (phase, [(allocation, linear_bytes(a, b, strides)) for (allocation, a), (_, b) in matches])
+        )  # fmt: skip
+    return StepTrace(collectives, timeline)
 
 
-def halves(few: Sequence[Item], more: Sequence[Item]) -> Iterator[tuple[Item, Item]]:
-    """Each item of the shorter with one of the longer: of the first half from the beginning, of the second from the
-    end.
+def match_phases(
+    small: MemoryTimeline, large: MemoryTimeline
+) -> Iterator[tuple[tuple[str, PhaseTimeline], tuple[str, PhaseTimeline]]]:
+    """Pairs the first phases counted from the start, and the others counted from the end. The split between the two is
+    where most pairs have the same sequence of allocations: the first micro-steps differ from later ones, for example
+    because the second one is the first to find gradients to accumulate into.
     """
-    half, further = len(few) // 2, len(more) - len(few)
-    for place, item in enumerate(few):
-        yield item, more[place if place < half else place + further]
+    extra, middle = len(large) - len(small), len(small) // 2
+
+    def mismatches(split: int) -> tuple[int, int, int]:
+        names = lengths = 0
+        for index, (phase, entries) in enumerate(small):
+            other, others = large[index if index < split else index + extra]
+            names += phase != other
+            lengths += [key for key, _ in entries] != [key for key, _ in others]
+        return names, lengths, abs(split - middle)
+
+    split = min(range(len(small) + 1), key=mismatches)
+    if extra < 0 or mismatches(split)[0]:
+        raise ExtrapolationError("the phases of two simulated steps do not match")
+    for index, item in enumerate(small):
+        yield item, large[index if index < split else index + extra]
 
 
-Marked = list[tuple[Mark, ClassBytes]]
-
-
-def counterparts(few: Marked, more: Marked) -> Iterator[tuple[tuple[Mark, ClassBytes], tuple[Mark, ClassBytes]]]:
-    """Moments of a phase, each with those that it has in the longer one. The last block that looks alike from one end
-    may be the one at the other end, which is left to be found from there.
+def match_entries(
+    small: PhaseTimeline, large: PhaseTimeline
+) -> Iterator[tuple[tuple[Allocation, ClassBytes], tuple[Allocation, ClassBytes]]]:
+    """Pairs each entry of a phase with its one or two counterparts in the longer phase. Of the entries that look alike
+    from one end, the last `extra` may belong to the block at the other end; they are matched from there.
     """
-    further = len(more) - len(few)
-    if further <= 0:
-        yield from halves(few, more)
+    extra, middle = len(large) - len(small), len(small) // 2
+    if extra < 0:
+        raise ExtrapolationError("a phase of a larger simulated step allocates less often than that of a smaller one")
+    if extra == 0:
+        yield from zip(small, large, strict=True)
         return
-    same = [few[place][0] == more[place][0] for place in range(len(few))]
-    beginning = (same.index(False) if False in same else len(few)) - further
-    same = [few[-place][0] == more[-place][0] for place in range(1, len(few) + 1)]
-    end = len(few) - ((same.index(False) if False in same else len(few)) - further)
-    for place, moment in enumerate(few):
-        from_beginning, from_end = place < beginning, place >= end
-        if from_beginning or (not from_end and place < len(few) // 2):
-            yield moment, more[place]
-        if from_end or (not from_beginning and place >= len(few) // 2):
-            yield moment, more[place + further]
+    same = [small[index][0] == large[index][0] for index in range(len(small))]
+    start = (same.index(False) if False in same else len(small)) - extra
+    same = [small[-index][0] == large[-index][0] for index in range(1, len(small) + 1)]
+    end = len(small) - ((same.index(False) if False in same else len(small)) - extra)
+    for index, entry in enumerate(small):
+        from_start, from_end = index < start, index >= end
+        if from_start or (not from_end and index < middle):
+            yield entry, large[index]
+        if from_end or (not from_start and index >= middle):
+            yield entry, large[index + extra]
 
 
-def along(few: int, more: int, times: int) -> int:
-    return few + times * (more - few)
+def linear(small: int, large: int, strides: int) -> int:
+    return small + strides * (large - small)
 
 
-def carried(few: ClassBytes, more: ClassBytes, times: int) -> ClassBytes:
-    return tuple(a + times * (b - a) for a, b in zip(few, more, strict=True))
+def linear_bytes(small: ClassBytes, large: ClassBytes, strides: int) -> ClassBytes:
+    return tuple(linear(a, b, strides) for a, b in zip(small, large, strict=True))
 
 
-def peaks(course: MemoryTimeline) -> tuple[ClassBytes, ClassBytes]:
-    """The most of every class by itself, and all classes when most is held in all; the last such moment."""
-    moments = [moment for _, marked in course for _, moment in marked]
-    alone = tuple(max(column) for column in zip(*moments, strict=True))
-    largest = max(map(sum, moments))
-    return alone, next(moment for moment in reversed(moments) if sum(moment) == largest)
+def peaks(timeline: MemoryTimeline) -> tuple[ClassBytes, ClassBytes]:
+    """The peak of every class on its own, and all classes at the last entry with the largest total."""
+    entries = [classes for _, phase in timeline for _, classes in phase]
+    by_class = tuple(max(column) for column in zip(*entries, strict=True))
+    largest = max(map(sum, entries))
+    return by_class, next(classes for classes in reversed(entries) if sum(classes) == largest)

@@ -1,7 +1,7 @@
-"""DDP of imagined tensors: its buckets, and when each is summed. DDP itself works on memory that is not there.
+"""DDP for fake tensors: a reimplementation of its gradient buckets, because DDP's reducer needs real memory.
 
-Its rule: gradients fill a bucket in the order in which they come, until it holds `bucket_cap_mb` or more; a bucket is
-summed when its last gradient is there. The first pass finds that order.
+DDP fills a bucket with gradients in the order in which the first backward pass produces them, until the bucket holds
+`bucket_cap_mb` or more. It all-reduces a bucket as soon as the bucket's last gradient is ready.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from meshwright.parallel.world import World
 MIB = 1 << 20
 
 
-def bucket_counts(sizes: Sequence[int], most: float) -> list[int]:
-    """How many of these, in order, each bucket takes; sizes in bytes."""
-    counts, held = [0], 0
+def bucket_counts(sizes: Sequence[int], capacity: float) -> list[int]:
+    """Returns the number of gradients in each bucket; `sizes` and `capacity` are in bytes."""
+    counts, filled = [0], 0
     for size in sizes:
-        if held >= most:
+        if filled >= capacity:
             counts.append(0)
-            held = 0
+            filled = 0
         counts[-1] += 1
-        held += size
+        filled += size
     return counts if sizes else []
 
 
 class FakeBucket:
-    """A bucket, and the parameters whose gradients lie in it."""
+    """One gradient bucket, with a view of it for each of its parameters."""
 
     def __init__(self, number: int, parameters: list[nn.Parameter], last: bool) -> None:
         self.number, self.last = number, last
         self.flat = parameters[0].new_empty(sum(p.numel() for p in parameters), requires_grad=False)
-        parts = self.flat.split([p.numel() for p in parameters])
-        self.views = {id(p): part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
-        self.missing = set(self.views)
+        slices = self.flat.split([p.numel() for p in parameters])
+        self.views = {id(p): flat.view_as(p) for p, flat in zip(parameters, slices, strict=True)}
+        self.pending = set(self.views)
 
     def index(self) -> int:
         return self.number
@@ -53,61 +53,63 @@ class FakeBucket:
 
 
 class FakeDDP(ReplicatedModel):
-    """Sums every bucket of gradients over all ranks, as DDP would."""
+    """All-reduces every gradient bucket, as DDP does."""
 
     def __init__(self, module: nn.Module, config: DDPConfig, world: World) -> None:
         super().__init__(module, config, world)
-        self.most, self.views, self.last = config.bucket_cap_mb * MIB, config.gradient_as_bucket_view, True
-        self.came: list[nn.Parameter] = []
-        self.where: dict[int, FakeBucket] = {}
+        self.capacity, self.bucket_views = config.bucket_cap_mb * MIB, config.gradient_as_bucket_view
+        self.last_micro_step = True
+        self.ready_order: list[nn.Parameter] = []
+        """the parameters in the order in which the first backward pass produces their gradients"""
+        self.bucket_of: dict[int, FakeBucket] = {}
         for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(self.comes)
+            parameter.register_post_accumulate_grad_hook(self.on_gradient)
 
     @contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
-        self.last = last
+        self.last_micro_step = last
         with super().micro_step(last):
             yield
-        if last and not self.where:
-            self.fill()
-        for filling in self.where.values():
-            filling.missing = set(filling.views)
+        if last and not self.bucket_of:
+            self.build_buckets()
+        for bucket in self.bucket_of.values():
+            bucket.pending = set(bucket.views)
 
     @torch.no_grad()
-    def fill(self) -> None:
-        counts = bucket_counts([p.numel() * p.element_size() for p in self.came], self.most)
+    def build_buckets(self) -> None:
+        counts = bucket_counts([p.numel() * p.element_size() for p in self.ready_order], self.capacity)
         start = 0
         for number, count in enumerate(counts):
-            members = self.came[start : start + count]
-            filling = FakeBucket(number, members, number == len(counts) - 1)
-            self.where |= {id(p): filling for p in members}
-            self.buckets[number] = filling.flat
+            members = self.ready_order[start : start + count]
+            bucket = FakeBucket(number, members, number == len(counts) - 1)
+            self.bucket_of |= {id(p): bucket for p in members}
+            self.buckets[number] = bucket.flat
             start += count
-            for parameter in members if self.views else ():
-                parameter.grad = filling.views[id(parameter)]
+            for parameter in members if self.bucket_views else ():
+                parameter.grad = bucket.views[id(parameter)]
 
     @torch.no_grad()
-    def comes(self, parameter: nn.Parameter) -> None:
-        """A gradient is there: into its bucket, unless it lies there already."""
-        if not self.where:
-            if all(p is not parameter for p in self.came):
-                self.came.append(parameter)
+    def on_gradient(self, parameter: nn.Parameter) -> None:
+        """Copies a gradient into its bucket unless it is a view of it, and all-reduces a bucket that is complete."""
+        if not self.bucket_of:
+            if all(p is not parameter for p in self.ready_order):
+                self.ready_order.append(parameter)
             return
-        filling, gradient = self.where[id(parameter)], parameter.grad
+        bucket, gradient = self.bucket_of[id(parameter)], parameter.grad
         assert gradient is not None
-        view = filling.views[id(parameter)]
-        if gradient is not view and (self.views or self.last):
+        view = bucket.views[id(parameter)]
+        if gradient is not view and (self.bucket_views or self.last_micro_step):
             view.copy_(gradient)
-        if self.views:
+        if self.bucket_views:
             parameter.grad = view
-        if not self.last:
+        if not self.last_micro_step:
             return
-        filling.missing.discard(id(parameter))
-        if not filling.missing:
-            self.sum(filling)
+        bucket.pending.discard(id(parameter))
+        if not bucket.pending:
+            self.all_reduce(bucket)
 
-    def sum(self, filling: FakeBucket) -> None:
-        sent = bucket_message(self, filling)
-        dist.all_reduce(sent)
+    def all_reduce(self, bucket: FakeBucket) -> None:
+        message = bucket_message(self, bucket)
+        dist.all_reduce(message)
         if self.compress_bf16:
-            filling.flat.copy_(sent)
+            bucket.flat.copy_(message)

@@ -1,4 +1,4 @@
-"""One rank of a layout that does not exist: its model, its parallelism and its step, on tensors without content."""
+"""One rank of a fake process group: the real model, parallelism and training step on fake tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from meshwright.parallel.tensor_parallel import decoder_parallel_spec
 from meshwright.parallel.world import World
 from meshwright.simulator.extrapolation import MemoryTimeline, StepTrace
 from meshwright.simulator.fake_ddp import FakeDDP
-from meshwright.simulator.uniform_routing import share_evenly
+from meshwright.simulator.uniform_routing import route_uniformly
 from meshwright.telemetry.memory_tracker import KINDS, UNINITIALIZED, MemoryTracker
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import PipelinePlacement
@@ -42,18 +42,18 @@ LR = 1e-3
 
 @dataclass(frozen=True)
 class StepSize:
-    """How much of a rank's step is gone through: blocks of each of its stages, and micro-steps."""
+    """The part of a step that is simulated: the number of blocks of each of the rank's stages, and of micro-steps."""
 
     blocks: tuple[int, ...]
-    micros: int
+    micro_steps: int
 
 
 class MemoryTimelineTracker(MemoryTracker):
-    """A memory ledger that keeps its whole course."""
+    """A memory tracker that records the memory in use after every change."""
 
-    def __init__(self, *args: Any, **words: Any) -> None:
-        super().__init__(*args, **words)
-        self.course: MemoryTimeline = [("begin", [])]
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.timeline: MemoryTimeline = [("begin", [])]
 
     @property
     def phase(self) -> str:
@@ -61,27 +61,27 @@ class MemoryTimelineTracker(MemoryTracker):
 
     @phase.setter
     def phase(self, phase: str) -> None:
-        self.course.append((phase, []))
+        self.timeline.append((phase, []))
         self._phase = phase
         self._settle()
 
     def _mark_peaks(self, kind: str, size: int) -> None:
         super()._mark_peaks(kind, size)
-        self.course[-1][1].append(((kind, size), tuple(self._bytes[name] for name in CLASSES)))
+        self.timeline[-1][1].append(((kind, size), tuple(self._bytes[name] for name in CLASSES)))
 
 
 class FakeStep(Step):
-    """A step whose ranks agree without hearing of each other."""
+    """A step that does not read the step control vector, which fake tensors do not have."""
 
     def _read_control(self, step: int, batches: list[MicroBatch], sums: Tensor) -> StepControl:  # noqa: ARG002
         return StepControl(tokens=1, bad_samples=0)
 
     def _seed(self, step: int) -> None:
-        """Nothing is drawn, and the caller's generators are his own."""
+        """Leaves the caller's random generators untouched: fake tensors need no random numbers."""
 
 
 class FakeOptimizer(AdamW):
-    """All gradients are finite."""
+    """An optimizer that takes all gradients for finite."""
 
     def update(self, lr: float, norm: Tensor, scale: Tensor, finite: Tensor) -> None:
         super().update(lr, norm, scale, torch.ones_like(finite) if self.fused else torch.tensor(True))
@@ -89,9 +89,9 @@ class FakeOptimizer(AdamW):
 
 @contextmanager
 def fake_world(rank: int, ranks: int) -> Iterator[World]:
-    """This process as one rank of many."""
+    """Makes this process one rank of a fake process group."""
     if dist.is_available() and dist.is_initialized():
-        raise ConfigError("this process is a rank of a run already", "allowed: simulate in a process of its own")
+        raise ConfigError("this process already belongs to a process group", "try simulate in a separate process")
     if ranks > 1:
         init_fake_process_group(rank, ranks)
     try:
@@ -104,62 +104,64 @@ def fake_world(rank: int, ranks: int) -> Iterator[World]:
 def run_second_step(
     config: RunConfig, layout: Layout, batch: Batch, world: World, size: StepSize
 ) -> tuple[StepTrace, InFlightTracker | None]:
-    """The second step of a rank of this size, under the ledgers: by then everything has been made that is made once."""
-    imagined = FakeTensors()
+    """Runs two steps and traces the second, because the first one allocates what is allocated once per run."""
+    fake_tensors = FakeTensors()
     clear_dtensor_cache()
     with warnings.catch_warnings(), patched_for_simulation():
         warnings.simplefilter("ignore")
-        spread = parallelize_fake_model(config, layout, world, size, imagined)
-        with imagined.active():
-            return run(config, layout, replace(batch, accumulation=size.micros), world, spread)
+        model = parallelize_fake_model(config, layout, world, size, fake_tensors)
+        with fake_tensors.active():
+            return trace_second_step(config, layout, replace(batch, accumulation=size.micro_steps), world, model)
 
 
 def parallelize_fake_model(
-    config: RunConfig, layout: Layout, world: World, size: StepSize, imagined: FakeTensors
+    config: RunConfig, layout: Layout, world: World, size: StepSize, fake_tensors: FakeTensors
 ) -> ParallelModel:
-    """The real model and the real parallelism; torch cuts and shards imagined tensors from outside alone."""
+    """Builds and parallelizes the real model. torch shards fake parameters only outside the fake tensor mode."""
     dtype = Precision(config.precision, world.device).weights
     model = build_on_meta(replace(config.model, layers=sum(size.blocks)), dtype)
-    with imagined.active():
+    with fake_tensors.active():
         Materializer(model, None, world.device).allocate(model)
-    plan = small_plan(stage_plan(config, layout, world.rank), size) if layout.pipeline > 1 else None
-    parts = decoder_parallel_spec(config.model)
-    spread = parallelize(model, config, layout, world, parts, no_content, plan=plan, copies=FakeDDP)
-    share_evenly(spread.module)
-    return spread
+    plan = shrink_stages(stage_plan(config, layout, world.rank), size) if layout.pipeline > 1 else None
+    spec = decoder_parallel_spec(config.model)
+    parallel_model = parallelize(model, config, layout, world, spec, skip_init, plan=plan, copies=FakeDDP)
+    route_uniformly(parallel_model.module)
+    return parallel_model
 
 
-def no_content(_block: LocalShard, _name: str) -> None:
-    """What weights imagined parameters hold: none."""
+def skip_init(_shard: LocalShard, _name: str) -> None:
+    """Initialises a fake parameter: there is nothing to write."""
 
 
-def small_plan(plan: StagePlan, size: StepSize) -> StagePlan:
-    """The same stages with fewer blocks each, numbered from 0."""
-    ends = list(accumulate(size.blocks))
+def shrink_stages(plan: StagePlan, size: StepSize) -> StagePlan:
+    """Returns the same stages with fewer blocks each, numbered from 0."""
+    stops = list(accumulate(size.blocks))
     stages = {
-        stage: range(end - count, end)
-        for stage, end, count in zip(plan.placement.stages, ends, size.blocks, strict=True)
+        stage: range(stop - count, stop)
+        for stage, stop, count in zip(plan.placement.stages, stops, size.blocks, strict=True)
     }  # fmt: skip
-    return replace(plan, placement=PipelinePlacement(stages, plan.placement.stage_count), micro_batches=size.micros)
+    return replace(
+        plan, placement=PipelinePlacement(stages, plan.placement.stage_count), micro_batches=size.micro_steps
+    )
 
 
-def run(
-    config: RunConfig, layout: Layout, batch: Batch, world: World, spread: ParallelModel
+def trace_second_step(
+    config: RunConfig, layout: Layout, batch: Batch, world: World, model: ParallelModel
 ) -> tuple[StepTrace, InFlightTracker | None]:
-    optimizer = FakeOptimizer(spread.parameters(), config.optimizer, layout, world, config.optimizer.cpu_offload)
+    optimizer = FakeOptimizer(model.parameters(), config.optimizer, layout, world, config.optimizer.cpu_offload)
     precision = Precision(config.precision, world.device)
-    step = FakeStep(StepContext.for_rank(config, layout, world, spread, optimizer, precision))
+    step = FakeStep(StepContext.for_rank(config, layout, world, model, optimizer, precision))
     batches = micro_batches(batch, config.data.sequence)
     step.run(0, LR, batches)
-    with count_step(spread, optimizer, MemoryTimelineTracker) as counted:
-        outcome = step.run(1, LR, batches, counted.enter)
-    assert isinstance(counted.memory, MemoryTimelineTracker)
-    sums = {(row.axis, row.collective, row.ranks): (row.calls, row.message_bytes) for row in counted.rows()}
-    return StepTrace(sums, counted.memory.course), outcome.in_flight
+    with count_step(model, optimizer, MemoryTimelineTracker) as counters:
+        outcome = step.run(1, LR, batches, counters.enter)
+    assert isinstance(counters.memory, MemoryTimelineTracker)
+    collectives = {(row.axis, row.collective, row.ranks): (row.calls, row.message_bytes) for row in counters.rows()}
+    return StepTrace(collectives, counters.memory.timeline), outcome.in_flight
 
 
 def micro_batches(batch: Batch, sequence: int) -> Iterator[list[MicroBatch]]:
-    """Tokens and labels of every micro-step, step after step."""
+    """Yields the micro-batches of one step after the other."""
 
     def tokens() -> Tensor:
         return torch.zeros(batch.micro, sequence, dtype=torch.int64)

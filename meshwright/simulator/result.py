@@ -1,4 +1,4 @@
-"""What a simulation found: bytes sent and held by chosen ranks, and what was gone through to know."""
+"""The result of a simulation: communication volume and memory of the simulated ranks."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from meshwright.telemetry.comm_counter import CollectiveTotal
 
 @dataclass(frozen=True)
 class RankResult:
-    """One rank's step. Bytes are sums over the step."""
+    """One simulated step of one rank. Bytes are totals of the step."""
 
     rank: int
-    place: dict[str, int]
-    """where it stands on every axis in use"""
+    coordinates: dict[str, int]
+    """the rank's coordinate on every axis in use"""
     blocks: dict[int, int]
-    """of each of its stages"""
-    traffic: list[CollectiveTotal]
+    """the number of blocks of each of the rank's pipeline stages"""
+    communication: list[CollectiveTotal]
     peak: dict[str, int]
-    """the most of each class by itself"""
+    """the peak of each memory class on its own"""
     at_peak: dict[str, int]
-    """the classes when most is held in all"""
-    live: dict[int, int]
-    """micro-batches whose activations each stage held at once, at most; empty without a pipeline"""
+    """the memory classes when the total is largest"""
+    in_flight: dict[int, int]
+    """by stage, the peak number of micro-batches whose activations are in memory; empty without a pipeline"""
     max_in_flight: int
-    """the same over all its stages"""
-    multiplied: list[str]
+    """the same peak over all stages of the rank together"""
+    extrapolated: list[str]
+    """the counts that were simulated and extrapolated, one line each; empty if all blocks and micro-steps ran"""
     seconds: float
 
     @property
@@ -39,18 +40,20 @@ class RankResult:
 
 @dataclass(frozen=True)
 class Simulation:
+    """The simulated ranks of one layout."""
+
     layout: str
     ranks: int
     batch: str
     parameters: int
-    """of the whole model"""
+    """the number of parameters of the full model"""
     schedule: str
-    """of the pipeline; empty without one"""
-    live: list[int]
-    """by rank of the pipeline: micro-batches held at once, at most, one for each of its stages"""
-    found: list[RankResult]
+    """the pipeline schedule; empty without a pipeline"""
+    in_flight: list[int]
+    """by pipeline rank, the peak number of micro-batches in flight over all its stages"""
+    results: list[RankResult]
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"found": [rank.to_json() for rank in self.found]}
+        return asdict(self) | {"results": [result.to_json() for result in self.results]}

@@ -1,4 +1,4 @@
-"""Chosen ranks of a layout, one after the other in this process: a few blocks of each, and what follows for all."""
+"""Simulation of one training step on selected ranks of a layout, one rank after the other, in this process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,16 @@ from dataclasses import replace
 from meshwright.config import Batch, RunConfig
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.parallel.parallel_model import InFlightTracker
+from meshwright.parallel.world import World
 from meshwright.planner.exact.activation_messages import data_dependent_axes
-from meshwright.simulator.extrapolation import ClassBytes, Extrapolation, StepTrace, extrapolate, peaks
+from meshwright.simulator.extrapolation import (
+    ClassBytes,
+    Extrapolation,
+    ExtrapolationError,
+    StepTrace,
+    extrapolate,
+    peaks,
+)
 from meshwright.simulator.fake_rank import CLASSES, StepSize, fake_world, run_second_step
 from meshwright.simulator.result import RankResult, Simulation
 from meshwright.telemetry.comm_counter import CollectiveTotal
@@ -23,23 +31,23 @@ from meshwright.topology.parameter_shards import pipeline_placement, uses_ddp
 from meshwright.topology.schedule_timeline import peak_in_flight
 from meshwright.topology.unsupported import validate
 
-LEAST_BLOCKS = 3
-"""The first, the last and one of those between."""
-LEAST_MICROS = 3
-"""The same."""
-FULL_PIPELINE = 3
-"""From so many micro-batches a rank on, more of them are more of the same."""
-
-MOST_RANKS = 1 << 17
+MIN_BLOCKS = 3
+"""The first block, the last block, and one that stands for those between them."""
+MIN_MICRO_STEPS = 4
+"""The first micro-step, the second (the first to accumulate into gradients), the last, and one that stands for those
+between them."""
+MIN_PIPELINE_ROUNDS = 3
+"""From this many rounds of micro-batches on, the pipeline is full and further rounds repeat."""
+MAX_RANKS = 1 << 17
 
 
 def simulate(config: RunConfig, ranks: Sequence[int] | None = None) -> Simulation:
-    """A step of these ranks (default: the first, and of a pipeline the last)."""
+    """Simulates a step on these ranks. The default is rank 0 and, with a pipeline, the first rank of the last stage."""
     start = time.monotonic()
     config = replace(config, compile=replace(config.compile, enabled=False))
     layout, batch = validate(config)
-    chosen = checked_ranks(ranks, layout)
-    found = [simulate_rank(config, layout, batch, rank) for rank in chosen]
+    selected = select_ranks(ranks, layout)
+    results = [simulate_rank(config, layout, batch, rank) for rank in selected]
     orders = pipeline_orders(config, layout, batch)
     return Simulation(
         str(layout),
@@ -48,119 +56,128 @@ def simulate(config: RunConfig, ranks: Sequence[int] | None = None) -> Simulatio
         sum(shape.local_numel() for shape in decoder_parameter_shapes(config.model)),
         config.pipeline.schedule if layout.pipeline > 1 else "",
         [peak_in_flight(order) for order in orders],
-        found,
-        notes_of(config, layout),
+        results,
+        assumptions(config, layout),
         round(time.monotonic() - start, 3),
     )
 
 
-def checked_ranks(ranks: Sequence[int] | None, layout: Layout) -> list[int]:
-    if layout.ranks > MOST_RANKS:
-        raise ConfigError(f"{layout.ranks:,} ranks are too many to imagine", f"allowed: up to {MOST_RANKS:,}")
+def select_ranks(ranks: Sequence[int] | None, layout: Layout) -> list[int]:
+    if layout.ranks > MAX_RANKS:
+        raise ConfigError(f"{layout.ranks:,} ranks are too many to simulate", f"expected up to {MAX_RANKS:,}")
     if not ranks:
         return [0] if layout.pipeline == 1 else [0, layout.ranks - layout.stride("pipeline")]
     for rank in ranks:
         if not 0 <= rank < layout.ranks:
-            raise ConfigError(f"rank {rank} is none of the layout {layout}", f"allowed: from 0 to {layout.ranks - 1}")
+            raise ConfigError(f"rank {rank} does not exist in layout {layout}", f"expected 0 to {layout.ranks - 1}")
     return sorted(set(ranks))
 
 
 def simulate_rank(config: RunConfig, layout: Layout, batch: Batch, rank: int) -> RankResult:
     start = time.monotonic()
     stages = {stage: len(blocks) for stage, blocks in pipeline_placement(config, layout, rank).stages.items()}
-    blocks, micros = block_line(config, layout, list(stages.values())), micro_line(config, layout, batch)
-    seen, pace = whole_step(config, layout, batch, rank, list(stages.values()), blocks, micros)
-    alone, together = peaks(seen.course)
-    place = layout.coordinates(rank)
+    blocks = plan_blocks(config, layout, list(stages.values()))
+    micro_steps = plan_micro_steps(config, layout, batch)
+    with fake_world(rank, layout.ranks) as world:
+        simulated = StepSimulator(config, layout, batch, world, list(stages.values()))
+        try:
+            trace, extrapolated = simulated.extrapolate(blocks, micro_steps), describe(blocks, micro_steps)
+        except ExtrapolationError:  # the exact answer takes longer
+            trace, extrapolated = simulated.run(blocks.target, micro_steps.target, blocks.target), []
+    by_class, at_peak = peaks(trace.timeline)
+    coordinates, in_flight = layout.coordinates(rank), simulated.in_flight
     return RankResult(
         rank,
-        {axis: place[axis] for axis in layout.active_axes},
+        {axis: coordinates[axis] for axis in layout.active_axes},
         stages,
-        rows_of(seen),
-        by_kind(alone, fresh=False),
-        by_kind(together),
-        dict(pace.peak) if pace else {},
-        pace.peak_total if pace else 0,
-        multiplied(blocks, micros),
+        collective_totals(trace),
+        name_classes(by_class, with_uninitialized=False),
+        name_classes(at_peak),
+        dict(in_flight.peak) if in_flight else {},
+        in_flight.peak_total if in_flight else 0,
+        extrapolated,
         round(time.monotonic() - start, 3),
     )
 
 
-def whole_step(
-    config: RunConfig,
-    layout: Layout,
-    batch: Batch,
-    rank: int,
-    each: list[int],
-    blocks: Extrapolation,
-    micros: Extrapolation,
-) -> tuple[StepTrace, InFlightTracker | None]:
-    """The step as it is, or carried on from small ones. Blocks of all stages grow together."""
-    by_micros, pace = [], None
-    with fake_world(rank, layout.ranks) as world:
-        for micro in micros.points:
-            by_blocks = []
-            for count in blocks.points:
-                size = StepSize(tuple(own - (blocks.whole - count) for own in each), micro)
-                try:
-                    seen, pace = run_second_step(config, layout, batch, world, size)
-                except (RuntimeError, ValueError, TypeError, AssertionError) as error:  # how torch refuses
-                    raise refused(layout, rank, error) from error
-                by_blocks.append(seen)
-            by_micros.append(extrapolate(by_blocks, blocks.times))
-    return extrapolate(by_micros, micros.times), pace
+class StepSimulator:
+    """Runs steps of one rank with fewer blocks and micro-steps, and extrapolates from them."""
+
+    def __init__(self, config: RunConfig, layout: Layout, batch: Batch, world: World, blocks: list[int]) -> None:
+        self.config, self.layout, self.batch, self.world, self.blocks = config, layout, batch, world, blocks
+        self.in_flight: InFlightTracker | None = None
+
+    def extrapolate(self, blocks: Extrapolation, micro_steps: Extrapolation) -> StepTrace:
+        """Extrapolates over blocks first, then over micro-steps. All stages grow by the same number of blocks."""
+        by_micro_steps = []
+        for micro_count in micro_steps.simulated_counts:
+            by_blocks = [self.run(count, micro_count, blocks.target) for count in blocks.simulated_counts]
+            by_micro_steps.append(extrapolate(by_blocks, blocks.strides))
+        return extrapolate(by_micro_steps, micro_steps.strides)
+
+    def run(self, blocks: int, micro_steps: int, target_blocks: int) -> StepTrace:
+        size = StepSize(tuple(count - (target_blocks - blocks) for count in self.blocks), micro_steps)
+        try:
+            trace, self.in_flight = run_second_step(self.config, self.layout, self.batch, self.world, size)
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:  # what torch raises for a bad layout
+            raise as_config_error(self.layout, self.world.rank, error) from error
+        return trace
 
 
-def refused(layout: Layout, rank: int, error: Exception) -> MeshwrightError:
-    """torch's own words, in one line."""
+def as_config_error(layout: Layout, rank: int, error: Exception) -> MeshwrightError:
+    """Wraps an error of torch in one line."""
     if isinstance(error, MeshwrightError):
         return error
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return ConfigError(f"layout {layout}, rank {rank}: torch does not build it: {said}", "allowed: another layout")
+    message = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return ConfigError(f"layout {layout}, rank {rank}: torch cannot build this layout: {message}", "try another layout")
 
 
-def block_line(config: RunConfig, layout: Layout, each: list[int]) -> Extrapolation:
-    """Of the stage with the fewest blocks; the others have as many more in every step. Segments stay whole. DDP's
-    buckets do not end where blocks do.
+def plan_blocks(config: RunConfig, layout: Layout, blocks: list[int]) -> Extrapolation:
+    """Extrapolates the stage with the fewest blocks; the other stages keep their difference to it. The blocks of an
+    activation-checkpointing segment stay together. DDP is not extrapolated, because its buckets span blocks.
     """
     if uses_ddp(layout):
-        return Extrapolation(min(each))
-    together = config.activation_checkpoint.segment if config.activation_checkpoint.mode == "full" else 1
-    return Extrapolation.to(min(each), LEAST_BLOCKS * together, together)
+        return Extrapolation(min(blocks))
+    segment = config.activation_checkpoint.segment if config.activation_checkpoint.mode == "full" else 1
+    return Extrapolation.plan(min(blocks), MIN_BLOCKS * segment, segment)
 
 
-def micro_line(config: RunConfig, layout: Layout, batch: Batch) -> Extrapolation:
-    """A pipeline grows by rounds once it is full; by gpipe it never is."""
-    whole, ranks = batch.accumulation, layout.pipeline
+def plan_micro_steps(config: RunConfig, layout: Layout, batch: Batch) -> Extrapolation:
+    """A full pipeline grows by rounds of one micro-batch per rank. GPipe keeps all micro-batches in flight and is never
+    full.
+    """
+    accumulation, ranks = batch.accumulation, layout.pipeline
     if ranks == 1:
-        return Extrapolation.to(whole, LEAST_MICROS)
-    if config.pipeline.schedule == "gpipe" or whole % ranks:
-        return Extrapolation(whole)
-    return Extrapolation.to(whole, FULL_PIPELINE * ranks, ranks)
+        return Extrapolation.plan(accumulation, MIN_MICRO_STEPS)
+    if config.pipeline.schedule == "gpipe" or accumulation % ranks:
+        return Extrapolation(accumulation)
+    return Extrapolation.plan(accumulation, MIN_PIPELINE_ROUNDS * ranks, ranks)
 
 
-def multiplied(blocks: Extrapolation, micros: Extrapolation) -> list[str]:
-    said = []
-    for line, name in ((blocks, "blocks a stage"), (micros, "micro-steps")):
-        if len(line.points) > 1:
-            few, more = line.points
-            said.append(f"{few} and {more} {name} gone through, for {line.whole}")
-    return said
+def describe(blocks: Extrapolation, micro_steps: Extrapolation) -> list[str]:
+    lines = []
+    for plan, name in ((blocks, "blocks per stage"), (micro_steps, "micro-steps")):
+        if len(plan.simulated_counts) > 1:
+            small, large = plan.simulated_counts
+            lines.append(f"extrapolated from {small} and {large} to {plan.target} {name}")
+    return lines
 
 
-def rows_of(seen: StepTrace) -> list[CollectiveTotal]:
-    """As the traffic ledger gives them."""
+def collective_totals(trace: StepTrace) -> list[CollectiveTotal]:
+    """The rows that a `CommCounter` would report."""
     rows = [
-        CollectiveTotal(axis, collective, calls, message, wire_bytes(collective, message, ranks), ranks)
-        for (axis, collective, ranks), (calls, message) in seen.sums.items()
+        CollectiveTotal(axis, collective, calls, message_bytes, wire_bytes(collective, message_bytes, ranks), ranks)
+        for (axis, collective, ranks), (calls, message_bytes) in trace.collectives.items()
     ]
     return sorted(rows)
 
 
-def by_kind(moment: ClassBytes, fresh: bool = True) -> dict[str, int]:
-    """A buffer that nobody has written yet is temporary; by itself the class is without them."""
-    held = dict(zip(CLASSES, moment, strict=True))
-    return {kind: held[kind] + (held[UNINITIALIZED] if fresh and kind == "temporary" else 0) for kind in KINDS}
+def name_classes(counts: ClassBytes, with_uninitialized: bool = True) -> dict[str, int]:
+    """Bytes by class. Buffers that have not been written yet count as temporary, except in the peak of that class."""
+    named = dict(zip(CLASSES, counts, strict=True))
+    if with_uninitialized:
+        named["temporary"] += named[UNINITIALIZED]
+    return {kind: named[kind] for kind in KINDS}
 
 
 def pipeline_orders(config: RunConfig, layout: Layout, batch: Batch) -> list[schedules.ActionOrder]:
@@ -171,12 +188,12 @@ def pipeline_orders(config: RunConfig, layout: Layout, batch: Batch) -> list[sch
     )
 
 
-def notes_of(config: RunConfig, layout: Layout) -> list[str]:
-    """What was taken for granted."""
-    said = ["memory as on CPU: on a device FSDP2 gathers fsdp.prefetch units ahead, and kernels keep other things"]
+def assumptions(config: RunConfig, layout: Layout) -> list[str]:
+    """What the simulation assumes about this config, one line each."""
+    lines = ["memory is that of CPU kernels; on a GPU, FSDP2 prefetches fsdp.prefetch more units and kernels differ"]
     if uses_ddp(layout):
-        said.append("DDP does not work without memory: its buckets are filled and summed here by its rule")
+        lines.append("DDP needs real memory, so its buckets are filled and all-reduced by a reimplementation")
     if config.model.experts:
-        said.append("every expert gets an even share of the tokens")
-    said += [f"{axis}: {why}" for axis, why in data_dependent_axes(config, layout).items()]
-    return said
+        lines.append("tokens are routed uniformly over experts")
+    lines += [f"{axis}: {reason}" for axis, reason in data_dependent_axes(config, layout).items()]
+    return lines

@@ -1,4 +1,4 @@
-"""Experts of imagined tensors: which of them a token chooses is not known, so every expert gets an even share."""
+"""Uniform expert routing: fake tensors have no router scores, so every expert gets the same number of tokens."""
 
 from __future__ import annotations
 
@@ -12,40 +12,38 @@ from meshwright.models.experts import Experts
 from meshwright.parallel.expert_parallel import AllToAllDispatch
 
 
-def share_evenly(model: nn.Module) -> bool:
-    """Puts even shares where the host would read numbers from the device; whether there was anything to do."""
-    found = [module for module in model.modules() if isinstance(module, Experts)]
-    for experts in found:
+def route_uniformly(model: nn.Module) -> None:
+    """Replaces the counts that a real run copies from the device to the host by uniform ones."""
+    for experts in [module for module in model.modules() if isinstance(module, Experts)]:
         bank = experts.bank
-        bank.rows_per_expert = partial(of_experts, bank)  # type: ignore[method-assign]
+        bank.rows_per_expert = partial(rows_per_expert, bank)  # type: ignore[method-assign]
         if experts.capacity:
-            experts.admit = partial(admitted, experts)  # type: ignore[method-assign]
+            experts.admit = partial(admit_uniformly, experts)  # type: ignore[method-assign]
         if isinstance(experts.dispatch, AllToAllDispatch):
-            experts.dispatch.split_sizes = of_ranks  # type: ignore[method-assign, assignment]
-    return bool(found)
+            experts.dispatch.split_sizes = rows_per_rank  # type: ignore[method-assign, assignment]
 
 
-def even(rows: int, parts: int) -> list[int]:
-    """The first get one more where they do not divide."""
-    each, left = divmod(rows, parts)
-    return [each + (part < left) for part in range(parts)]
+def split_evenly(rows: int, parts: int) -> list[int]:
+    """Divides the rows; the first parts get one more if they do not divide."""
+    quotient, remainder = divmod(rows, parts)
+    return [quotient + (index < remainder) for index in range(parts)]
 
 
-def of_experts(bank: nn.Module, _counts: object, rows: int) -> list[int]:
+def rows_per_expert(bank: nn.Module, _counts: object, rows: int) -> list[int]:
     gate, *_ = bank.weights()  # type: ignore[operator]
-    return even(rows, len(gate))
+    return split_evenly(rows, len(gate))
 
 
-def of_ranks(both: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """As many rows come as go."""
-    share = even(rows, both.shape[1])
-    return share, share
+def rows_per_rank(counts: Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """The rows that a rank sends to and receives from each rank of its expert group."""
+    split = split_evenly(rows, counts.shape[1])
+    return split, split
 
 
-def admitted(experts: Experts, chosen: Tensor, load: Tensor) -> tuple[Tensor, Tensor]:
-    """`Experts.admit` where every expert is chosen equally often."""
+def admit_uniformly(experts: Experts, chosen: Tensor, load: Tensor) -> tuple[Tensor, Tensor]:
+    """`Experts.admit` for a uniform load."""
     expert, order = chosen.flatten().sort(stable=True)
-    most = math.ceil(experts.capacity * chosen.numel() / experts.count)
-    place = torch.arange(len(order), device=order.device) - (load.cumsum(0) - load)[expert]
-    kept = sum(min(rows, most) for rows in even(chosen.numel(), experts.count))
-    return order.masked_fill(place >= most, 0)[:kept].clone(), load.clamp(max=most)
+    capacity = math.ceil(experts.capacity * chosen.numel() / experts.count)
+    position = torch.arange(len(order), device=order.device) - (load.cumsum(0) - load)[expert]
+    admitted = sum(min(rows, capacity) for rows in split_evenly(chosen.numel(), experts.count))
+    return order.masked_fill(position >= capacity, 0)[:admitted].clone(), load.clamp(max=capacity)
