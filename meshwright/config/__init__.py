@@ -1,6 +1,4 @@
-"""What a run is: one frozen dataclass tree, read from TOML and the command line, with its batch algebra and
-fingerprints.
-"""
+"""The settings of a run: frozen dataclasses, read from TOML and the command line, with batch sizes and fingerprints."""
 
 from meshwright.config.batch import Batch, derive_batch
 from meshwright.config.constraints import IGNORE_INDEX, MAX_GLOBAL_BATCH

@@ -1,4 +1,4 @@
-"""The settings of the model."""
+"""The settings of the built-in decoder."""
 
 from __future__ import annotations
 
@@ -18,63 +18,65 @@ from meshwright.errors import ConfigError
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The decoder's shape."""
+    """Architecture of the decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, optional experts."""
 
     vocab: Annotated[int, Range(minimum=2, maximum=1 << 24)] = 256
-    """size of the vocabulary; every token id must be below it"""
+    """vocabulary size; every token id is below it"""
     width: PositiveInt = 128
-    """width of the residual stream"""
+    """hidden size: width of the residual stream"""
     layers: PositiveInt = 4
-    """number of decoder blocks"""
+    """number of transformer blocks"""
     heads: PositiveInt = 4
-    """query heads; must divide width into even head sizes"""
+    """number of query heads; must divide width into an even head size"""
     kv_heads: PositiveInt = 2
-    """key and value heads (grouped-query attention); must divide heads"""
+    """number of key and value heads (grouped-query attention); must divide heads"""
     ffn: PositiveInt = 352
-    """inner width of the SwiGLU feed-forward"""
+    """inner width of the SwiGLU feed-forward, or of each expert"""
     rope_theta: PositiveFloat = 10_000.0
     """base of the rotary position frequencies"""
     norm_eps: PositiveFloat = 1e-5
     """epsilon of RMSNorm"""
     tie: bool = False
-    """share one matrix between embedding and head"""
+    """tie the embedding and the output head to one matrix"""
     experts: NonNegativeInt = 0
-    """experts a layer; 0 is a dense feed-forward"""
+    """number of routed experts per layer; 0 for a dense feed-forward"""
     experts_active: PositiveInt = 2
-    """experts that each token visits"""
+    """number of routed experts per token (top-k)"""
     experts_shared: NonNegativeInt = 0
-    """experts that every token visits beside those"""
+    """number of shared experts per layer, which process every token in addition to the routed ones"""
     router_bias_rate: UnitFraction = 0.001
-    """how far a step moves each expert's bias, by which tokens choose, against its load over all ranks; 0 never"""
+    """change per step of each expert's routing bias, against its load over all ranks (auxiliary-loss-free load
+    balancing); 0 keeps the biases fixed
+    """
     router_aux_loss: Annotated[float, Range(minimum=0, maximum=1e6)] = 0.0001
-    """weight of a loss, of each sequence by itself, that is least where its tokens spread evenly over experts"""
+    """coefficient of the load-balancing loss, which is computed per sequence"""
     capacity_factor: Annotated[float, Range(minimum=0, maximum=1e6)] = 0.0
-    """tokens an expert takes of one rank's pass, as a multiple of an even share; the rest are dropped, so that results
-    depend on the layout; 0 drops none
+    """tokens per expert and forward pass of a rank, as a multiple of an equal share; tokens above it are dropped, which
+    makes results depend on the layout; 0 drops no token
     """
     separator: Annotated[int, Range(minimum=0, maximum=1 << 24)] | None = None
-    """token that ends a document: no token attends to another document's"""
+    """token id that ends a document; attention does not cross it; unset: one document per sequence"""
 
     def __post_init__(self) -> None:
         if self.width % self.heads or (self.width // self.heads) % 2:
-            fits = [h for h in range(1, min(self.width, 4096) + 1) if self.width % (2 * h) == 0]
+            heads = [h for h in range(1, min(self.width, 4096) + 1) if self.width % (2 * h) == 0]
             raise ConfigError(
                 f"model.heads = {self.heads} does not divide model.width = {self.width} into even head sizes",
-                f"allowed: {nearest_values(fits, self.heads) or 'none; make the width even'}",
+                f"expected {nearest_values(heads, self.heads) or 'an even width'}",
             )
         if self.heads % self.kv_heads:
-            fits = [k for k in range(1, min(self.heads, 4096) + 1) if self.heads % k == 0]
+            kv_heads = [k for k in range(1, min(self.heads, 4096) + 1) if self.heads % k == 0]
             raise ConfigError(
                 f"model.kv_heads = {self.kv_heads} does not divide model.heads = {self.heads}",
-                f"allowed: {nearest_values(fits, self.kv_heads)}",
+                f"expected {nearest_values(kv_heads, self.kv_heads)}",
             )
         if self.experts and self.experts_active > self.experts:
             raise ConfigError(
                 f"model.experts_active = {self.experts_active} exceeds model.experts = {self.experts}",
-                f"allowed: from 1 to {self.experts}",
+                f"expected from 1 to {self.experts}",
             )
         if self.separator is not None and self.separator >= self.vocab:
             raise ConfigError(
-                f"model.separator = {self.separator} is no token of a vocabulary of {self.vocab}",
-                f"allowed: from 0 to {self.vocab - 1}, or unset",
+                f"model.separator = {self.separator} is not a token of a vocabulary of {self.vocab}",
+                f"expected from 0 to {self.vocab - 1}, or no separator",
             )

@@ -1,4 +1,4 @@
-"""The settings of how a run is spread over ranks, and of memory traded for time."""
+"""The settings of the layout of ranks, of each kind of parallelism, and of memory saved by recomputation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Annotated, Literal
 
-from meshwright.config.constraints import PLACEMENT, PositiveInt, Range
+from meshwright.config.constraints import PLACEMENT, PositiveInt, Range, nearest_multiples
 from meshwright.errors import ConfigError
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"]
@@ -14,52 +14,53 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "du
 
 @dataclass(frozen=True)
 class LayoutConfig:
-    """How many ranks, and along which axes."""
+    """Degree of each parallelism axis. Ranks = replicate x shard_degree x tensor x context x pipeline."""
 
     replicate: Annotated[PositiveInt, PLACEMENT] = 2
-    """data-parallel ranks, each with a copy of the model unless shard divides it among them"""
+    """data-parallel degree; with shard_degree, the number of replicas of the sharded model (HSDP)"""
     shard: Annotated[Literal["none", "optimizer", "gradients", "parameters"], PLACEMENT] = "none"
-    """what is divided among data-parallel ranks instead of held by each (also zero-0, zero-1, zero-2, zero-3)"""
+    """state that is sharded over data-parallel ranks: none (DDP), optimizer (ZeRO-1), gradients (ZeRO-2: and optimizer)
+    or parameters (ZeRO-3: and both); zero-0 to zero-3 are accepted too
+    """
     shard_degree: Annotated[PositiveInt | None, PLACEMENT] = None
-    """ranks that one copy is divided among, with replicate such copies; unset: replicate's ranks, and one copy"""
+    """number of ranks that share one sharded replica (HSDP); unset: all data-parallel ranks, one replica"""
     tensor: Annotated[PositiveInt, PLACEMENT] = 1
-    """ranks that each matrix is divided among; the sequence is, between the matrices"""
+    """tensor-parallel degree, with sequence parallelism between the sharded layers"""
     pipeline: Annotated[PositiveInt, PLACEMENT] = 1
-    """ranks that the blocks are divided among, one after the other"""
+    """pipeline-parallel degree"""
     context: Annotated[PositiveInt, PLACEMENT] = 1
-    """ranks that each sequence is divided among"""
+    """context-parallel degree: number of ranks that share each sequence"""
     expert: Annotated[PositiveInt, PLACEMENT] = 1
-    """ranks that the experts are divided among: neighbours of those that see different tokens, not ranks of its own"""
+    """expert-parallel degree; experts are sharded over existing data- and context-parallel ranks, so this adds no ranks
+    """
 
     def __post_init__(self) -> None:
         if self.shard == "none" and self.shard_degree not in (None, 1):
             raise ConfigError(
-                f"layout.shard_degree = {self.shard_degree} with layout.shard = none, which divides nothing",
-                "allowed: layout.shard = optimizer, gradients or parameters",
+                f"layout.shard_degree = {self.shard_degree} has no effect with layout.shard = none",
+                "expected layout.shard = optimizer, gradients or parameters",
             )
         if self.shard != "none" and self.shard_degree == 1:
             raise ConfigError(
-                f"layout.shard = {self.shard} with layout.shard_degree = 1 divides nothing",
-                "allowed: layout.shard = none, or layout.shard_degree of at least 2",
+                f"layout.shard = {self.shard} has no effect with layout.shard_degree = 1",
+                "expected layout.shard = none, or layout.shard_degree of at least 2",
             )
 
     def with_ranks(self, ranks: int) -> LayoutConfig:
-        """The same on so many ranks in all: copies, or shards where they have no degree of their own, are what
-        changes.
-        """
+        """Returns this layout on a total of `ranks` ranks: `replicate` changes, the other degrees stay."""
         fixed = {"tensor": self.tensor, "shard": self.shard_degree, "pipeline": self.pipeline, "context": self.context}
         unit = prod(degree or 1 for degree in fixed.values())
         if ranks % unit:
-            below = ranks // unit * unit
-            fits = " or ".join(str(n) for n in (below, below + unit) if n)
             factors = " x ".join(f"{axis} {degree}" for axis, degree in fixed.items() if (degree or 1) > 1)
-            raise ConfigError(f"{ranks} ranks do not divide over {factors}", f"allowed: {fits} ranks")
+            raise ConfigError(
+                f"{ranks} ranks are not divisible by {factors}", f"expected {nearest_multiples(ranks, unit)} ranks"
+            )
         return replace(self, replicate=ranks // unit)
 
 
 @dataclass(frozen=True)
 class DDPConfig:
-    """DistributedDataParallel, which runs where every rank holds a full copy of the model. Keys are torch's."""
+    """DistributedDataParallel, used if data parallelism is the only axis and nothing is sharded. Keys are torch's."""
 
     bucket_cap_mb: Annotated[float, Range(above=0, maximum=1e6), PLACEMENT] = 25.0
     """size of a gradient bucket in MiB; smaller buckets start communicating earlier, larger ones have less latency"""
@@ -70,7 +71,7 @@ class DDPConfig:
     find_unused_parameters: Annotated[bool, PLACEMENT] = False
     """allow parameters that a step does not use; DDP then traverses the autograd graph every step"""
     comm_hook: Literal["none", "bf16_compress"] = "none"
-    """bf16_compress all-reduces gradients in bfloat16: half of the bytes, different numerics"""
+    """bf16_compress all-reduces gradients in bfloat16, which halves the bytes and changes the numerics"""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class FSDPConfig:
     """FSDP2 (fully_shard), which shards each block as one FSDP unit."""
 
     prefetch: Annotated[int, Range(minimum=1, maximum=64), PLACEMENT] = 1
-    """FSDP units that are unsharded ahead of use; more hides latency and takes more memory"""
+    """number of FSDP units that are unsharded ahead of use; more hides latency and needs more memory"""
     reshard_after_forward: Annotated[bool | Annotated[int, Range(minimum=2)], PLACEMENT] = True
     """with shard = parameters: true reshards to all ranks after forward, false keeps parameters unsharded until
     backward, a number N reshards to groups of N ranks, such as those of one host
@@ -94,22 +95,22 @@ class FSDPConfig:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """Stages of blocks, through which micro-batches pass."""
+    """Pipeline parallelism, with the schedules of torch.distributed.pipelining."""
 
     schedule: Annotated[ScheduleName, PLACEMENT] = "1f1b"
-    """the order of forward and backward passes; zero-bubble, zbv and dualpipev put weight gradients where a rank would
-    wait
-    """
+    """order of forward and backward passes; zero-bubble, zbv and dualpipev fill the bubble with weight gradients"""
     stages: Annotated[PositiveInt | None, PLACEMENT] = None
-    """stages a rank; unset: one for gpipe and 1f1b, two for the others"""
+    """stages per rank; unset: one for gpipe and 1f1b, two for the other schedules"""
 
 
 @dataclass(frozen=True)
 class ContextConfig:
-    """Sequences divided among ranks."""
+    """Context parallelism: each sequence is divided into chunks, one per rank."""
 
     method: Annotated[Literal["ring", "all-to-all"], PLACEMENT] = "ring"
-    """ring: keys and values go round, hidden behind attention; all-to-all: each rank has some heads of all tokens"""
+    """ring passes keys and values from rank to rank, overlapped with attention (ring attention); all-to-all exchanges
+    chunks of all heads for all tokens of some heads (Ulysses)
+    """
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,9 @@ class ActivationCheckpointConfig:
     """Activation checkpointing: backward recomputes activations instead of reading them from memory."""
 
     mode: Annotated[Literal["none", "full", "selective"], PLACEMENT] = "none"
-    """none; full: every block; selective: everything in a block except matrix products and attention"""
+    """full recomputes every block; selective recomputes everything in a block except matrix products and attention"""
     segment: Annotated[PositiveInt, PLACEMENT] = 1
-    """with mode = full: consecutive blocks that are recomputed together; peak memory is lowest near
+    """with mode = full: number of consecutive blocks that are recomputed together; peak memory is lowest near
     sqrt(layers x input bytes / block activation bytes)
     """
 
@@ -129,4 +130,4 @@ class CompileConfig:
     """torch.compile."""
 
     enabled: Annotated[bool, PLACEMENT] = False
-    """compile each block with torch.compile; may change the last bits"""
+    """compile each block with torch.compile; may change the last bits of results"""

@@ -1,4 +1,4 @@
-"""Named starting points: shapes of known models, and two that train on a laptop."""
+"""Presets: settings of known models, and of two models that train on a laptop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "optimizer": {"lr": 1e-3},
         "schedule": {"warmup": 50},
     },
-    # GPT-2's sizes on this decoder: SwiGLU at 8/3 of the width has the parameters of GPT-2's 4x feed-forward.
+    # GPT-2 sizes on this decoder: SwiGLU with 8/3 of the width has as many parameters as the 4x MLP of GPT-2.
     "gpt2-124m": _LARGE_RUN
     | {
         "model": {"vocab": 50304, "width": 768, "layers": 12, "heads": 12, "kv_heads": 12, "ffn": 2048, "tie": True},
@@ -73,7 +73,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "data": {"sequence": 4096},
         "batch": {"global": 1024},
     },
-    # Every layer has experts here; the original's first has a dense feed-forward of 10944 instead.
+    # Every layer has experts here; the first layer of the original has a dense feed-forward of width 10944 instead.
     "deepseek-moe-16b": _LARGE_RUN
     | {
         "model": {

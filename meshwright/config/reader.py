@@ -1,5 +1,6 @@
-"""TOML and command-line words in, a checked RunConfig out; every refusal is one line with the key, the value and what
-is allowed.
+"""Reads a config from TOML and command-line overrides, validates it, and writes it back as TOML.
+
+Every error is one line with the key, the value that was found and the values that are expected.
 """
 
 from __future__ import annotations
@@ -14,22 +15,25 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import tomli_w
+
 from meshwright.config.constraints import PositiveInt, Range
 from meshwright.config.presets import PRESETS
 from meshwright.config.run_config import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.io import read_regular_file
 
-MAX_TOML_BYTES = 1 << 20  # a run file is a page of settings; more than this is a mistake or an attack
-MOST_DOTS = 4096
-
-
-SPELLINGS = {"zero-0": "none", "zero-1": "optimizer", "zero-2": "gradients", "zero-3": "parameters"}
-"""Other names of the same things."""
+MAX_TOML_BYTES = 1 << 20
+"""Size limit of a TOML file: a run file is a page of settings."""
+MAX_DOTS = 4096
+"""Limit of dots in one line of TOML: the time to parse dotted keys is quadratic in their length."""
+ALIASES = {"zero-0": "none", "zero-1": "optimizer", "zero-2": "gradients", "zero-3": "parameters"}
+"""Other spellings of a value: ZeRO stages for `layout.shard`."""
+TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
 
 class CommandLineValue(str):
-    """A value from the command line: text that takes the type of its key."""
+    """A value from the command line: text that is converted to the type of its key."""
 
 
 def load_config(
@@ -38,14 +42,19 @@ def load_config(
     ranks: int | str | None = None,
     steps: int | str | None = None,
 ) -> RunConfig:
-    """Defaults, then the preset, then the file, then `--a.b=c` words, then the two settings that have words of their
-    own.
+    """Loads and validates a config. Later sources take precedence over earlier ones, in the order of the arguments.
+
+    Args:
+        path: run file in TOML. Default: the ``tiny`` preset.
+        overrides: single settings as ``"key=value"`` or ``"--key=value"``, such as ``"optimizer.lr=3e-4"``.
+        ranks: total number of ranks; sets ``layout.replicate`` accordingly.
+        steps: number of optimizer steps.
     """
     tree = read_toml(path) if path is not None else {}
-    for word in overrides:
-        key, separator, value = word.removeprefix("--").partition("=")
+    for override in overrides:
+        key, separator, value = override.removeprefix("--").partition("=")
         if not separator:
-            raise ConfigError(f"{word!r} has no value", f"allowed: --{key}=VALUE")
+            raise ConfigError(f"{override} has no value", f"expected {override}=VALUE")
         set_key(tree, key, CommandLineValue(value))
     if steps is not None:
         set_key(tree, "steps", CommandLineValue(steps))
@@ -57,23 +66,48 @@ def load_config(
 
 
 def config_from_dict(tree: Mapping[str, Any]) -> RunConfig:
-    """A checked config from a nested dict of plain values."""
+    """Builds a validated config from a nested dict, on top of the preset that it names."""
     preset = tree.get("preset", "tiny")
     if not isinstance(preset, str) or preset not in PRESETS:
-        raise ConfigError(f"preset = {format_value(preset)} is not known", f"allowed: {', '.join(PRESETS)}")
+        raise ConfigError(f"preset = {format_value(preset)} is unknown", f"expected one of {', '.join(PRESETS)}")
     config = build_dataclass(RunConfig, merge(PRESETS[preset], tree), "")
     assert isinstance(config, RunConfig)
     return config
 
 
-def read_toml(path: Path, what: str = "run file") -> dict[str, Any]:
-    text = read_regular_file(path, MAX_TOML_BYTES, f"{what} {path}", "a TOML file of settings")
-    if any(line.count(b".") > MOST_DOTS for line in text.splitlines()):  # parsing takes the square of them
-        raise ConfigError(f"{what} {path} has a line with over {MOST_DOTS:,} dots", "allowed: a TOML file of settings")
+def config_to_dict(config: Any) -> dict[str, Any]:
+    """Converts a config to a nested dict with the keys of a run file; the inverse of `config_from_dict`."""
+
+    def to_plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value):
+            return {f.name.rstrip("_"): to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return [to_plain(item) for item in value] if isinstance(value, tuple) else value
+
+    tree = to_plain(config)
+    assert isinstance(tree, dict)
+    return tree
+
+
+def config_to_toml(config: RunConfig) -> str:
+    """Writes a config as a run file; settings without a value are left out."""
+    return tomli_w.dumps(without_none(config_to_dict(config)))
+
+
+def without_none(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Drops keys whose value is None: TOML has no null."""
+    return {k: without_none(v) if isinstance(v, Mapping) else v for k, v in tree.items() if v is not None}
+
+
+def read_toml(path: Path, description: str = "run file") -> dict[str, Any]:
+    """Reads an untrusted TOML file; `description` says in errors what kind of file it is."""
+    name = f"{description} {path}"
+    content = read_regular_file(path, MAX_TOML_BYTES, name, "a TOML file of settings")
+    if any(line.count(b".") > MAX_DOTS for line in content.splitlines()):
+        raise ConfigError(f"{name} has a line with more than {MAX_DOTS:,} dots", "expected a TOML file of settings")
     try:
-        return tomllib.loads(text.decode())
+        return tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
-        raise ConfigError(f"{what} {path} is not TOML: {error}", "allowed: a TOML file") from None
+        raise ConfigError(f"{name} is not TOML: {error}", "expected a TOML file of settings") from None
 
 
 def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
@@ -83,153 +117,124 @@ def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
         child = tree.setdefault(parent, {})
         if not isinstance(child, dict):
             raise ConfigError(
-                f"{key} = {format_value(value)} goes below {parent}, which is a value", "allowed: a key of the tree"
+                f"{key} = {format_value(value)} is below {parent}, which is a value and not a table",
+                "expected a key of the config",
             )
         tree = child
     tree[last] = value
 
 
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge(base: Mapping[str, Any], updates: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges nested dicts; values of `updates` take precedence."""
     merged = dict(base)
-    for key, value in over.items():
-        below = merged.get(key)
-        merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    for key, value in updates.items():
+        current = merged.get(key)
+        merged[key] = merge(current, value) if isinstance(current, Mapping) and isinstance(value, Mapping) else value
     return merged
 
 
 @cache
-def keys_of(cls: type) -> dict[str, Any]:
-    """TOML key -> annotated type, for a dataclass of the tree."""
+def key_types(cls: type) -> dict[str, Any]:
+    """Returns the annotated type of every TOML key of a config class."""
     hints = get_type_hints(cls, include_extras=True)
     return {f.name.rstrip("_"): hints[f.name] for f in dataclasses.fields(cls)}
 
 
 def build_dataclass(cls: type, tree: Any, path: str) -> Any:
-    """A dataclass of the tree from a nested dict; the path names where we are in every refusal."""
+    """Builds a config class from a nested dict; `path` is its dotted key, for errors."""
     if not isinstance(tree, Mapping):
         raise ConfigError(
-            f"{path} = {format_value(tree)} is a value", f"allowed: a table with {', '.join(keys_of(cls))}"
+            f"{path} = {format_value(tree)} is a value", f"expected a table with {', '.join(key_types(cls))}"
         )
-    attributes = {f.name.rstrip("_"): f.name for f in dataclasses.fields(cls)}
+    fields = {f.name.rstrip("_"): f.name for f in dataclasses.fields(cls)}
     values = {}
     for key, value in tree.items():
         where = f"{path}.{key}" if path else key
-        if key not in attributes:
-            close = difflib.get_close_matches(str(key), attributes, n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
-            raise ConfigError(f"unknown key {where} = {format_value(value)}", f"{hint}allowed: {', '.join(attributes)}")
-        values[attributes[key]] = convert(keys_of(cls)[key], value, where)
+        if key not in fields:
+            close = difflib.get_close_matches(str(key), fields, n=1)
+            suggestion = f"did you mean {close[0]}? " if close else ""
+            raise ConfigError(
+                f"unknown key {where} = {format_value(value)}", f"{suggestion}expected one of {', '.join(fields)}"
+            )
+        values[fields[key]] = convert(key_types(cls)[key], value, where)
     try:
         return cls(**values)
-    except ConfigError as error:  # a source inside a mixture says where it stands
+    except ConfigError as error:  # a source of a mixture does not know its index
         if path.startswith("data.mixture"):
             raise ConfigError(error.message.replace("data.", f"{path}."), error.hint) from None
         raise
 
 
 def convert(kind: Any, value: Any, where: str) -> Any:
-    """The value as its declared type, or a refusal."""
+    """Converts a value to the declared type of the key `where`, or raises ConfigError."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         result = convert(args[0], value, where)
         for limit in args[1:]:
             if isinstance(limit, Range) and result is not None and not limit.contains(result):
-                raise ConfigError(f"{where} = {format_value(value)} is out of range", f"allowed: {limit}")
+                raise ConfigError(f"{where} = {format_value(value)} is out of range", f"expected {limit}")
         return result
-    if origin in (Union, types.UnionType):  # `X | None` and `bool | X` are used
-        if bool in args and (
-            isinstance(value, bool) or (isinstance(value, CommandLineValue) and value.lower() in ("true", "false"))
-        ):
-            return scalar(bool, value, where)
+    if origin in (Union, types.UnionType):  # `X | None` and `bool | X` occur
+        is_bool_text = isinstance(value, CommandLineValue) and value.lower() in ("true", "false")
+        if bool in args and (isinstance(value, bool) or is_bool_text):
+            return convert_scalar(bool, value, where)
         args = tuple(a for a in args if a is not bool)
         if value is None or (isinstance(value, CommandLineValue) and value in ("none", "")):
             return None
         return convert(next(a for a in args if a is not type(None)), value, where)
     if origin is Literal:
-        value = SPELLINGS.get(value, value) if isinstance(value, str) and SPELLINGS.get(value) in args else value
+        value = ALIASES.get(value, value) if isinstance(value, str) and ALIASES.get(value) in args else value
         if value not in args:
-            raise ConfigError(f"{where} = {format_value(value)} is not known", f"allowed: {', '.join(map(str, args))}")
+            raise ConfigError(
+                f"{where} = {format_value(value)} is unknown", f"expected one of {', '.join(map(str, args))}"
+            )
         return str(value)
     if origin is tuple:
-        items = toml_value(value) if isinstance(value, CommandLineValue) else value
+        items = parse_toml_value(value) if isinstance(value, CommandLineValue) else value
         if not isinstance(items, (list, tuple)):
-            raise ConfigError(f"{where} = {format_value(value)} is not a list", "allowed: a list of tables")
+            raise ConfigError(f"{where} = {format_value(value)} is not a list", "expected a list of tables")
         return tuple(convert(args[0], item, f"{where}[{i}]") for i, item in enumerate(items))
     if dataclasses.is_dataclass(kind):
         assert isinstance(kind, type)
         return build_dataclass(kind, value, where)
-    return scalar(kind, value, where)
+    return convert_scalar(kind, value, where)
 
 
-def scalar(kind: type, value: Any, where: str) -> Any:
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+def convert_scalar(kind: type, value: Any, where: str) -> Any:
+    """Converts a value to int, float, bool or str. Only text from the command line changes its type."""
+    wrong_type = ConfigError(f"{where} = {format_value(value)} has the wrong type", f"expected {TYPE_NAMES[kind]}")
     if isinstance(value, CommandLineValue):
         try:
             if kind is bool:
                 return {"true": True, "false": False}[value.lower()]
             if kind is int:
                 return int(value.replace("_", ""))
-            number = kind(value)
+            result = kind(value)
         except (ValueError, KeyError):
-            raise ConfigError(
-                f"{where} = {format_value(value)} has the wrong type", f"allowed: {names[kind]}"
-            ) from None
+            raise wrong_type from None
     elif kind is float and type(value) is int and abs(value) < 1 << 1000:
-        number = float(value)
+        result = float(value)
     elif type(value) is kind:
-        number = value
+        result = value
     else:
-        raise ConfigError(f"{where} = {format_value(value)} has the wrong type", f"allowed: {names[kind]}")
-    if isinstance(number, float) and not abs(number) < float("inf"):
-        raise ConfigError(f"{where} = {format_value(value)} is not finite", "allowed: a finite number")
-    return number
+        raise wrong_type
+    if isinstance(result, float) and not abs(result) < float("inf"):
+        raise ConfigError(f"{where} = {format_value(value)} is not finite", "expected a finite number")
+    return result
 
 
-def toml_value(word: str) -> Any:
+def parse_toml_value(text: str) -> Any:
+    """Parses text as one TOML value; text that is not TOML is returned as it is."""
     try:
-        return tomllib.loads(f"value = {word}")["value"]
+        return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        return word
+        return text
 
 
 def format_value(value: Any) -> str:
-    """A value as the user wrote it, short enough for one line."""
+    """Formats a value as the user wrote it, in at most 60 characters."""
     try:
         text = str(value) if isinstance(value, CommandLineValue) else json.dumps(value, default=str)
     except (ValueError, RecursionError):  # a number of thousands of digits, a table of thousands of levels
         text = f"a {type(value).__name__} too large to show"
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def config_to_dict(config: Any) -> dict[str, Any]:
-    """The whole tree as nested dicts of plain values, under its TOML keys; `from_dict` is its inverse."""
-
-    def plain(value: Any) -> Any:
-        if dataclasses.is_dataclass(value):
-            return {f.name.rstrip("_"): plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return [plain(v) for v in value] if isinstance(value, tuple) else value
-
-    tree = plain(config)
-    assert isinstance(tree, dict)
-    return tree
-
-
-def config_to_toml(config: RunConfig) -> str:
-    """The resolved config as a run file; unset values are left out."""
-    lines: list[str] = []
-
-    def table(tree: Mapping[str, Any], path: str) -> None:
-        rows = [(k, v) for k, v in tree.items() if not isinstance(v, (Mapping, list)) and v is not None]
-        if path:
-            lines.extend(["", f"[{path}]"])
-        lines.extend(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in rows)
-        for key, value in tree.items():
-            below = f"{path}.{key}" if path else key
-            if isinstance(value, Mapping):
-                table(value, below)
-            for item in value if isinstance(value, list) else ():
-                lines.extend(["", f"[[{below}]]"])
-                lines.extend(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in item.items())
-
-    table(config_to_dict(config), "")
-    return "\n".join(lines) + "\n"

@@ -1,7 +1,8 @@
-"""The tree of a run's settings: every key, its type, its range, its default, and whether it changes the numbers.
+"""The settings of a run: every key with its type, range, default and meaning, and whether it changes the numbers.
 
-A field is *identity* unless it is marked PLACEMENT: what nobody thought about counts as changing the numbers.
-A key that is a Python keyword carries a trailing underscore here and none in TOML (`batch.global`).
+A setting is *identity* unless it is marked PLACEMENT, so a new setting counts as one that changes the numbers until
+somebody decides otherwise. A key that is a Python keyword has a trailing underscore here and none in TOML
+(`batch.global`).
 """
 
 from __future__ import annotations
@@ -34,33 +35,36 @@ from meshwright.errors import ConfigError
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """Where samples come from."""
+    """One data source."""
 
     kind: Literal["stdlib", "tokens", "text", "jsonl", "synthetic"] = "stdlib"
-    """stdlib: the Python library's own source text; tokens: raw uint16/uint32 files; text, jsonl: files to tokenize;
-    synthetic: ids hashed from the position
+    """stdlib: source code of the Python standard library; tokens: binary files of token ids; text, jsonl: files to
+    tokenize; synthetic: token ids that are hashed from their position
     """
     path: Annotated[str, PLACEMENT] = ""
-    """file, folder or glob of a tokens, text or jsonl source"""
+    """file, folder or glob pattern of a tokens, text or jsonl source"""
     dtype: Literal["uint16", "uint32"] = "uint16"
-    """width of the ids in a token file"""
+    """type of the token ids in a tokens file"""
     tokenizer: Annotated[str, PLACEMENT] = ""
-    """a tokenizer.json for text and jsonl; empty is byte level (its content is identity, not its path)"""
+    """tokenizer.json for a text or jsonl source; empty: bytes are tokens. The content of the file is part of the run's
+    identity, its path is not
+    """
     end_of_document: str = "auto"
     """token that ends each document of a text or jsonl source: a token of the tokenizer, none, or auto, which is
-    model.separator if it is set and else the tokenizer's end-of-text token (byte level: 0)
+    model.separator if it is set, else the tokenizer's end-of-text token (for bytes: 0)
     """
     field: str = "text"
-    """the field of a JSONL record that holds the text"""
+    """field of a JSONL record that contains the text"""
     samples: Annotated[int, Range(minimum=1, maximum=1 << 62)] = 1_000_000
-    """how many samples a synthetic source has"""
+    """number of samples of a synthetic source"""
     weight: PositiveFloat = 1.0
-    """share of this source in a mixture, in any unit"""
+    """weight of this source in a mixture; samples are drawn in proportion to the weights"""
 
     def __post_init__(self) -> None:
         if self.kind in ("tokens", "text", "jsonl") and not self.path:
             raise ConfigError(
-                f"data.path is empty and data.kind = {self.kind!r} reads files", "allowed: a file, folder or glob"
+                f"data.path is empty, and data.kind = {self.kind} reads files",
+                "expected a file, a folder or a glob pattern",
             )
 
 
@@ -69,163 +73,169 @@ class DataConfig(SourceConfig):
     """The sample stream: one source, or a weighted mixture of several."""
 
     mixture: tuple[SourceConfig, ...] = ()
-    """sources of a mixture, each with its weight; the keys of the single source are then not used, except for tokenizer
-    and end_of_document, which apply to every source that does not set its own
+    """sources of a mixture; if set, the keys of the single source are ignored, except tokenizer and end_of_document,
+    which apply to every source that does not set its own
     """
     sequence: Annotated[int, Range(minimum=2)] = 128
-    """tokens a sample"""
+    """sequence length: tokens per sample"""
     on_bad_sample: Literal["stop", "quarantine"] = "stop"
-    """what to do with a sample that cannot be decoded: stop, or train on it as if every label were masked"""
+    """what happens if a sample cannot be decoded: stop the run, or quarantine: train with all its labels masked"""
     bad_sample_budget: NonNegativeInt = 100
-    """how many bad samples quarantine may meet before the run stops"""
+    """number of quarantined samples after which the run stops"""
     workers: Annotated[int, Range(minimum=0, maximum=256), PLACEMENT] = 0
-    """loader workers a rank; 0 decodes in the training thread, which is right for tokens in memory"""
+    """data loader workers per rank; 0 decodes in the training thread, which suits tokens that are in memory"""
     worker_kind: Annotated[Literal["thread", "process"], PLACEMENT] = "thread"
-    """threads for cheap decoding, processes for decoding that holds the interpreter's lock"""
+    """thread for cheap decoding, process for decoding that holds the global interpreter lock"""
     prefetch: Annotated[int, Range(minimum=1, maximum=1024), PLACEMENT] = 4
-    """micro-batches that the workers keep ready"""
+    """micro-batches that the workers prepare ahead"""
 
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """global = micro x data-parallel degree x accumulation; accumulation is derived."""
+    """Batch sizes: global = micro x data-parallel degree x accumulation steps; the accumulation steps are derived."""
 
     global_: Annotated[int, Range(minimum=1, maximum=MAX_GLOBAL_BATCH)] = 16
-    """samples an optimizer step, over all ranks"""
+    """samples per optimizer step, over all ranks"""
     micro: Annotated[Annotated[int, Range(minimum=1)] | None, PLACEMENT] = None
-    """samples a forward pass on one rank; unset: the whole share of the rank at once"""
+    """samples per forward pass on one data-parallel rank; unset: no gradient accumulation"""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and global-norm clipping."""
+    """AdamW, with clipping by global norm."""
 
     lr: Annotated[float, Range(minimum=0)] = 3e-3
     """peak learning rate"""
     beta1: Annotated[float, Range(minimum=0, maximum=0.999999)] = 0.9
-    """decay of the first moment"""
+    """decay rate of the first moment"""
     beta2: Annotated[float, Range(minimum=0, maximum=0.999999)] = 0.95
-    """decay of the second moment"""
+    """decay rate of the second moment"""
     eps: PositiveFloat = 1e-8
-    """AdamW's epsilon"""
+    """epsilon in AdamW's denominator"""
     weight_decay: Annotated[float, Range(minimum=0)] = 0.1
-    """decoupled decay, on matrices alone (not on norms and biases)"""
+    """decoupled weight decay, applied to matrices only, not to norms and biases"""
     clip: Annotated[float, Range(minimum=0)] = 1.0
-    """largest global gradient norm; 0 does not clip"""
+    """maximum global norm of the gradient; 0 disables clipping"""
     implementation: Literal["fused", "foreach"] = "fused"
-    """torch's AdamW kernels"""
+    """torch.optim.AdamW implementation"""
     cpu_offload: Annotated[bool, PLACEMENT] = False
-    """keep optimizer state in host memory and run the optimizer there"""
+    """keep optimizer state in host memory and run the optimizer on the CPU"""
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate as a pure function of the step."""
+    """Learning-rate schedule, a pure function of the step."""
 
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """shape after the warm-up; wsd: stable, then a linear decay"""
+    """shape after the warm-up; wsd (warmup-stable-decay) is constant, then decays linearly"""
     warmup: NonNegativeInt = 10
     """steps of linear warm-up"""
     floor: UnitFraction = 0.1
-    """share of the peak that the decay ends at"""
+    """final learning rate, as a fraction of the peak"""
     decay: UnitFraction = 0.2
-    """wsd: share of all steps that the final decay takes"""
+    """wsd: fraction of all steps that the final decay takes"""
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """What the forward and backward compute in; weights and optimizer stay in float32 (float64 for fp64)."""
+    """Mixed precision. Parameters and optimizer state are float32, or float64 with compute = fp64."""
 
     compute: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    """fp16 brings a dynamic loss scaler"""
+    """dtype of forward and backward; fp16 uses dynamic loss scaling"""
     loss_scale: PositiveFloat = 65536.0
-    """fp16: the first loss scale"""
+    """fp16: initial loss scale"""
     scale_interval: PositiveInt = 1000
-    """fp16: finite steps before the scale doubles"""
+    """fp16: finite steps in a row after which the loss scale is doubled"""
     deterministic: bool | None = None
-    """ask torch for deterministic kernels; unset: on CPU, where it is free, and not on CUDA, where it has a price"""
+    """use deterministic algorithms; unset: true on CPU, where they cost nothing, and false on CUDA, where they do"""
 
 
 @dataclass(frozen=True)
 class NumericsConfig:
-    """What happens when a loss or a gradient is not finite."""
+    """Checks of losses, gradients and replicas."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """stop (exit 7), or skip the update on every rank and count it"""
+    """what happens if a loss or a gradient is not finite: stop (exit code 7), or skip the update on every rank"""
     skip_budget: NonNegativeInt = 10
-    """skipped steps in a row before the run stops all the same (fp16's own scale search not counted)"""
+    """skipped steps in a row after which the run stops; overflows of fp16 loss scaling do not count"""
     compare_every: Annotated[NonNegativeInt, PLACEMENT] = 50
-    """steps between comparisons of the replicas' parameters, beside the one before each checkpoint; 0 none"""
+    """steps between bitwise comparisons of the replicas' parameters, in addition to one before each checkpoint;
+    0 compares only before checkpoints
+    """
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Evaluation on samples that training never sees."""
+    """Evaluation on samples that training never reads."""
 
     holdout: Annotated[float, Range(minimum=0, maximum=0.5)] = 0.01
-    """share of each source held out by a keyed permutation; 0 turns evaluation off"""
+    """fraction of each source that is held out for evaluation; 0 disables evaluation"""
     every: Annotated[NonNegativeInt, PLACEMENT] = 50
-    """steps between evaluations; 0 never"""
+    """steps between evaluations, in addition to one after the last step; 0 disables evaluation"""
     samples: Annotated[int, Range(minimum=1, maximum=MAX_GLOBAL_BATCH), PLACEMENT] = 64
-    """held-out samples an evaluation"""
+    """held-out samples per evaluation"""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When state is saved, and how much of it is kept."""
+    """When checkpoints are saved, and how many are kept."""
 
     mode: Literal["async", "sync", "off"] = "async"
-    """async: training waits for the copy to host memory alone; sync: until the checkpoint is published"""
+    """async: training continues after the state is copied to host memory; sync: it waits until the checkpoint is
+    published; off: no checkpoints
+    """
     seconds: Annotated[float, Range(minimum=0, maximum=1e6)] = 2.0
-    """seconds between saves; 0 does not save by time"""
+    """seconds between time-triggered saves; 0 disables them"""
     every: NonNegativeInt = 0
-    """steps between saves; 0 does not save by steps"""
+    """steps between step-triggered saves; 0 disables them"""
     overhead: Annotated[float, Range(above=0, maximum=1)] = 0.02
-    """the most of the time that saving by time may take from training: dear saves come more rarely"""
+    """maximum fraction of training time that time-triggered saves may take; expensive saves are made less often"""
     keep: PositiveInt = 3
-    """newest verified checkpoints that are kept"""
+    """number of newest verified checkpoints to keep"""
     keep_every: NonNegativeInt = 0
-    """every so many-th checkpoint is kept for good; 0 none"""
+    """keep every N-th checkpoint permanently; 0 keeps none permanently"""
     on_failure: Literal["continue", "stop"] = "continue"
-    """what follows a save that failed; the last save of a run must succeed in any case"""
+    """what happens if a save fails; if the last save of a run fails, the run always fails"""
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How ranks come to life."""
+    """How ranks are started, supervised and restarted."""
 
     threads: Annotated[int, Range(minimum=1, maximum=1024), PLACEMENT] = 1
-    """CPU threads a rank; another count may change the last bits"""
+    """CPU threads per rank (torch.set_num_threads); a different number may change the last bits of results"""
     rendezvous_timeout: Annotated[TimeoutSeconds, PLACEMENT] = 60.0
     """seconds that ranks wait for each other at start"""
     collective_timeout: Annotated[TimeoutSeconds, PLACEMENT] = 600.0
-    """seconds that a collective may take"""
+    """timeout of a collective in seconds"""
     device: Annotated[Literal["auto", "cpu", "cuda"], PLACEMENT] = "auto"
-    """auto: CUDA where there is one"""
+    """device type; auto uses CUDA if it is available"""
     restarts: Annotated[NonNegativeInt, PLACEMENT] = 3
-    """how often a failed job is restarted without getting any further"""
+    """restarts in a row without progress after which a failing job gives up"""
     hang_timeout: Annotated[TimeoutSeconds, PLACEMENT] = 300.0
-    """seconds that no rank may go without a sign of life before the job is ended and the rank named"""
+    """seconds without a heartbeat of a rank after which the job is stopped and the hanging rank is reported"""
     grace_period: Annotated[TimeoutSeconds, PLACEMENT] = 30.0
-    """seconds from a signal to the end; a checkpoint that is not whole by then is not published"""
+    """seconds that ranks have after a signal to save a checkpoint and exit"""
     straggler_ratio: Annotated[float, Range(above=1, maximum=1e6), PLACEMENT] = 1.5
-    """a rank that needs so many times the others' time for its own phases is named"""
+    """a rank whose local phases take this many times those of the other ranks is reported as a straggler"""
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A whole run."""
+    """The settings of a run."""
 
     preset: Annotated[str, PLACEMENT] = "tiny"
-    """the preset these settings start from"""
+    """preset that provides the defaults of all other settings"""
     seed: Annotated[int, Range(minimum=0, maximum=2**63 - 1)] = 0
-    """decides initialisation, sample order and dropout"""
+    """seed of the initialization, the sample order and random operations such as dropout"""
     steps: NonNegativeInt = 300
-    """optimizer steps of the whole run"""
+    """number of optimizer steps of the whole run"""
     log_every: Annotated[PositiveInt, PLACEMENT] = 10
-    """steps between printed lines where there is no terminal"""
+    """steps between log lines if standard output is not a terminal"""
     count_bytes_every: Annotated[NonNegativeInt, PLACEMENT] = 1000
-    """steps between those, slower, that count bytes sent and held, beside the second of an attempt; 0 never"""
+    """steps between steps that count communication and memory, which are slower, in addition to the second step of each
+    attempt; 0 never counts
+    """
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
