@@ -25,7 +25,7 @@ from meshwright.prover.reference import (
 )
 from meshwright.testing import run_ranks
 from meshwright.topology.schedule_timeline import build_timeline
-from meshwright.topology.schedules import KINDS, default_stages
+from meshwright.topology.schedules import SCHEDULES
 from meshwright.topology.unsupported import validate
 from meshwright.trainer.step_recorder import idle
 
@@ -45,11 +45,11 @@ def table(ranks: int, micros: int, timed: bool) -> dict[str, Any]:
     alone = load_config(overrides=words)
     [whole] = run_ranks(activation, 1, alone)
     rows = {}
-    for kind in KINDS:
+    for kind in SCHEDULES:
         config = replace(
             alone,
             layout=replace(alone.layout, pipeline=ranks),
-            pipeline=replace(alone.pipeline, schedule=kind, stages=default_stages(kind)),
+            pipeline=replace(alone.pipeline, schedule=kind, stages=SCHEDULES[kind].default_stages),
         )
         promised = build_timeline(kind, ranks, micros)
         found = run_ranks(row, ranks, config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.config import RunConfig, load_config
 from meshwright.planner.hardware.cluster import Cluster, Device, Link
-from meshwright.topology.schedules import KINDS, default_stages
+from meshwright.topology.schedules import SCHEDULES
 
 PLACES = {
     "schedule": "pipeline.schedule",
@@ -19,7 +19,7 @@ PLACES = {
 MODEL = ("layers", "heads", "kv_heads", "ffn", "experts", "experts_shared", "separator")
 
 ALONE = [
-    *(f"pipeline={ranks} schedule={kind}" for ranks in (2, 4, 8) for kind in KINDS),
+    *(f"pipeline={ranks} schedule={kind}" for ranks in (2, 4, 8) for kind in SCHEDULES),
     "pipeline=4 schedule=zero-bubble stages=1",
     "pipeline=2 schedule=interleaved layers=4 separator=0 recompute=selective",
     *(f"context={ranks} method={method} heads=8" for ranks in (2, 4, 8) for method in ("ring", "all-to-all")),
@@ -91,7 +91,7 @@ HYBRIDS = [*ALONE, *PAIRS, *MORE]
 def words(row: str) -> list[str]:
     """A row as what a user would type: copies where they are asked for alone, and blocks for every stage."""
     said = {"replicate": "1"} | dict(word.split("=") for word in row.split())
-    stages = said.get("stages") or default_stages(said.get("schedule", "1f1b"))
+    stages = said.get("stages") or SCHEDULES[said.get("schedule", "1f1b")].default_stages
     said.setdefault("layers", str(max(2, int(said.get("pipeline", 1)) * int(stages))))
     return [f"--{place(name)}={value}" for name, value in said.items()]
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from meshwright.checkpoint.unsharded import digest_of_lines, tensor_digest_line
 from meshwright.parallel.local_shard import LocalShard, full_tensor, local_shard
 from meshwright.parallel.world import World
-from meshwright.topology.layout import AXES, Layout
+from meshwright.topology.axes import AXES
+from meshwright.topology.layout import Layout
 
 CheckpointState = dict[str, Tensor | LocalShard]
 """Name -> a whole tensor, or this rank's block of one."""

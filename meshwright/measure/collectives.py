@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from meshwright.measure.timing import TimeBudget, TimingGroup, fits_budget
 from meshwright.planner.hardware.cluster import BandwidthCurve
+from meshwright.topology.collectives import wire_fraction
 
 MESSAGE_BYTES = {
     "cpu": [1 << 10, 1 << 14, 1 << 18, 1 << 21, 1 << 24],
@@ -25,9 +26,8 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 def bus_factor(collective: str, ranks: int) -> float:
     """Returns the bytes that cross the link of one rank per byte of the full message (nccl-tests, PERFORMANCE.md)."""
-    if collective == "send":
-        return 1.0
-    return (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks
+    numerator, denominator = wire_fraction(collective, ranks)
+    return numerator / denominator
 
 
 def measure_curves(group: TimingGroup, peers: list[int], budget: float) -> list[BandwidthCurve]:

@@ -35,6 +35,7 @@ from meshwright.telemetry.run_measurements import (
     parse_traffic_row,
     read_measurements,
 )
+from meshwright.topology.axes import ALL_AXES
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import uses_ddp
 
@@ -243,10 +244,7 @@ def exact_peaks(counted: Mapping[int, RecordedCounters], plan: Mapping[str, Any]
 def predicted_layout(plan: Mapping[str, Any], found: RunMeasurements) -> tuple[Layout | None, str]:
     """The layout that was predicted, where it can be and is the run's; else why not."""
     given = bounded_object(bounded_object(plan.get("plan")).get("layout"))
-    degrees = {
-        axis: natural_number(given.get(axis))
-        for axis in ("pipeline", "replicate", "shard", "context", "tensor", "expert")
-    }
+    degrees = {axis: natural_number(given.get(axis)) for axis in ALL_AXES}
     if not all(degree and degree <= MAX_RANKS for degree in degrees.values()):
         return None, "the prediction has no layout"
     layout = Layout(**{axis: degree or 1 for axis, degree in degrees.items()})

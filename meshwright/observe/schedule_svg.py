@@ -9,6 +9,7 @@ from xml.sax.saxutils import escape
 from meshwright.io import write_output
 from meshwright.observe.schedule_text import MEANINGS, describe, is_even_stage, title
 from meshwright.topology.schedule_timeline import ActionCosts, Timeline, TimelineSlot
+from meshwright.topology.schedules import SCHEDULES
 
 LEFT, TOP, ROW = 72, 84, 28
 """Where the rows begin, and how high they are."""
@@ -89,7 +90,7 @@ def legend(timeline: Timeline) -> Iterator[str]:
         yield f'<text x="{left + 4}" y="52">{text}</text>\n'
         left += 7 * len(text) + 16
     if timeline.stages_per_rank > 1:
-        pairs = "; framed: a pair" if timeline.schedule == "dualpipev" else ""
+        pairs = "; framed: a pair" if SCHEDULES[timeline.schedule].overlaps_pairs else ""
         stages = "second stage" + (", fourth, ..." if timeline.stages_per_rank > 2 else "")
         yield f'<text class="faint" x="{left}" y="52">pale: a rank\'s {stages}{pairs}</text>\n'
 

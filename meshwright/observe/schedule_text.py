@@ -12,6 +12,7 @@ from rich.text import Text
 
 from meshwright.errors import ConfigError
 from meshwright.topology.schedule_timeline import ActionCosts, Timeline, TimelineSlot, bubble_formula
+from meshwright.topology.schedules import SCHEDULES
 
 COLOURS = {"F": "white on blue", "B": "black on dark_orange", "I": "black on yellow", "W": "black on green"}
 LATER = {"F": "black on sky_blue2", "B": "black on light_salmon1", "I": "black on khaki1", "W": "black on pale_green1"}
@@ -89,7 +90,7 @@ def legend(timeline: Timeline) -> Text:
 def notes(timeline: Timeline) -> str:
     """How a rank's stages, and pairs, are told from each other."""
     small = "the rank's second stage" + (", fourth, ..." if timeline.stages_per_rank > 2 else "")
-    pairs = "; underlined: run as a pair" if timeline.schedule == "dualpipev" else ""
+    pairs = "; underlined: run as a pair" if SCHEDULES[timeline.schedule].overlaps_pairs else ""
     return f"small letters: {small}{pairs}" if timeline.stages_per_rank > 1 else ""
 
 

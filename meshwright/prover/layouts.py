@@ -15,7 +15,7 @@ from meshwright.prover.discrepancy import Tolerance, find_first_discrepancy
 from meshwright.prover.reference import SEQUENCE, StepResults, proof_settings, run_parallel, run_single_process
 from meshwright.prover.scale_down import scale_layout, scale_model, scale_sequence
 from meshwright.topology.layout import Layout, stages_per_rank
-from meshwright.topology.schedules import default_stages, min_micro_batches
+from meshwright.topology.schedules import SCHEDULES
 from meshwright.topology.unsupported import min_shard_group_size, validate
 
 TOLERANCE: dict[Literal["fp64", "fp32"], Tolerance] = {
@@ -76,7 +76,7 @@ def proof_configs(config: RunConfig) -> tuple[list[RunConfig], str]:
 
 
 def limit_stages(config: RunConfig) -> PipelineConfig:
-    usual = default_stages(config.pipeline.schedule)
+    usual = SCHEDULES[config.pipeline.schedule].default_stages
     return replace(config.pipeline, stages=min(config.pipeline.stages or usual, usual))
 
 
@@ -87,7 +87,7 @@ def accumulation_steps(config: RunConfig, layout: Layout) -> int:
     if layout.pipeline == 1:
         return 1 if config.ddp.static_graph else ACCUMULATION
     kind, ranks = config.pipeline.schedule, layout.pipeline
-    least = max(ACCUMULATION, min_micro_batches(kind, ranks))
+    least = max(ACCUMULATION, SCHEDULES[kind].min_micro_batches(ranks))
     return next(m for m in count(least) if m % max(1, m // ranks) == 0)
 
 

@@ -19,7 +19,8 @@ from meshwright.optim.adamw import AdamW
 from meshwright.parallel.local_shard import full_tensor, local_tensor
 from meshwright.parallel.world import World
 from meshwright.telemetry.step_clock import StepClock
-from meshwright.topology.layout import AXES, Layout
+from meshwright.topology.axes import AXES
+from meshwright.topology.layout import Layout
 from meshwright.topology.unsupported import validate
 from meshwright.trainer.evaluate import Evaluation
 from meshwright.trainer.loop import build_parallel_decoder

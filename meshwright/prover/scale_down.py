@@ -7,7 +7,8 @@ from math import lcm
 from typing import Any
 
 from meshwright.config import LayoutConfig, ModelConfig, RunConfig
-from meshwright.topology.layout import AXES, Layout, stages_per_rank
+from meshwright.topology.axes import ALL_AXES
+from meshwright.topology.layout import Layout, stages_per_rank
 
 MAX_RANKS = 8
 """At most so many processes for a proof."""
@@ -52,7 +53,7 @@ def scale_layout(config: LayoutConfig, most: int = MAX_RANKS) -> tuple[LayoutCon
     if layout.ranks > most:
         used = [axis for axis in ("replicate", "shard", "pipeline", "context", "tensor") if getattr(layout, axis) > 1]
         kept = used[-(most.bit_length() - 1) :]
-        degree = {axis: 2 if axis in kept else 1 for axis in (*AXES, "expert")}
+        degree = {axis: 2 if axis in kept else 1 for axis in ALL_AXES}
         folded = [axis for axis in ("shard", "replicate", "context") if degree[axis] > 1]
         if layout.expert > 1 and folded:
             degree["expert"] = 2

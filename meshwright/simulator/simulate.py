@@ -23,12 +23,13 @@ from meshwright.simulator.fake_rank import CLASSES, StepSize, fake_world, run_se
 from meshwright.simulator.result import RankResult, Simulation
 from meshwright.telemetry.comm_counter import CollectiveTotal
 from meshwright.telemetry.memory_tracker import KINDS, UNINITIALIZED
-from meshwright.topology import schedules
+from meshwright.topology import schedule_orders
 from meshwright.topology.collectives import wire_bytes
 from meshwright.topology.layout import Layout, stages_per_rank
 from meshwright.topology.parameter_shapes import decoder_parameter_shapes
 from meshwright.topology.parameter_shards import pipeline_placement, uses_ddp
 from meshwright.topology.schedule_timeline import peak_in_flight
+from meshwright.topology.schedules import SCHEDULES
 from meshwright.topology.unsupported import validate
 
 MIN_BLOCKS = 3
@@ -149,7 +150,7 @@ def plan_micro_steps(config: RunConfig, layout: Layout, batch: Batch) -> Extrapo
     accumulation, ranks = batch.accumulation, layout.pipeline
     if ranks == 1:
         return Extrapolation.plan(accumulation, MIN_MICRO_STEPS)
-    if config.pipeline.schedule == "gpipe" or accumulation % ranks:
+    if SCHEDULES[config.pipeline.schedule].all_forward_first or accumulation % ranks:
         return Extrapolation(accumulation)
     return Extrapolation.plan(accumulation, MIN_PIPELINE_ROUNDS * ranks, ranks)
 
@@ -180,10 +181,10 @@ def name_classes(counts: ClassBytes, with_uninitialized: bool = True) -> dict[st
     return {kind: named[kind] for kind in KINDS}
 
 
-def pipeline_orders(config: RunConfig, layout: Layout, batch: Batch) -> list[schedules.ActionOrder]:
+def pipeline_orders(config: RunConfig, layout: Layout, batch: Batch) -> list[schedule_orders.ActionOrder]:
     if layout.pipeline == 1:
         return []
-    return schedules.action_orders(
+    return schedule_orders.action_orders(
         config.pipeline.schedule, layout.pipeline, batch.accumulation, stages_per_rank(config)
     )
 

@@ -14,25 +14,9 @@ from torch._ops import OpOverload
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.topology.collectives import wire_bytes
+from meshwright.topology.collectives import find_collective, wire_bytes
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
-COLLECTIVES = {
-    "allreduce": "all_reduce",
-    "all_reduce": "all_reduce",
-    "allgather": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "shard_dim_alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "send": "send",
-    "isend": "send",
-    "barrier": "barrier",
-    "monitored_barrier": "barrier",
-}
-"""How operators' names begin, without a leading underscore: `allgather` is also `_allgather_base_`, and so on."""
 RECEIVES = ("recv", "irecv")
 """A message is counted where it is sent."""
 
@@ -113,7 +97,7 @@ def collective_of(func: Any) -> str | None:
     name = func.name().partition("::")[2].lstrip("_")
     if name.startswith(RECEIVES) or group_index(func) is None:  # the others wait for a result, or wrap it
         return None
-    return next((collective for start, collective in COLLECTIVES.items() if name.startswith(start)), "other")
+    return find_collective(name) or "other"
 
 
 @cache

@@ -1,7 +1,4 @@
-"""Who is where: the axes of the mesh, their order and degrees, and which ranks form which group.
-
-Torch-free: everything that speaks of ranks asks here.
-"""
+"""The layout of a run: the degree of every axis, the coordinates of every rank, and the groups of ranks. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,19 +8,16 @@ from functools import cache
 from math import prod
 
 from meshwright.config import LayoutConfig, RunConfig
-from meshwright.topology import schedules
-
-AXES = ("pipeline", "replicate", "shard", "context", "tensor")
-"""Outermost first: neighbours in rank are neighbours on the last axis, so the chattiest axis has the fastest links."""
-
-DATA_AXES = ("replicate", "shard")
-"""The axes along which ranks read different samples."""
+from meshwright.topology.axes import AXES, DATA_AXES
+from meshwright.topology.schedules import find_schedule
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A degree for every axis; ranks are numbered in row-major order over AXES. `expert` has no ranks of its own: it
-    folds over neighbours among those that see different tokens and share parameters (`folded`).
+    """The degree of every axis. Ranks are numbered in row-major order over `AXES`.
+
+    The expert axis has no ranks of its own: it reuses consecutive ranks of `expert_axes`, which process different
+    tokens.
     """
 
     pipeline: int = 1
@@ -35,12 +29,12 @@ class Layout:
 
     @classmethod
     def from_config(cls, config: LayoutConfig) -> Layout:
-        """Sharding without a degree of its own divides the replicas, and makes no copies."""
-        apart = config.shard == "none" or config.shard_degree is not None
+        """Without `shard_degree`, sharding divides the model among the `replicate` ranks, and there are no replicas."""
+        keeps_replicas = config.shard == "none" or config.shard_degree is not None
         return cls(
             pipeline=config.pipeline,
-            replicate=config.replicate if apart else 1,
-            shard=(config.shard_degree or 1) if apart else config.replicate,
+            replicate=config.replicate if keeps_replicas else 1,
+            shard=(config.shard_degree or 1) if keeps_replicas else config.replicate,
             context=config.context,
             tensor=config.tensor,
             expert=config.expert,
@@ -48,6 +42,7 @@ class Layout:
 
     @property
     def degrees(self) -> tuple[int, ...]:
+        """The degrees of `AXES`: the shape of the mesh."""
         return tuple(getattr(self, axis) for axis in AXES)
 
     @property
@@ -56,100 +51,106 @@ class Layout:
 
     @property
     def data_degree(self) -> int:
-        """How many ways the global batch is split."""
+        """The number of slices of the global batch."""
         return prod(getattr(self, axis) for axis in DATA_AXES)
 
     @property
     def active_mesh_axes(self) -> tuple[str, ...]:
-        """The axes that more than one rank stands on."""
+        """The axes of degree 2 or more that have ranks of their own."""
         return tuple(axis for axis in AXES if getattr(self, axis) > 1)
 
     @property
+    def active_axes(self) -> tuple[str, ...]:
+        """The axes of degree 2 or more, the expert axis included."""
+        return (*self.active_mesh_axes, "expert") if self.expert > 1 else self.active_mesh_axes
+
+    @property
     def expert_axes(self) -> tuple[str, str]:
-        """The axes over which experts are spread: shards where there are any, else copies, and pieces of sequences."""
+        """The axes whose ranks the expert axis reuses: shard (replicate if nothing is sharded) and context."""
         return ("shard" if self.shard > 1 else "replicate", "context")
 
     @property
     def expert_axes_size(self) -> int:
         return prod(getattr(self, axis) for axis in self.expert_axes)
 
-    @property
-    def active_axes(self) -> tuple[str, ...]:
-        """Those in use, with the one that has no ranks of its own."""
-        return (*self.active_mesh_axes, "expert") if self.expert > 1 else self.active_mesh_axes
-
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on every axis; where experts are spread, also among those that share experts, and which
-        of the groups of these it is in (expert_shard).
+        """The coordinate of a rank on every axis. With expert parallelism also `expert`, and `expert_shard`: the index
+        of its expert group among those of `expert_axes`.
         """
         if not 0 <= rank < self.ranks:
-            raise ValueError(f"rank {rank} is not one of {self.ranks}")
-        place = {}
+            raise ValueError(f"rank {rank} is outside of the layout's {self.ranks} ranks")
+        coordinates = {}
         for axis, degree in zip(reversed(AXES), reversed(self.degrees), strict=True):
-            rank, place[axis] = divmod(rank, degree)
+            rank, coordinates[axis] = divmod(rank, degree)
         if self.expert > 1:
-            first, second = self.expert_axes
-            among = place[first] * getattr(self, second) + place[second]
-            place["expert_shard"], place["expert"] = divmod(among, self.expert)
-        return place
+            outer, inner = self.expert_axes
+            index = coordinates[outer] * getattr(self, inner) + coordinates[inner]
+            coordinates["expert_shard"], coordinates["expert"] = divmod(index, self.expert)
+        return coordinates
 
-    def replica_group(self, rank: int, cut: Collection[str]) -> list[int]:
-        """The ranks that hold the same block as this one of what is cut along these axes. No stage of a pipeline holds
-        anything of another.
+    def replica_group(self, rank: int, sharded_axes: Collection[str]) -> list[int]:
+        """The ranks that hold the same local shard as `rank` of a tensor that is sharded along these axes. Pipeline
+        stages hold different tensors.
         """
-        place = self.coordinates(rank)
-        near = self.group(rank, *(axis for axis in AXES if axis != "pipeline" and axis not in cut))
-        return [other for other in near if all(self.coordinates(other)[axis] == place[axis] for axis in cut)]
+        coordinates = self.coordinates(rank)
+        candidates = self.group(rank, *(axis for axis in AXES if axis != "pipeline" and axis not in sharded_axes))
+        return [
+            other
+            for other in candidates
+            if all(self.coordinates(other)[axis] == coordinates[axis] for axis in sharded_axes)
+        ]
 
-    def replica_groups(self, cut: Collection[str]) -> list[list[int]]:
-        """Every group of ranks that hold the same block."""
-        return _holders(self, tuple(sorted(cut)))
+    def replica_groups(self, sharded_axes: Collection[str]) -> list[list[int]]:
+        """All groups of ranks that hold the same local shard of a tensor that is sharded along these axes."""
+        return _replica_groups(self, tuple(sorted(sharded_axes)))
 
     def data_coordinate(self, rank: int) -> int:
-        """Which slice of the global batch a rank reads."""
-        place, index = self.coordinates(rank), 0
+        """The index of the slice of the global batch that a rank reads."""
+        coordinates, index = self.coordinates(rank), 0
         for axis in DATA_AXES:
-            index = index * getattr(self, axis) + place[axis]
+            index = index * getattr(self, axis) + coordinates[axis]
         return index
 
     def reader_rank(self, data_coordinate: int) -> int:
-        """The first of the ranks that read a slice of the global batch."""
+        """The first rank that reads a slice of the global batch."""
         rank = 0
         for axis in reversed(DATA_AXES):
-            data_coordinate, place = divmod(data_coordinate, getattr(self, axis))
-            rank += place * self.stride(axis)
+            data_coordinate, coordinate = divmod(data_coordinate, getattr(self, axis))
+            rank += coordinate * self.stride(axis)
         return rank
 
     def stride(self, axis: str) -> int:
-        """How far apart in rank neighbours on an axis are."""
+        """The difference in rank between neighbours on an axis."""
         return prod(self.degrees[AXES.index(axis) + 1 :])
 
     def counts_tokens(self, rank: int) -> bool:
-        """Whether a rank is the one of those that compute the same loss whose loss and tokens count."""
+        """Whether a rank's tokens enter the global count. One rank per slice of the global batch counts them; the
+        others read the same samples.
+        """
         return self.is_first_on(rank, (axis for axis in AXES if axis not in DATA_AXES))
 
     def is_first_on(self, rank: int, axes: Iterable[str]) -> bool:
-        """Whether a rank stands at the beginning of all these axes: the one of its likes that counts."""
-        place = self.coordinates(rank)
-        return all(place[axis] == 0 for axis in axes)
+        """Whether a rank has coordinate 0 on all of these axes."""
+        coordinates = self.coordinates(rank)
+        return all(coordinates[axis] == 0 for axis in axes)
 
     def group(self, rank: int, *axes: str) -> list[int]:
-        """The ranks that differ from this one on these axes alone, in order."""
+        """The ranks that differ from `rank` on these axes only, in order."""
         if axes == ("expert",):
             return self._expert_group(rank)
-        place = self.coordinates(rank)
-        members = [rank - sum(place[axis] * self.stride(axis) for axis in axes)]
+        coordinates = self.coordinates(rank)
+        members = [rank - sum(coordinates[axis] * self.stride(axis) for axis in axes)]
         for axis in axes:
-            steps = range(0, getattr(self, axis) * self.stride(axis), self.stride(axis))
-            members = [member + step for member in members for step in steps]
+            offsets = range(0, getattr(self, axis) * self.stride(axis), self.stride(axis))
+            members = [member + offset for member in members for offset in offsets]
         return sorted(members)
 
     def groups(self, *axes: str) -> Iterator[list[int]]:
-        """Every group of an axis, or of several together, in the order of their first ranks."""
+        """All groups of an axis, or of several axes together, in the order of their first ranks."""
         return (group for rank in range(self.ranks) if (group := self.group(rank, *axes))[0] == rank)
 
     def _expert_group(self, rank: int) -> list[int]:
-        """Experts are spread over so many neighbours."""
+        """The `expert` consecutive ranks among which the experts are divided."""
         peers = self.group(rank, *self.expert_axes)
         start = peers.index(rank) // self.expert * self.expert
         return peers[start : start + self.expert]
@@ -159,15 +160,15 @@ class Layout:
 
 
 @cache
-def _holders(layout: Layout, cut: tuple[str, ...]) -> list[list[int]]:
-    """Worked out once: copies are compared by it again and again."""
+def _replica_groups(layout: Layout, sharded_axes: tuple[str, ...]) -> list[list[int]]:
+    """Cached, since replicas are compared repeatedly."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.ranks):
-        place = layout.coordinates(rank)
-        groups.setdefault(tuple(place[axis] for axis in ("pipeline", *cut)), []).append(rank)
+        coordinates = layout.coordinates(rank)
+        groups.setdefault(tuple(coordinates[axis] for axis in ("pipeline", *sharded_axes)), []).append(rank)
     return list(groups.values())
 
 
 def stages_per_rank(config: RunConfig) -> int:
-    """Stages of a pipeline on every rank."""
-    return config.pipeline.stages or schedules.default_stages(config.pipeline.schedule)
+    """The pipeline stages of every rank: `pipeline.stages`, or the default of the schedule."""
+    return config.pipeline.stages or find_schedule(config.pipeline.schedule).default_stages

@@ -1,4 +1,4 @@
-"""The decoder's parameters as shapes: which unit gathers each, and which of its dimensions an axis divides."""
+"""The shapes of the decoder's parameters, with the FSDP unit and the tensor-parallel dimension of each. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,79 +7,81 @@ from math import prod
 
 from meshwright.config import ModelConfig
 
-Rows = dict[str, tuple[tuple[int, ...], int | None]]
-"""Name -> (shape, the dimension that the tensor axis cuts)."""
+ShapeTable = dict[str, tuple[tuple[int, ...], int | None]]
+"""Parameter name -> (shape, tensor-parallel dimension)."""
 
 
-def fsdp_shard_dim(local: tuple[int, ...], shards: int) -> int:
-    """The dimension by which FSDP2 divides what a rank of the other axes holds: rows, but for a bank of fewer experts
-    than shards, of which some ranks would hold nothing. FSDP2 divides other dimensions than rows only evenly.
+def fsdp_shard_dim(shape: tuple[int, ...], shards: int) -> int:
+    """The dimension that FSDP2 shards: the first, unless there are fewer experts than shards, which would leave some
+    ranks without a shard. FSDP2 shards other dimensions than the first only evenly.
     """
-    return 1 if len(local) == 3 and local[0] < shards and local[1] % shards == 0 else 0
+    return 1 if len(shape) == 3 and shape[0] < shards and shape[1] % shards == 0 else 0
 
 
-def padded_numel(local: tuple[int, ...], shards: int) -> int:
-    """Elements once gathered: FSDP2 fills rows up to a multiple of the ranks that share them."""
-    divided = local[fsdp_shard_dim(local, shards)]
-    return prod(local) // divided * (-(-divided // shards) * shards)
+def padded_numel(shape: tuple[int, ...], shards: int) -> int:
+    """The elements of the unsharded parameter with FSDP2's padding, which fills rows up to a multiple of `shards`."""
+    sharded_size = shape[fsdp_shard_dim(shape, shards)]
+    return prod(shape) // sharded_size * (-(-sharded_size // shards) * shards)
 
 
-def shard_numel(local: tuple[int, ...], shards: int, coordinate: int) -> int:
-    """Elements of one rank's shard, without the filling."""
-    divided = local[fsdp_shard_dim(local, shards)]
-    each = -(-divided // shards)
-    return prod(local) // divided * max(0, min(each, divided - each * coordinate))
+def shard_numel(shape: tuple[int, ...], shards: int, shard_index: int) -> int:
+    """The elements of one rank's shard, without padding."""
+    sharded_size = shape[fsdp_shard_dim(shape, shards)]
+    chunk = -(-sharded_size // shards)
+    return prod(shape) // sharded_size * max(0, min(chunk, sharded_size - chunk * shard_index))
 
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """A parameter. `cut` is the dimension that the tensor axis divides; None: every rank of it holds it whole."""
+    """One parameter of the full model."""
 
     name: str
     shape: tuple[int, ...]
     unit: str
+    """the FSDP unit: a block, `embedding`, `head`, or `whole` for the root unit"""
     tp_dim: int | None
+    """the dimension that tensor parallelism shards; None: replicated on all tensor-parallel ranks"""
 
     @property
     def is_expert_weight(self) -> bool:
-        """Whether the expert axis divides it, by its first dimension."""
+        """Whether its first dimension is that of the experts, which expert parallelism shards."""
         return len(self.shape) == 3
 
     def local_shape(self, tensor: int, expert: int = 1) -> tuple[int, ...]:
-        """What one rank of the tensor and expert axes holds."""
-        cut = tuple(size // tensor if dim == self.tp_dim else size for dim, size in enumerate(self.shape))
-        return (cut[0] // expert, *cut[1:]) if self.is_expert_weight else cut
+        """The shape on one rank after tensor and expert parallelism, before FSDP2."""
+        local = tuple(size // tensor if dim == self.tp_dim else size for dim, size in enumerate(self.shape))
+        return (local[0] // expert, *local[1:]) if self.is_expert_weight else local
 
     def local_numel(self, tensor: int = 1, expert: int = 1) -> int:
         return prod(self.local_shape(tensor, expert))
 
 
 def decoder_parameter_shapes(model: ModelConfig) -> list[ParameterShape]:
-    """Every parameter once, in the order of the model. A tied head has none of its own, and FSDP2 then gathers both
-    ends with the whole.
+    """Every parameter once, in model order. A tied head has no parameter of its own; embedding and norm then belong to
+    the root FSDP unit.
     """
-    width, kv = model.width, model.kv_heads * (model.width // model.heads)
-    first, last = ("whole", "whole") if model.tie else ("embedding", "head")
-    shapes = [ParameterShape("decoder.embedding.weight", (model.vocab, width), first, 0)]
+    width, kv_width = model.width, model.kv_heads * (model.width // model.heads)
+    first_unit, last_unit = ("whole", "whole") if model.tie else ("embedding", "head")
+    shapes = [ParameterShape("decoder.embedding.weight", (model.vocab, width), first_unit, 0)]
     for layer in range(model.layers):
         block = f"decoder.blocks.{layer}"
-        rows: Rows = {
+        table: ShapeTable = {
             "attention_norm.weight": ((width,), None),
             "attention.q.weight": ((width, width), 0),
-            "attention.k.weight": ((kv, width), 0),
-            "attention.v.weight": ((kv, width), 0),
+            "attention.k.weight": ((kv_width, width), 0),
+            "attention.v.weight": ((kv_width, width), 0),
             "attention.out.weight": ((width, width), 1),
             "ffn_norm.weight": ((width,), None),
         }
-        rows |= experts("ffn", model) if model.experts else feed_forward("ffn", width, model.ffn)
-        shapes += [ParameterShape(f"{block}.{name}", dims, block, cut) for name, (dims, cut) in rows.items()]
-    shapes.append(ParameterShape("decoder.norm.weight", (width,), last, None))
+        table |= expert_shapes("ffn", model) if model.experts else feed_forward_shapes("ffn", width, model.ffn)
+        shapes += [ParameterShape(f"{block}.{name}", shape, block, tp_dim) for name, (shape, tp_dim) in table.items()]
+    shapes.append(ParameterShape("decoder.norm.weight", (width,), last_unit, None))
     if not model.tie:
-        shapes.append(ParameterShape("head.weight", (model.vocab, width), last, 0))
+        shapes.append(ParameterShape("head.weight", (model.vocab, width), last_unit, 0))
     return shapes
 
 
-def feed_forward(name: str, width: int, inner: int) -> Rows:
+def feed_forward_shapes(name: str, width: int, inner: int) -> ShapeTable:
     return {
         f"{name}.gate.weight": ((inner, width), 0),
         f"{name}.up.weight": ((inner, width), 0),
@@ -87,16 +89,15 @@ def feed_forward(name: str, width: int, inner: int) -> Rows:
     }
 
 
-def experts(name: str, model: ModelConfig) -> Rows:
-    """The tensor axis cuts only what every token visits."""
+def expert_shapes(name: str, model: ModelConfig) -> ShapeTable:
+    """Tensor parallelism shards only the shared experts, which process every token."""
     count, width, inner = model.experts, model.width, model.ffn
-    rows: Rows = {
+    table: ShapeTable = {
         f"{name}.router.weight": ((count, width), None),
         f"{name}.bank.gate": ((count, inner, width), None),
         f"{name}.bank.up": ((count, inner, width), None),
         f"{name}.bank.down": ((count, width, inner), None),
     }
     if model.experts_shared:
-        shared = feed_forward(f"{name}.shared", width, model.experts_shared * inner)
-        rows |= shared
-    return rows
+        table |= feed_forward_shapes(f"{name}.shared", width, model.experts_shared * inner)
+    return table

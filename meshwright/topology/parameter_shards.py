@@ -1,8 +1,8 @@
-"""What one rank holds: its part of each parameter, the stage and the unit of it, and the groups that it is spread over.
+"""What one rank has of every parameter: its local shard, its pipeline stage, its FSDP unit and its shard group.
 
-Parameters are spread over ranks that see other tokens: those with other samples, and those with other pieces of the
-same sequences. Banks of experts that are divided are spread over fewer ranks, and are units of their own inside their
-blocks.
+FSDP2 shards and reduces over the ranks that process different tokens: data-parallel ranks, and context-parallel ranks,
+which have different chunks of the same sequences. Expert weights under expert parallelism have a smaller shard group,
+and each forms an FSDP unit of its own inside its block. Torch-free.
 """
 
 from __future__ import annotations
@@ -11,36 +11,40 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from meshwright.config import RunConfig
-from meshwright.topology import schedules
 from meshwright.topology.layout import Layout, stages_per_rank
 from meshwright.topology.parameter_shapes import ParameterShape, decoder_parameter_shapes, padded_numel, shard_numel
+from meshwright.topology.schedules import stages_on_rank
 from meshwright.topology.stage_partition import partition_blocks
 
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """The ranks that FSDP2 spreads a unit over: copies of shards. Axes are named as the ledgers name them."""
+    """The ranks of an FSDP unit: `replicas` replicas of `shards` shards. Axis names are those of the CommCounter."""
 
     replicate_axis: str
     replicas: int
     shard_axis: str
     shards: int
     shard_index: int
-    """of this rank among the shards"""
+    """the index of this rank's shard"""
 
 
 @dataclass(frozen=True)
 class ParameterShard:
+    """One parameter on one rank."""
+
     name: str
     shape: tuple[int, ...]
-    """of what the rank holds of it once it is gathered"""
+    """the shape on this rank while FSDP2 has it unsharded"""
     stage: int
     unit: str
     shard_group: ShardGroup
     grad_is_partial: bool
-    """whether ranks of the tensor axis hold the same of it, and see other tokens: gradients are parts of a sum"""
+    """whether tensor-parallel ranks hold the same parameter and process different tokens, so that their gradients are
+    partial sums
+    """
     is_tied_copy: bool = False
-    """of a weight that another stage owns"""
+    """whether it is a copy of a weight that another pipeline stage owns"""
 
     @property
     def numel(self) -> int:
@@ -52,7 +56,6 @@ class ParameterShard:
 
     @property
     def padded_shard_numel(self) -> int:
-        """With the filling."""
         return self.padded_numel // self.shard_group.shards
 
     @property
@@ -61,14 +64,16 @@ class ParameterShard:
 
 
 Units = dict[str, list[ParameterShard]]
+"""FSDP unit -> its parameters."""
 
 
 @dataclass(frozen=True)
 class PipelinePlacement:
-    """A rank's place in the pipeline: which stages, and which blocks each of them has. Without one, the whole."""
+    """The stages of one rank and the blocks of each. Without a pipeline there is one stage, with all blocks."""
 
     stages: dict[int, range]
     stage_count: int
+    """the stages of the whole pipeline"""
 
     @property
     def has_first_stage(self) -> bool:
@@ -86,74 +91,78 @@ class PipelinePlacement:
 def pipeline_placement(config: RunConfig, layout: Layout, rank: int) -> PipelinePlacement:
     if layout.pipeline == 1:
         return PipelinePlacement({0: range(config.model.layers)}, 1)
-    each = stages_per_rank(config)
-    every = partition_blocks(config.model, config.data.sequence, layout.pipeline * each)
-    place = layout.coordinates(rank)["pipeline"]
-    mine = schedules.stages_on_rank(config.pipeline.schedule, layout.pipeline, place, each)
-    return PipelinePlacement({stage: every[stage] for stage in mine}, len(every))
+    per_rank = stages_per_rank(config)
+    stages = partition_blocks(config.model, config.data.sequence, layout.pipeline * per_rank)
+    pipeline_rank = layout.coordinates(rank)["pipeline"]
+    local = stages_on_rank(config.pipeline.schedule, layout.pipeline, pipeline_rank, per_rank)
+    return PipelinePlacement({stage: stages[stage] for stage in local}, len(stages))
 
 
 def dense_shard_group(layout: Layout, rank: int) -> ShardGroup:
-    """Context is folded into the shards, or into the copies where nothing is sharded."""
-    place, pieces = layout.coordinates(rank), "+context" if layout.context > 1 else ""
+    """The shard group of all parameters but divided expert weights. The context axis joins the shard axis, or the
+    replicate axis if nothing is sharded.
+    """
+    context_suffix = "+context" if layout.context > 1 else ""
     if layout.shard == 1:
-        return ShardGroup(f"replicate{pieces}", layout.replicate * layout.context, "shard", 1, 0)
-    coordinate = place["shard"] * layout.context + place["context"]
-    return ShardGroup("replicate", layout.replicate, f"shard{pieces}", layout.shard * layout.context, coordinate)
+        return ShardGroup(f"replicate{context_suffix}", layout.replicate * layout.context, "shard", 1, 0)
+    coordinates = layout.coordinates(rank)
+    index = coordinates["shard"] * layout.context + coordinates["context"]
+    return ShardGroup("replicate", layout.replicate, f"shard{context_suffix}", layout.shard * layout.context, index)
 
 
 def expert_shard_group(layout: Layout, rank: int) -> ShardGroup:
+    """The shard group of expert weights: the ranks that hold the same experts."""
     if layout.expert == 1:
         return dense_shard_group(layout, rank)
-    rest = layout.expert_axes_size // layout.expert
+    same_experts = layout.expert_axes_size // layout.expert
     if layout.shard == 1:
-        return ShardGroup("expert_replicate", rest, "expert_shard", 1, 0)
-    coordinate = layout.coordinates(rank)["expert_shard"]
-    return ShardGroup("expert_replicate", layout.replicate, "expert_shard", rest, coordinate)
+        return ShardGroup("expert_replicate", same_experts, "expert_shard", 1, 0)
+    index = layout.coordinates(rank)["expert_shard"]
+    return ShardGroup("expert_replicate", layout.replicate, "expert_shard", same_experts, index)
 
 
 def uses_fsdp(layout: Layout) -> bool:
-    """Whether FSDP2 spreads the parameters; else ranks hold them whole, or DDP does."""
+    """Whether FSDP2 wraps the model. Otherwise DDP does, or no two ranks process different tokens."""
     return not uses_ddp(layout) and layout.data_degree * layout.context > 1
 
 
 def uses_ddp(layout: Layout) -> bool:
-    """Whether there is nothing but whole copies."""
-    others = layout.data_degree * layout.context > 1
-    return others and set(layout.active_mesh_axes) <= {"replicate", "context"} and layout.expert == 1
+    """Whether DDP wraps the model: every rank holds a full replica."""
+    different_tokens = layout.data_degree * layout.context > 1
+    return different_tokens and set(layout.active_mesh_axes) <= {"replicate", "context"} and layout.expert == 1
 
 
 def parameter_shards(config: RunConfig, layout: Layout, rank: int = 0) -> list[ParameterShard]:
-    """In the order of the model."""
-    hold, model = pipeline_placement(config, layout, rank), config.model
-    # A pipeline's last stage has a head of its own: of a tied weight, a copy.
+    """All parameters of a rank, in model order."""
+    placement, model = pipeline_placement(config, layout, rank), config.model
+    # The last pipeline stage has a head of its own; a tied head is a copy of the embedding.
     shapes = decoder_parameter_shapes(replace(model, tie=False) if layout.pipeline > 1 else model)
-    stage_of = {f"decoder.blocks.{block}": stage for stage, blocks in hold.stages.items() for block in blocks}
-    stage_of |= (
-        {"whole": 0}
-        | ({"embedding": 0} if hold.has_first_stage else {})
-        | ({"head": hold.stage_count - 1} if hold.has_last_stage else {})
-    )
-    dense, bank = dense_shard_group(layout, rank), expert_shard_group(layout, rank)
+    stage_of_unit = {f"decoder.blocks.{block}": stage for stage, blocks in placement.stages.items() for block in blocks}
+    stage_of_unit["whole"] = 0
+    if placement.has_first_stage:
+        stage_of_unit["embedding"] = 0
+    if placement.has_last_stage:
+        stage_of_unit["head"] = placement.stage_count - 1
+    dense_group, expert_group = dense_shard_group(layout, rank), expert_shard_group(layout, rank)
 
-    def piece(shape: ParameterShape) -> ParameterShard:
-        apart = shape.is_expert_weight and layout.expert > 1
+    def shard(parameter: ParameterShape) -> ParameterShard:
+        expert_parallel = parameter.is_expert_weight and layout.expert > 1
         return ParameterShard(
-            shape.name,
-            shape.local_shape(layout.tensor, layout.expert),
-            stage_of[shape.unit],
-            f"{shape.unit}.ffn.bank" if apart else shape.unit,
-            bank if apart else dense,
-            grad_is_partial=layout.tensor > 1 and shape.tp_dim is None,
-            is_tied_copy=model.tie and layout.pipeline > 1 and shape.name == "head.weight",
+            parameter.name,
+            parameter.local_shape(layout.tensor, layout.expert),
+            stage_of_unit[parameter.unit],
+            f"{parameter.unit}.ffn.bank" if expert_parallel else parameter.unit,
+            expert_group if expert_parallel else dense_group,
+            grad_is_partial=layout.tensor > 1 and parameter.tp_dim is None,
+            is_tied_copy=model.tie and layout.pipeline > 1 and parameter.name == "head.weight",
         )
 
-    return [piece(shape) for shape in shapes if shape.unit in stage_of]
+    return [shard(parameter) for parameter in shapes if parameter.unit in stage_of_unit]
 
 
-def group_by_unit(pieces: list[ParameterShard]) -> Units:
-    """What is gathered together, in the order of use: a bank after its block, which holds it."""
+def group_by_unit(shards: list[ParameterShard]) -> Units:
+    """FSDP units in the order of use; expert weights follow the block that contains them."""
     units: Units = {}
-    for piece in pieces:
-        units.setdefault(piece.unit, []).append(piece)
+    for shard in shards:
+        units.setdefault(shard.unit, []).append(shard)
     return units

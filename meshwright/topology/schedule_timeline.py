@@ -1,44 +1,38 @@
-"""When each action of a pipeline schedule runs: the timeline, its bubble, and what is held meanwhile. Torch-free.
+"""The timeline of a pipeline schedule: when every action runs, the bubble, and the micro-batches in flight. Torch-free.
 
-An action begins when its rank is free and what it needs is there: F of a stage after F of the stage before, B or I
-after that of the stage behind and after its own F, W after its own I. Messages take no time. A pair is one thing: it
-begins when what both need is there, takes as long as both, and both results leave at its end, as torch sends them.
-Time is counted in slots; B takes as long as I and W together.
+An action starts when its rank is free and its inputs exist: F after F of the previous stage; B or I after the backward
+pass of the next stage and its own F; W after its own I. Communication takes no time. An overlapped pair is one unit: it
+starts when the inputs of both exist, takes the time of both, and both results are available at its end, as torch sends
+them. Time is measured in slots; B takes as long as I and W together.
 
-A stage holds what a micro-batch's backward pass needs from the begin of its F to the end of its B, or of its W where B
-is in two parts: W needs the layers' inputs.
+A micro-batch is in flight on a stage from the start of its F to the end of its B, or of its W if backward is split: W
+still needs the inputs of the layers.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from meshwright.errors import ConfigError
-from meshwright.topology.schedules import (
-    KINDS,
-    Action,
-    ActionOrder,
-    action_orders,
-    default_stages,
-    flatten_actions,
-    validate_schedule,
-)
+from meshwright.topology.schedule_orders import Action, ActionOrder, action_orders, flatten_actions
+from meshwright.topology.schedules import SCHEDULES, find_schedule, validate_schedule
 
 Number = int | float | Fraction
-Key = tuple[str, int, int]
-Cost = Callable[[Action], Number]
-"""How long an action takes; stages may differ."""
+ActionKey = tuple[str, int, int]
+"""(op, stage, micro-batch)"""
+ActionCost = Callable[[Action], Number]
+"""The duration of an action; stages may differ."""
 
 MAX_RANKS, MAX_MICRO_BATCHES, MAX_PASSES = 256, 4096, 2**16
-"""Where a timeline ends: ranks, micro-batches, and micro-batches times stages."""
+"""The largest timeline that is built: ranks, micro-batches, and micro-batches times stages."""
 
 
 @dataclass(frozen=True)
 class ActionCosts:
-    """Slots that the parts take on one stage."""
+    """The slots that each kind of action takes on one stage."""
 
     forward: Number = 1
     backward_input: Number = 1
@@ -47,20 +41,20 @@ class ActionCosts:
     def __post_init__(self) -> None:
         for name, slots in vars(self).items():
             if not 0 < slots < float("inf"):
-                raise ConfigError(f"{name} takes {slots} slots", "allowed: more than 0")
+                raise ConfigError(f"{name} takes {slots} slots", "expected a finite number above 0")
 
-    def slots(self, what: str) -> Number:
+    def slots(self, op: str) -> Number:
         return {
             "F": self.forward,
             "B": self.backward_input + self.weight,
             "I": self.backward_input,
             "W": self.weight,
-        }[what]
+        }[op]
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineSlot:
-    """An action in its place on the rank's timeline; `paired` where it is one half of a pair."""
+    """An action at its time on a rank; `paired` if it is one half of an overlapped pair."""
 
     action: Action
     start: Number
@@ -70,7 +64,7 @@ class TimelineSlot:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Every rank's slots in order, and what follows from them."""
+    """The slots of every rank in order, and what follows from them."""
 
     schedule: str
     ranks: int
@@ -78,9 +72,9 @@ class Timeline:
     stages_per_rank: int
     rows: list[list[TimelineSlot]]
     stage_peaks: list[dict[int, int]]
-    """Of every rank, stage by stage: the most micro-batches held at once."""
+    """for every rank, the largest number of micro-batches in flight on each of its stages"""
     rank_peaks: list[int]
-    """Of every rank: the most that its stages hold together at once, one for each micro-batch of each stage."""
+    """for every rank, the largest number of micro-batches in flight at once, summed over its stages"""
 
     @property
     def makespan(self) -> Number:
@@ -88,129 +82,136 @@ class Timeline:
 
     @property
     def idle(self) -> list[Number]:
-        """Slots of each rank in which it waits, from the first rank's begin to the last one's end."""
+        """The idle slots of each rank, from the start of the first rank to the end of the last one."""
         makespan = self.makespan
         return [makespan - sum(slot.end - slot.start for slot in row) for row in self.rows]
 
     @property
     def bubble(self) -> Fraction:
-        """The share of all ranks' time in which they wait."""
+        """The idle fraction of all ranks' time."""
         return Fraction(sum(self.idle)) / (self.ranks * Fraction(self.makespan))
 
     @property
     def normalized_peaks(self) -> list[Fraction]:
-        """`peaks` in units of all the layers of a rank, by which kinds of different numbers of stages compare."""
+        """`rank_peaks` in units of all layers of a rank, so that schedules with different V compare."""
         return [Fraction(peak, self.stages_per_rank) for peak in self.rank_peaks]
 
 
 def build_timeline(
-    kind: str, ranks: int, micros: int, each: int | None = None, costs: ActionCosts | None = None
+    name: str,
+    ranks: int,
+    micro_batches: int,
+    stages_per_rank: int | None = None,
+    costs: ActionCosts | None = None,
 ) -> Timeline:
-    """Of a schedule; stages a rank as usual for the kind where `each` is not given."""
-    each = default_stages(kind) if each is None else each
-    validate_schedule(kind, ranks, micros, each)
-    validate_size(ranks, micros, each)
-    order = action_orders(kind, ranks, micros, each)
-    live = [peak_in_flight_by_stage(row) for row in order]
-    slots = costs or ActionCosts()
-    rows = execute_orders(order, ranks * each, lambda action: slots.slots(action.op))
-    return Timeline(kind, ranks, micros, each, rows, live, [peak_in_flight(row) for row in order])
+    """The timeline of a schedule; `stages_per_rank` defaults to that of the schedule."""
+    stages_per_rank = find_schedule(name).default_stages if stages_per_rank is None else stages_per_rank
+    validate_schedule(name, ranks, micro_batches, stages_per_rank)
+    validate_size(ranks, micro_batches, stages_per_rank)
+    orders = action_orders(name, ranks, micro_batches, stages_per_rank)
+    durations = costs or ActionCosts()
+    return Timeline(
+        name,
+        ranks,
+        micro_batches,
+        stages_per_rank,
+        rows=execute_orders(orders, ranks * stages_per_rank, lambda action: durations.slots(action.op)),
+        stage_peaks=[peak_in_flight_by_stage(order) for order in orders],
+        rank_peaks=[peak_in_flight(order) for order in orders],
+    )
 
 
 def compare_schedules(
-    ranks: int, micros: int, each: int | None = None, costs: ActionCosts | None = None
+    ranks: int, micro_batches: int, stages_per_rank: int | None = None, costs: ActionCosts | None = None
 ) -> dict[str, Timeline | ConfigError]:
-    """Every kind's timeline, or why it has none."""
-    validate_schedule("gpipe", ranks, micros, 1)
-    validate_size(ranks, micros, 1)
-    found: dict[str, Timeline | ConfigError] = {}
-    for kind in KINDS:
+    """The timeline of every schedule, or the error that says why it has none."""
+    validate_schedule("gpipe", ranks, micro_batches, 1)
+    validate_size(ranks, micro_batches, 1)
+    timelines: dict[str, Timeline | ConfigError] = {}
+    for name in SCHEDULES:
         try:
-            found[kind] = build_timeline(kind, ranks, micros, each, costs)
-        except ConfigError as refused:
-            found[kind] = refused
-    return found
+            timelines[name] = build_timeline(name, ranks, micro_batches, stages_per_rank, costs)
+        except ConfigError as error:
+            timelines[name] = error
+    return timelines
 
 
 def bubble_formula(
-    kind: str, ranks: int, micros: int, each: int, costs: ActionCosts | None = None
+    name: str, ranks: int, micro_batches: int, stages_per_rank: int, costs: ActionCosts | None = None
 ) -> tuple[str, Fraction] | None:
-    """The bubble in closed form (P ranks, M micro-batches, V stages a rank) and its value, where it is exact: the split
-    kinds' needs F, I and W of one length, and all but the first two enough micro-batches to fill the pipeline.
+    """The bubble in closed form (P ranks, M micro-batches, V stages per rank) and its value. None where it is inexact:
+    the pipeline must fill, and schedules that split backward need F, I and W of equal length.
     """
     costs = costs or ActionCosts()
-    even = costs.forward == costs.backward_input == costs.weight
-    waits = ranks - 1
-    if kind in ("gpipe", "1f1b"):
-        return "(P-1)/(M+P-1)", Fraction(waits, micros + waits)
-    if kind == "interleaved" and micros >= ranks:
-        return "(P-1)/(V*M+P-1)", Fraction(waits, each * micros + waits)
-    fill = {"zero-bubble": ranks, "zbv": 2 * ranks - 1}.get(kind)
-    if even and fill is not None and micros >= fill:
-        return "(P-1)/(3*V*M+P-1)", Fraction(waits, 3 * each * micros + waits)
-    if even and kind == "dualpipev":
-        return "(P-1)/(3*M+P-1)", Fraction(waits, 3 * micros + waits)
-    return None
+    schedule = find_schedule(name)
+    if schedule.splits_backward and not costs.forward == costs.backward_input == costs.weight:
+        return None
+    if micro_batches < schedule.fill_micro_batches(ranks):
+        return None
+    return schedule.bubble_formula, schedule.bubble(ranks, micro_batches, stages_per_rank)
 
 
-def validate_size(ranks: int, micros: int, each: int) -> None:
-    """A timeline has an end: what is larger than anybody can look at is refused before it is made."""
-    for count, most, name in ((ranks, MAX_RANKS, "ranks"), (micros, MAX_MICRO_BATCHES, "micro-batches")):
-        if count > most:
-            raise ConfigError(f"a timeline of {count} {name} is too large", f"allowed: up to {most}")
-    if ranks * each * micros > MAX_PASSES:
+def validate_size(ranks: int, micro_batches: int, stages_per_rank: int) -> None:
+    """Raises a ConfigError for a timeline that is too large to build or to look at."""
+    for count, limit, name in ((ranks, MAX_RANKS, "ranks"), (micro_batches, MAX_MICRO_BATCHES, "micro-batches")):
+        if count > limit:
+            raise ConfigError(f"a timeline of {count} {name} is too large", f"expected at most {limit}")
+    if ranks * stages_per_rank * micro_batches > MAX_PASSES:
         raise ConfigError(
-            f"a timeline of {micros} micro-batches through {ranks * each} stages is too large",
-            f"allowed: up to {MAX_PASSES} micro-batches times stages",
+            f"a timeline of {micro_batches} micro-batches through {ranks * stages_per_rank} stages is too large",
+            f"expected at most {MAX_PASSES} micro-batches times stages",
         )
 
 
-def dependencies(action: Action, stages: int, split: set[tuple[int, int]]) -> list[Key]:
-    """What must have ended before an action can begin."""
-    stage, micro = action.stage, action.micro_batch
+def dependencies(action: Action, stages: int, split: set[tuple[int, int]]) -> list[ActionKey]:
+    """The actions that must end before this one starts; `split` has the (stage, micro-batch) with a split backward."""
+    stage, micro_batch = action.stage, action.micro_batch
     if action.op == "F":
-        return [("F", stage - 1, micro)] if stage else []
+        return [("F", stage - 1, micro_batch)] if stage else []
     if action.op == "W":
-        return [("I", stage, micro)]
-    behind = "I" if (stage + 1, micro) in split else "B"
-    own = ("F", stage, micro)
-    return [own, (behind, stage + 1, micro)] if stage + 1 < stages else [own]
+        return [("I", stage, micro_batch)]
+    own_forward = ("F", stage, micro_batch)
+    if stage + 1 == stages:
+        return [own_forward]
+    return [own_forward, ("I" if (stage + 1, micro_batch) in split else "B", stage + 1, micro_batch)]
 
 
-def execute_orders(order: Sequence[ActionOrder], stages: int, cost: Cost) -> list[list[TimelineSlot]]:
-    """Runs every rank as far as it gets; a rank that has to wait is woken by the action that it waits for."""
-    split = {(action.stage, action.micro_batch) for row in order for action in flatten_actions(row) if action.op == "I"}
-    rows: list[list[TimelineSlot]] = [[] for _ in order]
-    reached = [0] * len(order)
-    ended: dict[Key, Number] = {}
-    sleeping: defaultdict[Key, list[int]] = defaultdict(list)
-    awake = list(range(len(order)))
-    while awake:
-        rank = awake.pop()
+def execute_orders(orders: Sequence[ActionOrder], stages: int, cost: ActionCost) -> list[list[TimelineSlot]]:
+    """Runs every rank as far as it gets; a blocked rank is woken by the action that it waits for. Orders that deadlock
+    raise a ValueError.
+    """
+    split = split_backwards(action for order in orders for action in flatten_actions(order))
+    rows: list[list[TimelineSlot]] = [[] for _ in orders]
+    position = [0] * len(orders)
+    end_times: dict[ActionKey, Number] = {}
+    blocked: defaultdict[ActionKey, list[int]] = defaultdict(list)
+    ready = list(range(len(orders)))
+    while ready:
+        rank = ready.pop()
         row = rows[rank]
-        while reached[rank] < len(order[rank]):
-            actions = list(flatten_actions([order[rank][reached[rank]]]))
-            needed = [key for action in actions for key in dependencies(action, stages, split)]
-            missing = next((key for key in needed if key not in ended), None)
+        while position[rank] < len(orders[rank]):
+            actions = list(flatten_actions([orders[rank][position[rank]]]))
+            required = [key for action in actions for key in dependencies(action, stages, split)]
+            missing = next((key for key in required if key not in end_times), None)
             if missing is not None:
-                sleeping[missing].append(rank)
+                blocked[missing].append(rank)
                 break
-            start = max([ended[key] for key in needed], default=0)
+            start = max([end_times[key] for key in required], default=0)
             row += place_actions(actions, max(start, row[-1].end if row else 0), cost)
-            reached[rank] += 1
+            position[rank] += 1
             for action in actions:
                 key = (action.op, action.stage, action.micro_batch)
-                ended[key] = row[-1].end  # of a pair both: the results of either leave when both are done
-                awake += sleeping.pop(key, [])
-    stuck = [rank for rank, row in enumerate(order) if reached[rank] < len(row)]
+                end_times[key] = row[-1].end  # both results of a pair are available when both are done
+                ready += blocked.pop(key, [])
+    stuck = [rank for rank, order in enumerate(orders) if position[rank] < len(order)]
     if stuck:
-        first = order[stuck[0]][reached[stuck[0]]]
-        raise ValueError(f"ranks {stuck} wait for each other for ever, rank {stuck[0]} to run {first}")
+        next_action = orders[stuck[0]][position[stuck[0]]]
+        raise ValueError(f"deadlock: ranks {stuck} wait for each other; rank {stuck[0]} is to run {next_action}")
     return rows
 
 
-def place_actions(actions: list[Action], start: Number, cost: Cost) -> list[TimelineSlot]:
-    """One after the other from a slot on."""
+def place_actions(actions: list[Action], start: Number, cost: ActionCost) -> list[TimelineSlot]:
+    """Consecutive slots from `start`."""
     slots: list[TimelineSlot] = []
     for action in actions:
         slots.append(TimelineSlot(action, start, start + cost(action), len(actions) > 1))
@@ -218,19 +219,25 @@ def place_actions(actions: list[Action], start: Number, cost: Cost) -> list[Time
     return slots
 
 
+def split_backwards(actions: Iterable[Action]) -> set[tuple[int, int]]:
+    """The (stage, micro-batch) whose backward pass is split."""
+    return {(action.stage, action.micro_batch) for action in actions if action.op == "I"}
+
+
 def peak_in_flight_by_stage(order: ActionOrder) -> dict[int, int]:
-    """The most micro-batches that each stage of a rank holds at once. It follows from the order alone: a rank does one
-    thing at a time.
+    """The largest number of micro-batches in flight on each stage of a rank. It follows from the order alone, since a
+    rank runs one action at a time.
     """
     stages = sorted({action.stage for action in flatten_actions(order)})
     return {stage: peak_in_flight([a for a in flatten_actions(order) if a.stage == stage]) for stage in stages}
 
 
 def peak_in_flight(order: ActionOrder) -> int:
-    split = {(action.stage, action.micro_batch) for action in flatten_actions(order) if action.op == "I"}
-    held, most = 0, 0
+    """The largest number of micro-batches in flight on a rank, summed over its stages."""
+    split = split_backwards(flatten_actions(order))
+    in_flight, peak = 0, 0
     for action in flatten_actions(order):
-        held += action.op == "F"
-        most = max(most, held)
-        held -= action.op == "W" or (action.op == "B" and (action.stage, action.micro_batch) not in split)
-    return most
+        in_flight += action.op == "F"
+        peak = max(peak, in_flight)
+        in_flight -= action.op == "W" or (action.op == "B" and (action.stage, action.micro_batch) not in split)
+    return peak

@@ -1,4 +1,4 @@
-"""Which blocks each stage of a pipeline has: contiguous runs whose dearest is as cheap as possible, ends counted."""
+"""Partitions blocks into pipeline stages so that the most expensive stage is as cheap as possible. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from meshwright.errors import ConfigError
 
 
 def block_cost(model: ModelConfig, sequence: int) -> float:
-    """Products of one token's forward pass through a block; attention looks back over half of the sequence."""
-    kv = model.kv_heads * (model.width // model.heads)
-    attention = 2 * model.width * (model.width + kv) + model.width * sequence
-    visited = model.experts_active + model.experts_shared if model.experts else 1
-    return attention + 3 * model.width * model.ffn * visited + model.width * model.experts
+    """Multiply-adds per token of a block's forward pass; causal attention covers half of the sequence on average."""
+    kv_width = model.kv_heads * (model.width // model.heads)
+    attention = 2 * model.width * (model.width + kv_width) + model.width * sequence
+    experts_per_token = model.experts_active + model.experts_shared if model.experts else 1
+    return attention + 3 * model.width * model.ffn * experts_per_token + model.width * model.experts
 
 
 def embedding_and_head_cost(model: ModelConfig) -> tuple[float, float]:
-    """Of the embedding, which is looked up, and of the head."""
+    """Costs per token, in the units of `block_cost`; the embedding is a lookup of one row."""
     return float(model.width), float(model.width * model.vocab)
 
 
 @lru_cache(maxsize=64)
 def partition_blocks(model: ModelConfig, sequence: int, stages: int) -> tuple[range, ...]:
-    """The blocks of every stage, worked out once. Each has at least one; of equally good divisions the one with the
-    fullest first.
+    """The consecutive blocks of every stage; every stage has at least one. Of equally good partitions, the one with the
+    most blocks in the first stages is taken.
     """
     if stages > model.layers:
         raise ConfigError(
-            f"{stages} stages of a pipeline need as many blocks, and model.layers = {model.layers}",
-            f"allowed: at most {model.layers} stages (layout.pipeline x pipeline.stages)",
+            f"{stages} pipeline stages need at least as many blocks, and model.layers = {model.layers}",
+            f"expected at most {model.layers} stages (layout.pipeline x pipeline.stages)",
         )
-    first, last = embedding_and_head_cost(model)
+    embedding_cost, head_cost = embedding_and_head_cost(model)
     costs = [block_cost(model, sequence)] * model.layers
-    costs[0] += first
-    costs[-1] += last
+    costs[0] += embedding_cost
+    costs[-1] += head_cost
     sums = [0.0, *accumulate(costs)]
-    # best[i]: the dearest stage when blocks from i on are divided over the stages that are left
-    best = [sums[-1] - sums[i] for i in range(model.layers)] + [float("inf")]
-    cuts: list[list[int]] = []
-    for left in range(2, stages + 1):
+    # max_cost[i] is the cost of the most expensive stage if blocks from i on fill the remaining stages.
+    max_cost = [sums[-1] - sums[i] for i in range(model.layers)] + [float("inf")]
+    next_starts: list[list[int]] = []
+    for remaining in range(2, stages + 1):
         choices = [
-            min((max(sums[cut] - sums[i], best[cut]), -cut) for cut in range(i + 1, model.layers - left + 2))
-            if i <= model.layers - left
+            min((max(sums[end] - sums[i], max_cost[end]), -end) for end in range(i + 1, model.layers - remaining + 2))
+            if i <= model.layers - remaining
             else (float("inf"), 0)
             for i in range(model.layers + 1)
         ]
-        best = [cost for cost, _ in choices]
-        cuts.insert(0, [-cut for _, cut in choices])
-    begins = [0]
-    for choice in cuts:
-        begins.append(choice[begins[-1]])
-    return tuple(range(begin, end) for begin, end in zip(begins, [*begins[1:], model.layers], strict=True))
+        max_cost = [cost for cost, _ in choices]
+        next_starts.insert(0, [-end for _, end in choices])
+    starts = [0]
+    for next_start in next_starts:
+        starts.append(next_start[starts[-1]])
+    return tuple(range(start, end) for start, end in zip(starts, [*starts[1:], model.layers], strict=True))

@@ -15,14 +15,15 @@ from meshwright.data.stream import Stream
 from meshwright.errors import DataError, IdentityError
 from meshwright.optim.schedule import learning_rate
 from meshwright.parallel.world import World
-from meshwright.topology.layout import AXES, Layout, stages_per_rank
+from meshwright.topology.axes import ALL_AXES
+from meshwright.topology.layout import Layout, stages_per_rank
 from meshwright.trainer.identity import code_fingerprint, describe_differences
 from meshwright.trainer.precision import Precision
 from meshwright.trainer.step import step_seed
 from meshwright.trainer.step_recorder import StepRecorder
 from meshwright.version import __version__
 
-DEGREES = (*AXES, "expert")
+DEGREES = ALL_AXES
 OLDER: dict[str, Any] = dict.fromkeys(DEGREES, 1) | {
     "sharding": "none",
     "pipelining": "none",

@@ -15,8 +15,8 @@ from meshwright.telemetry.events import Event
 from meshwright.topology.layout import stages_per_rank
 from meshwright.topology.parameter_shapes import decoder_parameter_shapes
 from meshwright.topology.parameter_shards import pipeline_placement
+from meshwright.topology.schedule_orders import action_orders
 from meshwright.topology.schedule_timeline import bubble_formula, peak_in_flight
-from meshwright.topology.schedules import action_orders
 
 if TYPE_CHECKING:
     from meshwright.trainer.loop import Job

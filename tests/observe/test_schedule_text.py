@@ -19,7 +19,7 @@ from meshwright.errors import ConfigError
 from meshwright.observe.schedule_svg import write_svg
 from meshwright.observe.schedule_text import show
 from meshwright.topology.schedule_timeline import ActionCosts, build_timeline
-from meshwright.topology.schedules import KINDS
+from meshwright.topology.schedules import SCHEDULES
 
 
 def shown(kind: str, width: int, colour: bool = False, **size: int) -> str:
@@ -39,7 +39,7 @@ def test_a_row_reads_as_the_rank_runs():
     assert "held at once, by rank: 4 3 2 1" in text
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_every_action_is_in_the_picture_once_and_no_row_is_wider_than_the_terminal(kind, width):
     rows = [line for line in shown(kind, width).splitlines() if line.startswith("rank ")]
@@ -59,7 +59,7 @@ def test_what_is_too_long_to_show_is_said():
     assert "are not shown: fewer --micro, a wider terminal, or --svg FILE" in text
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCHEDULES)
 def test_the_svg_has_every_action_and_fetches_nothing(kind, tmp_path, capsys):
     path = tmp_path / "picture.svg"
     main(["plan", "schedule", kind, "--svg", str(path)])
@@ -88,7 +88,7 @@ def test_json_is_the_timeline(capsys):
 def test_without_a_kind_all_are_compared_and_refusals_told(capsys):
     main(["plan", "schedule", "--ranks", "4", "--micro", "6", "--json"])
     rows = json.loads(capsys.readouterr().out)["schedules"]
-    assert [row["schedule"] for row in rows] == list(KINDS)
+    assert [row["schedule"] for row in rows] == list(SCHEDULES)
     assert [row["schedule"] for row in rows if "refused" in row] == ["dualpipev"]
     main(["plan", "schedule", "--ranks", "4", "--micro", "6"])
     text = capsys.readouterr().out
@@ -129,10 +129,10 @@ def test_no_torch_is_imported_to_draw(tmp_path):
 
 def test_the_numbers_of_the_handbook_are_what_the_command_prints(capsys):
     main(["plan", "schedule", "--ranks", "4", "--micro", "8"])
-    printed = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(KINDS)]
+    printed = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(tuple(SCHEDULES))]
     page = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
     rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in page.splitlines()]
-    told = [row for row in rows if row[0] in KINDS and len(row) == 6]
+    told = [row for row in rows if row[0] in SCHEDULES and len(row) == 6]
     assert told == printed
 
 

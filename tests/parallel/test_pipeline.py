@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.config import ModelConfig, load_config
-from meshwright.parallel.pipeline_parallel.pipeline_model import SCHEDULES, TrackedStage
+from meshwright.parallel.pipeline_parallel.pipeline_model import TrackedStage
 from meshwright.prover.comm_volume import count_third_step
 from meshwright.prover.reference import (
     LR,
@@ -21,7 +21,7 @@ from meshwright.prover.reference import (
 from meshwright.telemetry.step_clock import StepClock
 from meshwright.testing import run_ranks
 from meshwright.topology.schedule_timeline import build_timeline
-from meshwright.topology.schedules import KINDS, default_stages, stages_on_rank
+from meshwright.topology.schedules import SCHEDULES, stages_on_rank
 from meshwright.topology.stage_partition import block_cost, embedding_and_head_cost, partition_blocks
 from meshwright.topology.unsupported import validate
 
@@ -31,7 +31,7 @@ SMALL += ["--data.sequence=16", "--layout.replicate=1", "--precision.compute=fp6
 
 def config_of(kind, ranks, micros, *more):
     words = [f"--layout.pipeline={ranks}", f"--pipeline.schedule={kind}", f"--batch.global={micros}", "--batch.micro=1"]
-    return load_config(overrides=[*SMALL, f"--model.layers={ranks * default_stages(kind)}", *words, *more])
+    return load_config(overrides=[*SMALL, f"--model.layers={ranks * SCHEDULES[kind].default_stages}", *words, *more])
 
 
 def step_of(world, config):
@@ -51,7 +51,7 @@ def paces(world, configs):
     return found
 
 
-SIZES = [(kind, micros) for kind in KINDS for micros in (4, 8)]
+SIZES = [(kind, micros) for kind in SCHEDULES for micros in (4, 8)]
 
 
 def test_each_rank_holds_as_many_micro_batches_as_its_schedule_says():

@@ -25,8 +25,8 @@ from meshwright.planner.workload.trainer_profiles import (
     TORCHTITAN,
 )
 from meshwright.topology.layout import Layout
+from meshwright.topology.schedule_orders import action_orders
 from meshwright.topology.schedule_timeline import peak_in_flight_by_stage
-from meshwright.topology.schedules import action_orders
 from meshwright.topology.unsupported import validate
 
 GIB = 1024 * MIB

@@ -18,11 +18,12 @@ from meshwright.planner.exact.state_memory import state_memory
 from meshwright.prover.comm_volume import all_differences, check_communication, count_step_bytes
 from meshwright.prover.layouts import check_layouts, proof_configs
 from meshwright.topology.layout import Layout
+from meshwright.topology.schedules import SCHEDULES
 from meshwright.topology.unsupported import validate
 
 SMALL = ["--model.vocab=26", "--model.width=16", "--model.heads=2", "--model.kv_heads=2", "--model.ffn=18"]
 LAYERS = "layers=4"
-KINDS = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
+KINDS = tuple(SCHEDULES)
 
 COVERING = {
     "stages": "pipeline=2 tie",

@@ -14,7 +14,7 @@ from meshwright.prover import layouts
 from meshwright.prover.layouts import check_layouts, describe_settings, proof_configs
 from meshwright.prover.scale_down import scale_layout
 from meshwright.topology.layout import Layout
-from meshwright.topology.schedules import KINDS
+from meshwright.topology.schedules import SCHEDULES
 from meshwright.topology.unsupported import validate
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor", "expert")
@@ -48,7 +48,7 @@ def test_every_pair_of_axes_is_among_them():
 
 def test_every_kind_of_every_axis_is_among_them():
     configs = [config_of(row) for row in HYBRIDS]
-    assert {c.pipeline.schedule for c in configs if c.layout.pipeline == 8} == set(KINDS)
+    assert {c.pipeline.schedule for c in configs if c.layout.pipeline == 8} == set(SCHEDULES)
     assert {c.context.method for c in configs if c.layout.context == 8} == {"ring", "all-to-all"}
     assert {c.layout.shard for c in configs if c.layout.expert > 1} == {"none", "optimizer", "gradients", "parameters"}
     assert {c.layout.shard for c in configs if c.layout.context > 1} == {"none", "optimizer", "gradients", "parameters"}

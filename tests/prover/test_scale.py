@@ -14,7 +14,7 @@ from meshwright.prover.layouts import proof_configs
 from meshwright.prover.recovery import MAX_RECOVERY_RANKS, scale_config
 from meshwright.prover.scale_down import MAX_RANKS, scale_layout
 from meshwright.topology.layout import Layout, stages_per_rank
-from meshwright.topology.schedules import FEWEST_STAGES, KINDS, MOST_STAGES, SPLIT
+from meshwright.topology.schedules import SCHEDULES
 from meshwright.topology.unsupported import min_shard_group_size, validate
 
 
@@ -23,9 +23,9 @@ def legal(draw):
     """A config over all axes that is not refused."""
     layout = {axis: draw(st.sampled_from([1, 2, 3, 4, 8, 16])) for axis in ("replicate", "pipeline", "context")}
     layout["tensor"] = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
-    kind, method = draw(st.sampled_from(KINDS)), draw(st.sampled_from(["ring", "all-to-all"]))
+    kind, method = draw(st.sampled_from(tuple(SCHEDULES))), draw(st.sampled_from(["ring", "all-to-all"]))
     barred = {"gradients"} if layout["pipeline"] > 1 else set()
-    barred |= {"parameters"} if layout["pipeline"] > 1 and kind in SPLIT else set()
+    barred |= {"parameters"} if layout["pipeline"] > 1 and SCHEDULES[kind].splits_backward else set()
     shard = draw(st.sampled_from(sorted({"none", "optimizer", "gradients", "parameters"} - barred)))
     degree = draw(st.sampled_from([None, 2, 3, 4, 16])) if shard != "none" else None
     config = load_config()
@@ -34,7 +34,7 @@ def legal(draw):
     apart = layout["pipeline"] > 1 or layout["tensor"] > 1
     shared = min_shard_group_size(replace(spread, expert=layout["expert"]))
     keeps = [True, False] if apart or shared < 2 else [True, False, shared]
-    stages = draw(st.integers(FEWEST_STAGES[kind], MOST_STAGES.get(kind, 4)))
+    stages = draw(st.integers(SCHEDULES[kind].min_stages, SCHEDULES[kind].max_stages or 4))
     tensor, context = layout["tensor"], layout["context"]
     kv_heads = tensor * draw(st.sampled_from([1, 2, 3]))
     heads = lcm(kv_heads, tensor * (context if method == "all-to-all" else 1)) * draw(st.sampled_from([1, 2, 8]))

@@ -16,30 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed import pipelining
 
-from meshwright.config.parallelism import ScheduleName
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.parallel_model import InFlightTracker, ParallelModel, PassHooks
 from meshwright.parallel.pipeline_parallel.stages import TIED_COPIES, Stage, StagePlan, TiedWeight
-from meshwright.topology.schedules import SINGLE
+from meshwright.topology.schedules import SCHEDULES
 from meshwright.torch_private import StageWithFilteredP2P
-
-SCHEDULES: dict[ScheduleName, type] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-    "dualpipev": ScheduleDualPipeV,
-}
 
 
 class TrackedStage(StageWithFilteredP2P):
@@ -112,8 +95,9 @@ class PipelineModel(ParallelModel):
         self.in_flight = InFlightTracker()
         self.scale_loss: Callable[[Tensor], Tensor] = lambda loss: loss
         self.tracked_stages = [self._stage(index) for index in sorted(stages)]
-        self.schedule = SCHEDULES[plan.schedule](
-            self.tracked_stages[0] if plan.schedule in SINGLE else self.tracked_stages,
+        schedule = SCHEDULES[plan.schedule]
+        self.schedule = getattr(pipelining, schedule.torch_class)(
+            self.tracked_stages[0] if schedule.single_stage else self.tracked_stages,
             plan.micro_batches,
             loss_fn=lambda output, _labels: self.scale_loss(output.sum()),
             scale_grads=False,

@@ -6,6 +6,7 @@ from typing import Any
 
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import exposed_seconds, memory_by_class
+from meshwright.topology.axes import AXES
 
 VERSION = 1
 
@@ -73,8 +74,7 @@ def decided(estimate: Estimate) -> dict[str, Any]:
     """Everything that a plan decides, under the names of a run's settings."""
     job, layout = estimate.job, estimate.job.layout
     return {
-        "layout": {axis: getattr(layout, axis) for axis in ("pipeline", "replicate", "shard", "context", "tensor")}
-        | {"expert": layout.expert, "sharding": job.sharding},
+        "layout": {axis: getattr(layout, axis) for axis in AXES} | {"expert": layout.expert, "sharding": job.sharding},
         "batch": {
             "global": job.batch.global_,
             "micro": job.batch.micro,

@@ -44,7 +44,7 @@ from meshwright.planner.cost.in_flight import SchedulePoint
 from meshwright.planner.cost.stage_parameters import StageLayers, StageParameters, stage_parameters
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology.parameter_shards import uses_ddp, uses_fsdp
-from meshwright.topology.schedules import SPLIT
+from meshwright.topology.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class StepMemory:
         layout, run = job.layout, job.run_config
         self.piped, self.micros = layout.pipeline > 1, job.batch.accumulation
         self.units, self.ddp, self.over = sharding_of(job)
-        self.split = job.schedule in SPLIT
+        self.split = SCHEDULES[job.schedule].splits_backward
         double = 2.0 if job.precision == "fp64" else 1.0
         self.number, self.gradient = double * job.trainer.parameter_bytes, double * job.trainer.gradient_bytes
         self.state = double * job.trainer.optimizer_bytes
@@ -252,7 +252,7 @@ class StepMemory:
 
     @cached_property
     def several(self) -> bool:
-        return len(self.stages) > 1 or self.job.schedule == "zero-bubble"
+        return not SCHEDULES[self.job.schedule].single_stage
 
     @cached_property
     def flight(self) -> list[tuple[float, float, float]]:

@@ -11,7 +11,8 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
-from meshwright.topology.schedules import Action, action_orders, flatten_actions
+from meshwright.topology.schedule_orders import Action, action_orders, flatten_actions
+from meshwright.topology.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ def peak_candidates(kind: str, ranks: int, micros: int, each: int, place: int) -
     """The fullest of each pass of each stage, of one rank; without a pipeline, of the only one."""
     if ranks == 1:
         return alone(1, micros)
-    if kind in ("gpipe", "1f1b"):
-        return alone(micros if kind == "gpipe" else min(micros, ranks - place), micros)
+    if SCHEDULES[kind].single_stage:
+        return alone(micros if SCHEDULES[kind].all_forward_first else min(micros, ranks - place), micros)
     fewer = representative_micro_batches(ranks, micros)
     passes: defaultdict[tuple[str, int], list[SchedulePoint]] = defaultdict(list)
     for instant in schedule_points(kind, ranks, fewer, each, place):

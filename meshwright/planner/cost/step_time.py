@@ -32,7 +32,8 @@ from meshwright.planner.cost.rank_parameters import (
 from meshwright.planner.cost.uncertainty import interval
 from meshwright.planner.hardware.links import GroupPlacement, collective_seconds
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.topology import schedule_timeline, schedules
+from meshwright.topology import schedule_orders, schedule_timeline
+from meshwright.topology.schedules import find_schedule
 
 MOST_PASSES = 1 << 13
 """Of a schedule that is run pass by pass: micro-batches times stages."""
@@ -201,14 +202,7 @@ def bubble(job: PlannedJob, ranks: list[MicroBatchTime]) -> float:
     if len(ranks) == 1:
         return 0.0
     others = sum(one.seconds for one in ranks) - max(one.seconds for one in ranks)
-    share = {
-        "gpipe": 1.0,
-        "1f1b": 1.0,
-        "interleaved": 1 / job.stages_per_rank,
-        "zero-bubble": 1 / 3,
-        "dualpipev": 1 / 3,
-    }
-    return others * share.get(job.schedule, 1 / 6)
+    return others * (1 / find_schedule(job.schedule).bubble_divisor(job.stages_per_rank))
 
 
 def simulated_bubble(job: PlannedJob, of: LayerShape, ranks: list[MicroBatchTime]) -> float:
@@ -235,7 +229,7 @@ def simulated_bubble(job: PlannedJob, of: LayerShape, ranks: list[MicroBatchTime
     ]
     for each in seconds:
         each["I"] = each["B"] - each["W"]
-    order = schedules.action_orders(job.schedule, job.layout.pipeline, micros, job.stages_per_rank)
+    order = schedule_orders.action_orders(job.schedule, job.layout.pipeline, micros, job.stages_per_rank)
     rows = schedule_timeline.execute_orders(order, count, lambda action: seconds[action.stage][action.op])
     busy = max(sum(slot.end - slot.start for slot in row) for row in rows)
     return float(max(row[-1].end for row in rows) - busy)

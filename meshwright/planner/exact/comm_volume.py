@@ -41,7 +41,7 @@ from meshwright.topology.parameter_shards import (
     uses_ddp,
     uses_fsdp,
 )
-from meshwright.topology.schedules import SINGLE
+from meshwright.topology.schedules import SCHEDULES
 
 CONTROL_SUM = 9 * 8
 """Tokens, bad samples, their ranks, two signals, two words on saving, two on the parameters that were used."""
@@ -156,7 +156,7 @@ def walked(config: RunConfig, layout: Layout, batch: Batch, units: Units, rank: 
         {unit: size // keep[unit] for unit, size in whole.items() if keep[unit] > 1},
         lets_go=config.layout.shard == "parameters" and config.fsdp.ranks_after_forward != 1,
     )
-    return walk.run(order_of(config, layout, batch, rank), config.pipeline.schedule not in SINGLE)
+    return walk.run(order_of(config, layout, batch, rank), not SCHEDULES[config.pipeline.schedule].single_stage)
 
 
 def gathers(config: RunConfig, layout: Layout, batch: Batch, units: Units, rank: int) -> Counter[tuple[str, str]]:

@@ -18,9 +18,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from meshwright.config import Batch, RunConfig
-from meshwright.topology import schedules
 from meshwright.topology.layout import Layout, stages_per_rank
-from meshwright.topology.schedules import Action, flatten_actions
+from meshwright.topology.schedule_orders import Action, action_orders, flatten_actions
 
 AHEAD = 3
 UnitNests = list[list[str]]
@@ -30,9 +29,7 @@ UnitNests = list[list[str]]
 def order_of(config: RunConfig, layout: Layout, batch: Batch, rank: int) -> list[Action]:
     place, kind = layout.coordinates(rank)["pipeline"], config.pipeline.schedule
     return list(
-        flatten_actions(
-            schedules.action_orders(kind, layout.pipeline, batch.accumulation, stages_per_rank(config))[place]
-        )
+        flatten_actions(action_orders(kind, layout.pipeline, batch.accumulation, stages_per_rank(config))[place])
     )
 
 

@@ -36,7 +36,7 @@ from meshwright.planner.search.search_space import (
 from meshwright.planner.workload.trainer_profiles import MESHWRIGHT
 from meshwright.planner.workload.workload import Workload
 from meshwright.topology.layout import Layout
-from meshwright.topology.schedules import SPLIT
+from meshwright.topology.schedules import SCHEDULES
 
 MAX_MEMORY_ESTIMATES = 250
 """Plans of one search that are weighed after one of every frame, in the frames whose plan was quickest."""
@@ -194,9 +194,9 @@ def first_feasible(desk: CostCache, frame: ModelParallelDegrees, space: SearchSp
     sizes = [micro for micro in micro_batch_sizes(desk.work, frame) if filled_schedules(desk, frame, micro)]
     kinds = list(sharded_layouts(desk.work, frame, space))
     for recompute in checkpoint_modes(desk.work, space) if sizes and kinds else ():
-        rows = [row for row in filled_schedules(desk, frame, sizes[0]) if row[0] not in SPLIT] or filled_schedules(
-            desk, frame, sizes[0]
-        )
+        rows = [
+            row for row in filled_schedules(desk, frame, sizes[0]) if not SCHEDULES[row[0]].splits_backward
+        ] or filled_schedules(desk, frame, sizes[0])
         for kind, each in dict.fromkeys((max(rows, key=lambda row: row[1]), rows[0])):  # many stages hold more
             tried = [
                 Candidate(options[-1], sizes[0], sharding, recompute, kind, each, frame.method)
@@ -264,8 +264,8 @@ def optimistic_seconds(desk: CostCache, frame: ModelParallelDegrees, space: Sear
     found = []
     for micro in {sizes[0], sizes[-1]} if frame.pipeline > 1 else sizes[-1:]:
         rows = filled_schedules(desk, frame, micro)
-        split = [row for row in rows if row[0] in SPLIT]
-        usual = [row for row in rows if row[0] not in SPLIT] or split
+        split = [row for row in rows if SCHEDULES[row[0]].splits_backward]
+        usual = [row for row in rows if not SCHEDULES[row[0]].splits_backward] or split
         for kind, each in {max(usual, key=lambda row: row[1]), (split or usual)[-1]}:
             for sharding, options in {kinds[0][0]: kinds[0], kinds[-1][0]: kinds[-1]}.values():
                 choice = Candidate(options[-1], micro, sharding, least, kind, each, frame.method)
@@ -278,7 +278,7 @@ def filled_schedules(desk: CostCache, frame: ModelParallelDegrees, micro: int) -
     """The schedules that a step of such passes fills."""
     micros_ = desk.work.global_batch // frame.data // micro
     found = [row for row in pipeline_schedules(desk.work, frame) if fills_schedule(row[0], frame.pipeline, micros_)]
-    return [row for row in found if row[0] != "gpipe"] if ("1f1b", 1) in found else found
+    return [row for row in found if not SCHEDULES[row[0]].all_forward_first] if ("1f1b", 1) in found else found
 
 
 def feasible_candidates(

@@ -13,6 +13,7 @@ from math import lcm
 
 from meshwright.planner.workload.workload import Workload
 from meshwright.topology.layout import Layout
+from meshwright.topology.schedules import SCHEDULES, find_schedule
 
 SHARDINGS = ("optimizer", "gradients", "parameters")
 CHECKPOINT_MODES = ("none", "selective", "full")
@@ -21,8 +22,6 @@ MIN_SEQUENCE_CHUNK = 512
 """Tokens of a sequence that a rank has at least under context: smaller matrices leave a device idle."""
 MAX_MICRO_BATCH_TOKENS = 1 << 16
 """Tokens of one pass on one rank beyond which larger matrices gain nothing."""
-STAGES_PER_RANK = {"interleaved": (2, 3, 4, 6, 8), "zero-bubble": (1, 2, 4)}
-"""of a pipeline, a rank, for the kinds that take any number"""
 
 
 @dataclass(frozen=True)
@@ -152,9 +151,7 @@ def pipeline_schedules(work: Workload, frame: ModelParallelDegrees) -> list[tupl
     if frame.pipeline == 1:
         return [("1f1b", 1)]
     kind, pin = work.pinned.get("pipeline.schedule"), work.pinned.get("pipeline.stages")
-    found = [("1f1b", 1), ("gpipe", 1), ("zbv", 2), ("dualpipev", 2)]
-    found += [("interleaved", each) for each in STAGES_PER_RANK["interleaved"]]
-    found += [("zero-bubble", each) for each in STAGES_PER_RANK["zero-bubble"]]
+    found = [(name, each) for name, schedule in SCHEDULES.items() for each in schedule.candidate_stages]
     most = work.model.layers // frame.pipeline
     return [(name, each) for name, each in found if each <= most and kind in (None, name) and pin in (None, each)]
 
@@ -163,7 +160,7 @@ def fills_schedule(kind: str, pipeline: int, micros: int) -> bool:
     """Whether a step has micro-batches enough for a schedule to be what it is for, and evenly many where it asks for
     that. With fewer, ranks wait as long as by gpipe, which is left for such steps.
     """
-    least = {"gpipe": 1, "zbv": 2 * pipeline - 1, "dualpipev": 2 * pipeline}.get(kind, pipeline)
-    if micros < least:
+    schedule = find_schedule(kind)
+    if micros < schedule.fill_micro_batches(pipeline):
         return False
-    return kind not in ("interleaved", "zero-bubble") or micros % max(1, micros // pipeline) == 0
+    return not schedule.even_rounds or micros % max(1, micros // pipeline) == 0
