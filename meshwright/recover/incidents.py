@@ -1,4 +1,4 @@
-"""Why an attempt ended: who failed first, where, what it said, and what that means for the next attempt. Torch-free."""
+"""Incidents: why an attempt ended, and the verdict that decides whether another attempt can help. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from meshwright.telemetry.heartbeat import HeartbeatReading, read_heartbeat
 from meshwright.telemetry.run_folder import RunFolder
 
 PHASES_WITHOUT_SAMPLES = ("start", "restore", "warmup", "update", "save", "evaluate", "end")
-"""Phases in which a step's samples play no part."""
+"""Phases whose outcome does not depend on the samples of the step."""
 
 
 @dataclass(frozen=True)
 class Incident:
-    """One attempt's end, as `attempts/NNNN/incident.json` keeps it."""
+    """How one attempt ended; stored as `attempts/NNNN/incident.json`."""
 
     attempt: int
     outcome: str
-    """complete, stopped, failed, hang, or lost (its supervisor died without a word)"""
+    """complete, stopped, failed, hang, or lost (the supervisor was killed and wrote nothing)."""
     rank: int | None = None
     step: int | None = None
     phase: str = ""
@@ -33,19 +33,20 @@ class Incident:
     error_type: str = ""
     message: str = ""
     log_tail: list[str] = field(default_factory=list)
+    """The last lines that the failing rank printed."""
     stack: str = ""
     ranks: list[dict[str, Any]] = field(default_factory=list)
-    """where every rank was"""
+    """The location of every rank: step, phase, pending collective, and the number of collectives entered."""
     samples: list[int] = field(default_factory=list)
-    """what the failing rank had in that step"""
-    checkpoint: int = -1
-    """steps done in the newest checkpoint when the attempt ended; -1 for none"""
+    """The sample ids of the failing rank in that step."""
+    checkpoint_step: int = -1
+    """The step of the newest checkpoint when the attempt ended; -1 if there is none."""
     verdict: str = ""
     recommendation: str = ""
 
     @property
     def killed_externally(self) -> bool:
-        """Whether somebody else ended the rank; an error, a hang or a crash are its own."""
+        """Whether another process (a user, the OOM killer, a scheduler) killed the rank."""
         return self.outcome == "failed" and ("(SIGKILL)" in self.message or "(SIGTERM)" in self.message)
 
     def write(self, folder: RunFolder) -> None:
@@ -53,53 +54,55 @@ class Incident:
 
 
 def read_incidents(folder: RunFolder) -> list[Incident]:
-    """Every attempt's incident, oldest first; one that cannot be read is left out."""
-    found = []
+    """The incident of every attempt, oldest first; unreadable files are skipped."""
+    incidents = []
     for attempt in folder.attempts():
         if folder.incident(attempt).exists():
             try:
-                found.append(Incident(**read_json(folder.incident(attempt))))
+                incidents.append(Incident(**read_json(folder.incident(attempt))))
             except (MeshwrightError, TypeError):
                 continue
-    return found
+    return incidents
 
 
 def read_heartbeats(folder: RunFolder, attempt: int) -> dict[int, HeartbeatReading]:
+    """The last heartbeat of every rank of an attempt."""
     paths = [
         path for path in folder.attempt(attempt).glob("heartbeat-*") if re.fullmatch(r"heartbeat-[0-9]{5,9}", path.name)
     ]
-    pages = {int(path.name.removeprefix("heartbeat-")): read_heartbeat(path) for path in sorted(paths)}
-    return {rank: page for rank, page in pages.items() if page is not None}
+    readings = {int(path.name.removeprefix("heartbeat-")): read_heartbeat(path) for path in sorted(paths)}
+    return {rank: reading for rank, reading in readings.items() if reading is not None}
 
 
 def build_incident(
-    folder: RunFolder, attempt: int, first: Failure, checkpoint: int, pages: dict[int, HeartbeatReading]
+    folder: RunFolder, attempt: int, cause: Failure, checkpoint_step: int, heartbeats: dict[int, HeartbeatReading]
 ) -> Incident:
-    """The incident of a failed attempt, from the failure to blame and from the pages that the ranks left."""
-    page = pages.get(first.rank)
-    step = page.step if page and page.step >= 0 else None
-    phase = page.phase if page else "start"
+    """The incident of a failed attempt, from the root cause and from the last heartbeats of the ranks."""
+    heartbeat = heartbeats.get(cause.rank)
+    step = heartbeat.step if heartbeat and heartbeat.step >= 0 else None
+    phase = heartbeat.phase if heartbeat else "start"
     return Incident(
         attempt,
         "failed",
-        first.rank if first.rank >= 0 else None,
+        cause.rank if cause.rank >= 0 else None,
         step,
         phase,
-        first.exit_code,
-        first.error_type,
-        first.message,
-        tail_lines(folder.log(attempt, first.rank)),
-        first.traceback,
+        cause.exit_code,
+        cause.error_type,
+        cause.message,
+        tail_lines(folder.log(attempt, cause.rank)),
+        cause.traceback,
         [
-            {"rank": rank, "where": reading.location, "collectives": reading.collective_count}
-            for rank, reading in pages.items()
+            {"rank": rank, "location": reading.location, "collectives": reading.collective_count}
+            for rank, reading in heartbeats.items()
         ],
-        samples_in_step(folder, step, first.rank) if step is not None and phase not in PHASES_WITHOUT_SAMPLES else [],
-        checkpoint,
+        samples_in_step(folder, step, cause.rank) if step is not None and phase not in PHASES_WITHOUT_SAMPLES else [],
+        checkpoint_step,
     )
 
 
 def tail_lines(log: Path, count: int = 15) -> list[str]:
+    """The last lines of a log file."""
     try:
         with open(log, "rb") as file:
             file.seek(0, 2)
@@ -110,34 +113,37 @@ def tail_lines(log: Path, count: int = 15) -> list[str]:
 
 
 def samples_in_step(folder: RunFolder, step: int, rank: int) -> list[int]:
-    """What a rank had in a step, from the contract alone."""
+    """The sample ids of a rank in a step; a pure function of the run's config."""
     try:
         return [int(sample) for sample in open_sample_lookup(folder.root).show(step, rank)["samples"]]
     except (MeshwrightError, ValueError, KeyError):
         return []
 
 
-def assign_verdict(incident: Incident, before: list[Incident]) -> Incident:
-    """The verdict: what repeats is in the data or in the program, what wanders is in the machines."""
-    failed = [old for old in before if old.outcome in ("failed", "hang")]
-    # Who is killed from outside twice at one step may have been unlucky: that takes a third time, and samples that
-    # could be the reason (one too large for the host's memory).
+def assign_verdict(incident: Incident, history: list[Incident]) -> Incident:
+    """Decides what an incident means: a failure that repeats at one step comes from the data or the program, failures
+    at changing steps come from the infrastructure.
+    """
+    failed = [previous for previous in history if previous.outcome in ("failed", "hang")]
+    # Two external kills at one step may be a coincidence. The third one counts, if the samples can be the reason (a
+    # sample that is too large for the host's memory, for example).
     needed = 2 if incident.killed_externally else 1
-    same = failed[-needed:]
-    again = len(same) == needed and all(
-        old.step == incident.step and (old.step is not None or old.phase == incident.phase) for old in same
+    previous_failures = failed[-needed:]
+    repeated = len(previous_failures) == needed and all(
+        previous.step == incident.step and (previous.step is not None or previous.phase == incident.phase)
+        for previous in previous_failures
     )
-    again = again and bool(incident.samples or not incident.killed_externally)
-    if not again:
-        verdict = "infrastructure" if any(old.step != incident.step for old in failed[-1:]) else "first of its kind"
-        move = "the job restarts from the newest checkpoint"
-    elif incident.samples and all(old.samples == incident.samples for old in same):
+    repeated = repeated and bool(incident.samples or not incident.killed_externally)
+    if not repeated:
+        verdict = "infrastructure" if any(previous.step != incident.step for previous in failed[-1:]) else "first failure"
+        recommendation = "the job restarts from the newest checkpoint"
+    elif incident.samples and all(previous.samples == incident.samples for previous in previous_failures):
         verdict = "data-dependent"
-        move = f"look at samples {format_samples(incident.samples)} with `meshwright data find`"
+        recommendation = f"inspect samples {format_samples(incident.samples)} with `meshwright data find`"
     else:
         verdict = "deterministic"
-        move = f"the program fails in {incident.phase} of step {incident.step} whatever the data: look at the stack"
-    return dataclasses.replace(incident, verdict=verdict, recommendation=move)
+        recommendation = f"the {incident.phase} phase of step {incident.step} fails whatever the samples are: see the traceback"
+    return dataclasses.replace(incident, verdict=verdict, recommendation=recommendation)
 
 
 def format_samples(samples: list[int]) -> str:

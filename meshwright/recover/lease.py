@@ -1,8 +1,8 @@
-"""One writer a run: whoever trains holds the newest attempt's lease. Torch-free.
+"""Single-writer lease of a run folder: the job that trains holds the lease of the newest attempt. Torch-free.
 
-An attempt's number is a fencing epoch, taken by publishing `attempts/NNNN/lease.json` if it is absent. A holder is
-alive while its process lives (same host, same boot, same process, not merely the same number) or, seen from another
-host, while its beat moves. No clock of another machine is read, and no wall clock at all.
+The attempt number is a fencing epoch, acquired by publishing `attempts/NNNN/lease.json` if it is absent. On the same
+host the holder is alive while its process runs (same boot, same pid, same start time). Seen from another host, the
+holder is alive while its beat counter advances. No decision reads a wall clock or the clock of another machine.
 """
 
 from __future__ import annotations
@@ -38,26 +38,28 @@ from meshwright.telemetry.run_folder import RunFolder
 
 BEAT_INTERVAL = 1.0
 OBSERVATION_SECONDS = 6.0
-"""Seconds that the beat of a holder on another host is watched before it counts as dead."""
+"""How long the beat counter of a holder on another host is observed before the holder counts as dead."""
 
 
 @dataclass
 class Lease:
-    """The right to write to a run folder, for one attempt."""
+    """The exclusive right to write to a run folder, for one attempt."""
 
     folder: RunFolder
     attempt: int
 
     @contextmanager
     def keep_alive(self) -> Iterator[None]:
-        """Signs of life for other hosts, from a thread: a lease says that its process lives, no more."""
-        over = threading.Event()
+        """Advances the beat counter for other hosts. A thread does it: the lease states that this process runs, not
+        that training makes progress.
+        """
+        done = threading.Event()
 
         def beat() -> None:
             for beats in count():
-                with suppress(OSError):  # a full disk is the save's to report
+                with suppress(OSError):  # saving a checkpoint reports a full disk
                     (self.folder.attempt(self.attempt) / "beat").write_text(str(beats))
-                if over.wait(BEAT_INTERVAL):
+                if done.wait(BEAT_INTERVAL):
                     return
 
         thread = threading.Thread(target=beat, name="lease", daemon=True)
@@ -65,18 +67,18 @@ class Lease:
         try:
             yield
         finally:
-            over.set()
+            done.set()
             thread.join()
 
 
 def acquire_lease(folder: RunFolder, observe: float = OBSERVATION_SECONDS) -> Lease:
-    """The next attempt's lease, or BusyError naming who holds the run."""
+    """Acquires the lease of the next attempt; raises BusyError if another live process holds the run."""
     try:
         folder.root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"run folder {folder.root} cannot be made: {error.strerror}",
-            "allowed: --run DIR, a folder that can be written",
+            f"cannot create the run folder {folder.root}: {error.strerror}",
+            "try --run DIR with a writable folder",
         ) from None
     store = open_run_store(folder)
     PosixCalls().sync_folder(str(folder.root.resolve().parent))
@@ -86,7 +88,7 @@ def acquire_lease(folder: RunFolder, observe: float = OBSERVATION_SECONDS) -> Le
         values = {
             **process_identity(),
             "attempt": attempt,
-            # By name alone where one cannot be read just now: names are never used twice.
+            # A manifest that cannot be read right now is listed by name only; names are never reused.
             "inherited": {e.name: e.manifest.digest if e.manifest is not None else "" for e in list_published(store)},
         }
         content = json.dumps(values | {"digest": canonical_digest(values)}, indent=1).encode() + b"\n"
@@ -95,27 +97,28 @@ def acquire_lease(folder: RunFolder, observe: float = OBSERVATION_SECONDS) -> Le
                 return Lease(folder, attempt)
         except OSError as error:
             raise ConfigError(
-                f"run folder {folder.root} cannot be written: {error.strerror}",
-                "allowed: --run DIR, a folder that can be written",
+                f"cannot write to the run folder {folder.root}: {error.strerror}",
+                "try --run DIR with a writable folder",
             ) from None
 
 
 def newest_attempt(store: Store) -> int:
-    """The newest attempt that has a lease, readable or not: a damaged one has been taken all the same."""
-    taken = [n for n in list_attempts(store) if store.size(f"attempts/{n:04d}/{LEASE_FILE}") is not None]
-    wrote = [entry.attempt for entry in list_checkpoint_folders(store)]  # also where the attempts' own folders are gone
-    return max([*taken, *wrote], default=0)
+    """The newest attempt that has a lease. A damaged lease counts too: its attempt number has been used."""
+    leased = [n for n in list_attempts(store) if store.size(f"attempts/{n:04d}/{LEASE_FILE}") is not None]
+    saved = [entry.attempt for entry in list_checkpoint_folders(store)]  # the attempt's own folder may be gone
+    return max([*leased, *saved], default=0)
 
 
 def raise_if_held(folder: RunFolder, observe: float = OBSERVATION_SECONDS) -> None:
+    """Raises BusyError if another live process holds the newest lease."""
     for attempt, lease in list_leases(open_run_store(folder))[:1]:
         if folder.incident(attempt).exists():
-            return  # ended, and said so
+            return  # the attempt has ended
         if lease.get("token") != process_token() and holder_is_alive(lease, folder.attempt(attempt), observe):
             raise BusyError(
                 f"run folder {folder.root} is held by process {lease['pid']} on {lease['host']} since {lease['since']} "
                 f"(attempt {attempt})",
-                "wait for it, end it, or give another --run DIR",
+                "try again when it has ended, stop it, or use another --run DIR",
             )
 
 
@@ -123,11 +126,12 @@ TOKEN = secrets.token_hex(8)
 
 
 def process_token() -> str:
-    """This process, for as long as it lives; a fork is another."""
+    """Identifies this process while it runs; a forked process has another token."""
     return f"{TOKEN}-{os.getpid()}"
 
 
 def process_identity() -> dict[str, Any]:
+    """What a lease records about its holder."""
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -135,13 +139,14 @@ def process_identity() -> dict[str, Any]:
         "boot": read_text("/proc/sys/kernel/random/boot_id"),
         "namespace": pid_namespace(),
         "token": process_token(),
-        "since": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),  # for people; nothing reads it
+        "since": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),  # for people; no decision reads it
     }
 
 
 def holder_is_alive(lease: dict[str, Any], attempt: Path, observe: float) -> bool:
-    here = process_identity()
-    if here["boot"] and (lease.get("boot"), lease.get("namespace")) == (here["boot"], here["namespace"]):
+    """Whether the holder's process runs (same host) or its beat counter advances (another host)."""
+    this = process_identity()
+    if this["boot"] and (lease.get("boot"), lease.get("namespace")) == (this["boot"], this["namespace"]):
         return bool(lease.get("started")) and process_start(int(lease.get("pid", 0))) == lease["started"]
     before, end = progress_counters(attempt), time.monotonic() + observe
     while time.monotonic() < end:
@@ -152,12 +157,10 @@ def holder_is_alive(lease: dict[str, Any], attempt: Path, observe: float) -> boo
 
 
 def progress_counters(attempt: Path) -> list[Any]:
-    """Everything in an attempt's folder that moves while it lives."""
+    """The lease's beat counter and the ranks' heartbeat counters of an attempt."""
     beat = read_text(str(attempt / "beat"))
-    return [
-        beat,
-        *((page.beats if (page := read_heartbeat(path)) else 0) for path in sorted(attempt.glob("heartbeat-*"))),
-    ]
+    heartbeats = [read_heartbeat(path) for path in sorted(attempt.glob("heartbeat-*"))]
+    return [beat, *(heartbeat.beats if heartbeat else 0 for heartbeat in heartbeats)]
 
 
 def read_text(path: str) -> str:
@@ -169,7 +172,7 @@ def read_text(path: str) -> str:
 
 
 def pid_namespace() -> str:
-    """Processes are numbered anew in every container: a pid means something within one such namespace alone."""
+    """The pid namespace of this process: two containers may use the same pid for different processes."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:

@@ -1,6 +1,7 @@
-"""Attempt after attempt until the run is done, or until trying again would not help. Never imports torch.
+"""The supervisor: starts attempt after attempt until the run is complete or another attempt cannot help. Torch-free.
 
-Holds the lease, watches the ranks from outside, writes down why each attempt ended, and decides about the next.
+The supervisor holds the lease of the run folder, watches the ranks from outside, records why each attempt ended, and
+decides whether to restart the job from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -27,14 +28,19 @@ from meshwright.telemetry.heartbeat import HeartbeatReading
 from meshwright.telemetry.run_folder import RunFolder
 
 FINAL_EXIT_CODES = (2, 3, 4, 6, 7, 9)
-"""Exit codes of errors that another attempt would only meet again."""
+"""Exit codes of errors that every further attempt would raise again."""
 CHECK_INTERVAL = 0.5
+"""Seconds between two checks of the heartbeats."""
 SECONDS_AFTER_HANG = 20.0
-"""Seconds that the ranks have to end once the one that hangs was killed."""
+"""Seconds that the other ranks have to end after the hung rank was killed."""
 
 
 class RunningRanks(Protocol):
-    """Something that trains: the nursery's ranks, or ranks forked from this very process."""
+    """The ranks of one attempt, started by the fork server or forked from this process."""
+
+    @property
+    def launcher_pid(self) -> int:
+        """The process that forks the ranks."""
 
     def poll(self, seconds: float) -> bool: ...
 
@@ -46,7 +52,7 @@ class RunningRanks(Protocol):
 
 
 class Viewer(Protocol):
-    """Whoever looks on while an attempt runs."""
+    """Shows the events of an attempt while it runs."""
 
     def tick(self) -> None: ...
 
@@ -56,70 +62,67 @@ class Viewer(Protocol):
 
 
 StartAttempt = Callable[[int, int], RunningRanks]
-"""(attempt, restart) -> its ranks"""
+"""Starts the ranks of an attempt: (attempt number, restart number) -> the running ranks."""
 
 
 def supervise(
     folder: RunFolder,
     launch: LaunchConfig,
-    begin: StartAttempt,
-    view: Callable[[int], Viewer],
+    start: StartAttempt,
+    make_viewer: Callable[[int], Viewer],
     *,
     fresh: bool = False,
-    say: Callable[[str], None] | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> Any:
-    """The summary of a finished run. Restarts the whole job from the newest checkpoint after a failure, at most
-    `launch.restarts` times without getting further in between.
+    """Runs a job to its end and returns its summary. After a failure the whole job restarts from the newest checkpoint,
+    at most `launch.restarts` times in a row without publishing a new checkpoint.
     """
     if fresh:
         raise_if_held(folder)
         folder.set_aside()
-    restart = futile = 0
+    restart = restarts_without_progress = 0
     history: list[Incident] = []
     while True:
         lease = acquire_lease(folder)
         record_lost_attempts(folder, lease.attempt)
-        attempt = Attempt(folder, launch, lease, begin, view)
+        attempt = Attempt(folder, launch, lease, start, make_viewer)
         try:
             summary = attempt.run(restart)
-            Incident(lease.attempt, "complete", checkpoint=newest_checkpoint_step(folder)).write(folder)
+            Incident(lease.attempt, "complete", checkpoint_step=newest_checkpoint_step(folder)).write(folder)
             return summary
         except RanksFailed as failed:
-            incident = attempt.incident(failed, history)
+            incident = attempt.record_incident(failed, history)
             history.append(incident)
-            if attempt.signalled:  # it was to end, and has ended: not as it should, but for good
-                failed.exit_code = 128 + attempt.signalled
+            if attempt.signal_number:  # the job was asked to stop: it does not restart, even if it failed on the way
+                failed.exit_code = 128 + attempt.signal_number
                 raise
-            futile = 0 if attempt.made_progress() else futile
-            raise_if_final(failed, incident, futile, launch.restarts)
-            restart, futile = restart + 1, futile + 1
-            says = f"{describe_location(incident)}: {incident.message.splitlines()[0]}"
-            step = incident.checkpoint
-            onwards = f"from step {step}" if step >= 0 else "from the beginning"
-            (say or warn)(f"attempt {lease.attempt} failed, {says}; restart {restart}, {onwards}")
+            restarts_without_progress = 0 if attempt.made_progress() else restarts_without_progress
+            raise_if_final(failed, incident, restarts_without_progress, launch.restarts)
+            restart, restarts_without_progress = restart + 1, restarts_without_progress + 1
+            reason = f"{describe_location(incident)}: {incident.message.splitlines()[0]}"
+            step = incident.checkpoint_step
+            resume_point = f"from step {step}" if step >= 0 else "from the beginning"
+            (report or warn)(f"attempt {lease.attempt} failed, {reason}; restart {restart}, {resume_point}")
         except MeshwrightError as error:
-            outcome = (
-                "stopped"
-                if isinstance(error, (StoppedBySignal, StoppedBeforeStart, KilledBySignal, GracePeriodExpired))
-                else "failed"
-            )
+            stopped = isinstance(error, (StoppedBySignal, StoppedBeforeStart, KilledBySignal, GracePeriodExpired))
+            outcome = "stopped" if stopped else "failed"
             ended = Incident(lease.attempt, outcome, message=str(error), exit_code=error.exit_code)
-            replace(ended, checkpoint=newest_checkpoint_step(folder)).write(folder)
+            replace(ended, checkpoint_step=newest_checkpoint_step(folder)).write(folder)
             raise
 
 
-def raise_if_final(failed: RanksFailed, incident: Incident, futile: int, restarts: int) -> None:
-    """Raises where another attempt would not help."""
+def raise_if_final(failed: RanksFailed, incident: Incident, restarts_without_progress: int, max_restarts: int) -> None:
+    """Raises if another attempt cannot help."""
     if incident.outcome == "stopped" or failed.first.exit_code in FINAL_EXIT_CODES:
         raise failed
-    if incident.verdict in ("data-dependent", "deterministic") and restarts:
+    if incident.verdict in ("data-dependent", "deterministic") and max_restarts:
         failed.verdict = f"{incident.verdict}: step {incident.step} failed again; {incident.recommendation}"
         raise failed
-    if futile >= restarts:
-        if not restarts:
+    if restarts_without_progress >= max_restarts:
+        if not max_restarts:
             raise failed
         raise RestartsExhausted(
-            f"{restarts} restart(s) got no further than step {max(0, incident.checkpoint)}; the last failure, "
+            f"{max_restarts} restart(s) got no further than step {max(0, incident.checkpoint_step)}; the last failure, "
             f"{describe_location(incident)}: {incident.message}",
             f"see attempts/*/incident.json ({incident.verdict})",
         )
@@ -127,163 +130,184 @@ def raise_if_final(failed: RanksFailed, incident: Incident, futile: int, restart
 
 @dataclass
 class Attempt:
-    """One attempt, from its ranks' start to the last of them."""
+    """One attempt, from the start of its ranks to the end of the last one."""
 
     folder: RunFolder
     launch: LaunchConfig
     lease: Lease
-    begin: StartAttempt
-    view: Callable[[int], Viewer]
+    start: StartAttempt
+    make_viewer: Callable[[int], Viewer]
     hang: Hang | None = None
-    signalled: int = 0
-    deadline: float = float("inf")
-    last: float = float("inf")
-    """when whatever still runs after a hang is ended"""
+    signal_number: int = 0
+    """The signal that asked the job to stop, or 0."""
+    grace_deadline: float = float("inf")
+    """When the ranks are killed after a signal (monotonic clock)."""
+    hang_deadline: float = float("inf")
+    """When the ranks that still run after a hang are killed (monotonic clock)."""
 
     def run(self, restart: int) -> Any:
-        viewer = self.view(self.lease.attempt)
+        viewer = self.make_viewer(self.lease.attempt)
         self.log = EventLog(self.folder.root / "events" / "supervisor.jsonl", self.lease.attempt, -1, viewer.show)
-        # Before a collective's own timeout, or whoever waits would be the first to fail.
-        bound = min(self.launch.hang_timeout, 0.8 * self.launch.collective_timeout)
-        self.watchdog = Watchdog(self.folder, self.lease.attempt, bound, self.launch.straggler_ratio)
-        asked: list[int] = []
+        # Below the timeout of a collective: otherwise a rank that waits would fail before the hung one is found.
+        hang_timeout = min(self.launch.hang_timeout, 0.8 * self.launch.collective_timeout)
+        start_timeout = min(hang_timeout, self.launch.rendezvous_timeout)
+        received: list[int] = []
         numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-        # Before there are ranks: a signal that comes while they start must find somebody who passes it on.
-        before = {number: signal.signal(number, lambda got, _frame: asked.append(got)) for number in numbers}
+        # The handlers are set before the ranks start, so that a signal during start-up is forwarded to them.
+        handlers = {number: signal.signal(number, lambda got, _frame: received.append(got)) for number in numbers}
         try:
-            running = self.begin(self.lease.attempt, restart)
-            with self.lease.keep_alive():  # a thread, so not before ranks were forked
-                return self.wait(running, viewer, asked)[0]
+            ranks = self.start(self.lease.attempt, restart)
+            self.watchdog = Watchdog(
+                self.folder,
+                self.lease.attempt,
+                hang_timeout,
+                self.launch.straggler_ratio,
+                ranks.launcher_pid,
+                start_timeout,
+            )
+            with self.lease.keep_alive():  # it starts a thread, so it must follow the fork of the ranks
+                return self.wait(ranks, viewer, received)[0]
         finally:
-            for number, handler in before.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
             self.log.close()
             viewer.close()
 
-    def wait(self, running: RunningRanks, viewer: Viewer, asked: list[int]) -> list[Any]:
-        """Waits for the end, watching meanwhile. A first signal asks the ranks to stop at one step, a second ends
+    def wait(self, ranks: RunningRanks, viewer: Viewer, received: list[int]) -> list[Any]:
+        """Watches the ranks until they end. The first signal asks them to stop at one common step, the second one kills
         them.
         """
-        told = False
-        looked = time.monotonic()
+        forwarded = False
+        last_check = time.monotonic()
         try:
-            while not running.poll(0.1):
+            while not ranks.poll(0.1):
                 viewer.tick()
-                if time.monotonic() - looked > CHECK_INTERVAL:
-                    self.look()
-                    looked = time.monotonic()
-                if asked and not told:
-                    told = True
-                    self.begin_grace_period(asked[0])
-                    running.signal(asked[0])
-                    warn("stopping before the next step, with a checkpoint; once more to kill")
-                elif len(asked) > 1:
-                    running.kill()
-                    raise KilledBySignal(asked[-1])
-                if time.monotonic() > self.last:
-                    running.kill()  # whoever should have ended the other ranks hangs as well
-                if time.monotonic() > self.deadline:
-                    running.kill()
-                    raise GracePeriodExpired(
-                        self.signalled, self.launch.grace_period, newest_checkpoint_step(self.folder)
-                    )
+                if time.monotonic() - last_check > CHECK_INTERVAL:
+                    self.check_ranks()
+                    last_check = time.monotonic()
+                if received and not forwarded:
+                    forwarded = True
+                    self.begin_grace_period(received[0])
+                    ranks.signal(received[0])
+                    warn("stopping before the next step, after a checkpoint; send the signal again to kill the ranks")
+                elif len(received) > 1:
+                    ranks.kill()
+                    raise KilledBySignal(received[-1])
+                if time.monotonic() > self.hang_deadline:
+                    ranks.kill()  # the process that should end the other ranks hangs as well
+                if time.monotonic() > self.grace_deadline:
+                    ranks.kill()
+                    step = newest_checkpoint_step(self.folder)
+                    raise GracePeriodExpired(self.signal_number, self.launch.grace_period, step)
             viewer.tick()
         except BaseException:
-            running.kill()
+            ranks.kill()
             raise
-        if asked:  # also one that came with the last of the ranks
-            self.begin_grace_period(asked[0])
-        return running.results()
+        if received:  # the signal may have come together with the end of the last rank
+            self.begin_grace_period(received[0])
+        return ranks.results()
 
     def begin_grace_period(self, number: int) -> None:
-        if not self.signalled:
-            self.signalled, self.deadline = number, time.monotonic() + self.launch.grace_period
+        if not self.signal_number:
+            self.signal_number, self.grace_deadline = number, time.monotonic() + self.launch.grace_period
 
-    def look(self) -> None:
+    def check_ranks(self) -> None:
+        """Reads the heartbeats: records stragglers, and kills a rank that hangs."""
         if self.hang is not None:
             return
-        self.hang, slow, seen = self.watchdog.look()
-        for straggler in slow:
-            self.tell("straggler", **vars(straggler), message=str(straggler))
-        if seen:
-            self.begin_grace_period(seen)
+        self.hang, stragglers, signal_number = self.watchdog.check()
+        for straggler in stragglers:
+            self.write_event("straggler", **vars(straggler), message=str(straggler))
+        if signal_number:
+            self.begin_grace_period(signal_number)
         if self.hang is not None:
-            self.tell("hang", rank=self.hang.rank, message=self.hang.message)
-            self.last = time.monotonic()
-            if self.hang.rank in self.hang.pages:
-                kill_rank(self.hang.pages[self.hang.rank])  # the others then lose it, and end
-                self.last += SECONDS_AFTER_HANG
+            self.write_event("hang", rank=self.hang.rank, message=self.hang.message)
+            self.hang_deadline = time.monotonic()
+            if self.hang.rank in self.hang.heartbeats:
+                kill_rank(self.hang.heartbeats[self.hang.rank])  # the other ranks then lose their peer and end
+                self.hang_deadline += SECONDS_AFTER_HANG
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def write_event(self, kind: str, **fields: Any) -> None:
         with suppress(OSError):  # a full disk must not end the run
             self.log.write(kind, **fields)
 
     def made_progress(self) -> bool:
-        """Whether this attempt published anything: that is always beyond where it began."""
+        """Whether this attempt published a checkpoint; such a checkpoint is always newer than the one it started from."""
         return any(entry.attempt == self.lease.attempt for entry in list_published(open_run_store(self.folder)))
 
-    def incident(self, failed: RanksFailed, before: list[Incident]) -> Incident:
-        """Written down, and judged by what came before in this job."""
-        first = failed.first
+    def record_incident(self, failed: RanksFailed, history: list[Incident]) -> Incident:
+        """Writes the incident of this attempt, with the verdict that follows from the earlier ones."""
+        cause = failed.first
         if self.hang is not None:
-            first = next((f for f in failed.failures if f.rank == self.hang.rank), first)
-            first = replace(first, message=self.hang.message, traceback=self.hang.stack, secondary=False, exit_code=8)
-            failed.failures = [first, *(f for f in failed.failures if f.rank != first.rank)]
-        pages = self.hang.pages if self.hang is not None else read_heartbeats(self.folder, self.lease.attempt)
-        incident = build_incident(self.folder, self.lease.attempt, first, newest_checkpoint_step(self.folder), pages)
+            rank = self.hang.rank
+            cause = next((failure for failure in failed.failures if failure.rank == rank), replace(cause, rank=rank))
+            message, stack = self.hang.message, self.hang.stack
+            cause = replace(cause, message=message, traceback=stack, secondary=False, exit_code=8)
+            failed.failures = [cause, *(failure for failure in failed.failures if failure.rank != rank)]
+            failed.exit_code = cause.exit_code
+        heartbeats = (
+            self.hang.heartbeats if self.hang is not None else read_heartbeats(self.folder, self.lease.attempt)
+        )
+        checkpoint_step = newest_checkpoint_step(self.folder)
+        incident = build_incident(self.folder, self.lease.attempt, cause, checkpoint_step, heartbeats)
         if self.hang is not None:
             incident = replace(incident, outcome="hang")
-        elif (odd := find_collective_mismatch(pages)) is not None:
-            incident = replace(incident, message=f"{odd[1]}; then {incident.message}")
-        failed.failures[0] = replace(first, step=incident.step)
-        for page in pages.values():  # one that came too late to be looked at
-            if page.signal:
-                self.begin_grace_period(page.signal)
-        stopped = first.error_type == StoppedBySignal.__name__
-        incident = replace(incident, outcome="stopped") if stopped else assign_verdict(incident, before)
-        with suppress(OSError):  # on a full disk the failure itself is still told
+        elif (mismatch := find_collective_mismatch(heartbeats)) is not None:
+            incident = replace(incident, message=f"{mismatch[1]}; then {incident.message}")
+        failed.failures[0] = replace(cause, step=incident.step)
+        for heartbeat in heartbeats.values():  # a rank may have received a signal after the last check
+            if heartbeat.signal:
+                self.begin_grace_period(heartbeat.signal)
+        stopped = cause.error_type == StoppedBySignal.__name__
+        incident = replace(incident, outcome="stopped") if stopped else assign_verdict(incident, history)
+        with suppress(OSError):  # on a full disk the failure itself is still reported
             incident.write(self.folder)
         return incident
 
 
 class GracePeriodExpired(MeshwrightError):
-    """A signal's grace was too short for a checkpoint; the last periodic one stands."""
+    """The ranks did not end within the grace period after a signal; the newest published checkpoint remains."""
 
-    def __init__(self, number: int, grace: float, step: int) -> None:
-        stands = f"the checkpoint of step {step} stands" if step >= 0 else "there is no checkpoint"
-        super().__init__(f"signal {number}: the ranks did not end within {grace:g} s and were killed; {stands}")
+    def __init__(self, number: int, grace_period: float, step: int) -> None:
+        remaining = f"the newest checkpoint is of step {step}" if step >= 0 else "there is no checkpoint"
+        super().__init__(
+            f"signal {number}: the ranks did not end within {grace_period:g} s and were killed; {remaining}"
+        )
         self.exit_code = 128 + number
 
 
-def record_lost_attempts(folder: RunFolder, now: int) -> None:
-    """An attempt whose supervisor died left no word: its pages say where its ranks were."""
+def record_lost_attempts(folder: RunFolder, current: int) -> None:
+    """Writes the incident of every earlier attempt whose supervisor was killed: the heartbeats say where its ranks
+    were.
+    """
     for attempt, lease in list_leases(open_run_store(folder)):
-        if attempt < now and not folder.incident(attempt).exists():
-            ranks = [{"rank": rank, "where": page.location} for rank, page in read_heartbeats(folder, attempt).items()]
-            message = f"process {lease.get('pid')} on {lease.get('host')} ended without a word"
-            Incident(attempt, "lost", message=message, ranks=ranks, checkpoint=newest_checkpoint_step(folder)).write(
-                folder
-            )
+        if attempt < current and not folder.incident(attempt).exists():
+            heartbeats = read_heartbeats(folder, attempt)
+            ranks = [{"rank": rank, "location": heartbeat.location} for rank, heartbeat in heartbeats.items()]
+            message = f"process {lease.get('pid')} on {lease.get('host')} ended without writing an incident"
+            step = newest_checkpoint_step(folder)
+            Incident(attempt, "lost", message=message, ranks=ranks, checkpoint_step=step).write(folder)
 
 
 def newest_checkpoint_step(folder: RunFolder) -> int:
+    """The step of the newest readable checkpoint, or -1."""
     return next((entry.step for entry in list_published(open_run_store(folder)) if entry.manifest is not None), -1)
 
 
-def kill_rank(page: HeartbeatReading) -> None:
-    """Kills the rank that a page is of, if it is still that one."""
-    if page.is_alive:
+def kill_rank(heartbeat: HeartbeatReading) -> None:
+    """Kills the process that wrote a heartbeat, unless its pid belongs to another process by now."""
+    if heartbeat.is_alive:
         with suppress(ProcessLookupError):
-            os.kill(page.pid, signal.SIGKILL)
+            os.kill(heartbeat.pid, signal.SIGKILL)
 
 
 def describe_location(incident: Incident) -> str:
     if incident.rank is None:
-        return "the process that starts the ranks"
+        return "fork server"
     step = f", step {incident.step}" if incident.step is not None else ""
     return f"rank {incident.rank}{step}, {incident.phase}"
 
 
-def warn(text: str) -> None:
-    with suppress(OSError, ValueError):  # whoever was reading has left; the run goes on
-        print(f"meshwright: {text}", file=sys.stderr, flush=True)
+def warn(message: str) -> None:
+    with suppress(OSError, ValueError):  # the terminal may be closed; the run continues
+        print(f"meshwright: {message}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""Who hangs and who is slow, seen from outside: the ranks' pages, and what the kernel says of them. Torch-free.
+"""The watchdog: finds the rank that hangs and the ranks that are slow, from heartbeats and /proc alone. Torch-free.
 
-A rank that waits for others is never the cause. The one to name is the one that the others wait for: stopped,
-spinning, asleep, or in another collective than the rest.
+A rank that waits for others is never the cause of a hang. The watchdog names the rank that the others wait for: it is
+stopped, busy, asleep, or has entered another collective than the rest.
 """
 
 from __future__ import annotations
@@ -22,236 +22,291 @@ from meshwright.telemetry.heartbeat import HeartbeatReading, process_stat
 from meshwright.telemetry.run_folder import RunFolder
 
 LOCAL_PHASES = ("fetch", "copy", "forward", "backward", "update", "save")
-"""The phases that are a rank's own; in `sync` it waits for others."""
+"""Phases whose duration depends on the rank itself; in `sync` the rank waits for others."""
 STARTUP_FACTOR = 10
-"""How many times the bound a rank may take to come to its first step."""
+"""A rank may take this many times the hang timeout until its first step."""
 STRAGGLER_WINDOW = 20
-"""Steps over which ranks are compared."""
+"""Steps over which the ranks are compared."""
+FORK_SERVER = -1
+"""The rank of a hang in the process that forks the ranks."""
 
 
 @dataclass(frozen=True)
 class Hang:
+    """A rank that makes no progress."""
+
     rank: int
-    """-1 for the process that starts the ranks"""
+    """The rank, or -1 for the fork server."""
     message: str
     stack: str
-    pages: dict[int, HeartbeatReading]
-    """where every rank was when it was found"""
+    heartbeats: dict[int, HeartbeatReading]
+    """The heartbeat of every rank when the hang was found."""
 
 
 @dataclass(frozen=True)
 class Straggler:
+    """A rank that is slower than the others."""
+
     rank: int
     step: int
     phase: str
     factor: float
+    """The rank's time in its local phases, divided by the median of the others."""
     seconds: float
+    """The excess time per step in `phase`."""
 
     def __str__(self) -> str:
         return (
             f"rank {self.rank} is slow: {self.factor:.1f} times the others over the last {STRAGGLER_WINDOW} steps, "
-            f"most of it in {self.phase} ({self.seconds * 1e3:.0f} ms a step more)"
+            f"most of it in {self.phase} ({self.seconds * 1e3:.0f} ms more per step)"
         )
 
 
 class Watchdog:
-    """Looks at an attempt's pages now and then. Keeps what it saw before; decides by its own monotonic clock."""
+    """Compares the heartbeats of an attempt with the ones that it read before; decides by its own monotonic clock."""
 
-    def __init__(self, folder: RunFolder, attempt: int, bound: float, straggler: float) -> None:
-        self.folder, self.attempt, self.bound, self.factor = folder, attempt, bound, straggler
-        self.seen: dict[int, tuple[int, float]] = {}
-        """beats and when they last moved, by rank"""
-        self.ticks: dict[int, int] = {}
-        self.asked: dict[int, tuple[int, float, bool]] = {}
-        """beats, when a rank's stack was taken, and whether it ended in a collective"""
-        self.marks: dict[int, HeartbeatReading] = {}
-        self.over = float("inf")
-        """since when every rank is at its end"""
+    def __init__(
+        self,
+        folder: RunFolder,
+        attempt: int,
+        hang_timeout: float,
+        straggler_ratio: float,
+        launcher_pid: int = 0,
+        start_timeout: float = float("inf"),
+    ) -> None:
+        self.folder, self.attempt = folder, attempt
+        self.hang_timeout, self.straggler_ratio = hang_timeout, straggler_ratio
+        self.launcher_pid, self.start_timeout = launcher_pid, start_timeout
+        self.started = time.monotonic()
+        self.last_beats: dict[int, tuple[int, float]] = {}
+        """rank -> (beat counter, when it last advanced)"""
+        self.cpu_ticks: dict[int, int] = {}
+        """rank -> processor ticks that its process had used when the beat counter last advanced"""
+        self.stack_checks: dict[int, tuple[int, float, bool]] = {}
+        """rank -> (beat counter, when the stack was dumped, whether the stack ends in a collective)"""
+        self.window_start: dict[int, HeartbeatReading] = {}
+        self.all_ended_since = float("inf")
 
-    def look(self) -> tuple[Hang | None, list[Straggler], int]:
-        """(who hangs, who is slow, the signal that a rank has seen)."""
-        found, now = read_heartbeats(self.folder, self.attempt), time.monotonic()
-        pages = {rank: page for rank, page in found.items() if page.phase != "end"}  # whoever is done owes no sign
-        self.over = min(self.over, now) if found and not pages else float("inf")
-        if now - self.over > self.bound:
-            said = "every rank has come to its end and the process that started them says nothing"
-            return Hang(-1, said, "", found), [], 0
-        for rank, page in pages.items():
-            if rank not in self.seen or self.seen[rank][0] != page.beats:
-                self.seen[rank] = (page.beats, now)
-                self.ticks[rank] = int(process_stat(page.pid).get("ticks", 0))
-        number = next((page.signal for page in pages.values() if page.signal), 0)
-        return self.hang(pages, now), self.stragglers(pages), number
+    def check(self) -> tuple[Hang | None, list[Straggler], int]:
+        """Returns the hang, the stragglers, and the number of a signal that a rank has received (0 if none)."""
+        heartbeats, now = read_heartbeats(self.folder, self.attempt), time.monotonic()
+        running = {rank: heartbeat for rank, heartbeat in heartbeats.items() if heartbeat.phase != "end"}
+        self.all_ended_since = min(self.all_ended_since, now) if heartbeats and not running else float("inf")
+        if not heartbeats:
+            return self.find_launcher_hang(now), [], 0
+        if now - self.all_ended_since > self.hang_timeout:
+            message = f"every rank has ended, but the fork server has not reported the result: {self.launcher_state()}"
+            return Hang(FORK_SERVER, message, "", heartbeats), [], 0
+        for rank, heartbeat in running.items():
+            if rank not in self.last_beats or self.last_beats[rank][0] != heartbeat.beats:
+                self.last_beats[rank] = (heartbeat.beats, now)
+                self.cpu_ticks[rank] = int(process_stat(heartbeat.pid).get("ticks", 0))
+        signal_number = next((heartbeat.signal for heartbeat in running.values() if heartbeat.signal), 0)
+        return self.find_hang(running, now), self.find_stragglers(running), signal_number
 
-    def hang(self, pages: dict[int, HeartbeatReading], now: float) -> Hang | None:
-        still = {rank: now - self.seen[rank][1] for rank in pages}
-        # One rank alone may hang while the others still beat, on their way to the next collective.
+    def find_launcher_hang(self, now: float) -> Hang | None:
+        """A fork server that has not started a rank. While its process is not stopped it may be importing torch or
+        opening the data, which can take long.
+        """
+        seconds = now - self.started
+        if seconds <= (self.start_timeout if is_stopped(self.launcher_pid) else self.hang_timeout * STARTUP_FACTOR):
+            return None
+        message = f"the fork server has not started a rank within {seconds:.1f} s: {self.launcher_state()}"
+        return Hang(FORK_SERVER, message, "", {})
+
+    def launcher_state(self) -> str:
+        stat = process_stat(self.launcher_pid)
+        if not stat:
+            return f"its process {self.launcher_pid} is gone"
+        return f"its process {self.launcher_pid} is {'stopped' if is_stopped(self.launcher_pid) else 'not stopped'}"
+
+    def find_hang(self, heartbeats: dict[int, HeartbeatReading], now: float) -> Hang | None:
+        idle_seconds = {rank: now - self.last_beats[rank][1] for rank in heartbeats}
+        # A single rank can hang while the others still advance towards the next collective.
         stuck = [
             rank
-            for rank, page in pages.items()
-            if still[rank] > self.bound * (STARTUP_FACTOR if is_starting(page) else 1)
+            for rank, heartbeat in heartbeats.items()
+            if idle_seconds[rank] > self.hang_timeout * (STARTUP_FACTOR if is_starting(heartbeat) else 1)
         ]
         if not stuck:
             return None
-        waiting = {rank for rank in stuck if is_waiting(pages[rank])}
-        # Messages within forward and backward leave no mark on the page: the stacks tell who waits for one.
-        waiting |= {rank for rank in stuck if rank not in waiting and self.waits_inside(rank, pages[rank], now)}
-        if len(waiting) == len(pages):
-            # Between the passes of a pipeline a rank is in `sync` whatever it does: again the stacks tell.
-            idle = {rank for rank in waiting if pages[rank].waiting or self.waits_inside(rank, pages[rank], now)}
-            waiting = idle or waiting
-        if len(waiting) == len(stuck) < len(pages):
-            return None  # somebody still moves, and these wait for it
-        rank = pick_suspect(pages, stuck, waiting)
-        odd = find_collective_mismatch(pages)
-        rank = rank if odd is None else odd[0]
-        page = pages[rank]
+        waiting = {rank for rank in stuck if is_waiting(heartbeats[rank])}
+        # Collectives inside forward and backward do not appear in the heartbeat: the stack shows who waits in one.
+        waiting |= {rank for rank in stuck if rank not in waiting and self.waits_inside(rank, heartbeats[rank], now)}
+        if len(waiting) == len(heartbeats):
+            # Between two passes of a pipeline a rank is in `sync` in any case: again the stack decides.
+            in_wait = {
+                rank
+                for rank in waiting
+                if heartbeats[rank].waiting or self.waits_inside(rank, heartbeats[rank], now)
+            }
+            waiting = in_wait or waiting
+        if len(waiting) == len(stuck) < len(heartbeats):
+            return None  # the stuck ranks wait for a rank that still advances
+        rank = pick_suspect(heartbeats, stuck, waiting)
+        mismatch = find_collective_mismatch(heartbeats)
+        rank = rank if mismatch is None else mismatch[0]
+        heartbeat = heartbeats[rank]
         others = sorted(
-            {p.collective if is_waiting(p) else p.phase for r, p in pages.items() if r in waiting and r != rank}
+            {
+                other.collective if is_waiting(other) else other.phase
+                for other_rank, other in heartbeats.items()
+                if other_rank in waiting and other_rank != rank
+            }
         )
-        state = self.state(page, self.ticks.get(rank, 0))
-        said = f"rank {rank} has shown no sign of life for {still[rank]:.1f} s: {state}, {page.location}"
-        if odd is not None:
-            said = odd[1]
+        state = self.process_state(heartbeat, self.cpu_ticks.get(rank, 0))
+        message = f"rank {rank} has made no progress for {idle_seconds[rank]:.1f} s: {state}, {heartbeat.location}"
+        if mismatch is not None:
+            message = mismatch[1]
         elif others:
-            said += f"; the other ranks wait in {', '.join(others)}"
-        stack = dump_stack(page, self.folder.log(self.attempt, rank))
-        return Hang(rank, said, stack, pages)
+            message += f"; the other ranks wait in {', '.join(others)}"
+        stack = dump_stack(heartbeat, self.folder.log(self.attempt, rank))
+        return Hang(rank, message, stack, heartbeats)
 
-    def waits_inside(self, rank: int, page: HeartbeatReading, now: float) -> bool:
-        """Whether a rank's stack ends in a collective; asked at most once in `bound` seconds while it does not move."""
-        if process_stat(page.pid).get("state") in ("T", "t"):
+    def waits_inside(self, rank: int, heartbeat: HeartbeatReading, now: float) -> bool:
+        """Whether the rank's stack ends in a collective. While the rank does not advance, its stack is dumped at most
+        once per hang timeout.
+        """
+        if is_stopped(heartbeat.pid):
             return False
-        asked = self.asked.get(rank)
-        if asked is None or asked[0] != page.beats or now - asked[1] > self.bound:
-            stack = dump_stack(page, self.folder.log(self.attempt, rank), last=False)
-            self.asked[rank] = asked = (page.beats, now, in_collective(stack))
-        return asked[2]
+        previous = self.stack_checks.get(rank)
+        if previous is None or previous[0] != heartbeat.beats or now - previous[1] > self.hang_timeout:
+            stack = dump_stack(heartbeat, self.folder.log(self.attempt, rank), stop_after=False)
+            self.stack_checks[rank] = previous = (heartbeat.beats, now, in_collective(stack))
+        return previous[2]
 
-    def state(self, page: HeartbeatReading, ticks: int) -> str:
-        stat = process_stat(page.pid)
+    def process_state(self, heartbeat: HeartbeatReading, cpu_ticks: int) -> str:
+        stat = process_stat(heartbeat.pid)
         if not stat:
             return "its process is gone"
-        if stat["state"] in ("T", "t"):
+        if is_stopped(heartbeat.pid):
             return "its process is stopped"
-        used = (int(stat["ticks"]) - ticks) / os.sysconf("SC_CLK_TCK")
-        return (
-            f"its process spins (used {used:.1f} s of processor)" if used > 0.5 * self.bound else "its process sleeps"
-        )
+        cpu_seconds = (int(stat["ticks"]) - cpu_ticks) / os.sysconf("SC_CLK_TCK")
+        if cpu_seconds > 0.5 * self.hang_timeout:
+            return f"its process is busy (used {cpu_seconds:.1f} s of processor time)"
+        return "its process sleeps"
 
-    def stragglers(self, pages: dict[int, HeartbeatReading]) -> list[Straggler]:
-        """Ranks whose own phases took much longer than the others' since the last look that was a window ago."""
-        for rank, page in pages.items():
-            if rank not in self.marks:
-                self.marks[rank] = page
-        if len(pages) < 2 or any(
-            page.completed_steps - self.marks[r].completed_steps < STRAGGLER_WINDOW for r, page in pages.items()
+    def find_stragglers(self, heartbeats: dict[int, HeartbeatReading]) -> list[Straggler]:
+        """The ranks whose local phases took much longer than those of the others over the last window of steps."""
+        for rank, heartbeat in heartbeats.items():
+            if rank not in self.window_start:
+                self.window_start[rank] = heartbeat
+        if len(heartbeats) < 2 or any(
+            heartbeat.completed_steps - self.window_start[rank].completed_steps < STRAGGLER_WINDOW
+            for rank, heartbeat in heartbeats.items()
         ):
             return []
-        spent = {}
-        for rank, page in pages.items():
-            mark = self.marks[rank]
-            steps = page.completed_steps - mark.completed_steps
-            spent[rank] = {
-                phase: (page.phase_seconds[phase] - mark.phase_seconds[phase]) / steps for phase in LOCAL_PHASES
+        seconds_per_step = {}
+        for rank, heartbeat in heartbeats.items():
+            start = self.window_start[rank]
+            steps = heartbeat.completed_steps - start.completed_steps
+            seconds_per_step[rank] = {
+                phase: (heartbeat.phase_seconds[phase] - start.phase_seconds[phase]) / steps for phase in LOCAL_PHASES
             }
-        first = {rank for rank, mark in self.marks.items() if mark.completed_steps == 0}
-        self.marks = dict(pages)
-        if first:
-            return []  # the first window holds start-up
-        found = []
-        for rank, own in spent.items():
-            rest = [phases for other, phases in spent.items() if other != rank]
-            usual = statistics.median(sum(phases.values()) for phases in rest)
-            if usual > 0 and sum(own.values()) > self.factor * usual:
-                more = {
-                    phase: own[phase] - statistics.median(phases[phase] for phases in rest) for phase in LOCAL_PHASES
-                }
-                phase = max(more, key=lambda name: more[name])
-                found.append(Straggler(rank, pages[rank].step, phase, sum(own.values()) / usual, more[phase]))
-        return found
+        first_window = any(start.completed_steps == 0 for start in self.window_start.values())
+        self.window_start = dict(heartbeats)
+        if first_window:
+            return []  # the first window includes start-up
+        stragglers = []
+        for rank, local in seconds_per_step.items():
+            others = [phases for other, phases in seconds_per_step.items() if other != rank]
+            median = statistics.median(sum(phases.values()) for phases in others)
+            if median > 0 and sum(local.values()) > self.straggler_ratio * median:
+                excess = {p: local[p] - statistics.median(phases[p] for phases in others) for p in LOCAL_PHASES}
+                phase = max(excess, key=lambda name: excess[name])
+                factor = sum(local.values()) / median
+                stragglers.append(Straggler(rank, heartbeats[rank].step, phase, factor, excess[phase]))
+        return stragglers
 
 
-def is_starting(page: HeartbeatReading) -> bool:
-    """Building a large model, or reading it, may take long without a sign; a process that was stopped does neither."""
-    return page.phase in ("start", "warmup") and process_stat(page.pid).get("state") not in ("T", "t")
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by SIGSTOP or by a debugger."""
+    return process_stat(pid).get("state") in ("T", "t")
 
 
-def is_waiting(page: HeartbeatReading) -> bool:
-    return page.waiting or page.phase == "sync"
+def is_starting(heartbeat: HeartbeatReading) -> bool:
+    """Whether the rank builds or loads the model, which may take long; a stopped process does neither."""
+    return heartbeat.phase in ("start", "warmup") and not is_stopped(heartbeat.pid)
 
 
-def pick_suspect(pages: dict[int, HeartbeatReading], stuck: list[int], waiting: set[int]) -> int:
-    """Among ranks that are still, one that does not wait; else the one that is furthest behind."""
-    return min(stuck, key=lambda rank: (rank in waiting, pages[rank].collective_count, pages[rank].step, rank))
+def is_waiting(heartbeat: HeartbeatReading) -> bool:
+    return heartbeat.waiting or heartbeat.phase == "sync"
 
 
-WAITING_FRAME = re.compile(
-    r"meshwright/parallel/context\.py.* in arrive$|^\s*arrive \(.*meshwright/parallel/context\.py"
-)
-"""A frame of ours that waits for a message by itself, where torch has no frame."""
+def pick_suspect(heartbeats: dict[int, HeartbeatReading], stuck: list[int], waiting: set[int]) -> int:
+    """A stuck rank that does not wait for others; if all wait, the one that entered the fewest collectives."""
+    return min(
+        stuck, key=lambda rank: (rank in waiting, heartbeats[rank].collective_count, heartbeats[rank].step, rank)
+    )
+
+
+WAITING_FRAME = re.compile(r"meshwright/parallel/.*\.py.* in wait$|^\s*wait \(.*meshwright/parallel/")
+"""A frame of Meshwright that waits for a transfer, where torch has no Python frame (`PendingTransfer.wait`)."""
 
 
 def in_collective(stack: str) -> bool:
-    """Whether the main thread's innermost frames are torch's own distributed code, or ours that waits for a message:
-    in faulthandler's spelling or in py-spy's.
+    """Whether the innermost frames of the main thread are torch.distributed, or a frame of Meshwright that waits for a
+    transfer. Reads the formats of faulthandler and of py-spy.
     """
-    mark = "MainThread" if "MainThread" in stack else "Current thread"
-    main = stack.partition(mark)[2]
-    # The ledgers stand between torch and its distributed code while a step is counted.
-    frames = [line for line in main.splitlines()[1:] if line.strip() and "meshwright/record/" not in line]
+    marker = "MainThread" if "MainThread" in stack else "Current thread"
+    main_thread = stack.partition(marker)[2]
+    # On a counted step the counters' frames stand between torch and torch.distributed.
+    frames = [line for line in main_thread.splitlines()[1:] if line.strip() and "meshwright/telemetry/" not in line]
     if frames and WAITING_FRAME.search(frames[0]):
         return True
-    # A schedule of torch's calls backward: what autograd computes there is no message.
+    # torch's pipeline schedules call backward: autograd computes there, it does not wait.
     innermost = takewhile(lambda frame: "torch/" in frame and "torch/autograd/" not in frame, frames)
     return any("torch/distributed/" in frame for frame in islice(innermost, 24))
 
 
-def find_collective_mismatch(pages: dict[int, HeartbeatReading]) -> tuple[int, str] | None:
-    """(the odd rank, what was entered) of the first collective that ranks did not enter alike."""
-    if len(pages) < 2:
+def find_collective_mismatch(heartbeats: dict[int, HeartbeatReading]) -> tuple[int, str] | None:
+    """The first collective that the ranks did not enter alike: the rank that differs, and the message."""
+    if len(heartbeats) < 2:
         return None
-    common = set.intersection(*(set(page.recent_collectives) for page in pages.values()))
+    common = set.intersection(*(set(heartbeat.recent_collectives) for heartbeat in heartbeats.values()))
     for count in sorted(common):
-        names = {rank: page.recent_collectives[count] for rank, page in pages.items()}
+        names = {rank: heartbeat.recent_collectives[count] for rank, heartbeat in heartbeats.items()}
         if len(set(names.values())) > 1:
-            usual = statistics.mode(names.values())
-            odd = next(rank for rank, name in names.items() if name != usual)
-            return odd, (
-                f"ranks entered different collectives: the {count}th is {names[odd]!r} on rank {odd} and {usual!r} on "
-                f"rank(s) {', '.join(str(rank) for rank, name in names.items() if name == usual)}"
+            majority = statistics.mode(names.values())
+            rank = next(rank for rank, name in names.items() if name != majority)
+            return rank, (
+                f"ranks entered different collectives: collective {count} is {names[rank]!r} on rank {rank} and "
+                f"{majority!r} on rank(s) {', '.join(str(r) for r, name in names.items() if name == majority)}"
             )
     return None
 
 
-def dump_stack(page: HeartbeatReading, log: Path, patience: float = 2.0, last: bool = True) -> str:
-    """A rank's Python stack, by py-spy where it is, else by the rank's own faulthandler into its log; where it is the
-    `last` that is asked of the rank, it goes no further.
+def dump_stack(heartbeat: HeartbeatReading, log: Path, patience: float = 2.0, stop_after: bool = True) -> str:
+    """The Python stack of a rank: from py-spy if it is installed, else from the rank's faulthandler, which writes to
+    the rank's log. With `stop_after` the rank is stopped afterwards, because it is about to be killed.
     """
-    if not page.is_alive:
+    if not heartbeat.is_alive:
         return ""
-    if spy := shutil.which("py-spy"):
+    if py_spy := shutil.which("py-spy"):
         try:
-            said = subprocess.run(
-                [spy, "dump", "--nonblocking", "--pid", str(page.pid)], capture_output=True, timeout=10, check=False
+            completed = subprocess.run(
+                [py_spy, "dump", "--nonblocking", "--pid", str(heartbeat.pid)],
+                capture_output=True,
+                timeout=10,
+                check=False,
             )
-            if said.returncode == 0:
-                return said.stdout.decode(errors="replace")
+            if completed.returncode == 0:
+                return completed.stdout.decode(errors="replace")
         except (OSError, subprocess.TimeoutExpired):
             pass
-    before = log.stat().st_size if log.exists() else 0
+    size_before = log.stat().st_size if log.exists() else 0
     try:
-        os.kill(page.pid, signal.SIGUSR1)
-        if last:
-            os.kill(page.pid, signal.SIGCONT)  # one that is stopped answers once it goes on
-        end = time.monotonic() + patience
-        while time.monotonic() < end and (not log.exists() or log.stat().st_size == before):
+        os.kill(heartbeat.pid, signal.SIGUSR1)
+        if stop_after:
+            os.kill(heartbeat.pid, signal.SIGCONT)  # a stopped process handles SIGUSR1 once it continues
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline and (not log.exists() or log.stat().st_size == size_before):
             time.sleep(0.002)
-        time.sleep(0.02)  # the last lines
-        if last:
-            os.kill(page.pid, signal.SIGSTOP)  # it is about to be ended
+        time.sleep(0.02)  # until the last lines are written
+        if stop_after:
+            os.kill(heartbeat.pid, signal.SIGSTOP)
         with open(log, "rb") as file:
-            file.seek(before)
+            file.seek(size_before)
             return file.read(65536).decode(errors="replace")
     except (ProcessLookupError, OSError):
         return ""
