@@ -1,1 +1,1 @@
-"""How ranks come to life: forked on this host, or started by torchrun."""
+"""How ranks are started: forked on this host, by a fork server or by this process, or started by torchrun."""

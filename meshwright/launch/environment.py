@@ -1,4 +1,4 @@
-"""What started this process, told from its environment alone. Torch-free."""
+"""Reads from the environment what started this process. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from collections.abc import Mapping
 
 
 def started_by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
-    """torchrun, or anything that speaks its variables, has made this process a rank."""
+    """Whether torchrun, or another launcher that sets torchrun's variables, started this process as a rank."""
     return "RANK" in environment and "WORLD_SIZE" in environment

@@ -1,4 +1,4 @@
-"""The launching side of `meshwright train` on a host: keeps the nursery, asks it for ranks. Never imports torch."""
+"""Client of the fork server: starts the server, and requests the ranks of each attempt from it. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,37 +10,42 @@ import sys
 from typing import Any
 
 from meshwright.config import RunConfig, config_to_dict
-from meshwright.errors import MeshwrightError, StoppedBeforeStart
+from meshwright.errors import StoppedBeforeStart
 from meshwright.recover.failures import Failure, RanksFailed
 from meshwright.telemetry.run_folder import RunFolder
 
 
 class ForkServer:
-    """The process that imports torch once and forks the ranks, attempt after attempt, seen from the one that does
-    neither. Where it has died, the next attempt has a new one.
+    """A process that imports torch once and forks the ranks of every attempt, controlled from a process that does not
+    import torch. If the server has died, the next attempt starts a new one.
     """
 
     def __init__(
         self, config: RunConfig, folder: RunFolder, fork: bool, fallback: bool, cluster: str | None = None
     ) -> None:
         self._config, self._folder, self._fork = config, folder, fork
-        self._given = {"fallback": fallback, "cluster": cluster}
+        self._options = {"fallback": fallback, "cluster": cluster}
         self._process: subprocess.Popen[bytes] | None = None
         self._reader = -1
         self._result = b""
-        self._asked = 0
+        self._sent_signal = 0
         self._busy = False
 
+    @property
+    def launcher_pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def start(self, attempt: int, restart: int) -> ForkServer:
-        """Asks for the ranks of an attempt; this object then stands for them."""
+        """Requests the ranks of an attempt; this object then represents them (`RunningRanks`)."""
         self._log = self._folder.attempt(attempt) / "fork_server.log"
         if self._process is None or self._process.poll() is not None:
-            self._start()
-        self._result, self._asked, self._busy = b"", 0, True
-        self._say({"attempt": attempt, "restart": restart, "fork": self._fork})
+            self._start_server()
+        self._result, self._sent_signal, self._busy = b"", 0, True
+        self._send({"attempt": attempt, "restart": restart, "fork": self._fork})
         return self
 
-    def _start(self) -> None:
+    def _start_server(self) -> None:
         self.close()
         self._reader, writer = os.pipe()
         environment = os.environ | {"OMP_NUM_THREADS": str(self._config.launch.threads), "PYTHONUNBUFFERED": "1"}
@@ -51,23 +56,24 @@ class ForkServer:
                 stdout=log,
                 stderr=log,
                 pass_fds=[writer],
-                start_new_session=True,  # a terminal's Ctrl-C reaches this process alone, which passes it on once
+                start_new_session=True,  # the terminal's Ctrl-C reaches this process only, which forwards it once
                 env=environment,
             )
         os.close(writer)
         job = {"config": config_to_dict(self._config), "folder": str(self._folder.root.resolve())}
-        self._say(job | {"parent": os.getpid(), **self._given})
+        self._send(job | {"parent": os.getpid(), **self._options})
 
-    def _say(self, order: dict[str, Any]) -> None:
+    def _send(self, request: dict[str, Any]) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended already; its result, or the lack of one, says why
+            pass  # the server has ended already; `results` reports why
 
     def poll(self, seconds: float) -> bool:
+        """Waits at most `seconds` for the result of the attempt; True once it is there or the server has ended."""
         assert self._process is not None
         if select.select([self._reader], [], [], seconds)[0]:
             block = os.read(self._reader, 1 << 16)
@@ -76,23 +82,23 @@ class ForkServer:
                 self._process.wait()
                 self._busy = False
                 return True
-        self._busy = not self._result.endswith(b"\n")
-        return not self._busy  # one that it was killed in the middle of is none
+        self._busy = not self._result.endswith(b"\n")  # a truncated line is not a result
+        return not self._busy
 
     def signal(self, number: int) -> None:
         assert self._process is not None
-        self._asked = number
+        self._sent_signal = number
         if self._process.poll() is None:
             self._process.send_signal(number)
 
     def kill(self) -> None:
         assert self._process is not None
         if self._process.poll() is None:
-            self._process.kill()  # its ranks die with it
+            self._process.kill()  # the ranks are killed with their parent
             self._process.wait()
 
     def close(self) -> None:
-        """Lets the nursery go: it ends when nobody can ask it for more. One that is still at an attempt is ended."""
+        """Ends the server: it exits when its standard input is closed, and is killed if an attempt still runs."""
         if self._process is not None and self._process.stdin is not None:
             if self._busy:
                 self.kill()
@@ -102,21 +108,19 @@ class ForkServer:
             self._process = None
 
     def results(self) -> list[Any]:
+        """The summary of the attempt; raises RanksFailed, or the error that the server reported."""
         assert self._process is not None
         self._result = self._result if self._result.endswith(b"\n") else b""
-        if not self._result and self._asked:
-            raise StoppedBeforeStart(self._asked)  # it had not come to listen for signals yet
+        if not self._result and self._sent_signal:
+            raise StoppedBeforeStart(self._sent_signal)  # the server did not handle signals yet
         if not self._result:
-            lines = self._log.read_text(errors="replace").splitlines()[-15:] if self._log.exists() else []
-            said = Failure.from_exit_status(0, self._process.returncode).message.removeprefix("rank 0 ")
-            what = f"the process that starts the ranks {said}"
-            kind = "Killed" if "signal" in said else "Exited"
-            raise RanksFailed([Failure(-1, kind, what, 1, 0.0, traceback="\n".join(lines))])
+            log_tail = self._log.read_text(errors="replace").splitlines()[-15:] if self._log.exists() else []
+            ended = Failure.from_exit_status(0, self._process.returncode)
+            message = ended.message.replace("rank 0", "the fork server", 1)
+            raise RanksFailed([Failure(-1, ended.error_type, message, 1, 0.0, traceback="\n".join(log_tail))])
         result = json.loads(self._result)
         if "error" in result:
-            error = MeshwrightError(result["error"])
-            error.exit_code = result["exit_code"]
-            raise error
+            raise RanksFailed([Failure.from_json(result["error"])]).cause()
         if "failures" in result:
             raise RanksFailed([Failure.from_json(failure) for failure in result["failures"]])
         return [result["summary"]]

@@ -1,8 +1,8 @@
-"""A process that imports torch once, opens the data once, and forks ranks as often as it is asked; its parent never
-imports torch.
+"""The fork server: a process that imports torch once, opens the data once, and forks the ranks of every attempt.
 
-Run as `python -m meshwright.launch.fork_server_process FD`: the job comes as a line of JSON on standard input, then a
-line for every attempt; each attempt's result goes as a line of JSON to FD.
+It runs as `python -m meshwright.launch.fork_server_process FD`. The job arrives as one line of JSON on standard input,
+followed by one line per attempt. The result of each attempt is written to FD as one line of JSON. The parent process
+never imports torch.
 """
 
 from __future__ import annotations
@@ -18,32 +18,30 @@ from typing import Any
 from meshwright.config import config_from_dict
 from meshwright.errors import MeshwrightError
 from meshwright.parent_death import exit_with_parent
-from meshwright.recover.failures import RanksFailed
+from meshwright.recover.failures import Failure, RanksFailed
 from meshwright.telemetry.run_folder import RunFolder
 
 
 class ForkServerProcess:
-    """Makes the job at the first attempt and keeps it, its data open, for the next."""
+    """Builds the job at the first attempt and keeps it, with its data open, for the following ones."""
 
-    def __init__(self, order: dict[str, Any]) -> None:
-        self.order = order
+    def __init__(self, request: dict[str, Any]) -> None:
+        self.request = request
         self.job: Any = None
         self.signals: list[int] = []
 
-    def attempt(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Starts the ranks and stays until they have ended."""
-        from meshwright.launch.job import (
-            make_job,
-            start_ranks,
-        )  # brings torch: seconds in which a signal finds its default
+    def run_attempt(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Starts the ranks, waits until they have ended, and returns the summary of the run."""
+        # Importing torch takes seconds, during which a signal has its default effect.
+        from meshwright.launch.job import make_job, start_ranks
 
         if self.job is None:
-            folder = RunFolder(Path(self.order["folder"]))
-            given = {key: self.order[key] for key in ("fallback", "cluster")}
-            self.job = make_job(config_from_dict(self.order["config"]), folder, **given)
+            folder = RunFolder(Path(self.request["folder"]))
+            job_options = {key: self.request[key] for key in ("fallback", "cluster")}
+            self.job = make_job(config_from_dict(self.request["config"]), folder, **job_options)
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda got, _frame: self.signals.append(got))
-        ranks = start_ranks(self.job.as_attempt(**asked))
+            signal.signal(number, lambda received, _frame: self.signals.append(received))
+        ranks = start_ranks(self.job.as_attempt(**options))
         while not ranks.poll(0.2):
             if self.signals:
                 ranks.signal(self.signals.pop())
@@ -51,24 +49,26 @@ class ForkServerProcess:
 
 
 def main(result_file: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until ranks live, a signal simply ends this process
-    nurse = ForkServerProcess(json.loads(sys.stdin.readline()))
-    exit_with_parent(nurse.order["parent"])
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until ranks exist, a signal simply ends this process
+    server = ForkServerProcess(json.loads(sys.stdin.readline()))
+    exit_with_parent(server.request["parent"])
     with os.fdopen(result_file, "w") as out:
         for line in sys.stdin:
-            out.write(json.dumps(outcome(nurse, json.loads(line))) + "\n")
+            out.write(json.dumps(attempt_result(server, json.loads(line))) + "\n")
             out.flush()
 
 
-def outcome(nurse: ForkServerProcess, asked: dict[str, Any]) -> dict[str, Any]:
+def attempt_result(server: ForkServerProcess, options: dict[str, Any]) -> dict[str, Any]:
+    """The summary of an attempt, its failures, or the error that prevented it, as JSON."""
     try:
-        return {"summary": nurse.attempt(asked)}
+        return {"summary": server.run_attempt(options)}
     except RanksFailed as failed:
         return {"failures": [failure.to_json() for failure in failed.failures]}
     except MeshwrightError as error:
-        return {"error": str(error), "exit_code": error.exit_code}
+        return {"error": Failure.from_exception(-1, error).to_json()}
     except OSError as error:
-        return {"error": f"{error.strerror}: {error.filename or 'the run folder'}", "exit_code": 1}
+        message = f"{error.strerror}: {error.filename or 'the run folder'}"
+        return {"error": Failure.from_exception(-1, MeshwrightError(message)).to_json()}
 
 
 if __name__ == "__main__":

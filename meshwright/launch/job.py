@@ -1,10 +1,10 @@
-"""A run's ranks on this host: everything is opened and checked once, here, before any of them is forked."""
+"""Jobs: a run is validated and its data opened once, before its ranks are forked or this process becomes a rank."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,8 +16,9 @@ from meshwright.config import RunConfig, fingerprint, identity, placement
 from meshwright.data.file_sources import open_sources
 from meshwright.data.source import IndexableSource
 from meshwright.errors import BusyError, ConfigError, MeshwrightError, PeerError, StoppedBySignal
-from meshwright.launch.ranks import Ranks, raise_if_spawning
+from meshwright.launch.ranks import Ranks, cuda_started, raise_if_spawning
 from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, leave_process_group, torchrun_restart_count
+from meshwright.launch.shared_weights import check_worker_memory, share_weights
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.parallelize import require_spec
 from meshwright.recover.incidents import Incident
@@ -43,50 +44,51 @@ def make_job(
     fallback: bool = True,
     cluster: str | None = None,
 ) -> Job:
-    """A checked job, its sources opened: forked ranks share what this process has mapped."""
+    """Validates the run and opens its data sources; forked ranks share the memory maps of this process."""
     raise_if_spawning()
     layout, batch = validate(config, own_model=model is not None)
     if (model is None) != (loss is None):
-        raise ConfigError(
-            "a model of your own and its loss come together", "allowed: train(config, model=..., loss=...)"
-        )
+        raise ConfigError("only one of model and loss is given", "expected train(config, model=..., loss=...)")
     if model is not None:
         require_spec(parallel_spec, layout, config)
     if source is not None and config.data.mixture:
-        raise ConfigError("data.mixture is set and a source of your own is given", "allowed: one of the two")
+        raise ConfigError("both data.mixture and source are given", "expected one of the two")
     if source is None:
         sources = open_sources(config.data, config.model.vocab, config.model.separator)
     else:
         sources = [source if is_source(source) else IndexableSource(source)]
+    check_worker_memory(config, batch.micro, layout.ranks)
     job = Job(config, batch, layout, sources, folder, fallback=fallback, cluster=cluster)
     return replace(job, model=model, loss=loss, parallel_spec=parallel_spec)
 
 
-def is_source(thing: Any) -> bool:
-    return all(hasattr(thing, name) for name in ("name", "blank", "fingerprint", "__len__", "__getitem__"))
+def is_source(value: Any) -> bool:
+    """Whether a user's object implements `meshwright.data.source.Source`; other objects are indexed."""
+    return all(hasattr(value, name) for name in ("name", "blank", "fingerprint", "__len__", "__getitem__"))
 
 
 def start_ranks(job: Job) -> Ranks:
-    """The job's ranks, forked from this process."""
-    for module in user_modules(job):
-        module.share_memory()  # rank 0 gives the trained weights back through it
+    """Forks the ranks of an attempt from this process."""
+    share_weights(user_modules(job), spawned=cuda_started())
     ranks = range(job.layout.ranks)
     logs = [job.folder.log(job.attempt, rank) for rank in ranks]
-    pages = [job.folder.heartbeat(job.attempt, rank) for rank in ranks]
-    return Ranks(_train, job.layout.ranks, (job,), job.config.launch, collect_facts(job), logs, pages)
+    heartbeats = [job.folder.heartbeat(job.attempt, rank) for rank in ranks]
+    return Ranks(_train, job.layout.ranks, (job,), job.config.launch, collect_facts(job), logs, heartbeats)
 
 
 def run_in_this_process(
-    job: Job, place: RendezvousInfo, listen: Callable[[int], Callable[[Event], None]], fresh: bool, fork: bool
+    job: Job,
+    rendezvous: RendezvousInfo,
+    make_listener: Callable[[int], Callable[[Event], None]],
+    fresh: bool,
+    fork: bool,
 ) -> RunSummary:
-    """This process is one rank; torchrun (or the like) started it. `listen` gives rank 0 a listener for its attempt."""
-    if place.size != job.layout.ranks:
-        raise ConfigError(
-            f"the layout {job.layout} has {job.layout.ranks} ranks and {place.size} ranks were started",
-            f"allowed: --ranks {place.size}, or {job.layout.ranks} ranks",
-        )
-    world = join_process_group(place, job.config.launch, collect_facts(job))
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Trains as one rank in this process, which torchrun started. `make_listener` makes the listener of rank 0 for the
+    events of its attempt.
+    """
+    check_world_size(job, rendezvous.world_size)
+    world = join_process_group(rendezvous, job.config.launch, collect_facts(job))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     try:
         restarts = int(torchrun_restart_count())
@@ -95,21 +97,37 @@ def run_in_this_process(
         if isinstance(attempt, str):
             raise BusyError(attempt) if world.rank == 0 else PeerError(attempt)
         world = replace(world, heartbeat=Heartbeat(job.folder.heartbeat(attempt, world.rank)))
-        listener = listen(attempt) if world.rank == 0 else None
+        listener = make_listener(attempt) if world.rank == 0 else None
         job = job.as_attempt(attempt, restarts, fork)
         job = replace(job, listener=listener, watched=False)
         with recording_outcome(lease) if isinstance(lease, Lease) else nullcontext():
             return train_rank(job, world)
-    finally:  # this process is the user's: it gets back what training changed
+    finally:  # the process belongs to the user: restore the global state that training changed
         leave_process_group()
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
         torch.use_deterministic_algorithms(deterministic)
         torch.set_num_threads(threads)
 
 
+def check_world_size(job: Job, world_size: int, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuses a world size that does not fit the layout; under torchrun, torchrun decides the number of ranks."""
+    ranks = job.layout.ranks
+    if world_size == ranks:
+        return
+    nodes = max(1, world_size // int(environment.get("LOCAL_WORLD_SIZE", world_size)))
+    options = [f"torchrun --nproc-per-node {ranks // nodes}"] if ranks % nodes == 0 else [f"{ranks} ranks in total"]
+    try:
+        options.append(f"--layout.replicate={job.config.layout.with_ranks(world_size).replicate}")
+    except ConfigError as error:
+        options.append(f"a layout that fits {world_size} ranks ({error.what})")
+    raise ConfigError(
+        f"torchrun started {world_size} ranks, and the layout {job.layout} has {ranks}", f"try {' or '.join(options)}"
+    )
+
+
 def acquire_lease_or_reason(folder: RunFolder, fresh: bool) -> Lease | str:
-    """The next attempt's lease, or why there is none: the other ranks must hear of it too."""
+    """The lease of the next attempt, or the reason why another job holds the run, which rank 0 tells the others."""
     try:
         if fresh:
             raise_if_held(folder)
@@ -123,9 +141,7 @@ def acquire_lease_or_reason(folder: RunFolder, fresh: bool) -> Lease | str:
 
 @contextmanager
 def recording_outcome(lease: Lease) -> Iterator[None]:
-    """Where torchrun is the supervisor, rank 0 holds the lease and writes down how the attempt ended, as far as it can
-    tell.
-    """
+    """Under torchrun, rank 0 holds the lease and records how the attempt ended, as far as rank 0 can see it."""
     folder, attempt = lease.folder, lease.attempt
     try:
         with lease.keep_alive():
@@ -137,11 +153,11 @@ def recording_outcome(lease: Lease) -> Iterator[None]:
     except Exception as error:
         Incident(attempt, "failed", message=str(error), exit_code=1).write(folder)
         raise
-    Incident(attempt, "complete", checkpoint=newest_checkpoint_step(folder)).write(folder)
+    Incident(attempt, "complete", checkpoint_step=newest_checkpoint_step(folder)).write(folder)
 
 
 def collect_facts(job: Job) -> dict[str, Any]:
-    """What every rank must agree on before the first collective."""
+    """What every rank must agree on before the first collective; rendezvous compares it."""
     return {
         "config identity": fingerprint(identity(job.config)),
         "config placement": fingerprint(placement(job.config)),

@@ -1,5 +1,5 @@
-"""Ranks find each other, compare what they are, and form the process group; what keeps them apart is named within a
-bound.
+"""Rendezvous: ranks connect to a store, check that they agree on config and code, and form the process group. A missing
+or differing rank is named within `launch.rendezvous_timeout`.
 """
 
 from __future__ import annotations
@@ -27,57 +27,66 @@ from meshwright.telemetry.heartbeat import Heartbeat
 
 @dataclass(frozen=True)
 class RendezvousInfo:
-    """Where a rank stands before it knows the others, and where they meet: a file on one host, an address across
-    hosts.
+    """What a rank needs to join the process group: its rank, the world size and the location of the store, a file on
+    one host or a TCP address across hosts.
     """
 
     rank: int
-    size: int
+    world_size: int
     local_rank: int
-    file: str = ""
-    address: str = ""
-    port: int = 0
+    store_file: str = ""
+    master_addr: str = ""
+    master_port: int = 0
     hosts_store: bool = False
+    """Whether this process serves the TCP store."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> RendezvousInfo | None:
-        """The place that torchrun (or anything that speaks its variables) gave this process; None if it gave none."""
+        """What torchrun, or a launcher that sets its variables, passed to this process; None if nothing did."""
         if not started_by_torchrun(environment):
             return None
         try:
-            rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+            rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
             local_rank, port = int(environment.get("LOCAL_RANK", rank)), int(environment.get("MASTER_PORT", "29500"))
         except ValueError as error:
             raise ConfigError(
-                f"RANK, WORLD_SIZE, LOCAL_RANK or MASTER_PORT is no number: {error}", "allowed: what torchrun sets"
+                f"RANK, WORLD_SIZE, LOCAL_RANK or MASTER_PORT is not a number: {error}",
+                "expected the values that torchrun sets",
             ) from None
         if not 0 <= port < 65536:
-            raise ConfigError(f"MASTER_PORT = {port} is no port", "allowed: from 0 to 65535")
-        if not 0 <= rank < size:
-            raise ConfigError(f"RANK = {rank} is not below WORLD_SIZE = {size}", f"allowed: from 0 to {size - 1}")
-        agent_hosts = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            raise ConfigError(f"MASTER_PORT = {port} is not a port", "expected 0 to 65535")
+        if not 0 <= rank < world_size:
+            raise ConfigError(
+                f"RANK = {rank} is not below WORLD_SIZE = {world_size}", f"expected 0 to {world_size - 1}"
+            )
+        agent_hosts_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return cls(
-            rank, size, local_rank, "", environment.get("MASTER_ADDR", "localhost"), port, rank == 0 and not agent_hosts
+            rank,
+            world_size,
+            local_rank,
+            master_addr=environment.get("MASTER_ADDR", "localhost"),
+            master_port=port,
+            hosts_store=rank == 0 and not agent_hosts_store,
         )
 
 
 def join_process_group(
-    place: RendezvousInfo, launch: LaunchConfig, facts: Mapping[str, Any], page: Heartbeat | None = None
+    rendezvous: RendezvousInfo, launch: LaunchConfig, facts: Mapping[str, Any], heartbeat: Heartbeat | None = None
 ) -> World:
-    """This rank's World, once every rank has come and said the same facts."""
-    device = select_device(launch, place)
-    if place.size == 1:
-        return World(0, 1, device, page or Heartbeat())
+    """Joins the process group and returns the rank's World, once every rank has reported the same `facts`."""
+    device = select_device(launch, rendezvous)
+    if rendezvous.world_size == 1:
+        return World(0, 1, device, heartbeat or Heartbeat())
     store = dist.PrefixStore(
-        f"{torchrun_restart_count()}/{next(JOIN_COUNTER)}", connect_store(place, launch.rendezvous_timeout)
+        f"{torchrun_restart_count()}/{next(JOIN_COUNTER)}", connect_store(rendezvous, launch.rendezvous_timeout)
     )
-    store.set(f"host/{place.rank}", socket.gethostname())
+    store.set(f"host/{rendezvous.rank}", socket.gethostname())
     check_facts_agree(
         store,
-        place,
+        rendezvous,
         dict(facts)
         | {
-            "world size": place.size,
+            "world size": rendezvous.world_size,
             "torch": torch.__version__,
             "python": ".".join(map(str, sys.version_info[:2])),
             "device": device.type,
@@ -88,20 +97,22 @@ def join_process_group(
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("group", store),
-        rank=place.rank,
-        world_size=place.size,
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
         timeout=timedelta(seconds=launch.collective_timeout),
     )
-    hosts = tuple(store.get(f"host/{rank}").decode() for rank in range(place.size if place.rank == 0 else 0))
-    return World(place.rank, place.size, device, page or Heartbeat(), hosts)
+    hosts = tuple(
+        store.get(f"host/{rank}").decode() for rank in range(rendezvous.world_size if rendezvous.rank == 0 else 0)
+    )
+    return World(rendezvous.rank, rendezvous.world_size, device, heartbeat or Heartbeat(), hosts)
 
 
 JOIN_COUNTER = count()
-"""A process may train more than once; each time the ranks meet under keys that nobody has used."""
+"""A process may join more than once; every time it uses new keys in the store."""
 
 
 def torchrun_restart_count() -> str:
-    """Which restart of torchrun's this is: its store outlives the ranks."""
+    """The number of torchrun's restarts: its store outlives the ranks, so the keys must differ."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
@@ -110,74 +121,83 @@ def leave_process_group() -> None:
         dist.destroy_process_group()
 
 
-def connect_store(place: RendezvousInfo, timeout: float) -> dist.Store:
-    bound = timedelta(seconds=timeout)
-    if place.file:
-        # One host: Gloo binds to the loopback, whatever the host's name resolves to.
+def connect_store(rendezvous: RendezvousInfo, timeout: float) -> dist.Store:
+    """Connects to the store; raises PeerError if the host name, the port or rank 0 is the problem."""
+    limit = timedelta(seconds=timeout)
+    if rendezvous.store_file:
+        # On one host Gloo uses the loopback interface, whatever the host's name resolves to.
         os.environ.setdefault(
             "GLOO_SOCKET_IFNAME", next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         )
-        store: dist.Store = dist.FileStore(place.file, place.size)
-        store.set_timeout(bound)
+        store: dist.Store = dist.FileStore(rendezvous.store_file, rendezvous.world_size)
+        store.set_timeout(limit)
         return store
-    where = f"{place.address}:{place.port}"
     try:
-        socket.getaddrinfo(place.address, place.port)
+        socket.getaddrinfo(rendezvous.master_addr, rendezvous.master_port)
     except OSError as error:
         raise PeerError(
-            f"rank {place.rank}: the name {place.address!r} does not resolve ({error.strerror})", "check MASTER_ADDR"
+            f"rank {rendezvous.rank}: the name {rendezvous.master_addr!r} does not resolve ({error.strerror})",
+            "try another MASTER_ADDR",
         ) from None
     try:
         return dist.TCPStore(
-            place.address, place.port, is_master=place.hosts_store, timeout=bound, wait_for_workers=False
+            rendezvous.master_addr,
+            rendezvous.master_port,
+            is_master=rendezvous.hosts_store,
+            timeout=limit,
+            wait_for_workers=False,
         )
     except (dist.DistNetworkError, RuntimeError) as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             raise PeerError(
-                f"rank {place.rank}: port {place.port} on {place.address} is in use",
-                "give another MASTER_PORT, or end what holds it",
+                f"rank {rendezvous.rank}: port {rendezvous.master_port} on {rendezvous.master_addr} is in use",
+                "try another MASTER_PORT, or stop the process that uses it",
             ) from None
         raise PeerError(
-            f"rank {place.rank}: {where} did not answer within {timeout:g} s",
-            "check MASTER_ADDR and MASTER_PORT, and that rank 0 is up",
+            f"rank {rendezvous.rank}: {rendezvous.master_addr}:{rendezvous.master_port} did not answer within "
+            f"{timeout:g} s",
+            "expected rank 0 to run at MASTER_ADDR and MASTER_PORT",
         ) from None
 
 
-def check_facts_agree(store: dist.Store, place: RendezvousInfo, facts: dict[str, Any], timeout: float) -> None:
-    """Rank 0 reads what every rank says of itself and gives the verdict; all ranks raise the same mismatch."""
-    store.set(f"facts/{place.rank}", json.dumps(facts, sort_keys=True))
-    if place.rank == 0:
-        store.set("verdict", compare_facts(store, place.size, timeout))
-    store.set_timeout(timedelta(seconds=timeout + 5))  # rank 0 may need the whole bound to find out who is missing
+def check_facts_agree(store: dist.Store, rendezvous: RendezvousInfo, facts: dict[str, Any], timeout: float) -> None:
+    """Rank 0 compares the facts of all ranks; every rank raises the same error if a rank is missing or differs."""
+    store.set(f"facts/{rendezvous.rank}", json.dumps(facts, sort_keys=True))
+    if rendezvous.rank == 0:
+        store.set("comparison", compare_facts(store, rendezvous.world_size, timeout))
+    store.set_timeout(timedelta(seconds=timeout + 5))  # rank 0 may need the whole timeout to find a missing rank
     try:
-        verdict = store.get("verdict").decode()
+        comparison = store.get("comparison").decode()
     except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
-        raise PeerError(f"rank {place.rank}: rank 0 gave no verdict within {timeout:g} s", "look at rank 0") from None
-    if verdict:
-        kind, _, message = verdict.partition(" ")
+        raise PeerError(
+            f"rank {rendezvous.rank}: rank 0 did not compare the ranks within {timeout:g} s", "see the log of rank 0"
+        ) from None
+    if comparison:
+        kind, _, message = comparison.partition(" ")
         raise (
-            PeerError(message, "start every rank")
+            PeerError(message, "try to start every rank")
             if kind == "missing"
-            else IdentityError(message, "start every rank from the same code and the same config")
+            else IdentityError(message, "try to start every rank from the same code and config")
         )
 
 
 def compare_facts(store: dist.Store, size: int, timeout: float) -> str:
-    end = time.monotonic() + timeout
-    said: dict[int, dict[str, Any]] = {}
+    """What keeps the ranks from starting: "missing ..." or "differ ...", or '' if they agree."""
+    deadline = time.monotonic() + timeout
+    reported: dict[int, dict[str, Any]] = {}
     missing = []
     for rank in range(size):
         try:
-            store.wait([f"facts/{rank}"], timedelta(seconds=max(0.05, end - time.monotonic())))
-            said[rank] = json.loads(store.get(f"facts/{rank}"))
+            store.wait([f"facts/{rank}"], timedelta(seconds=max(0.05, deadline - time.monotonic())))
+            reported[rank] = json.loads(store.get(f"facts/{rank}"))
         except (dist.DistStoreError, RuntimeError):
             missing.append(rank)
     if missing:
         return f"missing rank(s) {', '.join(map(str, missing))} of {size} did not join within {timeout:g} s"
     differing = []
-    for key in sorted({key for facts in said.values() for key in facts}):
+    for key in sorted({key for facts in reported.values() for key in facts}):
         by_value: dict[str, list[int]] = {}
-        for rank, facts in said.items():
+        for rank, facts in reported.items():
             by_value.setdefault(str(facts.get(key)), []).append(rank)
         if len(by_value) > 1:
             differing.append(
@@ -187,13 +207,16 @@ def compare_facts(store: dist.Store, size: int, timeout: float) -> str:
     return f"differ ranks do not agree: {'; '.join(differing)}" if differing else ""
 
 
-def select_device(launch: LaunchConfig, place: RendezvousInfo) -> torch.device:
+def select_device(launch: LaunchConfig, rendezvous: RendezvousInfo) -> torch.device:
+    """The device of a rank; on CUDA the local rank decides which one."""
     if launch.device == "cpu" or (launch.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("launch.device = cuda and torch finds no CUDA device", "allowed: auto, cpu")
+        raise ConfigError("launch.device = cuda, but torch finds no CUDA device", "expected auto or cpu")
     devices = torch.cuda.device_count()
-    if place.size > devices and place.file:  # NCCL lets ranks share a device only if it takes them for other hosts
-        os.environ.setdefault("NCCL_HOSTID", f"rank-{place.rank}")
-    torch.cuda.set_device(place.local_rank % devices)
-    return torch.device("cuda", place.local_rank % devices)
+    if (
+        rendezvous.world_size > devices and rendezvous.store_file
+    ):  # NCCL shares a device between ranks only if they seem to be on different hosts
+        os.environ.setdefault("NCCL_HOSTID", f"rank-{rendezvous.rank}")
+    torch.cuda.set_device(rendezvous.local_rank % devices)
+    return torch.device("cuda", rendezvous.local_rank % devices)

@@ -137,7 +137,7 @@ def run(config: RunConfig, folder: RunFolder) -> None:
     def begin(attempt: int, restart: int) -> RunningRanks:
         return start_ranks(job.as_attempt(attempt, restart, fork=False))
 
-    supervise(folder, config.launch, begin, lambda _attempt: NullViewer(), say=lambda _text: None)
+    supervise(folder, config.launch, begin, lambda _attempt: NullViewer(), report=lambda _text: None)
 
 
 def newest_checkpoint(folder: RunFolder) -> CheckpointEntry:

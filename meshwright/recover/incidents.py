@@ -135,14 +135,18 @@ def assign_verdict(incident: Incident, history: list[Incident]) -> Incident:
     )
     repeated = repeated and bool(incident.samples or not incident.killed_externally)
     if not repeated:
-        verdict = "infrastructure" if any(previous.step != incident.step for previous in failed[-1:]) else "first failure"
+        verdict = (
+            "infrastructure" if any(previous.step != incident.step for previous in failed[-1:]) else "first failure"
+        )
         recommendation = "the job restarts from the newest checkpoint"
     elif incident.samples and all(previous.samples == incident.samples for previous in previous_failures):
         verdict = "data-dependent"
         recommendation = f"inspect samples {format_samples(incident.samples)} with `meshwright data find`"
     else:
         verdict = "deterministic"
-        recommendation = f"the {incident.phase} phase of step {incident.step} fails whatever the samples are: see the traceback"
+        recommendation = (
+            f"the {incident.phase} phase of step {incident.step} fails whatever the samples are: see the traceback"
+        )
     return dataclasses.replace(incident, verdict=verdict, recommendation=recommendation)
 
 

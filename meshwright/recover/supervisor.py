@@ -232,7 +232,7 @@ class Attempt:
             self.log.write(kind, **fields)
 
     def made_progress(self) -> bool:
-        """Whether this attempt published a checkpoint; such a checkpoint is always newer than the one it started from."""
+        """Whether this attempt published a checkpoint, which is always newer than the one that it started from."""
         return any(entry.attempt == self.lease.attempt for entry in list_published(open_run_store(self.folder)))
 
     def record_incident(self, failed: RanksFailed, history: list[Incident]) -> Incident:
@@ -245,9 +245,7 @@ class Attempt:
             cause = replace(cause, message=message, traceback=stack, secondary=False, exit_code=8)
             failed.failures = [cause, *(failure for failure in failed.failures if failure.rank != rank)]
             failed.exit_code = cause.exit_code
-        heartbeats = (
-            self.hang.heartbeats if self.hang is not None else read_heartbeats(self.folder, self.lease.attempt)
-        )
+        heartbeats = self.hang.heartbeats if self.hang is not None else read_heartbeats(self.folder, self.lease.attempt)
         checkpoint_step = newest_checkpoint_step(self.folder)
         incident = build_incident(self.folder, self.lease.attempt, cause, checkpoint_step, heartbeats)
         if self.hang is not None:

@@ -136,9 +136,7 @@ class Watchdog:
         if len(waiting) == len(heartbeats):
             # Between two passes of a pipeline a rank is in `sync` in any case: again the stack decides.
             in_wait = {
-                rank
-                for rank in waiting
-                if heartbeats[rank].waiting or self.waits_inside(rank, heartbeats[rank], now)
+                rank for rank in waiting if heartbeats[rank].waiting or self.waits_inside(rank, heartbeats[rank], now)
             }
             waiting = in_wait or waiting
         if len(waiting) == len(stuck) < len(heartbeats):

@@ -292,7 +292,7 @@ class Training:
         self.log.write("end", **asdict(summary) | {"loss": finite_or_none(summary.loss), "was_complete": complete})
         self.log.close()
         if isinstance(self.model, Objective):
-            copy_trained_weights(self.model, self.job, self.world.rank == 0 or not in_shared_memory(self.job))
+            copy_trained_weights(self.model, self.job, self.world.rank == 0 or not self.job.watched)
         return summary
 
 
@@ -321,11 +321,6 @@ def build_parallel_decoder(config: RunConfig, layout: Layout, precision: Precisi
         decoder_parallel_spec(config.model),
         weights,
     )
-
-
-def in_shared_memory(job: Job) -> bool:
-    """Forked ranks see the launching process's modules; ranks that torchrun started have each their own."""
-    return any(tensor.is_shared() for module in user_modules(job) for tensor in module.state_dict().values())
 
 
 def user_modules(job: Job) -> list[nn.Module]:

@@ -100,7 +100,7 @@ def test_ranks_that_differ_name_the_ranks_and_the_values(tmp_path):
     store = str(tmp_path / "store")
 
     def work(world):
-        place = RendezvousInfo(world.rank, 3, world.rank, file=store)
+        place = RendezvousInfo(world.rank, 3, world.rank, store_file=store)
         try:
             join_process_group(place, SHORT, {"config": "same", "dtype": "bf16" if world.rank == 1 else "fp32"})
         except IdentityError as error:
@@ -124,7 +124,7 @@ def test_a_rank_that_never_comes_is_named_within_the_bound(tmp_path):
     def work(world):
         start = time.monotonic()
         try:
-            join_process_group(RendezvousInfo(world.rank, 3, world.rank, file=store), SHORT, {})
+            join_process_group(RendezvousInfo(world.rank, 3, world.rank, store_file=store), SHORT, {})
         except PeerError as error:
             return str(error), time.monotonic() - start
 
@@ -138,7 +138,7 @@ def test_a_world_size_that_differs_is_named(tmp_path):
 
     def work(world):
         try:
-            join_process_group(RendezvousInfo(world.rank, 2 + world.rank, world.rank, file=store), SHORT, {})
+            join_process_group(RendezvousInfo(world.rank, 2 + world.rank, world.rank, store_file=store), SHORT, {})
         except IdentityError as error:
             return str(error)
 
@@ -147,7 +147,7 @@ def test_a_world_size_that_differs_is_named(tmp_path):
 
 def test_a_name_that_does_not_resolve_is_named():
     with pytest.raises(PeerError, match=r"the name 'no-such-host\.invalid' does not resolve"):
-        join_process_group(RendezvousInfo(1, 2, 1, address="no-such-host.invalid", port=29500), SHORT, {})
+        join_process_group(RendezvousInfo(1, 2, 1, master_addr="no-such-host.invalid", master_port=29500), SHORT, {})
 
 
 def test_a_port_in_use_is_named():
@@ -156,7 +156,9 @@ def test_a_port_in_use_is_named():
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(PeerError, match=f"port {port} on localhost is in use"):
-            join_process_group(RendezvousInfo(0, 2, 0, address="localhost", port=port, hosts_store=True), SHORT, {})
+            join_process_group(
+                RendezvousInfo(0, 2, 0, master_addr="localhost", master_port=port, hosts_store=True), SHORT, {}
+            )
 
 
 def test_a_host_that_does_not_answer_is_named_within_the_bound():
@@ -165,7 +167,7 @@ def test_a_host_that_does_not_answer_is_named_within_the_bound():
         port = free.getsockname()[1]
     start = time.monotonic()
     with pytest.raises(PeerError, match=rf"localhost:{port} did not answer within 3 s"):
-        join_process_group(RendezvousInfo(1, 2, 1, address="localhost", port=port), SHORT, {})
+        join_process_group(RendezvousInfo(1, 2, 1, master_addr="localhost", master_port=port), SHORT, {})
     assert time.monotonic() - start < 15
 
 
@@ -218,5 +220,5 @@ def test_what_cannot_be_given_to_a_spawned_rank_is_named(monkeypatch):
     from meshwright.launch import ranks as module
 
     monkeypatch.setattr(module, "cuda_started", lambda: True)
-    with pytest.raises(ConfigError, match="ranks are spawned, and what they are given cannot be"):
+    with pytest.raises(ConfigError, match="ranks are spawned, and their arguments cannot be pickled"):
         run_ranks(lambda world: world.rank, 2)

@@ -14,7 +14,7 @@ WATCHED = ("--launch.hang_timeout=3",)
     ("fault", "state", "phase"),
     [
         ("step.forward:rank1:stop@step7", "its process is stopped", "forward"),  # S3
-        ("step.backward:rank1:spin@step7", "its process spins", "backward"),  # S4
+        ("step.backward:rank1:spin@step7", "its process is busy", "backward"),  # S4
         ("step.update:rank1:lock@step7", "its process sleeps", "update"),  # S4: native code that keeps the lock
         ("step.fetch:rank1:hang@step7", "its process sleeps", "fetch"),
     ],
@@ -23,7 +23,7 @@ def test_a_hung_rank_is_named_with_its_phase_and_stack_and_the_job_recovers(runs
     runs.run(fault, *WATCHED)
     hang = runs.incidents[0]
     assert (hang.outcome, hang.rank, hang.step, hang.phase) == ("hang", 1, 7, phase)
-    assert "rank 1 has shown no sign of life for" in hang.message
+    assert "rank 1 has made no progress for" in hang.message
     assert state in hang.message
     assert "the other ranks wait in" in hang.message
     assert "in train_rank" in hang.stack
@@ -94,7 +94,7 @@ def test_where_the_grace_is_too_short_nothing_partial_is_published(runs):
 
     fault = "step.forward:rank1:term@step7,step.fetch:rank0:hang@step8"
     with pytest.raises(
-        GracePeriodExpired, match="did not end within 1 s and were killed; the checkpoint of step 6"
+        GracePeriodExpired, match="did not end within 1 s and were killed; the newest checkpoint is of step 6"
     ) as over:
         runs.run(fault, "--launch.grace_period=1")
     assert over.value.exit_code == 143

@@ -53,7 +53,7 @@ def test_a_rank_killed_at_any_point_does_not_change_the_result(runs, fault):
 def test_a_kill_during_the_load_changes_nothing_on_disk(runs, fault):
     # K8: the first launch has nothing to load; its restart is killed in the load, and the next one loads the same.
     runs.run(f"step.forward:rank1:kill@step7,{fault}")
-    assert [incident.checkpoint for incident in runs.incidents] == [6, 6, 12]
+    assert [incident.checkpoint_step for incident in runs.incidents] == [6, 6, 12]
     assert runs.incidents[1].phase == "restore"
     runs.assert_as_if_undisturbed()
 

@@ -79,7 +79,7 @@ def test_a_flipped_bit_is_found_before_a_checkpoint_even_where_nobody_compares(r
     # N3: two replicas cannot tell which of them is right; that they differ is enough to publish nothing.
     runs.run("step.fetch:rank1:flip@step7", "--numerics.compare_every=0")
     assert "replicas hold different parameters" in runs.incidents[0].message
-    assert runs.incidents[0].checkpoint == 6
+    assert runs.incidents[0].checkpoint_step == 6
     runs.assert_as_if_undisturbed()
 
 
@@ -109,7 +109,7 @@ def test_a_sample_that_hangs_or_crashes_twice_stops_the_job_as_data_dependent_an
     # N4
     sample, samples = victim(runs, 7)
     with pytest.raises(
-        RanksFailed, match=rf"data-dependent: step 7 failed again; look at samples {sample}, "
+        RanksFailed, match=rf"data-dependent: step 7 failed again; inspect samples {sample}, "
     ) as failed:
         go(runs, {sample: how}, "--launch.hang_timeout=2")
     assert str(sample) in str(failed.value)

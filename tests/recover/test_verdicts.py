@@ -44,14 +44,14 @@ def test_other_steps_each_time_are_infrastructure():
 
 
 def test_a_kill_from_outside_must_come_three_times_at_one_step_before_the_data_is_blamed():
-    assert verdict(KILLED, KILLED) == "first of its kind"
+    assert verdict(KILLED, KILLED) == "first failure"
     assert verdict(KILLED, KILLED, KILLED) == "data-dependent"
     restoring = replace(KILLED, phase="restore", samples=[])
-    assert verdict(restoring, restoring, restoring) == "first of its kind"
+    assert verdict(restoring, restoring, restoring) == "first failure"
 
 
 def test_attempts_that_did_not_fail_are_no_evidence():
-    assert verdict(ERROR, replace(ERROR, outcome="stopped")) == "first of its kind"
+    assert verdict(ERROR, replace(ERROR, outcome="stopped")) == "first failure"
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -78,7 +78,7 @@ def test_an_error_of_the_program_in_the_same_step_stops_the_job_with_the_verdict
     with pytest.raises(RanksFailed, match="data-dependent: step 7 failed again") as failed:
         runs.run("step.forward:rank1:raise@step7x9")
     assert failed.value.exit_code == 1
-    assert [incident.verdict for incident in runs.incidents] == ["first of its kind", "data-dependent"]
+    assert [incident.verdict for incident in runs.incidents] == ["first failure", "data-dependent"]
     assert runs.incidents[1].samples
 
 

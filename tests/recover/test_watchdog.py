@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from meshwright.launch.ranks import FOLDER_PREFIX, remove_stale_folders
+from meshwright.parallel.context_parallel.sequence_chunks import PendingTransfer
 from meshwright.recover.watchdog import (
     STRAGGLER_WINDOW,
     Watchdog,
@@ -58,13 +59,15 @@ def test_the_first_collective_that_differs_is_found_though_ranks_went_on(folder)
     for rank, page in enumerate(pages(folder, 3)):
         for number in range(10):
             page.collective("stray" if (rank, number) == (1, 6) else f"sum {number}")
-    assert "the 7th is 'stray' on rank 1 and 'sum 6' on rank(s) 0, 2" in find_collective_mismatch(seen(folder, 3))[1]
+    assert (
+        "collective 7 is 'stray' on rank 1 and 'sum 6' on rank(s) 0, 2" in find_collective_mismatch(seen(folder, 3))[1]
+    )
     assert find_collective_mismatch(seen(folder, 3))[0] == 1
 
 
 def test_a_slow_rank_is_named_with_the_phase_that_makes_it_slow_and_waiting_is_not_slowness(folder):
     made = pages(folder, 3)
-    dog = Watchdog(folder, 1, bound=100, straggler=1.5)
+    dog = Watchdog(folder, 1, hang_timeout=100, straggler_ratio=1.5)
 
     def work(steps):
         for rank, page in enumerate(made):
@@ -73,11 +76,11 @@ def test_a_slow_rank_is_named_with_the_phase_that_makes_it_slow_and_waiting_is_n
                 page.complete_step(own)
                 page.enter("update", page.completed_steps)
 
-    dog.look()
+    dog.check()
     work(STRAGGLER_WINDOW)
-    assert dog.look()[1] == []  # the first window holds start-up
+    assert dog.check()[1] == []  # the first window holds start-up
     work(STRAGGLER_WINDOW)
-    (straggler,) = dog.look()[1]
+    (straggler,) = dog.check()[1]
     assert (straggler.rank, straggler.phase) == (2, "fetch")
     assert 3.4 < straggler.factor < 3.8
     assert "rank 2 is slow: 3.6 times the others" in str(straggler)
@@ -123,6 +126,7 @@ def seen_start():
 
 FRAME = '  File "/site/{}.py", line 7 in {}'
 SPY = "    {1} ({0}.py:7)"
+TRANSFER_WAIT = f"{PendingTransfer.wait.__code__.co_filename.removesuffix('.py')} {PendingTransfer.wait.__name__}"
 STACKS = {
     "a pipeline's receive": (
         True,
@@ -132,7 +136,7 @@ STACKS = {
         True,
         ["torch/distributed/fsdp/_fully_shard/_fsdp_collectives wait", "torch/autograd/graph _engine_run_backward"],
     ),
-    "a ring's next keys": (True, ["meshwright/parallel/context arrive", "meshwright/parallel/context visits"]),
+    "a ring's next keys": (True, [TRANSFER_WAIT, "meshwright/parallel/context_parallel/ring visits"]),
     "rows on their way to experts": (
         True,
         ["torch/distributed/distributed_c10d all_to_all_single", "meshwright/parallel/expert sent"],
@@ -164,8 +168,8 @@ def test_a_stack_tells_whether_a_rank_waits_for_a_message(what, head, frame):
 def test_where_all_are_between_two_passes_the_one_whose_stack_waits_for_nothing_is_named(folder, monkeypatch):
     for page in pages(folder, 3):
         page.enter("sync", 5)
-    dog = Watchdog(folder, 1, bound=0.0, straggler=1.5)
+    dog = Watchdog(folder, 1, hang_timeout=0.0, straggler_ratio=1.5)
     monkeypatch.setattr(Watchdog, "waits_inside", lambda _self, rank, *_: rank != 1)
     monkeypatch.setattr("meshwright.recover.watchdog.dump_stack", lambda *_: "")
-    dog.look()
-    assert dog.look()[0].rank == 1
+    dog.check()
+    assert dog.check()[0].rank == 1
