@@ -3,7 +3,7 @@
 from meshwright.testing import run_ranks
 
 def test_sum():
-    assert run_ranks(lambda world: int(world.sum(torch.ones(())).wait()), 4) == [4, 4, 4, 4]
+    assert run_ranks(lambda world: int(world.all_reduce(torch.ones(())).wait()), 4) == [4, 4, 4, 4]
 """
 
 from meshwright.launch.ranks import run_ranks

@@ -18,7 +18,7 @@ from meshwright.data.source import IndexableSource
 from meshwright.errors import BusyError, ConfigError, MeshwrightError, PeerError, StoppedBySignal
 from meshwright.launch.ranks import Ranks, cuda_started, raise_if_spawning
 from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, leave_process_group, torchrun_restart_count
-from meshwright.launch.shared_weights import check_worker_memory, share_weights
+from meshwright.launch.shared_weights import share_weights
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.parallelize import require_spec
 from meshwright.recover.incidents import Incident
@@ -57,7 +57,6 @@ def make_job(
         sources = open_sources(config.data, config.model.vocab, config.model.separator)
     else:
         sources = [source if is_source(source) else IndexableSource(source)]
-    check_worker_memory(config, batch.micro, layout.ranks)
     job = Job(config, batch, layout, sources, folder, fallback=fallback, cluster=cluster)
     return replace(job, model=model, loss=loss, parallel_spec=parallel_spec)
 
@@ -120,7 +119,7 @@ def check_world_size(job: Job, world_size: int, environment: Mapping[str, str] =
     try:
         options.append(f"--layout.replicate={job.config.layout.with_ranks(world_size).replicate}")
     except ConfigError as error:
-        options.append(f"a layout that fits {world_size} ranks ({error.what})")
+        options.append(f"a layout that fits {world_size} ranks ({error.message})")
     raise ConfigError(
         f"torchrun started {world_size} ranks, and the layout {job.layout} has {ranks}", f"try {' or '.join(options)}"
     )

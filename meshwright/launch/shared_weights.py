@@ -10,7 +10,6 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from meshwright.config import RunConfig
 from meshwright.errors import ConfigError
 
 SHARED_MEMORY = "/dev/shm"
@@ -55,23 +54,6 @@ def share_with_forks(tensors: Iterable[Tensor]) -> None:
         if mapping.data_ptr() != storage.data_ptr():
             view = torch.empty(0, dtype=tensor.dtype)
             tensor.data = view.set_(mapping, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
-def check_worker_memory(config: RunConfig, micro_batch: int, ranks: int) -> None:
-    """Refuses data workers whose batches do not fit in shared memory: torch's DataLoader passes a batch from a worker
-    process through /dev/shm, where a full file system ends the worker with SIGBUS.
-    """
-    data = config.data
-    if not data.workers or data.worker_kind != "process":
-        return
-    in_flight = ranks * (data.prefetch + data.workers) * micro_batch
-    needed, free = in_flight * data.sequence * 16, free_shared_memory()  # tokens and labels, 8 bytes each
-    if needed > free:
-        raise ConfigError(
-            f"data.workers = {data.workers} processes on {ranks} rank(s) pass up to {needed / 1e6:.0f} MB through "
-            f"{SHARED_MEMORY}, which has {free / 1e6:.0f} MB free",
-            "try --data.worker_kind=thread, fewer workers or a smaller data.prefetch, or docker run --shm-size=...",
-        )
 
 
 def free_shared_memory() -> int:

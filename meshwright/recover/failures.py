@@ -116,7 +116,8 @@ class RanksFailed(MeshwrightError):
             if first.traceback:
                 error.add_note(first.traceback.rstrip())
         error.exit_code = self.exit_code
-        error.rank, error.step = self.rank, self.step
+        error.rank = first.rank if first.rank >= 0 else None
+        error.step = first.step if error.step is None else error.step
         return error
 
     def _root_cause_line(self) -> str:

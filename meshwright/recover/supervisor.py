@@ -253,6 +253,7 @@ class Attempt:
         elif (mismatch := find_collective_mismatch(heartbeats)) is not None:
             incident = replace(incident, message=f"{mismatch[1]}; then {incident.message}")
         failed.failures[0] = replace(cause, step=incident.step)
+        failed.rank, failed.step = cause.rank, incident.step
         for heartbeat in heartbeats.values():  # a rank may have received a signal after the last check
             if heartbeat.signal:
                 self.begin_grace_period(heartbeat.signal)

@@ -24,7 +24,7 @@ SHORT = LaunchConfig(rendezvous_timeout=3.0, collective_timeout=30.0, device="cp
 
 
 def test_ranks_give_their_values_in_order_tensors_too():
-    values = run_ranks(lambda world, x: (world.rank, x * world.sum(torch.ones(3)).wait()), 3, 2.0)
+    values = run_ranks(lambda world, x: (world.rank, x * world.all_reduce(torch.ones(3)).wait()), 3, 2.0)
     assert [rank for rank, _ in values] == [0, 1, 2]
     assert all(torch.equal(v, torch.full((3,), 6.0)) for _, v in values)
 
@@ -40,7 +40,7 @@ def alive(pid: int) -> bool:
 def failing(world):
     if world.rank == 1:
         raise ZeroDivisionError("the real cause")
-    world.sum(torch.ones(1)).wait()
+    world.all_reduce(torch.ones(1)).wait()
 
 
 def test_the_rank_that_failed_is_on_top_and_a_rank_that_lost_its_peer_is_never_blamed():
@@ -57,7 +57,7 @@ def test_a_rank_killed_from_outside_is_named_with_its_signal():
     def work(world):
         if world.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        world.sum(torch.ones(1)).wait()
+        world.all_reduce(torch.ones(1)).wait()
 
     with pytest.raises(RanksFailed) as failed:
         run_ranks(work, 2)
@@ -196,8 +196,8 @@ SPAWNED = """
 import meshwright.launch.ranks as ranks
 ranks.cuda_started = lambda: True
 from meshwright import train
-from meshwright.config import load
-config = load(steps=2, ranks=2, overrides=["--model.layers=1", "--data.kind=synthetic", "--launch.device=cpu"])
+from meshwright.config import load_config
+config = load_config(steps=2, ranks=2, overrides=["--model.layers=1", "--data.kind=synthetic", "--launch.device=cpu"])
 GUARD train(config, run="r", quiet=True)
 """
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from recovering import STEPS, Runs, config, final_digest, ledger, losses
 
+from meshwright.errors import MeshwrightError
 from meshwright.prover.recovery import check_recovery
-from meshwright.recover.failures import RanksFailed
 
 EXPERTS = ("--model.experts=4", "--model.router_bias_rate=0.01", "--layout.expert=2")
 ZBV = ("--layout.pipeline=2", "--batch.micro=4", "--pipeline.schedule=zbv", "--model.layers=4", "--model.tie=true")
@@ -87,7 +87,7 @@ HANGS = [
 
 @pytest.mark.parametrize(("layout", "fault", "phase"), HANGS)
 def test_a_hung_rank_is_named_and_not_those_that_wait_for_its_message(layout, fault, phase, runs):
-    with pytest.raises(RanksFailed):
+    with pytest.raises(MeshwrightError):
         runs.run(fault, *LAYOUTS[layout], "--launch.hang_timeout=3", "--launch.restarts=0")
     hang = runs.incidents[0]
     rank, step = int(fault.split(":rank")[1][0]), int(fault.split("@step")[1])
@@ -100,7 +100,7 @@ def test_a_hung_rank_is_named_and_not_those_that_wait_for_its_message(layout, fa
     "layout", ["zbv", *(pytest.param(name, marks=pytest.mark.long) for name in ("experts", "ring"))]
 )
 def test_a_signal_stops_all_ranks_at_one_step_after_a_checkpoint(layout, runs, undisturbed):
-    with pytest.raises(RanksFailed, match="stopped by signal 15 before step 7, on every rank") as stopped:
+    with pytest.raises(MeshwrightError, match="stopped by signal 15 before step 7, on every rank") as stopped:
         runs.run("step.backward:rank1:term@step6", *LAYOUTS[layout])
     assert stopped.value.exit_code == 143
     assert runs.published()[0].step == 7
@@ -132,7 +132,7 @@ def test_what_is_not_finite_is_skipped_on_every_rank(layout, rank, runs):
 )
 def test_a_rank_that_fails_is_blamed_and_not_one_that_lost_it_inside_a_stage(fault, runs):
     """torch wraps what happens there, and a lost neighbour of a ring happens there."""
-    with pytest.raises(RanksFailed, match="injected at") as failed:
+    with pytest.raises(MeshwrightError, match="injected at") as failed:
         runs.run(fault, *LAYOUTS["pipeline"], "--layout.context=2", "--launch.restarts=0", ranks=4)
     rank = int(fault.split(":rank")[1][0])
     assert (runs.incidents[0].rank, runs.incidents[0].error_type) == (rank, "InjectedFault")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from recovering import STEPS
 
-from meshwright.recover.failures import RanksFailed
+from meshwright.errors import MeshwrightError
 
 WATCHED = ("--launch.hang_timeout=3",)
 
@@ -60,7 +60,7 @@ def test_ranks_in_different_collectives_are_named_with_what_each_entered(runs):
 
 def test_a_rank_that_leaves_early_fails_the_job(runs):
     # S7
-    with pytest.raises(RanksFailed, match="rank 1 exited with status 0 and no report") as failed:
+    with pytest.raises(MeshwrightError, match="rank 1 exited with status 0 and no report") as failed:
         runs.run("step.forward:rank1:exit@step7", "--launch.restarts=0")
     assert failed.value.exit_code == 1
     runs.run()
@@ -77,7 +77,7 @@ def test_a_rank_that_leaves_early_fails_the_job(runs):
     ],
 )
 def test_a_signal_to_one_rank_saves_a_checkpoint_agreed_by_all(runs, fault):
-    with pytest.raises(RanksFailed, match="stopped by signal 15 before step") as stopped:
+    with pytest.raises(MeshwrightError, match="stopped by signal 15 before step") as stopped:
         runs.run(fault)
     assert stopped.value.exit_code == 143
     assert runs.incidents[0].outcome == "stopped"
@@ -104,7 +104,7 @@ def test_where_the_grace_is_too_short_nothing_partial_is_published(runs):
 
 
 def test_a_job_that_was_told_to_stop_does_not_come_back_when_it_then_fails(runs):
-    with pytest.raises(RanksFailed) as failed:
+    with pytest.raises(MeshwrightError) as failed:
         runs.run("step.forward:rank0:term@step6,save.stage:rank1:raise@step7")
     assert failed.value.exit_code == 143
     assert len(runs.incidents) == 1

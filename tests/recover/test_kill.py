@@ -12,8 +12,7 @@ import torch
 from recovering import config, final_digest, losses
 
 from meshwright import train
-from meshwright.errors import RestartsExhausted
-from meshwright.recover.failures import RanksFailed
+from meshwright.errors import MeshwrightError, RestartsExhausted
 
 STEP_POINTS = [  # K1, K2
     "step.fetch:rank1:kill@step7",
@@ -77,7 +76,7 @@ def test_twenty_kills_in_a_row_during_recovery_are_survived(runs):
 
 
 def test_without_restarts_a_killed_rank_ends_the_job_and_the_next_launch_resumes(runs):
-    with pytest.raises(RanksFailed, match="rank 1 was ended by signal 9") as failed:
+    with pytest.raises(MeshwrightError, match="rank 1 was ended by signal 9") as failed:
         runs.run("step.forward:rank1:kill@step7", "--launch.restarts=0")
     assert failed.value.exit_code == 8
     runs.run()

@@ -9,7 +9,7 @@ from recovering import STEPS, ledger
 from meshwright.checkpoint.inspect import list_rows
 from meshwright.checkpoint.listing import list_published, open_run_store
 from meshwright.checkpoint.unsharded import read_full_tensor, to_float64
-from meshwright.recover.failures import RanksFailed
+from meshwright.errors import MeshwrightError
 from meshwright.telemetry.run_folder import RunFolder
 
 EXACT = ("--precision.compute=fp64", "--model.layers=4", "--model.tie=true", "--eval.every=4", "--batch.micro=2")
@@ -66,7 +66,7 @@ def test_stopped_and_gone_on_elsewhere_it_is_the_run_that_never_moved(case, runs
     for leg, (ranks, words) in enumerate(legs, 1):
         stop = leg * STEPS // len(legs)
         if leg < len(legs):
-            with pytest.raises(RanksFailed, match=f"stopped by signal 15 before step {stop}"):
+            with pytest.raises(MeshwrightError, match=f"stopped by signal 15 before step {stop}"):
                 runs.run(f"step.fetch:rank{ranks - 1}:term@step{stop}", *EXACT, *model, *words, ranks=ranks)
         else:
             runs.run("", *EXACT, *model, *words, ranks=ranks)
@@ -99,7 +99,7 @@ def test_stopped_and_gone_on_elsewhere_it_is_the_run_that_never_moved(case, runs
 
 @pytest.mark.long
 def test_a_fork_takes_another_layout_and_other_settings(runs):
-    with pytest.raises(RanksFailed, match="before step 6"):
+    with pytest.raises(MeshwrightError, match="before step 6"):
         runs.run("step.fetch:rank0:term@step6", *EXACT, *PIPELINE)
     runs.run("", *EXACT, "--layout.context=2", "--optimizer.lr=0.001", fork=True)
     assert [row["timeline"] for row in list_rows(runs.folder)][-1] == 1

@@ -13,10 +13,10 @@ from meshwright.checkpoint.listing import list_published, open_run_store
 from meshwright.checkpoint.state import dtype_name, tensor_bytes
 from meshwright.checkpoint.unsharded import digest_of_lines, state_digest, tensor_digest_line
 from meshwright.config import RunConfig, fingerprint, identity
+from meshwright.errors import MeshwrightError
 from meshwright.launch.job import make_job
 from meshwright.launch.ranks import run_ranks
 from meshwright.parallel.local_shard import local_shard
-from meshwright.recover.failures import RanksFailed
 from meshwright.telemetry.events import read_events
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.trainer.identity import describe_differences
@@ -24,7 +24,7 @@ from meshwright.trainer.loop import Training
 
 
 def stopped_at(runs, step: int, *overrides: str, ranks: int = 2) -> None:
-    with pytest.raises(RanksFailed, match=f"before step {step}"):
+    with pytest.raises(MeshwrightError, match=f"before step {step}"):
         runs.run(f"step.fetch:rank0:term@step{step}", *overrides, ranks=ranks)
 
 
@@ -116,7 +116,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_degrees_that_do(runs):
 )
 def test_another_identity_is_refused_with_both_values(runs, override, said):
     stopped_at(runs, 6)
-    with pytest.raises(RanksFailed) as refused:
+    with pytest.raises(MeshwrightError) as refused:
         runs.run("", override)
     assert refused.value.exit_code == 3
     assert said in str(refused.value)
@@ -131,7 +131,7 @@ def test_a_manifest_of_another_run_is_refused_even_where_the_folder_does_not_tel
     known["identity"]["seed"] = 7
     known["identity_fingerprint"] = fingerprint(known["identity"])
     path.write_text(json.dumps(known))
-    with pytest.raises(RanksFailed, match="seed was 0 and is 7") as refused:
+    with pytest.raises(MeshwrightError, match="seed was 0 and is 7") as refused:
         runs.run("", "--seed=7")
     assert refused.value.exit_code == 3
 
@@ -160,7 +160,7 @@ def test_a_fork_does_not_see_what_its_parent_did_after_it(runs):
     runs.run("", "--checkpoint.keep=10")
     for step in (9, 12):
         shutil.rmtree(runs.folder / "checkpoints" / f"step-{step:08d}.a0001")
-    with pytest.raises(RanksFailed, match="before step 8"):
+    with pytest.raises(MeshwrightError, match="before step 8"):
         runs.run("step.fetch:rank0:term@step8", "--optimizer.lr=0.001", "--checkpoint.keep=10", fork=True)
     assert json.loads((runs.folder / "identity.json").read_text())["until"] == {"1": 6}
 
@@ -168,7 +168,7 @@ def test_a_fork_does_not_see_what_its_parent_did_after_it(runs):
 def test_a_fork_into_another_shape_is_refused_before_any_tensor_is_touched(runs):
     # C3
     stopped_at(runs, 6)
-    with pytest.raises(RanksFailed, match="holds another model") as refused:
+    with pytest.raises(MeshwrightError, match="holds another model") as refused:
         runs.run("", "--model.width=64", fork=True)
     assert refused.value.exit_code == 3
 
@@ -191,7 +191,7 @@ def test_data_that_changed_under_the_run_is_refused_and_named(runs, tmp_path):
     stopped_at(runs, 6, *data)
     tokens[12_345] ^= 1
     tokens.tofile(file)
-    with pytest.raises(RanksFailed, match=r"source\[0\].fingerprint was") as refused:
+    with pytest.raises(MeshwrightError, match=r"source\[0\].fingerprint was") as refused:
         runs.run("", *data)
     assert refused.value.exit_code == 3
     file.unlink()
@@ -210,7 +210,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_used_and_said(runs):
     spoilt = bytearray(shard.read_bytes())
     spoilt[5000] ^= 1
     shard.write_bytes(spoilt)
-    with pytest.raises(RanksFailed, match=r"a0001 is damaged: rank-00001.shard chunk 0: expected") as ended:
+    with pytest.raises(MeshwrightError, match=r"a0001 is damaged: rank-00001.shard chunk 0: expected") as ended:
         runs.run(fallback=False)
     assert ended.value.exit_code == 4
     runs.run()
@@ -224,7 +224,7 @@ def test_without_an_intact_checkpoint_nothing_starts_from_scratch(runs):
     stopped_at(runs, 6)
     for manifest in runs.folder.glob("checkpoints/*/manifest.json"):
         manifest.write_text("{}")
-    with pytest.raises(RanksFailed, match=r"none of 2 checkpoint\(s\) is intact") as ended:
+    with pytest.raises(MeshwrightError, match=r"none of 2 checkpoint\(s\) is intact") as ended:
         runs.run()
     assert ended.value.exit_code == 4
     assert len(runs.events("step")) == 6
@@ -244,7 +244,7 @@ def test_a_disk_that_is_full_or_broken_costs_a_save_and_nothing_else(runs, actio
 
 def test_a_failed_save_stops_the_run_where_the_policy_says_so(runs):
     # D1
-    with pytest.raises(RanksFailed, match="was not saved: No space left on device") as stopped:
+    with pytest.raises(MeshwrightError, match="was not saved: No space left on device") as stopped:
         runs.run("save.write:rank1:enospc@step6", "--checkpoint.on_failure=stop")
     assert stopped.value.exit_code == 4
     runs.run()
@@ -253,7 +253,7 @@ def test_a_failed_save_stops_the_run_where_the_policy_says_so(runs):
 
 def test_a_run_whose_last_save_fails_is_not_done(runs):
     # D11: the folder is taken away under the run
-    with pytest.raises(RanksFailed, match=r"step-00000012.a0001 was not saved") as stopped:
+    with pytest.raises(MeshwrightError, match=r"step-00000012.a0001 was not saved") as stopped:
         runs.run("save.before_manifest:rank0:eio@step12")
     assert stopped.value.exit_code == 4
     assert [entry.step for entry in runs.published()] == [9, 6, 3]
@@ -283,7 +283,7 @@ def test_a_checkpoint_that_was_saved_while_training_went_on_is_that_of_its_own_s
 def test_checkpoints_without_their_identity_are_not_silently_left_behind(runs):
     stopped_at(runs, 6)
     (runs.folder / "identity.json").unlink()
-    with pytest.raises(RanksFailed, match=r"2 checkpoint\(s\) are there and none is this run's") as ended:
+    with pytest.raises(MeshwrightError, match=r"2 checkpoint\(s\) are there and none is this run's") as ended:
         runs.run()
     assert ended.value.exit_code == 4
 

@@ -9,12 +9,12 @@ from recovering import Poisoned, config, final_digest
 
 from meshwright import train
 from meshwright.checkpoint.unsharded import read_full_tensor, to_float64
-from meshwright.recover.failures import RanksFailed
+from meshwright.errors import MeshwrightError
 
 
 def test_a_loss_that_is_no_number_stops_all_ranks_at_one_step_and_is_never_published(runs):
     # N1
-    with pytest.raises(RanksFailed, match=r"step 7: loss nan") as stopped:
+    with pytest.raises(MeshwrightError, match=r"step 7: loss nan") as stopped:
         runs.run("step.backward:rank1:nan@step7")
     assert stopped.value.exit_code == 7
     assert len(runs.incidents) == 1  # another attempt would meet it again
@@ -109,7 +109,7 @@ def test_a_sample_that_hangs_or_crashes_twice_stops_the_job_as_data_dependent_an
     # N4
     sample, samples = victim(runs, 7)
     with pytest.raises(
-        RanksFailed, match=rf"data-dependent: step 7 failed again; inspect samples {sample}, "
+        MeshwrightError, match=rf"data-dependent: step 7 failed again; inspect samples {sample}, "
     ) as failed:
         go(runs, {sample: how}, "--launch.hang_timeout=2")
     assert str(sample) in str(failed.value)
@@ -164,7 +164,7 @@ def test_buffers_that_a_forward_changes_resume_bitwise_after_a_kill_and_after_a_
     undisturbed, runs.folder = final_digest(runs.folder), runs.folder.with_name("disturbed")
     runs.monkeypatch.setenv("MESHWRIGHT_FAULT", fault)
     if "term" in fault:
-        with pytest.raises(RanksFailed, match="stopped by signal 15"):
+        with pytest.raises(MeshwrightError, match="stopped by signal 15"):
             run()
         runs.monkeypatch.setenv("MESHWRIGHT_FAULT", "")
     run()

@@ -7,7 +7,7 @@ from recovering import Poisoned, config
 
 from meshwright import train
 from meshwright.data.sample_lookup import open_sample_lookup
-from meshwright.recover.failures import RanksFailed
+from meshwright.errors import MeshwrightError
 
 EXPERTS = ("--model.experts=4", "--layout.expert=2")
 PIPELINE = ("--layout.pipeline=2", "--batch.micro=4")
@@ -28,7 +28,9 @@ RANKS = {"pipeline x experts": 4, "pipeline x ring": 4}
 )
 def test_where_a_number_stopped_being_finite_is_found_by_all_ranks_together(layout, runs):
     """After one update at such a rate the products of queries and keys overflow."""
-    with pytest.raises(RanksFailed, match=r"step [123]: loss nan or its gradient is not finite, first in ") as stopped:
+    with pytest.raises(
+        MeshwrightError, match=r"step [123]: loss nan or its gradient is not finite, first in "
+    ) as stopped:
         runs.run("", *LAYOUTS[layout], *WILD, ranks=RANKS.get(layout, 2))
     assert stopped.value.exit_code == 7
     told = [event for rank in range(RANKS.get(layout, 2)) for event in runs.events("nonfinite", rank)]
@@ -58,7 +60,7 @@ def test_a_sample_that_cannot_be_decoded_is_met_by_all_that_read_it(layout, runs
     assert all(samples == shown[0] for samples in shown)  # stages and pieces read the same
     bad = shown[0][5]
     runs.folder = runs.folder.with_name("poisoned")
-    with pytest.raises(RanksFailed, match=rf"step 7.*sample {bad}\b.*no such encoding") as stopped:
+    with pytest.raises(MeshwrightError, match=rf"step 7.*sample {bad}\b.*no such encoding") as stopped:
         go(bad, "stop")
     assert len(runs.incidents) == 1
     assert stopped.value.exit_code == 6
@@ -79,7 +81,7 @@ def test_a_sample_that_cannot_be_decoded_is_met_by_all_that_read_it(layout, runs
     ],
 )
 def test_a_flipped_bit_names_the_odd_rank(words, rank, ranks, runs):
-    with pytest.raises(RanksFailed, match="replicas hold different parameters"):
+    with pytest.raises(MeshwrightError, match="replicas hold different parameters"):
         runs.run(
             f"step.fetch:rank{rank}:flip@step2",
             *words,

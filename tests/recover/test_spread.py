@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from recovering import STEPS, Runs, final_digest, ledger, losses
 
-from meshwright.recover.failures import RanksFailed
+from meshwright.errors import MeshwrightError
 
 LAYOUTS = {
     "sharded": ("--layout.shard=parameters",),
@@ -68,7 +68,7 @@ def test_what_is_not_finite_is_skipped_on_every_rank_and_named(layout, runs):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_signal_stops_all_ranks_at_one_step_after_a_checkpoint(layout, runs, undisturbed):
     """Whatever is gathered at that moment."""
-    with pytest.raises(RanksFailed, match="stopped by signal 15 before step 7, on every rank"):
+    with pytest.raises(MeshwrightError, match="stopped by signal 15 before step 7, on every rank"):
         runs.run("step.forward:rank1:term@step6", *LAYOUTS[layout])
     assert runs.published()[0].step == 7
     runs.run("", *LAYOUTS[layout])
@@ -78,5 +78,5 @@ def test_a_signal_stops_all_ranks_at_one_step_after_a_checkpoint(layout, runs, u
 def test_a_flipped_bit_in_what_ranks_hold_alike_is_found(runs):
     """The first parameter is cut; copies of shards hold it twice."""
     copies = ("--layout.shard=parameters", "--layout.shard_degree=2", "--launch.restarts=0")
-    with pytest.raises(RanksFailed, match=r"rank 3 differs|differ among the 2 replicas"):
+    with pytest.raises(MeshwrightError, match=r"rank 3 differs|differ among the 2 replicas"):
         runs.run("step.fetch:rank3:flip@step4", *copies, "--numerics.compare_every=1", ranks=4)

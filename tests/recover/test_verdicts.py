@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.errors import NumericsError, StoppedBySignal
+from meshwright.errors import MeshwrightError, NumericsError, StoppedBySignal
 from meshwright.recover.failures import Failure, RanksFailed
 from meshwright.recover.incidents import Incident, assign_verdict
 
@@ -75,7 +75,7 @@ def test_an_error_that_says_nothing_is_known_by_its_name():
 
 
 def test_an_error_of_the_program_in_the_same_step_stops_the_job_with_the_verdict(runs):
-    with pytest.raises(RanksFailed, match="data-dependent: step 7 failed again") as failed:
+    with pytest.raises(MeshwrightError, match="data-dependent: step 7 failed again") as failed:
         runs.run("step.forward:rank1:raise@step7x9")
     assert failed.value.exit_code == 1
     assert [incident.verdict for incident in runs.incidents] == ["first failure", "data-dependent"]
