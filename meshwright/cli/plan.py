@@ -58,7 +58,7 @@ def plan(
     from meshwright.io import output_file, write_output
     from meshwright.observe.plan_text import show
     from meshwright.planner.calibration.prediction import prediction_record
-    from meshwright.planner.search.plan_result import as_json, plan_toml
+    from meshwright.planner.search.plan_result import plan_json, plan_toml
 
     for name, number in (("--ranks", ranks), ("--batch", batch), ("--sequence", sequence), ("--top", top)):
         if number is not None and not 1 <= number <= MAX_SIZE:
@@ -95,7 +95,7 @@ def plan(
 
         write_output(html, page(result, top), "--html")
     if json:
-        emit_json(as_json(result, top))
+        emit_json(plan_json(result, top))
         return
     show(result, top, explained=explain is not None)
     for path, _ in written:

@@ -78,7 +78,7 @@ def section(name: str, inside: str, told: str = "") -> str:
 
 
 def head(whole: PlanResult) -> Iterator[str]:
-    work, chosen = whole.work, whole.chosen
+    work, chosen = whole.workload, whole.chosen
     asked = (
         f"{format_count(work.model.parameters)} parameters, {work.global_batch:,} x {work.sequence:,} tokens "
         f"a step, {work.precision}"
@@ -110,7 +110,7 @@ def ladder(whole: PlanResult) -> Iterator[str]:
         yield f'<li class="rung{kind}"><b>{escape(rung.name)}</b>{escape(describe_plan(rung.estimate.job))}'
         if rung.resolved:
             yield f"<p>removed: {escape(rung.resolved)}</p><p>price: {escape(rung.cost)}</p>"
-        state = "free" if rung.bottleneck.kind == "nothing" else "binds"
+        state = "free" if rung.bottleneck.kind == "none" else "binds"
         yield f'<p class="{state}">binds: {escape(rung.bottleneck.message)}</p>'
         if rung.rejected:
             told = "".join(f"<p>{escape(each)}</p>" for each in rung.rejected)
@@ -157,22 +157,22 @@ def candidates(whole: PlanResult, top: int) -> Iterator[str]:
             format_percent(exposed_seconds(each) / each.seconds),
             format_percent(each.phases.get("bubble", 0.0) / each.seconds),
         ]
-        for place, each in enumerate(whole.found.ranked[: max(top, 10)], 1)
+        for place, each in enumerate(whole.search.ranked[: max(top, 10)], 1)
     ]
-    yield from rows_of(names, rows, whole.place - 1, (0, 1, 2))
+    yield from rows_of(names, rows, whole.position - 1, (0, 1, 2))
 
 
 def scale(whole: PlanResult) -> Iterator[str]:
-    if whole.scale is None:
+    if whole.scaling is None:
         return
     names = ["", "devices", "batch", "step", "tokens/s", "efficiency", "exposed", "useful tokens/s", "layout"]
     for name, rows in (
-        ("The same batch on more devices", whole.scale.strong),
-        ("A batch that grows along", whole.scale.weak),
+        ("The same batch on more devices", whole.scaling.strong),
+        ("A batch that grows along", whole.scaling.weak),
     ):
         yield section(name, "".join(rows_of(names, [scale_row(row) for row in rows], words=(0, 8))))
-    yield f"<p>Amdahl: {whole.scale.serial_fraction:.1%} of the first row's step does not get shorter on more devices.</p>\n"  # noqa: E501
-    yield f'<p class="faint">{escape(whole.scale.assumption)}</p>\n'
+    yield f"<p>Amdahl: {whole.scaling.serial_fraction:.1%} of the first row's step does not get shorter on more devices.</p>\n"  # noqa: E501
+    yield f'<p class="faint">{escape(whole.scaling.assumption)}</p>\n'
 
 
 def scale_row(row: ScalingRow) -> list[str]:
@@ -186,5 +186,5 @@ def scale_row(row: ScalingRow) -> list[str]:
         f"{row.efficiency:.0%}",
         f"{row.exposed_share:.1%}",
         format_count(row.useful_tokens_per_second),
-        describe_layout(row.estimate.job) + ("" if row.kept else " (new)"),
+        describe_layout(row.estimate.job) + ("" if row.same_layout else " (new)"),
     ]

@@ -153,7 +153,7 @@ def pipeline_rows(found: Timeline, rows: list[int], high: int) -> Iterator[str]:
 
 def front_picture(whole: PlanResult) -> str:
     """Seconds against memory: every layout that fits, and the front than which none is both quicker and lighter."""
-    points, front = whole.found.ranked, whole.found.front
+    points, front = whole.search.ranked, whole.search.pareto_front
     every = [*points, *front]
     quick, slow = min(one.seconds for one in every), max(one.seconds for one in every)
     slow = min(slow, 3 * quick) if slow > quick else 2 * quick

@@ -52,14 +52,14 @@ def show(whole: PlanResult, top: int, explained: bool = False, console: Console 
     console.print(Padding(Text(whole.ladder_summary), (0, 0, 0, 2), expand=False))
     if explained:
         show_reasons(whole, console)
-    if whole.scale is not None:
-        show_scale(whole.scale, whole.work.tokens_per_step, console)
+    if whole.scaling is not None:
+        show_scale(whole.scaling, whole.workload.tokens_per_step, console)
 
 
 def title(whole: PlanResult) -> str:
     cluster = whole.cluster
     nodes = f" in {cluster.nodes:,} nodes of {cluster.devices_per_node}" if cluster.nodes > 1 else ""
-    return f"{whole.work.model.name} on {cluster.device_count:,} {cluster.device.name}{nodes}"
+    return f"{whole.workload.model.name} on {cluster.device_count:,} {cluster.device.name}{nodes}"
 
 
 def facts(rows: list[tuple[str, Text]]) -> Table:
@@ -73,10 +73,10 @@ def facts(rows: list[tuple[str, Text]]) -> Table:
 
 def head(whole: PlanResult) -> list[tuple[str, Text]]:
     """What was asked, and the answer."""
-    work, chosen, model, job = whole.work, whole.chosen, whole.work.model, whole.chosen.job
+    work, chosen, model, job = whole.workload, whole.chosen, whole.workload.model, whole.chosen.job
     active = f" ({format_count(model.active_parameters)} active)" if model.experts else ""
     step = f"{work.global_batch:,} x {work.sequence:,} tokens a step"
-    nth = f" [plan {whole.place} of the list]" if whole.place > 1 else ""
+    nth = f" [plan {whole.position} of the list]" if whole.position > 1 else ""
     rate = f"{format_count(chosen.tokens_per_second)} tokens/s, {chosen.mfu:.1%} of peak"
     limits = f"{format_seconds(chosen.interval_low)} to {format_seconds(chosen.interval_high)}"
     interval = f"  ({limits} in 4 of 5 cases; most doubt: {chosen.main_uncertainty})"
@@ -151,7 +151,7 @@ def ranking(whole: PlanResult, top: int, width: int) -> Table:
     table = Table(box=None, pad_edge=False, width=min(width, 140))
     for name in ("", "layout", "passes", "step", "of peak", "memory", "exposed", "bubble"):
         table.add_column(name, justify="left" if name in ("layout", "passes") else "right", overflow="fold")
-    for place, each in enumerate(whole.found.ranked[:top], 1):
+    for place, each in enumerate(whole.search.ranked[:top], 1):
         table.add_row(
             str(place),
             describe_layout(each.job),
@@ -161,16 +161,16 @@ def ranking(whole: PlanResult, top: int, width: int) -> Table:
             format_bytes(each.peak_memory.total),
             format_percent(exposed_seconds(each) / each.seconds),
             format_percent(each.phases.get("bubble", 0.0) / each.seconds),
-            style="bold" if place == whole.place else "",
+            style="bold" if place == whole.position else "",
         )
     return table
 
 
 def found_told(whole: PlanResult) -> str:
-    found = whole.found
-    light = found.front[-1]
+    found = whole.search
+    light = found.pareto_front[-1]
     return (
-        f"{len(found.ranked):,} layouts fit; {found.estimates:,} plans timed, {found.weighed:,} weighed; "
+        f"{len(found.ranked):,} layouts fit; {found.timed:,} plans timed, {found.memory_estimates:,} weighed; "
         f"lightest: {format_bytes(light.peak_memory.total)} at {format_seconds(light.seconds)} ({describe_plan(light.job)})"  # noqa: E501
     )
 
@@ -185,7 +185,7 @@ def ladder(whole: PlanResult) -> Table:
         if rung.resolved:
             table.add_row("", "removed", rung.resolved)
             table.add_row("", "price", rung.cost)
-        style = "green" if rung.bottleneck.kind == "nothing" else "yellow"
+        style = "green" if rung.bottleneck.kind == "none" else "yellow"
         table.add_row("", "binds", Text(rung.bottleneck.message, style))
         for told in rung.rejected:
             table.add_row("", Text("not", "dim"), Text(told, "dim"))
@@ -209,9 +209,9 @@ def show_scale(scale: ScalingTable, tokens: int, console: Console) -> None:
     console.print(
         Text(
             f"Amdahl: {scale.serial_fraction:.1%} of the first row's step does not get shorter on more devices\n"
-            f"batch: {format_count(tokens)} tokens a step, {tokens / scale.critical:.2g} of the critical "
+            f"batch: {format_count(tokens)} tokens a step, {tokens / scale.critical_batch:.2g} of the critical "
             f"batch; a token "
-            f"counts for {1 / (1 + tokens / scale.critical):.0%} of one in a small batch"
+            f"counts for {1 / (1 + tokens / scale.critical_batch):.0%} of one in a small batch"
         )
     )
     console.print(Text(scale.assumption, "dim"))
@@ -233,5 +233,5 @@ def scale_table(rows: list[ScalingRow]) -> Table:
             f"{row.exposed_share:.1%}",
             format_count(row.useful_tokens_per_second),
         )
-        table.add_row(*start, *figures, describe_layout(row.estimate.job) + ("" if row.kept else " (new)"))
+        table.add_row(*start, *figures, describe_layout(row.estimate.job) + ("" if row.same_layout else " (new)"))
     return table

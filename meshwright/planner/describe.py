@@ -1,4 +1,4 @@
-"""Figures as a person reads them."""
+"""Descriptions of a plan and summaries of its estimate, shared by the search, the records and the pages."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ MEMORY_CLASSES = (
     "slack",
     "context",
 )
-"""of memory, as they are shown"""
+"""The classes of a memory estimate, in the order in which they are shown."""
 
 
 def describe_layout(job: PlannedJob) -> str:
-    """The axes and what is divided along them."""
+    """Returns the axes with their degrees, such as "shard 16 (optimizer) x tensor 2"."""
     layout = job.layout
-    kind = f" ({job.sharding})" if job.sharding != "none" else ""
-    told = [f"{axis} {getattr(layout, axis)}" + (kind if axis == "shard" else "") for axis in layout.active_axes]
-    return " x ".join(told) or "one device"
+    sharding = f" ({job.sharding})" if job.sharding != "none" else ""
+    axes = [f"{axis} {getattr(layout, axis)}" + (sharding if axis == "shard" else "") for axis in layout.active_axes]
+    return " x ".join(axes) or "one device"
 
 
 def describe_execution(job: PlannedJob) -> str:
-    """The rest of what a plan decides."""
-    told = [f"micro {job.batch.micro} x {job.batch.accumulation}"]
+    """Returns what a plan decides besides the layout: micro-batches, schedule, context method, checkpointing."""
+    parts = [f"micro-batch {job.batch.micro} x {job.batch.accumulation}"]
     if job.layout.pipeline > 1:
-        told.append(job.schedule + (f" of {job.stages_per_rank} stages a rank" if job.stages_per_rank > 1 else ""))
+        stages = f" with {job.stages_per_rank} stages per rank" if job.stages_per_rank > 1 else ""
+        parts.append(job.schedule + stages)
     if job.layout.context > 1:
-        told.append(job.context_method)
+        parts.append(f"{job.context_method} attention")
     if job.activation_checkpoint != "none":
-        told.append(f"recompute {job.activation_checkpoint}")
-    return ", ".join(told)
+        parts.append(f"{job.activation_checkpoint} activation checkpointing")
+    return ", ".join(parts)
 
 
 def describe_plan(job: PlannedJob) -> str:
@@ -47,56 +48,58 @@ def describe_plan(job: PlannedJob) -> str:
 
 
 def memory_by_class(memory: MemoryEstimate) -> dict[str, float]:
-    """Bytes by class, those that are there, in the order in which they are shown."""
+    """Returns the bytes of each class that is not empty."""
     return {name: getattr(memory, name) for name in MEMORY_CLASSES if getattr(memory, name)}
 
 
-def exposed_seconds(estimate: Estimate) -> float:
-    """Seconds of a step in which a rank waits for messages."""
-    return sum(call.exposed_seconds for call in estimate.calls)
+def exposed_seconds(plan: Estimate) -> float:
+    """Returns the exposed communication of a step: the time in which a rank waits for collectives."""
+    return sum(call.exposed_seconds for call in plan.calls)
 
 
-def wire_bytes_per_step(estimate: Estimate) -> float:
-    """Bytes that one rank sends in a step, by the ring count."""
-    return sum(call.calls * wire_bytes(call.collective, int(call.message_bytes), call.ranks) for call in estimate.calls)
+def wire_bytes_per_step(plan: Estimate) -> float:
+    """Returns the bytes that one rank sends in a step, by the ring algorithms."""
+    return sum(call.calls * wire_bytes(call.collective, int(call.message_bytes), call.ranks) for call in plan.calls)
 
 
-def sync_seconds(estimate: Estimate) -> float:
-    """Of the step's seconds, those that a run records as its phase `sync`: waiting for neighbours in a pipeline, or for
-    the last sums of whole copies. What passes wait for inside themselves is part of forward and backward.
+def sync_seconds(plan: Estimate) -> float:
+    """Returns the seconds that a run records as its phase `sync`.
+
+    These are the pipeline's bubble and transfers, or DDP's last all-reduce. Communication that is exposed inside
+    forward and backward counts as part of them.
     """
-    phases = ("bubble", "pipeline") if estimate.job.layout.pipeline > 1 else ("replicate",)
-    return sum(estimate.phases.get(phase, 0.0) for phase in phases)
+    phases = ("bubble", "pipeline") if plan.job.layout.pipeline > 1 else ("replicate",)
+    return sum(plan.phases.get(phase, 0.0) for phase in phases)
 
 
-def recompute_seconds(estimate: Estimate) -> float:
-    """Seconds of a step in which what was computed is computed again."""
-    computing = estimate.phases.get("forward", 0.0) + estimate.phases.get("backward", 0.0)
-    return estimate.phases.get("recompute", computing * (1 - estimate.model_flops / estimate.hardware_flops))
+def recompute_seconds(plan: Estimate) -> float:
+    """Returns the seconds of a step that activation checkpointing spends on recomputation."""
+    compute = plan.phases.get("forward", 0.0) + plan.phases.get("backward", 0.0)
+    return plan.phases.get("recompute", compute * (1 - plan.model_flops / plan.hardware_flops))
 
 
-def lost_seconds(estimate: Estimate) -> dict[str, float]:
-    """Seconds of a step that neither go through the model nor update it, by what takes them."""
+def lost_seconds(plan: Estimate) -> dict[str, float]:
+    """Returns the seconds of a step that neither compute the model once nor update it, by cause."""
     return {
-        "communication": exposed_seconds(estimate),
-        "recomputation": recompute_seconds(estimate),
-        "bubble": estimate.phases.get("bubble", 0.0),
+        "communication": exposed_seconds(plan),
+        "recomputation": recompute_seconds(plan),
+        "bubble": plan.phases.get("bubble", 0.0),
     }
 
 
-def merged_calls(estimate: Estimate) -> list[CollectiveCost]:
-    """Collectives of more than one rank, those of one kind and size together."""
-    found: dict[tuple[str, str, float, int, str], CollectiveCost] = {}
-    for call in estimate.calls:
+def merged_calls(plan: Estimate) -> list[CollectiveCost]:
+    """Returns the collectives of more than one rank; calls of the same kind, size and group are summed."""
+    merged: dict[tuple[str, str, float, int, str], CollectiveCost] = {}
+    for call in plan.calls:
         if call.ranks < 2 or call.calls <= 0:
             continue
         key = (call.axis, call.collective, call.message_bytes, call.ranks, call.link)
-        if (same := found.get(key)) is not None:
+        if (same := merged.get(key)) is not None:
             call = replace(
                 call,
                 calls=call.calls + same.calls,
                 seconds=call.seconds + same.seconds,
                 exposed_seconds=call.exposed_seconds + same.exposed_seconds,
             )
-        found[key] = call
-    return list(found.values())
+        merged[key] = call
+    return list(merged.values())

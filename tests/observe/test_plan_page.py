@@ -27,7 +27,7 @@ from meshwright.topology.unsupported import validate
 
 @pytest.fixture(scope="module")
 def whole():
-    return make_plan(build_workload("llama-70b"), resolve_cluster("h100:8x16"), scale=True)
+    return make_plan(build_workload("llama-70b"), resolve_cluster("h100:8x16"), scaling=True)
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +113,8 @@ def test_the_page_is_whole_alone_and_shows_the_same(whole, piped):
 
 def test_text_of_strangers_is_escaped_on_the_page_and_harmless_on_the_terminal(whole):
     evil = '<script>alert(1)</script>\x1b[31m&"'
-    model = replace(whole.work.model, name=evil)
-    named = replace(whole, work=replace(whole.work, model=model, notes=(evil,)))
+    model = replace(whole.workload.model, name=evil)
+    named = replace(whole, workload=replace(whole.workload, model=model, notes=(evil,)))
     text = "".join(page(named, 3))
     assert "<script" not in text
     assert "&lt;script&gt;" in text
@@ -139,7 +139,7 @@ def test_the_kth_plan_is_explained_and_written(tmp_path, capsys):
     out = tmp_path / "second.toml"
     main(["plan", "llama-8b", "--cluster", "h100:8x2", "--json", "--explain", "2", "--out", str(out)])
     record = json.loads(capsys.readouterr().out)
-    assert record["place"] == 2
+    assert record["position"] == 2
     assert record["plan"] == record["ranked"][1]
     assert f"meshwright train {out} --steps 20" in record["explanation"]["measurement"][0]
 

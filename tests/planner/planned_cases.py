@@ -1,12 +1,12 @@
-"""Workloads and clusters that the planner's tests share."""
+"""Workloads, clusters and cached plans that the tests of the search share."""
 
 from __future__ import annotations
 
 from functools import cache
 
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
+from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.plan_result import PlanResult, make_plan
-from meshwright.planner.search.search import CostCache
 from meshwright.planner.workload.architecture import Architecture, LatentAttention
 from meshwright.planner.workload.workload import Workload
 from meshwright.planner.workload.workload_args import build_workload
@@ -21,17 +21,17 @@ CASES = [
 ]
 
 
-def desk(model: str, cluster: str, *overrides: str) -> CostCache:
+def cost_cache(model: str, cluster: str, *overrides: str) -> CostCache:
     return CostCache(build_workload(model, overrides), resolve_cluster(cluster))
 
 
 @cache
-def answered(model: str, cluster: str, scale: bool = False) -> PlanResult:
-    return make_plan(build_workload(model), resolve_cluster(cluster), scale=scale)
+def cached_plan(model: str, cluster: str, scaling: bool = False) -> PlanResult:
+    return make_plan(build_workload(model), resolve_cluster(cluster), scaling=scaling)
 
 
-def foreign() -> Workload:
-    """A model that our decoder does not train: latent attention, a vocabulary that nothing divides."""
+def untrainable_workload() -> Workload:
+    """A model that Meshwright's decoder cannot train: latent attention, and a vocabulary that nothing divides."""
     model = Architecture(
         "lat", 27, 2048, 16, 16, 128, 10944, 102403, experts=64, experts_active=6, experts_shared=2, expert_ffn=1408,
         dense_layers=1, latent_attention=LatentAttention(0, 512, 128, 64, 128),

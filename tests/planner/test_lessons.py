@@ -16,8 +16,9 @@ from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.calibration.run_prediction import predict_run
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search.candidate import Candidate
+from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.plan_to_config import best_plan
-from meshwright.planner.search.search import CostCache, search
+from meshwright.planner.search.search import search
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.workload import Workload
 
@@ -96,7 +97,10 @@ def test_a_search_recalls_runs_once(home):
     teach(here, 2.0)
     found = search(desk).ranked
     assert [one.notes for one in found] == [[]] * len(found)
-    assert [Candidate.of(one.job) for one in search(same).ranked] == [Candidate.of(one.job) for one in found]
+    candidates = [[Candidate.from_job(one.job) for one in ranked] for ranked in (search(same).ranked, found)]
+    assert candidates[0] == candidates[1]
+        Candidate.from_job(one.job) for one in found
+    ]
     assert search(CostCache(work, here)).ranked[0].seconds > found[0].seconds
 
 

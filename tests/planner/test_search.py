@@ -1,4 +1,4 @@
-"""The search finds what trying everything finds, of what fits and runs, in time and without torch."""
+"""Tests of the search: it matches an exhaustive search, proposes only feasible plans, is fast and needs no torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from itertools import product
 from math import prod
 
 import pytest
-from planned_cases import CASES, answered, desk, foreign
+from planned_cases import CASES, cached_plan, cost_cache, untrainable_workload
 
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
-from meshwright.planner.search import search as searching
 from meshwright.planner.search.candidate import Candidate, candidate_config, validation_error
-from meshwright.planner.search.search import MAX_MEMORY_ESTIMATES, CostCache, min_memory_candidate, search
+from meshwright.planner.search.cost_cache import CostCache
+from meshwright.planner.search.search import (
+    MAX_MEMORY_ESTIMATES,
+    TIE_TOLERANCE,
+    complexity,
+    min_memory_candidate,
+    search,
+)
 from meshwright.planner.search.search_space import (
     CHECKPOINT_MODES,
     SHARDINGS,
@@ -27,114 +33,118 @@ from meshwright.planner.search.search_space import (
 from meshwright.topology.unsupported import validate
 
 
-def everything(at: CostCache):
-    """Every choice that fits, is allowed and fills its schedule; nothing else is left out."""
-    for frame in model_parallel_degrees(at.work, at.cluster.device_count, at.cluster.devices_per_node, SearchSpace()):
-        for sharding, options in sharded_layouts(at.work, frame, SearchSpace()):
-            sizes = divisors(at.work.global_batch // frame.data)
-            for layout, micro, recompute in product(options, sizes, CHECKPOINT_MODES):
-                for kind, each in pipeline_schedules(at.work, frame):
-                    choice = Candidate(layout, micro, sharding, recompute, kind, each, frame.method)
-                    if not fills_schedule(kind, frame.pipeline, at.work.global_batch // frame.data // micro):
+def all_feasible_candidates(cache: CostCache):
+    """Yields every candidate that fits, is supported and fills its schedule; skips nothing else."""
+    work, cluster, space = cache.work, cache.cluster, SearchSpace()
+    for degrees in model_parallel_degrees(work, cluster.device_count, cluster.devices_per_node, space):
+        for sharding, layouts in sharded_layouts(work, degrees, space):
+            sizes = divisors(work.global_batch // degrees.data)
+            for layout, micro, mode in product(layouts, sizes, CHECKPOINT_MODES):
+                for schedule, stages in pipeline_schedules(work, degrees):
+                    candidate = Candidate(layout, micro, sharding, mode, schedule, stages, degrees.context_method)
+                    if not fills_schedule(schedule, degrees.pipeline, work.global_batch // degrees.data // micro):
                         continue
-                    if validation_error(at.work, choice) is None and at.fits(choice):
-                        yield choice
+                    if validation_error(work, candidate) is None and cache.fits(candidate):
+                        yield candidate
 
 
 @pytest.mark.parametrize(
-    ("model", "cluster", "words"),
+    ("model", "cluster", "overrides"),
     [
         ("llama-8b", "h100:8", ["--batch.global=32"]),
         ("llama-1b", "a100-40:4", ["--batch.global=24"]),
         ("deepseek-moe-16b", "h200:8", ["--batch.global=16"]),
     ],
 )
-def test_the_plan_is_as_quick_as_the_best_of_all(model, cluster, words):
-    at = desk(model, cluster, *words)
-    best = min(at.time(choice).seconds for choice in everything(at))
-    fresh = desk(model, cluster, *words)
-    assert search(fresh).ranked[0].seconds <= (1 + searching.TIE_TOLERANCE) * best
+def test_search_is_as_fast_as_the_exhaustive_search(model, cluster, overrides):
+    cache = cost_cache(model, cluster, *overrides)
+    best = min(cache.estimate(candidate).seconds for candidate in all_feasible_candidates(cache))
+    fresh = cost_cache(model, cluster, *overrides)
+    assert search(fresh).ranked[0].seconds <= (1 + TIE_TOLERANCE) * best
 
 
 @pytest.mark.parametrize(("model", "cluster"), CASES)
-def test_every_plan_fits_runs_and_uses_every_device(model, cluster):
-    whole = answered(model, cluster)
-    assert whole.found.ranked
-    for found in [*whole.found.ranked, *whole.found.front]:
-        assert found.fits
-        assert found.job.layout.ranks == whole.cluster.device_count
-        layout, batch = validate(candidate_config(whole.work.base_config, Candidate.of(found.job)))
-        assert (layout, batch) == (found.job.layout, found.job.batch)
+def test_every_plan_fits_validates_and_uses_every_device(model, cluster):
+    result = cached_plan(model, cluster)
+    assert result.search.ranked
+    for plan in [*result.search.ranked, *result.search.pareto_front]:
+        assert plan.fits
+        assert plan.job.layout.ranks == result.cluster.device_count
+        layout, batch = validate(candidate_config(result.workload.base_config, Candidate.from_job(plan.job)))
+        assert (layout, batch) == (plan.job.layout, plan.job.batch)
 
 
 @pytest.mark.parametrize(("model", "cluster"), CASES)
-def test_no_ddp_that_fits_is_quicker_than_the_plan(model, cluster):
-    whole = answered(model, cluster)
-    copies = search(desk(model, cluster), SearchSpace(frozenset())).ranked
-    assert all(whole.chosen.seconds <= (1 + searching.TIE_TOLERANCE) * found.seconds for found in copies)
+def test_no_ddp_plan_that_fits_is_faster_than_the_chosen_plan(model, cluster):
+    result = cached_plan(model, cluster)
+    ddp = search(cost_cache(model, cluster), SearchSpace(frozenset())).ranked
+    assert all(result.chosen.seconds <= (1 + TIE_TOLERANCE) * plan.seconds for plan in ddp)
 
 
 @pytest.mark.parametrize(("model", "cluster"), CASES)
-def test_the_front_is_of_plans_that_no_other_beats(model, cluster):
-    found = answered(model, cluster).found
-    for one, other in product(found.front, [*found.front, *found.ranked]):
-        quicker, lighter = other.seconds < one.seconds, other.peak_memory.total < one.peak_memory.total
-        assert not (quicker and lighter)
+def test_no_plan_beats_the_pareto_front_in_both_time_and_memory(model, cluster):
+    result = cached_plan(model, cluster).search
+    for plan, other in product(result.pareto_front, [*result.pareto_front, *result.ranked]):
+        faster, smaller = other.seconds < plan.seconds, other.peak_memory.total < plan.peak_memory.total
+        assert not (faster and smaller)
 
 
-def test_the_plan_is_the_simplest_of_those_as_quick():
-    found = answered("gpt2-124m", "a100-80:8").found.ranked
-    alike = [one for one in found if one.seconds <= (1 + searching.TIE_TOLERANCE) * min(each.seconds for each in found)]
-    assert searching.complexity(found[0]) == min(map(searching.complexity, alike))
+def test_chosen_plan_is_the_simplest_of_tied_plans():
+    ranked = cached_plan("gpt2-124m", "a100-80:8").search.ranked
+    fastest = min(plan.seconds for plan in ranked)
+    tied = [plan for plan in ranked if plan.seconds <= (1 + TIE_TOLERANCE) * fastest]
+    assert complexity(ranked[0]) == min(map(complexity, tied))
 
 
-def test_sixteen_thousand_devices_are_searched_in_seconds_and_without_torch():
+def test_search_of_16384_devices_takes_seconds_and_imports_no_torch():
     code = (
         "import sys, time; began = time.process_time()\n"
-        "from meshwright.planner.workload.workload_args import workload\n"
-        "from meshwright.planner.hardware.resolve_cluster import cluster_of\n"
-        "from meshwright.planner.search.search import CostCache, search\n"
-        "found = search(CostCache(workload('llama-405b'), cluster_of('h100:8x2048')))\n"
+        "from meshwright.planner.workload.workload_args import build_workload\n"
+        "from meshwright.planner.hardware.resolve_cluster import resolve_cluster\n"
+        "from meshwright.planner.search.cost_cache import CostCache\n"
+        "from meshwright.planner.search.search import search\n"
+        "result = search(CostCache(build_workload('llama-405b'), resolve_cluster('h100:8x2048')))\n"
         "assert 'torch' not in sys.modules\n"
-        "print(time.process_time() - began, found.estimates, found.weighed, found.degrees, len(found.ranked))"
+        "took = time.process_time() - began\n"
+        "print(took, result.timed, result.memory_estimates, result.degrees, len(result.ranked))"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
-    took, estimates, weighed, cuts, plans = map(float, done.stdout.split())
+    took, timed, memory_estimates, degrees, plans = map(float, done.stdout.split())
     assert took < 6  # a third of it on an idle machine
-    assert weighed <= MAX_MEMORY_ESTIMATES + 3 * cuts  # a frame that was begun is finished
-    assert estimates <= 10 * cuts
+    assert memory_estimates <= MAX_MEMORY_ESTIMATES + 3 * degrees  # degrees whose search has begun are finished
+    assert timed <= 10 * degrees
     assert plans >= 8
 
 
-def test_tensor_groups_stay_inside_a_node_unless_nothing_else_fits():
+def test_tensor_parallel_groups_stay_inside_a_node_unless_nothing_else_fits():
     for model, cluster in CASES:
-        whole = answered(model, cluster)
-        assert all(found.job.layout.tensor <= whole.cluster.devices_per_node for found in whole.found.ranked)
-    words = [f"--layout.{axis}=1" for axis in ("pipeline", "context")] + ["--layout.shard=none"]
-    found = search(desk("llama-8b", "h100:2x4", *words, "--batch.global=8", "--model.layers=80"))
-    assert {one.job.layout.tensor for one in found.ranked} <= {4, 8}
-    assert found.ranked
+        result = cached_plan(model, cluster)
+        assert all(plan.job.layout.tensor <= result.cluster.devices_per_node for plan in result.search.ranked)
+    overrides = [f"--layout.{axis}=1" for axis in ("pipeline", "context")] + ["--layout.shard=none"]
+    result = search(cost_cache("llama-8b", "h100:2x4", *overrides, "--batch.global=8", "--model.layers=80"))
+    assert {plan.job.layout.tensor for plan in result.ranked} <= {4, 8}
+    assert result.ranked
 
 
 @pytest.mark.parametrize(
-    ("word", "read"),
+    ("override", "is_kept"),
     [
         ("--layout.tensor=4", lambda job: job.layout.tensor == 4),
         ("--layout.shard=optimizer", lambda job: job.sharding == "optimizer"),
         ("--layout.pipeline=2", lambda job: job.layout.pipeline == 2),
         ("--layout.context=2", lambda job: job.layout.context == 2),
-        ("--activation_checkpoint.mode=full", lambda job: job.recompute == "full"),
+        ("--activation_checkpoint.mode=full", lambda job: job.activation_checkpoint == "full"),
         ("--batch.micro=2", lambda job: job.batch.micro == 2),
     ],
 )
-def test_what_a_word_pins_every_plan_keeps(word, read):
-    found = search(desk("llama-8b", "h100:8x4", word))
-    assert found.ranked
-    assert all(read(one.job) for one in [*found.ranked, *found.front])
+def test_every_plan_keeps_a_pinned_setting(override, is_kept):
+    result = search(cost_cache("llama-8b", "h100:8x4", override))
+    assert result.ranked
+    assert all(is_kept(plan.job) for plan in [*result.ranked, *result.pareto_front])
 
 
-def test_a_schedule_is_pinned_with_its_stages():
-    at = desk(
+def test_pinned_schedule_keeps_its_stages_per_rank():
+    cache = cost_cache(
         "llama-8b",
         "h100:8x4",
         "--layout.pipeline=4",
@@ -142,40 +152,40 @@ def test_a_schedule_is_pinned_with_its_stages():
         "--pipeline.stages=4",
         "--batch.global=64",
     )
-    assert {(one.job.schedule, one.job.stages_per_rank) for one in search(at).ranked} == {("interleaved", 4)}
+    assert {(plan.job.schedule, plan.job.stages_per_rank) for plan in search(cache).ranked} == {("interleaved", 4)}
 
 
-def test_a_model_that_our_decoder_does_not_train_is_planned_by_the_usual_rules():
-    work = foreign()
-    found = search(CostCache(work, resolve_cluster("h100:8x4"))).ranked
-    assert found
-    for one in found:
-        layout, model = one.job.layout, work.model
-        assert one.job.run_config is None
+def test_model_that_the_decoder_cannot_train_is_planned_by_the_usual_divisibility_rules():
+    work = untrainable_workload()
+    ranked = search(CostCache(work, resolve_cluster("h100:8x4"))).ranked
+    assert ranked
+    for plan in ranked:
+        layout, model = plan.job.layout, work.model
+        assert plan.job.run_config is None
         assert model.heads % layout.tensor == model.expert_ffn % layout.tensor == 0
-        assert layout.pipeline * one.job.stages_per_rank <= model.layers
+        assert layout.pipeline * plan.job.stages_per_rank <= model.layers
         assert model.experts % layout.expert == 0
         assert layout.expert_axes_size % layout.expert == 0
-        assert one.job.batch.global_ == one.job.batch.micro * layout.data_degree * one.job.batch.accumulation
+        assert plan.job.batch.global_ == plan.job.batch.micro * layout.data_degree * plan.job.batch.accumulation
 
 
-def test_the_lightest_is_lighter_than_every_plan():
-    at = desk("llama-8b", "h100:8")
-    least = min_memory_candidate(at)
-    assert least is not None
-    assert all(at.peak_memory(least).total <= found.peak_memory.total for found in search(at).ranked)
+def test_min_memory_candidate_needs_less_memory_than_every_plan():
+    cache = cost_cache("llama-8b", "h100:8")
+    smallest = min_memory_candidate(cache)
+    assert smallest is not None
+    assert all(cache.peak_memory(smallest).total <= plan.peak_memory.total for plan in search(cache).ranked)
 
 
-def test_the_space_is_what_a_search_keeps_to():
+def test_search_stays_inside_its_search_space():
     for axes in ((), ("shard",), ("tensor",), ("shard", "context")):
-        for one in search(desk("llama-1b", "h100:8"), SearchSpace(frozenset(axes), CHECKPOINT_MODES[:1])).ranked:
-            layout = one.job.layout
+        for plan in search(cost_cache("llama-1b", "h100:8"), SearchSpace(frozenset(axes), CHECKPOINT_MODES[:1])).ranked:
+            layout = plan.job.layout
             used = {axis for axis in ("tensor", "pipeline", "context", "expert") if getattr(layout, axis) > 1}
-            assert used | ({"shard"} if one.job.sharding in SHARDINGS else set()) <= set(axes)
-            assert one.job.activation_checkpoint == "none"
+            assert used | ({"shard"} if plan.job.sharding in SHARDINGS else set()) <= set(axes)
+            assert plan.job.activation_checkpoint == "none"
 
 
-def test_divisors_are_all_of_them():
+def test_divisors_are_complete():
     for number in (1, 2, 12, 97, 360, 16384):
         assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
     assert prod(divisors(12)) == 1728

@@ -1,4 +1,4 @@
-"""One way to spread a step: everything that a plan decides, as a job to estimate and as a run to start; torch-free."""
+"""A candidate of the search: everything that a plan decides, as a job to estimate and as a run configuration."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from meshwright.topology.unsupported import validate
 
 @dataclass(frozen=True)
 class Candidate:
+    """One combination of layout, micro-batch size, sharding, activation checkpointing and pipeline schedule."""
+
     layout: Layout
     micro: int
+    """The samples per micro-batch."""
     sharding: str = "none"
-    recompute: str = "none"
+    activation_checkpoint: str = "none"
     schedule: str = "1f1b"
-    stages: int = 1
-    method: str = "ring"
+    stages_per_rank: int = 1
+    context_method: str = "ring"
 
     @classmethod
-    def of(cls, job: PlannedJob) -> Candidate:
+    def from_job(cls, job: PlannedJob) -> Candidate:
         return cls(
             job.layout,
             job.batch.micro,
@@ -40,76 +43,75 @@ class Candidate:
 
     @property
     def layout_key(self) -> tuple[Layout, str]:
-        """What the ranked list has one of each of."""
+        """The layout and the sharding: the ranked list has at most one plan for each."""
         return self.layout, self.sharding
 
 
-def candidate_job(work: Workload, cluster: Cluster, choice: Candidate) -> PlannedJob:
-    """Without a run, whose exact formulas take longer: `exact` is for the few that are shown."""
-    replicas = choice.layout.data_degree
+def candidate_job(work: Workload, cluster: Cluster, candidate: Candidate) -> PlannedJob:
+    """Returns the job without a run configuration, whose exact formulas take longer; see `exact_job`."""
+    replicas = candidate.layout.data_degree
     compiled = work.base_config is not None and work.base_config.compile.enabled
     return PlannedJob(
         work.model,
         cluster,
-        choice.layout,
-        Batch(work.global_batch, choice.micro, replicas, work.global_batch // replicas // choice.micro),
+        candidate.layout,
+        Batch(work.global_batch, candidate.micro, replicas, work.global_batch // replicas // candidate.micro),
         work.sequence,
-        choice.sharding,
+        candidate.sharding,
         work.precision,
-        choice.recompute,
+        candidate.activation_checkpoint,
         1,
-        choice.schedule,
-        choice.stages,
-        choice.method,
+        candidate.schedule,
+        candidate.stages_per_rank,
+        candidate.context_method,
         MESHWRIGHT_COMPILED if compiled else MESHWRIGHT,
     )
 
 
-def candidate_config(base: RunConfig, choice: Candidate) -> RunConfig:
-    """The run that trains as the plan says."""
-    layout = choice.layout
-    divided = choice.sharding != "none"
-    both = divided and layout.replicate > 1
-    pipelined = layout.pipeline > 1
-    sharding: Any = choice.sharding
-    order: Any = choice.schedule
-    method: Any = choice.method if layout.context > 1 else "ring"
-    recompute: Any = choice.recompute
+def candidate_config(base: RunConfig, candidate: Candidate) -> RunConfig:
+    """Returns `base` with the layout and the other settings that the candidate decides."""
+    layout = candidate.layout
+    is_sharded = candidate.sharding != "none"
+    is_hybrid = is_sharded and layout.replicate > 1
+    sharding: Any = candidate.sharding
+    schedule: Any = candidate.schedule
+    context_method: Any = candidate.context_method if layout.context > 1 else "ring"
+    mode: Any = candidate.activation_checkpoint
     changed: dict[str, Any] = {
         "layout": LayoutConfig(
-            layout.shard if divided and not both else layout.replicate,
+            layout.shard if is_sharded and not is_hybrid else layout.replicate,
             sharding,
-            layout.shard if both else None,
+            layout.shard if is_hybrid else None,
             layout.tensor,
             layout.pipeline,
             layout.context,
             layout.expert,
         ),
-        "batch": replace(base.batch, micro=choice.micro),
-        "pipeline": PipelineConfig(order, choice.stages) if pipelined else PipelineConfig(),
-        "context": replace(base.context, method=method),
-        "activation_checkpoint": replace(base.activation_checkpoint, mode=recompute, segment=1),
+        "batch": replace(base.batch, micro=candidate.micro),
+        "pipeline": PipelineConfig(schedule, candidate.stages_per_rank) if layout.pipeline > 1 else PipelineConfig(),
+        "context": replace(base.context, method=context_method),
+        "activation_checkpoint": replace(base.activation_checkpoint, mode=mode, segment=1),
     }
     return replace(base, **changed)
 
 
-def exact_job(work: Workload, cluster: Cluster, choice: Candidate) -> PlannedJob:
-    """With the run where there is one."""
+def exact_job(work: Workload, cluster: Cluster, candidate: Candidate) -> PlannedJob:
+    """Returns the job with its run configuration if the workload has one, so that exact formulas apply."""
     if work.base_config is None:
-        return candidate_job(work, cluster, choice)
-    return PlannedJob.from_config(candidate_config(work.base_config, choice), cluster, work.model.name)
+        return candidate_job(work, cluster, candidate)
+    return PlannedJob.from_config(candidate_config(work.base_config, candidate), cluster, work.model.name)
 
 
-def validation_error(work: Workload, choice: Candidate) -> ConfigError | None:
-    """Why meshwright, or a trainer with the usual rules, would not run it."""
+def validation_error(work: Workload, candidate: Candidate) -> ConfigError | None:
+    """Returns the error with which Meshwright, or a trainer with the usual rules, rejects the candidate."""
     try:
         if work.base_config is not None:
-            validate(candidate_config(work.base_config, choice))
-        elif choice.layout.pipeline > 1:
-            replicas = choice.layout.data_degree * choice.micro
+            validate(candidate_config(work.base_config, candidate))
+        elif candidate.layout.pipeline > 1:
+            micro_batches = work.global_batch // (candidate.layout.data_degree * candidate.micro)
             schedules.validate_schedule(
-                choice.schedule, choice.layout.pipeline, work.global_batch // replicas, choice.stages
+                candidate.schedule, candidate.layout.pipeline, micro_batches, candidate.stages_per_rank
             )
-    except ConfigError as refused:
-        return refused
+    except ConfigError as error:
+        return error
     return None

@@ -1,6 +1,7 @@
-"""Why a plan: problem, mechanism, communication, tradeoff and measurement, and what breaks at ten times the size.
+"""The explanation of a plan in five parts: problem, mechanism, communication, tradeoff and measurement.
 
-Every sentence is made of the estimate's own figures. Torch-free.
+Every sentence is built from the figures of the estimate. Five questions follow, such as what breaks first at ten times
+the size.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from meshwright.planner.describe import (
     wire_bytes_per_step,
 )
 from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
+from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.ladder import Bottleneck, find_bottleneck
 from meshwright.planner.search.mechanism import mechanism, replicated, sharded
 from meshwright.planner.search.scaling import scaled_estimate
-from meshwright.planner.search.search import CostCache
 from meshwright.planner.workload.planned_job import PlannedJob
 
-TENFOLD = 10
+SCALE_FACTOR = 10
+"""The multiple of the devices at which the explanation says what breaks first."""
 
 
 @dataclass(frozen=True)
@@ -36,243 +38,226 @@ class Explanation:
     tradeoff: list[str]
     measurement: list[str]
     questions: dict[str, str]
-    """what is replicated, what is sharded, which collective is on the critical path, how the optimizer stays the same,
-    and what breaks first at ten times the size
+    """Answers by question: what is replicated, what is sharded, which collective is on the critical path, how the
+    optimizer's semantics are preserved, and what breaks first at ten times the size.
     """
 
 
 def explain(
-    estimate: Estimate,
+    plan: Estimate,
     others: Sequence[Estimate] = (),
-    plain: tuple[Estimate, Bottleneck] | None = None,
-    desk: CostCache | None = None,
+    ddp: tuple[Estimate, Bottleneck] | None = None,
+    cache: CostCache | None = None,
     file: str = "PLAN.toml",
 ) -> Explanation:
-    """Of a plan or a run. `others` are the next best; `plain` is DDP and what binds it; `desk` can ask for more."""
-    rest = [other for other in others if other is not estimate][:2]
+    """Explains a plan or a run.
+
+    `others` are the next best plans, `ddp` is the plan of plain DDP with its bottleneck, `cache` is needed to estimate
+    the plan on more devices, and `file` is the name of the plan file.
+    """
+    questions = {
+        "What is replicated?": replicated(plan),
+        "What is sharded?": sharded(plan),
+        "Which collective is on the critical path?": critical_collective(plan),
+        "How are the optimizer's semantics preserved?": optimizer_semantics(plan.job),
+    }
+    if cache is not None:
+        questions[f"What breaks first at {SCALE_FACTOR}x?"] = " ".join(scaling_limits(plan, cache))
     return Explanation(
-        problem(estimate, plain),
-        mechanism(estimate),
-        communication(estimate),
-        tradeoff(estimate, rest),
-        measurement(estimate, file),
-        {
-            "What is replicated?": replicated(estimate),
-            "What is sharded?": sharded(estimate),
-            "Which collective is on the critical path?": critical_collective(estimate),
-            "How do the optimizer's semantics stay consistent?": optimizer_semantics(estimate.job),
-            **(
-                {f"What breaks first at {TENFOLD}x?": " ".join(scaling_limits(estimate, desk))}
-                if desk is not None
-                else {}
-            ),
-        },
+        problem(plan, ddp),
+        mechanism(plan),
+        communication(plan),
+        tradeoff(plan, [other for other in others if other is not plan][:2]),
+        measurement(plan, file),
+        questions,
     )
 
 
-def problem(estimate: Estimate, plain: tuple[Estimate, Bottleneck] | None) -> list[str]:
-    job = estimate.job
-    told = [
-        f"{format_count(job.model.parameters)} parameters, {job.batch.global_:,} samples of "
-        f"{job.sequence:,} tokens a step, "
-        f"{job.layout.ranks:,} {job.cluster.device.name} of {format_bytes(job.cluster.device.memory)}."
+def problem(plan: Estimate, ddp: tuple[Estimate, Bottleneck] | None) -> list[str]:
+    job = plan.job
+    sentences = [
+        f"{format_count(job.model.parameters)} parameters, {job.batch.global_:,} samples of {job.sequence:,} tokens "
+        f"per step, {job.layout.ranks:,} {job.cluster.device.name} with {format_bytes(job.cluster.device.memory)} each."
     ]
-    if plain is not None:
-        first, binding = plain
-        told.append(
-            f"Whole copies (DDP) take {format_seconds(first.seconds)} a step, and nothing binds them."
-            if binding.kind == "nothing"
-            else f"Whole copies (DDP) are bound by {bottleneck_name(binding)}: {binding.message}."
+    if ddp is not None:
+        estimate, bottleneck = ddp
+        sentences.append(
+            f"DDP takes {format_seconds(estimate.seconds)} per step and has no bottleneck."
+            if bottleneck.kind == "none"
+            else f"The bottleneck of DDP is {bottleneck.message}."
         )
-    now = find_bottleneck(estimate)
-    told.append(
-        f"{now.message.replace('nothing:', 'Nothing binds this plan:')}."
-        if now.kind == "nothing"
-        else f"What binds this plan: {now.message}."
-    )
-    return told
+    remaining = find_bottleneck(plan)
+    has_none = f"This plan has no bottleneck: {remaining.message.removeprefix('none: ')}."
+    sentences.append(has_none if remaining.kind == "none" else f"The bottleneck of this plan is {remaining.message}.")
+    return sentences
 
 
-def bottleneck_name(binding: Bottleneck) -> str:
-    return {"batch": "the batch", "bubble": "the pipeline's bubble"}.get(binding.kind, binding.kind)
-
-
-def communication(estimate: Estimate) -> list[str]:
-    """The collectives, those that are waited for longest first."""
-    calls = sorted(merged_calls(estimate), key=lambda call: (-call.exposed_seconds, -call.seconds))
+def communication(plan: Estimate) -> list[str]:
+    """Describes the collectives, those with the most exposed time first."""
+    calls = sorted(merged_calls(plan), key=lambda call: (-call.exposed_seconds, -call.seconds))
     if not calls:
-        return ["A rank sends 0 B a step: no axis has messages."]
-    waited = exposed_seconds(estimate)
-    told = [
-        f"A rank sends {format_bytes(wire_bytes_per_step(estimate))} a step; messages take "
-        f"{format_seconds(sum(call.seconds for call in calls))}, "
-        f"of which {format_seconds(waited)} ({format_percent(waited / estimate.seconds)} of the step) are exposed."
-    ]
-    return told + [f"{describe_call(call)}." for call in calls]
+        return ["A rank sends 0 B per step: no axis communicates."]
+    exposed = exposed_seconds(plan)
+    summary = (
+        f"A rank sends {format_bytes(wire_bytes_per_step(plan))} per step. Collectives take "
+        f"{format_seconds(sum(call.seconds for call in calls))}, of which {format_seconds(exposed)} "
+        f"({format_percent(exposed / plan.seconds)} of the step) are exposed."
+    )
+    return [summary, *(f"{describe_call(call)}." for call in calls)]
 
 
 def describe_call(call: CollectiveCost) -> str:
     where = "inside a node" if call.link == "intra-node" else "between nodes"
-    hidden = call.seconds - call.exposed_seconds
-    how = (
-        f"exposed, {format_seconds(call.exposed_seconds)}"
-        if hidden <= 0
-        else f"hidden, {format_seconds(call.seconds)}"
-        if call.exposed_seconds <= 0
-        else f"{format_seconds(call.exposed_seconds)} of {format_seconds(call.seconds)} exposed"
+    if call.seconds <= call.exposed_seconds:
+        overlap = f"exposed, {format_seconds(call.exposed_seconds)}"
+    elif call.exposed_seconds <= 0:
+        overlap = f"overlapped with compute, {format_seconds(call.seconds)}"
+    else:
+        overlap = f"{format_seconds(call.exposed_seconds)} of {format_seconds(call.seconds)} exposed"
+    volume = f"{call.calls:,.0f} x {format_bytes(call.message_bytes)}"
+    return f"{call.axis} {call.collective}: {volume} over {call.ranks:,} ranks {where}: {overlap}"
+
+
+def tradeoff(plan: Estimate, others: Sequence[Estimate]) -> list[str]:
+    capacity = plan.job.cluster.device.memory
+    low, high = format_seconds(plan.interval_low), format_seconds(plan.interval_high)
+    summary = (
+        f"A step takes {format_seconds(plan.seconds)} (80% interval {low} to {high}; largest source of uncertainty: "
+        f"{plan.main_uncertainty}). MFU is {plan.mfu:.1%}, and {format_bytes(capacity - plan.peak_memory.total)} of "
+        f"{format_bytes(capacity)} per device stay free."
     )
-    times = f"{call.calls:,.0f} x {format_bytes(call.message_bytes)}"
-    return f"{call.axis} {call.collective}: {times} over {call.ranks:,} ranks {where}: {how}"
-
-
-def tradeoff(estimate: Estimate, others: Sequence[Estimate]) -> list[str]:
-    job, held = estimate.job, estimate.peak_memory
-    left = job.cluster.device.memory - held.total
-    told = [
-        f"It takes {format_seconds(estimate.seconds)} a step ({format_seconds(estimate.interval_low)} to "
-        f"{format_seconds(estimate.interval_high)} in four "
-        f"cases of five; most of the doubt: {estimate.main_uncertainty}), {estimate.mfu:.1%} of the devices' peak, "
-        f"and leaves {format_bytes(left)} of {format_bytes(job.cluster.device.memory)} free."
-    ]
     costs = {
-        "waiting in the pipeline": estimate.phases.get("bubble", 0.0),
-        "computing again": recompute_seconds(estimate),
+        "pipeline bubble": plan.phases.get("bubble", 0.0),
+        "recomputation": recompute_seconds(plan),
+        "exposed communication": exposed_seconds(plan),
     }
-    costs["exposed messages"] = exposed_seconds(estimate)
-    paid = [
-        f"{name} {format_seconds(spent)} ({format_percent(spent / estimate.seconds)})"
+    lost = [
+        f"{name} {format_seconds(spent)} ({format_percent(spent / plan.seconds)})"
         for name, spent in costs.items()
         if spent > 0
     ]
-    told.append(f"Its price a step: {', '.join(paid)}." if paid else "Nothing of a step is lost.")
-    return told + [why_not(estimate, other) for other in others]
+    overhead = f"Overhead per step: {', '.join(lost)}." if lost else "Overhead per step: 0 s."
+    return [summary, overhead, *(compare_plans(plan, other) for other in others)]
 
 
-def why_not(estimate: Estimate, other: Estimate) -> str:
-    """What speaks against the next best."""
-    slower = other.seconds - estimate.seconds
-    heavier = other.peak_memory.total - estimate.peak_memory.total
-    names = {*estimate.phases, *other.phases}
-    grown = {name: other.phases.get(name, 0.0) - estimate.phases.get(name, 0.0) for name in names}
-    term, by = max(grown.items(), key=lambda row: row[1])
-    alike = abs(slower) < 1e-3 * estimate.seconds
-    pace = (
-        "as quick"
-        if alike
-        else f"{format_seconds(abs(slower))} {'slower' if slower > 0 else 'quicker, and of more parts'}"
-    )
-    weight = f"{format_bytes(abs(heavier))} {'heavier' if heavier > 0 else 'lighter'}"
-    because = f": {term} takes {format_seconds(by)} more" if by > 0 and slower > 0 and not alike else ""
-    return f"Not {describe_plan(other.job)}: {pace}, {weight}{because}."
-
-
-def measurement(estimate: Estimate, file: str) -> list[str]:
-    held, calls = estimate.peak_memory, merged_calls(estimate)
-    told = []
-    if estimate.job.run_config is not None:
-        told.append(
-            f"Run: meshwright train {file} --steps 20. The plan is wrong where step records from the third on say:"
-        )
+def compare_plans(plan: Estimate, other: Estimate) -> str:
+    """Says why the other plan was not chosen."""
+    slower = other.seconds - plan.seconds
+    more_memory = other.peak_memory.total - plan.peak_memory.total
+    names = {*plan.phases, *other.phases}
+    growth = {name: other.phases.get(name, 0.0) - plan.phases.get(name, 0.0) for name in names}
+    phase, by = max(growth.items(), key=lambda row: row[1])
+    tied = abs(slower) < 1e-3 * plan.seconds
+    if tied:
+        speed = "as fast"
+    elif slower > 0:
+        speed = f"{format_seconds(slower)} slower"
     else:
-        told.append("Train 20 steps of it. The plan is wrong where they say:")
-    told.append(
-        f"seconds outside {format_seconds(estimate.interval_low)} to {format_seconds(estimate.interval_high)} "
-        "(median of the steps);"
-    )
-    told.append(
-        f"phases.sync far from {format_seconds(sync_seconds(estimate))}, the waiting that is not inside passes;"
-    )
-    told.append(
-        f"memory over {format_bytes(held.reserved)} on the heaviest rank (rank of the pipeline: {peak_stage(estimate)});"  # noqa: E501
-    )
-    if (row := largest_transfer(estimate)) is not None:
-        told.append(
-            f"ledger.traffic of rank 0 with other than {row.message_bytes:,} bytes of {row.axis} {row.collective}."
+        speed = f"{format_seconds(-slower)} faster, but more complex"
+    memory = f"{format_bytes(abs(more_memory))} {'more' if more_memory > 0 else 'less'} memory"
+    because = f": {phase} takes {format_seconds(by)} more" if by > 0 and slower > 0 and not tied else ""
+    return f"Rejected: {describe_plan(other.job)}: {speed}, {memory}{because}."
+
+
+def measurement(plan: Estimate, file: str) -> list[str]:
+    memory, calls = plan.peak_memory, merged_calls(plan)
+    low, high = format_seconds(plan.interval_low), format_seconds(plan.interval_high)
+    if plan.job.run_config is not None:
+        first = f"Run meshwright train {file} --steps 20, then meshwright report. The prediction is wrong if"
+    else:
+        first = "Train 20 steps. The prediction is wrong if"
+    sentences = [
+        first,
+        f"the median step time from the third step on is outside {low} to {high};",
+        f"phases.sync is far from {format_seconds(sync_seconds(plan))}, the exposed time outside forward and backward;",
+        f"reserved memory exceeds {format_bytes(memory.reserved)} on pipeline rank {peak_stage(plan)};",
+    ]
+    if (row := largest_transfer(plan)) is not None:
+        sentences.append(
+            f"the counters of rank 0 do not show exactly {row.message_bytes:,} bytes of {row.axis} {row.collective}."
         )
     elif calls:
-        call = max(calls, key=lambda one: one.message_bytes * one.calls)
-        told.append(
-            f"other than {format_bytes(call.message_bytes * call.calls)} of {call.axis} {call.collective} a step."
-        )
-    return told
+        call = max(calls, key=lambda each: each.message_bytes * each.calls)
+        total = format_bytes(call.message_bytes * call.calls)
+        sentences.append(f"{call.axis} {call.collective} does not move {total} per step.")
+    return sentences
 
 
-def largest_transfer(estimate: Estimate) -> CollectiveVolume | None:
-    """Of what rank 0 sends, the row with most bytes, exact; of our own runs."""
-    job = estimate.job
+def largest_transfer(plan: Estimate) -> CollectiveVolume | None:
+    """Returns the collective with which rank 0 moves the most bytes, exactly; None without a run configuration."""
+    job = plan.job
     if job.run_config is None:
         return None
     rows = comm_volume(job.run_config, job.layout, job.batch)
     return max(rows, key=lambda row: row.message_bytes, default=None)
 
 
-def peak_stage(estimate: Estimate) -> int:
-    return estimate.memory_by_rank.index(estimate.peak_memory)
+def peak_stage(plan: Estimate) -> int:
+    return plan.memory_by_rank.index(plan.peak_memory)
 
 
-def critical_collective(estimate: Estimate) -> str:
-    waiting = [call for call in merged_calls(estimate) if call.exposed_seconds > 0]
-    if not waiting:
-        return "None: nothing that is sent is waited for."
-    call = max(waiting, key=lambda one: one.exposed_seconds)
+def critical_collective(plan: Estimate) -> str:
+    exposed = [call for call in merged_calls(plan) if call.exposed_seconds > 0]
+    if not exposed:
+        return "None: all communication overlaps with compute."
+    call = max(exposed, key=lambda each: each.exposed_seconds)
     return (
         f"{call.axis} {call.collective}: {format_seconds(call.exposed_seconds)} of the step's "
-        f"{format_seconds(estimate.seconds)} "
-        f"({format_percent(call.exposed_seconds / estimate.seconds)})."
+        f"{format_seconds(plan.seconds)} ({format_percent(call.exposed_seconds / plan.seconds)})."
     )
 
 
 def optimizer_semantics(job: PlannedJob) -> str:
     batch = job.batch
-    told = (
-        f"Gradients of all {batch.global_:,} samples ({batch.micro} a pass x {batch.accumulation} passes x "
-        f"{data_ranks(batch.replicas)}) are summed before one update"
+    summed = (
+        f"Gradients of all {batch.global_:,} samples (micro-batch {batch.micro} x accumulation {batch.accumulation} x "
+        f"{data_ranks(batch.replicas)}) are summed before the optimizer step"
     )
     if job.sharding == "none":
-        return f"{told}, which every copy makes alike."
-    return (
-        f"{told}; each of {job.layout.shard * job.layout.context:,} ranks updates its own part, and parts are gathered."
-    )
+        return f"{summed}, which every replica computes identically."
+    ranks = job.layout.shard * job.layout.context
+    return f"{summed}; each of {ranks:,} ranks updates its local shard, and parameters are all-gathered."
 
 
-def scaling_limits(estimate: Estimate, desk: CostCache) -> list[str]:
-    """At ten times the devices: with the same batch, and with ten times the batch."""
-    job, told = estimate.job, []
-    for growing in (False, True):
-        factor = TENFOLD if growing else max_data_parallel_factor(job, TENFOLD)
-        if factor < TENFOLD:
-            told.append(
+def scaling_limits(plan: Estimate, cache: CostCache) -> list[str]:
+    """Describes the plan on ten times the devices: with the same batch, and with ten times the batch."""
+    job = plan.job
+    sentences = []
+    for weak in (False, True):
+        factor = SCALE_FACTOR if weak else max_data_parallel_factor(job, SCALE_FACTOR)
+        if factor < SCALE_FACTOR:
+            sentences.append(
                 f"The batch: {job.batch.global_:,} samples do not divide over "
-                f"{data_ranks(job.batch.replicas * TENFOLD)}; {factor}x is as far as they do."
+                f"{data_ranks(job.batch.replicas * SCALE_FACTOR)}; {factor}x is the limit."
             )
         if factor == 1:
             continue
-        name = f"With {TENFOLD}x the batch" if growing else "With the same batch"
+        batch = f"With {SCALE_FACTOR}x the batch" if weak else "With the same batch"
         devices = f"on {job.layout.ranks * factor:,} devices"
-        more, kept = scaled_estimate(desk, estimate, factor, growing)
-        if more is None:
-            told.append(f"{name} nothing fits {devices}.")
+        scaled, same_layout = scaled_estimate(cache, plan, factor, weak)
+        if scaled is None:
+            sentences.append(f"{batch} {devices}, nothing fits.")
             continue
-        ideal = estimate.seconds if growing else estimate.seconds / factor
-        term, by = grows_most(estimate, more, ideal / estimate.seconds)
-        shape = "" if kept else f" (by {describe_plan(more.job)})"
-        told.append(
-            f"{name} {devices} a step takes {format_seconds(more.seconds)}{shape}, where "
-            f"{format_seconds(ideal)} would be ideal "
-            f"({format_percent(ideal / more.seconds)}); {term} grows most, {format_seconds(by)} beyond its share."
+        ideal = plan.seconds if weak else plan.seconds / factor
+        phase, by = fastest_growing_phase(plan, scaled, ideal / plan.seconds)
+        layout = "" if same_layout else f" (with {describe_plan(scaled.job)})"
+        sentences.append(
+            f"{batch} {devices}, a step takes {format_seconds(scaled.seconds)}{layout}; ideal is "
+            f"{format_seconds(ideal)} ({format_percent(ideal / scaled.seconds)} efficiency). The phase that grows most "
+            f"is {phase}, by {format_seconds(by)}."
         )
-    return told
+    return sentences
 
 
-def grows_most(before: Estimate, after: Estimate, ideal: float) -> tuple[str, float]:
-    """The phase that takes most beyond its ideal share of what it took, and by how much."""
-    grown = {phase: spent - before.phases.get(phase, 0.0) * ideal for phase, spent in after.phases.items()}
-    return max(grown.items(), key=lambda row: row[1])
+def fastest_growing_phase(before: Estimate, after: Estimate, ideal: float) -> tuple[str, float]:
+    """Returns the phase that exceeds its ideal share of the time before the most, and by how many seconds."""
+    growth = {phase: spent - before.phases.get(phase, 0.0) * ideal for phase, spent in after.phases.items()}
+    return max(growth.items(), key=lambda row: row[1])
 
 
-def max_data_parallel_factor(job: PlannedJob, most: int) -> int:
-    """Times as many data-parallel ranks as the batch has samples for, at most so many."""
-    return max(factor for factor in range(1, most + 1) if job.batch.global_ % (job.batch.replicas * factor) == 0)
+def max_data_parallel_factor(job: PlannedJob, limit: int) -> int:
+    """Returns the largest factor up to `limit` by which the batch allows more data-parallel ranks."""
+    return max(factor for factor in range(1, limit + 1) if job.batch.global_ % (job.batch.replicas * factor) == 0)
 
 
 def data_ranks(number: int) -> str:

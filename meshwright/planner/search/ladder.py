@@ -1,9 +1,8 @@
-"""From DDP to the plan: at each rung what binds, and the one thing that is added because it removes that; torch-free.
+"""The ladder from DDP to the plan: each step adds the one technique that resolves the current bottleneck.
 
-The rule: begin with whole copies, and add only what removes the constraint that binds. Devices without a sample bind
-first, then memory, then time that is lost to messages, to recomputation or to waiting in a pipeline. A rung is the best
-plan of all that use nothing but what was added so far. The ladder ends as soon as nothing binds, or nothing that is
-left helps.
+The ladder starts with DDP. Devices without a sample are the first bottleneck, then memory, then time that is lost to
+communication, recomputation or the pipeline bubble. Each step is the best plan that uses only the techniques added so
+far. The ladder ends as soon as there is no bottleneck, or no remaining technique helps.
 """
 
 from __future__ import annotations
@@ -14,205 +13,217 @@ from meshwright.io import format_bytes, format_percent, format_seconds
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import describe_plan, lost_seconds, memory_by_class, merged_calls, wire_bytes_per_step
 from meshwright.planner.search.candidate import Candidate
-from meshwright.planner.search.search import CostCache, min_memory_candidate, search
+from meshwright.planner.search.cost_cache import CostCache
+from meshwright.planner.search.search import min_memory_candidate, search
 from meshwright.planner.search.search_space import CHECKPOINT_MODES, SearchSpace
 
-TECHNIQUES = ("recompute", "shard", "tensor", "context", "pipeline", "expert")
-"""What a rung may add, the least trouble first."""
+TECHNIQUES = {
+    "activation_checkpoint": "activation checkpointing",
+    "shard": "sharding (FSDP)",
+    "tensor": "tensor parallelism",
+    "context": "context parallelism",
+    "pipeline": "pipeline parallelism",
+    "expert": "expert parallelism",
+}
+"""What a step may add, the simplest first."""
 BOTTLENECK_SHARE = 0.10
-"""Time that is lost to one thing binds from this share of a step on."""
+"""The share of a step from which on lost time is a bottleneck."""
 MEMORY_ESTIMATES = 40
-"""plans of a rung, after one of every frame"""
+"""The memory estimates of the search for one step, in addition to the first ones of each combination of degrees."""
 MIN_GAIN = 0.02
-"""A rung that is added for speed has to gain so much."""
+"""The share of the step time that a step added for speed has to save."""
 
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What stands in the way of a plan."""
+    """What limits a plan."""
 
     kind: str
-    """batch, memory, communication, recomputation, bubble or nothing"""
+    """batch, memory, communication, recomputation, bubble or none."""
     excess: float
-    """devices without a sample, bytes too many, or seconds lost"""
+    """The devices without a sample, the bytes over the device's memory, or the seconds lost."""
     message: str
 
 
 @dataclass(frozen=True)
 class LadderStep:
+    technique: str
+    """The key of TECHNIQUES that the step adds; empty for DDP."""
     name: str
     estimate: Estimate
     bottleneck: Bottleneck
-    resolved: str
-    """what of the rung before it removed"""
-    cost: str
-    """and at what price"""
+    resolved: str = ""
+    """How the step changes the bottleneck of the step before it."""
+    cost: str = ""
+    """What the step costs: step time, bytes and bubble, each compared with the step before it."""
     rejected: tuple[str, ...] = ()
-    """what was not added, and why"""
+    """The techniques that were tried and not added, each with its bottleneck."""
 
 
-def build_ladder(desk: CostCache, chosen: Estimate) -> tuple[list[LadderStep], str]:
-    """(the rungs, how the last of them stands to the plan that the search chose)."""
-    used: tuple[str, ...] = ()
-    estimate, binding = best_with(desk, used)
-    rungs = [LadderStep("DDP" + (", pins kept" if desk.work.pinned else ""), estimate, binding, "", "")]
-    while binding.kind != "nothing" and (step := next_step(desk, used, rungs[-1])) is not None:
-        added, estimate, binding, tried = step
-        used = (*used, added)
-        before = rungs[-1]
-        told = describe_resolved(before.bottleneck, binding, before.estimate, estimate)
-        rungs.append(LadderStep(f"+ {added}", estimate, binding, told, describe_cost(before.estimate, estimate), tried))
-    return rungs, compare_with_plan(rungs[-1], chosen)
+def build_ladder(cache: CostCache, chosen: Estimate) -> tuple[list[LadderStep], str]:
+    """Returns the steps, and a sentence that compares the last step with the plan that the search chose."""
+    techniques: tuple[str, ...] = ()
+    plan, bottleneck = best_with(cache, techniques)
+    steps = [LadderStep("", "DDP" + (" with the pinned settings" if cache.work.pinned else ""), plan, bottleneck)]
+    while bottleneck.kind != "none" and (found := next_step(cache, techniques, steps[-1])) is not None:
+        technique, plan, bottleneck, rejected = found
+        techniques = (*techniques, technique)
+        before = steps[-1]
+        resolved = describe_resolved(before.bottleneck, bottleneck, before.estimate, plan)
+        cost = describe_cost(before.estimate, plan)
+        steps.append(LadderStep(technique, f"+ {TECHNIQUES[technique]}", plan, bottleneck, resolved, cost, rejected))
+    return steps, compare_with_plan(steps[-1], chosen)
 
 
-def search_space(desk: CostCache, used: tuple[str, ...]) -> SearchSpace:
-    """Tensor groups stay inside a node."""
-    recompute = CHECKPOINT_MODES if "recompute" in used else CHECKPOINT_MODES[:1]
-    return SearchSpace(frozenset(used) - {"recompute"}, recompute, desk.cluster.devices_per_node)
+def search_space(cache: CostCache, techniques: tuple[str, ...]) -> SearchSpace:
+    """Returns the space that uses only these techniques; tensor-parallel groups stay inside a node."""
+    modes = CHECKPOINT_MODES if "activation_checkpoint" in techniques else CHECKPOINT_MODES[:1]
+    return SearchSpace(frozenset(techniques) - {"activation_checkpoint"}, modes, cache.cluster.devices_per_node)
 
 
-def best_with(desk: CostCache, used: tuple[str, ...]) -> tuple[Estimate, Bottleneck]:
-    """The best that there is with what was added so far: on fewer devices where the batch does not reach for all, and
-    the lightest where nothing fits.
+def best_with(cache: CostCache, techniques: tuple[str, ...]) -> tuple[Estimate, Bottleneck]:
+    """Returns the best plan with these techniques and its bottleneck.
+
+    The plan uses fewer devices if the batch does not divide over all of them, and is the one with the least memory if
+    none fits.
     """
-    desk, idle = usable_devices(desk, search_space(desk, used))
-    found = search(desk, search_space(desk, used), top=1, most=MEMORY_ESTIMATES).ranked
-    if found:
-        return found[0], find_bottleneck(found[0], idle)
-    least = min_memory_candidate(desk, search_space(desk, used))
-    assert least is not None  # one rank with one sample is always there
-    return desk.time(least), find_bottleneck(desk.time(least), idle)
+    space = search_space(cache, techniques)
+    cache, idle_devices = usable_devices(cache, space)
+    ranked = search(cache, space, top=1, max_memory_estimates=MEMORY_ESTIMATES).ranked
+    if ranked:
+        return ranked[0], find_bottleneck(ranked[0], idle_devices)
+    smallest = min_memory_candidate(cache, space)
+    assert smallest is not None  # one rank with one sample always divides
+    return cache.estimate(smallest), find_bottleneck(cache.estimate(smallest), idle_devices)
 
 
-def usable_devices(desk: CostCache, space: SearchSpace) -> tuple[CostCache, int]:
-    """The devices that have work, and how many have none."""
-    whole = desk.cluster.device_count
-    if min_memory_candidate(desk, space) is not None:
-        return desk, 0
-    for devices in sorted(
-        {n for n in range(1, min(whole, desk.work.global_batch * 64) + 1) if whole % n == 0}
-        | {n for n in range(1, min(whole, desk.work.global_batch) + 1) if desk.work.global_batch % n == 0},
-        reverse=True,
-    ):
-        fewer = CostCache(desk.work, desk.cluster.with_devices(devices))
+def usable_devices(cache: CostCache, space: SearchSpace) -> tuple[CostCache, int]:
+    """Returns a cache for the most devices that the batch divides over, and the number of idle devices."""
+    total, batch = cache.cluster.device_count, cache.work.global_batch
+    if min_memory_candidate(cache, space) is not None:
+        return cache, 0
+    divisors_of_devices = {n for n in range(1, min(total, batch * 64) + 1) if total % n == 0}
+    divisors_of_batch = {n for n in range(1, min(total, batch) + 1) if batch % n == 0}
+    for devices in sorted(divisors_of_devices | divisors_of_batch, reverse=True):
+        fewer = CostCache(cache.work, cache.cluster.with_devices(devices))
         if min_memory_candidate(fewer, space) is not None:
-            return fewer, whole - devices
-    return CostCache(replace(desk.work, pinned={}), desk.cluster.with_devices(1)), whole - 1
+            return fewer, total - devices
+    return CostCache(replace(cache.work, pinned={}), cache.cluster.with_devices(1)), total - 1
 
 
-def find_bottleneck(estimate: Estimate, idle: int = 0) -> Bottleneck:
-    """The first of batch, memory and communication that binds."""
-    job, held = estimate.job, estimate.peak_memory
-    if idle:
+def find_bottleneck(plan: Estimate, idle_devices: int = 0) -> Bottleneck:
+    """Returns the first bottleneck of batch, memory and lost time."""
+    job, memory = plan.job, plan.peak_memory
+    if idle_devices:
         ranks = f"{job.layout.data_degree:,} data-parallel rank{'s' if job.layout.data_degree > 1 else ''}"
-        told = f"a batch of {job.batch.global_:,} divides over {ranks}, and {idle:,} devices have no sample"
-        return Bottleneck("batch", idle, told)
+        message = (
+            f"a global batch of {job.batch.global_:,} divides over {ranks}; {idle_devices:,} devices have no sample"
+        )
+        return Bottleneck("batch", idle_devices, message)
     capacity = job.cluster.device.memory
-    if held.total > capacity:
-        name, most = max(memory_by_class(held).items(), key=lambda row: row[1])
-        over = held.total - capacity
-        told = (
-            f"{format_bytes(held.total)} of {format_bytes(capacity)}, {format_bytes(over)} over; {name} "
-            f"alone {format_bytes(most)}"
+    if memory.total > capacity:
+        name, largest = max(memory_by_class(memory).items(), key=lambda row: row[1])
+        excess = memory.total - capacity
+        message = (
+            f"memory: {format_bytes(memory.total)} needed, {format_bytes(capacity)} available, {format_bytes(excess)} "
+            f"over; the largest part is {name}, {format_bytes(largest)}"
         )
-        return Bottleneck("memory", over, told)
-    kind, most = max(lost_seconds(estimate).items(), key=lambda row: row[1])
-    if most <= BOTTLENECK_SHARE * estimate.seconds:
-        told = (
-            f"nothing: {format_percent(held.total / capacity)} of memory, "
-            f"{format_percent(most / estimate.seconds)} lost to {kind}"
+        return Bottleneck("memory", excess, message)
+    kind, lost = max(lost_seconds(plan).items(), key=lambda row: row[1])
+    if lost <= BOTTLENECK_SHARE * plan.seconds:
+        message = (
+            f"none: {format_percent(memory.total / capacity)} of device memory used, "
+            f"{format_percent(lost / plan.seconds)} of the step lost to {kind}"
         )
-        return Bottleneck("nothing", 0, told)
-    told = f"{kind} takes {format_seconds(most)}, {format_percent(most / estimate.seconds)} of the step"
+        return Bottleneck("none", 0, message)
+    message = f"{kind}: {format_seconds(lost)}, {format_percent(lost / plan.seconds)} of the step"
     if kind == "communication":
-        call = max(merged_calls(estimate), key=lambda one: one.exposed_seconds)
-        told += f"; most: {call.axis} {call.collective} {format_seconds(call.exposed_seconds)}"
-    return Bottleneck(kind, most, told)
+        call = max(merged_calls(plan), key=lambda each: each.exposed_seconds)
+        message += f"; the largest part is {call.axis} {call.collective}, {format_seconds(call.exposed_seconds)}"
+    return Bottleneck(kind, lost, message)
 
 
 def next_step(
-    desk: CostCache, used: tuple[str, ...], before: LadderStep
+    cache: CostCache, techniques: tuple[str, ...], before: LadderStep
 ) -> tuple[str, Estimate, Bottleneck, tuple[str, ...]] | None:
-    """The first that removes what binds; else the first that lessens it to twice what the best would leave, or less."""
-    tried: list[str] = []
-    better: list[tuple[float, str, Estimate, Bottleneck]] = []
-    for added in TECHNIQUES:
-        if (
-            added in used
-            or (added == "expert" and not desk.work.model.experts)
-            or not may_help(added, before.bottleneck)
-        ):
+    """Returns the first technique that resolves the bottleneck, with its plan, bottleneck and rejected alternatives.
+
+    If none resolves it, the first technique that reduces it to at most twice the smallest reachable excess is taken.
+    """
+    rejected: dict[str, str] = {}
+    reducing: list[tuple[float, str, Estimate, Bottleneck]] = []
+    for technique, label in TECHNIQUES.items():
+        no_experts = technique == "expert" and not cache.work.model.experts
+        if technique in techniques or no_experts or not may_help(technique, before.bottleneck):
             continue
-        estimate, binding = best_with(desk, (*used, added))
-        if resolves(before, estimate, binding):
-            return added, estimate, binding, tuple(tried)
-        if reduces(before.bottleneck, binding):
-            better.append((binding.excess, added, estimate, binding))
-        tried.append(f"{added}: {binding.message}")
-    if not better:
+        plan, bottleneck = best_with(cache, (*techniques, technique))
+        if resolves(before, plan, bottleneck):
+            return technique, plan, bottleneck, tuple(rejected.values())
+        if reduces(before.bottleneck, bottleneck):
+            reducing.append((bottleneck.excess, technique, plan, bottleneck))
+        rejected[technique] = f"{label}: {bottleneck.message}"
+    if not reducing:
         return None
-    enough = 2 * min(row[0] for row in better)
-    _, added, estimate, binding = next(row for row in better if row[0] <= enough)
-    rest = tuple(told for told in tried if not told.startswith(f"{added}: "))
-    return added, estimate, binding, rest
+    enough = 2 * min(row[0] for row in reducing)
+    _, technique, plan, bottleneck = next(row for row in reducing if row[0] <= enough)
+    del rejected[technique]
+    return technique, plan, bottleneck, tuple(rejected.values())
 
 
-def may_help(added: str, binding: Bottleneck) -> bool:
-    """Copies and shards need samples; recomputation takes time."""
-    return added not in {"batch": ("recompute", "shard", "expert"), "memory": ()}.get(binding.kind, ("recompute",))
+def may_help(technique: str, bottleneck: Bottleneck) -> bool:
+    """Data-parallel techniques cannot help against too small a batch, nor recomputation against lost time."""
+    useless = {"batch": ("activation_checkpoint", "shard", "expert"), "memory": ()}
+    return technique not in useless.get(bottleneck.kind, ("activation_checkpoint",))
 
 
-def resolves(before: LadderStep, estimate: Estimate, binding: Bottleneck) -> bool:
-    """Where time is lost there has to be a gain, and it has to be worth a rung."""
+def resolves(before: LadderStep, plan: Estimate, bottleneck: Bottleneck) -> bool:
+    """Whether a plan resolves the bottleneck before it; lost time has to become a gain that is worth a step."""
     if bottleneck_order(before.bottleneck) == 2:
-        return bottleneck_order(binding) >= 2 and estimate.seconds < (1 - MIN_GAIN) * before.estimate.seconds
-    return bottleneck_order(binding) > bottleneck_order(before.bottleneck)
+        return bottleneck_order(bottleneck) >= 2 and plan.seconds < (1 - MIN_GAIN) * before.estimate.seconds
+    return bottleneck_order(bottleneck) > bottleneck_order(before.bottleneck)
 
 
-def bottleneck_order(binding: Bottleneck) -> int:
-    """Of what binds: first the batch, then memory, then time."""
-    return {"batch": 0, "memory": 1, "nothing": 3}.get(binding.kind, 2)
+def bottleneck_order(bottleneck: Bottleneck) -> int:
+    """The order in which bottlenecks are resolved: batch, memory, time, none."""
+    return {"batch": 0, "memory": 1, "none": 3}.get(bottleneck.kind, 2)
 
 
-def reduces(before: Bottleneck, binding: Bottleneck) -> bool:
-    return before.kind in ("batch", "memory") and binding.kind == before.kind and binding.excess < 0.99 * before.excess
+def reduces(before: Bottleneck, after: Bottleneck) -> bool:
+    return before.kind in ("batch", "memory") and after.kind == before.kind and after.excess < 0.99 * before.excess
 
 
-def describe_resolved(before: Bottleneck, after: Bottleneck, was: Estimate, now: Estimate) -> str:
+def describe_resolved(before: Bottleneck, after: Bottleneck, old: Estimate, new: Estimate) -> str:
     if before.kind == "batch":
-        return f"devices without a sample {before.excess:,.0f} -> {after.excess if after.kind == 'batch' else 0:,.0f}"
+        remaining = after.excess if after.kind == "batch" else 0
+        return f"devices without a sample {before.excess:,.0f} -> {remaining:,.0f}"
     if before.kind == "memory":
-        return f"heaviest rank {format_bytes(was.peak_memory.total)} -> {format_bytes(now.peak_memory.total)}"
-    told = f"{before.kind} {format_seconds(lost_seconds(was)[before.kind])} -> {format_seconds(lost_seconds(now)[before.kind])}"  # noqa: E501
-    if lost_seconds(now)[before.kind] < lost_seconds(was)[before.kind]:
-        return told
-    gained = was.seconds - now.seconds
-    return f"{format_seconds(gained)} of the step, though {told}"
+        return f"peak memory per rank {format_bytes(old.peak_memory.total)} -> {format_bytes(new.peak_memory.total)}"
+    lost_before, lost_after = lost_seconds(old)[before.kind], lost_seconds(new)[before.kind]
+    change = f"{before.kind} {format_seconds(lost_before)} -> {format_seconds(lost_after)}"
+    if lost_after < lost_before:
+        return change
+    return f"step time reduced by {format_seconds(old.seconds - new.seconds)}, although {change}"
 
 
-def describe_cost(was: Estimate, now: Estimate) -> str:
-    """Of a rung: seconds, bytes and waiting, each against the rung before."""
-    told = [
-        f"step {format_seconds(was.seconds)} -> {format_seconds(now.seconds)}",
-        f"sent a rank {format_bytes(wire_bytes_per_step(was))} -> {format_bytes(wire_bytes_per_step(now))}",
-    ]
-    if now.phases.get("bubble", 0):
-        told.append(f"bubble {format_percent(now.phases['bubble'] / now.seconds)}")
-    return ", ".join(told)
+def describe_cost(old: Estimate, new: Estimate) -> str:
+    wire = f"{format_bytes(wire_bytes_per_step(old))} -> {format_bytes(wire_bytes_per_step(new))}"
+    costs = [f"step time {format_seconds(old.seconds)} -> {format_seconds(new.seconds)}", f"bytes sent per rank {wire}"]
+    if new.phases.get("bubble", 0):
+        costs.append(f"bubble {format_percent(new.phases['bubble'] / new.seconds)}")
+    return ", ".join(costs)
 
 
 def compare_with_plan(last: LadderStep, chosen: Estimate) -> str:
-    """How the end of the ladder stands to the search's choice."""
-    if Candidate.of(last.estimate.job) == Candidate.of(chosen.job):
-        return "the last rung is the plan"
+    """Compares the last step of the ladder with the plan that the search chose."""
+    if Candidate.from_job(last.estimate.job) == Candidate.from_job(chosen.job):
+        return "The last step is the plan."
     gain = last.estimate.seconds - chosen.seconds
-    less = last.estimate.peak_memory.total - chosen.peak_memory.total
-    where = f"the search's plan is {describe_plan(chosen.job)}"
+    saved = last.estimate.peak_memory.total - chosen.peak_memory.total
+    plan = f"The search chose {describe_plan(chosen.job)}"
     if last.bottleneck.kind in ("batch", "memory"):
-        return f"{where}: no rung alone removes what binds, {last.bottleneck.message}; together they do"
+        bottleneck = last.bottleneck.message
+        return f"{plan}: no single technique resolves the last bottleneck ({bottleneck}); together they do."
     if gain > 0:
-        return (
-            f"{where}: {format_seconds(gain)} ({format_percent(gain / last.estimate.seconds)}) quicker "
-            f"than the last rung"
-        )
-    return f"{where}: as quick within a hundredth, {format_bytes(abs(less))} {'lighter' if less > 0 else 'heavier'}"
+        faster = f"{format_seconds(gain)} ({format_percent(gain / last.estimate.seconds)}) faster than the last step"
+        return f"{plan}: {faster}."
+    return f"{plan}: as fast within 1%, {format_bytes(abs(saved))} {'less' if saved > 0 else 'more'} memory."

@@ -11,95 +11,103 @@ SHARDED_STATE = {
     "gradients": ("gradients", "optimizer"),
     "parameters": ("parameters", "gradients", "optimizer"),
 }
-"""by kind of sharding"""
+"""The classes of memory that each sharding divides."""
 
 
-def mechanism(estimate: Estimate) -> list[str]:
-    """Axis by axis, outermost first."""
-    job, model, held = estimate.job, estimate.job.model, estimate.peak_memory
-    layout = job.layout
-    told = []
+def mechanism(plan: Estimate) -> list[str]:
+    """Describes the plan axis by axis, outermost first."""
+    job, model, memory, layout = plan.job, plan.job.model, plan.peak_memory, plan.job.layout
+    sentences = []
     if layout.pipeline > 1:
-        stages = f", {job.stages_per_rank} stages each" if job.stages_per_rank > 1 else ""
-        told.append(
+        stages = f" in {job.stages_per_rank} stages per rank" if job.stages_per_rank > 1 else ""
+        sentences.append(
             f"pipeline {layout.pipeline}: {model.layers} layers over {layout.pipeline} ranks{stages}, about "
-            f"{model.layers / layout.pipeline:.3g} a rank; {job.batch.accumulation} micro-batches by {job.schedule}."
+            f"{model.layers / layout.pipeline:.3g} layers per rank; {job.batch.accumulation} micro-batches, schedule "
+            f"{job.schedule}."
         )
     if layout.replicate > 1:
-        told.append(f"replicate {layout.replicate}: so many copies, each with {samples_per_step(estimate)}.")
+        sentences.append(f"replicate {layout.replicate}: each replica processes {samples_per_step(plan)}.")
     if layout.shard > 1:
-        what = ", ".join(f"{name} ({format_bytes(getattr(held, name))} left)" for name in SHARDED_STATE[job.sharding])
-        over = layout.shard * layout.context
-        told.append(f"shard {layout.shard}: {what} divided over {over} ranks; {samples_per_step(estimate)} each.")
+        remaining = ", ".join(
+            f"{name} ({format_bytes(getattr(memory, name))} per rank)" for name in SHARDED_STATE[job.sharding]
+        )
+        ranks = layout.shard * layout.context
+        sentences.append(
+            f"shard {layout.shard}: {remaining} sharded over {ranks} ranks; each rank processes "
+            f"{samples_per_step(plan)}."
+        )
     if layout.context > 1:
-        told.append(
-            f"context {layout.context}: {job.sequence:,} tokens cut into pieces of {job.sequence // layout.context:,}, "
-            f"attention by {job.context_method}."
+        sentences.append(
+            f"context {layout.context}: each sequence of {job.sequence:,} tokens is split into chunks of "
+            f"{job.sequence // layout.context:,}; attention uses {job.context_method}."
         )
     if layout.tensor > 1:
-        told.append(
-            f"tensor {layout.tensor}: {model.heads} heads and {ffn_width(estimate):,} inner columns of every layer cut to "  # noqa: E501
-            f"{model.heads // layout.tensor} and {ffn_width(estimate) // layout.tensor:,}, sequences between them."
+        columns = ffn_width(plan)
+        sentences.append(
+            f"tensor {layout.tensor}: {model.heads} heads and {columns:,} ffn columns per layer become "
+            f"{model.heads // layout.tensor} and {columns // layout.tensor:,} per rank; activations between them are "
+            f"sharded along the sequence."
         )
     if layout.expert > 1:
-        told.append(
-            f"expert {layout.expert}: {model.experts} experts a layer, {model.experts // layout.expert} a rank."
+        sentences.append(
+            f"expert {layout.expert}: {model.experts} experts per layer, {model.experts // layout.expert} per rank."
         )
     if job.activation_checkpoint != "none":
-        told.append(
-            f"recompute {job.activation_checkpoint}: {format_bytes(held.activations)} of activations are kept, the "
-            f"rest computed again."
+        sentences.append(
+            f"activation checkpointing ({job.activation_checkpoint}): {format_bytes(memory.activations)} of "
+            f"activations are kept, backward recomputes the rest."
         )
-    return told or [f"one device holds all of it: {format_bytes(held.total)}."]
+    return sentences or [f"one device holds the model and its optimizer state: {format_bytes(memory.total)}."]
 
 
-def ffn_width(estimate: Estimate) -> int:
-    model = estimate.job.model
+def ffn_width(plan: Estimate) -> int:
+    model = plan.job.model
     return model.expert_ffn or model.ffn
 
 
-def samples_per_step(estimate: Estimate) -> str:
-    batch = estimate.job.batch
-    return f"{batch.local:,} samples a step ({batch.micro} x {batch.accumulation})"
+def samples_per_step(plan: Estimate) -> str:
+    batch = plan.job.batch
+    return f"{batch.local:,} samples per step (micro-batch {batch.micro} x accumulation {batch.accumulation})"
 
 
-def resident_bytes(estimate: Estimate, name: str) -> float:
-    """Of a class; parameters that stay gathered beside their shards are what ranks hold alike."""
-    held = estimate.peak_memory
-    gathered = name == "parameters" and estimate.job.layout.shard > 1 and estimate.job.trainer.torch_native
-    return float(held.unsharded if gathered else getattr(held, name))
+def resident_bytes(plan: Estimate, name: str) -> float:
+    """Returns the bytes of a class of memory; under ZeRO-1 and ZeRO-2 parameters also stay unsharded on every rank."""
+    stays_unsharded = name == "parameters" and plan.job.layout.shard > 1 and plan.job.trainer.torch_native
+    return float(plan.peak_memory.unsharded if stays_unsharded else getattr(plan.peak_memory, name))
 
 
-def replicated(estimate: Estimate) -> str:
-    """What ranks of different data hold alike."""
-    job = estimate.job
-    divided = SHARDED_STATE[job.sharding] if job.layout.shard > 1 else ()
-    whole = [name for name in ("parameters", "gradients", "optimizer") if name not in divided]
-    copies = job.layout.data_degree * job.layout.context if not divided else job.layout.replicate
-    if whole:
-        over = job.layout.data_degree * job.layout.context
-        told = ", ".join(f"{name} {format_bytes(resident_bytes(estimate, name))}" for name in whole)
-        return f"Over {over:,} ranks alike: {told}." if over > 1 else f"Nothing: one rank holds each part ({told})."
-    return f"Over {copies} copies alike: the shards." if copies > 1 else "Nothing: every number has one owner."
+def replicated(plan: Estimate) -> str:
+    """Says what data-parallel ranks hold identically."""
+    job = plan.job
+    sharded_classes = SHARDED_STATE[job.sharding] if job.layout.shard > 1 else ()
+    classes = [name for name in ("parameters", "gradients", "optimizer") if name not in sharded_classes]
+    if classes:
+        ranks = job.layout.data_degree * job.layout.context
+        sizes = ", ".join(f"{name} {format_bytes(resident_bytes(plan, name))}" for name in classes)
+        if ranks > 1:
+            return f"Replicated over {ranks:,} ranks: {sizes}."
+        return f"Nothing: there is one replica ({sizes})."
+    if job.layout.replicate > 1:
+        return f"The shards, over {job.layout.replicate} replicas."
+    return "Nothing: every parameter, gradient and moment is on one rank."
 
 
-def sharded(estimate: Estimate) -> str:
-    job, held, layout = estimate.job, estimate.peak_memory, estimate.job.layout
-    told = []
+def sharded(plan: Estimate) -> str:
+    job, memory, layout = plan.job, plan.peak_memory, plan.job.layout
+    parts = []
     if layout.shard > 1:
-        over = layout.shard * layout.context
-        told.append(f"{' and '.join(SHARDED_STATE[job.sharding])} over {over:,} ranks")
+        parts.append(f"{' and '.join(SHARDED_STATE[job.sharding])} over {layout.shard * layout.context:,} ranks")
     if layout.tensor > 1:
-        told.append(f"every matrix over {layout.tensor}")
+        parts.append(f"weight matrices over {layout.tensor} ranks")
     if layout.pipeline > 1:
-        told.append(f"layers over {layout.pipeline}")
+        parts.append(f"layers over {layout.pipeline} ranks")
     if layout.context > 1:
-        told.append(f"sequences over {layout.context}")
+        parts.append(f"sequences over {layout.context} ranks")
     if layout.expert > 1:
-        told.append(f"experts over {layout.expert}")
-    numbers = held.parameters / job.trainer.parameter_bytes
-    rest = (
-        f"; a rank keeps {format_bytes(held.parameters)} of parameters, {format_count(numbers)} of "
+        parts.append(f"experts over {layout.expert} ranks")
+    local_parameters = memory.parameters / job.trainer.parameter_bytes
+    local = (
+        f"a rank stores {format_bytes(memory.parameters)} of parameters, {format_count(local_parameters)} of "
         f"{format_count(job.model.parameters)}"
     )
-    return ("; ".join(told) if told else "Nothing but the batch") + rest + "."
+    return f"{'; '.join(parts) if parts else 'Only the batch'}; {local}."

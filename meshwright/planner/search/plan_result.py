@@ -1,4 +1,4 @@
-"""Everything that `meshwright plan` answers: the plans, the ladder, the reasons and the scale; torch-free."""
+"""The result of `meshwright plan`: the ranked plans, the ladder, the explanation and the scaling table."""
 
 from __future__ import annotations
 
@@ -13,115 +13,120 @@ from meshwright.planner.calibration.prediction import prediction_record
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.search.candidate import Candidate, candidate_config
+from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.explain import Explanation, explain
 from meshwright.planner.search.ladder import LadderStep, build_ladder
 from meshwright.planner.search.scaling import ScalingRow, ScalingTable, scaling_table
-from meshwright.planner.search.search import MIN_RANKED, CostCache, SearchResult, search
+from meshwright.planner.search.search import MIN_RANKED, SearchResult, search
 from meshwright.planner.search.suggestions import infeasible_error
 from meshwright.planner.workload.workload import Workload
 
 
 @dataclass(frozen=True)
 class PlanResult:
-    work: Workload
+    workload: Workload
     cluster: Cluster
-    found: SearchResult
+    search: SearchResult
     chosen: Estimate
-    """the plan that is shown, explained and written"""
-    place: int
-    """its place in the list, from 1"""
+    """The plan that is shown, explained and written."""
+    position: int
+    """The position of the chosen plan in the ranked list, from 1."""
     ladder: list[LadderStep]
     ladder_summary: str
-    """how the last rung stands to the plan"""
+    """A sentence that compares the last step of the ladder with the first plan of the list."""
     explanation: Explanation
-    scale: ScalingTable | None
+    scaling: ScalingTable | None
 
 
 def make_plan(
-    work: Workload,
+    workload: Workload,
     cluster: Cluster,
-    place: int = 1,
+    position: int = 1,
     top: int = 8,
-    scale: bool = False,
-    critical: float | None = None,
+    scaling: bool = False,
+    critical_batch: float | None = None,
     file: str = "PLAN.toml",
 ) -> PlanResult:
-    """Of a workload on all devices of a cluster; refused in one line where nothing fits."""
-    desk = CostCache(work, cluster)
-    found = search(desk, top=max(top, place, MIN_RANKED))
-    if not found.ranked:
-        raise infeasible_error(desk)
-    if not 1 <= place <= len(found.ranked):
-        raise ConfigError(f"there is no plan {place} of {len(found.ranked)}", f"allowed: 1 to {len(found.ranked)}")
-    chosen = found.ranked[place - 1]
-    rungs, ending = build_ladder(desk, found.ranked[0])
-    others = [other for other in found.ranked[: place + 2] if other is not chosen]
-    reasons = explain(chosen, others, (rungs[0].estimate, rungs[0].bottleneck), desk, file)
-    table = scaling_table(desk, chosen, critical) if scale else None
-    return PlanResult(work, cluster, found, chosen, place, rungs, ending, reasons, table)
+    """Plans a workload on all devices of a cluster; raises ConfigError with suggestions if no plan is feasible."""
+    cache = CostCache(workload, cluster)
+    result = search(cache, top=max(top, position, MIN_RANKED))
+    ranked = result.ranked
+    if not ranked:
+        raise infeasible_error(cache)
+    if not 1 <= position <= len(ranked):
+        raise ConfigError(f"plan {position} does not exist: {len(ranked)} plans fit", f"expected 1 to {len(ranked)}")
+    chosen = ranked[position - 1]
+    steps, summary = build_ladder(cache, ranked[0])
+    others = [other for other in ranked[: position + 2] if other is not chosen]
+    explanation = explain(chosen, others, (steps[0].estimate, steps[0].bottleneck), cache, file)
+    table = scaling_table(cache, chosen, critical_batch) if scaling else None
+    return PlanResult(workload, cluster, result, chosen, position, steps, summary, explanation, table)
 
 
-def as_json(whole: PlanResult, top: int) -> dict[str, Any]:
-    """For machines; every plan is a prediction record."""
+def plan_json(result: PlanResult, top: int) -> dict[str, Any]:
+    """Returns the result as JSON; every plan in it is a prediction record."""
+    work, cluster = result.workload, result.cluster
     return {
-        "model": dataclasses.asdict(whole.work.model) | {"parameters": whole.work.model.parameters},
-        "cluster": json.loads(json.dumps(dataclasses.asdict(whole.cluster))) | {"devices": whole.cluster.device_count},
-        "trainable": whole.work.base_config is not None,
-        "pinned": dict(whole.work.pinned),
-        "notes": list(whole.work.notes),
-        "place": whole.place,
-        "plan": prediction_record(whole.chosen),
-        "ranked": [prediction_record(each) for each in whole.found.ranked[:top]],
-        "front": [prediction_record(each) for each in whole.found.front],
+        "model": dataclasses.asdict(work.model) | {"parameters": work.model.parameters},
+        "cluster": json.loads(json.dumps(dataclasses.asdict(cluster))) | {"devices": cluster.device_count},
+        "trainable": work.base_config is not None,
+        "pinned": dict(work.pinned),
+        "notes": list(work.notes),
+        "position": result.position,
+        "plan": prediction_record(result.chosen),
+        "ranked": [prediction_record(plan) for plan in result.search.ranked[:top]],
+        "pareto_front": [prediction_record(plan) for plan in result.search.pareto_front],
         "search": {
-            "estimates": whole.found.estimates,
-            "weighed": whole.found.weighed,
-            "frames": whole.found.degrees,
-            "left_out": whole.found.left_out,
-            "layouts": len(whole.found.ranked),
+            "candidates_timed": result.search.timed,
+            "memory_estimates": result.search.memory_estimates,
+            "degrees": result.search.degrees,
+            "degrees_skipped": result.search.degrees_skipped,
+            "layouts": len(result.search.ranked),
         },
         "ladder": [
             {
-                "rung": rung.name,
-                "binding": dataclasses.asdict(rung.bottleneck),
-                "fixed": rung.resolved,
-                "cost": rung.cost,
-                "tried": list(rung.rejected),
-                "plan": prediction_record(rung.estimate),
+                "name": step.name,
+                "technique": step.technique,
+                "bottleneck": dataclasses.asdict(step.bottleneck),
+                "resolved": step.resolved,
+                "cost": step.cost,
+                "rejected": list(step.rejected),
+                "plan": prediction_record(step.estimate),
             }
-            for rung in whole.ladder
+            for step in result.ladder
         ],
-        "ending": whole.ladder_summary,
-        "explanation": dataclasses.asdict(whole.explanation),
-        "scale": scaling_json(whole.scale) if whole.scale else None,
+        "ladder_summary": result.ladder_summary,
+        "explanation": dataclasses.asdict(result.explanation),
+        "scaling": scaling_json(result.scaling) if result.scaling else None,
     }
 
 
-def scaling_json(scale: ScalingTable) -> dict[str, Any]:
-    def row(one: ScalingRow) -> dict[str, Any]:
+def scaling_json(table: ScalingTable) -> dict[str, Any]:
+    def row_json(row: ScalingRow) -> dict[str, Any]:
         return {
-            "factor": one.factor,
-            "devices": one.devices,
-            "batch": one.batch,
-            "kept": one.kept,
-            "efficiency": one.efficiency,
-            "exposed_share": one.exposed_share,
-            "useful_tokens_per_second": one.useful_tokens_per_second,
-            "plan": prediction_record(one.estimate) if one.estimate else None,
+            "factor": row.factor,
+            "devices": row.devices,
+            "batch": row.batch,
+            "same_layout": row.same_layout,
+            "efficiency": row.efficiency,
+            "exposed_share": row.exposed_share,
+            "useful_tokens_per_second": row.useful_tokens_per_second,
+            "plan": prediction_record(row.estimate) if row.estimate else None,
         }
 
     return {
-        "strong": [row(one) for one in scale.strong],
-        "growing": [row(one) for one in scale.weak],
-        "serial_share": scale.serial_fraction,
-        "critical_batch_tokens": scale.critical,
-        "assumption": scale.assumption,
+        "strong": [row_json(row) for row in table.strong],
+        "weak": [row_json(row) for row in table.weak],
+        "serial_fraction": table.serial_fraction,
+        "critical_batch_tokens": table.critical_batch,
+        "assumption": table.assumption,
     }
 
 
-def plan_toml(whole: PlanResult) -> str:
-    """The plan as a run file, in the words of `meshwright train`."""
-    if whole.work.base_config is None:
-        reason = whole.work.notes[0] if whole.work.notes else "our decoder does not train it"
-        raise ConfigError(f"{whole.work.model.name} cannot be written as a run: {reason}", "allowed: --json")
-    return config_to_toml(candidate_config(whole.work.base_config, Candidate.of(whole.chosen.job)))
+def plan_toml(result: PlanResult) -> str:
+    """Returns the chosen plan as a run file that `meshwright train` accepts."""
+    work = result.workload
+    if work.base_config is None:
+        reason = work.notes[0] if work.notes else "Meshwright's decoder cannot train this model"
+        raise ConfigError(f"{work.model.name} cannot be written as a run file: {reason}", "try --json")
+    return config_to_toml(candidate_config(work.base_config, Candidate.from_job(result.chosen.job)))

@@ -1,6 +1,6 @@
-"""A run's settings as a plan decides them: the best that a search finds, or those of a plan file; torch-free.
+"""The run configuration that a plan decides: from the best plan of a search, or from a plan file.
 
-Words of the command line come first: they pin what is searched, and win over a plan file.
+Command-line options take precedence: they pin settings of the search, and override a plan file.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from meshwright.planner.describe import describe_plan
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster, with_whole_nodes
 from meshwright.planner.search.candidate import Candidate, candidate_config
+from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.ladder import best_with, find_bottleneck
-from meshwright.planner.search.search import CostCache, search
+from meshwright.planner.search.search import search
 from meshwright.planner.search.suggestions import infeasible_error
 from meshwright.planner.workload.workload import SEARCHED_KEYS
 from meshwright.planner.workload.workload_args import workload_from_config
@@ -39,123 +40,126 @@ PLAN_KEYS = (
     "compile.",
     "optimizer.cpu_offload",
 )
-"""What a plan file decides beside batch.micro, as far as it is placement: what changes the numbers is the run's own."""
+"""The keys that a plan file decides in addition to batch.micro, if they are placement: what belongs to the identity
+is taken from the run.
+"""
 WORKLOAD_KEYS = ("model.", "data.sequence", "batch.global", "precision.compute")
-"""What a plan is made for."""
+"""The keys that a plan is made for: they must match the run."""
 
 
 @dataclass(frozen=True)
 class PlannedConfig:
-    """The settings of a run, and one line on the plan behind them."""
+    """A run configuration, and one line about the plan behind it."""
 
     config: RunConfig
     message: str
     seconds: float | None
-    """that the plan predicts of a step"""
+    """The predicted step time."""
 
 
 def resolve_plan(
-    plan_word: str,
+    plan: str,
     cluster: str | None,
     file: Path | None,
     overrides: Sequence[str],
     ranks: str | None,
     steps: str | None,
 ) -> PlannedConfig:
-    """`plan_word` is `best` or a plan file; the rest as `meshwright train` is given it."""
-    if plan_word == BEST:
+    """Returns the configuration for `--plan`, which is `best` or a plan file; the other arguments are those of
+    `meshwright train`.
+    """
+    if plan == BEST:
         return best_plan(cluster or "here", file, overrides, ranks, steps)
-    if not plan_word.endswith(".toml"):
+    if not plan.endswith(".toml"):
         raise ConfigError(
-            f"--plan {plan_word} is no plan", "allowed: best, or PLAN.toml as meshwright plan --out writes it"
+            f"--plan {plan} is not a plan", "expected best, or a PLAN.toml that meshwright plan --out wrote"
         )
-    return plan_from_file(Path(plan_word), file, overrides, ranks, steps)
+    return plan_from_file(Path(plan), file, overrides, ranks, steps)
 
 
-def override_key(word: str) -> str:
-    return word.removeprefix("--").partition("=")[0]
+def override_key(override: str) -> str:
+    return override.removeprefix("--").partition("=")[0]
 
 
 def best_plan(
     cluster: str, file: Path | None, overrides: Sequence[str], ranks: str | None, steps: str | None
 ) -> PlannedConfig:
-    """The search's first plan for this run on so many of the cluster's devices: as many as are asked for, as a run
-    file's layout has, or all.
+    """Searches the best plan for a run.
+
+    The plan uses the requested ranks, otherwise the ranks of the run file's layout, otherwise all devices.
     """
-    run = load_config(file, [word for word in overrides if override_key(word) not in SEARCHED_KEYS], None, steps)
-    whole = resolve_cluster(cluster)
-    asked = convert(PositiveInt, CommandLineValue(ranks), "--ranks") if ranks is not None else ranks_in_run_file(file)
-    desk = CostCache(workload_from_config(run, overrides), cluster_with_ranks(whole, asked or whole.device_count))
-    found = search(desk).ranked
-    if not found:
-        raise infeasible_error(desk)
-    return PlannedConfig(candidate_config(run, Candidate.of(found[0].job)), reason(desk, found[0]), found[0].seconds)
+    run = load_config(file, [option for option in overrides if override_key(option) not in SEARCHED_KEYS], None, steps)
+    devices = resolve_cluster(cluster)
+    requested = parse_ranks(ranks) if ranks is not None else ranks_in_run_file(file)
+    cache = CostCache(
+        workload_from_config(run, overrides), cluster_with_ranks(devices, requested or devices.device_count)
+    )
+    ranked = search(cache).ranked
+    if not ranked:
+        raise infeasible_error(cache)
+    best = ranked[0]
+    return PlannedConfig(candidate_config(run, Candidate.from_job(best.job)), reason(cache, best), best.seconds)
+
+
+def parse_ranks(ranks: str) -> int:
+    return int(convert(PositiveInt, CommandLineValue(ranks), "--ranks"))
 
 
 def ranks_in_run_file(file: Path | None) -> int | None:
-    """Of a run file that has a layout."""
+    """Returns the ranks of a run file's layout; None if the file has no layout."""
     if file is None or "layout" not in read_toml(file):
         return None
     return Layout.from_config(load_config(file).layout).ranks
 
 
-def cluster_with_ranks(whole: Cluster, ranks: int) -> Cluster:
-    if ranks > whole.device_count:
+def cluster_with_ranks(cluster: Cluster, ranks: int) -> Cluster:
+    if ranks > cluster.device_count:
         raise ConfigError(
-            f"{ranks} ranks on {whole.device_count} devices of cluster {whole.name!r}",
-            f"allowed: 1 to {whole.device_count}",
+            f"{ranks} ranks on {cluster.device_count} devices of cluster {cluster.name!r}",
+            f"expected 1 to {cluster.device_count}",
         )
-    return with_whole_nodes(whole, ranks)
+    return with_whole_nodes(cluster, ranks)
 
 
-def reason(desk: CostCache, found: Estimate) -> str:
-    """Which plan, why, and what it predicts."""
-    copies, binding = best_with(desk, ())
-    simple = Candidate.of(copies.job).layout_key == Candidate.of(found.job).layout_key
-    why = f"binds: {find_bottleneck(found).message}" if simple else f"whole copies alone (DDP): {binding.message}"
-    return f"plan: {describe_plan(found.job)}; {why}; predicted: {predicted(found)}"
+def reason(cache: CostCache, plan: Estimate) -> str:
+    """Describes the plan, the reason for it, and its prediction."""
+    ddp, bottleneck = best_with(cache, ())
+    is_ddp = Candidate.from_job(ddp.job).layout_key == Candidate.from_job(plan.job).layout_key
+    why = f"bottleneck: {find_bottleneck(plan).message}" if is_ddp else f"bottleneck of DDP: {bottleneck.message}"
+    return f"plan: {describe_plan(plan.job)}; {why}; predicted: {describe_prediction(plan)}"
 
 
-def predicted(found: Estimate) -> str:
-    between = f"{format_seconds(found.interval_low)} to {format_seconds(found.interval_high)}"
-    rate, held = f"{format_count(found.tokens_per_second)} tokens/s", format_bytes(found.peak_memory.total)
-    return "; ".join([f"{format_seconds(found.seconds)} a step ({between}), {rate}, {held}", *found.notes])
+def describe_prediction(plan: Estimate) -> str:
+    interval = f"{format_seconds(plan.interval_low)} to {format_seconds(plan.interval_high)}"
+    rate, memory = f"{format_count(plan.tokens_per_second)} tokens/s", format_bytes(plan.peak_memory.total)
+    figures = f"{format_seconds(plan.seconds)} per step ({interval}), {rate}, {memory} per rank"
+    return "; ".join([figures, *plan.notes])
 
 
 def plan_from_file(
     path: Path, file: Path | None, overrides: Sequence[str], ranks: str | None, steps: str | None
 ) -> PlannedConfig:
-    """Its placement, over the run's own. Without a run file the plan's own run is meant: it is a whole one."""
+    """Returns the run with the placement of a plan file; without a run file, the plan file itself is the run."""
     planned = load_config(path)
-    of_itself = file is None and not any(override_key(word) == "preset" for word in overrides)
-    run = load_config(
-        path if of_itself else file,
-        [word for word in overrides if not decided_by_plan(override_key(word))],
-        None,
-        steps,
-    )
+    plan_is_run = file is None and not any(override_key(option) == "preset" for option in overrides)
+    run_overrides = [option for option in overrides if not decided_by_plan(override_key(option))]
+    run = load_config(path if plan_is_run else file, run_overrides, None, steps)
     check_same_run(path, identity(planned), identity(run))
     tree: dict[str, Any] = config_to_dict(run)
     for key, value in placement(planned).items():
         if decided_by_plan(key):
             set_key(tree, key, value)
-    for word in overrides:
-        if decided_by_plan(override_key(word)):
-            set_key(tree, override_key(word), CommandLineValue(word.partition("=")[2]))
-    merged = config_from_dict(tree)
+    for option in overrides:
+        if decided_by_plan(override_key(option)):
+            set_key(tree, override_key(option), CommandLineValue(option.partition("=")[2]))
+    config = config_from_dict(tree)
     if ranks is not None:
-        merged = config_from_dict(
-            config_to_dict(merged)
-            | {
-                "layout": config_to_dict(
-                    merged.layout.with_ranks(convert(PositiveInt, CommandLineValue(ranks), "--ranks"))
-                )
-            }
-        )
-    figures = figures_beside_plan(path)
-    takes, where = finite_number(figures.get("seconds")), str(figures.get("cluster"))[:60]
-    told = f"; predicted: {format_seconds(takes)} a step on {where}" if takes else ""
-    return PlannedConfig(merged, f"plan: {path}, {Layout.from_config(merged.layout)}{told}", takes)
+        layout = config_to_dict(config.layout.with_ranks(parse_ranks(ranks)))
+        config = config_from_dict(config_to_dict(config) | {"layout": layout})
+    record = prediction_beside(path)
+    seconds, cluster = finite_number(record.get("seconds")), str(record.get("cluster"))[:60]
+    predicted = f"; predicted: {format_seconds(seconds)} per step on {cluster}" if seconds else ""
+    return PlannedConfig(config, f"plan: {path}, {Layout.from_config(config.layout)}{predicted}", seconds)
 
 
 def decided_by_plan(key: str) -> bool:
@@ -166,13 +170,13 @@ def check_same_run(path: Path, planned: dict[str, Any], run: dict[str, Any]) -> 
     for key, value in planned.items():
         if key.startswith(WORKLOAD_KEYS) and run.get(key) != value:
             raise ConfigError(
-                f"--plan {path} is for another run: {key} = {value} there and {run.get(key)} here",
-                "allowed: a plan made for this run, or --plan best",
+                f"--plan {path} is for another run: {key} = {value} in the plan, {run.get(key)} in the run",
+                "try a plan made for this run, or --plan best",
             )
 
 
-def figures_beside_plan(path: Path) -> dict[str, Any]:
-    """PLAN.json, if it is there."""
+def prediction_beside(path: Path) -> dict[str, Any]:
+    """Returns the prediction record in PLAN.json, or an empty dict if there is none."""
     try:
         return bounded_object(read_json(path.with_suffix(".json")))
     except ConfigError:

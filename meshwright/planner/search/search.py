@@ -1,12 +1,12 @@
-"""The best ways to spread a step: every way that fits, the quickest first, without estimating them all; torch-free.
+"""The search for the fastest plans: ranks the candidates that fit by step time without estimating all of them.
 
-Time is asked first, memory only of what would be among the first. What is left out would not be:
-- degrees of which no plan, were there room for it, is as quick as the last plan of the list;
-- recomputation, where less of it fits: it takes time and gives memory alone;
-- passes of fewer samples, where larger ones fit and no pipeline waits for them;
-- groups of shards other than all ranks, a node, and the smallest that fits with and without recomputation.
+Step time is estimated first, and memory only for candidates that would rank among the first. The search skips
+- degrees none of whose candidates, given unlimited memory, is as fast as the last plan of the list;
+- more activation checkpointing than a candidate needs to fit: it costs time and saves nothing but memory;
+- smaller micro-batches, if larger ones fit and there is no pipeline to fill;
+- shard groups other than all ranks, one node, and the smallest that fit with and without activation checkpointing.
 
-tests/plan/test_search.py holds the result against that of trying everything.
+tests/planner/test_search.py compares the result with an exhaustive search.
 """
 
 from __future__ import annotations
@@ -17,13 +17,10 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import log
 
-from meshwright.planner.calibration.corrections import corrections_for
 from meshwright.planner.calibration.estimator import estimate
-from meshwright.planner.cost.estimate import Estimate, MemoryEstimate
-from meshwright.planner.cost.peak_memory import estimate_memory
-from meshwright.planner.cost.step_time import estimate_step
-from meshwright.planner.hardware.cluster import Cluster
-from meshwright.planner.search.candidate import Candidate, candidate_job, exact_job, validation_error
+from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.search.candidate import Candidate, exact_job
+from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.search_space import (
     ModelParallelDegrees,
     SearchSpace,
@@ -33,355 +30,324 @@ from meshwright.planner.search.search_space import (
     pipeline_schedules,
     sharded_layouts,
 )
-from meshwright.planner.workload.trainer_profiles import MESHWRIGHT
 from meshwright.planner.workload.workload import Workload
 from meshwright.topology.layout import Layout
 from meshwright.topology.schedules import SCHEDULES
 
 MAX_MEMORY_ESTIMATES = 250
-"""Plans of one search that are weighed after one of every frame, in the frames whose plan was quickest."""
+"""The memory estimates of one search in addition to the first ones of each combination of degrees."""
 MARGIN = 1.05
-"""A frame is looked into where the best of its few sketches takes so many times the last of the list, or less."""
+"""Degrees are searched if their optimistic step time is at most this multiple of the last plan of the list."""
 TIE_TOLERANCE = 0.01
-"""Plans are as quick as each other within this."""
+"""Plans whose step times differ by at most this fraction count as equally fast."""
 MIN_RANKED = 8
-"""Plans in the list, at least."""
+"""The fewest plans that a search ranks."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
     ranked: list[Estimate]
-    """of every layout that fits and was looked into its best; see in_order"""
-    front: list[Estimate]
-    """those of all that fit than which none is both quicker and lighter, quickest first"""
-    estimates: int
-    """steps that were timed"""
-    weighed: int
-    """jobs whose memory was asked for"""
+    """The best plan of every layout that fits and was searched, in the order of `rank_estimates`."""
+    pareto_front: list[Estimate]
+    """The plans that no other plan beats in both step time and memory, fastest first."""
+    timed: int
+    """The candidates whose step time was estimated."""
+    memory_estimates: int
+    """The candidates whose memory was estimated."""
     degrees: int
-    """ways to cut the model"""
-    left_out: int
-    """of these, not looked into: their arithmetic alone takes longer, nothing fits, or enough was weighed"""
-
-
-class CostCache:
-    """What was estimated of one workload on one cluster, each thing once."""
-
-    def __init__(self, work: Workload, cluster: Cluster) -> None:
-        self.work, self.cluster, self.lessons = work, cluster, corrections_for(cluster)
-        self.weights: dict[Candidate, list[MemoryEstimate]] = {}
-        self.heavy: dict[Candidate, MemoryEstimate] = {}
-        self.step_times: dict[Candidate, Estimate] = {}
-        self.estimates_by_candidate: dict[Candidate, Estimate] = {}
-        self.unsupported_by_candidate: dict[Candidate, bool] = {}
-
-    @property
-    def counts(self) -> tuple[int, int]:
-        """(plans timed, plans weighed)"""
-        return len({*self.step_times, *self.estimates_by_candidate}), len(self.weights)
-
-    def weigh(self, choice: Candidate) -> list[MemoryEstimate]:
-        if choice not in self.weights:
-            job = candidate_job(self.work, self.cluster, choice)
-            self.weights[choice] = self.lessons.correct_memory(job, estimate_memory(job, quick=True))
-        return self.weights[choice]
-
-    def peak_memory(self, choice: Candidate) -> MemoryEstimate:
-        if choice not in self.heavy:
-            self.heavy[choice] = max(self.weigh(choice), key=lambda stage: stage.total)
-        return self.heavy[choice]
-
-    def fits(self, choice: Candidate) -> bool:
-        """Weighed only where what is held between steps would have room."""
-        capacity = self.cluster.device.memory
-        return min_state_bytes(self.work, choice) <= capacity and self.peak_memory(choice).total <= capacity
-
-    def unweighed(self, choice: Candidate) -> Estimate:
-        """Its seconds, whether it fits or not."""
-        if choice not in self.step_times:
-            self.step_times[choice] = estimate_step(candidate_job(self.work, self.cluster, choice), [])
-        return self.step_times[choice]
-
-    def time(self, choice: Candidate) -> Estimate:
-        if choice not in self.estimates_by_candidate:
-            found = estimate_step(candidate_job(self.work, self.cluster, choice), self.weigh(choice))
-            self.estimates_by_candidate[choice] = self.lessons.correct_estimate(found)
-        return self.estimates_by_candidate[choice]
-
-    def refused(self, choice: Candidate) -> bool:
-        if choice not in self.unsupported_by_candidate:
-            self.unsupported_by_candidate[choice] = validation_error(self.work, choice) is not None
-        return self.unsupported_by_candidate[choice]
-
-
-def min_state_bytes(work: Workload, choice: Candidate) -> float:
-    """Bytes of parameters, gradients and optimizer that a rank has at least: of an even division of everything."""
-    model, layout, stack = work.model, choice.layout, MESHWRIGHT
-    banks = model.moe_layers * model.experts * model.expert_parameters
-    numbers = (model.parameters - banks + banks / layout.expert) / layout.tensor / layout.pipeline
-    over = layout.shard * layout.context if choice.sharding != "none" else 1
-    state = 0.0 if work.base_config is not None and work.base_config.optimizer.cpu_offload else stack.optimizer_bytes
-    divided = {"optimizer": state, "gradients": state + stack.gradient_bytes}.get(choice.sharding, 0.0)
-    whole = stack.parameter_bytes + stack.gradient_bytes + state
-    divided = whole if choice.sharding == "parameters" else divided
-    return numbers * (whole - divided + divided / over)
+    """The combinations of model-parallel degrees that divide the workload."""
+    degrees_skipped: int
+    """The combinations that were not searched: too slow given unlimited memory, nothing fits, or the budget of memory
+    estimates was spent.
+    """
 
 
 class BestByLayout:
-    """The best plan of every layout so far, and the seconds of the last that the list has room for."""
+    """The best plan of every layout so far, and the step time of the last plan in a list of `top`."""
 
     def __init__(self, top: int) -> None:
-        self.top, self.last = top, float("inf")
+        self.top, self.last_seconds = top, float("inf")
         self.plans: dict[tuple[Layout, str], Estimate] = {}
 
-    def to_beat(self, choice: Candidate) -> float:
-        """Seconds beyond which a choice changes nothing: of its layout's best, and of the last of the list."""
-        known = self.plans.get(choice.layout_key)
-        return min(self.last, known.seconds if known else self.last)
+    def seconds_to_beat(self, candidate: Candidate) -> float:
+        """The step time from which on a candidate changes neither its layout's best plan nor the list."""
+        best = self.plans.get(candidate.layout_key)
+        return min(self.last_seconds, best.seconds if best else self.last_seconds)
 
-    def keep(self, found: Estimate) -> None:
-        family = Candidate.of(found.job).layout_key
-        if family in self.plans and preference(found) >= preference(self.plans[family]):
+    def add(self, plan: Estimate) -> None:
+        key = Candidate.from_job(plan.job).layout_key
+        if key in self.plans and preference(plan) >= preference(self.plans[key]):
             return
-        self.plans[family] = found
-        if found.seconds < self.last and len(self.plans) >= self.top:
-            self.last = sorted(each.seconds for each in self.plans.values())[self.top - 1]
+        self.plans[key] = plan
+        if plan.seconds < self.last_seconds and len(self.plans) >= self.top:
+            self.last_seconds = sorted(best.seconds for best in self.plans.values())[self.top - 1]
 
 
 def search(
-    desk: CostCache, space: SearchSpace | None = None, top: int = MIN_RANKED, most: int = MAX_MEMORY_ESTIMATES
+    cache: CostCache,
+    space: SearchSpace | None = None,
+    top: int = MIN_RANKED,
+    max_memory_estimates: int = MAX_MEMORY_ESTIMATES,
 ) -> SearchResult:
-    """Of a workload on all devices of a cluster. Frames are taken in the order of what they promise, whether it fits or
-    not, and of each one plan is made at once; then those whose plan is quick are looked into first.
+    """Searches the plans of a workload on all devices of a cluster.
+
+    One feasible candidate is estimated for each combination of degrees, in the order of their optimistic step times;
+    then the combinations are searched completely, in the order of those first estimates.
     """
     space = space or SearchSpace()
-    before = desk.counts
-    every = [(optimistic_seconds(desk, frame, space), frame) for frame in all_degrees(desk, space)]
+    timed_before, memory_before = cache.timed, cache.memory_estimates
+    all_combinations = [(optimistic_seconds(cache, degrees, space), degrees) for degrees in all_degrees(cache, space)]
     best = BestByLayout(top)
-    begun: list[tuple[Estimate, float, ModelParallelDegrees]] = []
-    for promised, frame in sorted(every, key=lambda row: row[0]):
-        if promised <= MARGIN * best.last and (choice := first_feasible(desk, frame, space)) is not None:
-            begun.append((desk.time(choice), promised, frame))
-            best.keep(begun[-1][0])
-    if not begun and "tensor" in space.axes and space.tensor is None:
-        return search(desk, replace(space, tensor=desk.cluster.device_count), top, most)  # beyond a node, then
-    tried = {Candidate.of(found.job) for found, *_ in begun}
-    enough, left = len(desk.weights) + most, len(every) - len(begun)
-    for _, promised, frame in sorted(begun, key=lambda row: row[0].seconds):
-        if promised > MARGIN * best.last or len(desk.weights) > enough:
-            left += 1
+    started: list[tuple[Estimate, float, ModelParallelDegrees]] = []
+    for optimistic, degrees in sorted(all_combinations, key=lambda row: row[0]):
+        if optimistic <= MARGIN * best.last_seconds:
+            first = first_feasible(cache, degrees, space)
+            if first is not None:
+                started.append((cache.estimate(first), optimistic, degrees))
+                best.add(started[-1][0])
+    if not started and "tensor" in space.axes and space.max_tensor_degree is None:
+        # Nothing fits with tensor parallelism inside a node: let it span nodes.
+        wider = replace(space, max_tensor_degree=cache.cluster.device_count)
+        return search(cache, wider, top, max_memory_estimates)
+    feasible = {Candidate.from_job(plan.job) for plan, *_ in started}
+    budget = cache.memory_estimates + max_memory_estimates
+    skipped = len(all_combinations) - len(started)
+    for _, optimistic, degrees in sorted(started, key=lambda row: row[0].seconds):
+        if optimistic > MARGIN * best.last_seconds or cache.memory_estimates > budget:
+            skipped += 1
             continue
-        for choice in feasible_candidates(desk, frame, space, best):
-            tried.add(choice)
-            best.keep(desk.time(choice))
+        for candidate in feasible_candidates(cache, degrees, space, best):
+            feasible.add(candidate)
+            best.add(cache.estimate(candidate))
     ranked = rank_estimates(best.plans.values())
-    tried |= set(memory_saving_variants(desk, space, [Candidate.of(found.job) for found in ranked[:3]]))
-    first = reestimate_exactly(desk, ranked[:top])
-    known = {Candidate.of(found.job) for found in ranked[:top]}
-    front = pareto_front([*first, *(desk.time(choice) for choice in tried - known)])
+    feasible |= set(memory_saving_variants(cache, space, [Candidate.from_job(plan.job) for plan in ranked[:3]]))
+    exact = reestimate_exactly(cache, ranked[:top])
+    known = {Candidate.from_job(plan.job) for plan in ranked[:top]}
+    front = pareto_front([*exact, *(cache.estimate(candidate) for candidate in feasible - known)])
     return SearchResult(
-        rank_estimates(first) + ranked[top:],
+        rank_estimates(exact) + ranked[top:],
         front,
-        desk.counts[0] - before[0],
-        desk.counts[1] - before[1],
-        len(every),
-        left,
+        cache.timed - timed_before,
+        cache.memory_estimates - memory_before,
+        len(all_combinations),
+        skipped,
     )
 
 
-def first_feasible(desk: CostCache, frame: ModelParallelDegrees, space: SearchSpace) -> Candidate | None:
-    """A plan of a frame that is likely to be among its best: the least that fits is recomputed, then divided."""
-    sizes = [micro for micro in micro_batch_sizes(desk.work, frame) if filled_schedules(desk, frame, micro)]
-    kinds = list(sharded_layouts(desk.work, frame, space))
-    for recompute in checkpoint_modes(desk.work, space) if sizes and kinds else ():
-        rows = [
-            row for row in filled_schedules(desk, frame, sizes[0]) if not SCHEDULES[row[0]].splits_backward
-        ] or filled_schedules(desk, frame, sizes[0])
-        for kind, each in dict.fromkeys((max(rows, key=lambda row: row[1]), rows[0])):  # many stages hold more
-            tried = [
-                Candidate(options[-1], sizes[0], sharding, recompute, kind, each, frame.method)
-                for sharding, options in kinds
+def all_degrees(cache: CostCache, space: SearchSpace) -> Iterator[ModelParallelDegrees]:
+    return model_parallel_degrees(cache.work, cache.cluster.device_count, cache.cluster.devices_per_node, space)
+
+
+def first_feasible(cache: CostCache, degrees: ModelParallelDegrees, space: SearchSpace) -> Candidate | None:
+    """Returns a candidate that is likely to be among the best: the least checkpointing, then the least sharding."""
+    sizes = [micro for micro in micro_batch_sizes(cache.work, degrees) if filled_schedules(cache, degrees, micro)]
+    shardings = list(sharded_layouts(cache.work, degrees, space))
+    for mode in checkpoint_modes(cache.work, space) if sizes and shardings else ():
+        filled = filled_schedules(cache, degrees, sizes[0])
+        schedules = [row for row in filled if not SCHEDULES[row[0]].splits_backward] or filled
+        # More stages per rank need more memory, so the fewest are the second attempt.
+        for schedule, stages in dict.fromkeys((max(schedules, key=lambda row: row[1]), schedules[0])):
+            candidates = [
+                Candidate(layouts[-1], sizes[0], sharding, mode, schedule, stages, degrees.context_method)
+                for sharding, layouts in shardings
             ]
-            allowed = [choice for choice in tried if not desk.refused(choice)]
-            if not allowed or not desk.fits(allowed[-1]):  # where the most divided does not, no other does
+            supported = [candidate for candidate in candidates if not cache.is_unsupported(candidate)]
+            if not supported or not cache.fits(supported[-1]):  # the most sharded: if it does not fit, none does
                 continue
-            start = next(choice for choice in allowed if desk.fits(choice))
-            if frame.pipeline > 1:
+            start = next(candidate for candidate in supported if cache.fits(candidate))
+            if degrees.pipeline > 1:
                 return start
-            return [start, *takewhile(desk.fits, (replace(start, micro=micro) for micro in sizes[1:]))][-1]
+            return [start, *takewhile(cache.fits, (replace(start, micro=micro) for micro in sizes[1:]))][-1]
     return None
 
 
-def all_degrees(desk: CostCache, space: SearchSpace) -> Iterator[ModelParallelDegrees]:
-    return model_parallel_degrees(desk.work, desk.cluster.device_count, desk.cluster.devices_per_node, space)
+def complexity(plan: Estimate) -> int:
+    """Counts the parallel axes and techniques of a plan; a simpler plan wins a tie."""
+    job = plan.job
+    sharding = (job.sharding != "none") + (job.sharding == "parameters") + (job.layout.replicate > 1 < job.layout.shard)
+    techniques = (job.activation_checkpoint != "none") + (job.stages_per_rank > 1)
+    return 2 * len(job.layout.active_axes) + sharding + techniques
 
 
-def complexity(found: Estimate) -> int:
-    """How much there is to a plan."""
-    job = found.job
-    shards = (job.sharding != "none") + (job.sharding == "parameters") + (job.layout.replicate > 1 < job.layout.shard)
-    return 2 * len(job.layout.active_axes) + shards + (job.activation_checkpoint != "none") + (job.stages_per_rank > 1)
+def preference(plan: Estimate) -> tuple[int, int, float]:
+    """The sort key of plans of one layout: the fastest, then the simplest of tied plans, then the least memory."""
+    return round(log(plan.seconds) / TIE_TOLERANCE), complexity(plan), plan.peak_memory.total
 
 
-def preference(found: Estimate) -> tuple[int, int, float]:
-    """Of plans of one layout: quickest, of those within a hundredth the one of fewest parts, then the lightest."""
-    return round(log(found.seconds) / TIE_TOLERANCE), complexity(found), found.peak_memory.total
+def rank_estimates(plans: Iterable[Estimate]) -> list[Estimate]:
+    """Sorts by step time, except that the simplest plan within the tie tolerance of the fastest comes first."""
+    ranked = sorted(plans, key=lambda plan: (plan.seconds, complexity(plan), plan.peak_memory.total))
+    tied = [plan for plan in ranked if plan.seconds <= (1 + TIE_TOLERANCE) * ranked[0].seconds]
+    first = min(tied, key=lambda plan: (complexity(plan), plan.seconds), default=None)
+    return [first, *(plan for plan in ranked if plan is not first)] if first else []
 
 
-def rank_estimates(found: Iterable[Estimate]) -> list[Estimate]:
-    """Quickest first; but the plan is the one with the fewest parts of those within a hundredth of the quickest."""
-    ranked = sorted(found, key=lambda one: (one.seconds, complexity(one), one.peak_memory.total))
-    alike = [one for one in ranked if one.seconds <= (1 + TIE_TOLERANCE) * ranked[0].seconds]
-    plan = min(alike, key=lambda one: (complexity(one), one.seconds), default=None)
-    return [plan, *(one for one in ranked if one is not plan)] if plan else []
-
-
-def pareto_front(found: list[Estimate]) -> list[Estimate]:
+def pareto_front(plans: list[Estimate]) -> list[Estimate]:
     front: list[Estimate] = []
-    for one in sorted(found, key=lambda each: (each.seconds, each.peak_memory.total)):
-        if not front or one.peak_memory.total < front[-1].peak_memory.total:
-            front.append(one)
+    for plan in sorted(plans, key=lambda each: (each.seconds, each.peak_memory.total)):
+        if not front or plan.peak_memory.total < front[-1].peak_memory.total:
+            front.append(plan)
     return front
 
 
-def reestimate_exactly(desk: CostCache, ranked: list[Estimate]) -> list[Estimate]:
-    """The first of a list by the exact formulas of their runs, those that fit by these, too."""
-    if desk.work.base_config is None:
-        return ranked
-    jobs = [exact_job(desk.work, desk.cluster, Candidate.of(each.job)) for each in ranked]
-    return [each for each in (estimate(job, exact=True, lessons=desk.lessons) for job in jobs) if each.fits]
+def reestimate_exactly(cache: CostCache, plans: list[Estimate]) -> list[Estimate]:
+    """Estimates plans again by the exact formulas of their run configurations; drops those that then do not fit."""
+    if cache.work.base_config is None:
+        return plans
+    jobs = [exact_job(cache.work, cache.cluster, Candidate.from_job(plan.job)) for plan in plans]
+    exact = (estimate(job, exact=True, lessons=cache.corrections) for job in jobs)
+    return [plan for plan in exact if plan.fits]
 
 
-def optimistic_seconds(desk: CostCache, frame: ModelParallelDegrees, space: SearchSpace) -> float:
-    """Seconds of the best of a few plans of a frame, were there room for them: little and much divided, in the smallest
-    and the largest passes, by the schedules that wait least.
+def optimistic_seconds(cache: CostCache, degrees: ModelParallelDegrees, space: SearchSpace) -> float:
+    """Returns the best step time of a few candidates, given unlimited memory.
+
+    They have the least and the most sharding, the smallest and the largest micro-batches, and the schedules with the
+    smallest bubbles.
     """
-    sizes = [micro for micro in micro_batch_sizes(desk.work, frame) if filled_schedules(desk, frame, micro)]
-    kinds = list(sharded_layouts(desk.work, frame, space))
-    if not sizes or not kinds:
+    sizes = [micro for micro in micro_batch_sizes(cache.work, degrees) if filled_schedules(cache, degrees, micro)]
+    shardings = list(sharded_layouts(cache.work, degrees, space))
+    if not sizes or not shardings:
         return float("inf")
-    least = checkpoint_modes(desk.work, space)[0]
-    found = []
-    for micro in {sizes[0], sizes[-1]} if frame.pipeline > 1 else sizes[-1:]:
-        rows = filled_schedules(desk, frame, micro)
-        split = [row for row in rows if SCHEDULES[row[0]].splits_backward]
-        usual = [row for row in rows if not SCHEDULES[row[0]].splits_backward] or split
-        for kind, each in {max(usual, key=lambda row: row[1]), (split or usual)[-1]}:
-            for sharding, options in {kinds[0][0]: kinds[0], kinds[-1][0]: kinds[-1]}.values():
-                choice = Candidate(options[-1], micro, sharding, least, kind, each, frame.method)
-                if not desk.refused(choice):
-                    found.append(desk.unweighed(choice).seconds)
-    return min(found, default=0.0)
+    mode = checkpoint_modes(cache.work, space)[0]
+    step_times = []
+    for micro in {sizes[0], sizes[-1]} if degrees.pipeline > 1 else sizes[-1:]:
+        schedules = filled_schedules(cache, degrees, micro)
+        split = [row for row in schedules if SCHEDULES[row[0]].splits_backward]
+        unsplit = [row for row in schedules if not SCHEDULES[row[0]].splits_backward] or split
+        for schedule, stages in {max(unsplit, key=lambda row: row[1]), (split or unsplit)[-1]}:
+            for sharding, layouts in {shardings[0][0]: shardings[0], shardings[-1][0]: shardings[-1]}.values():
+                candidate = Candidate(layouts[-1], micro, sharding, mode, schedule, stages, degrees.context_method)
+                if not cache.is_unsupported(candidate):
+                    step_times.append(cache.optimistic_estimate(candidate).seconds)
+    return min(step_times, default=0.0)
 
 
-def filled_schedules(desk: CostCache, frame: ModelParallelDegrees, micro: int) -> list[tuple[str, int]]:
-    """The schedules that a step of such passes fills."""
-    micros_ = desk.work.global_batch // frame.data // micro
-    found = [row for row in pipeline_schedules(desk.work, frame) if fills_schedule(row[0], frame.pipeline, micros_)]
-    return [row for row in found if not SCHEDULES[row[0]].all_forward_first] if ("1f1b", 1) in found else found
+def filled_schedules(cache: CostCache, degrees: ModelParallelDegrees, micro: int) -> list[tuple[str, int]]:
+    """Returns the schedules for which micro-batches of this size give enough micro-batches per step."""
+    micro_batches = cache.work.global_batch // degrees.data // micro
+    schedules = [
+        row
+        for row in pipeline_schedules(cache.work, degrees)
+        if fills_schedule(row[0], degrees.pipeline, micro_batches)
+    ]
+    if ("1f1b", 1) not in schedules:
+        return schedules
+    return [row for row in schedules if not SCHEDULES[row[0]].all_forward_first]
 
 
 def feasible_candidates(
-    desk: CostCache, frame: ModelParallelDegrees, space: SearchSpace, best: BestByLayout
+    cache: CostCache, degrees: ModelParallelDegrees, space: SearchSpace, best: BestByLayout
 ) -> Iterator[Candidate]:
-    """Those of a frame that fit and are allowed, less what cannot be better than others of them. What is divided most
-    comes first: passes that do not fit then fit nowhere.
+    """Yields the supported candidates that fit and may improve on the best plans so far.
+
+    The most sharded layouts come first: a micro-batch that does not fit there fits nowhere.
     """
-    order = checkpoint_modes(desk.work, space)
-    hopeless: set[tuple[str, int, int, str]] = set()
-    for sharding, options in reversed(list(sharded_layouts(desk.work, frame, space))):
-        for layout in reversed(shard_group_layouts(desk, frame, space, sharding, options)):
-            for kind, each in pipeline_schedules(desk.work, frame):
-                found, level = [], 0
-                for micro in micro_batch_sizes(desk.work, frame):
-                    if (kind, each) not in filled_schedules(desk, frame, micro):
+    modes = checkpoint_modes(cache.work, space)
+    too_large: set[tuple[str, int, int, str]] = set()
+    for sharding, all_layouts in reversed(list(sharded_layouts(cache.work, degrees, space))):
+        for layout in reversed(shard_group_layouts(cache, degrees, space, sharding, all_layouts)):
+            for schedule, stages in pipeline_schedules(cache.work, degrees):
+                fitting: list[Candidate] = []
+                level = 0
+                for micro in micro_batch_sizes(cache.work, degrees):
+                    if (schedule, stages) not in filled_schedules(cache, degrees, micro):
                         continue
-                    choice = Candidate(layout, micro, sharding, order[level], kind, each, frame.method)
-                    if desk.unweighed(choice).seconds > best.to_beat(choice):
+                    candidate = Candidate(
+                        layout, micro, sharding, modes[level], schedule, stages, degrees.context_method
+                    )
+                    if cache.optimistic_estimate(candidate).seconds > best.seconds_to_beat(candidate):
                         continue
-                    fitting = with_least_recomputation(desk, choice, order[level:], hopeless)
-                    if fitting is None:
+                    fits = with_least_recomputation(cache, candidate, modes[level:], too_large)
+                    if fits is None:
                         break
-                    level = order.index(fitting.recompute)
-                    found.append(fitting)
-                yield from found if frame.pipeline > 1 else smallest_and_largest(found)
+                    level = modes.index(fits.activation_checkpoint)
+                    fitting.append(fits)
+                yield from fitting if degrees.pipeline > 1 else smallest_and_largest(fitting)
 
 
 def checkpoint_modes(work: Workload, space: SearchSpace) -> tuple[str, ...]:
     pin = work.pinned.get("activation_checkpoint.mode")
-    return space.recompute if pin is None else (str(pin),)
+    return space.checkpoint_modes if pin is None else (str(pin),)
 
 
 def with_least_recomputation(
-    desk: CostCache, choice: Candidate, order: tuple[str, ...], hopeless: set[tuple[str, int, int, str]]
+    cache: CostCache, candidate: Candidate, modes: tuple[str, ...], too_large: set[tuple[str, int, int, str]]
 ) -> Candidate | None:
-    """With as little recomputed as fits."""
-    for recompute in order:
-        tried, passes = replace(choice, recompute=recompute), (choice.schedule, choice.stages, choice.micro, recompute)
-        if passes in hopeless or desk.refused(tried):
+    """Returns the candidate with the first mode of activation checkpointing that fits."""
+    for mode in modes:
+        attempt = replace(candidate, activation_checkpoint=mode)
+        key = (candidate.schedule, candidate.stages_per_rank, candidate.micro, mode)
+        if key in too_large or cache.is_unsupported(attempt):
             continue
-        if desk.fits(tried):
-            return tried
-        hopeless.add(passes)
+        if cache.fits(attempt):
+            return attempt
+        too_large.add(key)
     return None
 
 
-def smallest_and_largest(found: list[Candidate]) -> list[Candidate]:
-    """Without a pipeline the largest passes are the quickest; the smallest may be as quick, and hold less."""
+def smallest_and_largest(candidates: list[Candidate]) -> list[Candidate]:
+    """Keeps the smallest and the largest micro-batch of each mode of activation checkpointing.
+
+    Without a pipeline the largest is the fastest; the smallest may be as fast and needs less memory.
+    """
     kept: dict[tuple[str, str], Candidate] = {}
-    for choice in found:
-        kept.setdefault((choice.recompute, "smallest"), choice)
-        kept[choice.recompute, "largest"] = choice
+    for candidate in candidates:
+        kept.setdefault((candidate.activation_checkpoint, "smallest"), candidate)
+        kept[candidate.activation_checkpoint, "largest"] = candidate
     return list(dict.fromkeys(kept.values()))
 
 
 def shard_group_layouts(
-    desk: CostCache, frame: ModelParallelDegrees, space: SearchSpace, sharding: str, options: list[Layout]
+    cache: CostCache, degrees: ModelParallelDegrees, space: SearchSpace, sharding: str, layouts: list[Layout]
 ) -> list[Layout]:
-    """Groups of shards: all ranks, a node, and the smallest that fit with the most and with the least recomputed."""
-    if len(options) < 3:
-        return options
-    smallest = next(
-        (size for size in micro_batch_sizes(desk.work, frame) if any(filled_schedules(desk, frame, size))), 1
-    )
-    kind, each = (filled_schedules(desk, frame, smallest) or pipeline_schedules(desk.work, frame))[0]
-    node = [
-        option for option in options if option.shard * option.context * option.tensor <= desk.cluster.devices_per_node
-    ]
-    kept = {options[-1]: True, **({node[-1]: True} if node else {})}
-    for recompute in {checkpoint_modes(desk.work, space)[0], checkpoint_modes(desk.work, space)[-1]}:
-        place = bisect_left(
-            options,
-            True,
-            key=lambda option: desk.fits(Candidate(option, smallest, sharding, recompute, kind, each, frame.method)),
-        )
-        if place < len(options):
-            kept[options[place]] = True
-    return [option for option in options if option in kept]
+    """Keeps the shard groups of all ranks, of one node, and the smallest that fit with the most and the least
+    activation checkpointing.
+    """
+    if len(layouts) < 3:
+        return layouts
+    sizes = micro_batch_sizes(cache.work, degrees)
+    micro = next((size for size in sizes if any(filled_schedules(cache, degrees, size))), 1)
+    schedule, stages = (filled_schedules(cache, degrees, micro) or pipeline_schedules(cache.work, degrees))[0]
+    per_node = cache.cluster.devices_per_node
+    within_node = [layout for layout in layouts if layout.shard * layout.context * layout.tensor <= per_node]
+    kept = {layouts[-1], *within_node[-1:]}
+    modes = checkpoint_modes(cache.work, space)
+    for mode in {modes[0], modes[-1]}:
+
+        def fits(layout: Layout, mode: str = mode) -> bool:
+            return cache.fits(Candidate(layout, micro, sharding, mode, schedule, stages, degrees.context_method))
+
+        smallest = bisect_left(layouts, True, key=fits)
+        if smallest < len(layouts):
+            kept.add(layouts[smallest])
+    return [layout for layout in layouts if layout in kept]
 
 
-def memory_saving_variants(desk: CostCache, space: SearchSpace, first: list[Candidate]) -> Iterator[Candidate]:
-    """The first plans with more recomputed and in the smallest passes: slower, lighter."""
-    for choice in first:
-        for recompute in checkpoint_modes(desk.work, space):
-            for micro in {choice.micro, 1} if "batch.micro" not in desk.work.pinned else {choice.micro}:
-                tried = replace(choice, micro=micro, recompute=recompute)
-                if not desk.refused(tried) and desk.fits(tried):
-                    yield tried
+def memory_saving_variants(cache: CostCache, space: SearchSpace, first: list[Candidate]) -> Iterator[Candidate]:
+    """Yields the first plans with more activation checkpointing and smaller micro-batches: slower, with less memory."""
+    for candidate in first:
+        sizes = {candidate.micro} if "batch.micro" in cache.work.pinned else {candidate.micro, 1}
+        for mode in checkpoint_modes(cache.work, space):
+            for micro in sizes:
+                variant = replace(candidate, micro=micro, activation_checkpoint=mode)
+                if not cache.is_unsupported(variant) and cache.fits(variant):
+                    yield variant
 
 
-def min_memory_candidate(desk: CostCache, space: SearchSpace | None = None) -> Candidate | None:
-    """What holds least of all that is allowed, whether it fits or not; none where nothing divides."""
-    space = space or SearchSpace(tensor=desk.cluster.device_count)
-    found: list[Candidate] = []
-    for frame in all_degrees(desk, space):
-        sizes = [micro for micro in micro_batch_sizes(desk.work, frame) if filled_schedules(desk, frame, micro)]
-        kinds = list(sharded_layouts(desk.work, frame, space))
-        if not sizes or not kinds:
+def min_memory_candidate(cache: CostCache, space: SearchSpace | None = None) -> Candidate | None:
+    """Returns the supported candidate with the least memory, whether it fits or not; None if nothing divides."""
+    space = space or SearchSpace(max_tensor_degree=cache.cluster.device_count)
+    candidates: list[Candidate] = []
+    for degrees in all_degrees(cache, space):
+        sizes = [micro for micro in micro_batch_sizes(cache.work, degrees) if filled_schedules(cache, degrees, micro)]
+        shardings = list(sharded_layouts(cache.work, degrees, space))
+        if not sizes or not shardings:
             continue
-        sharding, options = kinds[-1]
-        kind, each = filled_schedules(desk, frame, sizes[0])[0]
-        start = Candidate(options[-1], sizes[0], sharding, "none", kind, each, frame.method)
-        tried = [replace(start, recompute=recompute) for recompute in reversed(checkpoint_modes(desk.work, space))]
-        found += [choice for choice in tried if not desk.refused(choice)][:1]
-    return min(found, key=lambda choice: desk.peak_memory(choice).total, default=None)
+        sharding, layouts = shardings[-1]
+        schedule, stages = filled_schedules(cache, degrees, sizes[0])[0]
+        start = Candidate(layouts[-1], sizes[0], sharding, "none", schedule, stages, degrees.context_method)
+        modes = reversed(checkpoint_modes(cache.work, space))
+        variants = (replace(start, activation_checkpoint=mode) for mode in modes)
+        candidates += [variant for variant in variants if not cache.is_unsupported(variant)][:1]
+    return min(candidates, key=lambda candidate: cache.peak_memory(candidate).total, default=None)

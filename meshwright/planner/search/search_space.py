@@ -1,7 +1,7 @@
-"""Which ways to spread a step there are: degrees that divide, schedules that fill, pins kept; torch-free.
+"""The search space: the parallel degrees that divide the model and the devices, and the settings that go with them.
 
-Divisibility is asked of the model here, for models of our own decoder and others alike. What is more than that
-(`refused`) is asked of each whole choice.
+Divisibility is checked against the model here, for Meshwright's own decoder and for other models alike. All further
+rules are checked on each complete candidate (`validation_error`).
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from meshwright.topology.schedules import SCHEDULES, find_schedule
 
 SHARDINGS = ("optimizer", "gradients", "parameters")
 CHECKPOINT_MODES = ("none", "selective", "full")
-"""From the quickest, which holds most, to the one that holds least."""
+"""Modes of activation checkpointing, from the fastest with the most memory to the slowest with the least."""
 MIN_SEQUENCE_CHUNK = 512
-"""Tokens of a sequence that a rank has at least under context: smaller matrices leave a device idle."""
+"""The fewest tokens of a sequence per rank under context parallelism: smaller matrices leave a device idle."""
 MAX_MICRO_BATCH_TOKENS = 1 << 16
-"""Tokens of one pass on one rank beyond which larger matrices gain nothing."""
+"""The tokens of one micro-batch on one rank beyond which larger matrices gain nothing."""
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What a search may use beside whole copies. The ladder widens it rung by rung."""
+    """What a search may use in addition to data parallelism. The ladder widens the space step by step."""
 
     axes: frozenset[str] = frozenset(("shard", "tensor", "pipeline", "context", "expert"))
-    recompute: tuple[str, ...] = CHECKPOINT_MODES
-    tensor: int | None = None
-    """ranks of a tensor group at most; none: the devices of a node"""
+    checkpoint_modes: tuple[str, ...] = CHECKPOINT_MODES
+    max_tensor_degree: int | None = None
+    """The largest tensor-parallel group; None means the devices of a node."""
 
 
 @dataclass(frozen=True)
 class ModelParallelDegrees:
-    """The degrees of the axes that cut the model or a sequence; the rest of the ranks have samples of their own."""
+    """The degrees of the axes that divide the model or a sequence; the remaining ranks are data-parallel."""
 
     pipeline: int
     context: int
     tensor: int
     expert: int
     data: int
-    method: str
+    context_method: str
 
 
 @cache
@@ -53,21 +53,27 @@ def divisors(number: int) -> list[int]:
 
 
 def tensor_degree_divides(work: Workload, degree: int) -> bool:
-    """Whether tensor of this degree cuts the model evenly. A vocabulary may be filled up, unless it is our decoder."""
+    """Whether the model divides evenly over a tensor-parallel group of this size.
+
+    A vocabulary may be padded, except in Meshwright's own decoder.
+    """
     model = work.model
-    whole = [model.heads, model.kv_heads, model.ffn, work.sequence]
-    whole += [model.expert_ffn] * (model.experts > 0) + [model.vocab] * (work.base_config is not None)
-    return all(number % degree == 0 for number in whole)
+    sizes = [model.heads, model.kv_heads, model.ffn, work.sequence]
+    sizes += [model.expert_ffn] * (model.experts > 0) + [model.vocab] * (work.base_config is not None)
+    return all(size % degree == 0 for size in sizes)
 
 
 def model_parallel_degrees(
-    work: Workload, ranks: int, per_node: int, space: SearchSpace
+    work: Workload, ranks: int, devices_per_node: int, space: SearchSpace
 ) -> Iterator[ModelParallelDegrees]:
-    """In every one tensor groups are neighbours inside a node where they can be: that is the order of the axes."""
+    """Yields every combination of degrees that divides the ranks, the batch, the model and the sequence.
+
+    The tensor axis is innermost, so tensor-parallel groups lie inside a node where possible.
+    """
     model, pinned, axes = work.model, work.pinned, space.axes
+    max_tensor = space.max_tensor_degree or devices_per_node
     for tensor in permitted_degrees(divisors(ranks), "tensor" in axes, pinned.get("layout.tensor")):
-        most = space.tensor or per_node
-        if (tensor > most and "layout.tensor" not in pinned) or not tensor_degree_divides(work, tensor):
+        if (tensor > max_tensor and "layout.tensor" not in pinned) or not tensor_degree_divides(work, tensor):
             continue
         for pipeline in permitted_degrees(divisors(ranks // tensor), "pipeline" in axes, pinned.get("layout.pipeline")):
             if pipeline > model.layers:
@@ -75,92 +81,102 @@ def model_parallel_degrees(
             rest = ranks // tensor // pipeline
             for context in permitted_degrees(divisors(rest), "context" in axes, pinned.get("layout.context")):
                 data = rest // context
-                if work.global_batch % data or (
-                    context > 1 and work.sequence // context < MIN_SEQUENCE_CHUNK and not pinned
-                ):
+                too_short = context > 1 and work.sequence // context < MIN_SEQUENCE_CHUNK and not pinned
+                if work.global_batch % data or too_short:
                     continue
                 for method in context_methods(work, context, tensor):
                     for expert in expert_degrees(work, data * context, "expert" in axes):
                         yield ModelParallelDegrees(pipeline, context, tensor, expert, data, method)
 
 
-def permitted_degrees(values: list[int], free: bool, pin: int | str | None) -> list[int]:
+def permitted_degrees(degrees: list[int], axis_is_free: bool, pin: int | str | None) -> list[int]:
+    """Returns the pinned degree if there is one, all degrees if the axis may be used, and the smallest otherwise."""
     if pin is not None:
-        return [int(pin)] if int(pin) in values else []
-    return values if free else values[:1]
+        return [int(pin)] if int(pin) in degrees else []
+    return degrees if axis_is_free else degrees[:1]
 
 
 def context_methods(work: Workload, context: int, tensor: int) -> Iterator[str]:
-    """Of those ways to attend over a divided sequence that divide it evenly; one rank has nothing to choose."""
+    """Yields the methods of context parallelism that divide the sequence evenly; without the axis there is one."""
     if context == 1:
         yield "ring"
         return
     pin = work.pinned.get("context.method")
     if work.sequence % (context * lcm(2, tensor)) == 0 and pin in (None, "ring"):
         yield "ring"
-    whole = work.sequence % (context * tensor) == 0 and work.model.heads % (context * tensor) == 0
-    if whole and pin in (None, "all-to-all"):
+    divides = work.sequence % (context * tensor) == 0 and work.model.heads % (context * tensor) == 0
+    if divides and pin in (None, "all-to-all"):
         yield "all-to-all"
 
 
-def expert_degrees(work: Workload, fold: int, free: bool) -> list[int]:
+def expert_degrees(work: Workload, data_and_context_ranks: int, axis_is_free: bool) -> list[int]:
     if not work.model.experts:
         return [1] if work.pinned.get("layout.expert", 1) == 1 else []
-    fits = [degree for degree in divisors(work.model.experts) if fold % degree == 0]
-    return permitted_degrees(fits, free, work.pinned.get("layout.expert"))
+    dividing = [degree for degree in divisors(work.model.experts) if data_and_context_ranks % degree == 0]
+    return permitted_degrees(dividing, axis_is_free, work.pinned.get("layout.expert"))
 
 
 def sharded_layouts(
-    work: Workload, frame: ModelParallelDegrees, space: SearchSpace
+    work: Workload, degrees: ModelParallelDegrees, space: SearchSpace
 ) -> Iterator[tuple[str, list[Layout]]]:
-    """(kind of sharding, layouts from the smallest group that shards are divided over to the largest)."""
-    pinned, data = work.pinned, frame.data
-    whole = Layout(frame.pipeline, data, 1, frame.context, frame.tensor, frame.expert)
-    kind = pinned.get("layout.shard")
-    copies, degree = pinned.get("layout.replicate"), pinned.get("layout.shard_degree")
-    if kind in (None, "none") and degree in (None, 1) and copies in (None, data):
-        yield "none", [whole]
-    for sharded in SHARDINGS if "shard" in space.axes or kind else ():
-        if kind not in (None, sharded) or (sharded == "gradients" and frame.pipeline > 1):
+    """Yields (sharding, layouts), where the layouts go from the smallest shard group to the largest."""
+    pinned, data = work.pinned, degrees.data
+    replicated = Layout(degrees.pipeline, data, 1, degrees.context, degrees.tensor, degrees.expert)
+    pinned_sharding = pinned.get("layout.shard")
+    replicate, shard_degree = pinned.get("layout.replicate"), pinned.get("layout.shard_degree")
+    if pinned_sharding in (None, "none") and shard_degree in (None, 1) and replicate in (None, data):
+        yield "none", [replicated]
+    for sharding in SHARDINGS if "shard" in space.axes or pinned_sharding else ():
+        if pinned_sharding not in (None, sharding) or (sharding == "gradients" and degrees.pipeline > 1):
             continue
-        found = [
-            replace(whole, replicate=data // shards, shard=shards)
+        layouts = [
+            replace(replicated, replicate=data // shards, shard=shards)
             for shards in divisors(data)[1:]
-            if degree in (None, shards)
-            and (copies is None or copies == (data if degree is None and shards == data else data // shards))
+            if shard_degree in (None, shards)
+            and (
+                replicate is None or replicate == (data if shard_degree is None and shards == data else data // shards)
+            )
         ]
-        if fitting := [layout for layout in found if layout.expert_axes_size % layout.expert == 0]:
-            yield sharded, fitting
+        if divisible := [layout for layout in layouts if layout.expert_axes_size % layout.expert == 0]:
+            yield sharding, divisible
 
 
-def micro_batch_sizes(work: Workload, frame: ModelParallelDegrees) -> list[int]:
-    """Sizes of a pass, smallest first, each at least half as large again as the one before."""
-    local = work.global_batch // frame.data
+def micro_batch_sizes(work: Workload, degrees: ModelParallelDegrees) -> list[int]:
+    """Returns sizes of a micro-batch in ascending order, each at least 1.5 times the one before."""
+    local_batch = work.global_batch // degrees.data
     if (pin := work.pinned.get("batch.micro")) is not None:
-        return [int(pin)] if local % int(pin) == 0 else []
-    tokens = work.sequence // frame.context
-    found = [1]
-    for micro in divisors(local):
-        if micro * tokens <= MAX_MICRO_BATCH_TOKENS and micro >= 1.5 * found[-1]:
-            found.append(micro)
-    return found
+        return [int(pin)] if local_batch % int(pin) == 0 else []
+    tokens = work.sequence // degrees.context
+    sizes = [1]
+    for micro in divisors(local_batch):
+        if micro * tokens <= MAX_MICRO_BATCH_TOKENS and micro >= 1.5 * sizes[-1]:
+            sizes.append(micro)
+    return sizes
 
 
-def pipeline_schedules(work: Workload, frame: ModelParallelDegrees) -> list[tuple[str, int]]:
-    """(kind, stages a rank); gpipe holds more than 1f1b and waits as long, so it is for steps that cannot fill that."""
-    if frame.pipeline == 1:
-        return [("1f1b", 1)]
-    kind, pin = work.pinned.get("pipeline.schedule"), work.pinned.get("pipeline.stages")
-    found = [(name, each) for name, schedule in SCHEDULES.items() for each in schedule.candidate_stages]
-    most = work.model.layers // frame.pipeline
-    return [(name, each) for name, each in found if each <= most and kind in (None, name) and pin in (None, each)]
+def pipeline_schedules(work: Workload, degrees: ModelParallelDegrees) -> list[tuple[str, int]]:
+    """Returns (schedule, stages per rank).
 
-
-def fills_schedule(kind: str, pipeline: int, micros: int) -> bool:
-    """Whether a step has micro-batches enough for a schedule to be what it is for, and evenly many where it asks for
-    that. With fewer, ranks wait as long as by gpipe, which is left for such steps.
+    GPipe needs more memory than 1F1B for the same bubble, so it serves steps with too few micro-batches for 1F1B.
     """
-    schedule = find_schedule(kind)
-    if micros < schedule.fill_micro_batches(pipeline):
+    if degrees.pipeline == 1:
+        return [("1f1b", 1)]
+    pinned_schedule, pinned_stages = work.pinned.get("pipeline.schedule"), work.pinned.get("pipeline.stages")
+    options = [(name, stages) for name, schedule in SCHEDULES.items() for stages in schedule.candidate_stages]
+    max_stages = work.model.layers // degrees.pipeline
+    return [
+        (name, stages)
+        for name, stages in options
+        if stages <= max_stages and pinned_schedule in (None, name) and pinned_stages in (None, stages)
+    ]
+
+
+def fills_schedule(name: str, pipeline: int, micro_batches: int) -> bool:
+    """Whether a step has enough micro-batches for a schedule, and a divisible number where the schedule requires it.
+
+    With fewer micro-batches the bubble is as large as GPipe's, which is kept for such steps.
+    """
+    schedule = find_schedule(name)
+    if micro_batches < schedule.fill_micro_batches(pipeline):
         return False
-    return not schedule.even_rounds or micros % max(1, micros // pipeline) == 0
+    return not schedule.even_rounds or micro_batches % max(1, micro_batches // pipeline) == 0

@@ -1,4 +1,4 @@
-"""What to change where nothing fits, or nothing divides: found by trying, each change by itself; torch-free."""
+"""Suggestions for a workload that does not fit or does not divide: each is found by trying one change by itself."""
 
 from __future__ import annotations
 
@@ -9,74 +9,82 @@ from meshwright.errors import ConfigError
 from meshwright.io import format_bytes
 from meshwright.planner.describe import describe_plan, memory_by_class
 from meshwright.planner.hardware.cluster import NODE_TYPES, Cluster
-from meshwright.planner.search.search import CostCache, min_memory_candidate
+from meshwright.planner.search.cost_cache import CostCache
+from meshwright.planner.search.search import min_memory_candidate
 from meshwright.planner.search.search_space import divisors
 from meshwright.planner.workload.workload import Workload
 
-DEGREES = ("layout.tensor", "layout.pipeline", "layout.context", "layout.expert")
+DEGREE_KEYS = ("layout.tensor", "layout.pipeline", "layout.context", "layout.expert")
 MAX_DEVICE_FACTOR = 4096
-"""More devices than so many times those that there are are not tried."""
+"""The largest multiple of the cluster's devices that is tried."""
 
 
-def infeasible_error(desk: CostCache) -> ConfigError:
-    """The refusal of a workload that no layout takes: what is in the way, and the smallest changes that would do."""
-    work, cluster = desk.work, desk.cluster
-    least = min_memory_candidate(desk)
+def infeasible_error(cache: CostCache) -> ConfigError:
+    """Returns the error for a workload without a feasible plan: the reason, and the smallest changes that help."""
+    work, cluster = cache.work, cache.cluster
+    smallest = min_memory_candidate(cache)
     name = f"{work.model.name} on {cluster.device_count:,} {cluster.device.name}"
-    if least is None:
-        return ConfigError(
-            f"{name}: {describe_indivisible(work, cluster)}",
-            f"allowed: {', or '.join(divisible_alternatives(work, cluster))}",
-        )
-    held = desk.peak_memory(least)
-    worst, most = max(memory_by_class(held).items(), key=lambda row: row[1])
-    shape = describe_plan(desk.time(least).job)
-    what = (
-        f"{name} does not fit: the lightest plan ({shape}) takes {format_bytes(held.total)} of "
-        f"{format_bytes(cluster.device.memory)}, {worst} alone {format_bytes(most)}"
+    if smallest is None:
+        alternatives = ", or ".join(divisible_alternatives(work, cluster))
+        return ConfigError(f"{name}: {describe_indivisible(work, cluster)}", f"try {alternatives}")
+    memory = cache.peak_memory(smallest)
+    largest_class, largest = max(memory_by_class(memory).items(), key=lambda row: row[1])
+    message = (
+        f"{name} does not fit: the plan with the least memory ({describe_plan(cache.estimate(smallest).job)}) needs "
+        f"{format_bytes(memory.total)} of {format_bytes(cluster.device.memory)} per device, of which {largest_class} "
+        f"are {format_bytes(largest)}"
     )
-    return ConfigError(what, f"allowed: {', or '.join(feasible_changes(work, cluster)) or 'a smaller model'}")
+    return ConfigError(message, f"try {', or '.join(feasible_changes(work, cluster)) or 'a smaller model'}")
 
 
 def fits(work: Workload, cluster: Cluster) -> bool:
-    desk = CostCache(work, cluster)
-    least = min_memory_candidate(desk)
-    return least is not None and desk.fits(least)
+    cache = CostCache(work, cluster)
+    smallest = min_memory_candidate(cache)
+    return smallest is not None and cache.fits(smallest)
+
+
+def without_pin(work: Workload, key: str) -> Workload:
+    return replace(work, pinned={other: value for other, value in work.pinned.items() if other != key})
 
 
 def feasible_changes(work: Workload, cluster: Cluster) -> list[str]:
-    """Each that makes it fit, by itself: without a pin, more devices, larger ones, shorter sequences, fewer bytes."""
-    found = []
+    """Returns the changes that each make the workload fit: one pin fewer, more or larger devices, shorter sequences,
+    a smaller dtype.
+    """
+    changes = []
     for key, value in work.pinned.items():
-        free = replace(work, pinned={other: kept for other, kept in work.pinned.items() if other != key})
-        if fits(free, cluster):
-            found.append(f"without --{key}={value}")
+        if fits(without_pin(work, key), cluster):
+            changes.append(f"without --{key}={value}")
     if devices := min_devices(work, cluster):
-        found.append(f"{devices:,} devices")
+        changes.append(f"{devices:,} devices")
     for device in sorted((node.device for node in NODE_TYPES.values()), key=lambda device: device.memory):
         if device.memory > cluster.device.memory and fits(work, replace(cluster, device=device)):
-            found.append(f"as many {device.name} of {format_bytes(device.memory)}")
+            changes.append(f"the same number of {device.name} with {format_bytes(device.memory)}")
             break
     sequence = work.sequence // 2
     while sequence >= 128:
         if fits(work.with_size(sequence=sequence), cluster):
-            found.append(f"--sequence {sequence}")
+            changes.append(f"--sequence {sequence}")
             break
         sequence //= 2
     if work.precision in ("fp32", "fp64") and fits(with_precision(work, "bf16"), cluster):
-        found.append("--precision bf16")
-    return found
+        changes.append("--precision bf16")
+    return changes
 
 
 def min_devices(work: Workload, cluster: Cluster) -> int:
-    """The fewest that take it: doubled until it fits, then halved back to whole nodes; 0 where more do not help."""
-    times = 2
-    while times <= MAX_DEVICE_FACTOR and not fits(work, cluster.with_devices(cluster.device_count * times)):
-        times *= 2
-    if times > MAX_DEVICE_FACTOR:
+    """Returns the fewest devices on which the workload fits, in complete nodes; 0 if more devices do not help.
+
+    The number is doubled until the workload fits, then found by bisection.
+    """
+    factor = 2
+    while factor <= MAX_DEVICE_FACTOR and not fits(work, cluster.with_devices(cluster.device_count * factor)):
+        factor *= 2
+    if factor > MAX_DEVICE_FACTOR:
         return 0
-    unit = cluster.devices_per_node if cluster.nodes > 1 or cluster.device_count == cluster.devices_per_node else 1
-    low, high = cluster.device_count * times // 2, cluster.device_count * times
+    complete_nodes = cluster.nodes > 1 or cluster.device_count == cluster.devices_per_node
+    unit = cluster.devices_per_node if complete_nodes else 1
+    low, high = cluster.device_count * factor // 2, cluster.device_count * factor
     while high - low > unit:
         middle = (low + high) // 2 // unit * unit
         if middle in (low, high):
@@ -87,25 +95,24 @@ def min_devices(work: Workload, cluster: Cluster) -> int:
 
 def with_precision(work: Workload, precision: str) -> Workload:
     compute: Any = precision
-    base = work.base_config and replace(
-        work.base_config, precision=replace(work.base_config.precision, compute=compute)
-    )
+    config = work.base_config
+    base = config and replace(config, precision=replace(config.precision, compute=compute))
     return replace(work, precision=precision, base_config=base)
 
 
 def describe_indivisible(work: Workload, cluster: Cluster) -> str:
-    """The first rule that a pin breaks, or that the batch has no samples for so many devices."""
+    """Returns the first divisibility rule that a pin breaks, or says that the batch does not divide."""
     model, pinned = work.model, work.pinned
     tensor, context = int(pinned.get("layout.tensor", 1)), int(pinned.get("layout.context", 1))
     pipeline, expert = int(pinned.get("layout.pipeline", 1)), int(pinned.get("layout.expert", 1))
-    unit = tensor * context * pipeline
-    if cluster.device_count % unit:
+    group = tensor * context * pipeline
+    if cluster.device_count % group:
         factors = f"tensor {tensor} x context {context} x pipeline {pipeline}"
-        return f"{cluster.device_count:,} devices do not divide over {unit:,} ({factors})"
+        return f"{cluster.device_count:,} devices do not divide into groups of {group:,} ({factors})"
     for name, number in (
         ("heads", model.heads),
         ("kv heads", model.kv_heads),
-        ("inner columns", model.ffn),
+        ("ffn columns", model.ffn),
         ("tokens", work.sequence),
     ):
         if number % tensor:
@@ -116,47 +123,46 @@ def describe_indivisible(work: Workload, cluster: Cluster) -> str:
         return f"layout.context = {context} does not divide {work.sequence:,} tokens"
     if expert > 1 and (not model.experts or model.experts % expert):
         return f"layout.expert = {expert} does not divide {model.experts} experts"
-    told = ", ".join(f"--{key}={value}" for key, value in pinned.items())
-    return f"no layout takes a batch of {work.global_batch:,}" + (f" with {told}" if told else "")
+    pins = ", ".join(f"--{key}={value}" for key, value in pinned.items())
+    return f"no layout divides a global batch of {work.global_batch:,}" + (f" with {pins}" if pins else "")
 
 
 def divisible_alternatives(work: Workload, cluster: Cluster) -> list[str]:
-    """What divides: without a pin or with another value of it, another batch, other numbers of devices."""
-    found = []
+    """Returns what divides: one pin fewer or with another value, other numbers of devices, another batch."""
+    alternatives = []
     for key, value in work.pinned.items():
-        free = replace(work, pinned={other: kept for other, kept in work.pinned.items() if other != key})
-        if min_memory_candidate(CostCache(free, cluster)) is not None:
-            found.append(f"without --{key}={value}")
-            found += alternative_degrees(work, cluster, key)
-    below = next((n for n in range(cluster.device_count - 1, 0, -1) if divides(work, cluster, n)), 0)
-    above = next(
-        (n for n in range(cluster.device_count + 1, 2 * cluster.device_count + 1) if divides(work, cluster, n)), 0
-    )
-    if near := [f"{n:,}" for n in (below, above) if n]:
-        found.append(f"{' or '.join(near)} devices")
-    if not found and work.pinned and min_memory_candidate(CostCache(replace(work, pinned={}), cluster)) is not None:
-        found.append("without these words")
-    return found or [f"--batch of a multiple of {divisors(cluster.device_count)[-1]:,}"]
+        if min_memory_candidate(CostCache(without_pin(work, key), cluster)) is not None:
+            alternatives.append(f"without --{key}={value}")
+            alternatives += alternative_degrees(work, cluster, key)
+    devices = cluster.device_count
+    below = next((n for n in range(devices - 1, 0, -1) if divides(work, cluster, n)), 0)
+    above = next((n for n in range(devices + 1, 2 * devices + 1) if divides(work, cluster, n)), 0)
+    if nearest := [f"{n:,}" for n in (below, above) if n]:
+        alternatives.append(f"{' or '.join(nearest)} devices")
+    unpinned = CostCache(replace(work, pinned={}), cluster)
+    if not alternatives and work.pinned and min_memory_candidate(unpinned) is not None:
+        alternatives.append("without these options")
+    return alternatives or [f"a --batch that is a multiple of {divisors(devices)[-1]:,}"]
 
 
 def alternative_degrees(work: Workload, cluster: Cluster, key: str) -> list[str]:
-    """Values of a pinned degree that divide, the nearest few."""
-    if key not in DEGREES:
+    """Returns the nearest values of a pinned degree that divide."""
+    if key not in DEGREE_KEYS:
         return []
-    near = sorted(divisors(cluster.device_count), key=lambda degree: abs(degree - int(work.pinned[key])))[:8]
-    fits = [
+    nearest = sorted(divisors(cluster.device_count), key=lambda degree: abs(degree - int(work.pinned[key])))[:8]
+    dividing = [
         degree
-        for degree in near
+        for degree in nearest
         if min_memory_candidate(CostCache(replace(work, pinned={**work.pinned, key: degree}), cluster)) is not None
     ]
-    return [f"{key} = {', '.join(map(str, sorted(fits)))}"] if fits else []
+    return [f"{key} = {', '.join(map(str, sorted(dividing)))}"] if dividing else []
 
 
 def divides(work: Workload, cluster: Cluster, devices: int) -> bool:
-    """Whole copies are tried alone: what they divide over, other layouts do, too."""
-    unit = 1
+    """Whether some layout divides; DDP is tried alone, since other layouts divide whatever it divides."""
+    group = 1
     for key in ("layout.tensor", "layout.context", "layout.pipeline"):
-        unit *= int(work.pinned.get(key, 1))
-    if devices % unit or work.global_batch % (devices // unit):
+        group *= int(work.pinned.get(key, 1))
+    if devices % group or work.global_batch % (devices // group):
         return False
     return min_memory_candidate(CostCache(work, cluster.with_devices(devices))) is not None
