@@ -97,8 +97,8 @@ def test_other_options_reach_the_planned_run(home, file):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "this machine was never measured; run meshwright plan measure first"),
-        ({"cluster": "nowhere"}, "no cluster 'nowhere'"),
+        ({}, "this machine was never measured; try meshwright plan measure first"),
+        ({"cluster": "nowhere"}, "cluster 'nowhere' is not known"),
         ({"cluster": "h100:2", "ranks": "4"}, "4 ranks on 2 devices of cluster 'h100:2'; expected 1 to 2"),
         ({"cluster": "h100:2", "ranks": "0"}, "--ranks = 0 is out of range"),
         ({"cluster": "h100:2", "ranks": "many"}, "--ranks = many has the wrong type"),
@@ -119,12 +119,12 @@ def test_a_model_that_does_not_fit_is_refused(home, file):
         best(file)
 
 
-def test_a_plan_file_decides_the_placement(plan, file):
+def test_plan_file_decides_the_placement(plan, file):
     found = from_file(plan, file)
     assert found.config.layout == load_config(plan).layout
     assert (found.config.batch.micro, found.config.activation_checkpoint.mode) == (4, "full")
     assert found.config.steps == 3  # the run's own
-    assert found.message == f"plan: {plan}, shard 2; predicted: 125 ms a step on h100"
+    assert found.message == f"plan: {plan}, shard 2; predicted: 125 ms per step on h100"
     plan.with_suffix(".json").write_text("{")
     assert from_file(plan, file).message == f"plan: {plan}, shard 2"
 
@@ -181,7 +181,7 @@ def test_train_rejects_an_unknown_cluster_before_it_starts(file, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["train", str(file), "--cluster", "nowhere"])
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("meshwright: no cluster 'nowhere'; allowed: ")
+    assert capsys.readouterr().err.startswith("meshwright: cluster 'nowhere' is not known; expected one of ")
 
 
 def test_train_follows_a_plan_file_and_report_compares_it(file, tmp_path, monkeypatch, capsys):
