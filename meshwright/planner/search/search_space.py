@@ -155,14 +155,17 @@ def micro_batch_sizes(work: Workload, degrees: ModelParallelDegrees) -> list[int
 
 
 def pipeline_schedules(work: Workload, degrees: ModelParallelDegrees) -> list[tuple[str, int]]:
-    """Returns (schedule, stages per rank).
+    """Returns (schedule, stages per rank), the schedules with a fixed number of stages first.
 
     GPipe needs more memory than 1F1B for the same bubble, so it serves steps with too few micro-batches for 1F1B.
     """
     if degrees.pipeline == 1:
         return [("1f1b", 1)]
     pinned_schedule, pinned_stages = work.pinned.get("pipeline.schedule"), work.pinned.get("pipeline.stages")
-    options = [(name, stages) for name, schedule in SCHEDULES.items() for stages in schedule.candidate_stages]
+    simplest_first = sorted(
+        SCHEDULES.values(), key=lambda row: (row.max_stages is None, row.v_shaped, row.all_forward_first)
+    )
+    options = [(schedule.name, stages) for schedule in simplest_first for stages in schedule.candidate_stages]
     max_stages = work.model.layers // degrees.pipeline
     return [
         (name, stages)
