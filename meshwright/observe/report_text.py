@@ -81,7 +81,7 @@ def traffic(pairs: list[VolumeComparison]) -> Table:
 
 
 def told(pair: VolumeComparison) -> tuple[str, str]:
-    found, expected = (f"{row.message_bytes:,}" if row else "nothing" for row in (pair.found, pair.expected))
+    found, expected = (f"{row.message_bytes:,}" if row else "nothing" for row in (pair.measured, pair.predicted))
     return found, expected
 
 

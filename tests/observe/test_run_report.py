@@ -134,7 +134,7 @@ def test_one_byte_off_is_found(rank, run, capsys):
 
     change(run, "counters", alter, rank)
     [broken] = report(run).broken
-    assert str(broken).startswith(f"rank {rank}: replicate all_reduce sends")
+    assert str(broken).startswith(f"rank {rank}: replicate all_reduce: ")
     assert "BROKEN" in shown(run)
     main(["report", str(run)])
     with pytest.raises(SystemExit) as ended:
@@ -151,7 +151,7 @@ def test_one_byte_off_among_experts_is_found(runs, tmp_path):
 
     change(tmp_path / "run", "counters", alter, 1)
     [broken] = report(tmp_path / "run").broken
-    assert str(broken).startswith("ranks 0, 1 together: expert all_to_all sends")
+    assert str(broken).startswith("ranks 0, 1 together: expert all_to_all: ")
 
 
 def test_json_has_every_figure(runs, capsys):

@@ -1,21 +1,22 @@
-"""What one rank sends of activations and their gradients in one step: between matrices, pieces, experts and stages.
+"""Message bytes of activations and their gradients that one rank communicates in a step, by axis and collective.
 
-B samples a micro-step, S tokens of a sequence that a rank of context has, W width, e bytes of an element; of every
-block and micro-step, and once more where forward is recomputed:
+B is the number of samples per micro-step, S the tokens of a sequence on one context rank, W the width, e the bytes per
+element. The messages are those of one block and one micro-step; activation checkpointing repeats those of forward.
 
 | axis | forward | backward |
 |---|---|---|
-| tensor | gather B S W e, scatter the same, before and after attention and what every token visits | the same |
-| tensor, embedding and head | scatter and gather | gather and scatter; and of the loss three sums, one number a token |
-| context by ring | C - 1 sends of 2 B K S D e: K heads of size D, keys and values | those, and gradients in float32 |
-| context by all-to-all | B (H + 2 K') S D e and B H S D e, K' = lcm(K, C) | the same |
-| expert | 8 E counts; rows there and back | rows there and back |
-| context+tensor | 8 B E: choices of whole sequences, where the balance loss has a weight | |
-| pipeline | one send of B S W a stage | the same |
+| tensor | all-gather and reduce-scatter of B S W e, around attention and around the dense feed-forward | the same |
+| tensor, embedding and head | reduce-scatter and all-gather | all-gather and reduce-scatter |
+| tensor, loss | three all-reduces of one number per token | |
+| tensor, per block | all-gather and reduce-scatter of B S W e, around attention and the dense feed-forward | the same |
+| context, all-to-all | B (H + 2 K') S D e and B H S D e, with K' = lcm(K, C) | the same |
+| expert | 8 E bytes of token counts; tokens to the experts and back | tokens to the experts and back |
+| context+tensor | 8 B E: expert choices of full sequences, if the load-balancing loss has a weight | |
+| pipeline | one send of B S W per stage | the same |
 
-Rows that go to experts are B S active / tensor of W e on every rank, and as many come back. How many a rank has of
-others' depends on the data: on the rows that it sends back the formula is that of an even load, and it is exact for the
-sum over the ranks that share the experts.
+Every rank sends B S active / tensor tokens of W e bytes to experts, and receives as many back. The number of tokens
+that a rank's experts receive depends on the data. For the tokens that a rank sends back, the formula assumes a uniform
+load; it is exact for the sum over the ranks of an expert group.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import ParameterShard, PipelinePlacement
 from meshwright.topology.schedules import rank_of_stage
 
-Messages = Counter[tuple[str, str]]
-"""By axis and collective, in bytes."""
+MessageBytes = Counter[tuple[str, str]]
+"""Message bytes by axis and collective."""
 
 
 def data_dependent_axes(config: RunConfig, layout: Layout) -> dict[str, str]:
-    """Axes of which nobody can say beforehand what they carry, and why."""
+    """The axes whose volume depends on the data, each with the reason."""
     if config.model.capacity_factor and layout.expert > 1:
-        return {"expert": "how many rows exceed capacity_factor depends on the data"}
+        return {"expert": "the number of tokens over capacity_factor depends on the data"}
     return {}
 
 
@@ -44,96 +45,106 @@ def weight_bytes(config: RunConfig) -> int:
     return 8 if config.precision.compute == "fp64" else 4
 
 
-def passes(config: RunConfig) -> int:
-    """Forward passes through a block for one backward."""
+def forward_passes(config: RunConfig) -> int:
+    """The number of forward passes through a block per backward pass."""
     return 1 if config.activation_checkpoint.mode == "none" else 2
 
 
-def matrices(config: RunConfig, layout: Layout, batch: Batch, hold: PipelinePlacement) -> Messages:
-    """Of the tensor axis."""
+def tensor_parallel_messages(
+    config: RunConfig, layout: Layout, batch: Batch, placement: PipelinePlacement
+) -> MessageBytes:
     tokens = batch.micro * config.data.sequence // layout.context
     activation = tokens * config.model.width * COMPUTE_BYTES[config.precision.compute]
-    embedded = tokens * config.model.width * weight_bytes(config)  # the embedding's sum, and its gradient coming back
-    gathered, scattered = recomputed(config, hold)
-    each = 2 * cut_parts(config)
-    messages: Messages = Counter()
-    messages["tensor", "all_gather"] = (
-        each * hold.layers + gathered + hold.has_last_stage
-    ) * activation + hold.has_first_stage * embedded
+    embedding = tokens * config.model.width * weight_bytes(config)  # the embedding's output, and its gradient
+    all_gathers, reduce_scatters = recomputed_collectives(config, placement)
+    per_block = 2 * tensor_parallel_modules(config)
+    first, last, layers = placement.has_first_stage, placement.has_last_stage, placement.layers
+    messages: MessageBytes = Counter()
+    messages["tensor", "all_gather"] = (per_block * layers + all_gathers + last) * activation + first * embedding
     messages["tensor", "reduce_scatter"] = (
-        each * hold.layers + scattered + hold.has_last_stage
-    ) * activation + hold.has_first_stage * embedded
-    # Maximum, sum of exponentials and the label's logit, each one number a token, in float32 at least.
-    messages["tensor", "all_reduce"] = hold.has_last_stage * 3 * tokens * weight_bytes(config)
-    return times(batch.accumulation, messages)
+        per_block * layers + reduce_scatters + last
+    ) * activation + first * embedding
+    # The loss reduces the maximum, the sum of exponentials and the label's logit: one float32 (or wider) per token.
+    messages["tensor", "all_reduce"] = last * 3 * tokens * weight_bytes(config)
+    return multiply(batch.accumulation, messages)
 
 
-def cut_parts(config: RunConfig) -> int:
-    """ParallelSpec of a block that are cut: attention, and a feed-forward that every token visits."""
+def tensor_parallel_modules(config: RunConfig) -> int:
+    """The number of tensor-parallel modules of a block: attention, and a feed-forward that processes every token."""
     return 1 if config.model.experts and not config.model.experts_shared else 2
 
 
-def recomputed(config: RunConfig, hold: PipelinePlacement) -> tuple[int, int]:
-    """Gathers and scatters of activations that are made again. A scatter at a block's end gives nothing that its
-    backward needs, and of blocks that are recomputed together only the last one's can be left out. Experts end in one
-    only where all tokens visit some, and where no balance loss comes after it.
+def recomputed_collectives(config: RunConfig, placement: PipelinePlacement) -> tuple[int, int]:
+    """The all-gathers and reduce-scatters that activation checkpointing repeats. The reduce-scatter at the end of a
+    block produces nothing that the block's backward needs, so it is not repeated, except inside a segment of several
+    blocks. A mixture of experts ends with a reduce-scatter only if it has shared experts and no load-balancing loss.
     """
-    checkpointing, model, parts = config.activation_checkpoint, config.model, cut_parts(config)
+    checkpointing, model, modules = config.activation_checkpoint, config.model, tensor_parallel_modules(config)
     if checkpointing.mode == "none":
         return 0, 0
     if checkpointing.mode == "selective":
-        return parts * hold.layers, 0
-    ends = not model.experts or (model.experts_shared > 0 and not model.router_aux_loss)
-    segments = sum(-(-len(blocks) // checkpointing.segment) for blocks in hold.stages.values())
-    return parts * hold.layers, parts * hold.layers - segments * ends
+        return modules * placement.layers, 0
+    ends_with_scatter = not model.experts or (model.experts_shared > 0 and not model.router_aux_loss)
+    segments = sum(-(-len(blocks) // checkpointing.segment) for blocks in placement.stages.values())
+    return modules * placement.layers, modules * placement.layers - segments * ends_with_scatter
 
 
-def attention(config: RunConfig, layout: Layout, batch: Batch, hold: PipelinePlacement) -> Messages:
-    """Of the context axis."""
+def context_parallel_messages(
+    config: RunConfig, layout: Layout, batch: Batch, placement: PipelinePlacement
+) -> MessageBytes:
     model, ranks = config.model, layout.context
-    heads, keys = model.heads // layout.tensor, model.kv_heads // layout.tensor
-    numbers = batch.micro * (config.data.sequence // ranks) * (model.width // model.heads)  # of one head
-    size, summed = COMPUTE_BYTES[config.precision.compute], weight_bytes(config)
+    heads, kv_heads = model.heads // layout.tensor, model.kv_heads // layout.tensor
+    head_elements = batch.micro * (config.data.sequence // ranks) * (model.width // model.heads)
+    compute_bytes, gradient_bytes = COMPUTE_BYTES[config.precision.compute], weight_bytes(config)
     if config.context.method == "ring":
-        forward = (ranks - 1) * 2 * keys * numbers * size
-        backward = forward + (ranks - 1) * 2 * keys * numbers * summed
+        forward = (ranks - 1) * 2 * kv_heads * head_elements * compute_bytes
+        backward = forward + (ranks - 1) * 2 * kv_heads * head_elements * gradient_bytes
         collective = "send"
     else:
-        forward = backward = (2 * heads + 2 * lcm(keys, ranks)) * numbers * size
+        forward = backward = (2 * heads + 2 * lcm(kv_heads, ranks)) * head_elements * compute_bytes
         collective = "all_to_all"
-    each = passes(config) * forward + backward
-    return Counter({("context", collective): batch.accumulation * hold.layers * each})
+    per_block = forward_passes(config) * forward + backward
+    return Counter({("context", collective): batch.accumulation * placement.layers * per_block})
 
 
-def experts(config: RunConfig, layout: Layout, batch: Batch, hold: PipelinePlacement) -> Messages:
+def expert_parallel_messages(
+    config: RunConfig, layout: Layout, batch: Batch, placement: PipelinePlacement
+) -> MessageBytes:
     model = config.model
     tokens = batch.micro * config.data.sequence // (layout.context * layout.tensor)
-    there_and_back = 2 * tokens * model.experts_active * model.width * COMPUTE_BYTES[config.precision.compute]
-    messages: Messages = Counter()
+    dispatch_and_combine = 2 * tokens * model.experts_active * model.width * COMPUTE_BYTES[config.precision.compute]
+    messages: MessageBytes = Counter()
     if layout.expert > 1:
-        forward = 8 * model.experts + there_and_back
-        messages["expert", "all_to_all"] = passes(config) * forward + there_and_back
+        forward = 8 * model.experts + dispatch_and_combine
+        messages["expert", "all_to_all"] = forward_passes(config) * forward + dispatch_and_combine
     if layout.context * layout.tensor > 1 and model.router_aux_loss:
-        messages["context+tensor", "all_reduce"] = passes(config) * 8 * batch.micro * model.experts
-    return times(batch.accumulation * hold.layers, messages)
+        messages["context+tensor", "all_reduce"] = forward_passes(config) * 8 * batch.micro * model.experts
+    return multiply(batch.accumulation * placement.layers, messages)
 
 
-def stages(
-    config: RunConfig, layout: Layout, batch: Batch, hold: PipelinePlacement, pieces: list[ParameterShard], rank: int
-) -> Messages:
-    """Of the pipeline axis: hidden states to the next stage and gradients to the one before, unless that is on the same
-    rank; of a tied weight the head's gradient to the first stage, and its new value back.
+def pipeline_messages(
+    config: RunConfig,
+    layout: Layout,
+    batch: Batch,
+    placement: PipelinePlacement,
+    parameters: list[ParameterShard],
+    rank: int,
+) -> MessageBytes:
+    """Hidden states go to the next stage and gradients to the previous one, unless that stage is on the same rank. With
+    tied weights, the gradient of the head goes to the first stage, and the updated weight comes back.
     """
-    kind, ranks, place = config.pipeline.schedule, layout.pipeline, layout.coordinates(rank)["pipeline"]
-    neighbours = [other for stage in hold.stages for other in (stage - 1, stage + 1) if 0 <= other < hold.stage_count]
-    sends = sum(rank_of_stage(kind, ranks, other) != place for other in neighbours)
+    kind, ranks, pipeline_rank = config.pipeline.schedule, layout.pipeline, layout.coordinates(rank)["pipeline"]
+    neighbours = [
+        other for stage in placement.stages for other in (stage - 1, stage + 1) if 0 <= other < placement.stage_count
+    ]
+    sends = sum(rank_of_stage(kind, ranks, other) != pipeline_rank for other in neighbours)
     tokens = batch.micro * config.data.sequence // (layout.context * layout.tensor)
-    message = batch.accumulation * sends * tokens * config.model.width
-    if config.model.tie and hold.has_first_stage != hold.has_last_stage:
-        ends = ("decoder.embedding.weight", "head.weight")
-        message += sum(piece.shard_numel for piece in pieces if piece.name in ends)
-    return Counter({("pipeline", "send"): message * weight_bytes(config)})
+    elements = batch.accumulation * sends * tokens * config.model.width
+    if config.model.tie and placement.has_first_stage != placement.has_last_stage:
+        tied = ("decoder.embedding.weight", "head.weight")
+        elements += sum(parameter.shard_numel for parameter in parameters if parameter.name in tied)
+    return Counter({("pipeline", "send"): elements * weight_bytes(config)})
 
 
-def times(count: int, messages: Messages) -> Messages:
+def multiply(count: int, messages: MessageBytes) -> MessageBytes:
     return Counter({key: count * message for key, message in messages.items()})

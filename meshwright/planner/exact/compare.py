@@ -1,4 +1,4 @@
-"""Counted bytes beside those of the formulas, row by row; torch-free."""
+"""Comparison of measured and predicted communication volume, row by row; torch-free."""
 
 from __future__ import annotations
 
@@ -8,67 +8,64 @@ from dataclasses import dataclass
 from meshwright.planner.exact.comm_volume import CollectiveVolume
 from meshwright.topology.layout import Layout
 
-ROUTED = ("expert", "all_to_all")
-"""How many rows come to a rank's experts depends on the data. What all ranks that share the experts send does not."""
+EXPERT_TOKENS = ("expert", "all_to_all")
+"""The number of tokens that a rank's experts receive depends on the data. The sum over an expert group does not."""
 
 
 @dataclass(frozen=True)
 class VolumeComparison:
-    """One collective on one axis, of one rank or of several together."""
+    """The predicted and the measured volume of one collective on one axis, of one rank or of several together."""
 
     ranks: tuple[int, ...]
     axis: str
     collective: str
-    expected: CollectiveVolume | None
-    found: CollectiveVolume | None
+    predicted: CollectiveVolume | None
+    measured: CollectiveVolume | None
 
     @property
     def equal(self) -> bool:
-        return self.expected == self.found
+        return self.predicted == self.measured
 
     def __str__(self) -> str:
         one = len(self.ranks) == 1
-        who = f"rank {self.ranks[0]}" if one else f"ranks {', '.join(map(str, self.ranks))} together"
-        got, want = (f"{row.message_bytes:,}" if row else "nothing" for row in (self.found, self.expected))
-        return f"{who}: {self.axis} {self.collective} sends {got} bytes, by the formula {want}"
+        ranks = f"rank {self.ranks[0]}" if one else f"ranks {', '.join(map(str, self.ranks))} together"
+        measured, predicted = (f"{row.message_bytes:,}" if row else "0" for row in (self.measured, self.predicted))
+        return f"{ranks}: {self.axis} {self.collective}: {measured} bytes measured, {predicted} bytes predicted"
 
 
 def compare_volumes(
     layout: Layout,
-    expected: Mapping[int, list[CollectiveVolume]],
-    found: Mapping[int, list[CollectiveVolume]],
-    left_out: Collection[str] = (),
+    predicted: Mapping[int, list[CollectiveVolume]],
+    measured: Mapping[int, list[CollectiveVolume]],
+    excluded_axes: Collection[str] = (),
 ) -> Iterator[VolumeComparison]:
-    """Of every rank by itself; of rows on their way to experts and back, of the ranks that share these together. Ranks
-    of which one of both is not known are left out.
-    """
-    ranks = sorted(expected.keys() & found.keys())
-    wanted, got = ({rank: told(rows[rank], left_out) for rank in ranks} for rows in (expected, found))
+    """Compares every rank that has both figures. Tokens sent to experts and back are compared per expert group."""
+    ranks = sorted(predicted.keys() & measured.keys())
+    expected, counted = (
+        {rank: [row for row in rows[rank] if row.axis not in excluded_axes] for rank in ranks}
+        for rows in (predicted, measured)
+    )
     for rank in ranks:
-        yield from compare_rows((rank,), unrouted(wanted[rank]), unrouted(got[rank]))
+        yield from compare_rows((rank,), without_expert_tokens(expected[rank]), without_expert_tokens(counted[rank]))
     for group in layout.groups("expert") if layout.expert > 1 else ():
         if set(group) <= set(ranks):
-            sums = (routed([rows[rank] for rank in group]) for rows in (wanted, got))
+            sums = (sum_expert_tokens([rows[rank] for rank in group]) for rows in (expected, counted))
             yield from compare_rows(tuple(group), *sums)
 
 
-def told(rows: list[CollectiveVolume], left_out: Collection[str]) -> list[CollectiveVolume]:
-    return [row for row in rows if row.axis not in left_out]
+def without_expert_tokens(rows: list[CollectiveVolume]) -> list[CollectiveVolume]:
+    return [row for row in rows if (row.axis, row.collective) != EXPERT_TOKENS]
 
 
-def unrouted(rows: list[CollectiveVolume]) -> list[CollectiveVolume]:
-    return [row for row in rows if (row.axis, row.collective) != ROUTED]
-
-
-def routed(ranks: list[list[CollectiveVolume]]) -> list[CollectiveVolume]:
-    """The sum. Wire bytes are left out: they follow from each rank's own message, rounded down."""
-    messages = [row.message_bytes for rows in ranks for row in rows if (row.axis, row.collective) == ROUTED]
-    return [CollectiveVolume(*ROUTED, sum(messages), 0)]
+def sum_expert_tokens(ranks: list[list[CollectiveVolume]]) -> list[CollectiveVolume]:
+    """The sum over ranks. Wire bytes are left out, because they are rounded down per rank."""
+    messages = [row.message_bytes for rows in ranks for row in rows if (row.axis, row.collective) == EXPERT_TOKENS]
+    return [CollectiveVolume(*EXPERT_TOKENS, sum(messages), 0)]
 
 
 def compare_rows(
-    ranks: tuple[int, ...], expected: list[CollectiveVolume], found: list[CollectiveVolume]
+    ranks: tuple[int, ...], predicted: list[CollectiveVolume], measured: list[CollectiveVolume]
 ) -> Iterator[VolumeComparison]:
-    want, got = ({(row.axis, row.collective): row for row in rows} for rows in (expected, found))
-    for key in sorted(want.keys() | got.keys()):
-        yield VolumeComparison(ranks, *key, want.get(key), got.get(key))
+    by_key = [{(row.axis, row.collective): row for row in rows} for rows in (predicted, measured)]
+    for key in sorted(by_key[0].keys() | by_key[1].keys()):
+        yield VolumeComparison(ranks, *key, by_key[0].get(key), by_key[1].get(key))

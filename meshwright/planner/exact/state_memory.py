@@ -1,18 +1,18 @@
-"""What one rank holds of parameters, gradients and optimizer state at their peaks, in bytes; exact on CPU.
+"""Peak bytes of parameters, gradients and optimizer state on one rank; exact on CPU.
 
-S is a rank's shards (rows filled up), U one unit once it is gathered, u the same without the filling, P all of them.
+S is the bytes of a rank's padded shards, U one unsharded unit, u the same without padding, P all parameters.
 
-| | parameter | gradient | optimizer |
+| shard | parameters | gradients | optimizer |
 |---|---|---|---|
 | none (DDP) | P | P | 2 P |
 | optimizer | S + all U | P | 2 S |
 | gradients | S + all U | S + the largest u | 2 S |
 | parameters | S + the largest U | S + the largest u | 2 S |
-| parameters, of a stage | S + all U that its order of passes holds | P | 2 S |
+| parameters, with a pipeline | S + all U that the schedule unshards | P | 2 S |
 
-A block's bank of experts that are divided is a unit of its own, held together with the block. A pipeline's schedule
-adds up whole gradients; the last stage's copy of a tied weight has a gradient and no optimizer state. On a device FSDP2
-gathers units ahead: `fsdp.prefetch` more of them are held at once.
+The weights of a block's experts, if experts are divided over ranks, are a unit of their own that is unsharded together
+with the block. A pipeline schedule accumulates unsharded gradients. The last stage's copy of a tied weight has a
+gradient and no optimizer state. On a GPU, FSDP2 prefetches: `fsdp.prefetch` more units are unsharded at a time.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from dataclasses import dataclass
 
 from meshwright.config import Batch, RunConfig
 from meshwright.planner.exact.activation_messages import weight_bytes
-from meshwright.planner.exact.comm_volume import gathered_bytes, kept, walked
-from meshwright.planner.exact.unshard_timeline import last_of, nests_of, order_of
+from meshwright.planner.exact.comm_volume import ranks_after_forward, run_unshard_timeline, unsharded_bytes
+from meshwright.planner.exact.unshard_timeline import last_backward, nest_units, rank_actions
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import Units, dense_shard_group, group_by_unit, parameter_shards, uses_fsdp
 
 
 @dataclass(frozen=True)
 class StateMemory:
-    """Peak bytes of each class by itself, of one rank."""
+    """Peak bytes of each memory class of one rank, each class on its own."""
 
     parameter: int
     gradient: int
@@ -37,118 +37,126 @@ class StateMemory:
 
 
 def state_memory(config: RunConfig, layout: Layout, batch: Batch, rank: int = 0) -> StateMemory:
-    pieces, size = parameter_shards(config, layout, rank), weight_bytes(config)
-    owned = [piece.shard_numel if uses_fsdp(layout) else piece.numel for piece in pieces if not piece.is_tied_copy]
-    optimizer = (3 if config.optimizer.cpu_offload else 2) * sum(owned) * size + 4 * len(
-        owned
-    )  # and AdamW's count of steps
+    parameters, size = parameter_shards(config, layout, rank), weight_bytes(config)
+    owned = [
+        parameter.shard_numel if uses_fsdp(layout) else parameter.numel
+        for parameter in parameters
+        if not parameter.is_tied_copy
+    ]
+    copies = 3 if config.optimizer.cpu_offload else 2
+    optimizer = copies * sum(owned) * size + 4 * len(owned)  # AdamW also counts the steps of each parameter
     if not uses_fsdp(layout):
-        whole = sum(piece.numel for piece in pieces) * size
-        return StateMemory(whole, whole, optimizer)
-    units = group_by_unit(pieces)
-    shards = sum(piece.padded_shard_numel for piece in pieces) * size
+        total = sum(parameter.numel for parameter in parameters) * size
+        return StateMemory(total, total, optimizer)
+    units = group_by_unit(parameters)
+    shards = sum(parameter.padded_shard_numel for parameter in parameters) * size
     if layout.pipeline > 1:
-        gathered = walked(config, layout, batch, units, rank).peak
-        return StateMemory(shards + gathered, stage_gradients(config, layout, batch, units, rank), optimizer)
-    return StateMemory(shards + gathered_units(config, layout, units), gradients(config, batch, units), optimizer)
+        unsharded = run_unshard_timeline(config, layout, batch, units, rank).peak
+        return StateMemory(shards + unsharded, pipeline_gradients(config, layout, batch, units, rank), optimizer)
+    return StateMemory(shards + peak_unsharded(config, layout, units), peak_gradients(config, batch, units), optimizer)
 
 
-def gathered_units(config: RunConfig, layout: Layout, units: Units) -> int:
-    sizes = gathered_bytes(config, units)
-    keep = kept(config, dense_shard_group(layout, 0))
-    if config.layout.shard in ("optimizer", "gradients") or keep == 1:
+def peak_unsharded(config: RunConfig, layout: Layout, units: Units) -> int:
+    """Peak bytes of unsharded units without a pipeline."""
+    sizes = unsharded_bytes(config, units)
+    ranks = ranks_after_forward(config, dense_shard_group(layout, 0))
+    if config.layout.shard in ("optimizer", "gradients") or ranks == 1:
         return sum(sizes.values())
-    whole = sizes.pop("whole", 0)  # in use from the first to the last
-    if keep:
-        return whole + kept_units(config, units, sizes)
-    together = config.activation_checkpoint.segment if config.activation_checkpoint.mode == "full" else 1
-    nests = {nest[0]: sum(sizes[unit] for unit in nest) for nest in nests_of(sizes)}
+    root = sizes.pop("whole", 0)  # the root unit is unsharded throughout the step
+    if ranks:
+        return root + peak_resharded(config, units, sizes)
+    segment = config.activation_checkpoint.segment if config.activation_checkpoint.mode == "full" else 1
+    nests = {nest[0]: sum(sizes[unit] for unit in nest) for nest in nest_units(sizes)}
     blocks = [size for unit, size in nests.items() if unit.startswith("decoder.blocks.")]
-    return whole + max(sum(blocks[:together]), *nests.values())  # blocks that are recomputed together are held together
+    return root + max(sum(blocks[:segment]), *nests.values())  # the blocks of a segment are unsharded together
 
 
-def kept_units(config: RunConfig, units: Units, sizes: dict[str, int]) -> int:
-    """Backward gathers a unit while its own part, and those of all units before it, are still held."""
-    keep = {unit: kept(config, units[unit][0].shard_group) for unit in sizes}
-    part = {unit: size // keep[unit] if keep[unit] else 0 for unit, size in sizes.items()}
-    held, peak = sum(part.values()), 0
-    for nest in reversed(nests_of(sizes)):
+def peak_resharded(config: RunConfig, units: Units, sizes: dict[str, int]) -> int:
+    """Peak bytes if units stay sharded over fewer ranks after forward: backward unshards a unit while the resharded
+    copies of this unit and of all units before it still exist.
+    """
+    ranks = {unit: ranks_after_forward(config, units[unit][0].shard_group) for unit in sizes}
+    resharded = {unit: size // ranks[unit] if ranks[unit] else 0 for unit, size in sizes.items()}
+    resident, peak = sum(resharded.values()), 0
+    for nest in reversed(nest_units(sizes)):
         for unit in nest:
-            peak = max(peak, held := held + sizes[unit])
-            held -= part[unit]
-        held -= sum(sizes[unit] for unit in nest)
+            peak = max(peak, resident := resident + sizes[unit])
+            resident -= resharded[unit]
+        resident -= sum(sizes[unit] for unit in nest)
     return peak
 
 
-class Gradients:
-    """Bytes of units' gradients, whole and as shards, and the most of all at once."""
+class GradientTimeline:
+    """Bytes of the gradients of FSDP units, unsharded and as shards, and their peak."""
 
     def __init__(self, config: RunConfig, units: Units) -> None:
-        self.units, size = units, weight_bytes(config)
-        self.plain = {unit: sum(piece.numel for piece in members) * size for unit, members in units.items()}
-        self.shard = {
-            unit: sum(piece.padded_shard_numel for piece in members) * size for unit, members in units.items()
-        }
-        # While a unit is scattered FSDP2 still holds the gradient of its last parameter.
-        self.last = {
+        size = weight_bytes(config)
+        self.unsharded_bytes = {unit: sum(p.numel for p in members) * size for unit, members in units.items()}
+        self.shard_bytes = {unit: sum(p.padded_shard_numel for p in members) * size for unit, members in units.items()}
+        # While a unit is reduce-scattered, FSDP2 still holds the gradient of its last parameter.
+        self.last_bytes = {
             unit: members[-1].numel * size if members[-1].shard_group.shards > 1 else 0
             for unit, members in units.items()
         }
-        self.whole, self.scattered = dict.fromkeys(units, 0), dict.fromkeys(units, 0)
+        self.unsharded, self.shards = dict.fromkeys(units, 0), dict.fromkeys(units, 0)
         self.peak = 0
 
-    def mark(self) -> None:
-        self.peak = max(self.peak, sum(self.whole.values()) + sum(self.scattered.values()))
+    def update_peak(self) -> None:
+        self.peak = max(self.peak, sum(self.unsharded.values()) + sum(self.shards.values()))
 
-    def comes(self, unit: str) -> None:
-        self.whole[unit] = self.plain[unit]
-        self.mark()
+    def compute(self, unit: str) -> None:
+        """Backward computes the gradients of a unit."""
+        self.unsharded[unit] = self.unsharded_bytes[unit]
+        self.update_peak()
 
-    def meets(self, unit: str) -> None:
-        self.whole[unit] = self.last[unit]
-        self.scattered[unit] = self.shard[unit]
-        self.mark()
-        self.whole[unit] = 0
+    def reduce(self, unit: str) -> None:
+        """The gradients of a unit are reduce-scattered."""
+        self.unsharded[unit] = self.last_bytes[unit]
+        self.shards[unit] = self.shard_bytes[unit]
+        self.update_peak()
+        self.unsharded[unit] = 0
 
 
-def gradients(config: RunConfig, batch: Batch, units: Units) -> int:
-    """The last micro-step, unit by unit from the last to the first: a unit's gradient comes whole and leaves as shards.
-    What earlier micro-steps left is whole where gradients meet once a step, and shards where they meet each time.
+def peak_gradients(config: RunConfig, batch: Batch, units: Units) -> int:
+    """Peak bytes in the last micro-step, which computes and reduces the gradients of one unit after the other, from the
+    last to the first. Earlier micro-steps leave unsharded gradients if gradients are reduced once per step, and shards
+    if they are reduced in every micro-step.
     """
-    each_time = config.layout.shard in ("gradients", "parameters")
-    state = Gradients(config, units)
+    timeline = GradientTimeline(config, units)
     if batch.accumulation > 1:
-        if each_time:
-            state.scattered = dict(state.shard)
+        if config.layout.shard in ("gradients", "parameters"):
+            timeline.shards = dict(timeline.shard_bytes)
         else:
-            state.whole = dict(state.plain)
-    if "whole" in units:  # the final norm's gradient waits there from the beginning; a tied one is only then summed
-        norm = sum(piece.numel for piece in units["whole"][1:]) * weight_bytes(config)
-        state.whole["whole"] = max(state.whole["whole"], norm)
-    state.mark()
-    for nest in reversed(nests_of(unit for unit in units if unit != "whole")):
-        if len(nest) > 1:  # what every token visits is computed last in the block, and its gradients come first
+            timeline.unsharded = dict(timeline.unsharded_bytes)
+    if "whole" in units:  # backward begins with the final norm, which is in the root unit; a tied weight comes last
+        norm = sum(parameter.numel for parameter in units["whole"][1:]) * weight_bytes(config)
+        timeline.unsharded["whole"] = max(timeline.unsharded["whole"], norm)
+    timeline.update_peak()
+    for nest in reversed(nest_units(unit for unit in units if unit != "whole")):
+        if len(nest) > 1:  # shared experts run last in the block, so their gradients come first
             shared = sum(p.numel for p in units[nest[0]] if ".shared." in p.name) * weight_bytes(config)
-            state.whole[nest[0]] = max(state.whole[nest[0]], shared)
+            timeline.unsharded[nest[0]] = max(timeline.unsharded[nest[0]], shared)
         for unit in reversed(nest):
-            state.comes(unit)
-            state.meets(unit)
+            timeline.compute(unit)
+            timeline.reduce(unit)
     if "whole" in units:
-        state.comes("whole")
-        state.meets("whole")
-    return state.peak
+        timeline.compute("whole")
+        timeline.reduce("whole")
+    return timeline.peak
 
 
-def stage_gradients(config: RunConfig, layout: Layout, batch: Batch, units: Units, rank: int) -> int:
-    """Every stage's gradients come with its first backward pass and meet after its last."""
-    order, state = order_of(config, layout, batch, rank), Gradients(config, units)
-    last = last_of(order)
-    for place, action in enumerate(order):
-        mine = [unit for unit, members in units.items() if members[0].stage == action.stage]
+def pipeline_gradients(config: RunConfig, layout: Layout, batch: Batch, units: Units, rank: int) -> int:
+    """Peak bytes with a pipeline: the first backward pass of a stage allocates its gradients, and the last one reduces
+    them.
+    """
+    actions, timeline = rank_actions(config, layout, batch, rank), GradientTimeline(config, units)
+    last = last_backward(actions)
+    for index, action in enumerate(actions):
+        stage_units = [unit for unit, members in units.items() if members[0].stage == action.stage]
         if action.op in ("B", "W"):
-            for unit in mine:
-                state.comes(unit)
-        if last[action.stage] == place:
-            for unit in sorted(mine, key=lambda unit: not unit.startswith("decoder.blocks.")):  # blocks come first
-                state.meets(unit)
-    return state.peak
+            for unit in stage_units:
+                timeline.compute(unit)
+        if last[action.stage] == index:
+            for unit in sorted(stage_units, key=lambda unit: not unit.startswith("decoder.blocks.")):  # blocks first
+                timeline.reduce(unit)
+    return timeline.peak

@@ -1,15 +1,15 @@
-"""When FSDP2 gathers the units of a pipeline's stages, and lets go of them: it follows from the order of the schedule.
+"""When FSDP2 unshards and reshards the units of a rank's pipeline stages: it follows from the schedule.
 
-| when | of a stage's units |
+| action | units of the stage |
 |---|---|
-| F | each is gathered unless it is, and let go after its use where parameters are sharded |
-| B, I, W | each is gathered unless it is, and stays |
-| after the stage's last B or W | gradients meet, unit by unit, and all are let go |
-| several stages a rank: before a stage's first action | all are gathered at once |
-| several stages a rank: a stage is not among the next three in use | all are let go |
+| F | each is unsharded if necessary, and resharded after its use if parameters are sharded |
+| B, I, W | each is unsharded if necessary, and stays unsharded |
+| after the stage's last B or W | gradients are reduced unit by unit, and all units are resharded |
+| several stages per rank: before a stage's first action | all are unsharded together |
+| several stages per rank: the stage is not among the next three in use | all are resharded |
 
-The last two are torch's runtime of several stages (`_add_unshard_reshard`). With
-`fsdp.reshard_after_forward` a unit that F lets go of stays divided among fewer ranks, and comes back from these.
+The last two rows are torch's runtime for several stages per rank (`_add_unshard_reshard`). If `reshard_after_forward`
+is a number of ranks, F leaves a unit sharded over that many ranks, and backward all-gathers it from them.
 """
 
 from __future__ import annotations
@@ -21,94 +21,102 @@ from meshwright.config import Batch, RunConfig
 from meshwright.topology.layout import Layout, stages_per_rank
 from meshwright.topology.schedule_orders import Action, action_orders, flatten_actions
 
-AHEAD = 3
+LOOKAHEAD_STAGES = 3
 UnitNests = list[list[str]]
-"""Units in the order of use, each with those inside it."""
+"""FSDP units in the order of use, each followed by the units nested in it."""
 
 
-def order_of(config: RunConfig, layout: Layout, batch: Batch, rank: int) -> list[Action]:
-    place, kind = layout.coordinates(rank)["pipeline"], config.pipeline.schedule
-    return list(
-        flatten_actions(action_orders(kind, layout.pipeline, batch.accumulation, stages_per_rank(config))[place])
-    )
+def rank_actions(config: RunConfig, layout: Layout, batch: Batch, rank: int) -> list[Action]:
+    pipeline_rank, kind = layout.coordinates(rank)["pipeline"], config.pipeline.schedule
+    orders = action_orders(kind, layout.pipeline, batch.accumulation, stages_per_rank(config))
+    return list(flatten_actions(orders[pipeline_rank]))
 
 
-def last_of(order: list[Action]) -> dict[int, int]:
-    """Of each stage the place of the action after which its gradients meet."""
-    return {action.stage: place for place, action in enumerate(order) if action.op in ("B", "W")}
+def last_backward(actions: list[Action]) -> dict[int, int]:
+    """By stage, the index of the action after which its gradients are reduced."""
+    return {action.stage: index for index, action in enumerate(actions) if action.op in ("B", "W")}
 
 
 class UnshardTimeline:
-    """The units of a rank's stages through a step: how often each is gathered, and the most bytes that are held of
-    them at once, beside the shards.
+    """Follows the FSDP units of a rank's stages through a step: how often each is all-gathered, and the peak bytes of
+    unsharded units in addition to the shards.
     """
 
     def __init__(
-        self, stages: dict[int, UnitNests], whole: dict[str, int], part: dict[str, int], lets_go: bool
+        self,
+        stages: dict[int, UnitNests],
+        unsharded: dict[str, int],
+        resharded: dict[str, int],
+        reshard_after_forward: bool,
     ) -> None:
-        """`part`: bytes of a unit that stay after F; none where all shards are needed to gather it again."""
-        self.stages, self.whole, self.part, self.lets_go = stages, whole, part, lets_go
-        self.now = dict.fromkeys(whole, "shards")
-        self.held = self.peak = 0
-        self.gathers: Counter[tuple[str, str]] = Counter()
-        """by unit, and from what: shards or a part"""
+        """`unsharded` and `resharded` are the bytes of each unit in that state; a unit without an entry in `resharded`
+        keeps nothing but its shard after forward.
+        """
+        self.stages, self.unsharded, self.resharded = stages, unsharded, resharded
+        self.reshard_after_forward = reshard_after_forward
+        self.state = dict.fromkeys(unsharded, "sharded")
+        self.resident = self.peak = 0
+        self.all_gathers: Counter[tuple[str, str]] = Counter()
+        """counts by unit and by the state that it is gathered from: sharded or resharded"""
 
-    def run(self, order: list[Action], several: bool) -> UnshardTimeline:
+    def run(self, actions: list[Action], several_stages: bool) -> UnshardTimeline:
         active: set[int] = set()
-        last = last_of(order)
-        for place, action in enumerate(order):
-            if several:
-                for stage in active - next_stages(order[place:]):
+        last = last_backward(actions)
+        for index, action in enumerate(actions):
+            if several_stages:
+                for stage in active - next_stages(actions[index:]):
                     active.remove(stage)
-                    self.drop(stage)
+                    self.reshard(stage)
                 if action.stage not in active:
                     active.add(action.stage)
-                    self.gather(unit for nest in self.stages[action.stage] for unit in nest)
+                    self.unshard(unit for nest in self.stages[action.stage] for unit in nest)
             if action.op == "F":
                 self.forward(self.stages[action.stage])
             else:
-                self.gather(unit for nest in reversed(self.stages[action.stage]) for unit in nest)
-            if last[action.stage] == place:
-                self.drop(action.stage)
+                self.unshard(unit for nest in reversed(self.stages[action.stage]) for unit in nest)
+            if last[action.stage] == index:
+                self.reshard(action.stage)
         return self
 
     def forward(self, nests: UnitNests) -> None:
         for nest in nests:
-            self.gather(nest)
-            for unit in reversed(nest) if self.lets_go else ():
-                self.hold(self.part.get(unit, 0))
-                self.held -= self.whole[unit]
-                self.now[unit] = "part" if unit in self.part else "shards"
+            self.unshard(nest)
+            for unit in reversed(nest) if self.reshard_after_forward else ():
+                self.allocate(self.resharded.get(unit, 0))
+                self.resident -= self.unsharded[unit]
+                self.state[unit] = "resharded" if unit in self.resharded else "sharded"
 
-    def gather(self, units: Iterable[str]) -> None:
+    def unshard(self, units: Iterable[str]) -> None:
         for unit in units:
-            if self.now[unit] != "whole":
-                self.gathers[unit, self.now[unit]] += 1
-                self.hold(self.whole[unit])
-                self.held -= self.part[unit] if self.now[unit] == "part" else 0
-                self.now[unit] = "whole"
+            if self.state[unit] != "unsharded":
+                self.all_gathers[unit, self.state[unit]] += 1
+                self.allocate(self.unsharded[unit])
+                self.resident -= self.resharded[unit] if self.state[unit] == "resharded" else 0
+                self.state[unit] = "unsharded"
 
-    def drop(self, stage: int) -> None:
+    def reshard(self, stage: int) -> None:
         for unit in (unit for nest in self.stages[stage] for unit in nest):
-            self.held -= {"whole": self.whole[unit], "part": self.part.get(unit, 0), "shards": 0}[self.now[unit]]
-            self.now[unit] = "shards"
+            sizes = {"unsharded": self.unsharded[unit], "resharded": self.resharded.get(unit, 0), "sharded": 0}
+            self.resident -= sizes[self.state[unit]]
+            self.state[unit] = "sharded"
 
-    def hold(self, size: int) -> None:
-        self.held += size
-        self.peak = max(self.peak, self.held)
+    def allocate(self, size: int) -> None:
+        self.resident += size
+        self.peak = max(self.peak, self.resident)
 
 
-def next_stages(order: list[Action]) -> set[int]:
-    found: dict[int, None] = {}
-    for action in order:
-        found[action.stage] = None
-        if len(found) == AHEAD:
+def next_stages(actions: list[Action]) -> set[int]:
+    """The stages of the next actions, up to torch's lookahead."""
+    stages: dict[int, None] = {}
+    for action in actions:
+        stages[action.stage] = None
+        if len(stages) == LOOKAHEAD_STAGES:
             break
-    return set(found)
+    return set(stages)
 
 
-def nests_of(units: Iterable[str]) -> UnitNests:
-    """A bank lies inside the block that it is named after."""
+def nest_units(units: Iterable[str]) -> UnitNests:
+    """Groups the units: expert weights in a unit of their own are nested in their block, whose name they extend."""
     nests: UnitNests = []
     for unit in units:
         if nests and unit.startswith(f"{nests[-1][0]}."):

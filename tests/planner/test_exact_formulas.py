@@ -1,0 +1,151 @@
+"""The exact formulas equal the counters of real steps to the byte; sharding saves and costs what its table says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from meshwright.config import RunConfig, load_config
+from meshwright.models.init import build_model
+from meshwright.planner.exact.comm_volume import comm_volume
+from meshwright.planner.exact.state_memory import StateMemory, state_memory
+from meshwright.prover.comm_volume import count_step_bytes
+from meshwright.prover.layouts import proof_configs
+from meshwright.testing import run_ranks
+from meshwright.topology.layout import Layout
+from meshwright.topology.parameter_shapes import decoder_parameter_shapes, fsdp_shard_dim, padded_numel, shard_numel
+from meshwright.topology.unsupported import validate
+
+KINDS = ("none", "optimizer", "gradients", "parameters")
+RANKS = 2
+EVEN = ["--model.vocab=64", "--model.width=32", "--model.ffn=48", "--model.layers=2", "--data.sequence=16"]
+
+
+def sharded_config(kind: str, accumulation: int, *more: str) -> RunConfig:
+    options = [*EVEN, f"--layout.shard={kind}", f"--batch.global={RANKS * accumulation}", "--batch.micro=1", *more]
+    return load_config(overrides=options, ranks=RANKS)
+
+
+def count_steps(world, configs: list[RunConfig]):
+    return [count_step_bytes(world, config) for config in configs]
+
+
+CASES = {
+    (kind, accumulation, tie): sharded_config(kind, accumulation, f"--model.tie={tie}")
+    for kind in KINDS
+    for accumulation in (1, 3)
+    for tie in ("false", "true")
+}
+
+
+@pytest.fixture(scope="module")
+def counted_by_case():
+    """The volume and memory that rank 1 counted in each case, all in one launch."""
+    return dict(zip(CASES, run_ranks(count_steps, RANKS, list(CASES.values()))[1], strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_counted_volume_and_state_memory_equal_the_formulas(case, counted_by_case):
+    volume, memory = counted_by_case[case]
+    layout, batch = validate(CASES[case])
+    assert volume == comm_volume(CASES[case], layout, batch)
+    assert memory == state_memory(CASES[case], layout, batch, rank=1)
+
+
+def test_counted_bf16_volume_equals_the_formulas():
+    """Units are all-gathered in bf16 except for the one with the embedding; so are activations, except for the output
+    of the embedding.
+    """
+    options = ["--precision.compute=bf16", *EVEN]
+    cases = [
+        load_config(overrides=[*options, *more], ranks=RANKS)
+        for more in (
+            ["--layout.shard=parameters"],
+            ["--layout.shard=parameters", "--model.tie=true"],
+            ["--layout.tensor=2"],
+        )
+    ]
+    for case, (volume, _) in zip(cases, run_ranks(count_steps, RANKS, cases)[0], strict=True):
+        assert volume == comm_volume(case, *validate(case))
+
+
+def parameter_bytes() -> int:
+    return sum(shape.local_numel() for shape in decoder_parameter_shapes(CASES["none", 1, "false"].model)) * 4
+
+
+def test_wire_bytes_of_zero_stages_are_2_2_2_and_3_times_the_parameters(counted_by_case):
+    """The ring algorithm sends (n - 1) / n of each; with M micro-steps 2, 2, 1 + M and 3 M times."""
+    for accumulation, expected in ((1, [2, 2, 2, 3]), (3, [2, 2, 1 + 3, 3 * 3])):
+        multiples = []
+        for kind in KINDS:
+            wire = sum(
+                row.wire_bytes for row in counted_by_case[kind, accumulation, "false"][0] if row.axis != "control"
+            )
+            multiples.append(Fraction(wire * RANKS, (RANKS - 1) * parameter_bytes()))
+        assert multiples == expected
+
+
+def test_state_memory_falls_from_ddp_to_sharded_parameters(counted_by_case):
+    memory: dict[str, StateMemory] = {kind: counted_by_case[kind, 3, "false"][1] for kind in KINDS}
+    total, block = parameter_bytes(), 0
+    for shape in [s for s in decoder_parameter_shapes(CASES["none", 1, "false"].model) if s.unit == "decoder.blocks.0"]:
+        block += shape.local_numel() * 4
+    step_counts = 4 * len(decoder_parameter_shapes(CASES["none", 1, "false"].model))
+    assert memory["none"] == StateMemory(total, total, 2 * total + step_counts)
+    for kind in KINDS[1:]:
+        assert memory[kind].optimizer == 2 * total // RANKS + step_counts
+    assert memory["gradients"].gradient == memory["parameters"].gradient == total // RANKS + block
+    assert memory["optimizer"].parameter == memory["gradients"].parameter == total // RANKS + total
+    assert memory["parameters"].parameter == total // RANKS + block
+
+
+SHARED = ["--model.experts=4", "--model.experts_shared=2"]
+
+
+def test_parameter_shapes_equal_the_models():
+    for options in ([], ["--model.tie=true"], ["--model.experts=3", "--model.ffn=5"], SHARED):
+        config = load_config(overrides=[*EVEN, *options])
+        real = {name: tuple(p.shape) for name, p in build_model(config.model, 0).named_parameters()}
+        assert {shape.name: shape.shape for shape in decoder_parameter_shapes(config.model)} == real
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_shards_add_up_to_the_parameter(ranks):
+    for shape in decoder_parameter_shapes(load_config(overrides=["--model.vocab=251", "--model.ffn=46"]).model):
+        assert sum(shard_numel(shape.local_shape(2), ranks, c) for c in range(ranks)) == shape.local_numel(2)
+        assert padded_numel(shape.local_shape(2), ranks) >= shape.local_numel(2)
+        assert padded_numel(shape.local_shape(2), ranks) % ranks == 0
+
+
+def test_expert_weights_of_fewer_experts_than_shards_are_sharded_on_their_second_dimension():
+    for local, shards, dimension in (
+        ((4, 32, 16), 8, 1),  # four experts, eight shards
+        ((8, 32, 16), 8, 0),
+        ((4, 30, 16), 8, 0),  # FSDP2 supports uneven shards of dimension 0 only
+        ((4, 32), 8, 0),
+    ):
+        assert fsdp_shard_dim(local, shards) == dimension
+    assert padded_numel((4, 32, 16), 8) == 4 * 32 * 16
+    assert [shard_numel((4, 32, 16), 8, c) for c in range(8)] == [4 * 4 * 16] * 8
+    assert padded_numel((4, 30, 16), 8) == 8 * 30 * 16
+
+
+def test_prove_reports_a_wrong_formula(monkeypatch):
+    from meshwright.prover import comm_volume as prover
+
+    config = load_config(overrides=[*EVEN, "--layout.shard=parameters"])
+    original = prover.comm_volume
+    wrong = lambda *args: [replace(row, message_bytes=row.message_bytes - 4) for row in original(*args)]  # noqa: E731
+    monkeypatch.setattr(prover, "comm_volume", wrong)
+    (_, volume_holds, message), (_, memory_holds, _) = prover.check_communication(config)
+    assert not volume_holds
+    assert memory_holds
+    assert "rank 0: control all_reduce: " in message
+
+
+def test_proof_configs_keep_the_axes_of_the_layout():
+    proofs, note = proof_configs(load_config(overrides=["--layout.shard=zero-3", "--layout.shard_degree=16"], ranks=64))
+    assert Layout.from_config(proofs[0].layout) == Layout(replicate=2, shard=2)
+    assert "layout replicate 4 to 2, shard_degree 16 to 2" in note
