@@ -1,1 +1,1 @@
-"""What is trained, and by which trainer: architecture, batch, precision, trainer profiles."""
+"""What is trained, and by which trainer: architecture, batch, precision and trainer profiles."""

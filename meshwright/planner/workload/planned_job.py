@@ -1,4 +1,4 @@
-"""What is estimated: a model on a cluster, spread, cut into batches, and run by some software; torch-free."""
+"""Defines the job that the planner estimates: model, layout and batch on a cluster, run by a trainer; torch-free."""
 
 from __future__ import annotations
 
@@ -10,34 +10,48 @@ from meshwright.planner.workload.architecture import Architecture
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.trainer_profiles import MESHWRIGHT, MESHWRIGHT_COMPILED
 from meshwright.topology.layout import Layout, stages_per_rank
+from meshwright.topology.schedules import find_schedule
 
 
 @dataclass(frozen=True)
 class PlannedJob:
+    """Everything that step time, memory and communication volume depend on."""
+
     model: Architecture
+    """the model"""
     cluster: Cluster
+    """the devices and links; it may have more devices than the layout uses"""
     layout: Layout
+    """degrees of the mesh dimensions"""
     batch: Batch
+    """global batch, micro-batch, data-parallel degree and gradient accumulation"""
     sequence: int
+    """tokens per sample"""
     sharding: str = "none"
-    """none, optimizer, gradients or parameters"""
+    """what is sharded over data-parallel ranks: none, optimizer, gradients or parameters (ZeRO-0 to ZeRO-3)"""
     precision: str = "bf16"
-    """fp64, fp32, bf16, fp16, fp8 or fp4"""
+    """precision of matmuls: fp64, fp32, bf16, fp16, fp8 or fp4"""
     activation_checkpoint: str = "none"
-    """none, selective or full"""
+    """activation checkpointing: none, selective, full, or alternate (full, in every other block)"""
     checkpoint_segment: int = 1
-    """full: blocks that are recomputed together"""
+    """consecutive blocks per checkpoint; with full activation checkpointing only"""
     schedule: str = "1f1b"
+    """pipeline schedule"""
     stages_per_rank: int = 1
-    """of the pipeline, a rank"""
+    """pipeline stages per rank"""
     context_method: str = "ring"
-    """of context: ring, all-to-all, or gather"""
+    """how context-parallel ranks exchange keys and values: ring, all-to-all, or gather"""
     trainer: TrainerProfile = MESHWRIGHT
+    """the software that runs the job"""
     run_config: RunConfig | None = None
-    """the run that it was made of, of which exact formulas know more"""
+    """the config of a Meshwright run, which the exact formulas need; None for other trainers"""
+
+    def __post_init__(self) -> None:
+        find_schedule(self.schedule)  # raises ConfigError if the schedule is unknown
 
     @classmethod
     def from_config(cls, config: RunConfig, cluster: Cluster, name: str = "") -> PlannedJob:
+        """Returns the job of a Meshwright run on a cluster."""
         layout = Layout.from_config(config.layout)
         return cls(
             Architecture.from_config(config.model, name or config.preset),
@@ -58,10 +72,10 @@ class PlannedJob:
 
     @property
     def tokens_per_step(self) -> int:
-        """of a step, over all ranks"""
+        """Tokens per step over all ranks."""
         return self.batch.global_ * self.sequence
 
     @property
     def tokens_per_micro_batch(self) -> int:
-        """that one rank of the context axis computes on in one micro-step"""
+        """Tokens of one micro-batch on one rank; context parallelism divides the sequence."""
         return self.batch.micro * self.sequence // self.layout.context

@@ -1,4 +1,4 @@
-"""The model that a word on the command line means: a preset, a run file, or a published config; torch-free."""
+"""Resolves the model that a command line names: a preset, a run file, or a Hugging Face config; torch-free."""
 
 from __future__ import annotations
 
@@ -14,53 +14,62 @@ from meshwright.planner.workload.huggingface_config import HuggingFaceConfig, re
 
 @dataclass(frozen=True)
 class ResolvedModel:
+    """A model, and the settings with which Meshwright trains it."""
+
     architecture: Architecture
+    """the model as the planner sees it"""
     run_config: RunConfig | None
-    """of a preset or a run file"""
+    """the config of a preset or a run file; None for a Hugging Face config"""
     model_config: ModelConfig | None
-    """what our own decoder trains of it; None: it cannot"""
+    """the settings of Meshwright's decoder; None if it cannot train this model"""
     note: str = ""
-    """why it cannot, or in what the trained model differs from the published one"""
+    """why the decoder cannot train the model, or which features of it are ignored"""
 
 
-def resolve_model(word: str, overrides: Sequence[str] = ()) -> ResolvedModel:
-    """`overrides` are `--a.b=c` words for the run of a preset or a run file."""
-    if word in PRESETS:
-        return of_run(load_config(None, [f"--preset={word}", *overrides]), word)
-    path = Path(word)
-    if not word or not path.exists():
+def resolve_model(name: str, overrides: Sequence[str] = ()) -> ResolvedModel:
+    """Returns the model that `name` means; `overrides` are `--KEY=VALUE` options for a preset or a run file."""
+    if name in PRESETS:
+        return resolve_run(load_config(None, [f"--preset={name}", *overrides]), name)
+    path = Path(name)
+    if not name or not path.exists():
         raise ConfigError(
-            f"no model {word!r}: neither a preset nor a file",
-            f"allowed: {', '.join(PRESETS)}, a run file (.toml), a published config.json or its folder",
+            f"model {name!r} is neither a preset nor a file",
+            f"expected {', '.join(PRESETS)}, a run file (.toml), a Hugging Face config.json or its folder",
         )
     if path.suffix == ".toml":
-        return of_run(load_config(path, overrides), path.stem)
+        return resolve_run(load_config(path, overrides), path.stem)
     if overrides:
-        raise ConfigError(f"{overrides[0]} is a setting of a run, and {path} is none", "allowed: with a run file")
-    found = read_huggingface_config(path)
-    model, reason = trainable_config(found)
-    return ResolvedModel(found.architecture, None, model, reason)
+        raise ConfigError(
+            f"{overrides[0]} is a setting of a run, but {path} is a Hugging Face config",
+            "try it with a preset or a run file",
+        )
+    published = read_huggingface_config(path)
+    model_config, note = trainable_config(published)
+    return ResolvedModel(published.architecture, None, model_config, note)
 
 
-def of_run(config: RunConfig, name: str) -> ResolvedModel:
+def resolve_run(config: RunConfig, name: str) -> ResolvedModel:
     return ResolvedModel(Architecture.from_config(config.model, name), config, config.model)
 
 
-def trainable_config(found: HuggingFaceConfig) -> tuple[ModelConfig | None, str]:
-    """The settings with which our own decoder is this model, and what they leave out; or None, and why."""
-    model = found.architecture
-    if lacks := lacking(found):
-        return None, f"our decoder has no {lacks[0]}"
+def trainable_config(published: HuggingFaceConfig) -> tuple[ModelConfig | None, str]:
+    """Returns the settings with which Meshwright's decoder is this model, and a note on the features that it ignores.
+
+    If the decoder cannot train the model, returns None and the reason.
+    """
+    model = published.architecture
+    if missing := unsupported_features(published):
+        return None, f"Meshwright's decoder does not support {missing[0]}"
     try:
-        settings = ModelConfig(
+        config = ModelConfig(
             vocab=model.vocab,
             width=model.width,
             layers=model.layers,
             heads=model.heads,
             kv_heads=model.kv_heads,
             ffn=model.expert_ffn or model.ffn,
-            rope_theta=found.rope_theta,
-            norm_eps=found.norm_eps,
+            rope_theta=published.rope_theta,
+            norm_eps=published.norm_eps,
             tie=model.tied_embeddings,
             experts=model.experts,
             experts_active=model.experts_active or ModelConfig.experts_active,
@@ -68,26 +77,26 @@ def trainable_config(found: HuggingFaceConfig) -> tuple[ModelConfig | None, str]
         )
     except ConfigError as error:
         return None, error.message
-    window = (f"attention looks back {model.sliding_window:,} tokens only",) if model.sliding_window else ()
-    return settings, "; ".join(f"left out: {what}" for what in (*found.ignored_features, *window))
+    window = (f"sliding-window attention of {model.sliding_window:,} tokens",) if model.sliding_window else ()
+    return config, "; ".join(f"ignored: {feature}" for feature in (*published.ignored_features, *window))
 
 
-def lacking(found: HuggingFaceConfig) -> list[str]:
-    """What the model has and our decoder does not, the weightiest first."""
-    model = found.architecture
-    has = {
-        "latent attention (MLA)": model.latent_attention is not None,
-        "learned positions": model.learned_positions > 0,
+def unsupported_features(published: HuggingFaceConfig) -> list[str]:
+    """Lists the features of the model that Meshwright's decoder does not have, the most important first."""
+    model = published.architecture
+    features = {
+        "multi-head latent attention (MLA)": model.latent_attention is not None,
+        "learned position embeddings": model.learned_positions > 0,
         "LayerNorm": model.norm != "rms",
-        "feed-forward without a gate": not model.gated,
+        "a feed-forward without a gate": not model.gated,
         "biases": model.bias or model.qkv_bias or model.out_bias or model.ffn_bias,
-        "norms on queries and keys": model.qk_norm,
-        f"heads of {model.head_dim} beside a width of {model.width} and {model.heads} heads": (
+        "QK norm": model.qk_norm,
+        f"head_dim = {model.head_dim} with width {model.width} and {model.heads} heads": (
             model.head_dim * model.heads != model.width
         ),
-        "attention and feed-forward side by side": model.parallel_residual,
-        "dense layers before those with experts": model.dense_layers > 0,
-        "gate on shared experts": model.shared_expert_gate,
-        f"activation {found.activation!r}": found.activation != "silu",
+        "parallel residual blocks": model.parallel_residual,
+        "dense layers before MoE layers": model.dense_layers > 0,
+        "a gate on shared experts": model.shared_expert_gate,
+        f"activation {published.activation!r}": published.activation != "silu",
     }
-    return [what for what, true in has.items() if true]
+    return [feature for feature, present in features.items() if present]

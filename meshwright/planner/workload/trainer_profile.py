@@ -1,4 +1,4 @@
-"""The software of a run as the planner sees it: what it keeps, fuses, overlaps, and how well its kernels do."""
+"""Describes a trainer to the planner: what it keeps in memory, fuses and overlaps, and how fast its kernels are."""
 
 from __future__ import annotations
 
@@ -8,114 +8,121 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class TrainerProfile:
-    """One generation of one trainer: what it is, what it holds, and how long it takes. What was fitted to published
-    runs is listed in docs/planner.md.
-    """
+    """One generation of one trainer. docs/planner.md lists the fields that are fitted to published runs."""
 
     name: str
+    """name and year, as `plan --replay` prints it"""
+
+    # What the trainer does.
     flash_attention: bool = True
-    """attention without its matrix of scores"""
+    """attention does not materialize the score matrix"""
     fused_kernels: bool = False
-    """norms, activations and residual sums in compiled or hand-written kernels: fewer passes over memory, less kept"""
+    """norms, activations and residual additions are compiled or hand-fused: fewer memory passes, less is saved"""
     sequence_parallel: bool = True
-    """the sequence is divided between the matrices that the tensor axis divides"""
-    parameter_bytes: float = 4
-    """bytes a parameter is held in"""
-    compute_copy_bytes: float = 0
-    """bytes of a second copy in the precision of compute, kept through the step; 0: made when it is used"""
-    gradient_bytes: float = 4
-    """bytes a gradient is held in"""
-    optimizer_bytes: float = 8
-    """bytes of the optimizer a parameter, master weights included where they are not the weights"""
-    residual_bytes: float = 4
-    """bytes of a number between blocks; 0: as in compute"""
+    """the sequence is sharded over the tensor axis between tensor-parallel matmuls (Megatron's sequence parallelism)"""
     dropout_masks: bool = False
-    """masks of dropout are kept: one byte a number, after attention and after the feed-forward"""
+    """dropout masks are saved: one byte per element after attention and after the feed-forward"""
     regathers_in_backward: bool = False
-    """what the tensor axis gathers before a matrix is kept in pieces, and gathered again in backward"""
+    """inputs of tensor-parallel matmuls are saved sharded, and all-gathered again in backward"""
     selective_policy: Literal["matmuls", "alternate_matmuls", "all_but_scores"] = "matmuls"
-    """selective recomputation keeps products and attention, or attention and every other product, or all but scores"""
+    """what selective activation checkpointing saves: outputs of matmuls and attention; of attention and every other
+    matmul; or everything except attention scores"""
     torch_native: bool = True
-    """FSDP2's units, torch's pipelines, DTensor; else whole parameters and gradients in buffers, as in Megatron"""
+    """FSDP2 units, torch.distributed.pipelining and DTensor; else full parameter and gradient buffers (Megatron)"""
     keeps_stages_unsharded: bool = False
-    """units of a pipeline's stages stay gathered through the step"""
+    """FSDP units of pipeline stages stay unsharded through the step"""
     keeps_stage_outputs: bool = True
-    """a stage's output is kept until its backward pass, though the next stage has it"""
-    accumulation_bytes: float = 0
-    """bytes of a second gradient that micro-steps are added up in, whole whatever is sharded"""
-    logit_bytes: float = 0
-    """bytes of a logit at the peak of the loss; 0: cross-entropy step by step in float32"""
+    """the output of a stage is kept until its backward pass, although the next stage has received it"""
     shards_over_context: bool = False
-    """ranks of the context axis share what is sharded also where no other ranks do"""
+    """context-parallel ranks share the shards of parameters and optimizer state even without data parallelism"""
     experts_over_tensor_axis: bool = False
-    """experts are divided over ranks of the tensor axis, too"""
-    bucket_bytes: float = 0
-    """bytes of buffers in which gradients and parameters travel between ranks that share them"""
-    communicator_bytes: float = 0
-    """bytes that the library of collectives takes for a group of ranks"""
-    allocator_slack: float = 0
-    """what the allocator holds beyond its tensors, as a share of those that come and go"""
-    device_context_bytes: float = 0
-    """bytes of the device before the first tensor: kernels, handles, workspaces"""
-    residual_traffic_bytes: float = 40
-    """bytes that a layer's forward moves for each number of the residual stream, beside its products"""
-    ffn_traffic_bytes: float = 12
-    """bytes that a layer's forward moves for each inner number of its feed-forward"""
-    score_traffic_bytes: float = 16
-    """bytes that forward moves for each score, where attention has a matrix of scores"""
-    loss_traffic_bytes: float = 30
-    """bytes that the loss moves for each logit, forward and backward"""
-    attention_efficiency: float = 0.5
-    """share of the rate of products that attention's kernel reaches in forward, at heads of 128"""
-    post_ampere_attention: float = 1.0
-    """share of that rate which is left on devices with other instructions than its kernel was written for"""
-    context_attention_slowdown: float = 1.0
-    """how many times longer attention takes where sequences are divided"""
-    matmul_efficiency: float = 1.0
-    """share of what products reach on a device today that this generation's reached"""
-    misalignment_slowdown: float = 1.0
-    """how many times more than today a product takes whose rows do not begin at 16 bytes"""
-    host_gap_seconds: float = 0.0
-    """seconds that the device waits for the host in every layer, forward, backward or again"""
-    layer_launch_seconds: float = 300e-6
-    """seconds in which the host asks for all the kernels of a layer's forward"""
-    moe_layer_launch_seconds: float = 6e-4
-    """the same of a layer with experts, which has many more"""
-    tensor_overlap: float = 0.0
-    """share of the tensor axis' messages behind which something is computed"""
-    data_overlap: float = 1.0
-    """share of the last backward pass under which gradients may meet"""
-    pipeline_overlap: float = 0.0
-    """share of the messages between stages behind which something is computed"""
+    """expert parallelism also uses the ranks of the tensor axis"""
     deduplicates_tokens: bool = False
-    """a token that goes to several experts of another node goes there once"""
-    dispatch_bytes: float = 2
-    """bytes a number that goes to an expert has"""
-    stage_output_bytes: float = 2
-    """bytes a number that goes to the next stage has"""
-    single_adapter_gathers: bool = False
-    """what is gathered unit by unit goes through one adapter of each node"""
+    """a token that is routed to several experts of another node is sent to that node once"""
     all_reduces_gradients: bool = False
-    """gradients of which every rank updates a part are summed up on all of them, not scattered"""
-    reduce_bytes: float = 4
-    """bytes in which gradients meet"""
-    gather_bytes: float = 2
-    """bytes in which parameters are gathered"""
-    contention: float = 0.06
-    """share by which computing slows down while a collective runs beside it"""
-    fixed_step_seconds: float = 0.01
-    """seconds of a step that nothing else explains: data, clipping, logging"""
-    recast_traffic_bytes: float = 0.0
-    """bytes moved for each weight in forward, twice in backward, where weights are held in more than is computed in"""
-    quantize_traffic_bytes: float = 0.0
-    """bytes moved for each number that is quantised, where products are in 8 bits or fewer"""
+    """gradients of a sharded optimizer are all-reduced, not reduce-scattered"""
+    single_adapter_gathers: bool = False
+    """parameters that are gathered unit by unit go through one network adapter per node"""
     scatters_stage_outputs: bool = False
-    """what passes between stages is divided by the tensor axis all the same, and gathered behind it"""
-    default_sharding: str = "none"
-    """what it divides among data-parallel ranks where nobody says"""
-    context_method: str = "ring"
-    """how it attends over pieces of sequences"""
+    """messages between stages are sharded over the tensor axis, and gathered after they arrive"""
     splits_batch_by_stage: bool = False
-    """the batch of a rank is cut into as many micro-batches as there are stages"""
+    """the batch of a rank is split into as many micro-batches as there are pipeline stages"""
     unoverlapped_data_comm: bool = False
-    """gradients and parameters meet after the step's computing, not beside it"""
+    """gradients are reduced and parameters gathered after the computation of the step, not during it"""
+    default_sharding: str = "none"
+    """what is sharded over data-parallel ranks if a record does not say: none, optimizer, gradients or parameters"""
+    context_method: str = "ring"
+    """context parallelism: ring, all-to-all or gather"""
+
+    # Bytes that it keeps or sends.
+    parameter_bytes: float = 4
+    """bytes per stored parameter"""
+    compute_copy_bytes: float = 0
+    """bytes per parameter of a copy in the compute precision that lives through the step; 0 if it is made when used"""
+    gradient_bytes: float = 4
+    """bytes per stored gradient"""
+    accumulation_bytes: float = 0
+    """bytes per parameter of a second, unsharded gradient in which micro-batches are accumulated"""
+    optimizer_bytes: float = 8
+    """bytes of optimizer state per parameter, with master weights if they are not the stored parameters"""
+    residual_bytes: float = 4
+    """bytes per element of the residual stream between blocks; 0 for the compute precision"""
+    logit_bytes: float = 0
+    """bytes per logit at the peak of the loss; 0 for eager cross-entropy in float32"""
+    bucket_bytes: float = 0
+    """bytes of the buffers in which gradients and parameters are communicated"""
+    communicator_bytes: float = 0
+    """bytes that the collective library takes per process group"""
+    device_context_bytes: float = 0
+    """bytes on the device before the first tensor: CUDA context, kernels, workspaces"""
+    allocator_slack: float = 0
+    """memory that the allocator reserves beyond its tensors, as a fraction of the transient ones"""
+    dispatch_bytes: float = 2
+    """bytes per element that is sent to an expert"""
+    stage_output_bytes: float = 2
+    """bytes per element that is sent to the next stage"""
+    reduce_bytes: float = 4
+    """bytes per gradient in reductions over data-parallel ranks"""
+    gather_bytes: float = 2
+    """bytes per parameter in all-gathers over data-parallel ranks"""
+
+    # How fast it is: fitted, unless known.
+    residual_traffic_bytes: float = 40
+    """memory traffic of a layer's forward per element of the residual stream, besides matmuls, in bytes"""
+    ffn_traffic_bytes: float = 12
+    """memory traffic of a layer's forward per intermediate element of its feed-forward, in bytes"""
+    score_traffic_bytes: float = 16
+    """memory traffic of forward per attention score, if scores are materialized, in bytes"""
+    loss_traffic_bytes: float = 30
+    """memory traffic of the loss per logit, forward and backward together, in bytes"""
+    recast_traffic_bytes: float = 0.0
+    """memory traffic per parameter in forward for casting parameters to the compute precision, in bytes; twice that in
+    backward"""
+    quantize_traffic_bytes: float = 0.0
+    """memory traffic per quantized element if matmuls run in 8 bits or fewer, in bytes"""
+    attention_efficiency: float = 0.5
+    """rate of the attention kernel in forward with a head_dim of 128, as a fraction of the matmul rate"""
+    post_ampere_attention: float = 1.0
+    """fraction of that rate that is left on a GPU newer than the one the kernel was written for (A100)"""
+    context_attention_slowdown: float = 1.0
+    """factor on attention time under context parallelism"""
+    matmul_efficiency: float = 1.0
+    """matmul rate of this generation, as a fraction of the device's sustained rate"""
+    misalignment_slowdown: float = 1.0
+    """factor on the time of a matmul whose rows are not aligned to 16 bytes, beyond today's kernels"""
+    layer_launch_seconds: float = 300e-6
+    """seconds in which the host launches the forward kernels of one layer"""
+    moe_layer_launch_seconds: float = 6e-4
+    """seconds in which the host launches the forward kernels of one MoE layer"""
+    host_gap_seconds: float = 0.0
+    """seconds per layer and pass in which the device waits for the host"""
+    tensor_overlap: float = 0.0
+    """fraction of tensor-parallel communication that computation hides"""
+    data_overlap: float = 1.0
+    """fraction of the last backward pass that can hide gradient reductions"""
+    pipeline_overlap: float = 0.0
+    """fraction of the communication between stages that computation hides"""
+    contention: float = 0.06
+    """fraction by which computation slows down while a collective runs at the same time"""
+    fixed_step_seconds: float = 0.01
+    """seconds per step for data loading, gradient clipping and logging"""

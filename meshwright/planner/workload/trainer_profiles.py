@@ -1,6 +1,7 @@
-"""The software that the planner knows: our own, and generations of the trainers whose runs were published.
+"""The trainers that the planner knows: Meshwright, and generations of the trainers whose runs were published.
 
-What is fitted is said beside it; docs/planner.md has the list with the error that it leaves.
+To add a trainer, define one `TrainerProfile` and add one row to `SOURCES`, which maps published runs to it. Comments
+state which values are fitted; docs/planner.md lists them with the error that remains.
 """
 
 from __future__ import annotations
@@ -10,20 +11,23 @@ from typing import Any
 
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 
-CONTEXT, COMMUNICATOR = 1.0e9, 0.25e9
-"""A CUDA context with the libraries' workspaces, and NCCL's buffers for one group: as seen on A100 and H100 nodes."""
-SLACK = 0.15
-"""Fitted to what torchtitan's allocator reserves beyond the tensors that these formulas count."""
+CUDA_CONTEXT_BYTES, NCCL_COMMUNICATOR_BYTES = 1.0e9, 0.25e9
+"""A CUDA context with the workspaces of its libraries, and NCCL's buffers per process group, on A100 and H100 nodes."""
+ALLOCATOR_SLACK = 0.15
+"""Fitted to what torchtitan's allocator reserves beyond the tensors that the memory formulas count."""
 
 
-def on_device(name: str, **fields: Any) -> TrainerProfile:
-    return TrainerProfile(
-        name,
-        **({"device_context_bytes": CONTEXT, "communicator_bytes": COMMUNICATOR, "allocator_slack": SLACK} | fields),
-    )
+def gpu_trainer(name: str, **fields: Any) -> TrainerProfile:
+    """Returns a profile with the memory overheads of a CUDA device."""
+    overheads = {
+        "device_context_bytes": CUDA_CONTEXT_BYTES,
+        "communicator_bytes": NCCL_COMMUNICATOR_BYTES,
+        "allocator_slack": ALLOCATOR_SLACK,
+    }
+    return TrainerProfile(name, **(overheads | fields))
 
 
-MESHWRIGHT = on_device(
+MESHWRIGHT = gpu_trainer(
     "meshwright",
     allocator_slack=0.05,
     residual_traffic_bytes=80,
@@ -38,7 +42,7 @@ MESHWRIGHT = on_device(
     quantize_traffic_bytes=5.2,
 )
 """Fitted to thirteen runs on one H200: GPT-2, Llama-1B and eight layers of Llama-8B, eager and compiled, with and
-without recomputation; memory beside tensors was 1.3 to 2.6 GiB."""
+without activation checkpointing; memory besides tensors was 1.3 to 2.6 GiB."""
 MESHWRIGHT_COMPILED = replace(
     MESHWRIGHT,
     name="meshwright compiled",
@@ -48,7 +52,7 @@ MESHWRIGHT_COMPILED = replace(
     layer_launch_seconds=5e-4,
 )
 
-COMPOSER = on_device(
+COMPOSER = gpu_trainer(
     "Composer 2023",
     fused_kernels=True,
     residual_bytes=0,
@@ -63,9 +67,9 @@ COMPOSER = on_device(
     quantize_traffic_bytes=1.2,
     default_sharding="parameters",
 )
-"""Its loss is one kernel, which writes the gradient where the logits were: two times the precision of compute."""
+"""Its loss is one kernel that writes the gradient in place of the logits: twice the bytes of the compute precision."""
 
-TORCHTITAN = on_device(
+TORCHTITAN = gpu_trainer(
     "torchtitan 2024",
     fused_kernels=True,
     residual_bytes=0,
@@ -85,9 +89,9 @@ TORCHTITAN = on_device(
     quantize_traffic_bytes=5.2,
 )
 TORCHTITAN_2025 = replace(TORCHTITAN, name="torchtitan 2025", logit_bytes=4)
-"""From 2025 on its loss is compiled, too: logits and their gradient, in the precision of compute."""
+"""From 2025 on its loss is compiled, too: logits and their gradient, in the compute precision."""
 
-MEGATRON = on_device(
+MEGATRON = gpu_trainer(
     "Megatron-LM",
     fused_kernels=True,
     residual_bytes=0,
@@ -99,7 +103,7 @@ MEGATRON = on_device(
     keeps_stage_outputs=False,
     shards_over_context=True,
 )
-"""Weights in the precision of compute, gradients in float32, masters with the optimizer: 18 bytes a parameter."""
+"""Parameters in the compute precision, gradients in float32, master weights in the optimizer: 18 bytes each."""
 MEGATRON_2021 = replace(
     MEGATRON,
     name="Megatron-LM 2021",
@@ -118,9 +122,9 @@ MEGATRON_2021 = replace(
     misalignment_slowdown=4.3,
     fixed_step_seconds=0.03,
 )
-"""Where it is compared with ZeRO-3, that is DeepSpeed's of the year, whose gathers reached one adapter's rate."""
+"""Its ZeRO-3 comparison runs are DeepSpeed's of that year, whose all-gathers reached the rate of one adapter."""
 MEGATRON_2022 = replace(MEGATRON_2021, name="Megatron-LM 2022", sequence_parallel=True)
-"""With the sequence cut between matrices (Korthikanti 2022)."""
+"""With sequence parallelism (Korthikanti et al., arXiv:2205.05198)."""
 DEEPSPEED = replace(
     MEGATRON_2021,
     name="Megatron-DeepSpeed 2022",
@@ -135,11 +139,11 @@ DEEPSPEED = replace(
     all_reduces_gradients=True,
     host_gap_seconds=4.1e-3,
 )
-"""In fp16: gradients of a rank's part of the optimizer are copied to float32 for the update, 20 bytes a parameter. Two
-buckets of 5e8 numbers, DeepSpeed's default. Context and communicators are fitted: what nvidia-smi shows on Jean Zay
-beyond tensors, the same for all layouts. So is the gap in which its checkpoints wait for the host, layer by layer."""
+"""In fp16: gradients of the rank's optimizer shard are copied to float32 for the update, 20 bytes per parameter. Two
+buckets of 5e8 elements, DeepSpeed's default. Context and communicators are fitted to what nvidia-smi shows on Jean Zay
+beyond tensors, the same for all layouts. The gap in which its checkpointed layers wait for the host is fitted, too."""
 DEEPSPEED_BF16 = replace(DEEPSPEED, name="Megatron-DeepSpeed 2022 bf16", accumulation_bytes=4, optimizer_bytes=12)
-"""Gradients of micro-steps are added up in float32, whole on every rank."""
+"""Gradients are accumulated over micro-batches in float32, unsharded on every rank."""
 
 BRIDGE = replace(
     MEGATRON,
@@ -159,7 +163,7 @@ BRIDGE = replace(
     layer_launch_seconds=60e-6,
     fixed_step_seconds=0.02,
 )
-"""Its recipes reduce gradients in bf16; logits in bf16, and once in float32."""
+"""Its recipes reduce gradients in bf16; logits exist in bf16 and once in float32."""
 BRIDGE_2025 = replace(BRIDGE, name="Megatron-Bridge 2025", moe_layer_launch_seconds=1.7e-3)
 
 SOURCES: tuple[tuple[str, TrainerProfile], ...] = (
@@ -180,16 +184,16 @@ SOURCES: tuple[tuple[str, TrainerProfile], ...] = (
     ("NeMo", BRIDGE_2025),
     ("MegaScale", BRIDGE_2025),
 )
-"""Words of a source, and the software that it ran; the first that is found."""
+"""Text in the `source` of a published run, and the trainer that it ran; the first match counts."""
 
 
 def profile_for_run(source: str, sharding: str, device: str, precision: str) -> TrainerProfile:
-    """Of a published run: by who published it, or else by what it did on which devices."""
-    found = next((stack for word, stack in SOURCES if word.lower() in source.lower()), None)
-    if found is None:
-        old = MEGATRON_2021 if device.startswith("a100") else BRIDGE_2025
-        found = TORCHTITAN if sharding in ("fsdp", "zero3", "zero2") else old
-    return DEEPSPEED_BF16 if found is DEEPSPEED and precision == "bf16" else found
+    """Returns the trainer of a published run: by its source, or else by its sharding and device."""
+    profile = next((profile for text, profile in SOURCES if text.lower() in source.lower()), None)
+    if profile is None:
+        megatron = MEGATRON_2021 if device.startswith("a100") else BRIDGE_2025
+        profile = TORCHTITAN if sharding in ("fsdp", "zero3", "zero2") else megatron
+    return DEEPSPEED_BF16 if profile is DEEPSPEED and precision == "bf16" else profile
 
 
 NEAREST_PROFILE = {
@@ -203,7 +207,7 @@ NEAREST_PROFILE = {
     BRIDGE_2025.name: TORCHTITAN,
     BRIDGE.name: TORCHTITAN,
 }
-"""The nearest software of somebody else."""
+"""Trainer -> the most similar trainer of another publisher."""
 
 FITTED_FIELDS = (
     "residual_traffic_bytes",
@@ -224,10 +228,13 @@ FITTED_FIELDS = (
     "fixed_step_seconds",
     "quantize_traffic_bytes",
 )
-"""What of a software's seconds is fitted, not known."""
+"""Fields of the step time that are fitted to runs, not known."""
 
 
-def unfitted_profile(stack: TrainerProfile) -> TrainerProfile:
-    """With what one would plan, had this software never been measured: the constants of the nearest other one."""
-    near = NEAREST_PROFILE.get(stack.name, stack)
-    return replace(stack, **{name: getattr(near, name) for name in FITTED_FIELDS})
+def unfitted_profile(profile: TrainerProfile) -> TrainerProfile:
+    """Returns the profile that one would use had this trainer never been measured.
+
+    Its fitted fields are those of the most similar trainer of another publisher.
+    """
+    nearest = NEAREST_PROFILE.get(profile.name, profile)
+    return replace(profile, **{name: getattr(nearest, name) for name in FITTED_FIELDS})

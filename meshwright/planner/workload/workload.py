@@ -1,4 +1,4 @@
-"""What is to be trained, before anything is said of how it is spread; torch-free."""
+"""Defines what is to be trained, before a layout is chosen; torch-free."""
 
 from __future__ import annotations
 
@@ -22,33 +22,39 @@ SEARCHED_KEYS = (
     "activation_checkpoint.mode",
     "batch.micro",
 )
-"""Settings that a plan decides, unless a word pins them."""
+"""Config keys that the search chooses, unless an option pins them."""
 
 
 @dataclass(frozen=True)
 class Workload:
+    """The model, batch and precision for which a layout is searched."""
+
     model: Architecture
+    """the model"""
     global_batch: int
-    """samples a step, over all ranks"""
+    """samples per step over all ranks"""
     sequence: int
+    """tokens per sample"""
     precision: str = "bf16"
+    """precision of matmuls"""
     base_config: RunConfig | None = None
-    """the run whose layout is sought; none where our own decoder does not train this"""
+    """the config whose layout is searched; None if Meshwright's decoder cannot train this model or precision"""
     pinned: Mapping[str, int | str] = field(default_factory=dict)
-    """of SEARCHED, what is not to be decided"""
+    """values of those SEARCHED_KEYS that the search must keep"""
     notes: tuple[str, ...] = ()
-    """what was assumed because nobody said it"""
+    """assumptions that were made because an option was not given"""
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens per step over all ranks."""
         return self.global_batch * self.sequence
 
-    def with_size(self, batch: int | None = None, sequence: int | None = None) -> Workload:
-        """The same with another batch or sequence, its run, too."""
-        batch, sequence = batch or self.global_batch, sequence or self.sequence
-        base = self.base_config and replace(
+    def with_size(self, global_batch: int | None = None, sequence: int | None = None) -> Workload:
+        """Returns the same workload, and the same base config, with another batch or sequence length."""
+        global_batch, sequence = global_batch or self.global_batch, sequence or self.sequence
+        base_config = self.base_config and replace(
             self.base_config,
-            batch=replace(self.base_config.batch, global_=batch),
+            batch=replace(self.base_config.batch, global_=global_batch),
             data=replace(self.base_config.data, sequence=sequence),
         )
-        return replace(self, global_batch=batch, sequence=sequence, base_config=base)
+        return replace(self, global_batch=global_batch, sequence=sequence, base_config=base_config)

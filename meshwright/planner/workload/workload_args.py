@@ -1,4 +1,4 @@
-"""What the words of `meshwright plan` ask for: a workload, with what was assumed; torch-free."""
+"""Builds the workload that the arguments of `meshwright plan` describe, and notes what was assumed; torch-free."""
 
 from __future__ import annotations
 
@@ -13,78 +13,99 @@ from meshwright.planner.workload.architecture import Architecture
 from meshwright.planner.workload.resolve_model import resolve_model
 from meshwright.planner.workload.workload import SEARCHED_KEYS, Workload
 
-USUAL_TOKENS = 4 << 20
-"""of a step, where nobody says: what published runs of large models begin with"""
-USUAL_SEQUENCE = 4096
+DEFAULT_TOKENS_PER_STEP = 4 << 20
+"""Tokens per step if no batch is given: published runs of large models start with about as many."""
+DEFAULT_SEQUENCE = 4096
+"""Tokens per sample if no sequence length is given."""
 
 
 def build_workload(
-    word: str,
+    model: str,
     overrides: Sequence[str] = (),
     batch: int | None = None,
     sequence: int | None = None,
     precision: str | None = None,
 ) -> Workload:
-    """A word for each of the three settings that the figures hang on most; the rest of the run by its keys."""
-    split = [text.removeprefix("--").partition("=") for text in overrides]
-    pinned = {key: value for key, _, value in split if key in SEARCHED_KEYS}
-    words = [text for text, (key, _, _) in zip(overrides, split, strict=True) if key not in SEARCHED_KEYS]
-    named = resolve_model(word, words)
-    run = named.run_config
-    if run is None and named.model_config is not None:
-        run = config_from_dict({"model": config_to_dict(named.model_config), "precision": {"compute": "bf16"}})
-        batch, sequence = usual(batch, sequence)
-    notes = [named.note] if named.note else []
+    """Builds the workload of `meshwright plan MODEL`.
+
+    Args:
+        model: a preset, a run file, a Hugging Face config.json or its folder.
+        overrides: `--KEY=VALUE` options; those of SEARCHED_KEYS are pinned, the others change the run's config.
+        batch: samples per step over all ranks; default: the run's.
+        sequence: tokens per sample; default: the run's.
+        precision: precision of matmuls; default: the run's.
+    """
+    pinned, settings = split_overrides(overrides)
+    resolved = resolve_model(model, settings)
+    config = resolved.run_config
+    if config is None and resolved.model_config is not None:
+        config = config_from_dict({"model": config_to_dict(resolved.model_config), "precision": {"compute": "bf16"}})
+        batch, sequence = default_size(batch, sequence)
+    notes = [resolved.note] if resolved.note else []
     if precision is not None and precision not in PRECISIONS:
-        raise ConfigError(f"--precision {precision} is not known", f"allowed: {', '.join(PRECISIONS)}")
-    if run is None:
-        usual_batch, usual_sequence = usual(batch, sequence)
+        raise ConfigError(f"--precision {precision} is not known", f"expected one of {', '.join(PRECISIONS)}")
+    if config is None:
+        global_batch, tokens = default_size(batch, sequence)
         if batch is None:
-            notes.append(f"batch assumed: {usual_batch:,} samples of {usual_sequence:,} tokens a step")
-        whole = pins(pinned)
-        return Workload(named.architecture, usual_batch, usual_sequence, precision or "bf16", None, whole, tuple(notes))
-    tree: dict[str, Any] = config_to_dict(run)
+            notes.append(f"assumed batch: {global_batch:,} samples of {tokens:,} tokens per step")
+        pins = parse_pins(pinned)
+        return Workload(resolved.architecture, global_batch, tokens, precision or "bf16", None, pins, tuple(notes))
+    tree: dict[str, Any] = config_to_dict(config)
     tree["batch"] |= {"micro": None, **({"global": batch} if batch is not None else {})}
     tree["data"] |= {"sequence": sequence} if sequence is not None else {}
     if precision in COMPUTE_BYTES:
         tree["precision"]["compute"] = precision
-    run = config_from_dict(tree)
-    if precision is not None and precision not in COMPUTE_BYTES:
-        notes.append(f"{precision} is estimated alone: meshwright trains in {', '.join(COMPUTE_BYTES)}")
-    base = run if precision is None or precision in COMPUTE_BYTES else None
+    config = config_from_dict(tree)
+    trainable = precision is None or precision in COMPUTE_BYTES
+    if not trainable:
+        notes.append(f"{precision} is only estimated: Meshwright trains in {', '.join(COMPUTE_BYTES)}")
     return Workload(
-        named.architecture,
-        run.batch.global_,
-        run.data.sequence,
-        precision or run.precision.compute,
-        base,
-        pins(pinned),
+        resolved.architecture,
+        config.batch.global_,
+        config.data.sequence,
+        precision or config.precision.compute,
+        config if trainable else None,
+        parse_pins(pinned),
         tuple(notes),
     )
 
 
-def workload_from_config(run: RunConfig, overrides: Sequence[str] = ()) -> Workload:
-    """A run's own, with what `--KEY=VALUE` words pin of what is searched."""
-    split = [text.removeprefix("--").partition("=") for text in overrides]
-    pinned = pins({key: value for key, _, value in split if key in SEARCHED_KEYS})
-    free = replace(run, batch=replace(run.batch, micro=None))
-    model = Architecture.from_config(run.model, run.preset)
-    return Workload(model, run.batch.global_, run.data.sequence, run.precision.compute, free, pinned)
+def workload_from_config(config: RunConfig, overrides: Sequence[str] = ()) -> Workload:
+    """Builds the workload of a run, with the SEARCHED_KEYS that `--KEY=VALUE` options pin."""
+    pinned, _ = split_overrides(overrides)
+    free = replace(config, batch=replace(config.batch, micro=None))
+    model = Architecture.from_config(config.model, config.preset)
+    sequence, precision = config.data.sequence, config.precision.compute
+    return Workload(model, config.batch.global_, sequence, precision, free, parse_pins(pinned))
 
 
-def usual(batch: int | None, sequence: int | None) -> tuple[int, int]:
-    sequence = sequence or USUAL_SEQUENCE
-    return batch or max(1, USUAL_TOKENS // sequence), sequence
+def split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Splits `--KEY=VALUE` options into values of SEARCHED_KEYS by key, and the options that are left."""
+    pinned: dict[str, str] = {}
+    settings = []
+    for option in overrides:
+        key, _, value = option.removeprefix("--").partition("=")
+        if key in SEARCHED_KEYS:
+            pinned[key] = value
+        else:
+            settings.append(option)
+    return pinned, settings
 
 
-def pins(pinned: dict[str, str]) -> dict[str, int | str]:
-    """What words fix of what is searched, each checked as the run's own key would be."""
-    found: dict[str, int | str] = {}
+def default_size(batch: int | None, sequence: int | None) -> tuple[int, int]:
+    """Fills in the global batch and the sequence length."""
+    sequence = sequence or DEFAULT_SEQUENCE
+    return batch or max(1, DEFAULT_TOKENS_PER_STEP // sequence), sequence
+
+
+def parse_pins(pinned: dict[str, str]) -> dict[str, int | str]:
+    """Parses and validates pinned values as the config does."""
+    parsed: dict[str, int | str] = {}
     for key, value in pinned.items():
-        room, _, name = key.partition(".")
-        lone = {"layout.shard_degree": {"shard": "optimizer"}}.get(key, {})
-        config = load_config(None, [f"--{key}={value}", *(f"--{room}.{k}={v}" for k, v in lone.items())])
-        given = getattr(getattr(config, room), name)
-        if given is not None:
-            found[key] = given
-    return found
+        section, _, name = key.partition(".")
+        required = {"layout.shard_degree": ["--layout.shard=optimizer"]}.get(key, [])  # valid only with this setting
+        config = load_config(None, [f"--{key}={value}", *required])
+        setting = getattr(getattr(config, section), name)
+        if setting is not None:
+            parsed[key] = setting
+    return parsed

@@ -1,0 +1,229 @@
+"""Hugging Face configs: parameter counts equal those of the models' own code, and a bad file is a one-line error."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.config import PRESETS
+from meshwright.errors import ConfigError
+from meshwright.planner.hardware.cluster import preset_cluster
+from meshwright.planner.workload.architecture import Architecture
+from meshwright.planner.workload.huggingface_config import FAMILIES, MAX_CONFIG_BYTES, parse_huggingface_config
+from meshwright.planner.workload.planned_job import PlannedJob
+from meshwright.planner.workload.resolve_model import resolve_model, trainable_config
+from meshwright.topology.parameter_shapes import decoder_parameter_shapes
+
+COUNTED = json.loads((Path(__file__).parent / "published.json").read_text())
+"""Configs with the parameter count of transformers 5.22 on the meta device; some have made-up sizes."""
+MODEL_CARDS = {
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "gpt2": 124_439_808,
+    "gpt-neox-20b": 20_554_567_680,
+    "qwen2-7b": 7_615_616_512,
+    "qwen3-8b": 8_190_735_360,
+}
+"""Parameter counts on the models' cards."""
+LLAMA = COUNTED["llama-3-8b"]["config"]
+
+
+def parse(config):
+    return parse_huggingface_config(config, "config.json")
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_parameter_count_equals_transformers(name):
+    assert parse(COUNTED[name]["config"]).architecture.parameters == COUNTED[name]["parameters"]
+
+
+@pytest.mark.parametrize("name", MODEL_CARDS)
+def test_parameter_count_equals_the_model_card(name):
+    assert COUNTED[name]["parameters"] == MODEL_CARDS[name]
+
+
+def test_every_model_family_has_a_counted_config():
+    assert {row["config"]["model_type"] for row in COUNTED.values()} == set(FAMILIES)
+
+
+def test_deepseek_v3_count_excludes_router_biases_and_mtp():
+    published = parse(COUNTED["deepseek-v3"]["config"])
+    architecture = published.architecture
+    router_biases = architecture.moe_layers * architecture.experts  # buffers in the model's own code
+    assert architecture.parameters + router_biases == 671_026_419_200
+    assert published.ignored_features == ("multi-token prediction layers (MTP)",)
+    assert round(architecture.active_parameters / 1e9) == 38  # "37B activated" excludes the embedding
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_preset_parameter_count_equals_its_parameter_shapes(preset):
+    resolved = resolve_model(preset)
+    assert resolved.architecture.parameters == sum(
+        prod(parameter.shape) for parameter in decoder_parameter_shapes(resolved.model_config)
+    )
+    assert resolved.run_config is not None
+    assert resolved.architecture == Architecture.from_config(resolved.run_config.model, preset)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("llama-3-8b", None),
+        ("llama-3.2-1b", None),
+        ("mixtral-8x7b", None),
+        ("mistral-7b", None),
+        ("mistral-nemo", "Meshwright's decoder does not support head_dim = 128 with width 5120 and 32 heads"),
+        ("qwen2-7b", "Meshwright's decoder does not support biases"),
+        ("qwen3-8b", "Meshwright's decoder does not support QK norm"),
+        ("deepseek-v3", "Meshwright's decoder does not support multi-head latent attention (MLA)"),
+        ("gpt2", "Meshwright's decoder does not support learned position embeddings"),
+    ],
+)
+def test_trainable_config_has_the_same_parameters_or_gives_a_reason(name, reason):
+    published = parse(COUNTED[name]["config"])
+    config, note = trainable_config(published)
+    if reason:
+        assert (config, note) == (None, reason)
+    else:
+        architecture = Architecture.from_config(config, published.architecture.name)
+        assert architecture == replace(published.architecture, sliding_window=0)
+        assert architecture.parameters == COUNTED[name]["parameters"]
+
+
+def test_trainable_config_notes_ignored_features():
+    scaled = LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "rope_theta": 500000.0}
+    config, note = trainable_config(parse(scaled))
+    assert config.rope_theta == 500000.0
+    assert note == 'ignored: RoPE scaling ("llama3")'
+    config, note = trainable_config(parse(COUNTED["mistral-7b"]["config"]))
+    assert note == "ignored: sliding-window attention of 4,096 tokens"
+
+
+def test_rope_theta_is_read_from_rope_parameters():
+    newer = LLAMA | {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
+    assert (parse(newer).rope_theta, parse(newer).ignored_features) == (500000.0, ())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mamba"}, 'model_type = "mamba" is not known; expected one of llama'),
+        ({"model_type": 3}, "model_type = 3 has the wrong type"),
+        ({"model_type": None}, "has no model_type"),
+        ({"hidden_size": None}, "has no hidden_size"),
+        ({"hidden_size": "4096"}, 'hidden_size = "4096" has the wrong type'),
+        ({"hidden_size": 4096.5}, "hidden_size = 4096.5 has the wrong type"),
+        ({"hidden_size": True}, "hidden_size = true has the wrong type"),
+        ({"hidden_size": 10**30}, "is out of range"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0 is out of range"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers = -1 is out of range"),
+        ({"num_hidden_layers": 10**9}, "is out of range"),
+        ({"num_attention_heads": 31}, "num_attention_heads = 31 does not divide hidden_size = 4096"),
+        ({"num_key_value_heads": 7}, "num_key_value_heads = 7 does not divide"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ({"rope_theta": float("nan")}, "rope_theta = NaN is not finite"),
+        ({"rope_scaling": 8}, "rope_scaling = 8 is a value"),
+        ({"model_type": "mixtral"}, "has no num_local_experts"),
+        ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, "exceeds the 2 experts"),
+    ],
+)
+def test_invalid_config_error_names_file_and_key_in_one_line(change, message):
+    with pytest.raises(ConfigError) as raised:
+        parse(LLAMA | change)
+    assert message in str(raised.value)
+    assert str(raised.value).startswith("config.json")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2 alternates dense and MoE layers"),
+        ({"mlp_only_layers": [3]}, "mlp_only_layers = [3] is not supported; expected the first layers"),
+        ({"mlp_only_layers": "0"}, "mlp_only_layers"),
+    ],
+)
+def test_unsupported_order_of_moe_layers_is_rejected(change, message):
+    with pytest.raises(ConfigError, match=message.replace("[", "\\[")):
+        parse(COUNTED["qwen3-30b-a3b"]["config"] | change)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b'{"hidden_size": ' + b"9" * 10_000 + b"}", "is not JSON"),
+        (b"[1]", "contains [1]"),
+        (b" " * (MAX_CONFIG_BYTES + 1), "is larger than 1,048,576 bytes"),
+    ],
+)
+def test_file_that_is_not_a_config_is_a_one_line_error(tmp_path, content, message):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError) as raised:
+        resolve_model(str(tmp_path))
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_resolve_model_accepts_preset_run_file_config_and_folder(tmp_path):
+    folder = tmp_path / "Meta-Llama-3-8B"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "own.toml").write_text("[model]\nlayers = 3\n")
+    by_folder, by_file = resolve_model(str(folder)), resolve_model(str(folder / "config.json"))
+    assert by_folder == by_file
+    assert by_folder.architecture.name == "Meta-Llama-3-8B"
+    assert by_folder.model_config.layers == 32
+    assert by_folder.run_config is None
+    run = resolve_model(str(tmp_path / "own.toml"), ["--steps=7"])
+    assert (run.architecture.layers, run.run_config.steps, run.architecture.name) == (3, 7, "own")
+    assert resolve_model("tiny", ["--model.layers=2"]).architecture.layers == 2
+    for name in ("", "llama-9b", str(tmp_path / "none.json")):
+        with pytest.raises(ConfigError, match="is neither a preset nor a file; expected tiny, small"):
+            resolve_model(name)
+    with pytest.raises(ConfigError, match="is a setting of a run"):
+        resolve_model(str(folder), ["--steps=7"])
+
+
+ANY_VALUE = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.sampled_from(sorted(COUNTED)), st.data())
+def test_any_value_of_a_config_key_is_read_or_rejected(name, data):
+    config = COUNTED[name]["config"]
+    key = data.draw(st.sampled_from([*config, "rope_scaling", "rope_parameters", "mlp_only_layers", "head_dim"]))
+    try:
+        published = parse(config | {key: data.draw(ANY_VALUE)})
+    except ConfigError as error:
+        assert "\n" not in str(error)
+    else:
+        assert published.architecture.parameters > 0
+
+
+def test_resolve_model_does_not_import_torch():
+    code = "import sys, meshwright.planner.workload.resolve_model; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_unknown_pipeline_schedule_is_rejected():
+    """The cost model must not assume the bubble of a schedule that it does not know."""
+    job = PlannedJob.from_config(resolve_model("tiny").run_config, preset_cluster("h100"))
+    with pytest.raises(ConfigError, match="unknown pipeline schedule 'chimera'; expected one of gpipe, 1f1b"):
+        replace(job, schedule="chimera")
