@@ -179,7 +179,13 @@ def loaders(world: World, folder: Path, state: CheckpointState, group: Any) -> d
 
     def own(_number: int) -> Finish:
         found = restore(
-            PosixStore(folder), world, LINEAGE, state, lambda _manifest: None, fallback=False, say=lambda *_: None
+            PosixStore(folder),
+            world,
+            LINEAGE,
+            state,
+            lambda _manifest: None,
+            fallback=False,
+            on_damaged=lambda *_: None,
         )
         assert found is not None
         return nothing

@@ -1,4 +1,4 @@
-"""What `meshwright checkpoint` answers: which there are, whether they are intact, what they hold. Torch-free."""
+"""Answers `meshwright checkpoint`: which checkpoints exist, whether they are intact, how two differ. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,40 +20,47 @@ from meshwright.store.posix import PosixStore
 
 
 def find_entries(path: Path) -> list[CheckpointEntry]:
-    """Every checkpoint of a run folder, newest first, or the one that a checkpoint's own folder is."""
-    if (match := NAME_PATTERN.fullmatch(path.resolve().name)) and len(path.resolve().parents) > 1:
-        store = PosixStore(path.resolve().parents[1])
+    """Every checkpoint of a run folder, newest first, or the single one of a checkpoint folder."""
+    resolved = path.resolve()
+    if (match := NAME_PATTERN.fullmatch(resolved.name)) and len(resolved.parents) > 1:
+        store = PosixStore(resolved.parents[1])
         return [read_entry(store, f"{CHECKPOINTS_FOLDER}/{match[0]}", int(match[1]), int(match[2]))]
     if not path.is_dir():
-        raise ConfigError(f"{path} is no folder", "give a run folder, or a folder under its checkpoints/")
+        raise ConfigError(f"{path} is not a folder", "expected a run folder, or a folder under its checkpoints/")
     return list_checkpoint_folders(PosixStore(path))
 
 
+def find_published(path: Path, step: int | None) -> list[CheckpointEntry]:
+    """The valid published checkpoints, newest first, of one step if a step is given; an error if there is none."""
+    entries = [e for e in find_entries(path) if e.published and not e.fenced and step in (None, e.step)]
+    if not entries:
+        steps = ", ".join(str(entry.step) for entry in list_published(PosixStore(path))) or "none"
+        which = f" of step {step}" if step is not None else ""
+        raise CheckpointError(f"{path} has no checkpoint{which}", f"expected one of the steps: {steps}")
+    return entries
+
+
 def select_intact(path: Path, step: int | None) -> CheckpointEntry:
-    """The newest checkpoint, or that of a step; intact, or an error that says what is wrong with it."""
-    listed = [e for e in find_entries(path) if e.published and not e.fenced and step in (None, e.step)]
-    if not listed:
-        steps = ", ".join(str(e.step) for e in list_published(PosixStore(path))) or "none"
-        what = f"{path} has no checkpoint" + (f" of step {step}" if step is not None else "")
-        raise CheckpointError(what, f"it has: {steps}")
-    if found := find_damage(listed[0]):
-        raise CheckpointError(f"checkpoint {listed[0].name} is damaged: {found[0]}")
-    return listed[0]
+    """The newest checkpoint, or the one of a step; an error if it is damaged."""
+    newest = find_published(path, step)[0]
+    if damage := find_damage(newest):
+        raise CheckpointError(f"checkpoint {newest.name} is damaged: {damage[0]}")
+    return newest
 
 
 def list_rows(path: Path) -> list[dict[str, Any]]:
+    """A row per checkpoint folder, newest first."""
     rows = []
     for entry in find_entries(path):
         manifest = entry.manifest
         status = entry.problem or "published"
         row: dict[str, Any] = {"name": entry.name, "step": entry.step, "attempt": entry.attempt, "status": status}
         if manifest is not None:
-            layout = {axis: degree for axis, degree in manifest.layout.items() if axis != "micro"}
             row |= {
                 "timeline": manifest.timeline,
                 "files": len(manifest.files),
                 "bytes": manifest.total_bytes,
-                "layout": layout,
+                "layout": {axis: degree for axis, degree in manifest.layout.items() if axis != "micro"},
                 "digest": manifest.digest,
                 "parent": manifest.parent,
             }
@@ -62,19 +69,21 @@ def list_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def verify_rows(path: Path, step: int | None) -> list[dict[str, Any]]:
-    """Every published checkpoint (or that of a step), with what is wrong with it."""
-    listed = [e for e in find_entries(path) if e.published and not e.fenced and step in (None, e.step)]
-    if not listed:
-        raise CheckpointError(f"{path} has no checkpoint" + (f" of step {step}" if step is not None else ""))
-    return [{"name": e.name, "step": e.step, "damages": [d.to_json() for d in find_damage(e)]} for e in listed]
+    """A row per published checkpoint, or per checkpoint of a step, with its damage."""
+    return [
+        {"name": entry.name, "step": entry.step, "damage": [damage.to_json() for damage in find_damage(entry)]}
+        for entry in find_published(path, step)
+    ]
 
 
 def digest(path: Path, step: int | None) -> dict[str, Any]:
+    """One digest of all unsharded tensors."""
     entry = select_intact(path, step)
     return {"name": entry.name, "step": entry.step, "digest": state_digest(entry)}
 
 
 def diff(one: Path, other: Path, step: int | None, other_step: int | None) -> dict[str, Any]:
+    """The tensors in which two checkpoints differ."""
     a, b = select_intact(one, step), select_intact(other, other_step if other_step is not None else step)
-    found = [vars(difference) | {"text": str(difference)} for difference in compare_checkpoints(a, b)]
-    return {"one": a.name, "other": b.name, "differences": found}
+    differences = [vars(difference) | {"text": str(difference)} for difference in compare_checkpoints(a, b)]
+    return {"one": a.name, "other": b.name, "differences": differences}

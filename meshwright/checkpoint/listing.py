@@ -1,15 +1,15 @@
-"""Which checkpoints a run has: published, not fenced off, newest first. Torch-free.
+"""Lists the checkpoints of a run: published, not fenced off, newest first. Torch-free.
 
-An attempt's number is its fencing epoch. Whoever takes a run over writes down, in its lease, which checkpoints it
-found; from then on only those and its own exist. What an earlier holder still publishes when it comes back is listed
-by nobody.
+The number of an attempt is its fencing epoch. An attempt that takes over a run records in its lease which checkpoints
+exist; from then on only those and its own are valid. A checkpoint that an earlier attempt publishes later, because its
+processes were still alive, is fenced off and never listed.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.checkpoint.manifest import (
@@ -35,16 +35,20 @@ def checkpoint_folder(step: int, attempt: int) -> str:
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """A folder under checkpoints/. Only one with a manifest is a checkpoint; `problem` says what is wrong with it."""
+    """A folder under checkpoints/. It is a checkpoint only if it has a manifest."""
 
     store: Store
     folder: str
     step: int
     attempt: int
     manifest: Manifest | None
+    """The manifest, or None if there is no valid one."""
     problem: str = ""
+    """Why the checkpoint cannot be used, '' if it can."""
     published: bool = True
+    """Whether the folder has a manifest file, valid or not."""
     fenced: bool = False
+    """Whether an attempt published the checkpoint after a later attempt had taken over the run."""
 
     @property
     def name(self) -> str:
@@ -53,42 +57,43 @@ class CheckpointEntry:
 
 @dataclass(frozen=True)
 class AttemptFence:
-    """What the newest holder of the run accepts: its own attempt, and what it found when it took over."""
+    """The checkpoints that the newest attempt accepts: its own, and those that existed when it took over the run."""
 
     attempt: int
     inherited: dict[str, str]
-    """manifest digest by folder name"""
+    """The digest of each inherited manifest, by the name of the checkpoint; '' if it could not be read."""
 
     def admits(self, entry: CheckpointEntry) -> bool:
-        if entry.attempt >= self.attempt:  # of a newer one the lease is damaged: its checkpoints are none the worse
+        if entry.attempt >= self.attempt:  # of a later attempt with an unreadable lease the checkpoints are valid
             return True
         return entry.manifest is None or self.inherited.get(entry.name) in ("", entry.manifest.digest)
 
 
 @dataclass(frozen=True)
 class RunLineage:
-    """Which run this is, and which checkpoints lead up to where it stands: a fork leaves the rest of the timeline that
-    it came from behind.
+    """The run and timeline, and which checkpoints precede its current state.
+
+    A fork begins a new timeline at a checkpoint: later checkpoints of the earlier timeline do not belong to it.
     """
 
     run: str
     timeline: int
     last_steps: dict[int, int]
-    """the last step that counts, of every earlier timeline"""
+    """The last step that belongs to this lineage, of every earlier timeline."""
 
     def includes(self, entry: CheckpointEntry) -> bool:
-        if entry.manifest is None:
+        manifest = entry.manifest
+        if manifest is None:
             return True
-        own = entry.manifest.timeline == self.timeline
-        return entry.manifest.run == self.run and (
-            own or entry.step <= self.last_steps.get(entry.manifest.timeline, -1)
-        )
+        if manifest.run != self.run:
+            return False
+        return manifest.timeline == self.timeline or entry.step <= self.last_steps.get(manifest.timeline, -1)
 
     @classmethod
     def from_identity(cls, identity: dict[str, Any]) -> RunLineage:
-        """As identity.json keeps it."""
-        until = {int(timeline): int(step) for timeline, step in identity.get("until", {}).items()}
-        return cls(str(identity.get("run", "")), int(identity.get("timeline", 1)), until)
+        """The lineage that identity.json records."""
+        last_steps = {int(timeline): int(step) for timeline, step in identity.get("until", {}).items()}
+        return cls(str(identity.get("run", "")), int(identity.get("timeline", 1)), last_steps)
 
 
 def open_run_store(folder: RunFolder) -> PosixStore:
@@ -96,44 +101,46 @@ def open_run_store(folder: RunFolder) -> PosixStore:
 
 
 def list_checkpoint_folders(store: Store) -> list[CheckpointEntry]:
-    """Every folder of a checkpoint, newest first, whatever became of it."""
+    """Every checkpoint folder, newest first, including unpublished, invalid and fenced ones."""
     fence = read_fence(store)
-    found = []
+    entries = []
     for name in store.list_names(CHECKPOINTS_FOLDER):
         if match := NAME_PATTERN.fullmatch(name):
             entry = read_entry(store, f"{CHECKPOINTS_FOLDER}/{name}", int(match[1]), int(match[2]))
-            found.append(entry if fence.admits(entry) else mark_fenced(entry, fence))
-    return sorted(found, key=lambda entry: (entry.step, entry.attempt), reverse=True)
+            entries.append(entry if fence.admits(entry) else mark_fenced(entry, fence))
+    return sorted(entries, key=lambda entry: (entry.step, entry.attempt), reverse=True)
 
 
 def list_published(store: Store, lineage: RunLineage | None = None) -> list[CheckpointEntry]:
-    """The checkpoints of a run, newest first, damaged ones among them."""
+    """The published checkpoints that are not fenced off, newest first, including damaged ones."""
     entries = [entry for entry in list_checkpoint_folders(store) if entry.published and not entry.fenced]
     return entries if lineage is None else [entry for entry in entries if lineage.includes(entry)]
 
 
 def read_entry(store: Store, folder: str, step: int, attempt: int) -> CheckpointEntry:
+    """The entry of a checkpoint folder, with its manifest if that is valid."""
+    path = f"{folder}/{MANIFEST_FILE}"
     try:
-        size = store.size(f"{folder}/{MANIFEST_FILE}")
+        size = store.size(path)
         if size is None:
-            return CheckpointEntry(store, folder, step, attempt, None, "never published", published=False)
+            return CheckpointEntry(store, folder, step, attempt, None, "not published", published=False)
         if size > MAX_MANIFEST_BYTES:
-            raise InvalidManifest(f"the manifest has {size:,} bytes, over {MAX_MANIFEST_BYTES:,}")
-        manifest = Manifest.decode(store.read(f"{folder}/{MANIFEST_FILE}", 0, size + 1))
+            raise InvalidManifest(f"the manifest has {size:,} bytes, more than {MAX_MANIFEST_BYTES:,}")
+        manifest = Manifest.decode(store.read(path, 0, size + 1))
         if (manifest.step, manifest.attempt) != (step, attempt):
-            raise InvalidManifest(f"the manifest is that of step {manifest.step}, attempt {manifest.attempt}")
+            raise InvalidManifest(f"the manifest belongs to step {manifest.step}, attempt {manifest.attempt}")
     except (InvalidManifest, OSError) as problem:
         return CheckpointEntry(store, folder, step, attempt, None, str(problem))
     return CheckpointEntry(store, folder, step, attempt, manifest)
 
 
 def mark_fenced(entry: CheckpointEntry, fence: AttemptFence) -> CheckpointEntry:
-    why = f"published by attempt {entry.attempt} after attempt {fence.attempt} had taken the run over"
-    return CheckpointEntry(entry.store, entry.folder, entry.step, entry.attempt, entry.manifest, why, fenced=True)
+    problem = f"published by attempt {entry.attempt} after attempt {fence.attempt} had taken over the run"
+    return replace(entry, problem=problem, published=True, fenced=True)
 
 
 def list_leases(store: Store) -> list[tuple[int, dict[str, Any]]]:
-    """(attempt, lease) of every attempt that took the run, newest first; a torn one was never taken."""
+    """(attempt, lease) of every attempt that has acquired the run, newest first; an invalid lease does not count."""
     return [(attempt, lease) for attempt in list_attempts(store) if (lease := read_lease(store, attempt))]
 
 
@@ -144,16 +151,18 @@ def list_attempts(store: Store) -> list[int]:
 
 
 def read_lease(store: Store, attempt: int) -> dict[str, Any] | None:
+    """The lease of an attempt, or None if it is absent or fails its digest."""
     try:
-        values = json.loads(store.read(f"attempts/{attempt:04d}/{LEASE_FILE}", 0, MAX_JSON_BYTES))
-        said = values.pop("digest")
-        sane = isinstance(values["inherited"], dict) and type(values["pid"]) is int and values["pid"] > 0
-        return values if sane and canonical_digest(values) == said else None
+        lease = json.loads(store.read(f"attempts/{attempt:04d}/{LEASE_FILE}", 0, MAX_JSON_BYTES))
+        recorded = lease.pop("digest")
+        valid = isinstance(lease["inherited"], dict) and type(lease["pid"]) is int and lease["pid"] > 0
+        return lease if valid and canonical_digest(lease) == recorded else None
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return None
 
 
 def read_fence(store: Store) -> AttemptFence:
+    """The fence of the newest attempt with a valid lease."""
     for attempt in list_attempts(store):
         if lease := read_lease(store, attempt):
             return AttemptFence(attempt, lease["inherited"])

@@ -1,7 +1,7 @@
-"""The one file that makes a checkpoint exist: what it is, where every tensor lies, and the digest of every byte.
+"""The manifest: what a checkpoint contains, where every tensor is stored, and the digest of every byte. Torch-free.
 
-Torch-free, and careful with strangers: a manifest is bounded, checked field by field, names no file outside its own
-folder, and carries a digest of itself.
+A checkpoint exists if and only if its manifest does. A manifest is an untrusted file: its size is bounded, every field
+is validated, it names no file outside of its own folder, and it includes a digest of itself.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from typing import Any
 from meshwright.config.dtypes import TENSOR_BYTES
 
 FORMAT = 1
+"""The version of the manifest's keys. A change of a key needs a new version and a new fixture in tests/checkpoint."""
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 256 << 20
 DIGEST_CHUNK_BYTES = 8 << 20
-"""Bytes that one digest covers."""
+"""The number of bytes that one digest covers."""
+MAX_DIMENSIONS = 64
+"""The largest number of dimensions of a tensor."""
 
 
 class InvalidManifest(Exception):
-    """A manifest that cannot be trusted, and why."""
+    """A manifest that cannot be trusted; the text gives the reason."""
 
 
 @dataclass(frozen=True)
 class TensorRegion:
-    """A block of a tensor: where it sits in the tensor, and where its bytes lie."""
+    """A rectangular region of a tensor, and the byte range of a file that stores it."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -39,76 +42,94 @@ class TensorRegion:
 
 @dataclass(frozen=True)
 class TensorRecord:
+    """A tensor of the checkpoint as the regions that its shards store."""
+
     dtype: str
     shape: tuple[int, ...]
     regions: tuple[TensorRegion, ...]
+    """The regions; their JSON key is `pieces`."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
+    """The size of a file and the digests of its chunks."""
+
     size: int
     chunks: tuple[str, ...]
-    """xxh3-128 of each CHUNK bytes"""
+    """The xxh3-128 digest of each DIGEST_CHUNK_BYTES bytes."""
 
 
 @dataclass(frozen=True)
 class Manifest:
+    """The content of manifest.json."""
+
     run: str
+    """The id of the run."""
     timeline: int
+    """The timeline of the run: a fork begins a new one."""
     step: int
-    """optimizer steps that are done"""
+    """The number of completed optimizer steps."""
     attempt: int
-    """the attempt that wrote it: the fencing epoch"""
+    """The attempt that wrote the checkpoint: its fencing epoch."""
     ordinal: int
-    """how many checkpoints of this lineage came before"""
+    """The number of earlier checkpoints in this lineage."""
     parent: str
-    """digest of the checkpoint before, '' for the first"""
+    """The digest of the previous checkpoint, '' for the first."""
     layout: dict[str, int]
+    """The degree of every parallel axis, and the micro-batch."""
     identity: dict[str, Any]
+    """The identity of the run."""
     made_by: dict[str, Any]
-    """what may change bits without being identity: versions, device, threads"""
+    """What may change bits without being identity: versions, device, threads."""
     data: dict[str, Any]
-    """the data cursor"""
+    """The position in the sample stream."""
     rng: dict[str, int]
-    """the generator's seed for the next step, by logical owner"""
+    """The seed of the next step's random generator, by data-parallel rank."""
     schedule: dict[str, Any]
+    """The state of the learning-rate schedule."""
     scaler: dict[str, Any]
+    """The state of the gradient scaler."""
     counters: dict[str, Any]
+    """The counters of the step recorder."""
     owners: dict[str, dict[str, Any]]
-    """small state that belongs to a logical owner, not to the whole"""
+    """Non-tensor state that belongs to one data-parallel rank, by owner."""
     files: dict[str, FileRecord]
+    """The shards, by file name."""
     tensors: dict[str, TensorRecord]
+    """The tensors, by name."""
     format: int = FORMAT
     chunk: int = DIGEST_CHUNK_BYTES
+    """The number of bytes that one digest covers."""
     digest: str = field(default="", compare=False)
+    """The digest of the manifest itself."""
 
     @property
     def total_bytes(self) -> int:
         return sum(file.size for file in self.files.values())
 
     def encode(self) -> bytes:
-        """The manifest as a file, with its own digest as the last key."""
+        """The content of the file, with its own digest as the last key."""
         values = asdict(self)
         del values["digest"]
         for tensor in values["tensors"].values():
-            tensor["pieces"] = tensor.pop("regions")  # the key of format 1
+            tensor["pieces"] = tensor.pop("regions")
         return serialize(values, canonical_digest(values))
 
     @classmethod
     def decode(cls, raw: bytes) -> Manifest:
-        """Raises Damaged unless every byte is as it was written and every field is sane."""
+        """Parse a file. Raises InvalidManifest unless every byte is as it was written and every field is valid."""
         try:
             values = json.loads(raw)
-            said = values.pop("digest")
-            found, again = canonical_digest(values), serialize(values, said)
+            recorded = values.pop("digest")
+            computed, expected_bytes = canonical_digest(values), serialize(values, recorded)
         except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
-            raise InvalidManifest("the manifest is torn: it is not whole JSON with a digest") from None
-        if found != said:
-            raise InvalidManifest(f"the manifest's own digest is {str(said)[:16]}, its content gives {found[:16]}")
-        if again != raw:  # 1e-8 for 1e-08: the same values in other bytes
-            raise InvalidManifest("the manifest's bytes are not those that were written")
+            raise InvalidManifest("the manifest is not a complete JSON object with a digest") from None
+        if computed != recorded:
+            raise InvalidManifest(f"the manifest records digest {str(recorded)[:16]}, its content has {computed[:16]}")
+        if expected_bytes != raw:  # such as 1e-8 in place of 1e-08: equal values, different bytes
+            raise InvalidManifest("the bytes of the manifest are not those that were written")
         if type(values.get("format")) is not int or values["format"] != FORMAT:
-            raise InvalidManifest(f"the manifest has format {values.get('format')}, this version reads {FORMAT}")
+            raise InvalidManifest(f"the manifest has format {values.get('format')}, this version reads format {FORMAT}")
         try:
             files = {name: FileRecord(f["size"], tuple(f["chunks"])) for name, f in values.pop("files").items()}
             tensors = {
@@ -116,20 +137,20 @@ class Manifest:
                     t["dtype"],
                     tuple(t["shape"]),
                     tuple(
-                        TensorRegion(tuple(p["offset"]), tuple(p["shape"]), p["file"], p["start"], p["length"])
-                        for p in t["pieces"]
+                        TensorRegion(tuple(r["offset"]), tuple(r["shape"]), r["file"], r["start"], r["length"])
+                        for r in t["pieces"]
                     ),
                 )
                 for name, t in values.pop("tensors").items()
             }
-            manifest = cls(**values, files=files, tensors=tensors, digest=said)
+            manifest = cls(**values, files=files, tensors=tensors, digest=recorded)
         except (TypeError, KeyError, AttributeError) as error:
-            raise InvalidManifest(f"the manifest lacks a field or has a strange one: {error}") from None
-        manifest.check()
+            raise InvalidManifest(f"the manifest has a missing or unknown field: {error}") from None
+        manifest.validate()
         return manifest
 
-    def check(self) -> None:
-        """What must hold of any manifest, whoever wrote it."""
+    def validate(self) -> None:
+        """Raise InvalidManifest unless every field has a possible value."""
         counts = (self.timeline, self.step, self.attempt, self.ordinal, self.chunk)
         if not all(type(n) is int and n >= 0 for n in counts) or not 1 <= self.chunk <= 1 << 30:
             raise InvalidManifest("the manifest has a number out of range")
@@ -140,72 +161,76 @@ class Manifest:
             or type(self.run) is not str
             or type(self.parent) is not str
         ):
-            raise InvalidManifest("the manifest has a field of another kind")
+            raise InvalidManifest("the manifest has a field of the wrong type")
         if not all(type(n) is int for n in self.rng.values()) or not all(type(o) is dict for o in self.owners.values()):
-            raise InvalidManifest("the manifest has a strange generator or owner")
+            raise InvalidManifest("the manifest has an invalid entry in rng or owners")
         for name, record in self.files.items():
             if not all(type(chunk) is str for chunk in record.chunks):
-                raise InvalidManifest(f"the manifest gives {name} a digest that is none")
+                raise InvalidManifest(f"the manifest has an invalid digest for {name}")
             if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name) or name == MANIFEST_FILE:
-                raise InvalidManifest(f"the manifest names a file {name!r}, which is none of a checkpoint's")
+                raise InvalidManifest(f"the manifest has {name!r} as a file name")
             if type(record.size) is not int or record.size < 0 or len(record.chunks) != -(-record.size // self.chunk):
-                raise InvalidManifest(f"the manifest gives {name} {record.size} bytes and {len(record.chunks)} digests")
+                raise InvalidManifest(
+                    f"the manifest has {len(record.chunks)} digests for {record.size} bytes of {name}"
+                )
         for name, tensor in self.tensors.items():
             validate_tensor(name, tensor, self.files)
 
 
 def validate_tensor(name: str, tensor: TensorRecord, files: dict[str, FileRecord]) -> None:
-    """Its pieces lie in known files and fill it exactly."""
+    """Raise InvalidManifest unless the regions are in known files and cover the tensor exactly once."""
     if type(tensor.dtype) is not str or tensor.dtype not in TENSOR_BYTES:
-        raise InvalidManifest(f"tensor {name}: no dtype {tensor.dtype!r}")
-    rank = len(tensor.shape)
-    if rank > 64 or not all(type(n) is int and 0 <= n < 1 << 63 for n in tensor.shape):
-        raise InvalidManifest(f"tensor {name}: no tensor has its shape")
-    filled = 0
-    for piece in tensor.regions:
-        numbers = (*piece.offset, *piece.shape, piece.start, piece.length)
-        if len(piece.offset) != rank or len(piece.shape) != rank or not all(type(n) is int and n >= 0 for n in numbers):
-            raise InvalidManifest(
-                f"tensor {name}: a piece of {piece.shape} at {piece.offset} is no block of {tensor.shape}"
-            )
-        if any(o + s > t for o, s, t in zip(piece.offset, piece.shape, tensor.shape, strict=True)):
-            raise InvalidManifest(f"tensor {name}: a piece reaches outside of {tensor.shape}")
-        if piece.length != prod(piece.shape) * TENSOR_BYTES[tensor.dtype]:
-            raise InvalidManifest(f"tensor {name}: a piece of {piece.shape} {tensor.dtype} has {piece.length} bytes")
+        raise InvalidManifest(f"tensor {name}: unknown dtype {tensor.dtype!r}")
+    dimensions = len(tensor.shape)
+    if dimensions > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 1 << 63 for n in tensor.shape):
+        raise InvalidManifest(f"tensor {name}: invalid shape")
+    covered = 0
+    for region in tensor.regions:
+        numbers = (*region.offset, *region.shape, region.start, region.length)
         if (
-            type(piece.file) is not str
-            or piece.file not in files
-            or piece.start + piece.length > files[piece.file].size
+            len(region.offset) != dimensions
+            or len(region.shape) != dimensions
+            or not all(type(n) is int and n >= 0 for n in numbers)
         ):
-            raise InvalidManifest(f"tensor {name}: a piece lies outside of {piece.file}")
-        filled += prod(piece.shape)
-    if filled != prod(tensor.shape) or regions_overlap(tensor.regions):
+            raise InvalidManifest(f"tensor {name}: invalid region {region.shape} at {region.offset} of {tensor.shape}")
+        if any(o + s > t for o, s, t in zip(region.offset, region.shape, tensor.shape, strict=True)):
+            raise InvalidManifest(f"tensor {name}: a region exceeds the shape {tensor.shape}")
+        if region.length != prod(region.shape) * TENSOR_BYTES[tensor.dtype]:
+            raise InvalidManifest(f"tensor {name}: a region {region.shape} of {tensor.dtype} has {region.length} bytes")
+        if (
+            type(region.file) is not str
+            or region.file not in files
+            or region.start + region.length > files[region.file].size
+        ):
+            raise InvalidManifest(f"tensor {name}: a region is outside of file {region.file}")
+        covered += prod(region.shape)
+    if covered != prod(tensor.shape) or regions_overlap(tensor.regions):
         raise InvalidManifest(
-            f"tensor {name}: its pieces hold {filled} of {prod(tensor.shape)} elements, or some twice"
+            f"tensor {name}: its regions have {covered} of {prod(tensor.shape)} elements, or some of them twice"
         )
 
 
-def regions_overlap(pieces: tuple[TensorRegion, ...]) -> bool:
-    """Whether two blocks share an element: swept along the axis that is cut most, so that shards stay quick."""
-    if pieces and not pieces[0].shape:
-        return len(pieces) > 1
-    axis = max(range(len(pieces[0].shape)), key=lambda axis: len({p.offset[axis] for p in pieces})) if pieces else 0
-    reaching: list[TensorRegion] = []
-    for piece in sorted((p for p in pieces if prod(p.shape)), key=lambda p: p.offset[axis]):
-        reaching = [other for other in reaching if other.offset[axis] + other.shape[axis] > piece.offset[axis]]
-        for other in reaching:
-            edges = zip(piece.offset, piece.shape, other.offset, other.shape, strict=True)
+def regions_overlap(regions: tuple[TensorRegion, ...]) -> bool:
+    """Whether two regions share an element. A sweep along the dimension with the most shards keeps this fast."""
+    if regions and not regions[0].shape:
+        return len(regions) > 1
+    dim = max(range(len(regions[0].shape)), key=lambda d: len({r.offset[d] for r in regions})) if regions else 0
+    active: list[TensorRegion] = []
+    for region in sorted((r for r in regions if prod(r.shape)), key=lambda r: r.offset[dim]):
+        active = [other for other in active if other.offset[dim] + other.shape[dim] > region.offset[dim]]
+        for other in active:
+            edges = zip(region.offset, region.shape, other.offset, other.shape, strict=True)
             if all(o < p + q and p < o + s for o, s, p, q in edges):
                 return True
-        reaching.append(piece)
+        active.append(region)
     return False
 
 
 def serialize(values: dict[str, Any], digest: str) -> bytes:
-    """The one way to write a manifest down."""
+    """The only serialization of a manifest."""
     return json.dumps(values | {"digest": digest}, separators=(",", ":")).encode() + b"\n"
 
 
 def canonical_digest(values: dict[str, Any]) -> str:
-    """SHA-256 of a canonical JSON text."""
+    """The SHA-256 of the canonical JSON of the values."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

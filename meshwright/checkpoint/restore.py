@@ -1,4 +1,4 @@
-"""Where a run goes on from: the newest checkpoint that verifies. Verified before a single tensor is touched."""
+"""Restores the newest intact checkpoint into the state of a run, on any layout."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright import faults
+from meshwright.checkpoint.dcp_planner import LocalShardLoadPlanner, as_planner_state, find_mismatches
 from meshwright.checkpoint.listing import CheckpointEntry, RunLineage, list_published, read_entry
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
-from meshwright.checkpoint.shards import LocalShardLoadPlanner, ShardReader, as_planner_state, find_mismatches
+from meshwright.checkpoint.shards import ShardReader
 from meshwright.checkpoint.state import CheckpointState
-from meshwright.checkpoint.verify import Damage, find_damage
+from meshwright.checkpoint.verify import WHOLE_FILE, Damage, find_damage
 from meshwright.errors import CheckpointError, IdentityError
 from meshwright.parallel.world import World
 from meshwright.store.interface import Store
 
+MAX_LISTED_MISMATCHES = 3
+"""The number of mismatched tensors that an error message names."""
+
 
 @dataclass
 class RestoreResult:
-    """What was loaded, and what had to be passed over on the way."""
+    """The checkpoint that was restored, and the damaged ones that were skipped."""
 
     manifest: Manifest
     name: str
@@ -36,87 +40,93 @@ def restore(
     world: World,
     lineage: RunLineage,
     state: CheckpointState,
-    check: Callable[[Manifest], None],
+    validate: Callable[[Manifest], None],
     *,
     fallback: bool,
-    say: Callable[[str, list[Damage]], None],
+    on_damaged: Callable[[str, list[Damage]], None],
 ) -> RestoreResult | None:
-    """Loads the newest intact checkpoint into `state`, in place; None where the run has none at all.
+    """Load the newest intact checkpoint into `state`, in place; None if the run has no checkpoint.
 
-    `check` refuses a manifest of another run before anything is copied. A damaged checkpoint is said loudly and passed
-    over, or, without fallback, ends the run.
+    A checkpoint is verified before any tensor is overwritten. `validate` raises for the manifest of another run. A
+    damaged checkpoint is reported to `on_damaged` and skipped or, without `fallback`, ends the run.
     """
     start = time.monotonic()
     candidates = world.broadcast_object(
-        [(e.folder, e.step, e.attempt) for e in list_published(store, lineage)], "checkpoints"
+        [(entry.folder, entry.step, entry.attempt) for entry in list_published(store, lineage)], "checkpoints"
     )
-    passed: list[tuple[str, list[Damage]]] = []
+    skipped: list[tuple[str, list[Damage]]] = []
     for folder, step, attempt in candidates:
         world.heartbeat.enter("restore", step)
         entry = read_entry(store, folder, step, attempt)
-        # Every file is verified by some rank before any rank copies; each then verifies again what it reads itself.
-        own = sorted(entry.manifest.files)[world.rank :: world.size] if entry.manifest is not None else None
-        found = find_damage(entry, own, world.heartbeat.beat)
-        if worst := first_damage_on_any_rank(world, found):
-            say(entry.name, [worst])
-            passed.append((entry.name, [worst]))
-            if not fallback:
-                raise CheckpointError(
-                    f"checkpoint {entry.name} is damaged: {worst}", "leave out --no-fallback to use an older one"
-                )
-            continue
-        assert entry.manifest is not None
-        check(entry.manifest)
-        if differs := gather_mismatches(state, entry.manifest.tensors, world):
-            more = f" and {len(differs) - 3} more" if len(differs) > 3 else ""
-            raise IdentityError(f"checkpoint {entry.name} holds another model: {'; '.join(differs[:3])}{more}")
-        faults.fail_point("start.restore", step)
-        try:
-            load_tensors(entry, state, world)
-        except CheckpointReadError as error:  # heard by every rank alike
-            say(entry.name, [error.damage])
-            passed.append((entry.name, [error.damage]))
-            if not fallback:
-                raise CheckpointError(str(error)) from None
-            continue
-        faults.fail_point("start.restored", step)
-        return RestoreResult(entry.manifest, entry.name, time.monotonic() - start, passed)
-    foreign = world.broadcast_object(
-        [entry.name for entry in list_published(store)] if not candidates else [], "foreign"
-    )
-    if foreign:
+        # The ranks share the verification of all files before any rank copies. Each rank then verifies what it reads.
+        local_files = sorted(entry.manifest.files)[world.rank :: world.size] if entry.manifest is not None else None
+        damage = first_damage_on_any_rank(world, find_damage(entry, local_files, world.heartbeat.beat))
+        if damage is None:
+            assert entry.manifest is not None
+            validate(entry.manifest)
+            check_tensors(entry, state, world)
+            faults.fail_point("start.restore", step)
+            try:
+                load_tensors(entry, state, world)
+            except CheckpointReadError as error:  # raised on every rank
+                damage = error.damage
+            else:
+                faults.fail_point("start.restored", step)
+                return RestoreResult(entry.manifest, entry.name, time.monotonic() - start, skipped)
+        on_damaged(entry.name, [damage])
+        skipped.append((entry.name, [damage]))
+        if not fallback:
+            raise CheckpointError(
+                f"checkpoint {entry.name} is damaged: {damage}", "try without --no-fallback to use an older checkpoint"
+            )
+    names = [entry.name for entry in list_published(store)] if not candidates else []
+    other_runs = world.broadcast_object(names, "checkpoints of other runs")
+    if other_runs:
         raise CheckpointError(
-            f"{len(foreign)} checkpoint(s) are there and none is this run's (the newest is {foreign[0]}): was "
-            "identity.json lost or changed?",
-            "put it back, or begin anew with --fresh",
+            f"none of {len(other_runs)} checkpoint(s) belongs to this run (the newest is {other_runs[0]}): "
+            "identity.json was lost or changed",
+            "try to put identity.json back, or begin a new run with --fresh",
         )
-    if passed:
+    if skipped:
         raise CheckpointError(
-            f"none of {len(passed)} checkpoint(s) is intact; the newest, {passed[0][0]}: {passed[0][1][0]}",
-            "mend the storage, or begin anew with --fresh",
+            f"none of {len(skipped)} checkpoint(s) is intact; the newest, {skipped[0][0]}: {skipped[0][1][0]}",
+            "try to repair the storage, or begin a new run with --fresh",
         )
     return None
 
 
+def check_tensors(entry: CheckpointEntry, state: CheckpointState, world: World) -> None:
+    """Raise IdentityError on every rank unless the checkpoint has exactly the tensors of the model."""
+    assert entry.manifest is not None
+    mismatches = gather_mismatches(state, entry.manifest.tensors, world)
+    if mismatches:
+        listed = "; ".join(mismatches[:MAX_LISTED_MISMATCHES])
+        rest = len(mismatches) - MAX_LISTED_MISMATCHES
+        more = f" and {rest} more" if rest > 0 else ""
+        raise IdentityError(f"checkpoint {entry.name} is of another model: {listed}{more}")
+
+
 def gather_mismatches(state: CheckpointState, tensors: dict[str, TensorRecord], world: World) -> list[str]:
-    """How the model, of which each rank may hold a part alone, differs from a checkpoint: the same on every rank."""
-    own = find_mismatches(state, tensors)
+    """The differences between the state of all ranks and a checkpoint, the same list on every rank."""
+    mismatches = find_mismatches(state, tensors)
     names = sorted(tensors)
-    holders = world.all_reduce_ints(*(name in state for name in names), name="holders of tensors").wait().tolist()
-    own += [f"{name} is only in the checkpoint" for name, count in zip(names, holders, strict=True) if not count]
-    finders = [rank for rank, row in enumerate(world.all_gather_ints(len(own), name="mismatches")) if row[0]]
-    return world.broadcast_object(own, "mismatches told", speaker=finders[0]) if finders else []
+    counts = world.all_reduce_ints(*(name in state for name in names), name="ranks per tensor").wait().tolist()
+    mismatches += [f"{name} is only in the checkpoint" for name, count in zip(names, counts, strict=True) if not count]
+    rows = world.all_gather_ints(len(mismatches), name="number of mismatches")
+    ranks = [rank for rank, row in enumerate(rows) if row[0]]
+    return world.broadcast_object(mismatches, "mismatches", ranks[0]) if ranks else []
 
 
-def first_damage_on_any_rank(world: World, found: list[Damage]) -> Damage | None:
-    """The first damage that any rank has found, told to all: either every rank loads a checkpoint or none does."""
-    finders = [rank for rank, row in enumerate(world.all_gather_ints(len(found), name="damage")) if row[0]]
-    if not finders:
+def first_damage_on_any_rank(world: World, damage: list[Damage]) -> Damage | None:
+    """The first damage that any rank has found, on every rank: either all ranks load a checkpoint or none does."""
+    ranks = [rank for rank, row in enumerate(world.all_gather_ints(len(damage), name="number of damages")) if row[0]]
+    if not ranks:
         return None
-    return Damage(**world.broadcast_object(found[0].to_json() if found else None, "damage told", speaker=finders[0]))
+    return Damage(**world.broadcast_object(damage[0].to_json() if damage else None, "damage", ranks[0]))
 
 
 def load_tensors(entry: CheckpointEntry, state: CheckpointState, world: World) -> None:
+    """Copy the tensors of a checkpoint into `state`; DCP reshards them."""
     try:
         with torch.no_grad():
             dcp.load(
@@ -125,15 +135,14 @@ def load_tensors(entry: CheckpointEntry, state: CheckpointState, world: World) -
                 planner=LocalShardLoadPlanner(),
                 no_dist=world.size == 1,
             )
-    except CheckpointException as failed:
-        rank, (error, _) = min(failed.failures.items())
-        raise CheckpointReadError(
-            entry.name, Damage(f"as rank {rank} reads it", -1, "what was verified", str(error))
-        ) from error
+    except CheckpointException as failure:
+        rank, (error, _) = min(failure.failures.items())
+        damage = Damage(f"a file that rank {rank} reads", WHOLE_FILE, "the verified content", str(error))
+        raise CheckpointReadError(entry.name, damage) from error
 
 
 class CheckpointReadError(Exception):
-    """A checkpoint that verified and could then not be read."""
+    """A checkpoint was verified but could not be read afterwards."""
 
     def __init__(self, name: str, damage: Damage) -> None:
         super().__init__(f"checkpoint {name} is damaged: {damage}")

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest few that verify, every Kth, and nothing is deleted before they do. Torch-free."""
+"""Deletes old checkpoints: the newest few that verify and every Nth are kept. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,42 +12,45 @@ from meshwright.store.interface import Store
 
 
 class RetentionPolicy:
-    """Applied after each publication, by the one process that publishes."""
+    """Applied after each publication by the process that publishes."""
 
     def __init__(self, store: Store, attempt: int, keep: int, keep_every: int, lineage: RunLineage) -> None:
         self.store, self.attempt, self.keep, self.keep_every = store, attempt, keep, keep_every
         self.lineage = lineage
         self.verified: set[str] = set()
+        """The names of the checkpoints that this process has verified."""
 
     def apply(self, progress: Callable[[], None] = lambda: None) -> list[str]:
-        """Deletes what may go and gives its names; nothing goes unless `keep` newer ones verify. What cannot be deleted
-        stays for the next time, and is raised at the end.
+        """Delete expired checkpoints and return their names.
+
+        A checkpoint expires only if `keep` newer ones verify. If a deletion fails, the others still run, and the
+        error is raised at the end; the next call tries again.
         """
         entries = list_checkpoint_folders(self.store)
         listed = [entry for entry in entries if entry.published and not entry.fenced and self.lineage.includes(entry)]
-        kept = 0
-        cut = len(listed)
+        intact = 0
+        first_expired = len(listed)
         for index, entry in enumerate(listed):
-            kept += self._verifies(entry, progress)
-            if kept == self.keep:
-                cut = index + 1
+            intact += self._verifies(entry, progress)
+            if intact == self.keep:
+                first_expired = index + 1
                 break
-        gone = [entry for entry in listed[cut:] if not self._for_good(entry)]
-        # What earlier attempts never published was never part of the run; nor was what they published too late, which
-        # all the same goes only where enough is left.
-        late = kept >= self.keep
-        gone += [e for e in entries if e.attempt < self.attempt and (not e.published or (e.fenced and late))]
-        deleted, trouble = [], None
-        for entry in gone:
+        expired = [entry for entry in listed[first_expired:] if not self._is_permanent(entry)]
+        # What earlier attempts left unpublished was never a checkpoint. What they published after they were fenced off
+        # is not one either, but it is deleted only once enough intact checkpoints exist.
+        enough = intact >= self.keep
+        expired += [e for e in entries if e.attempt < self.attempt and (not e.published or (e.fenced and enough))]
+        deleted, failure = [], None
+        for entry in expired:
             if read_fence(self.store).attempt > self.attempt:
-                break  # another has taken the run over: what goes is its to say
+                break  # a later attempt has taken over the run, and only it may delete
             try:
                 self.delete(entry)
                 deleted.append(entry.name)
             except OSError as error:
-                trouble = error
-        if trouble is not None:
-            raise trouble
+                failure = error
+        if failure is not None:
+            raise failure
         return deleted
 
     def _verifies(self, entry: CheckpointEntry, progress: Callable[[], None]) -> bool:
@@ -55,11 +58,11 @@ class RetentionPolicy:
             self.verified.add(entry.name)
         return entry.name in self.verified
 
-    def _for_good(self, entry: CheckpointEntry) -> bool:
+    def _is_permanent(self, entry: CheckpointEntry) -> bool:
         return bool(self.keep_every and entry.manifest and entry.manifest.ordinal % self.keep_every == 0)
 
     def delete(self, entry: CheckpointEntry) -> None:
-        """Withdraws a checkpoint first, durably; its files follow."""
+        """Delete the manifest first, durably, then the other files: a crash in between leaves no partial checkpoint."""
         if entry.published:
             self.store.remove(f"{entry.folder}/{MANIFEST_FILE}")
         faults.fail_point("retain.unpublished", entry.step)

@@ -1,6 +1,7 @@
-"""Saving while training goes on: a copy to host memory, then shards, digests, manifest and retention in a thread.
+"""Saves checkpoints while training continues: stages to host memory, then writes and publishes in a thread.
 
-At most one save is in flight. Nothing is published unless every rank's copy is finite and replicas agree.
+At most one save is in flight. Nothing is published unless the state of every rank is finite and replicas agree. A
+checkpoint comes into existence at one call: `publish_if_absent` of the manifest, in `CheckpointSaver._publish`.
 """
 
 from __future__ import annotations
@@ -8,11 +9,10 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import torch
@@ -21,120 +21,74 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright import faults
+from meshwright.checkpoint.dcp_planner import LocalShardSavePlanner, as_planner_state
 from meshwright.checkpoint.listing import RunLineage, checkpoint_folder, read_fence
 from meshwright.checkpoint.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, FileRecord, Manifest, TensorRecord
 from meshwright.checkpoint.retention import RetentionPolicy
-from meshwright.checkpoint.shards import LocalShardSavePlanner, ShardWriter, as_planner_state
+from meshwright.checkpoint.shards import ShardWriter
+from meshwright.checkpoint.stager import HostStager, is_finite
 from meshwright.checkpoint.state import CheckpointState
 from meshwright.checkpoint.verify import shard_header, verify_file
 from meshwright.config import CheckpointConfig
 from meshwright.errors import BusyError, CheckpointError, MeshwrightError, NumericsError, PeerError, is_peer_loss
-from meshwright.parallel.data_parallel.replica_check import ReplicaChecker, parameter_checksums
-from meshwright.parallel.local_shard import LocalShard, local_shard
+from meshwright.parallel.local_shard import LocalShard
 from meshwright.parallel.world import World
 from meshwright.store.interface import Store
 from meshwright.topology.layout import Layout
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process alone is no mistake
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is a supported layout
+
+POLL_SECONDS = 0.2
+"""The interval at which `wait` updates the heartbeat."""
 
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """What a manifest says beside tensors, at one step."""
+    """The non-tensor content of a manifest at one step."""
 
     step: int
+    """The number of completed optimizer steps."""
     shared_fields: dict[str, Any]
-    """the manifest's fields data, rng, schedule, scaler and counters: the same on every rank"""
+    """The manifest fields data, rng, schedule, scaler and counters, which are equal on every rank."""
     owner: str
+    """The logical owner that this rank stands for, such as its data-parallel rank."""
     owner_state: dict[str, Any]
+    """The non-tensor state of the owner."""
     used_parameters: int = 0
-    """a word of which parameters the last step used: nothing is published unless ranks agree on it"""
+    """A checksum of which parameters the last step used; nothing is published unless ranks agree on it."""
 
 
 @dataclass
 class SaveResult:
-    """What became of a save."""
+    """The outcome of a save."""
 
     step: int
     folder: str
     bytes: int = 0
+    """The size of all shards."""
     stall_seconds: float = 0.0
+    """The time that training was blocked."""
     seconds: float = 0.0
+    """The time from staging to the end of retention."""
     skipped: int = 0
+    """The number of saves that were due and skipped because this one was in flight."""
     deleted: list[str] = field(default_factory=list)
+    """The names of the checkpoints that retention deleted."""
     retention_error: str = ""
-    """why retention failed, if it did"""
+    """Why retention failed, '' if it did not."""
     error: MeshwrightError | None = None
+    """Why the save failed, None if it did not."""
 
     def to_json(self) -> dict[str, Any]:
-        facts = {key: value for key, value in vars(self).items() if key != "error"}
-        return facts | {"stall_seconds": round(self.stall_seconds, 4), "seconds": round(self.seconds, 4)}
-
-
-class HostStager:
-    """Host copies of what this rank keeps, in buffers that are made once and reused."""
-
-    def __init__(self, state: CheckpointState, layout: Layout, rank: int) -> None:
-        blocks = {name: local_shard(tensor) for name, tensor in state.items()}
-        pinned = any(block.local.is_cuda for block in blocks.values())
-        self.host = {
-            name: blocks[name].with_local(
-                torch.zeros(blocks[name].local.shape, dtype=blocks[name].local.dtype, pin_memory=pinned)
-            )
-            for name in assign_shards(blocks, layout, rank)
-        }
-        self.replicas = ReplicaChecker({name: b for name, b in blocks.items() if is_replica_checked(name)}, layout)
-        self.words = torch.zeros(len(self.replicas.names), dtype=torch.int64, pin_memory=pinned)
-        """a word of every parameter that others hold too, kept by this rank or not: replicas are compared by them"""
-        self.begun, self.copied = (torch.cuda.Event(enable_timing=True) if pinned else None for _ in range(2))
-
-    @torch.no_grad()
-    def copy(self, state: CheckpointState) -> dict[str, LocalShard]:
-        """On CUDA the copies are queued before whatever comes next, and `wait` tells when they are there."""
-        if self.begun is not None:
-            self.begun.record()
-        for name, host in self.host.items():
-            host.local.copy_(local_shard(state[name]).local, non_blocking=True)
-        if self.replicas.names:
-            words = parameter_checksums(local_shard(state[name]).local for name in self.replicas.names)
-            self.words.copy_(words, non_blocking=True)
-        if self.copied is not None:
-            self.copied.record()
-        return self.host
-
-    def wait(self) -> float:
-        """The seconds of the device that the copies took."""
-        if self.begun is None or self.copied is None:
-            return 0.0
-        self.copied.synchronize()
-        return float(self.begun.elapsed_time(self.copied)) / 1e3
-
-
-def is_replica_checked(name: str) -> bool:
-    """Parameters, and biases of routers: other buffers differ between copies until the next pass."""
-    return name.startswith("model/") or name.endswith("router.bias")
-
-
-def assign_shards(blocks: Mapping[str, LocalShard], layout: Layout, rank: int) -> list[str]:
-    """Which blocks this rank keeps. Of those that hold the same block one does: the largest first, each to whoever has
-    the least so far, which all of them work out alike.
-    """
-    kept = []
-    groups = {cut: layout.replica_group(rank, cut) for cut in {block.sharded_axes for block in blocks.values()}}
-    loads = {cut: [0] * len(group) for cut, group in groups.items()}
-    sizes = {name: prod(block.shape) * block.local.element_size() for name, block in blocks.items()}
-    for name in sorted(blocks, key=lambda name: (-sizes[name], name)):
-        group, load = groups[blocks[name].sharded_axes], loads[blocks[name].sharded_axes]
-        # Buffers (BatchNorm's) differ between replicas until the next pass spreads those of rank 0: they are the run's.
-        keeper = 0 if name.startswith("buffer/") else load.index(min(load))
-        load[keeper] += sizes[name]
-        if group[keeper] == rank:
-            kept.append(name)
-    return kept
+        values = {key: value for key, value in vars(self).items() if key != "error"}
+        return values | {"stall_seconds": round(self.stall_seconds, 4), "seconds": round(self.seconds, 4)}
 
 
 class CheckpointSaver:
-    """One rank's side of saving. Rank 0 has the `news`; every rank then calls `save` or `settle` at the same step."""
+    """Saves the checkpoints of a run on one rank.
+
+    Rank 0 calls `poll`, and its answer reaches all ranks; every rank then calls `save` or `wait` at the same step.
+    """
 
     def __init__(
         self,
@@ -143,132 +97,138 @@ class CheckpointSaver:
         world: World,
         lineage: RunLineage,
         attempt: int,
-        facts: dict[str, Any],
+        attempt_fields: dict[str, Any],
         state: Callable[[], CheckpointState],
-        patience: float = 300.0,
+        stall_timeout: float = 300.0,
         layout: Layout | None = None,
     ) -> None:
-        """`facts` are the manifest's fields layout, identity and made_by; a save that has not moved for `patience`
-        seconds is told. Without a `layout` every rank holds everything.
+        """`attempt_fields` are the manifest fields layout, identity and made_by. `stall_warning` reports a save without
+        progress for `stall_timeout` seconds. Without a `layout` every rank has a replica of the full state.
         """
         self.config, self.store, self.world, self.state = config, store, world, state
-        self.lineage, self.attempt, self.facts = lineage, attempt, facts
+        self.lineage, self.attempt, self.attempt_fields = lineage, attempt, attempt_fields
         self.group = dist.new_group(backend="gloo") if world.size > 1 else None
         self.retention = RetentionPolicy(store, attempt, config.keep, config.keep_every, lineage)
         layout = layout or Layout(replicate=world.size)
         self.stager = HostStager(state(), layout, world.rank) if config.mode != "off" else None
         self.planner = LocalShardSavePlanner()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
-        self.flying: Future[SaveResult] | None = None
+        self.in_flight: Future[SaveResult] | None = None
         self.parent, self.ordinal, self.newest_step = "", 0, -1
         self.writer: ShardWriter | None = None
-        self.begun = time.monotonic()
+        self.begin_time = time.monotonic()
         self.stall_seconds = 0.0
         self.skipped = 0
-        self.patience = patience
-        self.moved, self.seen = 0, (0, time.monotonic())
-        self.waits = False
-        """whether this rank's part is done and the others' is not"""
+        self.stall_timeout = stall_timeout
+        self.progress_count = 0
+        self.last_progress = (0, time.monotonic())
+        """The progress at the last call of `_has_progressed`, and the time of the last change."""
+        self.waits_for_ranks = False
+        """Whether this rank has completed its part and waits for other ranks."""
 
     def poll(self, step: int) -> tuple[bool, bool]:
-        """(whether to save once `step` steps are done, whether a save has ended that nobody has asked for). Rank 0
-        alone says it and all hear it, so that all act on it at one step.
+        """(whether a save is due after `step` steps, whether the save in flight has completed). Only the answer of
+        rank 0 counts, so that all ranks act at the same step.
         """
-        return self.due(step), self.flying is not None and self.flying.done()
+        return self.due(step), self.in_flight is not None and self.in_flight.done()
 
     def due(self, step: int) -> bool:
+        """Whether a save is due after `step` steps, by time or by steps, and none is in flight."""
         if self.config.mode == "off" or step == self.newest_step:
             return False
-        waited = time.monotonic() - self.begun
-        by_time = self.config.seconds and waited >= max(self.config.seconds, self.stall_seconds / self.config.overhead)
+        elapsed = time.monotonic() - self.begin_time
+        # The interval grows with the stall of the last save, so that saving costs at most the configured overhead.
+        interval = max(self.config.seconds, self.stall_seconds / self.config.overhead)
+        by_time = self.config.seconds and elapsed >= interval
         by_steps = self.config.every and step % self.config.every == 0
         if not (by_time or by_steps):
             return False
-        if self.flying is not None and not self.flying.done():
+        if self.in_flight is not None and not self.in_flight.done():
             self.skipped += 1
-            self.begun = time.monotonic()  # counted once an interval
+            self.begin_time = time.monotonic()  # count one skipped save per interval
             return False
         return True
 
-    def save(self, notes: CheckpointMetadata, wait: bool = False) -> list[SaveResult]:
-        """Begins a save; gives what became of the one before, and of this one where it was waited for."""
-        done = self.wait()  # rank 0 found its own ended; another rank's is at most a message behind
-        self.begun = start = time.monotonic()
-        self.seen = (self.moved, start)
-        self.world.heartbeat.enter("save", notes.step)
-        faults.fail_point("save.stage", notes.step)
+    def save(self, metadata: CheckpointMetadata, wait: bool = False) -> list[SaveResult]:
+        """Begin a save. Returns the result of the previous save, and of this one if it is waited for."""
+        results = self.wait()  # the previous save has completed on rank 0, and is about to on every other rank
+        self.begin_time = start = time.monotonic()
+        self.last_progress = (self.progress_count, start)
+        self.world.heartbeat.enter("save", metadata.step)
+        faults.fail_point("save.stage", metadata.step)
         assert self.stager is not None
         staged = self.stager.copy(self.state())
         self.stall_seconds = time.monotonic() - start
-        self.flying = self.thread.submit(self._run, notes, self.stager, staged)
+        self.in_flight = self.thread.submit(self._save, metadata, self.stager, staged)
         if wait or self.config.mode == "sync":
-            done += self.wait()
-            self.stall_seconds = done[-1].stall_seconds = time.monotonic() - start
+            results += self.wait()
+            self.stall_seconds = results[-1].stall_seconds = time.monotonic() - start
         self.world.heartbeat.add({"save": self.stall_seconds})
-        return done
+        return results
 
     def wait(self) -> list[SaveResult]:
-        """The save that is in flight, waited for. The page shows life as long as bytes move, and says so where only
-        other ranks' bytes are still missing.
+        """Wait for the save in flight and return its result. Meanwhile the heartbeat beats as long as bytes are
+        written, and shows whether only other ranks are incomplete.
         """
-        if self.flying is None:
+        if self.in_flight is None:
             return []
-        while not self.flying.done():
+        while not self.in_flight.done():
             with suppress(TimeoutError):
-                self.flying.exception(timeout=0.2)
-            self.world.heartbeat.set_waiting(self.waits)
-            if self._moves():
+                self.in_flight.exception(timeout=POLL_SECONDS)
+            self.world.heartbeat.set_waiting(self.waits_for_ranks)
+            if self._has_progressed():
                 self.world.heartbeat.beat()
         self.world.heartbeat.set_waiting(False)
-        saved, self.flying = self.flying.result(), None
-        saved.stall_seconds = self.stall_seconds = max(self.stall_seconds, saved.stall_seconds)
-        saved.skipped, self.skipped = self.skipped, 0
-        if saved.error is None:
-            self.newest_step = saved.step
-        return [saved]
+        result, self.in_flight = self.in_flight.result(), None
+        result.stall_seconds = self.stall_seconds = max(self.stall_seconds, result.stall_seconds)
+        result.skipped, self.skipped = self.skipped, 0
+        if result.error is None:
+            self.newest_step = result.step
+        return [result]
 
     def stall_warning(self) -> str:
-        """Says so, once in `patience` seconds, where the save in flight does not move; no other begins meanwhile."""
-        if self.flying is None or self.flying.done() or self._moves() or self.waits:
+        """A message if the save in flight makes no progress, once per `stall_timeout`; else ''."""
+        if self.in_flight is None or self.in_flight.done() or self._has_progressed() or self.waits_for_ranks:
             return ""
-        still = time.monotonic() - self.seen[1]
-        if still < self.patience:
+        now = time.monotonic()
+        stalled = now - self.last_progress[1]
+        if stalled < self.stall_timeout:
             return ""
-        self.seen = (self.seen[0], time.monotonic())
-        return f"the save that began {time.monotonic() - self.begun:.0f} s ago has not moved for {still:.0f} s"
+        self.last_progress = (self.last_progress[0], now)
+        return f"the save that began {now - self.begin_time:.0f} s ago has made no progress for {stalled:.0f} s"
 
-    def _moves(self) -> bool:
-        """Whether bytes went either way since the last time somebody asked."""
-        moved = self.moved + (self.writer.written if self.writer else 0)
-        if moved == self.seen[0]:
+    def _has_progressed(self) -> bool:
+        """Whether bytes were written or verified since the last call."""
+        progress = self.progress_count + (self.writer.written_bytes if self.writer else 0)
+        if progress == self.last_progress[0]:
             return False
-        self.seen = (moved, time.monotonic())
+        self.last_progress = (progress, time.monotonic())
         return True
 
     def continue_from(self, manifest: Manifest) -> None:
-        """The next checkpoint is the child of this one, which the run was restored from."""
+        """Make the next checkpoint the child of the one that the run was restored from."""
         self.parent, self.ordinal, self.newest_step = manifest.digest, manifest.ordinal + 1, manifest.step
 
     def close(self) -> None:
         self.thread.shutdown(wait=True)
 
-    def _run(self, notes: CheckpointMetadata, stager: HostStager, state: dict[str, LocalShard]) -> SaveResult:
-        """The thread's whole work. Errors are an outcome: the training thread decides what they mean."""
+    def _save(self, metadata: CheckpointMetadata, stager: HostStager, state: dict[str, LocalShard]) -> SaveResult:
+        """The work of the thread. An error becomes part of the result: the training thread decides what it means."""
         start = time.monotonic()
-        saved = SaveResult(notes.step, checkpoint_folder(notes.step, self.attempt))
+        result = SaveResult(metadata.step, checkpoint_folder(metadata.step, self.attempt))
         try:
-            saved.stall_seconds = stager.wait()
-            self._agree(notes, state, stager)
-            head = shard_header(self.lineage.run, self.lineage.timeline, notes.step, self.attempt, self.world.rank)
+            result.stall_seconds = stager.wait()
+            self._check_agreement(metadata, state, stager)
+            run, timeline = self.lineage.run, self.lineage.timeline
             self.writer = ShardWriter(
                 self.store,
-                saved.folder,
+                result.folder,
                 self.world.rank,
-                notes.step,
-                head,
-                (notes.owner, notes.owner_state),
-                lambda files, tensors, owners: self._publish(notes, saved, files, tensors, owners),
-                written=self._written,
+                metadata.step,
+                shard_header(run, timeline, metadata.step, self.attempt, self.world.rank),
+                (metadata.owner, metadata.owner_state),
+                lambda files, tensors, owners: self._publish(metadata, result, files, tensors, owners),
+                on_written=self._wait_for_ranks,
             )
             dcp.save(
                 as_planner_state(state),
@@ -277,111 +237,119 @@ class CheckpointSaver:
                 process_group=self.group,
                 no_dist=self.group is None,
             )
-            self.waits = False
+            self.waits_for_ranks = False
             self.ordinal += 1
-            self._read_back(saved.folder, self.writer)
+            self._verify_written(result.folder, self.writer)
             if self.world.rank == 0:
-                self._prune(saved)
+                self._apply_retention(result)
         except MeshwrightError as error:
-            saved.error = error
-        except (Exception, CheckpointException) as error:  # noqa: BLE001  DCP's is no Exception
-            saved.error = to_save_error(error, saved.folder)
-        self.waits = False
-        saved.seconds = time.monotonic() - start
-        return saved
+            result.error = error
+        except (Exception, CheckpointException) as error:  # noqa: BLE001  CheckpointException is not an Exception
+            result.error = to_save_error(error, result.folder)
+        self.waits_for_ranks = False
+        result.seconds = time.monotonic() - start
+        return result
 
-    def _written(self) -> None:
-        """This rank's shard is durable: from here on it waits for the others'."""
-        self.waits = True
+    def _wait_for_ranks(self) -> None:
+        self.waits_for_ranks = True
 
-    def _read_back(self, folder: str, writer: ShardWriter) -> None:
-        """Every rank reads its own shard again; only then may older checkpoints go."""
+    def _verify_written(self, folder: str, writer: ShardWriter) -> None:
+        """Every rank reads its own shard back. Only after that may retention delete older checkpoints."""
         path = f"{folder}/{writer.file}"
-        found = next(verify_file(self.store, path, writer.record, writer.chunk, self._progress), None)
-        bad = [rank for rank, (flag,) in enumerate(self._gather(found is not None)) if flag]
-        if bad:
+        damage = next(verify_file(self.store, path, writer.record, writer.chunk, self._count_progress), None)
+        damaged = [rank for rank, (flag,) in enumerate(self._all_gather(damage is not None)) if flag]
+        if damaged:
             raise CheckpointError(
-                f"rank {bad[0]}: {folder} reads back other than it was written: {found or 'its shard'}"
+                f"rank {damaged[0]}: {folder} differs from what was written when read back: {damage or 'its shard'}"
             )
 
-    def _gather(self, *numbers: int) -> list[list[int]]:
-        """Every rank's numbers, by rank, over the saver's own group."""
-        own = torch.tensor(numbers, dtype=torch.int64)
-        said = [own]
+    def _all_gather(self, *numbers: int) -> list[list[int]]:
+        """The numbers of every rank, by rank, over the process group of the saver."""
+        local = torch.tensor(numbers, dtype=torch.int64)
+        rows = [local]
         if self.group is not None:
-            said = [torch.zeros_like(own) for _ in range(self.world.size)]
-            self.waits = True
-            dist.all_gather(said, own, group=self.group)
-            self.waits = False
-        return [one.tolist() for one in said]
+            rows = [torch.zeros_like(local) for _ in range(self.world.size)]
+            self.waits_for_ranks = True
+            dist.all_gather(rows, local, group=self.group)
+            self.waits_for_ranks = False
+        return [row.tolist() for row in rows]
 
-    def _prune(self, saved: SaveResult) -> None:
-        """The checkpoint is there, whatever becomes of older ones."""
-        self.retention.verified.add(saved.folder.rpartition("/")[2])
+    def _apply_retention(self, result: SaveResult) -> None:
+        """Delete expired checkpoints. A failure is recorded and does not fail the save, which is complete."""
+        self.retention.verified.add(result.folder.rpartition("/")[2])
         try:
-            saved.deleted = self.retention.apply(self._progress)
-        except Exception as error:  # noqa: BLE001  of this rank alone: it must not make the save one that failed
-            saved.retention_error = f"older checkpoints could not be deleted: {error}"
+            result.deleted = self.retention.apply(self._count_progress)
+        except Exception as error:  # noqa: BLE001  raised on rank 0 alone, so the save must still succeed on all ranks
+            result.retention_error = f"older checkpoints could not be deleted: {error}"
 
-    def _progress(self) -> None:
-        self.moved += 1
+    def _count_progress(self) -> None:
+        self.progress_count += 1
 
-    def _agree(self, notes: CheckpointMetadata, state: dict[str, LocalShard], stager: HostStager) -> None:
-        """Every rank learns the same verdict before any of them writes."""
-        step = notes.step
-        unsound = next((name for name, block in state.items() if not is_finite(name, block.local)), "")
-        rows = self._gather(bool(unsound), notes.used_parameters, *stager.replicas.digests(stager.words))
-        flags, digests = [row[0] for row in rows], [row[2:] for row in rows]
+    def _check_agreement(self, metadata: CheckpointMetadata, state: dict[str, LocalShard], stager: HostStager) -> None:
+        """Before any rank writes: raise on every rank if one is not finite, or if replicas differ."""
+        step = metadata.step
+        nonfinite = next((name for name, shard in state.items() if not is_finite(name, shard.local)), "")
+        digests = stager.replicas.digests(stager.checksums)
+        rows = self._all_gather(bool(nonfinite), metadata.used_parameters, *digests)
         if len({row[1] for row in rows}) > 1:
             raise NumericsError(
-                f"step {step - 1}: ranks did not use the same parameters, and nothing was published",
-                "set ddp.find_unused_parameters = true",
+                f"step {step - 1}: ranks used different parameters, and nothing was published",
+                "try ddp.find_unused_parameters = true",
             )
-        if bad := [rank for rank, flag in enumerate(flags) if flag]:
-            where = unsound if self.world.rank == bad[0] else "its state"
-            what = f"rank {bad[0]} step {step}: {where} is not finite"
-            raise NumericsError(f"{what}, and was not published", "look at the steps before in events/")
-        if odd := stager.replicas.find_mismatch(digests):
-            raise odd.error(self.world.rank, step)
+        if failed := [rank for rank, row in enumerate(rows) if row[0]]:
+            tensor = nonfinite if self.world.rank == failed[0] else "its state"
+            raise NumericsError(
+                f"rank {failed[0]} step {step}: {tensor} is not finite, and nothing was published",
+                "try the records of the steps before in events/",
+            )
+        if mismatch := stager.replicas.find_mismatch([row[2:] for row in rows]):
+            raise mismatch.error(self.world.rank, step)
 
     def _publish(
         self,
-        notes: CheckpointMetadata,
-        saved: SaveResult,
+        metadata: CheckpointMetadata,
+        result: SaveResult,
         files: dict[str, FileRecord],
         tensors: dict[str, TensorRecord],
         owners: dict[str, dict[str, Any]],
     ) -> None:
-        """On the coordinator, once every shard is durable."""
-        self.waits = False
-        faults.fail_point("save.before_manifest", notes.step)
+        """Publish the manifest, on the coordinator, once every shard is durable."""
+        self.waits_for_ranks = False
+        faults.fail_point("save.before_manifest", metadata.step)
         if (newest := read_fence(self.store).attempt) > self.attempt:
-            raise BusyError(f"attempt {newest} has taken the run over: nothing of attempt {self.attempt} is published")
-        lineage = {"run": self.lineage.run, "timeline": self.lineage.timeline}
-        place = {"step": notes.step, "attempt": self.attempt, "ordinal": self.ordinal, "parent": self.parent}
-        content = {"owners": owners, "files": files, "tensors": tensors}
-        manifest = Manifest(**lineage, **place, **self.facts, **notes.shared_fields, **content)  # type: ignore[arg-type]
-        manifest.check()
+            raise BusyError(
+                f"attempt {newest} has taken over the run: the checkpoint of attempt {self.attempt} is not published"
+            )
+        manifest = Manifest(
+            run=self.lineage.run,
+            timeline=self.lineage.timeline,
+            step=metadata.step,
+            attempt=self.attempt,
+            ordinal=self.ordinal,
+            parent=self.parent,
+            owners=owners,
+            files=files,
+            tensors=tensors,
+            **self.attempt_fields,
+            **metadata.shared_fields,
+        )
+        manifest.validate()
         raw = manifest.encode()
         if len(raw) > MAX_MANIFEST_BYTES:
-            raise CheckpointError(f"the manifest of {saved.folder} has {len(raw):,} bytes, over {MAX_MANIFEST_BYTES:,}")
-        reached = lambda: faults.fail_point("save.before_publish", notes.step)  # noqa: E731
-        if not self.store.publish_if_absent(f"{saved.folder}/{MANIFEST_FILE}", raw, reached):
-            raise CheckpointError(f"{saved.folder} exists already and is not written over")
-        faults.fail_point("save.after_publish", notes.step)
+            raise CheckpointError(
+                f"the manifest of {result.folder} has {len(raw):,} bytes, more than {MAX_MANIFEST_BYTES:,}"
+            )
+        before_publish = lambda: faults.fail_point("save.before_publish", metadata.step)  # noqa: E731
+        # The checkpoint comes into existence here: before this call there is none, after it there is a complete one.
+        if not self.store.publish_if_absent(f"{result.folder}/{MANIFEST_FILE}", raw, before_publish):
+            raise CheckpointError(f"{result.folder} exists already and is not overwritten")
+        faults.fail_point("save.after_publish", metadata.step)
         self.parent = json.loads(raw[raw.rindex(b":") + 1 : -2])  # the digest is the last key
-        saved.bytes = manifest.total_bytes
-
-
-def is_finite(name: str, tensor: torch.Tensor) -> bool:
-    """Finite; a buffer may hold what it likes. The sum is quick, and only a doubtful one is looked at closely."""
-    if name.startswith("buffer/") or not tensor.is_floating_point() or not tensor.numel():
-        return True
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+        result.bytes = manifest.total_bytes
 
 
 def to_save_error(error: BaseException, folder: str) -> MeshwrightError:
-    """A failed save in one line: which rank, which file, what."""
+    """The error of a failed save in one line: which rank, which checkpoint, what."""
     rank = None
     if isinstance(error, CheckpointException) and error.failures:
         rank, (error, _) = min(error.failures.items())
@@ -389,6 +357,6 @@ def to_save_error(error: BaseException, folder: str) -> MeshwrightError:
         return error
     if is_peer_loss(error):
         return PeerError(f"{folder} was not saved: another rank was lost ({str(error).splitlines()[0][:120]})")
-    what = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-    who = f"rank {rank}: " if rank is not None else ""
-    return CheckpointError(f"{who}{folder} was not saved: {what}", "earlier checkpoints are untouched")
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+    prefix = f"rank {rank}: " if rank is not None else ""
+    return CheckpointError(f"{prefix}{folder} was not saved: {reason}", "earlier checkpoints are intact")

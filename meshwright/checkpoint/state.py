@@ -1,4 +1,4 @@
-"""The tensors of a run by what they are (parameter, buffer, optimizer's), never by rank."""
+"""The tensors of a run by what they are (parameter, buffer, optimizer state), never by rank."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from meshwright.topology.axes import AXES
 from meshwright.topology.layout import Layout
 
 CheckpointState = dict[str, Tensor | LocalShard]
-"""Name -> a whole tensor, or this rank's block of one."""
+"""Name -> a full tensor, or the local shard of this rank."""
 
 
 def collect_state(
     model: nn.Module, parameters: Mapping[str, Tensor], moments: Mapping[str, LocalShard]
 ) -> CheckpointState:
-    """Every tensor that a resumed run needs, under a name that no layout changes. `parameters` are the model's as they
-    are between steps, whatever is gathered just now; `moments` are the optimizer's, as parameter name / key.
+    """Every tensor that a resumed run needs, under a name that does not depend on the layout.
+
+    `parameters` are the parameters of the model as they are between steps, sharded; `moments` are the optimizer state,
+    keyed by parameter name / state key.
     """
     state: CheckpointState = {f"model/{name}": local_shard(parameter) for name, parameter in parameters.items()}
-    kept = model.state_dict(keep_vars=True)
-    state |= {f"buffer/{name}": buffer for name, buffer in model.named_buffers() if name in kept}
-    return state | {f"optimizer/{name}": block for name, block in moments.items()}
+    persistent = model.state_dict(keep_vars=True)
+    state |= {f"buffer/{name}": buffer for name, buffer in model.named_buffers() if name in persistent}
+    return state | {f"optimizer/{name}": shard for name, shard in moments.items()}
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -34,35 +36,37 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """A host tensor's bytes, without a copy where it is contiguous."""
+    """The bytes of a CPU tensor, without a copy if it is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
 
 
 def parameters_digest(named: Iterable[tuple[str, Tensor]]) -> str:
-    """One digest of every parameter's name, shape and bytes."""
+    """One digest of the name, shape and bytes of every parameter."""
     return digest_of_lines(parameter_digest_lines(named))
 
 
-def digest_parallel_parameters(named: Mapping[str, Tensor], layout: Layout, world: World, together: bool) -> str:
-    """The same of a model that is spread over ranks, on rank 0: blocks are put together by all of their holders, stages
-    of a pipeline one after the other.
+def digest_parallel_parameters(named: Mapping[str, Tensor], layout: Layout, world: World, collective: bool) -> str:
+    """`parameters_digest` of a parallelized model, on rank 0; '' on other ranks.
+
+    With `collective`, all ranks of a shard group take part in gathering each full tensor. Pipeline stages follow one
+    after the other.
     """
-    leads = layout.is_first_on(world.rank, [axis for axis in AXES if axis != "pipeline"])
-    lines = parameter_digest_lines(named.items(), leads) if leads or together else []
+    is_stage_leader = layout.is_first_on(world.rank, [axis for axis in AXES if axis != "pipeline"])
+    lines = parameter_digest_lines(named.items(), is_stage_leader) if is_stage_leader or collective else []
     for stage in range(1, layout.pipeline):
         leader = stage * layout.stride("pipeline")
-        told = world.broadcast_object(lines if world.rank == leader else None, "digest of a stage", leader)
-        lines += told if world.rank == 0 else []
+        stage_lines = world.broadcast_object(lines if world.rank == leader else None, "digest of a stage", leader)
+        lines += stage_lines if world.rank == 0 else []
     return digest_of_lines(lines) if world.rank == 0 else ""
 
 
 @torch.no_grad()
 def parameter_digest_lines(named: Iterable[tuple[str, Tensor]], wanted: bool = True) -> list[str]:
-    """What is digested of each; none where it is not `wanted`. Ranks that hold blocks of one must all ask."""
+    """The digest line of every parameter, or none if not `wanted`. The call is collective over each shard group."""
     lines = []
     for name, parameter in named:
-        whole = full_tensor(parameter)
+        full = full_tensor(parameter)
         if wanted:
-            lines.append(tensor_digest_line(name, dtype_name(parameter), parameter.shape, tensor_bytes(whole.cpu())))
+            lines.append(tensor_digest_line(name, dtype_name(parameter), parameter.shape, tensor_bytes(full.cpu())))
     return lines

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors unsharded: one digest whatever layout wrote them, and how two differ. Torch-free."""
+"""Reads the tensors of a checkpoint unsharded: one digest for every layout, and a comparison of two. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ NUMPY_DTYPES |= {"int8": "i1", "uint8": "u1", "bool": "u1"}
 
 
 def read_full_tensor(entry: CheckpointEntry, name: str) -> NDArray[Any]:
-    """A whole tensor, its elements as their bits."""
+    """A complete tensor, with every element as an unsigned integer of its bits."""
     assert entry.manifest is not None
     record = entry.manifest.tensors[name]
     element = np.dtype(f"<u{TENSOR_BYTES[record.dtype]}")
-    whole = np.empty(record.shape, element)
-    for piece in record.regions:
-        content = entry.store.read(f"{entry.folder}/{piece.file}", piece.start, piece.length)
-        block = tuple(slice(o, o + s) for o, s in zip(piece.offset, piece.shape, strict=True))
-        whole[block] = np.frombuffer(content, element).reshape(piece.shape)
-    return whole
+    tensor = np.empty(record.shape, element)
+    for region in record.regions:
+        content = entry.store.read(f"{entry.folder}/{region.file}", region.start, region.length)
+        where = tuple(slice(o, o + s) for o, s in zip(region.offset, region.shape, strict=True))
+        tensor[where] = np.frombuffer(content, element).reshape(region.shape)
+    return tensor
 
 
 def tensor_digest_line(name: str, dtype: str, shape: Iterable[int], content: Any) -> str:
-    """What the digest of a whole state is made of, a line a tensor."""
+    """The line of one tensor in the text that the digest of a state covers."""
     return f"{name} {dtype} {list(shape)} {xxhash.xxh3_128_hexdigest(content)}"
 
 
@@ -42,7 +42,7 @@ def digest_of_lines(lines: Iterable[str]) -> str:
 
 
 def state_digest(entry: CheckpointEntry) -> str:
-    """One digest of every parameter, buffer and optimizer tensor by name."""
+    """One digest of every parameter, buffer and optimizer tensor by name, the same for every layout."""
     assert entry.manifest is not None
     return digest_of_lines(
         tensor_digest_line(
@@ -54,63 +54,69 @@ def state_digest(entry: CheckpointEntry) -> str:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How a tensor of one checkpoint differs from that of another."""
+    """The difference between a tensor of one checkpoint and the tensor of the same name of another."""
 
     name: str
     what: str
+    """The kind of difference, in words."""
     elements: int = 0
+    """The number of elements that differ."""
     largest: float = 0.0
+    """The largest absolute difference."""
     relative: float = 0.0
+    """The largest absolute difference relative to the largest absolute value."""
 
     def __str__(self) -> str:
         if not self.elements:
             return f"{self.name}: {self.what}"
-        return f"{self.name}: {self.what}; largest {self.largest:.6g}, {self.relative:.3g} of the largest value"
+        return (
+            f"{self.name}: {self.what}; largest difference {self.largest:.6g}, {self.relative:.3g} of the largest value"
+        )
 
 
 def compare_checkpoints(one: CheckpointEntry, other: CheckpointEntry) -> Iterator[TensorDifference]:
-    """The tensors in which two checkpoints differ, in order of name."""
+    """The tensors in which two checkpoints differ, sorted by name."""
     assert one.manifest is not None
     assert other.manifest is not None
-    ours, theirs = one.manifest.tensors, other.manifest.tensors
-    for name in sorted(ours.keys() | theirs.keys()):
-        if name not in ours or name not in theirs:
-            yield TensorDifference(name, f"only in {one.name if name in ours else other.name}")
-        elif (ours[name].dtype, ours[name].shape) != (theirs[name].dtype, theirs[name].shape):
-            yield TensorDifference(name, f"{describe_tensor(ours[name])} and {describe_tensor(theirs[name])}")
+    first, second = one.manifest.tensors, other.manifest.tensors
+    for name in sorted(first.keys() | second.keys()):
+        if name not in first or name not in second:
+            yield TensorDifference(name, f"only in {one.name if name in first else other.name}")
+        elif (first[name].dtype, first[name].shape) != (second[name].dtype, second[name].shape):
+            yield TensorDifference(name, f"{describe_tensor(first[name])} and {describe_tensor(second[name])}")
         else:
             a, b = read_full_tensor(one, name), read_full_tensor(other, name)
             if unequal := int(np.count_nonzero(a != b)):
-                yield compare_tensors(name, ours[name], a, b, unequal)
+                yield compare_tensors(name, first[name], a, b, unequal)
 
 
 def compare_tensors(
     name: str, record: TensorRecord, a: NDArray[Any], b: NDArray[Any], unequal: int
 ) -> TensorDifference:
     with np.errstate(all="ignore"):
-        gap = np.where(a == b, 0.0, absolute_differences(a, b, record.dtype))
-    largest = float(np.max(gap, initial=0.0))  # not a number where one of the two is none
+        difference = np.where(a == b, 0.0, absolute_differences(a, b, record.dtype))
+    largest = float(np.max(difference, initial=0.0))  # NaN if one of two elements is NaN
     scale = float(np.nanmax(np.abs(to_float64(a, record.dtype)), initial=0.0))
     what = f"{unequal:,} of {a.size:,} elements"
     return TensorDifference(name, what, unequal, largest, largest / scale if scale else float(largest > 0))
 
 
 def absolute_differences(a: NDArray[Any], b: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """|a - b|; of int64 exactly, since float64 cannot hold them all."""
-    gap: NDArray[Any] = np.abs(to_float64(a, dtype) - to_float64(b, dtype))
+    """|a - b|. For int64 it is computed in integers, because float64 does not represent all of them."""
+    difference: NDArray[Any] = np.abs(to_float64(a, dtype) - to_float64(b, dtype))
     if dtype == "int64":
         x, y = a.view("<i8"), b.view("<i8")
-        gap = (np.maximum(x, y).view("<u8") - np.minimum(x, y).view("<u8")).astype("f8")
-    return gap
+        difference = (np.maximum(x, y).view("<u8") - np.minimum(x, y).view("<u8")).astype("f8")
+    return difference
 
 
-def to_float64(whole: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Raw elements as float64; bfloat16 is the upper half of a float32."""
+def to_float64(bits: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """The values of raw elements as float64; a bfloat16 is the upper half of a float32."""
     if dtype == "bfloat16":
-        return (whole.view("<u2").astype("<u4") << 16).view("<f4").astype("f8")
+        return (bits.view("<u2").astype("<u4") << 16).view("<f4").astype("f8")
     if dtype not in NUMPY_DTYPES:
-        return whole.view("u1").astype("f8")  # 8-bit floats: by their bits
-    return whole.view(NUMPY_DTYPES[dtype]).astype("f8")
+        return bits.view("u1").astype("f8")  # 8-bit floats are compared by their bits
+    return bits.view(NUMPY_DTYPES[dtype]).astype("f8")
 
 
 def describe_tensor(record: TensorRecord) -> str:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's files are, byte for byte, what was in memory when they were written. Torch-free."""
+"""Verifies that the files of a checkpoint are, byte for byte, what was in memory when they were written. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from meshwright.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest
 from meshwright.store.interface import Buffer, Sink, Store
 
 SHARD_HEADER_BYTES = 4096
-"""A shard begins with who wrote it, so that one in the wrong place can say where it belongs."""
+"""A shard begins with a header that names its run, step, attempt and rank: a misplaced file can then be identified."""
+SHARD_MAGIC = b"meshwright shard "
 IO_BLOCK_BYTES = 1 << 20
-"""Bytes that are moved and then digested at once: few enough to be still in the processor's cache."""
+"""Bytes that are copied and then hashed at a time: few enough to remain in the CPU cache in between."""
+WHOLE_FILE = -1
+"""The `chunk` of a damage that concerns the complete file."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong with a file, and where in it. `chunk` is -1 where the whole file is meant."""
+    """A difference between a file and its record in the manifest."""
 
     file: str
     chunk: int
@@ -29,7 +32,7 @@ class Damage:
     found: str
 
     def __str__(self) -> str:
-        where = self.file if self.chunk < 0 else f"{self.file} chunk {self.chunk}"
+        where = self.file if self.chunk == WHOLE_FILE else f"{self.file} chunk {self.chunk}"
         return f"{where}: expected {self.expected}, found {self.found}"
 
     def to_json(self) -> dict[str, Any]:
@@ -37,45 +40,49 @@ class Damage:
 
 
 class DigestingSink:
-    """A sink that digests what it is given, chunk by chunk, from the memory that it is written from."""
+    """A sink that hashes what it writes, chunk by chunk, from the memory that is written: a later read error of the
+    storage is then always detected.
+    """
 
     def __init__(self, sink: Sink, chunk: int) -> None:
         self.sink, self.chunk, self.size = sink, chunk, 0
         self.chunks: list[str] = []
-        self.state = xxhash.xxh3_128()
+        self.hash = xxhash.xxh3_128()
 
     def write(self, content: Buffer) -> None:
         view = memoryview(content).cast("B")
         while view:
-            part = view[: min(IO_BLOCK_BYTES, self.chunk - self.size % self.chunk)]
-            self.sink.write(part)
-            self.state.update(part)
-            self.size += len(part)
-            view = view[len(part) :]
+            block = view[: min(IO_BLOCK_BYTES, self.chunk - self.size % self.chunk)]
+            self.sink.write(block)
+            self.hash.update(block)
+            self.size += len(block)
+            view = view[len(block) :]
             if self.size % self.chunk == 0:
-                self._cut()
+                self._end_chunk()
 
     def close(self) -> None:
         if self.size % self.chunk:
-            self._cut()
+            self._end_chunk()
         self.sink.close()
 
-    def _cut(self) -> None:
-        self.chunks.append(self.state.hexdigest())
-        self.state.reset()
+    def abort(self) -> None:
+        self.sink.abort()
+
+    def _end_chunk(self) -> None:
+        self.chunks.append(self.hash.hexdigest())
+        self.hash.reset()
 
 
 def shard_header(run: str, timeline: int, step: int, attempt: int, rank: int) -> bytes:
-    facts = {"run": run, "timeline": timeline, "step": step, "attempt": attempt, "rank": rank}
-    return (b"meshwright shard " + json.dumps(facts).encode() + b"\n").ljust(SHARD_HEADER_BYTES, b"\0")
+    fields = {"run": run, "timeline": timeline, "step": step, "attempt": attempt, "rank": rank}
+    return (SHARD_MAGIC + json.dumps(fields).encode() + b"\n").ljust(SHARD_HEADER_BYTES, b"\0")
 
 
 def describe_shard(store: Store, path: str) -> str:
-    """What a shard's own header says of it."""
+    """The step, attempt, rank and run in the header of a shard; '' if it has no valid header."""
     try:
-        line = store.read(path, 0, SHARD_HEADER_BYTES).partition(b"\n")[0].removeprefix(b"meshwright shard ")
-        facts = json.loads(line)
-        return "step {step}, attempt {attempt}, rank {rank} of run {run}".format(**facts)
+        line = store.read(path, 0, SHARD_HEADER_BYTES).partition(b"\n")[0].removeprefix(SHARD_MAGIC)
+        return "step {step}, attempt {attempt}, rank {rank} of run {run}".format(**json.loads(line))
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
         return ""
 
@@ -83,16 +90,16 @@ def describe_shard(store: Store, path: str) -> str:
 def find_damage(
     entry: CheckpointEntry, files: list[str] | None = None, progress: Callable[[], None] = lambda: None
 ) -> list[Damage]:
-    """Everything wrong with a published checkpoint (or with some of its files); an intact one gives nothing."""
+    """Every damage of a published checkpoint, or of some of its files; an intact checkpoint has none."""
     if entry.manifest is None:
-        return [Damage(MANIFEST_FILE, -1, "a whole manifest", entry.problem)]
+        return [Damage(MANIFEST_FILE, WHOLE_FILE, "a valid manifest", entry.problem)]
     names = list(entry.manifest.files) if files is None else files
-    found = [damage for name in names for damage in find_file_damage(entry, name, progress)]
+    damage = [found for name in names for found in find_file_damage(entry, name, progress)]
     known = {*entry.manifest.files, MANIFEST_FILE}
     for name in entry.store.list_names(entry.folder):
         if name not in known and not name.startswith("."):
-            found.append(Damage(name, -1, "no such file", "a file that the manifest does not know"))
-    return found
+            damage.append(Damage(name, WHOLE_FILE, "no such file", "a file that the manifest does not list"))
+    return damage
 
 
 def find_file_damage(entry: CheckpointEntry, name: str, progress: Callable[[], None]) -> Iterator[Damage]:
@@ -106,15 +113,15 @@ def find_file_damage(entry: CheckpointEntry, name: str, progress: Callable[[], N
 def verify_file(
     store: Store, path: str, record: FileRecord, chunk: int, progress: Callable[[], None] = lambda: None
 ) -> Iterator[Damage]:
-    """How a file on disk differs from what was written."""
+    """Compare a file with its record: first the size, then the digest of every chunk."""
     name = path.rpartition("/")[2]
     try:
         size = store.size(path)
     except OSError as error:
-        yield Damage(name, -1, f"{record.size:,} bytes", f"a read error ({error.strerror})")
+        yield Damage(name, WHOLE_FILE, f"{record.size:,} bytes", f"a read error ({error.strerror})")
         return
     if size != record.size:
-        yield Damage(name, -1, f"{record.size:,} bytes", "no file" if size is None else f"{size:,} bytes")
+        yield Damage(name, WHOLE_FILE, f"{record.size:,} bytes", "no file" if size is None else f"{size:,} bytes")
         return
     for index, expected in enumerate(record.chunks):
         progress()
@@ -127,9 +134,10 @@ def verify_file(
 
 
 def digest_range(store: Store, path: str, start: int, length: int) -> str:
+    """The digest of a byte range of a file, up to the end of the file."""
     state = xxhash.xxh3_128()
-    for place in range(start, start + length, IO_BLOCK_BYTES):
-        content = store.read(path, place, min(IO_BLOCK_BYTES, start + length - place))
+    for offset in range(start, start + length, IO_BLOCK_BYTES):
+        content = store.read(path, offset, min(IO_BLOCK_BYTES, start + length - offset))
         state.update(content)
         if len(content) < IO_BLOCK_BYTES:
             break
@@ -137,8 +145,8 @@ def digest_range(store: Store, path: str, start: int, length: int) -> str:
 
 
 def misplaced_shard_note(entry: CheckpointEntry, manifest: Manifest, path: str) -> str:
-    """Says so where the file is a shard of another step, attempt, rank or run."""
-    says = describe_shard(entry.store, path)
+    """A note if the file is a shard of another step, attempt, rank or run, else ''."""
+    found = describe_shard(entry.store, path)
     rank = path.rpartition("rank-")[2].removesuffix(".shard").lstrip("0") or "0"
-    own = f"step {manifest.step}, attempt {manifest.attempt}, rank {rank} of run {manifest.run}"
-    return f" (it is the shard of {says})" if says and says != own else ""
+    expected = f"step {manifest.step}, attempt {manifest.attempt}, rank {rank} of run {manifest.run}"
+    return f" (it is the shard of {found})" if found and found != expected else ""

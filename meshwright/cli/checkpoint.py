@@ -31,10 +31,10 @@ def checkpoint_verify(run: Run, step: AtStep = None, json: Json = False) -> None
     from meshwright.checkpoint.verify import Damage
 
     rows = verify_rows(run, step)
-    lines = [f"{row['name']}  intact" for row in rows if not row["damages"]]
-    lines += [f"{row['name']}  DAMAGED  {Damage(**damage)}" for row in rows for damage in row["damages"]]
+    lines = [f"{row['name']}  intact" for row in rows if not row["damage"]]
+    lines += [f"{row['name']}  DAMAGED  {Damage(**damage)}" for row in rows for damage in row["damage"]]
     emit(json, {"checkpoints": rows}, "\n".join(lines))
-    if any(row["damages"] for row in rows):
+    if any(row["damage"] for row in rows):
         raise SystemExit(4)
 
 

@@ -103,7 +103,7 @@ class Terminal:
             self.say(f"not bitwise as before: {'; '.join(event['changes'])}", "yellow")
 
     def _damaged(self, event: Event) -> None:
-        for damage in event["damages"]:
+        for damage in event["damage"]:
             what = "{file} chunk {chunk}: expected {expected}, found {found}".format(**damage)
             self.say(f"DAMAGED {event['checkpoint']}: {what.replace(' chunk -1', '')}; passed over", "bold red")
 

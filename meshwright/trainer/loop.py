@@ -175,10 +175,10 @@ class Training:
         """Goes on from the newest intact checkpoint; the steps that it has done."""
 
         def say(name: str, found: list[Damage]) -> None:
-            self.log.write("damaged", checkpoint=name, damages=[damage.to_json() for damage in found])
+            self.log.write("damaged", checkpoint=name, damage=[damage.to_json() for damage in found])
 
         found = restore(
-            store, self.world, lineage, self.state(), self.resume.check, fallback=self.job.fallback, say=say
+            store, self.world, lineage, self.state(), self.resume.check, fallback=self.job.fallback, on_damaged=say
         )
         if found is None:
             return 0

@@ -107,7 +107,7 @@ def loaded(world: World, spread: ParallelModel, state: CheckpointState, folder: 
     """What of a layout's state is not what the checkpoint in a folder holds."""
     for tensor in state.values():
         local_shard(tensor).local.fill_(-1)
-    quiet = {"fallback": False, "say": lambda *_: None}
+    quiet = {"fallback": False, "on_damaged": lambda *_: None}
     assert restore(PosixStore(folder), world, LINEAGE, state, lambda _: None, **quiet) is not None
     spread.after_update()
     spread.settle()

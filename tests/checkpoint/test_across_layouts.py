@@ -61,7 +61,9 @@ def carry(world, config: RunConfig, source: str, target: str) -> None:
     optimizer = AdamW(spread.parameters(), config.optimizer, layout, world)
     state = collect_state(spread.module, dict(spread.module.named_parameters()), optimizer.moments())
     if source:
-        found = restore(PosixStore(source), world, LINEAGE, state, lambda _: None, fallback=False, say=lambda *_: None)
+        found = restore(
+            PosixStore(source), world, LINEAGE, state, lambda _: None, fallback=False, on_damaged=lambda *_: None
+        )
         assert found is not None
     else:
         for number, (name, tensor) in enumerate(sorted(state.items())):

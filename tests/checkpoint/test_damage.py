@@ -52,7 +52,7 @@ def found_in(run) -> list[Damage]:
 
 def restored(run, state: CheckpointState, fallback: bool = True, said: list | None = None) -> RestoreResult | None:
     say = (lambda name, found: said.append((name, found))) if said is not None else lambda *_: None
-    return restore(PosixStore(run), World(), LINEAGE, state, lambda _: None, fallback=fallback, say=say)
+    return restore(PosixStore(run), World(), LINEAGE, state, lambda _: None, fallback=fallback, on_damaged=say)
 
 
 def assert_passed_over(run) -> None:
@@ -248,10 +248,10 @@ def test_a_run_without_checkpoints_has_nothing_to_restore(tmp_path):
 OTHER_MODELS = {
     "optimizer/weight/step is only in the checkpoint": lambda s: s.pop("optimizer/weight/step"),
     "model/new is missing in the checkpoint": lambda s: s.update({"model/new": torch.zeros(2)}),
-    "model/weight is float32 [12, 5] in the checkpoint and float32 [5, 12] here": lambda s: s.update(
+    "model/weight is float32 [12, 5] in the checkpoint and float32 [5, 12] in the model": lambda s: s.update(
         {"model/weight": torch.zeros(5, 12)}
     ),
-    "model/half is bfloat16 [33] in the checkpoint and float16 [33] here": lambda s: s.update(
+    "model/half is bfloat16 [33] in the checkpoint and float16 [33] in the model": lambda s: s.update(
         {"model/half": torch.zeros(33, dtype=torch.float16)}
     ),
 }

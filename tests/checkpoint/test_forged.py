@@ -163,7 +163,9 @@ def test_a_forged_manifest_is_damaged_and_the_checkpoint_before_it_is_used(whole
     assert entry.problem
     assert [damage.file for damage in find_damage(entry)] == ["manifest.json"]
     state, said = state_of(0), []
-    found = restore(store, World(), LINEAGE, state, lambda _: None, fallback=True, say=lambda *told: said.append(told))
+    found = restore(
+        store, World(), LINEAGE, state, lambda _: None, fallback=True, on_damaged=lambda *told: said.append(told)
+    )
     assert found.manifest.step == 1
     assert parameters_digest(state.items()) == digest_at(1)
     assert said[0][0] == entry.name
@@ -178,7 +180,7 @@ def test_a_field_altered_in_valid_json_is_found_by_the_digest(raw):
     """D6"""
     for key, value in json.loads(raw).items():
         altered = json.loads(raw) | {key: [value]}
-        with pytest.raises(InvalidManifest, match="own digest"):
+        with pytest.raises(InvalidManifest, match="the manifest records digest"):
             Manifest.decode(json.dumps(altered, separators=(",", ":")).encode() + b"\n")
 
 

@@ -60,7 +60,9 @@ def test_the_kept_checkpoint_loads_to_known_numbers():
         "optimizer/weight/step": torch.tensor(0.0),
     }
     lineage = RunLineage("00c0ffee", 1, {})
-    found = restore(PosixStore(KEPT), World(), lineage, state, lambda _: None, fallback=False, say=lambda *_: None)
+    found = restore(
+        PosixStore(KEPT), World(), lineage, state, lambda _: None, fallback=False, on_damaged=lambda *_: None
+    )
     assert found.name == "step-00000003.a0001"
     assert torch.equal(state["model/weight"], torch.tensor([[0.5, -1.25, 3.0], [1e-8, 2.0**100, 0.0]]))
     assert state["model/weight"][1, 2].signbit()

@@ -130,7 +130,7 @@ def test_what_an_old_holder_publishes_after_a_take_over_is_never_listed_and_goes
     assert "attempt 1 after attempt 2" in late.problem
     assert intact_steps(store) == {1}
     state = state_of(0)
-    found = restore(store, World(), LINEAGE, state, lambda _: None, fallback=False, say=lambda *_: None)
+    found = restore(store, World(), LINEAGE, state, lambda _: None, fallback=False, on_damaged=lambda *_: None)
     assert found.manifest.step == 1
     assert parameters_digest(state.items()) == digest_at(1)
     saved = save(3, store, attempt=2, keep=2, parent=newest(store))

@@ -44,7 +44,7 @@ def entry_of(root, state: CheckpointState, parts: tuple[int, ...] = (1,), name: 
     place = {"run": LINEAGE.run, "timeline": 1, "step": 1, "attempt": 1, "ordinal": 0, "parent": "", "owners": {}}
     records = {file: FileRecord(size, ("",) * -(-size // (8 << 20))) for file, size in files.items()}
     manifest = Manifest(**place, **FACTS, **notes_at(1).shared_fields, files=records, tensors=tensors)
-    manifest.check()
+    manifest.validate()
     return CheckpointEntry(PosixStore(root), name, 1, 1, manifest)
 
 

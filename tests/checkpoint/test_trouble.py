@@ -139,7 +139,7 @@ def test_a_read_that_fails_during_restore_never_gives_other_numbers(disk):
 
     def restoring(store: PosixStore, state=None):
         state = state or state_of(0)
-        return restore(store, World(), LINEAGE, state, lambda _: None, fallback=True, say=lambda *_: None)
+        return restore(store, World(), LINEAGE, state, lambda _: None, fallback=True, on_damaged=lambda *_: None)
 
     for at, call in enumerate(calls_of(disk, restoring)):
         state, found = state_of(0), []

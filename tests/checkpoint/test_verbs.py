@@ -69,7 +69,7 @@ def test_a_digest_is_of_one_state_at_one_step(runs, capsys):
 
 def test_diff_names_the_tensors_that_differ_and_by_how_much(runs, capsys):
     code, said = say(capsys, "diff", runs / "two", runs / "two")
-    assert (code, said) == (0, "step-00000004.a0001 and step-00000004.a0001 hold the same tensors\n")
+    assert (code, said) == (0, "step-00000004.a0001 and step-00000004.a0001 have the same tensors\n")
     code, said = say(capsys, "diff", runs / "two", runs / "other")
     assert code == 1
     assert "model/decoder.embedding.weight: " in said or "model/" in said

@@ -146,7 +146,7 @@ def test_what_an_old_holder_publishes_after_it_was_taken_over_is_never_listed(fo
     assert [entry.name for entry in list_published(store)] == ["step-00000015.a0002", "step-00000010.a0001"]
     late = next(entry for entry in list_checkpoint_folders(store) if entry.step == 20)
     assert late.fenced
-    assert "published by attempt 1 after attempt 2 had taken the run over" in late.problem
+    assert "published by attempt 1 after attempt 2 had taken over the run" in late.problem
     rewrite(folder, 2, token="another", started=1)
     acquire_lease(folder)
     assert [entry.step for entry in list_published(store)] == [15, 10]  # nor does a later holder inherit it
@@ -174,7 +174,7 @@ def test_an_old_holder_that_comes_back_cannot_save(folder):
     acquire_lease(folder)
     (second,) = saver.save(CheckpointMetadata(2, common, "data/0", {}), wait=True)
     assert isinstance(second.error, BusyError)
-    assert "attempt 2 has taken the run over" in str(second.error)
+    assert "attempt 2 has taken over the run" in str(second.error)
     assert [entry.step for entry in list_published(open_run_store(folder))] == [1]
 
 

@@ -168,7 +168,7 @@ def test_a_fork_does_not_see_what_its_parent_did_after_it(runs):
 def test_a_fork_into_another_shape_is_refused_before_any_tensor_is_touched(runs):
     # C3
     stopped_at(runs, 6)
-    with pytest.raises(MeshwrightError, match="holds another model") as refused:
+    with pytest.raises(MeshwrightError, match="is of another model") as refused:
         runs.run("", "--model.width=64", fork=True)
     assert refused.value.exit_code == 3
 
@@ -214,7 +214,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_used_and_said(runs):
         runs.run(fallback=False)
     assert ended.value.exit_code == 4
     runs.run()
-    assert runs.events("damaged")[-1]["damages"][0]["file"] == "rank-00001.shard"
+    assert runs.events("damaged")[-1]["damage"][0]["file"] == "rank-00001.shard"
     assert runs.events("restored")[-1]["step"] == 3
     assert losses(runs.folder) == losses(runs.golden(2))
     assert final_digest(runs.folder) == final_digest(runs.golden(2))
@@ -283,7 +283,7 @@ def test_a_checkpoint_that_was_saved_while_training_went_on_is_that_of_its_own_s
 def test_checkpoints_without_their_identity_are_not_silently_left_behind(runs):
     stopped_at(runs, 6)
     (runs.folder / "identity.json").unlink()
-    with pytest.raises(MeshwrightError, match=r"2 checkpoint\(s\) are there and none is this run's") as ended:
+    with pytest.raises(MeshwrightError, match=r"none of 2 checkpoint\(s\) belongs to this run") as ended:
         runs.run()
     assert ended.value.exit_code == 4
 
