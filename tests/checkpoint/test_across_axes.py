@@ -110,7 +110,7 @@ def loaded(world: World, spread: ParallelModel, state: CheckpointState, folder: 
     quiet = {"fallback": False, "on_damaged": lambda *_: None}
     assert restore(PosixStore(folder), world, LINEAGE, state, lambda _: None, **quiet) is not None
     spread.after_update()
-    spread.settle()
+    spread.reshard()
     off = [
         f"{source}: {key}"
         for key, tensor in state.items()
