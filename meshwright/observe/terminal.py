@@ -176,6 +176,7 @@ def header(config: RunConfig, folder: Path, attempt: int, start: Event) -> list[
         f"  ranks   {start['ranks']} on {start['device']}, {threads}; {start['layout']}; torch {start['torch']}",
         *mesh_lines(start),
         *pipeline_lines(start),
+        *(f"  note    {note}" for note in start.get("notes", ())),
         f"  config  {folder / 'run.toml'}  {fingerprints}",
         *watch,
     ]

@@ -17,6 +17,7 @@ from meshwright.topology.parameter_shapes import decoder_parameter_shapes
 from meshwright.topology.parameter_shards import pipeline_placement
 from meshwright.topology.schedule_orders import action_orders
 from meshwright.topology.schedule_timeline import bubble_formula, peak_in_flight
+from meshwright.topology.unused_settings import unused_settings
 
 if TYPE_CHECKING:
     from meshwright.trainer.loop import Job
@@ -34,6 +35,7 @@ def start_record(job: Job, spread: ParallelModel, stream: Stream, world: World) 
         "decoder": job.model is None,
         "layout": str(job.layout),
         "shard": job.config.layout.shard,
+        "notes": unused_settings(job.config, own_model=job.model is not None),
         "pipeline": pipeline_record(job, world.rank),
         "groups": {axis: list(islice(job.layout.groups(axis), MAX_GROUPS)) for axis in job.layout.active_axes},
         "hosts": world.hosts,

@@ -1,18 +1,43 @@
-"""Ranks, coordinates and groups; what is refused, and what is said instead."""
+"""Layouts: coordinates and groups of ranks, and the tables of axes and collectives."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import fields
+from typing import get_args
 
 import pytest
 
 from meshwright.config import LayoutConfig, load_config
 from meshwright.errors import ConfigError
-from meshwright.topology.layout import AXES, Layout
-from meshwright.topology.unsupported import UNSUPPORTED, validate
+from meshwright.planner.hardware import cluster_file
+from meshwright.topology.axes import ALL_AXES, AXES, AXIS_TABLE, DATA_AXES
+from meshwright.topology.collectives import COLLECTIVES, find_collective
+from meshwright.topology.layout import Layout
+
+CUBE = Layout(pipeline=2, replicate=2, shard=2, context=2, tensor=2)
 
 
-def test_every_rank_has_its_own_place():
+def test_axis_table_has_the_fields_of_layout_and_the_keys_of_the_config():
+    assert tuple(field.name for field in fields(Layout)) == ALL_AXES
+    assert AXES == ("pipeline", "replicate", "shard", "context", "tensor")
+    assert DATA_AXES == ("replicate", "shard")
+    for axis in AXIS_TABLE:
+        section, key = axis.config_key.split(".")
+        assert hasattr(getattr(load_config(), section), key), axis.config_key
+
+
+def test_cluster_files_know_collectives_of_the_table():
+    assert set(get_args(cluster_file.Collective)) <= set(COLLECTIVES)
+
+
+def test_every_operator_prefix_belongs_to_one_collective():
+    for collective in COLLECTIVES.values():
+        assert all(find_collective(operator) == collective.name for operator in collective.operators)
+    assert find_collective("allgather_base_") == "all_gather"
+    assert find_collective("gather") is None
+
+
+def test_data_coordinates_of_a_pure_replicate_layout():
     layout = Layout(replicate=4)
     assert layout.ranks == layout.data_degree == 4
     assert [layout.data_coordinate(rank) for rank in range(4)] == [0, 1, 2, 3]
@@ -20,15 +45,12 @@ def test_every_rank_has_its_own_place():
     assert str(layout) == "replicate 4"
 
 
-def test_a_rank_outside_is_refused():
-    with pytest.raises(ValueError, match="rank 4 is not one of 4"):
+def test_coordinates_of_a_rank_outside_of_the_layout_raise():
+    with pytest.raises(ValueError, match="rank 4 is outside of the layout's 4 ranks"):
         Layout(replicate=4).coordinates(4)
 
 
-CUBE = Layout(pipeline=2, replicate=2, shard=2, context=2, tensor=2)
-
-
-def test_tensor_is_innermost_and_pipeline_outermost():
+def test_tensor_is_the_innermost_axis_and_pipeline_the_outermost():
     assert CUBE.ranks == 32
     assert CUBE.group(0, "tensor") == [0, 1]
     assert CUBE.group(0, "context") == [0, 2]
@@ -38,7 +60,7 @@ def test_tensor_is_innermost_and_pipeline_outermost():
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_the_groups_of_an_axis_hold_every_rank_once(axis):
+def test_groups_of_an_axis_partition_the_ranks(axis):
     groups = list(CUBE.groups(axis))
     assert sorted(rank for group in groups for rank in group) == list(range(32))
     for group in groups:
@@ -46,34 +68,33 @@ def test_the_groups_of_an_axis_hold_every_rank_once(axis):
             assert CUBE.group(rank, axis) == group
 
 
-def test_ranks_that_differ_on_tensor_or_context_alone_read_the_same_samples():
+def test_one_rank_per_slice_of_the_global_batch_counts_tokens():
     assert CUBE.data_degree == 4
     for rank in range(CUBE.ranks):
         peers = CUBE.group(rank, "tensor", "context", "pipeline")
         assert {CUBE.data_coordinate(peer) for peer in peers} == {CUBE.data_coordinate(rank)}
         assert sum(CUBE.counts_tokens(peer) for peer in peers) == 1
-    readers = [CUBE.reader_rank(c) for c in range(4)]
+    readers = [CUBE.reader_rank(coordinate) for coordinate in range(4)]
     assert [CUBE.data_coordinate(rank) for rank in readers] == [0, 1, 2, 3]
     assert all(CUBE.counts_tokens(rank) for rank in readers)
 
 
-def test_experts_fold_over_neighbouring_data_ranks():
+def test_expert_groups_are_consecutive_data_parallel_ranks():
     layout = Layout(replicate=2, shard=4, tensor=2, expert=4)
     assert layout.ranks == 16
     assert layout.group(0, "expert") == [0, 2, 4, 6]
     assert layout.group(9, "expert") == [9, 11, 13, 15]
 
 
-def test_sharding_without_a_degree_divides_the_replicas():
+def test_sharding_without_shard_degree_divides_the_replicas():
     assert Layout.from_config(LayoutConfig(replicate=4, shard="parameters")) == Layout(shard=4)
-    assert Layout.from_config(LayoutConfig(replicate=2, shard="optimizer", shard_degree=4)) == Layout(
-        replicate=2, shard=4
-    )
+    config = LayoutConfig(replicate=2, shard="optimizer", shard_degree=4)
+    assert Layout.from_config(config) == Layout(replicate=2, shard=4)
     assert Layout.from_config(LayoutConfig(replicate=2, tensor=2)) == Layout(replicate=2, tensor=2)
 
 
 @pytest.mark.parametrize(
-    ("words", "ranks", "layout"),
+    ("overrides", "ranks", "layout"),
     [
         ([], 4, Layout(replicate=4)),
         (["--layout.shard=zero-3"], 4, Layout(shard=4)),
@@ -81,89 +102,10 @@ def test_sharding_without_a_degree_divides_the_replicas():
         (["--layout.shard=zero-1", "--layout.shard_degree=2", "--layout.tensor=2"], 8, Layout(1, 2, 2, 1, 2)),
     ],
 )
-def test_ranks_decide_how_many_copies_there_are(words, ranks, layout):
-    assert Layout.from_config(load_config(overrides=words, ranks=ranks).layout) == layout
+def test_the_number_of_ranks_sets_the_replicas(overrides, ranks, layout):
+    assert Layout.from_config(load_config(overrides=overrides, ranks=ranks).layout) == layout
 
 
-def test_ranks_that_do_not_divide_are_refused_with_those_that_do():
-    with pytest.raises(ConfigError, match=r"6 ranks do not divide over tensor 4; allowed: 4 or 8 ranks"):
+def test_ranks_that_the_layout_does_not_divide_raise_with_the_nearest_numbers():
+    with pytest.raises(ConfigError, match=r"6 ranks.*tensor.*4.*4 or 8"):
         load_config(overrides=["--layout.tensor=4"], ranks=6)
-
-
-EXPERTS = ["--model.experts=4", "--layout.expert=2"]
-PIPED = ["--layout.pipeline=2", "--batch.micro=2"]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--layout.tensor=3"], "tensor does not divide model.kv_heads.*layout.tensor = 1, 2"),
-        (["--layout.tensor=2", "--model.ffn=351"], "tensor does not divide model.ffn.*must divide 351"),
-        (["--layout.tensor=2", "--model.vocab=257"], "tensor does not divide model.vocab.*pad it"),
-        (["--layout.tensor=2", "--data.sequence=127"], "tensor does not divide data.sequence"),
-        (["--layout.context=2", "--data.sequence=126"], "context does not divide data.sequence.*= 124 or 128"),
-        (["--layout.context=8", "--context.method=all-to-all"], "does not divide model.heads.*context.method = ring"),
-        (["--layout.expert=2"], "expert does not divide model.experts.*layout.expert = 1"),
-        (["--layout.expert=3", "--model.experts=4"], "expert does not divide model.experts.*layout.expert = 1, 2, 4"),
-        (["--layout.expert=4", "--model.experts=4"], "ranks that it folds over.*= 1, 2 .it must divide replicate x"),
-        (["--layout.pipeline=8"], "more stages of a pipeline than blocks.*at most 4"),
-        ([*PIPED, "--layout.shard=zero-2"], "pipeline with shard = gradients.*optimizer or parameters"),
-        ([*PIPED, "--pipeline.schedule=zbv", "--compile.enabled=true"], "nothing would be deferred.*compile = false"),
-        (
-            [*PIPED, "--pipeline.schedule=zbv", "--activation_checkpoint.mode=full"],
-            "every group of its weights.*= none",
-        ),
-        (
-            [*EXPERTS, "--activation_checkpoint.mode=selective"],
-            "activation_checkpoint.mode = selective with expert.*none or full",
-        ),
-        (
-            [*EXPERTS, "--layout.shard=zero-3", "--fsdp.reshard_after_forward=2"],
-            "fsdp.reshard_after_forward does not divide.*fsdp.reshard_after_forward = true, false",
-        ),
-        (
-            ["--layout.shard=zero-3", "--layout.tensor=2", "--fsdp.reshard_after_forward=2"],
-            "fsdp.reshard_after_forward of several ranks.*true or false",
-        ),
-        (
-            [*PIPED, "--pipeline.schedule=zbv", "--layout.shard=zero-3"],
-            "has let go of them.*fsdp.reshard_after_forward = false",
-        ),
-        ([*PIPED, "--pipeline.schedule=zbv", "--pipeline.stages=1"], "zbv cannot have 1 stages a rank; allowed: 2"),
-        (
-            ["--layout.pipeline=2"],
-            "cannot fill its stages with 1 micro-batches; allowed: 2.*batch.micro = 12",
-        ),
-        (["--layout.shard=zero-3", "--ddp.static_graph=true"], "promise to DDP.*static_graph = false"),
-        (["--layout.tensor=2", "--ddp.comm_hook=bf16_compress"], "rounds once.*ddp.comm_hook = none"),
-        (
-            ["--layout.shard=zero-3", "--layout.replicate=4", "--fsdp.reshard_after_forward=3"],
-            "fsdp.reshard_after_forward = true, false, 2, 4",
-        ),
-        (["--layout.shard=zero-3", "--layout.shard_degree=1"], "divides nothing"),
-        (
-            ["--activation_checkpoint.segment=2"],
-            "activation_checkpoint.segment without.*activation_checkpoint.mode = full",
-        ),
-        (["--layout.shard_degree=2"], "layout.shard_degree = 2 with layout.shard = none"),
-        (["--layout.shard=zero-4"], "layout.shard = zero-4 is not known.*none, optimizer, gradients, parameters"),
-    ],
-)
-def test_what_is_impossible_is_refused_with_what_is_possible(words, said):
-    with pytest.raises(ConfigError, match=said):
-        validate(load_config(overrides=["--batch.global=24", *words]))
-
-
-def test_the_table_says_of_every_refusal_why():
-    assert len({rule.combination for rule in UNSUPPORTED}) == len(UNSUPPORTED)
-    assert all(rule.reason and not rule.alternative(Layout(replicate=2), load_config()) for rule in UNSUPPORTED)
-
-
-def test_a_users_own_model_brings_its_own_cuts():
-    config = load_config(overrides=["--layout.tensor=3", "--layout.replicate=1"])
-    assert validate(config, own_model=True)[0].tensor == 3
-
-
-def test_the_documentation_has_the_table_of_what_is_refused():
-    text = (Path(__file__).parents[1] / "docs" / "layouts.md").read_text()
-    assert all(f"| {rule.combination} | {rule.reason} |" in text for rule in UNSUPPORTED)
