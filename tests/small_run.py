@@ -1,4 +1,4 @@
-"""A config so small that a step costs milliseconds."""
+"""A config with which a step takes milliseconds."""
 
 from __future__ import annotations
 

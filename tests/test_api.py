@@ -1,7 +1,10 @@
-"""The Python surface: a script, torchrun, and code without a file, as in a notebook cell."""
+"""Tests of the public Python API: scripts, torchrun, notebook cells, errors, and the names of the package."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import json
 import os
 import re
 import signal
@@ -10,11 +13,14 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import meshwright
 from meshwright import RunConfig, train
-from meshwright.errors import ConfigError
+from meshwright.config import BatchConfig, DataConfig, EvalConfig
+from meshwright.errors import ConfigError, DataError, IdentityError, MeshwrightError, NumericsError
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -28,12 +34,12 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
         [str(BIN / "torchrun"), "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nproc-per-node=2"],
     ],
 )
-def test_the_example_trains_a_users_own_model(tmp_path, launcher):
+def test_example_of_a_custom_model_trains_in_a_script_and_under_torchrun(tmp_path, launcher):
     command = [*launcher, str(ROOT / "examples" / "custom_model.py")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
-    right = float(re.search(r"([\d.]+)% of all points", done.stdout)[1])
-    assert right > 95
+    accuracy = float(re.search(r"([\d.]+)% of all points", done.stdout)[1])
+    assert accuracy > 95
 
 
 NOTEBOOK = """
@@ -53,14 +59,14 @@ data = [(float(i), 2.0 * i) for i in range(1, 65)]
 data = [(np.array([x], np.float32), np.array([y], np.float32)) for x, y in data]
 optimizer = OptimizerConfig(lr=0.05, weight_decay=0.0)
 config = RunConfig(steps=150, batch=BatchConfig(global_=8), eval=EvalConfig(holdout=0.0), optimizer=optimizer)
-for again in range(2):
+for _ in range(2):
     train(config, model=model, loss=lambda out, y: ((out - y) ** 2).sum(), source=data, run="runs/cell", quiet=True)
 print("factor", float(model.factor))
 """
 
 
-def test_code_without_a_file_trains_as_in_a_notebook_cell(tmp_path):
-    """No module to import and no __main__ guard: what spawn-based launchers cannot do."""
+def test_train_works_in_code_without_a_file_as_in_a_notebook_cell(tmp_path):
+    """There is no module to import and no __main__ guard, which launchers that spawn processes need."""
     done = subprocess.run(
         [sys.executable, "-"],
         input=NOTEBOOK,
@@ -74,15 +80,34 @@ def test_code_without_a_file_trains_as_in_a_notebook_cell(tmp_path):
     assert float(done.stdout.split()[-1]) == pytest.approx(2.0, abs=0.2)
 
 
-def test_the_package_imports_without_torch_and_knows_its_names():
-    code = "import sys, meshwright; meshwright.RunConfig; meshwright.train; assert 'torch' not in sys.modules"
+def test_import_meshwright_does_not_import_torch():
+    code = (
+        "import sys, meshwright; meshwright.RunConfig; meshwright.train; meshwright.plan('tiny', 'h100:2')\n"
+        "assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_dir_lists_the_public_names_and_each_of_them_resolves():
+    assert dir(meshwright) == sorted(meshwright.__all__)
+    for name in ("train", "plan", "simulate", "prove", "RunConfig", "ParallelSpec", "errors", "testing", "__version__"):
+        assert name in dir(meshwright)
+        assert getattr(meshwright, name) is not None
     assert meshwright.RunConfig is RunConfig
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="module 'meshwright' has no attribute 'nothing'"):
         _ = meshwright.nothing
 
 
-def test_a_model_without_its_loss_is_refused(tmp_path):
+@pytest.mark.parametrize("name", ["train", "plan", "simulate", "prove"])
+def test_every_argument_of_a_public_function_is_documented(name):
+    function = getattr(meshwright, name)
+    arguments, _, rest = inspect.getdoc(function).partition("Args:")[2].partition("Returns:")
+    assert "Raises:" in rest
+    for parameter in inspect.signature(function).parameters:
+        assert f"\n    {parameter}: " in arguments
+
+
+def test_model_without_loss_raises_config_error(tmp_path):
     with pytest.raises(ConfigError, match="come together"):
         train(RunConfig(), loss=lambda a, b: a, run=tmp_path / "r", quiet=True)
 
@@ -90,14 +115,14 @@ def test_a_model_without_its_loss_is_refused(tmp_path):
 TWICE = """
 import sys
 from meshwright import train
-from meshwright.config import load
+from meshwright.config import load_config
 for name in ("one", "two"):
-    config = load(steps=2, ranks=2, overrides=["--model.layers=1", "--data.kind=synthetic"])
+    config = load_config(steps=2, ranks=2, overrides=["--model.layers=1", "--data.kind=synthetic"])
     train(config, run=name, quiet=True)
 """
 
 
-def test_two_trainings_in_one_torchrun_process_do_not_meet_each_others_keys(tmp_path):
+def test_train_can_be_called_twice_in_one_torchrun_process(tmp_path):
     (tmp_path / "twice.py").write_text(TWICE)
     command = [
         str(BIN / "torchrun"),
@@ -131,7 +156,7 @@ train(config, model=torch.nn.Linear(2, 2), loss=lambda a, b: a.sum(), source=sou
 """
 
 
-def test_two_interrupts_end_a_hung_run_at_once_and_its_workers_with_it(tmp_path):
+def test_second_ctrl_c_kills_the_ranks_and_their_data_loader_workers(tmp_path):
     script = tmp_path / "hung.py"
     script.write_text(HUNG)
     job = subprocess.Popen(
@@ -144,5 +169,109 @@ def test_two_interrupts_end_a_hung_run_at_once_and_its_workers_with_it(tmp_path)
     for _ in range(2):
         job.send_signal(signal.SIGINT)
         time.sleep(1.0)
-    _, err = job.communicate(timeout=20)  # the pipe would stay open while a worker lives
-    assert "a second signal 2: the ranks were killed where they stood" in err
+    _, err = job.communicate(timeout=20)  # the pipe stays open as long as a worker lives
+    assert "KeyboardInterrupt: a second signal 2 killed the ranks" in err
+    assert job.returncode == -signal.SIGINT
+
+
+INTERRUPTED = """
+from meshwright import train
+from meshwright.config import load_config
+settings = ["model.layers=1", "model.width=32", "model.ffn=32", "data.kind=synthetic", "data.sequence=16"]
+train(load_config(steps=100000, ranks=2, overrides=[*settings, "launch.device=cpu"]), run="run", quiet=True)
+"""
+
+
+def test_ctrl_c_in_a_script_raises_keyboard_interrupt_after_a_checkpoint(tmp_path):
+    """The script must end as any interrupted Python script does: killed by SIGINT, which a shell shows as 130."""
+    (tmp_path / "script.py").write_text(INTERRUPTED)
+    job = subprocess.Popen(
+        [sys.executable, "script.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+    events = tmp_path / "run" / "events" / "rank-00000.jsonl"
+    end = time.monotonic() + 60
+    while not (events.exists() and '"kind":"step"' in events.read_text()) and time.monotonic() < end:
+        time.sleep(0.1)
+    job.send_signal(signal.SIGINT)
+    _, err = job.communicate(timeout=30)
+    assert "KeyboardInterrupt: stopped by signal 2 before step" in err
+    assert job.returncode == -signal.SIGINT
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json"))
+
+
+def linear_run(tmp_path, loss, source=None, **settings):
+    config = RunConfig(batch=BatchConfig(global_=4), eval=EvalConfig(holdout=0.0), steps=3)
+    sample = (np.ones(2, np.float32), np.ones(2, np.float32))
+    model = torch.nn.Linear(2, 2)
+    return train(config, model=model, loss=loss, source=source or [sample] * 8, run=tmp_path, quiet=True, **settings)
+
+
+def squared_error(outputs, targets):
+    return ((outputs - targets) ** 2).sum()
+
+
+def test_nonfinite_loss_raises_numerics_error_with_rank_and_step(tmp_path):
+    with pytest.raises(NumericsError) as raised:
+        linear_run(tmp_path / "r", lambda outputs, targets: squared_error(outputs, targets) * float("nan"))
+    assert type(raised.value) is NumericsError
+    assert raised.value.rank in (0, 1)
+    assert raised.value.step == 0
+    assert raised.value.exit_code == 7
+
+
+def test_invalid_loss_raises_config_error_of_the_rank(tmp_path):
+    with pytest.raises(ConfigError, match="shape") as raised:
+        linear_run(tmp_path / "r", lambda outputs, targets: (outputs - targets) ** 2)
+    assert raised.value.rank in (0, 1)
+
+
+class BrokenSource:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        raise OSError(f"sample {index} is unreadable")
+
+
+def test_unreadable_sample_raises_data_error(tmp_path):
+    with pytest.raises(DataError, match="unreadable"):
+        linear_run(tmp_path / "r", squared_error, BrokenSource())
+
+
+def test_exception_in_the_users_loss_raises_meshwright_error_with_its_traceback(tmp_path):
+    def failing_loss(outputs, targets):
+        raise ZeroDivisionError("my mistake")
+
+    with pytest.raises(MeshwrightError, match="ZeroDivisionError: my mistake") as raised:
+        linear_run(tmp_path / "r", failing_loss)
+    assert raised.value.rank in (0, 1)
+    assert any("failing_loss" in note for note in raised.value.__notes__)
+
+
+def test_identity_error_advises_keyword_arguments_not_command_line_options(tmp_path):
+    config = RunConfig(steps=1, eval=EvalConfig(holdout=0.0), data=DataConfig(kind="synthetic"))
+    train(config, run=tmp_path / "r", quiet=True)
+    with pytest.raises(IdentityError) as raised:
+        train(dataclasses.replace(config, seed=1), run=tmp_path / "r", quiet=True)
+    assert "fresh=True" in str(raised.value)
+    assert "--" not in str(raised.value)
+
+
+def test_plan_takes_a_preset_or_a_config_and_returns_the_ranking():
+    result = meshwright.plan("llama-8b", "h100:8", top=3)
+    assert result.chosen is result.found.ranked[0]
+    fixed = meshwright.plan(RunConfig(), "h100:2", batch=32, overrides=["layout.tensor=2"])
+    assert fixed.chosen.job.layout.tensor == 2
+    assert fixed.chosen.job.batch.global_ == 32
+    with pytest.raises(ConfigError, match="3 ranks on 2 devices; expected 1 to 2 ranks"):
+        meshwright.plan("tiny", "h100:2", ranks=3)
+
+
+def test_prove_returns_the_certificate_and_writes_it(tmp_path, monkeypatch):
+    checks = {"stream": lambda config: iter([("the stream is a permutation", True, "1 of 1")])}
+    monkeypatch.setattr("meshwright.prover.prove.CHECKS", checks)
+    certificate = meshwright.prove(RunConfig(), out=tmp_path / "certificate.json")
+    assert certificate["kept"] is True
+    assert json.loads((tmp_path / "certificate.json").read_text()) == certificate
+    with pytest.raises(ConfigError, match="cannot be written"):
+        meshwright.prove(RunConfig(), out=tmp_path)

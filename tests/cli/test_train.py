@@ -1,4 +1,4 @@
-"""`meshwright train` as a user meets it: signals, a second job, a killed rank, torchrun, no terminal."""
+"""Tests of `meshwright train` as a process: signals, a second job, a killed rank, torchrun, output to a pipe."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.cli import main
 from meshwright.telemetry.events import read_events
 
 BIN = Path(sys.executable).parent
@@ -26,23 +27,23 @@ SMALL = [
 ]
 
 
-STARTED: list[subprocess.Popen[str]] = []
+STARTED_JOBS: list[subprocess.Popen[str]] = []
 
 
 @pytest.fixture(autouse=True)
-def nothing_left():
-    """A test that fails leaves no job behind to slow the others down."""
+def kill_started_jobs():
+    """Kills the jobs that a failed test leaves behind."""
     yield
-    for job in STARTED:
+    for job in STARTED_JOBS:
         job.kill()
-    STARTED.clear()
+    STARTED_JOBS.clear()
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    command = [str(BIN / "meshwright"), "train", "--run", str(folder), *SMALL, *words]
+def start_job(folder: Path, *args: str) -> subprocess.Popen[str]:
+    command = [str(BIN / "meshwright"), "train", "--run", str(folder), *SMALL, *args]
     pipe = subprocess.PIPE
-    STARTED.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True))
-    return STARTED[-1]
+    STARTED_JOBS.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True))
+    return STARTED_JOBS[-1]
 
 
 def wait_for_steps(folder: Path, count: int, seconds: float = 60, attempt: int = 1) -> None:
@@ -55,18 +56,18 @@ def wait_for_steps(folder: Path, count: int, seconds: float = 60, attempt: int =
     raise TimeoutError(f"no {count} steps in {seconds} s")
 
 
-def family(pid: int) -> list[int]:
-    """Every process below a process."""
-    below = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    parent = {int(a): int(b) for a, b in (line.split() for line in below.splitlines())}
-    found, frontier = [], [pid]
+def descendants(pid: int) -> list[int]:
+    """Returns the ids of all descendants of a process."""
+    table = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    parent = {int(a): int(b) for a, b in (line.split() for line in table.splitlines())}
+    result, frontier = [], [pid]
     while frontier:
         frontier = [child for child, above in parent.items() if above in frontier]
-        found += frontier
-    return found
+        result += frontier
+    return result
 
 
-def gone(pids: list[int], seconds: float = 10) -> bool:
+def all_ended(pids: list[int], seconds: float = 10) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if not any(
@@ -79,10 +80,10 @@ def gone(pids: list[int], seconds: float = 10) -> bool:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_stops_every_rank_before_the_same_step(tmp_path, number, code):
-    job = start(tmp_path / "r", "--steps", "100000")
+def test_signal_stops_every_rank_before_the_same_step_with_exit_code_130_or_143(tmp_path, number, code):
+    job = start_job(tmp_path / "r", "--steps", "100000")
     wait_for_steps(tmp_path / "r", 5)
-    below = family(job.pid)
+    below = descendants(job.pid)
     assert len(below) == 3  # the fork server and two ranks
     os.kill(job.pid, number)
     out, err = job.communicate(timeout=30)
@@ -93,62 +94,62 @@ def test_a_signal_stops_every_rank_before_the_same_step(tmp_path, number, code):
         for r in (0, 1)
     ]
     assert last[0] == last[1]
-    assert gone(below)
+    assert all_ended(below)
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.3, 1.0, 2.0])
-def test_a_signal_while_starting_is_not_lost(tmp_path, delay):
-    job = start(tmp_path / "r", "--steps", "100000")
+def test_signal_during_startup_stops_the_run(tmp_path, delay):
+    job = start_job(tmp_path / "r", "--steps", "100000")
     while not (tmp_path / "r" / "attempts" / "0001" / "lease.json").exists():
         time.sleep(0.01)
     time.sleep(delay)
-    below = family(job.pid)
+    below = descendants(job.pid)
     job.send_signal(signal.SIGINT)
     _, err = job.communicate(timeout=30)
     assert job.returncode == 130, err
     assert "meshwright: stopped by signal 2 before step" in err
-    assert gone(below)
+    assert all_ended(below)
 
 
-def test_a_signal_to_one_rank_alone_stops_them_all(tmp_path):
-    job = start(tmp_path / "r", "--steps", "100000")
+def test_signal_to_one_rank_stops_all_ranks(tmp_path):
+    job = start_job(tmp_path / "r", "--steps", "100000")
     wait_for_steps(tmp_path / "r", 5)
-    rank_1 = family(job.pid)[-1]
+    rank_1 = descendants(job.pid)[-1]
     os.kill(rank_1, signal.SIGTERM)
     _, err = job.communicate(timeout=30)
     assert job.returncode == 143, err
 
 
-def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
-    job = start(tmp_path / "r", "--steps", "100000", "--restarts", "0")
+def test_killed_rank_ends_the_run_with_exit_code_8_and_is_reported(tmp_path):
+    job = start_job(tmp_path / "r", "--steps", "100000", "--restarts", "0")
     wait_for_steps(tmp_path / "r", 5)
-    below = family(job.pid)
+    below = descendants(job.pid)
     os.kill(below[-1], signal.SIGKILL)
     _, err = job.communicate(timeout=30)
     assert job.returncode == 8
     assert re.search(r"rank [01] was ended by signal 9 \(SIGKILL\)", err.splitlines()[0])
-    assert gone(below)
+    assert all_ended(below)
 
 
-def test_when_the_launching_process_is_killed_nothing_stays(tmp_path):
-    job = start(tmp_path / "r", "--steps", "100000")
+def test_ranks_end_when_the_supervisor_is_killed_and_the_run_folder_is_usable_again(tmp_path):
+    job = start_job(tmp_path / "r", "--steps", "100000")
     wait_for_steps(tmp_path / "r", 5)
-    below = family(job.pid)
+    below = descendants(job.pid)
     job.kill()
     job.communicate(timeout=10)
-    assert gone(below)
-    again = start(tmp_path / "r", "--steps", "100000")
-    wait_for_steps(tmp_path / "r", 2, attempt=2)  # no cleaning was needed
-    again.send_signal(signal.SIGINT)
-    again.communicate(timeout=30)
+    assert all_ended(below)
+    second = start_job(tmp_path / "r", "--steps", "100000")
+    wait_for_steps(tmp_path / "r", 2, attempt=2)
+    second.send_signal(signal.SIGINT)
+    second.communicate(timeout=30)
     attempts = {e["attempt"] for e in read_events(tmp_path / "r" / "events" / "rank-00000.jsonl")}
     assert attempts == {1, 2}
 
 
-def test_a_second_job_on_the_same_folder_is_refused_at_once(tmp_path):
-    job = start(tmp_path / "r", "--steps", "100000")
+def test_second_job_on_the_same_run_folder_exits_with_code_9(tmp_path):
+    job = start_job(tmp_path / "r", "--steps", "100000")
     wait_for_steps(tmp_path / "r", 1)
-    second = start(tmp_path / "r", "--steps", "100000")
+    second = start_job(tmp_path / "r", "--steps", "100000")
     _, err = second.communicate(timeout=20)
     assert second.returncode == 9
     assert f"held by process {job.pid}" in err
@@ -156,8 +157,8 @@ def test_a_second_job_on_the_same_folder_is_refused_at_once(tmp_path):
     job.communicate(timeout=30)
 
 
-def test_without_a_terminal_there_is_one_plain_line_a_log_step(tmp_path):
-    job = start(tmp_path / "r", "--steps", "6", "--log_every=2")
+def test_output_without_a_terminal_has_one_plain_line_per_log_step(tmp_path):
+    job = start_job(tmp_path / "r", "--steps", "6", "--log_every=2")
     out, err = job.communicate(timeout=60)
     assert job.returncode == 0, err
     assert "\x1b" not in out
@@ -166,37 +167,37 @@ def test_without_a_terminal_there_is_one_plain_line_a_log_step(tmp_path):
     assert str(tmp_path / "r") in out
 
 
-def test_json_gives_events_as_lines(tmp_path):
-    out, err = start(tmp_path / "r", "--steps", "3", "--json").communicate(timeout=60)
+def test_json_option_prints_one_event_per_line(tmp_path):
+    out, err = start_job(tmp_path / "r", "--steps", "3", "--json").communicate(timeout=60)
     events = [json.loads(line) for line in out.splitlines()]
     assert [e["kind"] for e in events] == ["start", "step", "step", "counters", "step", "eval", "checkpoint", "end"]
 
 
-def test_bad_data_is_one_line_with_exit_6(tmp_path):
+def test_invalid_token_file_is_one_line_with_exit_code_6(tmp_path):
     (tmp_path / "odd.bin").write_bytes(b"12345")
-    job = start(tmp_path / "r", "--data.kind=tokens", f"--data.path={tmp_path / 'odd.bin'}")
+    job = start_job(tmp_path / "r", "--data.kind=tokens", f"--data.path={tmp_path / 'odd.bin'}")
     _, err = job.communicate(timeout=60)
     assert job.returncode == 6
     assert err.count("\n") == 1
     assert "is not a multiple of" in err
 
 
-def test_a_run_folder_that_cannot_be_made_is_named(tmp_path):
+def test_run_folder_that_cannot_be_created_is_reported_with_exit_code_2(tmp_path):
     (tmp_path / "file").write_text("")
-    job = start(tmp_path / "file" / "r")
+    job = start_job(tmp_path / "file" / "r")
     _, err = job.communicate(timeout=20)
     assert job.returncode == 2
     assert "cannot be made" in err
 
 
-def test_torchrun_runs_the_same_training(tmp_path):
+def test_torchrun_gives_bitwise_the_same_parameters(tmp_path):
     rendezvous = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     job = ["-m", "meshwright", "train", "--run-dir", str(tmp_path / "torchrun"), *SMALL, "--steps", "4"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [str(BIN / "torchrun"), *rendezvous, *job]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
-    start(tmp_path / "own", "--steps", "4").communicate(timeout=60)
+    start_job(tmp_path / "own", "--steps", "4").communicate(timeout=60)
     digests = [
         list(read_events(tmp_path / name / "events" / "rank-00000.jsonl"))[-1]["parameters_digest"]
         for name in ("torchrun", "own")
@@ -205,7 +206,7 @@ def test_torchrun_runs_the_same_training(tmp_path):
     assert "step      4/4" in done.stdout
 
 
-def test_another_number_of_ranks_than_torchruns_is_refused(tmp_path):
+def test_layout_with_another_number_of_ranks_than_torchrun_started_exits_with_code_2(tmp_path):
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     command = [str(BIN / "meshwright"), "train", "--run", str(tmp_path / "r"), *SMALL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
@@ -213,10 +214,20 @@ def test_another_number_of_ranks_than_torchruns_is_refused(tmp_path):
     assert "the layout replicate 2 has 2 ranks and 1 ranks were started" in done.stderr
 
 
-def test_a_reader_that_leaves_does_not_end_the_training(tmp_path):
-    job = start(tmp_path / "r", "--steps", "8", "--log_every=1")
+def test_closed_output_pipe_does_not_end_the_training(tmp_path):
+    job = start_job(tmp_path / "r", "--steps", "8", "--log_every=1")
     assert job.stdout is not None
     job.stdout.readline()
     job.stdout.close()
     assert job.wait(60) == 0
     assert [e["kind"] for e in read_events(tmp_path / "r" / "events" / "rank-00000.jsonl")][-1] == "end"
+
+
+def test_steps_option_reaches_the_config(monkeypatch, tmp_path):
+    """`--steps` on a finished run extends it, so the option must replace the value of the run file."""
+    configs = []
+    monkeypatch.setattr("meshwright.api.train_with_fork_server", lambda config, *args, **kwargs: configs.append(config))
+    (tmp_path / "run.toml").write_text("steps = 5\n")
+    main(["train", str(tmp_path / "run.toml"), "--steps", "9", "--run", str(tmp_path / "r")])
+    main(["train", str(tmp_path / "run.toml"), "--run", str(tmp_path / "r")])
+    assert [config.steps for config in configs] == [9, 5]

@@ -1,0 +1,131 @@
+"""Tests of the command line as a whole: parsing, one-line errors, exit codes, help, and start-up without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from meshwright.cli import main
+from meshwright.cli.args import parse, split_overrides
+from meshwright.cli.plan import plan
+from meshwright.cli.train import train
+
+INVALID_ARGUMENTS = {
+    "--model.layer=3": "unknown key model.layer = 3; did you mean layers?",
+    "--model.layers=many": "model.layers = many has the wrong type; expected an integer",
+    "--batch.micro=3": "batch.micro = 3 does not divide the 8 samples of a rank",
+    "--batch.global=15": "batch.global = 15 is not divisible by the data-parallel degree 2; expected batch.global = 14",
+    "--launch.threads": "--launch.threads has no value; expected --launch.threads VALUE",
+    "--steps": "argument --steps: expected one argument; try meshwright train --help",
+    "--stepz=3": "unknown option --stepz=3; did you mean --steps? try meshwright train --help",
+    "--count-bytes-every=x": "count_bytes_every = x has the wrong type",
+    "--steps=x": "steps = x has the wrong type; expected an integer",
+}
+
+
+@pytest.mark.parametrize("argument", INVALID_ARGUMENTS)
+def test_invalid_argument_is_one_line_on_stderr_with_exit_code_2(argument, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", argument])
+    stderr = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert stderr.count("\n") == 1
+    assert INVALID_ARGUMENTS[argument] in stderr
+
+
+def test_missing_run_file_is_one_line_with_exit_code_2(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", str(tmp_path / "missing.toml")])
+    assert stop.value.code == 2
+    assert "missing.toml cannot be read" in capsys.readouterr().err
+
+
+def test_unknown_verb_is_one_line_with_exit_code_2(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["fly"])
+    assert stop.value.code == 2
+    stderr = capsys.readouterr().err
+    assert stderr.count("\n") == 1
+    assert "unknown verb 'fly'; expected one of train, plan" in stderr
+
+
+def test_second_positional_argument_is_rejected(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "one.toml", "two.toml"])
+    assert stop.value.code == 2
+    assert "unknown argument two.toml" in capsys.readouterr().err
+
+
+def test_config_override_accepts_equals_sign_or_next_argument():
+    args = ["run.toml", "--seed", "5", "--model.tie", "True", "--steps", "3", "--batch.micro=2"]
+    assert split_overrides(args, {"--steps"}) == (
+        ["run.toml", "--steps", "3"],
+        ("--seed=5", "--model.tie=True", "--batch.micro=2"),
+    )
+
+
+def test_config_override_before_a_positional_argument_keeps_its_value():
+    parsed = parse(train, "train", ["--optimizer.lr", "-3e-4", "run.toml", "--ranks=2"])
+    assert str(parsed["file"]) == "run.toml"
+    assert parsed["ranks"] == "2"
+    assert parsed["overrides"] == ("--optimizer.lr=-3e-4",)
+
+
+def test_hyphens_and_underscores_name_the_same_option():
+    assert parse(plan, "plan", ["tiny", "--critical_batch", "5"])["critical_batch"] == 5.0
+    assert split_overrides(["--model.kv-heads=4", "--log-every=2"], set())[1] == ("--model.kv_heads=4", "--log_every=2")
+
+
+def test_top_level_config_key_is_an_option_where_the_verb_has_none_of_that_name():
+    assert split_overrides(["--steps", "3", "--count-bytes-every=0"], set())[1] == (
+        "--steps=3",
+        "--count_bytes_every=0",
+    )
+
+
+@pytest.mark.parametrize("verb", ["train", "simulate", "prove", "plan"])
+def test_help_of_a_verb_lists_its_options_and_every_config_key(verb, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([verb, "--help"])
+    assert stop.value.code == 0
+    stdout = capsys.readouterr().out
+    for key in ("--batch.global", "--optimizer.lr", "--ddp.bucket_cap_mb", "--json"):
+        assert key in stdout
+    assert "samples per optimizer step, over all ranks" in stdout
+
+
+def test_usage_lists_every_verb(capsys):
+    main(["--help"])
+    stdout = capsys.readouterr().out
+    for verb in ("train", "plan schedule", "data find", "checkpoint verify"):
+        assert f"  {verb} " in stdout
+    assert "Exit codes: 0 done" in stdout
+
+
+def test_help_and_plan_do_not_import_torch_or_tyro():
+    code = (
+        "import sys; from meshwright.cli import main; main(['--help']); main(['plan', 'tiny', '--cluster', 'h100:2'])\n"
+        "assert not {'torch', 'tyro'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("columns", ["0", "-1", "wide"])
+def test_invalid_columns_variable_is_ignored(columns, monkeypatch, capsys):
+    """A terminal width of zero, which some pseudo-terminals report, ended in a traceback of rich."""
+    monkeypatch.setenv("COLUMNS", columns)
+    main(["plan", "tiny", "--cluster", "h100:2"])
+    assert "replicate 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("out", ["", "missing/certificate.json"])
+def test_prove_rejects_an_output_path_that_cannot_be_written_before_it_starts(out, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("meshwright.prover.prove.run_checks", lambda config: pytest.fail("the checks have started"))
+    with pytest.raises(SystemExit) as stop:
+        main(["prove", "--out", str(tmp_path / out)])
+    assert stop.value.code == 2
+    stderr = capsys.readouterr().err
+    assert stderr.count("\n") == 1
+    assert "cannot be written" in stderr

@@ -1,0 +1,120 @@
+"""Tests of reading a config: precedence, conversion, errors in one line, and TOML in and out."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from meshwright.config import PRESETS, RunConfig, config_from_dict, config_to_toml, load_config
+from meshwright.errors import ConfigError
+
+INVALID_OVERRIDES = {
+    "--model.layer=3": "unknown key model.layer = 3; did you mean layers? expected one of vocab, width",
+    "--modle.layers=3": "unknown key modle",
+    "--model.layers=many": "model.layers = many has the wrong type; expected an integer",
+    "--model.layers=2.5": "model.layers = 2.5 has the wrong type",
+    "--model.layers=0": "model.layers = 0 is out of range; expected from 1 to",
+    "--model.vocab=1": "model.vocab = 1 is out of range",
+    "--model.heads=3": "model.heads = 3 does not divide model.width = 128",
+    "--model.kv_heads=3": "model.kv_heads = 3 does not divide model.heads = 4; expected 1, 2, 4",
+    "--model.tie=maybe": "model.tie = maybe has the wrong type; expected true or false",
+    "--preset=huge": "preset = huge is unknown; expected one of tiny, small",
+    "--seed=-1": "seed = -1 is out of range",
+    "--data.kind=web": "data.kind = web is unknown; expected one of stdlib",
+    "--data.kind=tokens": "data.path is empty",
+    "--data.sequence=1": "data.sequence = 1 is out of range",
+    "--data.mixture=3": "data.mixture = 3 is not a list",
+    '--data.mixture=[{kind="text"}]': "data.mixture[0].path is empty",
+    "--optimizer.lr=nan": "optimizer.lr = nan is not finite",
+    "--optimizer.beta1=1": "optimizer.beta1 = 1 is out of range; expected from 0 to 0.999999",
+    "--precision.compute=fp8": "precision.compute = fp8 is unknown; expected one of fp32, bf16, fp16, fp64",
+    "--eval.holdout=0.9": "eval.holdout = 0.9 is out of range",
+    "--layout.replicate=0": "layout.replicate = 0 is out of range",
+    "--launch.collective_timeout=1e300": "launch.collective_timeout = 1e300 is out of range",
+    "--data.samples=100000000000000000000000": "is out of range",
+    "launch.threads": "launch.threads has no value; expected launch.threads=VALUE",
+}
+
+
+@pytest.mark.parametrize("override", INVALID_OVERRIDES)
+def test_invalid_override_raises_config_error_with_key_value_and_expectation(override):
+    with pytest.raises(ConfigError) as raised:
+        load_config(overrides=[override])
+    assert INVALID_OVERRIDES[override] in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_value_in_place_of_a_table_raises_config_error():
+    with pytest.raises(ConfigError, match="model = 3 is a value; expected a table with vocab"):
+        config_from_dict({"model": 3})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model = 3", "model = 3 is a value"),
+        ("[model\nlayers=3", "is not TOML"),
+        ("[model]\nlayers = '3'", 'model.layers = "3" has the wrong type'),
+        ("steps = true", "steps = true has the wrong type"),
+        ("surprise = 1", "unknown key surprise"),
+        ("steps = 1_000_000_000_000_000_000_000", "steps = 1000000000000000000000 is out of range"),
+        ("optimizer.lr = 1" + "0" * 400, "has the wrong type"),
+        ("x = " + "[" * 5000 + "]" * 5000, "is not TOML"),
+        ("steps = " + "9" * 5000, "is not TOML"),
+        ("[model]\nwidth = 2147483647\nheads = 3", "does not divide"),
+        ("[batch]\nglobal = 1_000_000_000_000_000", "batch.global = 1000000000000000 is out of range"),
+    ],
+)
+def test_invalid_run_file_raises_config_error(tmp_path, text, message):
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        load_config(file)
+    assert message in str(raised.value)
+
+
+def test_missing_oversized_and_binary_run_files_are_named_in_the_error(tmp_path):
+    (tmp_path / "huge.toml").write_bytes(b"#" * (2 << 20))
+    (tmp_path / "binary.toml").write_bytes(bytes(range(256)))
+    for name in ("missing.toml", "huge.toml", "binary.toml"):
+        with pytest.raises(ConfigError, match=name):
+            load_config(tmp_path / name)
+
+
+def test_overrides_take_precedence_over_the_run_file_and_the_run_file_over_the_preset(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('preset = "small"\n[model]\nlayers = 3\nffn = 100\n')
+    config = load_config(file, ["--model.layers=5"], ranks="4", steps="7")
+    assert (config.model.layers, config.model.ffn, config.model.width) == (5, 100, 256)
+    assert (config.layout.replicate, config.steps) == (4, 7)
+
+
+def test_zero_stages_are_aliases_of_layout_shard():
+    assert load_config(overrides=["layout.shard=zero-3"]).layout.shard == "parameters"
+
+
+def test_ranks_that_do_not_divide_by_the_other_degrees_raise_config_error():
+    with pytest.raises(ConfigError, match="6 ranks are not divisible by tensor 4; expected 4 or 8 ranks"):
+        load_config(overrides=["layout.tensor=4"], ranks=6)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_survives_a_round_trip_through_toml(preset):
+    config = config_from_dict({"preset": preset})
+    assert config_from_dict(tomllib.loads(config_to_toml(config))) == config
+
+
+def test_data_mixture_survives_a_round_trip_through_toml():
+    config = load_config(overrides=['--data.mixture=[{kind="synthetic", weight=2}, {kind="stdlib"}]'])
+    assert len(config.data.mixture) == 2
+    assert config_from_dict(tomllib.loads(config_to_toml(config))) == config
+
+
+def test_text_with_quotes_and_newlines_survives_a_round_trip_through_toml():
+    config = load_config(overrides=['--data.field=a "b"\nc\\d'])
+    assert config_from_dict(tomllib.loads(config_to_toml(config))) == config
+
+
+def test_default_config_is_the_tiny_preset():
+    assert load_config() == RunConfig()

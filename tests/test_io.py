@@ -1,0 +1,100 @@
+"""Tests of atomic writes, bounded reads of untrusted files, and number formatting."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from meshwright.errors import ConfigError
+from meshwright.io import (
+    atomic_write,
+    finite,
+    format_bytes,
+    format_clock,
+    format_count,
+    format_percent,
+    format_seconds,
+    output_file,
+    printable,
+    read_json,
+    read_regular_file,
+    write_output,
+)
+
+
+def test_atomic_write_replaces_the_file_and_leaves_no_temporary_file(tmp_path):
+    file = tmp_path / "new" / "file.txt"
+    atomic_write(file, "one")
+    atomic_write(file, ["t", "wo"])
+    assert file.read_text() == "two"
+    assert os.listdir(file.parent) == ["file.txt"]
+
+
+def test_atomic_write_that_fails_keeps_the_old_file(tmp_path):
+    file = tmp_path / "file.txt"
+    file.write_text("old")
+
+    def lines():
+        yield "new"
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        atomic_write(file, lines())
+    assert file.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file.txt"]
+
+
+def test_atomic_write_through_a_symbolic_link_replaces_its_target(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    atomic_write(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").read_text() == "text"
+
+
+def test_untrusted_file_that_is_a_pipe_or_too_large_raises_config_error(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="not a regular file; expected a page"):
+        read_regular_file(tmp_path / "pipe", 10, "the page", "a page")
+    (tmp_path / "large").write_bytes(b"x" * 11)
+    with pytest.raises(ConfigError, match="the page is larger than 10 bytes"):
+        read_regular_file(tmp_path / "large", 10, "the page", "a page")
+    assert read_regular_file(tmp_path / "large", 11, "the page", "a page") == b"x" * 11
+
+
+@pytest.mark.parametrize("content", ["{", "[" * 100_000])
+def test_invalid_json_raises_config_error_with_the_path(tmp_path, content):
+    (tmp_path / "file.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"file\.json is not JSON"):
+        read_json(tmp_path / "file.json")
+
+
+def test_output_file_must_be_creatable(tmp_path):
+    assert output_file(tmp_path / "new.txt", "--out") == tmp_path / "new.txt"
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for path in (tmp_path, tmp_path / "missing" / "file", tmp_path / "loop", tmp_path / ("x" * 300)):
+        with pytest.raises(ConfigError, match=r"--out .* cannot be written"):
+            write_output(path, "text", "--out")
+
+
+def test_control_characters_and_nonfinite_numbers_are_replaced():
+    assert printable("a\x1b[2Jb\nc") == "a?[2Jb\nc"
+    assert finite({"a": [1.0, float("inf")], "b": float("nan")}) == {"a": [1.0, None], "b": None}
+
+
+def test_numbers_have_three_significant_digits():
+    assert [format_bytes(n) for n in (5, 2048, 5 << 20, 1536 << 20)] == ["5 B", "2 KiB", "5 MiB", "1.5 GiB"]
+    assert [format_seconds(s) for s in (0, 3e-6, 0.01234, 4.567, 12345)] == [
+        "0 s",
+        "3 us",
+        "12.3 ms",
+        "4.57 s",
+        "12,345 s",
+    ]
+    assert [format_clock(s) for s in (5, 65, 3700, 273600)] == ["00:05", "01:05", "01:01:40", "3d 04h"]
+    assert [format_count(n) for n in (512, 4096, 8.03e9)] == ["512", "4.1 k", "8.03 B"]
+
+
+def test_percentages():
+    assert [format_percent(f) for f in (None, 0, 0.0321, 0.412)] == ["-", "0%", "3.2%", "41%"]
+    assert [format_percent(f, 1, signed=True) for f in (0.0123, -0.2, 0.0001)] == ["+1.2%", "-20.0%", "0.0%"]
