@@ -13,9 +13,9 @@ def contender(job: Job, world: World) -> Run:
 
     def run(steps: int) -> float:
         for _ in range(steps):
-            training.advance()
-        training.ledger.settle()
-        assert training.ledger.loss is not None
-        return training.ledger.loss
+            training.run_step()
+        training.recorder.flush()
+        assert training.recorder.loss is not None
+        return training.recorder.loss
 
     return run

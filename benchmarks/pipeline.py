@@ -27,7 +27,7 @@ from meshwright.testing import run_ranks
 from meshwright.topology.schedule_timeline import build_timeline
 from meshwright.topology.schedules import SCHEDULES
 from meshwright.topology.unsupported import validate
-from meshwright.trainer.step_recorder import idle
+from meshwright.trainer.step_recorder import idle_fraction
 
 SHAPE = ["--model.width=64", "--model.layers=8", "--model.ffn=176", "--model.vocab=64", "--data.sequence=16"]
 STEPS = 12
@@ -75,5 +75,5 @@ def row(world: World, config: RunConfig) -> dict[str, Any]:
     batches = loader.steps(0, STEPS)
     outcomes = [step.run(number, LR, batches) for number in range(STEPS)][2:]
     live = {outcome.in_flight.peak_total for outcome in outcomes if outcome.in_flight is not None}
-    waited = [idle(outcome.clock.seconds()) for outcome in outcomes]
+    waited = [idle_fraction(outcome.clock.seconds()) for outcome in outcomes]
     return {"live": max(live), "idle": round(median(waited), 3), "activation": activation(world, config)}

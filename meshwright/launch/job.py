@@ -98,7 +98,7 @@ def run_in_this_process(
         world = replace(world, heartbeat=Heartbeat(job.folder.heartbeat(attempt, world.rank)))
         listener = make_listener(attempt) if world.rank == 0 else None
         job = job.as_attempt(attempt, restarts, fork)
-        job = replace(job, listener=listener, watched=False)
+        job = replace(job, listener=listener, supervised=False)
         with recording_outcome(lease) if isinstance(lease, Lease) else nullcontext():
             return train_rank(job, world)
     finally:  # the process belongs to the user: restore the global state that training changed

@@ -15,7 +15,7 @@ from rich.console import Console as Rich
 from rich.live import Live
 from rich.text import Text
 
-from meshwright.config import RunConfig, fingerprint, identity, placement
+from meshwright.config import RunConfig
 from meshwright.io import format_bytes, format_clock
 from meshwright.telemetry.events import Event
 from meshwright.version import __version__
@@ -102,6 +102,10 @@ class Terminal:
         if event["changes"]:
             self.say(f"not bitwise as before: {'; '.join(event['changes'])}", "yellow")
 
+    def _extended(self, event: Event) -> None:
+        change = f"learning rate {event['lr']:.3e} instead of {event['lr_before']:.3e}"
+        self.note(event, f"extended from {event['steps_before']} to {event['steps']} steps: {change}", "yellow")
+
     def _damaged(self, event: Event) -> None:
         for damage in event["damage"]:
             what = "{file} chunk {chunk}: expected {expected}, found {found}".format(**damage)
@@ -165,8 +169,8 @@ def header(config: RunConfig, folder: Path, attempt: int, start: Event) -> list[
     threads = f"{start['threads']} thread{'s' if start['threads'] > 1 else ''} each"
     data = f"{', '.join(start['sources'])}: {start['samples']:,} samples, {start['held_out']:,} held out"
     optimizer = f"AdamW lr {o.lr:g} {config.schedule.kind}, clip {o.clip:g}"
-    watch = [] if start.get("watched", True) else ["  watch   by torchrun: hung and slow ranks are not named here"]
-    fingerprints = f"identity {fingerprint(identity(config))}  placement {fingerprint(placement(config))}"
+    watch = [] if start.get("supervised", True) else ["  watch   by torchrun: hung and slow ranks are not named here"]
+    fingerprints = f"identity {start['identity']}  placement {start['placement']}"
     return [
         f"meshwright {__version__}  run {folder}  attempt {attempt}",
         f"  model   {start['parameters']:,} parameters" + (f": {shape}{experts}" if start["decoder"] else ""),
@@ -246,7 +250,7 @@ def plain_line(recent: list[Event], steps: int, saved: int = -1) -> str:
     left = format_clock(step_seconds * (steps - event["step"] - 1))
     speed = f"{tokens_second:,.0f} tok/s  {phases}  mem {format_bytes(event['memory'])}  eta {left}"
     speed += f"  saved {saved}" if saved >= 0 else ""
-    return f"step {event['step'] + 1:>6}/{steps}  {numbers}  {speed}"
+    return f"{event['step'] + 1:>6} of {steps} steps done  {numbers}  {speed}"
 
 
 def live_line(recent: list[Event], steps: int, width: int, saved: int = -1) -> Text:
@@ -258,14 +262,14 @@ def live_line(recent: list[Event], steps: int, width: int, saved: int = -1) -> T
     data = part["fetch"] + part["copy"]
     text = Text()
     if width >= 140:
-        text.append(f" {event['step'] + 1}/{steps}  loss {loss}", "bold")
+        text.append(f" {event['step'] + 1} of {steps} steps done  loss {loss}", "bold")
         text.append(f"  lr {event['lr']:.1e}  norm {norm}  {rate:,.0f} tok/s ")
         names = {"data": data, "fwd": part["forward"], "bwd": part["backward"], "update": part["update"]}
         text.append("".join(f" {name} {share:.0%}" for name, share in names.items()))
         text.append(f" exposed {part['sync']:.0%}", EXPOSED)
         text.append(f"  mem {format_bytes(event['memory'])}  eta {left}" + (f"  saved {saved}" if saved >= 0 else ""))
     else:
-        text.append(f" {event['step'] + 1}/{steps} loss {loss}", "bold")
+        text.append(f" {event['step'] + 1}/{steps} done loss {loss}", "bold")
         text.append(f" lr {event['lr']:.0e} g {norm} {rate / 1000:,.1f}k tok/s")
         text.append(f" f{part['forward']:.0%} b{part['backward']:.0%}").append(f" x{part['sync']:.0%}", EXPOSED)
         text.append(f" {format_bytes(event['memory']).replace(' ', '')} {left}")

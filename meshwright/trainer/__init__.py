@@ -1,1 +1,1 @@
-"""One training step, and the loop around it."""
+"""One optimizer step, and the training loop around it."""

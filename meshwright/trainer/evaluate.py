@@ -1,4 +1,4 @@
-"""Loss on held-out samples, weighed by tokens exactly as training weighs it."""
+"""The loss on held-out samples, averaged over tokens exactly as in training."""
 
 from __future__ import annotations
 
@@ -14,45 +14,46 @@ from meshwright.trainer.precision import Precision
 
 
 class Evaluation:
-    """The same held-out samples every time, split over ranks; shares need not be equal, since sums are summed. Every
-    rank makes as many passes, though: where the model is spread over ranks, they make each pass together.
+    """Evaluates the same held-out samples every time, split over the data-parallel ranks. The shares may differ, since
+    losses and counts are summed, but every rank runs the same number of passes, because a pass may be collective.
     """
 
     def __init__(self, source: ConcatenatedSource, stream: Stream, samples: int, batch: Batch, coordinate: int) -> None:
         ids = stream.held_out_samples(samples)
-        own = ids[coordinate :: batch.replicas]
+        local_ids = ids[coordinate :: batch.replicas]
         self.samples = len(ids)
-        self.cuts = [own[start : start + batch.micro] for start in range(0, len(own), batch.micro)]
-        self.passes = -(-len(ids[:: batch.replicas]) // batch.micro)  # of the first coordinate, whose share is largest
-        self.filler = ids[:1]
-        self.decoder = MicroBatchDataset(source, quarantine=True)
+        self.micro_batches = [local_ids[i : i + batch.micro] for i in range(0, len(local_ids), batch.micro)]
+        self.passes = -(
+            -len(ids[:: batch.replicas]) // batch.micro
+        )  # as many as the first coordinate needs, whose share is largest
+        self.padding = ids[:1]
+        self.dataset = MicroBatchDataset(source, quarantine=True)
 
     @torch.no_grad()
     def run(
-        self, spread: ParallelModel, precision: Precision, world: World, counts_tokens: bool, reports_loss: bool
+        self, parallel_model: ParallelModel, precision: Precision, world: World, counts_tokens: bool, reports_loss: bool
     ) -> tuple[float, int, str]:
-        """(loss, valid tokens, what this rank could not decode) over all ranks' shares. Of the ranks that share samples
-        one `speaks` for their number, and of those that come to the same loss one `weighs`.
+        """Returns the loss and the number of valid tokens over all ranks, and the first sample that this rank could not
+        decode. For `counts_tokens` and `reports_loss` see `StepContext`.
         """
         sums = torch.zeros(2, dtype=torch.float64, device=world.device)
-        bad, model = "", spread.module
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        spread.broadcast_buffers()
+        bad, module = "", parallel_model.module
+        modes = [(child, child.training) for child in module.modules()]
+        module.eval()
+        parallel_model.broadcast_buffers()
         for index in range(self.passes):
             world.heartbeat.beat()
-            batch = self.decoder[self.cuts[index] if index < len(self.cuts) else self.filler]
-            if batch.bad_samples and index < len(self.cuts):
+            batch = self.dataset[self.micro_batches[index] if index < len(self.micro_batches) else self.padding]
+            if batch.bad_samples and index < len(self.micro_batches):
                 bad = bad or str(batch.bad_samples[0])
-            with precision.autocast(), spread.micro_step(last=True):
-                total = spread.forward_loss(*map(world.to_device, spread.shard_inputs(batch.tensors)))
-            if index < len(self.cuts):
-                own = [total.double() if reports_loss else torch.zeros((), device=world.device, dtype=torch.float64)]
-                sums += torch.stack(
-                    [*own, torch.tensor(float(batch.valid_targets) * counts_tokens, device=world.device)]
-                )
-        spread.reshard()
-        for module, mode in modes:  # a user may have frozen some
-            module.training = mode
-        total_loss, tokens = world.all_reduce(sums, "evaluation sum").wait().tolist()
-        return total_loss / max(1.0, tokens), int(tokens), bad
+            with precision.autocast(), parallel_model.micro_step(last=True):
+                total = parallel_model.forward_loss(*map(world.to_device, parallel_model.shard_inputs(batch.tensors)))
+            if index < len(self.micro_batches):
+                loss = total.double() if reports_loss else torch.zeros((), device=world.device, dtype=torch.float64)
+                tokens = torch.tensor(float(batch.valid_targets) * counts_tokens, device=world.device)
+                sums += torch.stack([loss, tokens])
+        parallel_model.reshard()
+        for child, mode in modes:  # a user may have put some modules into eval mode
+            child.training = mode
+        loss_sum, token_count = world.all_reduce(sums, "evaluation sum").wait().tolist()
+        return loss_sum / max(1.0, token_count), int(token_count), bad

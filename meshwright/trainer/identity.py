@@ -1,8 +1,9 @@
-"""What a run is, as its folder keeps it: settings, sources and the stream. Another run is refused entry."""
+"""The identity of a run: the settings, data sources and stream that decide its numbers, as identity.json keeps them."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,16 @@ from meshwright.io import atomic_write, read_json, write_json
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.version import __version__
 
+MAX_DIFFERENCES = 4
+"""Differences that an error lists; the rest are counted."""
+SOURCE_CONTENT = re.compile(r"source\[(\d+)\]\.fingerprint")
+"""The identity key of a data source's content hash."""
+
 
 def build_identity(
     config: RunConfig, sources: list[Source], stream: Stream, user_model: nn.Module | None
 ) -> dict[str, Any]:
-    """The identity record. A user's own model is known by its parameters' names and shapes."""
+    """Returns the identity record. A custom model is identified by its parameters' names and shapes."""
     values = identity(config)
     if user_model is not None:
         values = {key: value for key, value in values.items() if not key.startswith("model.")}
@@ -40,39 +46,84 @@ def build_identity(
     }
 
 
-def claim_run_folder(folder: RunFolder, config: RunConfig, record: dict[str, Any], fork: int, newest: int) -> None:
-    """Writes run.toml and identity.json, or refuses a folder that holds another run, with both values. A fork is let
-    in as a new timeline, once: what came before counts up to the `newest` step, and what follows is its own.
+def check_run_folder(
+    folder: RunFolder, record: dict[str, Any], *, fork: int, attempt: int, newest: int
+) -> dict[str, Any]:
+    """Returns the record that identity.json should contain for this attempt, and writes nothing.
+
+    A folder of another run raises an IdentityError with both values. More `steps` than before extend the run. A fork
+    starts a new timeline, once per job: earlier checkpoints count up to step `newest`.
     """
-    lineage: dict[str, Any] = {"run": secrets.token_hex(8), "timeline": 1, "until": {}, "forked_by": 0}
-    if folder.identity_file.exists():
-        before = read_json(folder.identity_file)
-        if not fork and (differs := describe_differences(before.get("identity", {}), record["identity"])):
-            raise IdentityError(
-                f"run folder {folder.root} holds another run: {differs}",
-                "give another --run DIR, --fresh to set the old one aside, or --fork to go on from it on purpose",
-            )
-        lineage = {key: before.get(key, value) for key, value in lineage.items()}
-        if fork and lineage["forked_by"] != fork:
+    lineage: dict[str, Any] = {
+        "run": secrets.token_hex(8),
+        "timeline": 1,
+        "until": {},
+        "forked_by": 0,
+        "extensions": [],
+    }
+    if not folder.identity_file.exists():
+        return record | lineage
+    before = read_json(folder.identity_file)
+    lineage = {key: before.get(key, value) for key, value in lineage.items()}
+    if fork:
+        if lineage["forked_by"] != fork:
             until = lineage["until"] | {str(lineage["timeline"]): newest}
             lineage |= {"timeline": lineage["timeline"] + 1, "until": until, "forked_by": fork}
+        return record | lineage
+    values, steps = before.get("identity", {}), record["identity"]["steps"]
+    if differences := describe_differences(values, record["identity"]):
+        steps_before = values.get("steps", steps)
+        extend = (
+            f"--steps {steps_before} or more (a run can be extended, not shortened), " if steps < steps_before else ""
+        )
+        raise IdentityError(
+            f"run folder {folder.root} belongs to another run: {differences}",
+            f"try {extend}another --run DIR, --fresh to set the old run aside, or --fork to continue from it",
+        )
+    if steps > values.get("steps", steps):
+        extension = {"attempt": attempt, "step": max(0, newest), "from": values["steps"], "to": steps}
+        lineage["extensions"] = [*lineage["extensions"], extension]
+    return record | lineage
+
+
+def write_run_folder(folder: RunFolder, config: RunConfig, record: dict[str, Any]) -> None:
+    """Writes run.toml and identity.json."""
     atomic_write(folder.run_file, config_to_toml(config))
-    write_json(folder.identity_file, record | lineage)
+    write_json(folder.identity_file, record)
 
 
 def describe_differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """The settings in which two identities differ, with both values; '' where they are one. What an older record does
-    not know had its default.
+    """Returns the settings in which two identities differ, with both values; an empty string where they are equal. A
+    key that an older record lacks had its default. A larger value of `steps` extends the run and is not a difference.
     """
-    usual = identity(RunConfig())
-    before = {key: usual[key] for key in now.keys() & usual.keys()} | before
+    defaults = identity(RunConfig())
+    before = {key: defaults[key] for key in now.keys() & defaults.keys()} | before
     keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
-    shown = ", ".join(f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in keys[:4])
-    return shown + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
+    if now.get("steps", 0) > before.get("steps", 0):
+        keys.remove("steps")
+    if "model" in keys and ("model" in before) != ("model" in now):  # the keys of the built-in model say nothing then
+        keys = [key for key in keys if not key.startswith("model.")]
+    shown = ", ".join(describe_difference(key, before.get(key), now.get(key)) for key in keys[:MAX_DIFFERENCES])
+    return shown + (f" and {len(keys) - MAX_DIFFERENCES} more" if len(keys) > MAX_DIFFERENCES else "")
+
+
+def describe_difference(key: str, before: Any, now: Any) -> str:
+    """Returns one difference with both values; for a content hash, what changed, with the short hashes."""
+    hashes = f"{str(before)[:8]} -> {str(now)[:8]}"
+    if key == "model":
+        if before is None or now is None:
+            kinds = ("the built-in model", "a custom model")
+            return f"the model was {kinds[before is not None]} and is {kinds[now is not None]}"
+        return f"the names or shapes of the model's parameters changed (hash {hashes})"
+    if match := SOURCE_CONTENT.fullmatch(key):
+        if before is None or now is None:
+            return f"data source {match[1]} was {'added' if before is None else 'removed'}"
+        return f"the content of data source {match[1]} (its files or its tokenizer) changed (hash {hashes})"
+    return f"{key} was {before!r} and is {now!r}"
 
 
 def code_fingerprint() -> str:
-    """A digest of this package's own source: ranks that run other code must not train together."""
+    """Returns a hash of this package's source: ranks that run different code must not train together."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):

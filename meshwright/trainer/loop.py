@@ -1,14 +1,12 @@
-"""A rank's whole life in a run: build, then step after step, recording each, evaluating at its own cadence."""
+"""The training loop of one rank: build, restore, then step by step: run, record, evaluate, save."""
 
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
-import torch
 from torch import nn
 
 from meshwright import faults
@@ -22,36 +20,34 @@ from meshwright.data.loader import Loader
 from meshwright.data.sample_lookup import build_stream
 from meshwright.data.source import ConcatenatedSource, Source
 from meshwright.errors import CheckpointError, StoppedBySignal
-from meshwright.io import read_json
 from meshwright.models.init import build_on_meta, init_shard
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel.data_parallel.replica_check import compare_replicas
-from meshwright.parallel.local_shard import LocalShard, full_tensor, local_shard
+from meshwright.parallel.local_shard import LocalShard, local_shard
 from meshwright.parallel.parallel_model import ParallelModel, router_biases
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.tensor_parallel import decoder_parallel_spec
 from meshwright.parallel.world import World
-from meshwright.store.interface import Store
 from meshwright.telemetry.events import Event, EventLog
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
 from meshwright.trainer.evaluate import Evaluation
-from meshwright.trainer.identity import build_identity, claim_run_folder
+from meshwright.trainer.identity import build_identity, check_run_folder, write_run_folder
 from meshwright.trainer.plan_recorder import PlanRecorder
-from meshwright.trainer.precision import Precision
+from meshwright.trainer.precision import Precision, set_determinism
 from meshwright.trainer.resume import ResumeState
 from meshwright.trainer.signals import SignalWatch
 from meshwright.trainer.start_record import start_record
 from meshwright.trainer.step import Step, StepContext
 from meshwright.trainer.step_counters import count_step
 from meshwright.trainer.step_recorder import StepRecorder, finite_or_none
-from meshwright.trainer.user_loss import LossFunction, Objective
+from meshwright.trainer.user_loss import LossFunction, Objective, copy_trained_weights
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank of a run is given."""
+    """What every rank of a run receives from the launcher."""
 
     config: RunConfig
     batch: Batch
@@ -60,28 +56,30 @@ class Job:
     folder: RunFolder
     attempt: int = 0
     restart: int = 0
-    """how often this job has been restarted: faults know by it whether they have struck"""
+    """how many times this job was restarted; injected faults use it to strike once"""
     fork: int = 0
-    """the attempt with which this job began, where it is to begin a new timeline: its restarts stay on that one"""
+    """0, or for a job that starts a new timeline its first attempt, so that its restarts stay on that timeline"""
     fallback: bool = True
-    watched: bool = True
-    """whether a supervisor of ours looks on"""
-    model: nn.Module | None = None  # a user's own; None is the decoder of the config
+    """whether an older checkpoint is used where the newest is damaged"""
+    supervised: bool = True
+    """whether Meshwright's supervisor watches the ranks; under torchrun it does not"""
+    model: nn.Module | None = None
+    """a custom model; None is the decoder of the config"""
     loss: LossFunction | None = None
     parallel_spec: ParallelSpec | None = None
-    """what a layout must know of a user's own model"""
+    """how a custom model is parallelized"""
     cluster: str | None = None
-    """the machine that its seconds are predicted for (default: this one, where it was measured)"""
+    """the cluster that the step time is predicted for; by default this machine, if it was measured"""
     listener: Callable[[Event], None] | None = None
 
     def as_attempt(self, attempt: int, restart: int, fork: bool) -> Job:
-        """This job's next attempt. A fork is known by the attempt that the job began with, so that it is made once."""
+        """Returns this job as its next attempt. A fork is identified by the job's first attempt, so it happens once."""
         return replace(self, attempt=attempt, restart=restart, fork=attempt - restart if fork else 0)
 
 
 @dataclass
 class RunSummary:
-    """How a run ended."""
+    """The results of a finished run."""
 
     steps: int
     loss: float | None
@@ -91,20 +89,20 @@ class RunSummary:
 
 
 def train_rank(job: Job, world: World) -> RunSummary:
-    """The whole run on this rank, from wherever its newest checkpoint stands."""
+    """Trains on this rank, from the newest checkpoint to the last step."""
     faults.arm(world.rank, job.restart)
     faults.fail_point("start.begin", -1)
     training = Training(job, world)
     try:
         while training.done < job.config.steps:
-            training.advance()
+            training.run_step()
             if training.evaluation_is_due():
                 training.evaluate()
-            training.keep()
+            training.save_if_due()
     except StoppedBySignal:
         training.parallel_model.reshard()
-        training.ledger.settle()  # the last whole step is on record
-        training.save()
+        training.recorder.flush()  # the last complete step is on record
+        training.save_now()
         raise
     finally:
         training.signals.close()
@@ -112,206 +110,260 @@ def train_rank(job: Job, world: World) -> RunSummary:
 
 
 class Training:
-    """One rank's parts of a run. `advance` makes the next step; `done` counts them."""
+    """The state of a run on one rank. `run_step` runs the next step; `done` is the number of completed steps."""
 
     def __init__(self, job: Job, world: World) -> None:
-        config = job.config
-        self.job, self.world = job, world
+        self.job, self.world, self.config = job, world, job.config
         self.signals = SignalWatch(world.heartbeat)
-        set_determinism(config, world)
-        self.precision = Precision(config.precision, world.device)
+        set_determinism(self.config.precision.deterministic, self.config.launch.threads, world.device)
+
+        self.precision = Precision(self.config.precision, world.device)
         self.parallel_model = build_parallel_model(job, self.precision, world)
-        self.model = self.parallel_model.module
-        self.stream = build_stream(config, job.sources)
-        identity = build_identity(config, job.sources, self.stream, job.model)
-        lineage = self._enter(identity)
-        listener = job.listener if world.rank == 0 else None
-        self.log = EventLog(job.folder.events(world.rank), job.attempt, world.rank, listener)
-        self.log.write("start", **start_record(job, self.parallel_model, self.stream, world))
-        self.foresight = PlanRecorder(job, world)
-        self.ledger = StepRecorder(config, job.batch, world, self.parallel_model, self.precision, self.log)
-        self.resume = ResumeState(config, job.batch, job.layout, self.stream, identity["identity"], lineage, world)
+        self.module = self.parallel_model.module
+        self.stream = build_stream(self.config, job.sources)
+        self.store = open_run_store(job.folder)
+
+        self.identity = self._check_identity()
+        self.lineage = RunLineage.from_identity(self.identity)
+        self.log = self._open_log()
+        self.plan_recorder = PlanRecorder(job, world)
+        self.recorder = StepRecorder(self.config, job.batch, world, self.parallel_model, self.precision, self.log)
+
         self.parameters = self.parallel_model.parameters()
-        self.optimizer = AdamW(self.parameters, config.optimizer, job.layout, world, config.optimizer.cpu_offload)
-        store = open_run_store(job.folder)
-        self.state = partial(collect_state, self.model, self.parameters, self.optimizer.moments())
-        self.saver = CheckpointSaver(
-            config.checkpoint,
-            store,
-            world,
-            lineage,
-            job.attempt,
-            self.resume.facts(),
-            self.state,
-            config.launch.hang_timeout,
-            job.layout,
-        )
-        context = StepContext.for_rank(config, job.layout, world, self.parallel_model, self.optimizer, self.precision)
-        context.signal_seen = self.signals.seen
-        if world.rank == 0:
-            context.save_state = self.saver.poll
-        self.step = Step(context)
-        coordinate = context.data_coordinate
-        source = ConcatenatedSource(job.sources)
-        loader = Loader(source, self.stream, job.batch, coordinate, config.data)
-        self.evaluation = Evaluation(source, self.stream, config.eval.samples, job.batch, coordinate)
+        self.optimizer = self._build_optimizer()
+        self.state = partial(collect_state, self.module, self.parameters, self.optimizer.moments())
+        self.resume = self._build_resume_state()
+        self.saver = self._build_saver()
+        self.step = self._build_step()
+
+        source, coordinate = ConcatenatedSource(job.sources), self.step.context.data_coordinate
+        loader = Loader(source, self.stream, job.batch, coordinate, self.config.data)
+        self.evaluation = Evaluation(source, self.stream, self.config.eval.samples, job.batch, coordinate)
         self.step.warmup_backward(loader.first)
-        self.done = self._restore(store, lineage)
-        self.began = self.done
-        self.batches = loader.steps(self.done, config.steps)
 
-    def _enter(self, identity: Event) -> RunLineage:
-        """Rank 0 writes down which run this is, or refuses; the other ranks hear which."""
-        job, store = self.job, open_run_store(self.job.folder)
+        self.done = self.first_step = self._restore()
+        if world.rank == 0:
+            write_run_folder(
+                job.folder, self.config, self.identity
+            )  # after every check, or a refused run would change it
+        self.batches = loader.steps(self.done, self.config.steps)
+
+    def _check_identity(self) -> Event:
+        """Checks on rank 0 that the run folder belongs to this run, and returns its identity record on every rank."""
+        job = self.job
+        record = build_identity(self.config, job.sources, self.stream, job.model)
         if self.world.rank == 0:
-            newest = next((entry.step for entry in list_published(store)), -1)
-            claim_run_folder(job.folder, job.config, identity, job.fork, newest)
-        told = self.world.broadcast_object(
-            read_json(job.folder.identity_file) if self.world.rank == 0 else None, "lineage"
+            newest = next((entry.step for entry in list_published(self.store)), -1)
+            record = check_run_folder(job.folder, record, fork=job.fork, attempt=job.attempt, newest=newest)
+        identity: Event = self.world.broadcast_object(record if self.world.rank == 0 else None, "identity")
+        return identity
+
+    def _open_log(self) -> EventLog:
+        """Opens this rank's event log and writes the start record."""
+        job, rank = self.job, self.world.rank
+        log = EventLog(job.folder.events(rank), job.attempt, rank, job.listener if rank == 0 else None)
+        log.write("start", **start_record(job, self.parallel_model, self.stream, self.identity, self.world))
+        return log
+
+    def _build_optimizer(self) -> AdamW:
+        config = self.config.optimizer
+        return AdamW(self.parameters, config, self.job.layout, self.world, config.cpu_offload)
+
+    def _build_resume_state(self) -> ResumeState:
+        job, values = self.job, self.identity["identity"]
+        return ResumeState(self.config, job.batch, job.layout, self.stream, values, self.lineage, self.world)
+
+    def _build_saver(self) -> CheckpointSaver:
+        return CheckpointSaver(
+            self.config.checkpoint,
+            self.store,
+            self.world,
+            self.lineage,
+            self.job.attempt,
+            self.resume.manifest_facts(),
+            self.state,
+            self.config.launch.hang_timeout,
+            self.job.layout,
         )
-        return RunLineage.from_identity(told)
 
-    def _restore(self, store: Store, lineage: RunLineage) -> int:
-        """Goes on from the newest intact checkpoint; the steps that it has done."""
+    def _build_step(self) -> Step:
+        context = StepContext.for_rank(
+            self.config, self.job.layout, self.world, self.parallel_model, self.optimizer, self.precision
+        )
+        context.signal_seen = self.signals.received
+        if self.world.rank == 0:
+            context.save_state = self.saver.poll
+        return Step(context)
 
-        def say(name: str, found: list[Damage]) -> None:
+    def _restore(self) -> int:
+        """Restores the newest intact checkpoint and returns the number of steps it has done; 0 without one."""
+
+        def report_damage(name: str, found: list[Damage]) -> None:
             self.log.write("damaged", checkpoint=name, damage=[damage.to_json() for damage in found])
 
-        found = restore(
-            store, self.world, lineage, self.state(), self.resume.check, fallback=self.job.fallback, on_damaged=say
+        restored = restore(
+            self.store,
+            self.world,
+            self.lineage,
+            self.state(),
+            self.resume.validate,
+            fallback=self.job.fallback,
+            on_damaged=report_damage,
         )
-        if found is None:
+        if restored is None:
+            self._record_extension(0, self._steps_before())
             return 0
-        manifest = found.manifest
+        manifest = restored.manifest
         self.optimizer.refresh_offloaded()
         self.parallel_model.after_update()
-        self.resume.apply(manifest, self.ledger, self.precision)
+        self.resume.apply(manifest, self.recorder, self.precision)
         self.saver.continue_from(manifest)
         self.log.write(
             "restored",
             step=manifest.step,
-            checkpoint=found.name,
-            seconds=round(found.seconds, 3),
+            checkpoint=restored.name,
+            seconds=round(restored.seconds, 3),
             changes=self.resume.changes(manifest),
         )
+        if manifest.timeline == self.lineage.timeline:
+            self._record_extension(manifest.step, self.resume.steps_of(manifest))
         return manifest.step
 
-    def advance(self) -> None:
-        lr = self.resume.rate(self.done)
+    def _steps_before(self) -> int:
+        """Returns the run's number of steps before this attempt."""
+        extensions = [e for e in self.identity["extensions"] if e["attempt"] == self.job.attempt]
+        return int(extensions[0]["from"]) if extensions else self.config.steps
+
+    def _record_extension(self, step: int, steps_before: int) -> None:
+        """Records that the run now has more steps, and what this does to the learning rate of the next step."""
+        if steps_before != self.config.steps:
+            self.log.write(
+                "extended",
+                step=step,
+                steps_before=steps_before,
+                steps=self.config.steps,
+                lr_before=self.resume.learning_rate(step, steps_before),
+                lr=self.resume.learning_rate(step),
+            )
+
+    def run_step(self) -> None:
+        """Runs and records the next step."""
+        lr = self.resume.learning_rate(self.done)
         if self.counting_is_due():
-            with count_step(self.parallel_model, self.optimizer) as counted:
-                outcome = self.step.run(self.done, lr, self.batches, counted.enter)
+            with count_step(self.parallel_model, self.optimizer) as counters:
+                outcome = self.step.run(self.done, lr, self.batches, counters.enter)
             outcome.counted = True
-            self.ledger.take(outcome)
-            self.log.write("counters", step=self.done, **counted.to_json())
-            self.foresight.counted(counted.memory.peak_total)
+            self.recorder.add(outcome)
+            self.log.write("counters", step=self.done, **counters.to_json())
+            self.plan_recorder.observe_peak(counters.memory.peak_total)
         else:
             outcome = self.step.run(self.done, lr, self.batches)
-            self.ledger.take(outcome)
+            self.recorder.add(outcome)
         faults.fail_point("step.updated", self.done)
         self.done += 1
-        self.agreed = outcome.control
-        every = self.job.config.numerics.compare_every
+        self.control = outcome.control
+        every = self.config.numerics.compare_every
         if every and self.done % every == 0 and self.world.size > 1:
-            alike = self.parameters | dict(router_biases(self.model))
-            blocks = {name: local_shard(tensor) for name, tensor in alike.items()}
-            compare_replicas(blocks, self.job.layout, self.world, self.done - 1)
+            tensors = self.parameters | dict(router_biases(self.module))
+            shards = {name: local_shard(tensor) for name, tensor in tensors.items()}
+            compare_replicas(shards, self.job.layout, self.world, self.done - 1)
 
     def counting_is_due(self) -> bool:
-        """The second step of every attempt, when everything has been made that is made once; then at a cadence. Never
-        where blocks are compiled: under a ledger they would run as they are written, with other last bits.
+        """Whether the next step is counted: the second of an attempt, when everything lazy exists, then at a cadence.
+        Compiled blocks are never counted: under a dispatch mode they run eagerly, which changes the last bits.
         """
-        every = self.job.config.count_bytes_every
+        every = self.config.count_bytes_every
         return (
             every > 0
-            and not self.job.config.compile.enabled
-            and (self.done == self.began + 1 or (self.done > self.began and self.done % every == 0))
+            and not self.config.compile.enabled
+            and (self.done == self.first_step + 1 or (self.done > self.first_step and self.done % every == 0))
         )
 
     def evaluation_is_due(self) -> bool:
-        cadence = self.job.config.eval
+        cadence = self.config.eval
         if not (cadence.every and self.evaluation.samples):
             return False
-        return self.done % cadence.every == 0 or self.done == self.job.config.steps
+        return self.done % cadence.every == 0 or self.done == self.config.steps
 
     def evaluate(self) -> None:
+        """Computes and records the loss on held-out samples."""
         self.world.heartbeat.enter("evaluate")
         faults.fail_point("evaluate", self.done - 1)
-        self.ledger.settle()
-        found = self.evaluation.run(
-            self.parallel_model,
-            self.precision,
-            self.world,
-            self.step.context.counts_tokens,
-            self.step.context.reports_loss,
+        self.recorder.flush()
+        context = self.step.context
+        result = self.evaluation.run(
+            self.parallel_model, self.precision, self.world, context.counts_tokens, context.reports_loss
         )
-        self.ledger.evaluated(self.done - 1, *found)
+        self.recorder.add_evaluation(self.done - 1, *result)
 
-    def notes(self) -> CheckpointMetadata:
-        return self.resume.notes(self.done, self.ledger, self.precision, self.optimizer.used_parameters)
+    def checkpoint_metadata(self) -> CheckpointMetadata:
+        return self.resume.metadata(self.done, self.recorder, self.precision, self.optimizer.used_parameters)
 
-    def keep(self) -> None:
-        """Saves where all ranks agreed to, and says what became of the save before."""
-        if self.agreed.save_due:
-            self.ledger.settle()
-            self._tell(self.saver.save(self.notes()))
-        elif self.agreed.save_finished:
-            self._tell(self.saver.wait())
-        elif said := self.saver.stall_warning():
-            self.log.write("save_failed", step=self.done, message=said)
+    def save_if_due(self) -> None:
+        """Starts a save if the step control vector asked for one, and records the result of the previous save."""
+        if self.control.save_due:
+            self.recorder.flush()
+            self._record_saves(self.saver.save(self.checkpoint_metadata()))
+        elif self.control.save_finished:
+            self._record_saves(self.saver.wait())
+        elif warning := self.saver.stall_warning():
+            self.log.write("save_failed", step=self.done, message=warning)
 
-    def save(self) -> None:
-        """A checkpoint of this very step, before anything else happens."""
+    def save_now(self) -> None:
+        """Saves a checkpoint after this step, and waits for it."""
         self.world.heartbeat.enter("save")
-        self._tell(self.saver.wait())
-        if self.saver.newest_step != self.done and self.job.config.checkpoint.mode != "off":
-            self._tell(self.saver.save(self.notes(), wait=True), must=True)
+        self._record_saves(self.saver.wait())
+        if self.saver.newest_step != self.done and self.config.checkpoint.mode != "off":
+            self._record_saves(self.saver.save(self.checkpoint_metadata(), wait=True), required=True)
 
-    def _tell(self, saves: list[SaveResult], must: bool = False) -> None:
-        for saved in saves:
-            if saved.error is None:
-                self.log.write("checkpoint", **saved.to_json())
+    def _record_saves(self, results: list[SaveResult], required: bool = False) -> None:
+        for result in results:
+            if result.error is None:
+                self.log.write("checkpoint", **result.to_json())
                 continue
-            self.log.write("save_failed", step=saved.step, message=str(saved.error))
-            stops = must or self.job.config.checkpoint.on_failure == "stop"
-            if stops or not isinstance(saved.error, CheckpointError):
-                raise saved.error
+            self.log.write("save_failed", step=result.step, message=str(result.error))
+            stops = required or self.config.checkpoint.on_failure == "stop"
+            if stops or not isinstance(result.error, CheckpointError):
+                raise result.error
 
     def finish(self) -> RunSummary:
+        """Saves the last checkpoint and records the end of the run."""
         faults.fail_point("end", self.done)
-        self.ledger.settle()
-        self.save()
+        self.recorder.flush()
+        self.save_now()
         self.world.heartbeat.enter("end")
         self.saver.close()
         digest = digest_parallel_parameters(
             self.parameters, self.job.layout, self.world, self.parallel_model.forward_is_collective
         )
-        summary = RunSummary(self.done, self.ledger.loss, self.ledger.skipped, digest, self.ledger.evaluations)
-        self.foresight.end(list(self.ledger.paces), self.began, self.log)
-        complete = self.began == self.done > 0
+        recorder = self.recorder
+        summary = RunSummary(self.done, recorder.loss, recorder.skipped, digest, recorder.evaluations)
+        self.plan_recorder.record_calibration(list(recorder.step_seconds), self.first_step, self.log)
+        complete = self.first_step == self.done > 0
         self.log.write("end", **asdict(summary) | {"loss": finite_or_none(summary.loss), "was_complete": complete})
         self.log.close()
-        if isinstance(self.model, Objective):
-            copy_trained_weights(self.model, self.job, self.world.rank == 0 or not self.job.watched)
+        if isinstance(self.module, Objective):
+            write = self.world.rank == 0 or not self.job.supervised  # forked ranks share the modules, torchrun's do not
+            copy_trained_weights(self.module, user_modules(self.job), write)
         return summary
 
 
 def build_parallel_model(job: Job, precision: Precision, world: World) -> ParallelModel:
+    """Builds and parallelizes the configured decoder or the custom model."""
     if job.model is None or job.loss is None:
         return build_parallel_decoder(job.config, job.layout, precision, world)
-    # The user's modules may live in memory that all ranks share: train on copies, and give the weights back at the end.
+    # Custom modules may be shared by all ranks: copies are trained, and the weights are copied back at the end.
     model, loss = copy.deepcopy(job.model), copy.deepcopy(job.loss) if isinstance(job.loss, nn.Module) else job.loss
     objective = Objective(model.to(world.device, precision.weights), loss).to(world.device)
-    return parallelize(
-        objective, job.config, job.layout, world, job.parallel_spec.under_objective() if job.parallel_spec else None
-    )
+    spec = job.parallel_spec.under_objective() if job.parallel_spec else None
+    return parallelize(objective, job.config, job.layout, world, spec)
 
 
 def build_parallel_decoder(config: RunConfig, layout: Layout, precision: Precision, world: World) -> ParallelModel:
-    """The config's own model with its initial weights, each rank's part made by itself."""
+    """Builds the configured decoder; each rank initializes its own shards."""
 
-    def weights(block: LocalShard, name: str) -> None:
-        init_shard(block.local, name, block.shape, block.offset, config.model, config.seed)
+    def initialize(shard: LocalShard, name: str) -> None:
+        init_shard(shard.local, name, shard.shape, shard.offset, config.model, config.seed)
 
     return parallelize(
         build_on_meta(config.model, precision.weights),
@@ -319,34 +371,10 @@ def build_parallel_decoder(config: RunConfig, layout: Layout, precision: Precisi
         layout,
         world,
         decoder_parallel_spec(config.model),
-        weights,
+        initialize,
     )
 
 
 def user_modules(job: Job) -> list[nn.Module]:
-    """What a user brought that has weights to train."""
+    """Returns the custom modules of a job that may have parameters: model and loss."""
     return [module for module in (job.model, job.loss) if isinstance(module, nn.Module)]
-
-
-@torch.no_grad()
-def copy_trained_weights(trained: Objective, job: Job, write: bool) -> None:
-    """Blocks are put together by all of their holders; some of these write."""
-    for mine, theirs in zip((trained.model, trained.loss), user_modules(job), strict=False):
-        state = mine.state_dict()
-        for name, value in theirs.state_dict().items():
-            whole = full_tensor(state[name])
-            if write:
-                value.copy_(whole)
-
-
-def set_determinism(config: RunConfig, world: World) -> None:
-    """The process-wide switches that decide bits."""
-    deterministic = config.precision.deterministic
-    if deterministic is None:
-        deterministic = world.device.type == "cpu"
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.set_num_threads(config.launch.threads)
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    # Meant for finding bugs: it would write every new tensor twice.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

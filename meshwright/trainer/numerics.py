@@ -1,4 +1,4 @@
-"""What the numbers of a run say: the gradient noise scale, and where a value stopped being finite."""
+"""Numerical diagnostics: the gradient noise scale, and the module whose output is not finite first."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from meshwright.parallel.parallel_model import ParallelModel
 
 
 class NoiseScale:
-    """The simple noise scale, in samples: the batch beyond which averaging more gradients helps little.
+    """Estimates the simple gradient noise scale, in samples: the batch size beyond which averaging helps little.
 
-    From the squared norms of gradients over a small batch (one rank's) and the big one (all ranks'), smoothed apart
-    before their ratio is taken (McCandlish et al., "An empirical model of large-batch training", 2018, appendix A).
+    The estimate uses the squared gradient norms of a small batch (one rank's) and of the global batch. Numerator and
+    denominator are smoothed separately before their ratio is taken (McCandlish et al., "An empirical model of
+    large-batch training", 2018, appendix A).
     """
 
     def __init__(self, global_batch: int, replicas: int, smoothing: float = 0.95) -> None:
@@ -35,7 +36,7 @@ class NoiseScale:
         self.signal, self.noise = values["signal"], values["noise"]
 
     def update(self, norm: float, local_square: float) -> float | None:
-        """The smoothed estimate, or None where one rank alone cannot tell or no signal is left."""
+        """Returns the smoothed estimate; None on one rank, without a local gradient, or without a positive signal."""
         if self.replicas == 1 or not math.isfinite(local_square):
             return None
         big = norm**2
@@ -49,16 +50,16 @@ class NoiseScale:
 
 
 def first_nonfinite(
-    spread: ParallelModel,
+    parallel_model: ParallelModel,
     batches: list[MicroBatch],
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[None]],
 ) -> str | None:
-    """The first module, in the order of computation, whose output is not finite on these batches; else whose weight
-    has such a gradient. Where ranks make each pass together, none of them may end early, and gradients are not looked
-    at.
+    """Returns the first module, in the order of computation, whose output is not finite on these batches; else the
+    first parameter, in the order of backward, with such a gradient. Where forward passes are collective, no rank may
+    stop early, and gradients are not computed.
     """
-    model, together = spread.module, spread.forward_is_collective
+    model, collective = parallel_model.module, parallel_model.forward_is_collective
     found: list[str] = []
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -72,17 +73,15 @@ def first_nonfinite(
     handles = [module.register_forward_hook(watch(name or type(module).__name__)) for name, module in leaves]
     handles.append(model.register_forward_hook(watch("the loss")))
     try:
-        with autocast(), spread.micro_step(last=True), torch.set_grad_enabled(not together):
+        with autocast(), parallel_model.micro_step(last=True), torch.set_grad_enabled(not collective):
             for batch in batches:
-                total = spread.forward_loss(*(t.to(device) for t in spread.shard_inputs(batch.tensors)))
-                if together:
+                total = parallel_model.forward_loss(*(t.to(device) for t in parallel_model.shard_inputs(batch.tensors)))
+                if collective:
                     continue
                 if found:
                     return found[0]
                 names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
-                gradients = torch.autograd.grad(
-                    total, parameters, allow_unused=True
-                )  # leaves .grad and its hooks alone
+                gradients = torch.autograd.grad(total, parameters, allow_unused=True)  # leaves .grad untouched
                 bad = [name for name, gradient in zip(names, gradients, strict=True) if not all_finite(gradient)]
                 if bad:  # backward runs from the last module to the first
                     return f"{bad[-1]} (in backward)"
@@ -91,12 +90,13 @@ def first_nonfinite(
             handle.remove()
         for module in model.modules():
             if isinstance(module, Experts):
-                module.take_load()  # this pass was no part of a step
-    spread.reshard()
+                module.take_load()  # this pass belongs to no step
+    parallel_model.reshard()
     return found[0] if found else None
 
 
 def all_finite(value: Any) -> bool:
+    """Whether every floating-point tensor in a nested output is finite."""
     if isinstance(value, Tensor):
         value = local_tensor(value)
         return bool(torch.isfinite(value).all()) if value.is_floating_point() else True

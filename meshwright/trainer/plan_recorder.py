@@ -1,4 +1,4 @@
-"""What the first rank knows of its run beforehand, written into the folder, and what the end teaches later plans."""
+"""Writes the prediction of a run to plan.json, and adds the measured run to the calibration at its end."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ if TYPE_CHECKING:
     from meshwright.trainer.loop import Job
 
 MIN_STEPS = 10
-"""Steps that a run must have made to teach anything."""
+"""Timed steps that a run needs to enter the calibration."""
 
 
 class PlanRecorder:
-    """The prediction of one attempt. Nothing in here may end a run."""
+    """The prediction of one attempt, on rank 0. A failure in here never ends a run."""
 
     def __init__(self, job: Job, world: World) -> None:
-        self.known = world.rank == 0
+        self.is_recorder = world.rank == 0
         self.peak: int | None = None
-        """bytes of live tensors at the most that a ledger counted"""
-        if self.known:
-            self.foretold = predict_run(
+        """the largest peak of live tensor bytes that was counted"""
+        if self.is_recorder:
+            self.prediction = predict_run(
                 job.config, job.attempt, device_name(world.device), job.cluster, own_model=job.model is not None
             )
             with suppress(OSError):
-                write_json(job.folder.plan_file, self.foretold.record)
+                write_json(job.folder.plan_file, self.prediction.record)
 
-    def counted(self, peak: int) -> None:
+    def observe_peak(self, peak: int) -> None:
+        """Takes the peak memory of a counted step."""
         self.peak = max(self.peak or 0, peak)
 
-    def end(self, paces: list[tuple[int, float]], began: int, log: EventLog) -> None:
-        """A run that came to its end: `paces` are its uncounted steps with their seconds."""
-        seconds = [seconds for step, seconds in paces if step >= began + WARMUP_STEPS]
-        if not self.known or len(seconds) < MIN_STEPS:
+    def record_calibration(self, step_seconds: list[tuple[int, float]], first_step: int, log: EventLog) -> None:
+        """Adds a finished run to the calibration; `step_seconds` are its steps without counters and their seconds."""
+        seconds = [seconds for step, seconds in step_seconds if step >= first_step + WARMUP_STEPS]
+        if not self.is_recorder or len(seconds) < MIN_STEPS:
             return
         with suppress(OSError, ConfigError):
-            if (record := self.foretold.save_measurement(median(seconds), self.peak)) is not None:
+            if (record := self.prediction.save_measurement(median(seconds), self.peak)) is not None:
                 log.write("calibrated", steps=len(seconds), **asdict(record))

@@ -1,7 +1,8 @@
-"""What a step computes in: the dtype of weights, autocast for bf16 and fp16, and fp16's loss scale."""
+"""The precision of a step: weight dtype, autocast for bf16 and fp16, fp16's loss scale, and determinism."""
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -12,16 +13,17 @@ from meshwright.config.dtypes import TORCH_NAMES
 
 
 class Precision:
+    """The dtypes of a run. Weights are float32 except in fp64; bf16 and fp16 compute under autocast."""
+
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
         self.compute: torch.dtype = getattr(torch, TORCH_NAMES[config.compute])
         self.device = device
         self.scaler = LossScale(config.loss_scale, config.scale_interval, device) if config.compute == "fp16" else None
-
         self._one = torch.ones((), device=device)
 
     @property
     def scale(self) -> Tensor:
-        """What the loss is multiplied by before backward; on the device, so that nothing waits for it."""
+        """The loss scale, on the device so that the host does not wait for it."""
         return self.scaler.scale if self.scaler is not None else self._one
 
     @property
@@ -35,8 +37,8 @@ class Precision:
 
 
 class LossScale:
-    """fp16's dynamic loss scale: halved by an overflow, doubled after so many finite steps. Lives on the device, so
-    no step waits for it.
+    """fp16's dynamic loss scale: halved after an overflow, doubled after `interval` finite steps. It stays on the
+    device, so that no step waits for it.
     """
 
     def __init__(self, first: float, interval: int, device: torch.device) -> None:
@@ -56,3 +58,15 @@ class LossScale:
         grow = self.finite_steps >= self.interval
         self.scale = torch.where(finite, torch.where(grow, self.scale * 2, self.scale), self.scale / 2)
         self.finite_steps = torch.where(grow, 0, self.finite_steps)
+
+
+def set_determinism(deterministic: bool | None, threads: int, device: torch.device) -> None:
+    """Sets torch's process-wide switches that decide whether results are deterministic (None: on CPU)."""
+    if deterministic is None:
+        deterministic = device.type == "cpu"
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    # This switch is a debugging aid: it would write every new tensor twice.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What a checkpoint says of a run beside its tensors, and what must agree before a run goes on from it."""
+"""The state of a run that a checkpoint keeps beside its tensors, and its validation before a run resumes from it."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from meshwright.trainer.step import step_seed
 from meshwright.trainer.step_recorder import StepRecorder
 from meshwright.version import __version__
 
-DEGREES = ALL_AXES
-OLDER: dict[str, Any] = dict.fromkeys(DEGREES, 1) | {
+DEFAULTS: dict[str, Any] = dict.fromkeys(ALL_AXES, 1) | {
     "sharding": "none",
     "pipelining": "none",
     "exchange": "none",
     "compile": False,
     "offload": False,
 }
-"""What a checkpoint was made with where it does not say so, being older than the word."""
+"""The values for keys that a manifest of an older version lacks."""
 
 
 class ResumeState:
-    """The run as a checkpoint knows it: positions and small state, each under its logical owner."""
+    """The stream position, seeds, schedule and small state of a run, each stored under its logical owner."""
 
     def __init__(
         self,
@@ -64,69 +63,81 @@ class ResumeState:
             "offload": config.optimizer.cpu_offload,
         }
 
-    def facts(self) -> dict[str, Any]:
-        """What is the same in every manifest of an attempt."""
+    def manifest_facts(self) -> dict[str, Any]:
+        """Returns the manifest fields that are equal in every checkpoint of an attempt."""
         return {
-            "layout": {axis: getattr(self.layout, axis) for axis in DEGREES} | {"micro": self.batch.micro},
+            "layout": {axis: getattr(self.layout, axis) for axis in ALL_AXES} | {"micro": self.batch.micro},
             "identity": self.identity,
             "made_by": self.made_by,
         }
 
-    def notes(self, done: int, ledger: StepRecorder, precision: Precision, used: int) -> CheckpointMetadata:
+    def metadata(self, done: int, recorder: StepRecorder, precision: Precision, used: int) -> CheckpointMetadata:
+        """Returns what a checkpoint after `done` steps keeps beside its tensors."""
         common = {
-            "data": self.cursor(done),
+            "data": self.stream_position(done),
             "rng": self.seeds(done),
-            "schedule": {"step": done, "lr": self.rate(done)},
+            "schedule": {"step": done, "lr": self.learning_rate(done)},
             "scaler": precision.scaler.to_json() if precision.scaler is not None else {},
-            "counters": ledger.counters(),
+            "counters": recorder.counters(),
         }
-        return CheckpointMetadata(done, common, self.owner, {"noise": ledger.noise.to_json()}, used)
+        return CheckpointMetadata(done, common, self.owner, {"noise": recorder.noise.to_json()}, used)
 
-    def apply(self, manifest: Manifest, ledger: StepRecorder, precision: Precision) -> None:
-        """Puts small state back. What belongs to a data coordinate is only meaningful among as many of them."""
-        ledger.restore(manifest.counters)
+    def apply(self, manifest: Manifest, recorder: StepRecorder, precision: Precision) -> None:
+        """Restores the small state. State of a data coordinate is restored only if their number has not changed."""
+        recorder.restore(manifest.counters)
         if precision.scaler is not None:
             precision.scaler.restore(manifest.scaler)
         if len(manifest.rng) == self.layout.data_degree:
-            ledger.noise.restore(manifest.owners[self.owner]["noise"])
+            recorder.noise.restore(manifest.owners[self.owner]["noise"])
 
-    def check(self, manifest: Manifest) -> None:
-        """Refuses another run, with both values. Of an earlier timeline a fork takes the tensors, and settings are its
-        own.
+    def validate(self, manifest: Manifest) -> None:
+        """Raises an error, with both values, for a checkpoint of another run. A fork takes the tensors of an earlier
+        timeline with any settings. The learning rate is compared under the `steps` that the checkpoint was made with.
         """
         if manifest.timeline != self.lineage.timeline:
             return
-        if differs := describe_differences(manifest.identity, self.identity):
-            raise IdentityError(f"the checkpoint of step {manifest.step} is of another run: {differs}")
-        if manifest.data != self.cursor(manifest.step):
+        step = manifest.step
+        if differences := describe_differences(manifest.identity, self.identity):
+            raise IdentityError(f"the checkpoint of step {step} belongs to another run: {differences}")
+        if manifest.data != self.stream_position(step):
             raise DataError(
-                f"the stream has moved: the checkpoint goes on at {manifest.data}, this program at "
-                f"{self.cursor(manifest.step)}"
+                f"the sample order changed: the checkpoint of step {step} continues at {manifest.data}, this run at "
+                f"{self.stream_position(step)}"
             )
-        if manifest.schedule["lr"] != self.rate(manifest.step):
+        if manifest.schedule["lr"] != (rate := self.learning_rate(step, self.steps_of(manifest))):
             raise IdentityError(
-                f"step {manifest.step} has the learning rate {manifest.schedule['lr']} in the checkpoint and "
-                f"{self.rate(manifest.step)} here"
+                f"the learning rate of step {step} is {manifest.schedule['lr']} in the checkpoint and {rate} here"
             )
-        if len(manifest.rng) == self.layout.data_degree and manifest.rng != self.seeds(manifest.step):
-            raise IdentityError(f"the seeds of step {manifest.step} differ from the checkpoint's")
+        if len(manifest.rng) == self.layout.data_degree and manifest.rng != self.seeds(step):
+            raise IdentityError(f"the random seeds of step {step} differ from the checkpoint's")
+
+    def steps_of(self, manifest: Manifest) -> int:
+        """Returns the number of steps that the run had when the checkpoint was written."""
+        return int(manifest.identity.get("steps", self.config.steps))
 
     def changes(self, manifest: Manifest) -> list[str]:
-        """What may change the last bits without being another run: said, not refused."""
-        before = manifest.made_by | manifest.layout
-        now = self.made_by | self.facts()["layout"]
-        before = OLDER | before
-        return [f"{key} was {before.get(key)} and is {value}" for key, value in now.items() if before.get(key) != value]
+        """Lists what may change the last bits without being identity: versions, device, threads, layout."""
+        before = DEFAULTS | manifest.made_by | manifest.layout
+        now = self.made_by | self.manifest_facts()["layout"]
+        return [
+            f"the source code of Meshwright changed (hash {str(before.get(key))[:8]} -> {value[:8]})"
+            if key == "code"
+            else f"{key} was {before.get(key)} and is {value}"
+            for key, value in now.items()
+            if before.get(key) != value
+        ]
 
-    def cursor(self, done: int) -> dict[str, Any]:
+    def stream_position(self, done: int) -> dict[str, Any]:
+        """Returns where in the stream a run continues after `done` steps, with the next sample ids as a check."""
         position = done * self.batch.global_
         ids = [int(sample) for sample in self.stream.step(done)[:4]]
         return {"step": done, "position": position, "epoch": self.stream.epoch_at(position), "next": ids}
 
     def seeds(self, done: int) -> dict[str, int]:
-        """A generator's state is its seed, a function of position and owner."""
+        """Returns the seed of the next step for every data coordinate; it is the whole state of a generator."""
         return {f"data/{c}": step_seed(self.config.seed, done, c) for c in range(self.layout.data_degree)}
 
-    def rate(self, done: int) -> float:
+    def learning_rate(self, step: int, steps: int | None = None) -> float:
+        """Returns the learning rate of a step, in a run of `steps` (by default the configured number)."""
         config = self.config
-        return learning_rate(done, config.steps, config.optimizer.lr, config.schedule)
+        return learning_rate(step, config.steps if steps is None else steps, config.optimizer.lr, config.schedule)

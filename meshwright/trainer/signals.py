@@ -1,4 +1,4 @@
-"""Signals to a rank: noted the moment they come, even while the training thread is deep in native code."""
+"""Signal handling of a rank: a signal is noted at once, even while the training thread is in native code."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ from types import FrameType
 
 from meshwright.telemetry.heartbeat import Heartbeat
 
-STOPS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class SignalWatch:
-    """A signal does not end a step: it is asked for at the start of the next, and all ranks hear of it together.
+    """Notes SIGINT and SIGTERM. A signal does not interrupt a step: the next step control vector carries it, so that
+    all ranks stop before the same step.
 
-    A thread reads what the interpreter's own handler writes to a pipe, and puts it on the page, where the supervisor
-    sees it and begins to count the grace.
+    A thread reads the interpreter's wake-up pipe and writes the signal to the heartbeat, where the supervisor sees it
+    and starts the grace period.
     """
 
-    def __init__(self, page: Heartbeat) -> None:
-        self.heartbeat, self.number = page, 0
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self.heartbeat, self.number = heartbeat, 0
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        for number in STOPS:
+        self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for number in STOP_SIGNALS:
             signal.signal(number, self._note)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
 
-    def seen(self) -> int:
+    def received(self) -> int:
+        """The number of the last signal, or 0."""
         return self.number
 
     def close(self) -> None:
-        signal.set_wakeup_fd(self._before)
-        os.write(self._writer, b"\0")  # a worker may hold the writer too, so that closing it would end nothing
+        signal.set_wakeup_fd(self._previous_fd)
+        os.write(self._writer, b"\0")  # a data worker may have inherited the pipe, so closing it would end nothing
         self._thread.join()
         os.close(self._writer)
         os.close(self._reader)
@@ -46,5 +48,5 @@ class SignalWatch:
     def _listen(self) -> None:
         while 0 not in (numbers := os.read(self._reader, 64)):
             for number in numbers:
-                if number in STOPS:
+                if number in STOP_SIGNALS:
                     self._note(number, None)

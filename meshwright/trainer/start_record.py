@@ -1,10 +1,10 @@
-"""What a run says of itself at its start."""
+"""The start record of an attempt: steps, model, layout, groups, data, versions."""
 
 from __future__ import annotations
 
 import time
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,15 +23,20 @@ if TYPE_CHECKING:
     from meshwright.trainer.loop import Job
 
 MAX_GROUPS = 64
-"""Groups of an axis that the start of a run lists."""
+"""Process groups per axis that the start record lists."""
 
 
-def start_record(job: Job, spread: ParallelModel, stream: Stream, world: World) -> Event:
+def start_record(
+    job: Job, parallel_model: ParallelModel, stream: Stream, identity: dict[str, Any], world: World
+) -> Event:
+    """Returns the fields of the `start` event."""
     return {
         "steps": job.config.steps,
         "restart": job.restart,
-        "watched": job.watched,
-        "parameters": parameter_count(job, spread),
+        "supervised": job.supervised,
+        "identity": identity["identity_fingerprint"],
+        "placement": identity["placement_fingerprint"],
+        "parameters": parameter_count(job, parallel_model),
         "decoder": job.model is None,
         "layout": str(job.layout),
         "shard": job.config.layout.shard,
@@ -54,27 +59,27 @@ def start_record(job: Job, spread: ParallelModel, stream: Stream, world: World) 
 
 
 def pipeline_record(job: Job, rank: int) -> Event | None:
-    """What the schedule promises, to be held against what steps record."""
+    """Returns what the schedule predicts for this rank, to be compared with what steps record; None without stages."""
     layout, kind = job.layout, job.config.pipeline.schedule
     if layout.pipeline == 1:
         return None
-    each, place = stages_per_rank(job.config), layout.coordinates(rank)["pipeline"]
-    facts: Event = {
+    per_rank, position = stages_per_rank(job.config), layout.coordinates(rank)["pipeline"]
+    record: Event = {
         "schedule": kind,
         "stages": {
             s: [span.start, span.stop - 1] for s, span in pipeline_placement(job.config, layout, rank).stages.items()
         },
-        "live": peak_in_flight(action_orders(kind, layout.pipeline, job.batch.accumulation, each)[place]),
+        "live": peak_in_flight(action_orders(kind, layout.pipeline, job.batch.accumulation, per_rank)[position]),
     }
-    known = bubble_formula(kind, layout.pipeline, job.batch.accumulation, each)
-    return facts | {"bubble": round(float(known[1]), 4) if known is not None else None}
+    bubble = bubble_formula(kind, layout.pipeline, job.batch.accumulation, per_rank)
+    return record | {"bubble": round(float(bubble[1]), 4) if bubble is not None else None}
 
 
-def parameter_count(job: Job, spread: ParallelModel) -> int:
-    """Of the whole model: a rank of a pipeline has a part of it."""
+def parameter_count(job: Job, parallel_model: ParallelModel) -> int:
+    """Returns the number of parameters of the full model, of which a pipeline rank has a part."""
     if job.model is None:
         return sum(shape.local_numel() for shape in decoder_parameter_shapes(job.config.model))
-    return sum(p.numel() for p in spread.module.parameters())
+    return sum(p.numel() for p in parallel_model.module.parameters())
 
 
 def device_name(device: torch.device) -> str:

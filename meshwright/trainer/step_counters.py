@@ -1,4 +1,4 @@
-"""A step under the ledgers: what it sent on every axis, and what it held of every class at its peak."""
+"""Counts one step: communication volume by mesh axis, and live tensor bytes by memory class."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from meshwright.telemetry.memory_tracker import MemoryTracker
 
 @dataclass
 class StepCounters:
-    """The ledgers of one step, to be read once it is over."""
+    """The counters of one step, to be read once it is over."""
 
     memory: MemoryTracker
-    traffic: CommCounter
+    communication: CommCounter
 
     def enter(self, phase: str) -> None:
+        """Tells the memory tracker which phase of the step begins."""
         self.memory.phase = phase
 
     def rows(self) -> list[CollectiveTotal]:
-        return self.traffic.rows()
+        return self.communication.rows()
 
     def to_json(self) -> dict[str, Any]:
         memory = self.memory
@@ -41,13 +42,13 @@ class StepCounters:
 
 @contextmanager
 def count_step(
-    spread: ParallelModel, optimizer: AdamW, ledger: type[MemoryTracker] = MemoryTracker
+    parallel_model: ParallelModel, optimizer: AdamW, tracker: type[MemoryTracker] = MemoryTracker
 ) -> Iterator[StepCounters]:
-    """Everything inside is counted: several times slower where tensors are small, and, unless blocks are compiled,
-    bitwise the same.
+    """Counts everything inside. Small tensors run several times slower; results are bitwise the same unless blocks are
+    compiled.
     """
-    moments = [block.local for block in optimizer.moments().values()]
-    copies = optimizer.local_parameters if optimizer.offload else []
-    memory = ledger(spread.wrapped_module, [*moments, *copies], spread.internal_tensors)
-    with memory, CommCounter(spread.meshes.group_names()) as traffic:
-        yield StepCounters(memory, traffic)
+    moments = [shard.local for shard in optimizer.moments().values()]
+    offloaded = optimizer.local_parameters if optimizer.offload else []
+    memory = tracker(parallel_model.wrapped_module, [*moments, *offloaded], parallel_model.internal_tensors)
+    with memory, CommCounter(parallel_model.meshes.group_names()) as communication:
+        yield StepCounters(memory, communication)

@@ -203,7 +203,7 @@ def test_torchrun_gives_bitwise_the_same_parameters(tmp_path):
         for name in ("torchrun", "own")
     ]
     assert digests[0] == digests[1]
-    assert "step      4/4" in done.stdout
+    assert "4 of 4 steps done" in done.stdout
 
 
 def test_layout_with_another_number_of_ranks_than_torchrun_started_exits_with_code_2(tmp_path):

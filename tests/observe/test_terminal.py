@@ -79,9 +79,20 @@ def test_events_of_another_attempt_are_not_shown():
 def test_the_live_line_fits_any_terminal_with_all_that_matters(width):
     line = live_line([step(n) for n in range(150)], 300, width).plain
     assert len(line) < width
-    narrow = ("150/300", "loss 2.5000", "lr 3e-03", "g 1.25", "2.0k tok/s", "f30%", "b50%", "x15%", "3GiB", "02:30")
+    narrow = (
+        "150/300 done",
+        "loss 2.5000",
+        "lr 3e-03",
+        "g 1.25",
+        "2.0k tok/s",
+        "f30%",
+        "b50%",
+        "x15%",
+        "3GiB",
+        "02:30",
+    )
     wide = (
-        "150/300",
+        "150 of 300 steps done",
         "loss 2.5000",
         "lr 3.0e-03",
         "norm 1.25",
