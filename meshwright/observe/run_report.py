@@ -104,7 +104,7 @@ def build_report(folder: RunFolder) -> Report:
     if layout is not None:
         pairs, more = compare_bytes(plan, found, layout)
         notes += more
-    elif plan.get("traffic_exact"):
+    elif plan.get("communication_exact"):
         notes.append(f"bytes are not compared: {why}")
     twins = [
         *step_rows(steps, plan),
@@ -232,7 +232,7 @@ def memory_rows(found: RunMeasurements, plan: Mapping[str, Any]) -> list[ReportR
 
 def exact_peaks(counted: Mapping[int, RecordedCounters], plan: Mapping[str, Any]) -> list[ReportRow]:
     """The peaks that classes of state have each by itself, of the first rank; exact on CPU."""
-    exact, first = byte_counts(bounded_object(plan.get("held_exact")).get("0")), counted.get(0)
+    exact, first = byte_counts(bounded_object(plan.get("state_memory_exact")).get("0")), counted.get(0)
     if first is None:
         return []
     return [
@@ -259,7 +259,10 @@ def compare_bytes(
     plan: Mapping[str, Any], found: RunMeasurements, layout: Layout
 ) -> tuple[list[VolumeComparison], list[str]]:
     """Every counted row beside that of the formula, and what could not be compared."""
-    exact, untold = bounded_object(plan.get("traffic_exact")), bounded_object(plan.get("traffic_untold"))
+    exact, untold = (
+        bounded_object(plan.get("communication_exact")),
+        bounded_object(plan.get("communication_data_dependent")),
+    )
     counted = {
         rank: [CollectiveVolume(*row) for row in seen.counters.traffic]
         for rank, seen in found.ranks.items()

@@ -219,10 +219,10 @@ def test_of_several_attempts_the_last_counts(run):
         ("[" * 100_000, "is not JSON"),
         ("[1]", ""),
         (
-            '{"plan": {"layout": 3}, "traffic_exact": {"0": 1}, "seconds": "x", "memory": []}',
+            '{"plan": {"layout": 3}, "communication_exact": {"0": 1}, "seconds": "x", "memory": []}',
             "the prediction has no layout",
         ),
-        ('{"notes": "x", "phases": [], "held_exact": {"0": 7}, "low": 1e999, "high": NaN}', ""),
+        ('{"notes": "x", "phases": [], "state_memory_exact": {"0": 7}, "low": 1e999, "high": NaN}', ""),
     ],
 )
 def test_a_prediction_that_is_none_leaves_what_was_measured(run, text, note):
@@ -309,7 +309,7 @@ def test_of_a_model_of_ones_own_nothing_is_predicted(tmp_path):
         config, model=Twice(), loss=lambda out, y: ((out - y) ** 2).sum(), source=data, run=tmp_path / "r", quiet=True
     )
     found = report(tmp_path / "r")
-    assert found.notes == ["a model of your own: nothing is predicted of it"]
+    assert found.notes == ["custom model: the planner has no formulas for it"]
     assert "no seconds predicted; bytes not predicted" in found.verdict
 
 

@@ -79,7 +79,7 @@ def test_prediction_record_adds_up_and_survives_json(model, cluster):
     assert record["memory"]["total"] == chosen.peak_memory.total
     assert record["exposed_seconds"] == pytest.approx(exposed_seconds(chosen))
     assert record["tokens_per_second"] == pytest.approx(record["tokens"] / record["seconds"])
-    assert sum(row["exposed_seconds"] for row in record["traffic"]) == pytest.approx(record["exposed_seconds"])
+    assert sum(row["exposed_seconds"] for row in record["communication"]) == pytest.approx(record["exposed_seconds"])
 
 
 def test_plan_json_survives_json():

@@ -159,7 +159,7 @@ def test_without_a_machine_bytes_are_predicted_and_seconds_are_not(device, word,
     assert tree["notes"][0].find(note) >= 0
     assert tree["seconds"] is tree["phases"] is tree["cluster"] is None
     assert tree["memory"]["tensors"] > 0
-    assert [row["axis"] for row in tree["traffic_exact"]["0"]] == ["control", "replicate"]
+    assert [row["axis"] for row in tree["communication_exact"]["0"]] == ["control", "replicate"]
     assert (tree["peak_flops"] is None) == (device == "cpu")
     json.dumps(tree, allow_nan=False)
 

@@ -1,1 +1,1 @@
-"""Predictions beside measurements: of finished runs on this machine, and of published runs."""
+"""Predictions against measurements: of finished runs on this machine, and of published runs."""

@@ -1,9 +1,8 @@
-"""What finished runs on this machine teach later plans: measured figures beside the predicted ones, kept as JSON lines;
-torch-free.
+"""Logs predicted and measured step time and memory of finished runs, and derives correction factors; torch-free.
 
-Predictions are kept as they were before any correction: else corrections would chase themselves. A line is one write to
-the end of the file, so that several runs may write at once. A file that has grown to its limit makes room by becoming
-the old one, in place of the one before.
+The log is a JSON-lines file in $MESHWRIGHT_HOME. Predictions are logged before correction: otherwise corrections would
+compound. A record is appended by one write, so that several runs can write at the same time. When the file reaches its
+size limit, it replaces the rotated file, and a new one is started.
 """
 
 from __future__ import annotations
@@ -28,11 +27,13 @@ from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology.layout import Layout
 
 MAX_FILE_BYTES = 1 << 20
-LONGEST_LINE = 4096
+"""Size limit of the log; there are at most two files of this size."""
+MAX_LINE_BYTES = 4096
+"""Size limit of one record."""
 MAX_NEAREST_RECORDS = 8
-"""Records that a correction is made of, at most."""
-FAR = 6.0
-"""Doublings between two models and their sequences from which on a run of one says nothing of the other."""
+"""Limit on the records that a correction factor is derived from."""
+MAX_COMPARABLE_DOUBLINGS = 6.0
+"""Two workloads are comparable if parameters, width and sequence length differ by at most this many doublings."""
 
 Size = Annotated[int, Range(minimum=1, maximum=1 << 50)]
 Seconds = Annotated[float, Range(above=0, maximum=1e9)]
@@ -41,20 +42,28 @@ Bytes = Annotated[float, Range(above=0, maximum=1e18)]
 
 @dataclass(frozen=True)
 class JobSignature:
-    """What the time and memory of a job depend on most."""
+    """What the step time and memory of a job depend on most; it finds similar jobs in the log."""
 
     device: str
+    """name of the device"""
     trainer: str
+    """name of the trainer profile"""
     precision: str
+    """precision of matmuls"""
     activation_checkpoint: str
+    """activation checkpointing mode"""
     sharding: str
+    """what is sharded over data-parallel ranks"""
     active_parameters: Size
-    """that a token meets"""
+    """parameters that one token uses"""
     width: Size
+    """hidden size"""
     sequence: Size
+    """tokens per sample"""
     tokens_per_micro_batch: Size
-    """of one rank in one micro-step"""
+    """tokens of one micro-batch on one rank"""
     layout: Layout
+    """degrees of the mesh dimensions"""
 
     @classmethod
     def from_job(cls, job: PlannedJob) -> JobSignature:
@@ -73,7 +82,7 @@ class JobSignature:
 
     @cached_property
     def log2_sizes(self) -> tuple[float, ...]:
-        """In doublings: of the work, then of how it is spread."""
+        """Logarithms to base 2 of the sizes of the workload, then of the micro-batch and the layout."""
         layout = self.layout
         return tuple(
             log2(size)
@@ -89,143 +98,160 @@ class JobSignature:
 
     @property
     def workload_key(self) -> tuple[str, str, str, int, int, int]:
-        """What no plan changes."""
+        """The fields that are the same for all candidates of a search."""
         return self.device, self.trainer, self.precision, self.active_parameters, self.width, self.sequence
 
     def is_comparable(self, other: JobSignature) -> bool:
-        """Another device, precision or software is another matter altogether, and so is work of quite another size."""
+        """Whether both have the same device, trainer and precision, and workloads of similar size."""
         if (self.device, self.trainer, self.precision) != (other.device, other.trainer, other.precision):
             return False
-        return float(sum(map(abs, map(sub, self.log2_sizes[:3], other.log2_sizes[:3])))) <= FAR
+        doublings = float(sum(map(abs, map(sub, self.log2_sizes[:3], other.log2_sizes[:3]))))
+        return doublings <= MAX_COMPARABLE_DOUBLINGS
 
     def distance(self, other: JobSignature) -> float:
-        """In doublings of what differs."""
-        kinds = (self.activation_checkpoint != other.activation_checkpoint) + (self.sharding != other.sharding)
-        return kinds + float(sum(map(abs, map(sub, self.log2_sizes, other.log2_sizes))))
+        """Returns the difference of two jobs in doublings; another checkpointing mode or sharding counts as one."""
+        modes = (self.activation_checkpoint != other.activation_checkpoint) + (self.sharding != other.sharding)
+        return modes + float(sum(map(abs, map(sub, self.log2_sizes, other.log2_sizes))))
 
 
 @dataclass(frozen=True)
 class CalibrationRecord:
+    """One finished run: predictions before correction, and measurements."""
+
     cluster: str
+    """name of the cluster"""
     model: str
+    """name of the model"""
     signature: JobSignature
+    """what the run was"""
     predicted_seconds: Seconds
+    """predicted step time"""
     measured_seconds: Seconds
-    """of a step, the median of the run"""
+    """median step time of the run"""
     predicted_memory: Bytes | None = None
+    """predicted peak bytes of tensors on rank 0"""
     measured_memory: Bytes | None = None
+    """measured peak bytes of tensors on rank 0"""
 
     @classmethod
     def from_job(
         cls, job: PlannedJob, seconds: tuple[float, float], memory: tuple[float, float] | None = None
     ) -> CalibrationRecord:
-        """Both as (predicted, measured)."""
+        """Returns the record of a job; `seconds` and `memory` are (predicted, measured)."""
         return cls(job.cluster.name, job.model.name, JobSignature.from_job(job), *seconds, *(memory or (None, None)))
 
-    def ratio(self, figure: str) -> float | None:
-        """Measured / predicted."""
-        predicted, measured = getattr(self, f"predicted_{figure}"), getattr(self, f"measured_{figure}")
+    def ratio(self, quantity: str) -> float | None:
+        """Returns measured / predicted of a quantity, "seconds" or "memory"; None if it was not measured."""
+        predicted, measured = getattr(self, f"predicted_{quantity}"), getattr(self, f"measured_{quantity}")
         return measured / predicted if predicted and measured else None
 
 
 @dataclass(frozen=True)
 class CorrectionFactor:
-    """By what predictions are multiplied."""
+    """The factor that predictions are multiplied by."""
 
     ratio: float = 1.0
+    """median of measured / predicted"""
     spread: float = 1.0
-    """measured / corrected lay between 1 / spread and spread in four of five of the records"""
+    """measured / corrected is between 1 / spread and spread in 80 % of the records"""
     runs: int = 0
-    """records that it is made of; fewer than three say little of the spread"""
+    """number of records; the spread of fewer than three means little"""
 
 
 def calibration_file() -> Path:
+    """Returns the path of the log."""
     return meshwright_home() / "calibration.jsonl"
 
 
 def rotated_file(file: Path) -> Path:
+    """Returns the path of the previous log, which a full one replaces."""
     return file.with_name(f"{file.stem}.old{file.suffix}")
 
 
 def append_record(record: CalibrationRecord, file: Path | None = None) -> None:
+    """Appends a record to the log."""
     path = file or calibration_file()
     line = json.dumps(asdict(record), separators=(",", ":")).encode() + b"\n"
-    if len(line) > LONGEST_LINE:
-        raise ConfigError(f"a record of {len(line):,} bytes", f"allowed: at most {LONGEST_LINE:,}; give shorter names")
+    if len(line) > MAX_LINE_BYTES:
+        raise ConfigError(
+            f"the calibration record has {len(line):,} bytes",
+            f"expected at most {MAX_LINE_BYTES:,}: try shorter names of model and cluster",
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileNotFoundError):  # it is the first, or another writer has just made room
+    with suppress(FileNotFoundError):  # there is no log yet, or another process has just rotated it
         if path.stat().st_size + len(line) > MAX_FILE_BYTES:
             os.replace(path, rotated_file(path))
     if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is no plain file", "allowed: a file")
-    opened = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
+        raise ConfigError(f"calibration log {path} is not a regular file", "expected a regular file")
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
     try:
-        size = os.fstat(opened).st_size
-        torn = size > 0 and os.pread(opened, 1, size - 1) != b"\n"  # a writer was killed in the middle of its line
-        os.write(opened, b"\n" * torn + line)
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # a process was killed while it wrote a line
+        os.write(descriptor, b"\n" * torn + line)
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
 def read_records(file: Path | None = None) -> tuple[list[CalibrationRecord], int]:
-    """Every record, the oldest first, and how many lines are none."""
+    """Returns the records of the log, the oldest first, and the number of damaged lines."""
     path = file or calibration_file()
-    found: list[CalibrationRecord] = []
+    records: list[CalibrationRecord] = []
     damaged = 0
-    for each in (rotated_file(path), path):
-        for line in lines_of(each):
+    for log_file in (rotated_file(path), path):
+        for line in read_lines(log_file):
             try:
-                found.append(read_record(json.loads(line)))
+                records.append(parse_record(json.loads(line)))
             except (ValueError, RecursionError, TypeError, ConfigError):
                 damaged += 1
-    return found, damaged
+    return records, damaged
 
 
-def lines_of(path: Path) -> list[bytes]:
-    """The last ones of a file that is larger than ours become."""
+def read_lines(path: Path) -> list[bytes]:
+    """Reads at most the last MAX_FILE_BYTES of a log file; a missing or unreadable file has no lines."""
     try:
         with open_regular_file(path) as file:
             start = max(0, os.fstat(file.fileno()).st_size - MAX_FILE_BYTES)
             file.seek(start)
             lines = file.read(MAX_FILE_BYTES).split(b"\n")
-    except OSError:  # there is none, or it is no file: corrections are a gain, not a need
+    except OSError:  # plans work without corrections
         return []
     return [line for line in (lines[1:] if start else lines) if line]
 
 
-def read_record(tree: Any) -> CalibrationRecord:
+def parse_record(tree: Any) -> CalibrationRecord:
+    """Validates one line of the log."""
     record: CalibrationRecord = build_dataclass(CalibrationRecord, tree, "")
     if not all(1 <= degree <= 1 << 24 for degree in asdict(record.signature.layout).values()):
-        raise ConfigError("a degree of a layout is out of range", "allowed: from 1 on")
+        raise ConfigError("a degree of the layout is out of range", "expected at least 1")
     return record
 
 
-def correction_factor(shape: JobSignature, records: Sequence[CalibrationRecord], figure: str) -> CorrectionFactor:
-    """The median, in logarithms, of measured / predicted over the nearest records; of equally near ones the newest. One
-    that is a doubling further off counts half.
+def correction_factor(signature: JobSignature, records: Sequence[CalibrationRecord], quantity: str) -> CorrectionFactor:
+    """Returns the weighted median of measured / predicted, in logarithms, over the nearest comparable records.
 
-    All plans of one workload have a correction, or none has: else those that nobody tried would look the best.
+    Among equally near records the newest count. The weight of a record halves with every doubling of distance. A factor
+    exists for all candidates of a workload or for none: otherwise layouts that nobody tried would look best.
     """
     rated = []
     for age, record in enumerate(reversed(records)):
-        ratio = record.ratio(figure)
-        if ratio and shape.is_comparable(record.signature):
-            rated.append((shape.distance(record.signature), age, log(ratio)))
+        ratio = record.ratio(quantity)
+        if ratio and signature.is_comparable(record.signature):
+            rated.append((signature.distance(record.signature), age, log(ratio)))
     if not rated:
         return CorrectionFactor()
     nearest = sorted(rated)[:MAX_NEAREST_RECORDS]
     weights = [2 ** (nearest[0][0] - distance) for distance, _, _ in nearest]
     ratios = [ratio for _, _, ratio in nearest]
-    middle = (quantile(ratios, weights, 0.5) - quantile([-ratio for ratio in ratios], weights, 0.5)) / 2
-    away = quantile([abs(ratio - middle) for ratio in ratios], weights, 0.8)
-    return CorrectionFactor(exp(middle), exp(away), len(ratios))
+    median = (quantile(ratios, weights, 0.5) - quantile([-ratio for ratio in ratios], weights, 0.5)) / 2
+    deviation = quantile([abs(ratio - median) for ratio in ratios], weights, 0.8)
+    return CorrectionFactor(exp(median), exp(deviation), len(ratios))
 
 
-def quantile(values: Sequence[float], weights: Sequence[float], share: float) -> float:
-    """The smallest value up to which this share of the weight lies."""
-    until, found = share * sum(weights) * (1 - 1e-9), 0.0
+def quantile(values: Sequence[float], weights: Sequence[float], fraction: float) -> float:
+    """Returns the smallest value at which the cumulative weight reaches a fraction of the total weight."""
+    remaining, result = fraction * sum(weights) * (1 - 1e-9), 0.0
     for value, weight in sorted(zip(values, weights, strict=True)):
-        found, until = value, until - weight
-        if until <= 0:
+        result, remaining = value, remaining - weight
+        if remaining <= 0:
             break
-    return found
+    return result

@@ -1,6 +1,7 @@
-"""Estimates as finished runs on this machine correct them; torch-free.
+"""Corrects estimates by finished runs on this machine; torch-free.
 
-Runs are recalled once, when a search begins: every plan of it is corrected by the same ones, whoever writes meanwhile.
+A search reads the calibration log once, when it begins: all candidates are corrected by the same records, even if
+another run finishes in the meantime.
 """
 
 from __future__ import annotations
@@ -29,122 +30,130 @@ from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.hardware.resolve_cluster import measured_machine
 from meshwright.planner.workload.planned_job import PlannedJob
 
-MOST_RECORDS = 128
-"""Runs on a device that are asked: the newest, and of one shape no more than a correction is made of."""
-TELLING = 3
-"""Runs from which on their spread says more than the doubt about each part of a step."""
+MAX_RECORDS = 128
+"""Limit on the records of a device that are used: the newest, and at most MAX_NEAREST_RECORDS per signature."""
+MIN_RUNS_FOR_SPREAD = 3
+"""Number of runs from which on their spread replaces the cost model's uncertainty, with a weight that grows."""
 
 
 @dataclass(frozen=True)
 class Corrections:
-    """Measured runs, and what they make of estimates."""
+    """Records of finished runs, and the corrections that follow from them."""
 
     records: tuple[CalibrationRecord, ...] = ()
+    """records of this machine's device, the oldest first"""
     damaged_lines: int = 0
-    """lines of the file that could not be read, and were passed over"""
+    """lines of the calibration log that could not be read"""
     factors: dict[tuple[JobSignature, str], CorrectionFactor] = field(default_factory=dict, compare=False, repr=False)
+    """cache of correction factors"""
     comparable: dict[tuple[Any, ...], list[CalibrationRecord]] = field(default_factory=dict, compare=False, repr=False)
+    """cache of comparable records by workload"""
 
-    def factor(self, job: PlannedJob, figure: str) -> CorrectionFactor:
+    def factor(self, job: PlannedJob, quantity: str) -> CorrectionFactor:
+        """Returns the factor for a quantity of a job, "seconds" or "memory"."""
         if not self.records:
             return CorrectionFactor()
-        key = JobSignature.from_job(job), figure
+        key = JobSignature.from_job(job), quantity
         if key not in self.factors:
-            self.factors[key] = correction_factor(key[0], self.comparable_records(key[0]), figure)
+            self.factors[key] = correction_factor(key[0], self.comparable_records(key[0]), quantity)
         return self.factors[key]
 
-    def comparable_records(self, shape: JobSignature) -> list[CalibrationRecord]:
-        """Looked for once: all plans of a search are of the same work."""
-        if shape.workload_key not in self.comparable:
-            self.comparable[shape.workload_key] = [
-                record for record in self.records if shape.is_comparable(record.signature)
-            ]
-        return self.comparable[shape.workload_key]
+    def comparable_records(self, signature: JobSignature) -> list[CalibrationRecord]:
+        """Returns the comparable records, found once per workload: all candidates of a search share it."""
+        key = signature.workload_key
+        if key not in self.comparable:
+            self.comparable[key] = [record for record in self.records if signature.is_comparable(record.signature)]
+        return self.comparable[key]
 
-    def correct_memory(self, job: PlannedJob, stages: list[MemoryEstimate]) -> list[MemoryEstimate]:
-        """Parameters, gradients and the optimizer's state are exact: what differs is taken for activations."""
+    def correct_memory(self, job: PlannedJob, memory_by_rank: list[MemoryEstimate]) -> list[MemoryEstimate]:
+        """Corrects memory by changing activations: parameters, gradients and optimizer state are exact."""
         ratio = self.factor(job, "memory").ratio
-        return stages if ratio == 1 else [more_active(stage, (ratio - 1) * stage.tensors) for stage in stages]
+        if ratio == 1:
+            return memory_by_rank
+        return [add_activations(memory, (ratio - 1) * memory.tensors) for memory in memory_by_rank]
 
-    def correct_estimate(self, found: Estimate) -> Estimate:
-        """Seconds by the runs' ratio. Their spread takes the place of the doubt, the more of them there are."""
-        seconds, memory = (self.factor(found.job, figure) for figure in ("seconds", "memory"))
+    def correct_estimate(self, estimate: Estimate) -> Estimate:
+        """Multiplies times by the runs' ratio; the more runs there are, the more their spread sets the interval."""
+        seconds, memory = (self.factor(estimate.job, quantity) for quantity in ("seconds", "memory"))
         if self.damaged_lines:
-            lost = f"damaged lines of {calibration_file()}, passed over: {self.damaged_lines}"
-            found = replace(found, notes=[*found.notes, lost])
+            note = f"ignored {self.damaged_lines} damaged lines of {calibration_file()}"
+            estimate = replace(estimate, notes=[*estimate.notes, note])
         if not seconds.runs:
-            return found
-        total = found.seconds * seconds.ratio
-        width = log(found.interval_high / found.interval_low) / 2
-        if seconds.runs >= TELLING:
-            width = max(
-                MIN_UNCERTAINTY, (TELLING * width + seconds.runs * log(seconds.spread)) / (TELLING + seconds.runs)
-            )
-        middle = total * sqrt(found.interval_high * found.interval_low) / found.seconds
-        held = f", memory x{memory.ratio:.3g}" if abs(memory.ratio - 1) >= 0.005 else ""
-        runs = "1 run" if seconds.runs == 1 else f"{seconds.runs} runs"
-        note = f"corrected x{seconds.ratio:.3g}{held} by {runs} like it on this machine"
+            return estimate
+        low, high = estimate.interval_low, estimate.interval_high
+        width = log(high / low) / 2
+        if seconds.runs >= MIN_RUNS_FOR_SPREAD:
+            weighted = MIN_RUNS_FOR_SPREAD * width + seconds.runs * log(seconds.spread)
+            width = max(MIN_UNCERTAINTY, weighted / (MIN_RUNS_FOR_SPREAD + seconds.runs))
+        center = estimate.seconds * seconds.ratio * sqrt(high * low) / estimate.seconds
+        memory_note = f", memory x{memory.ratio:.3g}" if abs(memory.ratio - 1) >= 0.005 else ""
+        runs = "1 similar run" if seconds.runs == 1 else f"{seconds.runs} similar runs"
         return replace(
-            found,
-            phases={phase: spent * seconds.ratio for phase, spent in found.phases.items()},
+            estimate,
+            phases={phase: phase_seconds * seconds.ratio for phase, phase_seconds in estimate.phases.items()},
             calls=[
                 replace(
                     call, seconds=call.seconds * seconds.ratio, exposed_seconds=call.exposed_seconds * seconds.ratio
                 )
-                for call in found.calls
+                for call in estimate.calls
             ],
-            interval_low=middle * exp(-width),
-            interval_high=middle * exp(width),
-            notes=[*found.notes, note],
+            interval_low=center * exp(-width),
+            interval_high=center * exp(width),
+            notes=[*estimate.notes, f"corrected x{seconds.ratio:.3g}{memory_note} by {runs} on this machine"],
         )
 
 
 UNCORRECTED = Corrections()
+"""No corrections."""
 
 
-def more_active(stage: MemoryEstimate, more: float) -> MemoryEstimate:
-    return replace(stage, activations=max(0.0, stage.activations + more))
+def add_activations(memory: MemoryEstimate, extra_bytes: float) -> MemoryEstimate:
+    return replace(memory, activations=max(0.0, memory.activations + extra_bytes))
 
 
 def is_this_machine(cluster: Cluster) -> bool:
-    """Whether it is this machine as it was measured, or a part of it."""
+    """Whether the cluster is this machine as measured, or a part of it."""
     if not cluster.device.measured_matmuls:
         return False
     try:
-        here = measured_machine()
-    except ConfigError:  # never measured, or nothing that can be read
+        machine = measured_machine()
+    except ConfigError:  # it was never measured, or its file is damaged
         return False
-    return (cluster.device, cluster.intra_node) == (here.device, here.intra_node)
+    return (cluster.device, cluster.intra_node) == (machine.device, machine.intra_node)
 
 
 def corrections_for(cluster: Cluster) -> Corrections:
-    """What this machine has learned; of every other one nothing is known."""
+    """Returns the corrections of this machine if the cluster is this machine, else none."""
     if not is_this_machine(cluster):
         return UNCORRECTED
     file = calibration_file()
-    return Corrections(*newest(cluster.device.name, file, tuple(map(state, (file, rotated_file(file))))))
+    versions = tuple(map(file_version, (file, rotated_file(file))))
+    return Corrections(*newest_records(cluster.device.name, file, versions))
 
 
 @lru_cache(maxsize=4)
-def newest(device: str, file: Path, _states: tuple[tuple[int, int], ...]) -> tuple[tuple[CalibrationRecord, ...], int]:
-    """And how many lines are damaged; read once for as long as the files stay as they are."""
-    kept: list[CalibrationRecord] = []
-    times: Counter[JobSignature] = Counter()
-    found, damaged = read_records(file)
-    for record in reversed(found):
-        times[record.signature] += 1
+def newest_records(
+    device: str, file: Path, _versions: tuple[tuple[int, int], ...]
+) -> tuple[tuple[CalibrationRecord, ...], int]:
+    """Returns the newest records of a device and the number of damaged lines; cached while the files do not change."""
+    newest: list[CalibrationRecord] = []
+    repeats: Counter[JobSignature] = Counter()
+    records, damaged = read_records(file)
+    for record in reversed(records):
+        repeats[record.signature] += 1
         if (
             record.signature.device == device
-            and times[record.signature] <= MAX_NEAREST_RECORDS
-            and len(kept) < MOST_RECORDS
+            and repeats[record.signature] <= MAX_NEAREST_RECORDS
+            and len(newest) < MAX_RECORDS
         ):
-            kept.append(record)
-    return tuple(reversed(kept)), damaged
+            newest.append(record)
+    return tuple(reversed(newest)), damaged
 
 
-def state(file: Path) -> tuple[int, int]:
+def file_version(file: Path) -> tuple[int, int]:
+    """Returns modification time and size, which change when a file is written."""
     try:
-        found = file.stat()
+        status = file.stat()
     except OSError:
         return 0, 0
-    return found.st_mtime_ns, found.st_size
+    return status.st_mtime_ns, status.st_size

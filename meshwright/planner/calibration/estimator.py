@@ -1,4 +1,4 @@
-"""Everything that is said of a job before it runs."""
+"""Estimates step time, memory and communication of a job, corrected by finished runs on this machine; torch-free."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ from meshwright.planner.workload.planned_job import PlannedJob
 
 
 def estimate(
-    job: PlannedJob, unstated: bool = False, exact: bool = False, lessons: Corrections | None = None
+    job: PlannedJob,
+    has_assumptions: bool = False,
+    simulate_pipeline: bool = False,
+    corrections: Corrections | None = None,
 ) -> Estimate:
-    """`unstated`: whether something that matters had to be assumed of it; `exact`: what takes longer to know, too;
-    `lessons`: the runs that correct it (default: those that finished on this machine, where it is this machine's).
+    """Estimates a job.
+
+    Args:
+        job: the job.
+        has_assumptions: whether settings that matter had to be assumed; it widens the interval.
+        simulate_pipeline: compute the bubble by running the schedule pass by pass; slower than the closed form.
+        corrections: finished runs that correct the estimate; default: those of this machine, if the job runs on it.
     """
-    lessons = corrections_for(job.cluster) if lessons is None else lessons
-    return lessons.correct_estimate(
-        estimate_step(job, lessons.correct_memory(job, estimate_memory(job)), unstated, exact)
-    )
+    corrections = corrections_for(job.cluster) if corrections is None else corrections
+    memory = corrections.correct_memory(job, estimate_memory(job))
+    return corrections.correct_estimate(estimate_step(job, memory, has_assumptions, simulate_pipeline))

@@ -1,4 +1,4 @@
-"""A plan's figures as JSON: the record that a run's report lays beside what was measured; torch-free."""
+"""Converts an estimate to the JSON record that a run's report compares with measurements; torch-free."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from meshwright.planner.describe import exposed_seconds, memory_by_class
 from meshwright.topology.axes import AXES
 
 VERSION = 1
+"""Version of the record."""
 
 
 def prediction_record(estimate: Estimate) -> dict[str, Any]:
-    """Seconds, bytes and rates of one step.
+    """Returns the predicted times, bytes and rates of one step.
 
-    | field | measured as |
+    | key | measured as |
     |---|---|
-    | seconds, low, high | `seconds` of a step record; four of five lie between low and high |
-    | phases | exposed seconds by what they are spent on; they add up to seconds |
-    | exposed_seconds | all waiting for messages; `phases.sync` of a step record is what of it is outside passes |
-    | memory | bytes of the heaviest rank by class; tensors: the ledger's peak_total, reserved: torch's peak reserved |
-    | traffic | the ledger's rows by axis and collective: bytes of one message, how many, all of them |
+    | seconds, low, high | `seconds` of a step record; low to high is the 80 % interval |
+    | phases | exposed seconds by what they are spent on; they add up to `seconds` |
+    | exposed_seconds | time spent waiting for communication; `phases.sync` of a step is the part outside the passes |
+    | memory | bytes by class on the pipeline rank with the largest peak |
+    | memory.tensors, memory.reserved | peak_total of the memory tracker, peak reserved memory of torch's allocator |
+    | communication | the communication counter's rows by axis and collective: message bytes, calls and their product |
     """
-    job, held = estimate.job, estimate.peak_memory
+    job, memory = estimate.job, estimate.peak_memory
     return {
         "version": VERSION,
         "model": job.model.name,
         "cluster": job.cluster.name,
         "device": job.cluster.device.name,
         "devices": job.layout.ranks,
-        "plan": decided(estimate),
+        "plan": plan_record(estimate),
         "seconds": estimate.seconds,
         "low": estimate.interval_low,
         "high": estimate.interval_high,
@@ -45,14 +47,14 @@ def prediction_record(estimate: Estimate) -> dict[str, Any]:
         "fits": estimate.fits,
         "memory": {
             "capacity": job.cluster.device.memory,
-            "stage": estimate.memory_by_rank.index(held),
-            **memory_by_class(held),
-            "tensors": held.tensors,
-            "reserved": held.reserved,
-            "total": held.total,
-            "total_by_stage": [stage.total for stage in estimate.memory_by_rank],
+            "stage": estimate.memory_by_rank.index(memory),
+            **memory_by_class(memory),
+            "tensors": memory.tensors,
+            "reserved": memory.reserved,
+            "total": memory.total,
+            "total_by_stage": [rank_memory.total for rank_memory in estimate.memory_by_rank],
         },
-        "traffic": [
+        "communication": [
             {
                 "axis": call.axis,
                 "collective": call.collective,
@@ -70,8 +72,8 @@ def prediction_record(estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def decided(estimate: Estimate) -> dict[str, Any]:
-    """Everything that a plan decides, under the names of a run's settings."""
+def plan_record(estimate: Estimate) -> dict[str, Any]:
+    """Returns everything that a plan decides, under the names of a run's settings."""
     job, layout = estimate.job, estimate.job.layout
     return {
         "layout": {axis: getattr(layout, axis) for axis in AXES} | {"expert": layout.expert, "sharding": job.sharding},

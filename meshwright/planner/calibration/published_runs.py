@@ -1,6 +1,7 @@
-"""Published runs as jobs: a record of a training run that somebody measured, in the words of the planner.
+"""Reads published training runs as jobs that the planner can estimate.
 
-A record is a stranger's: it is checked field by field; what it does not state is assumed, and the assumption is said.
+A file of runs is untrusted: each field is validated. Settings that a run does not state are assumed, and the assumption
+is recorded.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.trainer_profiles import profile_for_run
 from meshwright.topology.layout import Layout
 
-MOST_RECORDS = 5_000
-LARGEST = 16 << 20
-"""Bytes of a file of records."""
+MAX_RUNS = 5_000
+"""Limit on the runs in a file."""
+MAX_FILE_BYTES = 16 << 20
+"""Size limit of a file of runs."""
+MAX_COUNT = 1 << 40
+"""Limit on any count that a run states."""
 SHARDING = {
     "none": "none",
     "ddp": "none",
@@ -37,58 +41,13 @@ SHARDING = {
     "fsdp2": "parameters",
     "hsdp": "parameters",
 }
+"""A run's name of its sharding -> what is sharded."""
 PRECISIONS = {"fp4": "fp4", "fp8": "fp8", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
-"""By what a record's word has in it; the first that is found."""
-DEEPSEEK = LatentAttention(1536, 512, 128, 64, 128)
-"""The only published sizes of attention through compressed keys, where a record only says that it is."""
-
-
-@dataclass(frozen=True)
-class PublishedRun:
-    """A run that was measured, and the job that it was."""
-
-    name: str
-    source: str
-    job: PlannedJob
-    seconds: float | None
-    memory: float | None
-    """bytes, of the kind that `counted` says"""
-    memory_kind: str
-    """reserved (the allocator's peak) or total (what the device shows)"""
-    out_of_memory: bool
-    flagged: bool
-    assumptions: tuple[str, ...]
-    """what the record does not say"""
-
-    @property
-    def fully_stated(self) -> bool:
-        """Whether it says what it recomputes and how large a micro-batch is. Of vocabulary, half precision and sharding
-        those of its software are taken where it is silent, as vTrain's are.
-        """
-        return not self.flagged and not self.assumptions
-
-
-def read_published_runs(path: Path) -> tuple[list[PublishedRun], dict[str, str]]:
-    """Those of a file that describe a decoder on devices that are known; and, by name, why the others are left out."""
-    text = read_regular_file(path, LARGEST, f"file of records {path}", "a JSON list of runs")
-    try:
-        rows = json.loads(text.decode())
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no file of records: {error}", "allowed: a JSON list of runs") from None
-    if not isinstance(rows, list) or len(rows) > MOST_RECORDS:
-        raise ConfigError(f"{path} holds no list of records", "allowed: a JSON list of runs")
-    found, left = [], {}
-    for place, row in enumerate(rows):
-        name = str(row.get("id", f"record {place}")) if isinstance(row, dict) else f"record {place}"
-        try:
-            found.append(parse_run(row, name))
-        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, ConfigError) as error:
-            left[name] = str(error) if not isinstance(error, KeyError) else f"it does not say {error}"
-    return found, left
-
-
-AXES = ("dp", "tp", "pp", "cp", "ep")
-ALIASES = {
+"""Text in a run's name of its precision -> precision; the first match counts."""
+DEEPSEEK_ATTENTION = LatentAttention(1536, 512, 128, 64, 128)
+"""DeepSeek-V3's sizes, the only published ones of MLA, for a run that states no more than that it uses MLA."""
+DEGREES = ("dp", "tp", "pp", "cp", "ep")
+DEVICE_ALIASES = {
     "a100": "a100-80",
     "a800": "a100-80",
     "a800-80": "a100-80",
@@ -100,88 +59,142 @@ ALIASES = {
     "h100-96": "h100-500w",
     "h200-141": "h200",
 }
-MOST = 1 << 40
+"""A run's name of its GPU -> the planner's."""
 
 
-def count(row: dict[str, Any], key: str, least: int = 1, most: int = MOST) -> int:
-    """A whole number that can be."""
+@dataclass(frozen=True)
+class PublishedRun:
+    """A run that somebody measured and published, and the job that it was."""
+
+    name: str
+    """id of the run in its file"""
+    source: str
+    """who published it, and where"""
+    job: PlannedJob
+    """the job, as far as it is stated"""
+    seconds: float | None
+    """measured step time"""
+    memory: float | None
+    """measured memory in bytes, of the kind that `memory_kind` gives"""
+    memory_kind: str
+    """reserved (peak of the allocator) or total (what nvidia-smi shows)"""
+    out_of_memory: bool
+    """whether the run failed for lack of memory"""
+    flagged: bool
+    """whether its source or its collector doubts the numbers"""
+    assumptions: tuple[str, ...]
+    """settings that the run does not state"""
+
+    @property
+    def fully_stated(self) -> bool:
+        """Whether the run states activation checkpointing and micro-batch, and is not flagged.
+
+        Vocabulary, half precision and sharding are taken from the trainer if a run, such as vTrain's, omits them.
+        """
+        return not self.flagged and not self.assumptions
+
+
+def read_published_runs(path: Path) -> tuple[list[PublishedRun], dict[str, str]]:
+    """Reads a file of runs; returns those that the planner can estimate, and the reason for each excluded one."""
+    expected = "a JSON list of runs"
+    content = read_regular_file(path, MAX_FILE_BYTES, f"file of runs {path}", expected)
+    try:
+        rows = json.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"file of runs {path} is not JSON: {error}", f"expected {expected}") from None
+    if not isinstance(rows, list) or len(rows) > MAX_RUNS:
+        raise ConfigError(f"{path} is not a list of at most {MAX_RUNS:,} runs", f"expected {expected}")
+    runs, excluded = [], {}
+    for index, row in enumerate(rows):
+        name = str(row.get("id", f"record {index}")) if isinstance(row, dict) else f"record {index}"
+        try:
+            runs.append(parse_run(row, name))
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, ConfigError) as error:
+            excluded[name] = str(error) if not isinstance(error, KeyError) else f"it does not state {error}"
+    return runs, excluded
+
+
+def parse_count(row: dict[str, Any], key: str, minimum: int = 1, maximum: int = MAX_COUNT) -> int:
+    """Returns an integer in a range, or raises ValueError."""
     value = int(row[key])
-    if value != row[key] or not least <= value <= most:
-        raise ValueError(f"{key} = {value}")
+    if value != row[key] or not minimum <= value <= maximum:
+        raise ValueError(f"{key} = {value} is out of range")
     return value
 
 
 def parse_run(row: dict[str, Any], name: str) -> PublishedRun:
+    """Parses one run; raises an error if it is not a full training run of a decoder on known devices."""
     source, notes = str(row["source"]), str(row.get("notes", ""))
     if "LoRA" in notes:
-        raise ConfigError("it trains adapters alone", "allowed: runs that train all parameters")
-    assumed: list[str] = []
-    model = architecture(row["model"])
-    cluster = cluster_of(str(row["gpu"]), count(row, "gpus", most=1 << 24), f"{source} {notes}")
-    precision = precision_of(row.get("precision"))
-    stack = profile_for_run(source, str(row["layout"].get("sharding")), cluster.device.name, precision)
-    places, whole = row["layout"], count(row, "global_batch")
-    sharding = sharded(places.get("sharding"), stack, assumed)
-    degrees = {axis: count(places, axis, most=1 << 24) if places.get(axis) is not None else 1 for axis in AXES}
-    tensor, pipeline, context = degrees["tp"], degrees["pp"], degrees["cp"]
-    divided = count(places, "fsdp_degree", most=degrees["dp"]) if places.get("fsdp_degree") else degrees["dp"]
-    shard = divided if sharding != "none" else 1
-    layout = Layout(pipeline, degrees["dp"] // shard, shard, context, tensor, degrees["ep"])
-    micro = row.get("micro_batch")
-    if micro is None:
-        assumed.append("micro-batch of 1")
-    local = whole // degrees["dp"]
-    each = int(micro or 1)
-    if (
-        stack.splits_batch_by_stage and pipeline > 1
-    ):  # the record's micro-batch is what all of a pipeline's are cut from
-        each = max(1, local // pipeline)
-    each = max(1, min(each, local))
-    recompute = recomputed(row.get("recompute"), assumed)
-    virtual = count(places, "vpp", most=model.layers) if places.get("vpp") else 1
-    if pipeline > model.layers or pipeline * virtual > 4 * model.layers:
-        raise ValueError(f"{pipeline} stages, {virtual} a rank, of {model.layers} layers")
-    sp = places.get("sp")
-    if sp is not None:
-        stack = replace(stack, sequence_parallel=bool(sp))
+        raise ConfigError("it trains adapters only (LoRA)", "expected a run that trains all parameters")
+    assumptions: list[str] = []
+    model = parse_model(row["model"])
+    cluster = parse_cluster(str(row["gpu"]), parse_count(row, "gpus", maximum=1 << 24), f"{source} {notes}")
+    precision = parse_precision(row.get("precision"))
+    stated_layout, global_batch = row["layout"], parse_count(row, "global_batch")
+    trainer = profile_for_run(source, str(stated_layout.get("sharding")), cluster.device.name, precision)
+    sharding = parse_sharding(stated_layout.get("sharding"), trainer, assumptions)
+    degrees = {
+        axis: parse_count(stated_layout, axis, maximum=1 << 24) if stated_layout.get(axis) is not None else 1
+        for axis in DEGREES
+    }
+    data, pipeline = degrees["dp"], degrees["pp"]
+    fsdp_degree = parse_count(stated_layout, "fsdp_degree", maximum=data) if stated_layout.get("fsdp_degree") else data
+    shard = fsdp_degree if sharding != "none" else 1
+    layout = Layout(pipeline, data // shard, shard, degrees["cp"], degrees["tp"], degrees["ep"])
+    micro_batch = row.get("micro_batch")
+    if micro_batch is None:
+        assumptions.append("micro-batch of 1")
+    local_batch = global_batch // data
+    micro = int(micro_batch or 1)
+    if trainer.splits_batch_by_stage and pipeline > 1:  # the stated micro-batch is split over the pipeline
+        micro = max(1, local_batch // pipeline)
+    micro = max(1, min(micro, local_batch))
+    activation_checkpoint = parse_activation_checkpoint(row.get("recompute"), assumptions)
+    stages = parse_count(stated_layout, "vpp", maximum=model.layers) if stated_layout.get("vpp") else 1
+    if pipeline > model.layers or pipeline * stages > 4 * model.layers:
+        raise ValueError(f"{model.layers} layers cannot be split into {pipeline} x {stages} pipeline stages")
+    if stated_layout.get("sp") is not None:
+        trainer = replace(trainer, sequence_parallel=bool(stated_layout["sp"]))
     job = PlannedJob(
         model,
         cluster,
         layout,
-        Batch(whole, each, degrees["dp"], max(1, local // each)),
-        count(row["model"], "seq"),
+        Batch(global_batch, micro, data, max(1, local_batch // micro)),
+        parse_count(row["model"], "seq"),
         sharding,
         precision,
-        recompute,
+        activation_checkpoint,
         1,
-        "interleaved" if virtual > 1 else "1f1b",
-        virtual,
-        stack.context_method,
-        stack,
+        "interleaved" if stages > 1 else "1f1b",
+        stages,
+        trainer.context_method,
+        trainer,
     )
     reported = row.get("reported", {})
-    seconds = seconds_of(reported, row.get("derived", {}), job)
-    memory, counted = memory_of(reported, notes)
-    flagged = bool(row.get("quality_flags"))
-    return PublishedRun(name, source, job, seconds, memory, counted, bool(reported.get("oom")), flagged, tuple(assumed))
+    seconds = parse_seconds(reported, row.get("derived", {}), job)
+    memory, memory_kind = parse_memory(reported, notes)
+    out_of_memory, flagged = bool(reported.get("oom")), bool(row.get("quality_flags"))
+    return PublishedRun(name, source, job, seconds, memory, memory_kind, out_of_memory, flagged, tuple(assumptions))
 
 
-def architecture(model: dict[str, Any]) -> Architecture:
-    width, heads = count(model, "hidden", most=1 << 24), count(model, "heads", most=1 << 20)
+def parse_model(model: dict[str, Any]) -> Architecture:
+    """Parses the sizes of a model."""
+    width, heads = parse_count(model, "hidden", maximum=1 << 24), parse_count(model, "heads", maximum=1 << 20)
     vocab = model.get("vocab")
     if vocab is None:
-        vocab = 51200  # GPT-2's, filled up
-    experts = count(model, "experts", most=1 << 14) if model.get("experts") else 0
-    inner = count(model, "ffn", most=1 << 24) if model.get("ffn") else (0 if experts else 4 * width)
+        vocab = 51200  # GPT-2's vocabulary, padded
+    experts = parse_count(model, "experts", maximum=1 << 14) if model.get("experts") else 0
+    ffn = parse_count(model, "ffn", maximum=1 << 24) if model.get("ffn") else (0 if experts else 4 * width)
     return Architecture(
         str(model.get("name", "")),
-        count(model, "layers", most=10_000),
+        parse_count(model, "layers", maximum=10_000),
         width,
         heads,
-        count(model, "kv_heads", most=heads) if model.get("kv_heads") else heads,
-        count(model, "head_dim", most=1 << 16) if model.get("head_dim") else max(1, width // heads),
-        inner or int(model.get("moe_ffn") or 4 * width),
-        count({"vocab": vocab}, "vocab", most=1 << 24),
+        parse_count(model, "kv_heads", maximum=heads) if model.get("kv_heads") else heads,
+        parse_count(model, "head_dim", maximum=1 << 16) if model.get("head_dim") else max(1, width // heads),
+        ffn or int(model.get("moe_ffn") or 4 * width),
+        parse_count({"vocab": vocab}, "vocab", maximum=1 << 24),
         gated=bool(model.get("gated", True)),
         tied_embeddings=bool(model.get("tied", False)),
         norm="rms" if model.get("gated", True) else "layer",
@@ -191,68 +204,72 @@ def architecture(model: dict[str, Any]) -> Architecture:
         experts_shared=int(model.get("shared_experts") or 0),
         expert_ffn=int(model.get("moe_ffn") or 0),
         dense_layers=int(model.get("dense_layers") or 0),
-        latent_attention=DEEPSEEK if model.get("attention") == "MLA" else None,
+        latent_attention=DEEPSEEK_ATTENTION if model.get("attention") == "MLA" else None,
     )
 
 
-def recomputed(word: Any, assumed: list[str]) -> str:
-    if word is None:
-        assumed.append("nothing recomputed")
+def parse_activation_checkpoint(stated: Any, assumptions: list[str]) -> str:
+    """Returns the mode of activation checkpointing that a run states, or assumes none."""
+    if stated is None:
+        assumptions.append("no activation checkpointing")
         return "none"
-    if str(word) == "selective layer":  # every other one
+    if str(stated) == "selective layer":  # every other block
         return "alternate"
-    first = str(word).split(maxsplit=1)[0] if str(word).split() else ""
-    if first not in ("none", "full", "selective"):
-        assumed.append(f"nothing recomputed, for {first!r}")
+    mode = str(stated).split(maxsplit=1)[0] if str(stated).split() else ""
+    if mode not in ("none", "full", "selective"):
+        assumptions.append(f"no activation checkpointing, for {mode!r}")
         return "none"
-    return first
+    return mode
 
 
-def sharded(word: Any, stack: TrainerProfile, assumed: list[str]) -> str:
-    """What a record says of it, or else what its software does."""
-    if word is None:
-        return stack.default_sharding
-    found = SHARDING.get(re.sub(r"[^a-z0-9]", "", str(word).lower()))
-    if found is None:
-        assumed.append(f"sharding as usual, for {str(word)[:20]!r}")
-    return found or stack.default_sharding
+def parse_sharding(stated: Any, trainer: TrainerProfile, assumptions: list[str]) -> str:
+    """Returns the sharding that a run states, or the default of its trainer."""
+    if stated is None:
+        return trainer.default_sharding
+    sharding = SHARDING.get(re.sub(r"[^a-z0-9]", "", str(stated).lower()))
+    if sharding is None:
+        assumptions.append(f"default sharding of the trainer, for {str(stated)[:20]!r}")
+    return sharding or trainer.default_sharding
 
 
-def precision_of(word: Any) -> str:
-    if word is None:
+def parse_precision(stated: Any) -> str:
+    """Returns the precision that a run states, or fp16."""
+    if stated is None:
         return "fp16"
-    found = next((kind for part, kind in PRECISIONS.items() if part in str(word).lower()), None)
-    if found is None:
-        raise ValueError(f"precision {str(word)[:20]!r}")
-    return found
+    precision = next((precision for text, precision in PRECISIONS.items() if text in str(stated).lower()), None)
+    if precision is None:
+        raise ValueError(f"precision {str(stated)[:20]!r} is not known")
+    return precision
 
 
-def seconds_of(reported: dict[str, Any], derived: dict[str, Any], job: PlannedJob) -> float | None:
-    """As printed, or by the tokens or the FLOP of a second that are."""
-    for said in (reported, derived):
-        if "step_time_s" in said:
-            return figure(said["step_time_s"])
+def parse_seconds(reported: dict[str, Any], derived: dict[str, Any], job: PlannedJob) -> float | None:
+    """Returns the step time that a run reports, or the one that follows from its throughput."""
+    for figures in (reported, derived):
+        if "step_time_s" in figures:
+            return parse_measurement(figures["step_time_s"])
     if "samples_per_s" in reported:
-        return job.batch.global_ / figure(reported["samples_per_s"])
+        return job.batch.global_ / parse_measurement(reported["samples_per_s"])
     for key, devices in (("tokens_per_s", 1), ("tokens_per_s_per_gpu", job.layout.ranks)):
         if key in reported:
-            return job.tokens_per_step / figure(reported[key]) / devices
+            return job.tokens_per_step / parse_measurement(reported[key]) / devices
     return None
 
 
-def figure(value: Any) -> float:
-    """Something that somebody measured."""
-    found = float(value)
-    if not 1e-6 <= found <= 1e12:
-        raise ValueError(f"{value} was never measured")
-    return found
+def parse_measurement(value: Any) -> float:
+    """Returns a number in the range of possible measurements, or raises ValueError."""
+    number = float(value)
+    if not 1e-6 <= number <= 1e12:
+        raise ValueError(f"{value} is not a possible measurement")
+    return number
 
 
-def memory_of(reported: dict[str, Any], notes: str) -> tuple[float | None, str]:
+def parse_memory(reported: dict[str, Any], notes: str) -> tuple[float | None, str]:
+    """Returns memory in bytes and its kind; nvidia-smi's figures are in GB, torch's are in GiB."""
     if "memory_gb" not in reported:
         return None, "total"
-    shown = "nvidia-smi" in notes  # and in gigabytes, where torch's own figures are in GiB
-    return figure(reported["memory_gb"]) * (1e9 if shown else 1 << 30), "total" if shown else "reserved"
+    nvidia_smi = "nvidia-smi" in notes
+    bytes_per_unit = 1e9 if nvidia_smi else 1 << 30
+    return parse_measurement(reported["memory_gb"]) * bytes_per_unit, "total" if nvidia_smi else "reserved"
 
 
 NETWORKS: tuple[tuple[str, float, bool], ...] = (
@@ -260,20 +277,21 @@ NETWORKS: tuple[tuple[str, float, bool], ...] = (
     (r"(\d+)x(?=\d+Gb )", 100, False),
     (r"(\d+) ?Gbps node-node", 1, False),
     (r"(\d+) ?Gb/s [\w-]+ per GPU", 1, True),
-    (r"bigscience()", 400, False),  # four adapters of 100 Gb/s a node, which its other records say
+    (r"bigscience()", 400, False),  # four adapters of 100 Gb/s per node, which its other records state
 )
-"""How texts state the network: a number, the Gb/s of one, and whether of one device or of a node."""
+"""How runs state their network: a pattern for a number, the Gb/s of one unit, and whether it is per device or node."""
 
 
-def cluster_of(gpu: str, devices: int, text: str) -> Cluster:
+def parse_cluster(gpu: str, devices: int, text: str) -> Cluster:
+    """Returns the cluster of a run; `text` may state its network."""
     word = re.sub(r"nvidia[ -]|-?sxm\d?|-?hbm\w*|gb\b", "", gpu.lower()).strip().split(" ")[0]
-    name = "h100-500w" if "500w" in gpu.lower() else ALIASES.get(word, word)
+    name = "h100-500w" if "500w" in gpu.lower() else DEVICE_ALIASES.get(word, word)
     if name not in NODE_TYPES:
-        raise ConfigError(f"nothing is known of {gpu}", f"allowed: {', '.join(NODE_TYPES)}")
+        raise ConfigError(f"device {gpu!r} is not known", f"expected one of {', '.join(NODE_TYPES)}")
     cluster = preset_cluster(name, devices)
-    for pattern, rate, each in NETWORKS:
-        if found := re.search(pattern, text):
-            share = figure(found[1] or 1) * rate / 8 * GB / (1 if each else NODE_TYPES[name].devices)
-            cluster = replace(cluster, inter_node=replace(cluster.inter_node, bandwidth=share))
-            break
+    for pattern, gigabits, per_device in NETWORKS:
+        if match := re.search(pattern, text):
+            divisor = 1 if per_device else NODE_TYPES[name].devices
+            bandwidth = parse_measurement(match[1] or 1) * gigabits / 8 * GB / divisor
+            return replace(cluster, inter_node=replace(cluster.inter_node, bandwidth=bandwidth))
     return cluster

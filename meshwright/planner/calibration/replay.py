@@ -1,13 +1,13 @@
-"""How wrong the planner is: every record of a file predicted, and held against what was measured.
+"""Scores the planner: predicts every run of a file of published runs, and compares it with what was measured.
 
-| figure | of |
+| score | of |
 |---|---|
-| seconds | median and 90th percentile of the absolute error, and its mean |
-| alone | the same median with the constants of other software than the source's own |
-| inside | share of runs that lie in their intervals of four in five |
-| memory | median and 90th percentile, of the kind of memory that the source printed |
-| oom, wrongly | runs that ran out of memory, and how many are said not to fit; runs that ran, and are said not to fit |
-| tau, regret | where the same work ran on other layouts: Kendall's rank correlation, and what the predicted best cost |
+| median, 90th percentile and mean error | absolute relative error of the step time |
+| unfitted median | median error with the fitted constants of the most similar trainer of another publisher |
+| inside | fraction of runs that are inside their 80 % interval |
+| memory median and 90th percentile | absolute relative error of memory, of the kind that the source reports |
+| out of memory, false out of memory | runs that ran out of memory; runs that ran, and are predicted not to fit |
+| Kendall tau, regret | over sweeps (the same work on several layouts): rank correlation, and the cost of the choice |
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -25,192 +25,239 @@ from meshwright.planner.calibration.published_runs import PublishedRun, read_pub
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.workload.trainer_profiles import unfitted_profile
 
-SWEEP = 3
-"""Runs of the same work that make a sweep."""
+MIN_SWEEP_RUNS = 3
+"""Number of runs of the same work that make a sweep."""
 
 
 @dataclass(frozen=True)
 class ReplayedRun:
-    """A record, and what is predicted of it."""
+    """A published run and its estimate."""
 
     run: PublishedRun
     estimate: Estimate
 
     @property
     def error(self) -> float | None:
-        """Of the step's seconds; 0.1 is ten percent too long."""
+        """Relative error of the step time; 0.1 means 10 % too long."""
         return self.estimate.seconds / self.run.seconds - 1 if self.run.seconds else None
 
     @property
     def predicted_memory(self) -> float:
-        heaviest = self.estimate.peak_memory
-        return heaviest.total if self.run.memory_kind == "total" else heaviest.reserved
+        """Predicted memory in bytes, of the kind that the source reports."""
+        memory = self.estimate.peak_memory
+        return memory.total if self.run.memory_kind == "total" else memory.reserved
 
     @property
     def memory_error(self) -> float | None:
+        """Relative error of memory."""
         return self.predicted_memory / self.run.memory - 1 if self.run.memory else None
 
     @property
     def inside_interval(self) -> bool:
-        return (
-            self.run.seconds is not None
-            and self.estimate.interval_low <= self.run.seconds <= self.estimate.interval_high
-        )
+        """Whether the measured step time is inside the 80 % interval."""
+        seconds = self.run.seconds
+        return seconds is not None and self.estimate.interval_low <= seconds <= self.estimate.interval_high
 
 
 @dataclass(frozen=True)
 class SourceScore:
-    """Of the runs of one source."""
+    """The errors over the runs of one source; fractions, and None if there is nothing to score."""
 
     source: str
     runs: int
-    timed: int
-    median: float | None
-    ninth: float | None
-    mean: float | None
-    alone: float | None
-    inside: float | None
-    weighed: int
-    memory_median: float | None
-    memory_ninth: float | None
-    oom: int
-    oom_right: int
-    wrongly: int
-    """fully stated runs that ran, and are said not to fit"""
+    """number of runs"""
+    timed_runs: int
+    """runs with a measured step time"""
+    median_error: float | None
+    """median of the absolute step-time error"""
+    p90_error: float | None
+    """90th percentile of the absolute step-time error"""
+    mean_error: float | None
+    """mean of the absolute step-time error"""
+    unfitted_median_error: float | None
+    """median error with the fitted constants of the most similar trainer of another publisher"""
+    inside_interval: float | None
+    """fraction of runs inside their 80 % interval"""
+    memory_runs: int
+    """runs with measured memory"""
+    memory_median_error: float | None
+    """median of the absolute memory error"""
+    memory_p90_error: float | None
+    """90th percentile of the absolute memory error"""
+    out_of_memory: int
+    """runs that failed for lack of memory"""
+    out_of_memory_found: int
+    """those of them that are predicted not to fit"""
+    false_out_of_memory: int
+    """fully stated runs that ran, and are predicted not to fit"""
     sweeps: int
-    tau: float | None
-    regret: float | None
-    """both in the mean over sweeps"""
-    worst: float | None
-    """the largest regret"""
+    """sets of at least MIN_SWEEP_RUNS runs of the same work on different layouts"""
+    kendall_tau: float | None
+    """rank correlation of predicted and measured step time, mean over sweeps"""
+    mean_regret: float | None
+    """extra time of the layout that is predicted to be the fastest, mean over sweeps"""
+    max_regret: float | None
+    """the largest regret of a sweep"""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the score under the keys of `plan --replay --json`, which stay the same between versions."""
+        return {
+            "source": self.source,
+            "runs": self.runs,
+            "timed": self.timed_runs,
+            "median": self.median_error,
+            "ninth": self.p90_error,
+            "mean": self.mean_error,
+            "alone": self.unfitted_median_error,
+            "inside": self.inside_interval,
+            "weighed": self.memory_runs,
+            "memory_median": self.memory_median_error,
+            "memory_ninth": self.memory_p90_error,
+            "oom": self.out_of_memory,
+            "oom_right": self.out_of_memory_found,
+            "wrongly": self.false_out_of_memory,
+            "sweeps": self.sweeps,
+            "tau": self.kendall_tau,
+            "regret": self.mean_regret,
+            "worst": self.max_regret,
+        }
 
 
-def replay_run(record: PublishedRun) -> ReplayedRun:
-    return ReplayedRun(record, estimate(record.job, unstated=bool(record.assumptions)))
+def replay_run(run: PublishedRun) -> ReplayedRun:
+    """Predicts one run."""
+    return ReplayedRun(run, estimate(run.job, has_assumptions=bool(run.assumptions)))
 
 
 def replay(path: Path) -> dict[str, Any]:
-    """Every figure, by source and of all; and which records were left out, and why."""
-    records, left = read_published_runs(path)
-    flagged = [record.name for record in records if record.flagged]
-    twins = []
-    for record in records:
+    """Predicts all runs of a file.
+
+    Returns a JSON object: scores by source and in total, one record per run, and the reason for each excluded run.
+    """
+    runs, excluded = read_published_runs(path)
+    flagged = [run.name for run in runs if run.flagged]
+    replayed = []
+    for run in runs:
+        if run.flagged:
+            continue
         try:
-            twins += [] if record.flagged else [replay_run(record)]
+            replayed.append(replay_run(run))
         except (ArithmeticError, LookupError, ValueError) as error:
-            left[record.name] = f"it cannot be: {error}"
+            excluded[run.name] = f"it cannot be estimated: {error}"
     by_source: dict[str, list[ReplayedRun]] = defaultdict(list)
-    for one in twins:
-        by_source[family(one.run.source)].append(one)
-    scores = [score(source, rows) for source, rows in sorted(by_source.items())]
-    stated = [one for one in twins if one.run.fully_stated]
-    scores.append(score("fully stated", stated))
-    scores.append(score("all", twins))
+    for one in replayed:
+        by_source[publisher(one.run.source)].append(one)
+    scores = [score(source, members) for source, members in sorted(by_source.items())]
+    scores.append(score("fully stated", [one for one in replayed if one.run.fully_stated]))
+    scores.append(score("all", replayed))
     return {
         "file": str(path),
-        "scores": [asdict(one) for one in scores],
-        "left_out": left | dict.fromkeys(flagged, "its source or its collector doubts it"),
-        "records": [told(one) for one in twins],
+        "scores": [one.to_json() for one in scores],
+        "left_out": excluded | dict.fromkeys(flagged, "its source or its collector doubts the numbers"),
+        "records": [run_json(one) for one in replayed],
     }
 
 
-def told(one: ReplayedRun) -> dict[str, Any]:
-    record, found = one.run, one.estimate
+def run_json(replayed: ReplayedRun) -> dict[str, Any]:
+    """Returns one run under the keys of `plan --replay --json`, which stay the same between versions."""
+    run, predicted = replayed.run, replayed.estimate
     return {
-        "id": record.name,
-        "software": found.job.trainer.name,
-        "assumed": list(record.assumptions),
+        "id": run.name,
+        "software": predicted.job.trainer.name,
+        "assumed": list(run.assumptions),
         "seconds": {
-            "predicted": found.seconds,
-            "low": found.interval_low,
-            "high": found.interval_high,
-            "measured": record.seconds,
+            "predicted": predicted.seconds,
+            "low": predicted.interval_low,
+            "high": predicted.interval_high,
+            "measured": run.seconds,
         },
-        "memory": {"predicted": one.predicted_memory, "measured": record.memory, "counted": record.memory_kind},
-        "fits": found.fits,
-        "phases": found.phases,
+        "memory": {"predicted": replayed.predicted_memory, "measured": run.memory, "counted": run.memory_kind},
+        "fits": predicted.fits,
+        "phases": predicted.phases,
     }
 
 
-def family(source: str) -> str:
-    """Who published it: what stands before the first file, table or row."""
+def publisher(source: str) -> str:
+    """Returns who published a run: the part of its source before the first file, table or row."""
     return re.split(r"[ ,(]", source.replace("repo train", "repo/train"), maxsplit=1)[0].split("/docs")[0]
 
 
-def score(source: str, twins: list[ReplayedRun]) -> SourceScore:
-    errors = [abs(one.error) for one in twins if one.error is not None]
-    weighed = [abs(one.memory_error) for one in twins if one.memory_error is not None]
-    oom = [one for one in twins if one.run.out_of_memory]
-    ran = [one for one in twins if not one.run.out_of_memory and one.run.seconds and not one.run.assumptions]
-    ranks = [rank_sweep(rows) for rows in sweeps(twins)]
+def score(source: str, replayed: list[ReplayedRun]) -> SourceScore:
+    """Scores the runs of one source."""
+    errors = [abs(one.error) for one in replayed if one.error is not None]
+    memory_errors = [abs(one.memory_error) for one in replayed if one.memory_error is not None]
+    out_of_memory = [one for one in replayed if one.run.out_of_memory]
+    ran = [one for one in replayed if not one.run.out_of_memory and one.run.seconds and not one.run.assumptions]
+    timed = timed_runs(replayed)
+    ranks = [rank_sweep(sweep) for sweep in find_sweeps(replayed)]
     return SourceScore(
         source,
-        len(twins),
-        len(errors),
-        middle(errors),
-        ninth(errors),
-        average(errors),
-        middle([alone(one) for one in twins if one.run.seconds]),
-        share(one.inside_interval for one in twins if one.run.seconds),
-        len(weighed),
-        middle(weighed),
-        ninth(weighed),
-        len(oom),
-        sum(not one.estimate.fits for one in oom),
-        sum(not one.estimate.fits for one in ran),
-        len(ranks),
-        average([tau for tau, _ in ranks if tau is not None]),
-        average([regret for _, regret in ranks]),
-        max((regret for _, regret in ranks), default=None),
+        runs=len(replayed),
+        timed_runs=len(errors),
+        median_error=median(errors) if errors else None,
+        p90_error=percentile_90(errors),
+        mean_error=mean_or_none(errors),
+        unfitted_median_error=median(map(unfitted_error, timed)) if timed else None,
+        inside_interval=sum(one.inside_interval for one in timed) / len(timed) if timed else None,
+        memory_runs=len(memory_errors),
+        memory_median_error=median(memory_errors) if memory_errors else None,
+        memory_p90_error=percentile_90(memory_errors),
+        out_of_memory=len(out_of_memory),
+        out_of_memory_found=sum(not one.estimate.fits for one in out_of_memory),
+        false_out_of_memory=sum(not one.estimate.fits for one in ran),
+        sweeps=len(ranks),
+        kendall_tau=mean_or_none([tau for tau, _ in ranks if tau is not None]),
+        mean_regret=mean_or_none([regret for _, regret in ranks]),
+        max_regret=max((regret for _, regret in ranks), default=None),
     )
 
 
-def alone(one: ReplayedRun) -> float:
-    """The error with the constants of the nearest other software, as if this source had never been seen."""
-    job = replace(one.run.job, trainer=unfitted_profile(one.run.job.trainer))
-    found = estimate(job, unstated=True)
-    return abs(found.seconds / one.run.seconds - 1) if one.run.seconds else 0.0
+def timed_runs(replayed: list[ReplayedRun]) -> list[ReplayedRun]:
+    """Returns the runs with a measured step time."""
+    return [one for one in replayed if one.run.seconds]
 
 
-def sweeps(twins: list[ReplayedRun]) -> Iterable[list[ReplayedRun]]:
-    """Runs of one source that did the same work on as many of the same devices."""
+def unfitted_error(replayed: ReplayedRun) -> float:
+    """Returns the absolute error as if no run of this trainer had ever been measured."""
+    run = replayed.run
+    job = replace(run.job, trainer=unfitted_profile(run.job.trainer))
+    predicted = estimate(job, has_assumptions=True)
+    return abs(predicted.seconds / run.seconds - 1) if run.seconds else 0.0
+
+
+def find_sweeps(replayed: list[ReplayedRun]) -> list[list[ReplayedRun]]:
+    """Groups the runs of one source that did the same work on the same number of the same devices."""
     groups: dict[Any, list[ReplayedRun]] = defaultdict(list)
-    for one in twins:
+    for one in timed_runs(replayed):
         job = one.run.job
-        if one.run.seconds:
-            work = (job.model, job.sequence, job.batch.global_, job.precision, job.activation_checkpoint)
-            groups[(family(one.run.source), job.cluster.device.name, job.layout.ranks, work)].append(one)
-    return (rows for rows in groups.values() if len(rows) >= SWEEP)
+        work = (job.model, job.sequence, job.batch.global_, job.precision, job.activation_checkpoint)
+        groups[(publisher(one.run.source), job.cluster.device.name, job.layout.ranks, work)].append(one)
+    return [group for group in groups.values() if len(group) >= MIN_SWEEP_RUNS]
 
 
-def rank_sweep(rows: list[ReplayedRun]) -> tuple[float | None, float]:
-    """Kendall's tau of predicted and measured seconds, none where nothing differs, and the regret of the predicted
-    best; of equally good ones, the mean.
+def rank_sweep(sweep: list[ReplayedRun]) -> tuple[float | None, float]:
+    """Returns Kendall's tau of predicted and measured step time, and the regret of the predicted best.
+
+    Tau is None if all runs are tied. If several layouts are predicted to be equally fast, the regret is that of their
+    mean.
     """
-    seconds = [(one.estimate.seconds, one.run.seconds or 0.0) for one in rows]
-    agree = total = 0
-    for place, (guess, real) in enumerate(seconds):
-        for other, truth in seconds[:place]:
-            if real != truth and guess != other:
-                agree += 1 if (guess - other) * (real - truth) > 0 else -1
-                total += 1
-    least = min(guess for guess, _ in seconds)
-    best = mean(real for guess, real in seconds if guess == least)
-    return agree / total if total else None, best / min(real for _, real in seconds) - 1
+    times = [(one.estimate.seconds, one.run.seconds or 0.0) for one in sweep]
+    concordance = pairs = 0
+    for index, (predicted, measured) in enumerate(times):
+        for other_predicted, other_measured in times[:index]:
+            if measured != other_measured and predicted != other_predicted:
+                concordant = (predicted - other_predicted) * (measured - other_measured) > 0
+                concordance += 1 if concordant else -1
+                pairs += 1
+    best_predicted = min(predicted for predicted, _ in times)
+    chosen = mean(measured for predicted, measured in times if predicted == best_predicted)
+    return concordance / pairs if pairs else None, chosen / min(measured for _, measured in times) - 1
 
 
-def middle(values: list[float]) -> float | None:
-    return median(values) if values else None
-
-
-def average(values: list[float]) -> float | None:
+def mean_or_none(values: list[float]) -> float | None:
     return mean(values) if values else None
 
 
-def ninth(values: list[float]) -> float | None:
-    return sorted(values)[min(len(values) - 1, int(0.9 * len(values)))] if values else None
-
-
-def share(truths: Iterable[bool]) -> float | None:
-    found = list(truths)
-    return sum(found) / len(found) if found else None
+def percentile_90(values: Iterable[float]) -> float | None:
+    """Returns the nearest-rank 90th percentile."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))] if ordered else None

@@ -1,7 +1,7 @@
-"""What a run is to take, said before it begins: the record that its report lays beside what was measured; torch-free.
+"""Predicts a run before its first step, for plan.json, and saves what it measured for later plans; torch-free.
 
-Seconds are those of a machine that is known: this one as measured, or one that was named. Bytes held and sent are known
-of every run of our own decoder, those sent exactly.
+Times need a known machine: this one as measured, or one that the user names. Memory and communication volume are
+predicted for every run of Meshwright's decoder, communication volume exactly.
 """
 
 from __future__ import annotations
@@ -25,107 +25,134 @@ from meshwright.planner.hardware.cluster import NODE_TYPES, Cluster, Device, Lin
 from meshwright.planner.hardware.resolve_cluster import machine_file, measured_machine, resolve_cluster
 from meshwright.planner.workload.planned_job import PlannedJob
 
-LONGEST = 0.04
-"""Seconds that a start may spend on exact bytes; ranks of a pipeline that are left then are not told."""
-UNTIMED = ("seconds", "low", "high", "main_uncertainty", "phases", "exposed_seconds", "tokens_per_second", "mfu", "hfu")
-"""What nobody can say of a machine that nobody knows."""
-ANY = Cluster("unknown", Device("cpu", 1e18, 1e9, {"bf16": 1e9}, is_cpu=True), 1, 1, Link(1e9, 1e-6), Link(1e9, 1e-6))
-"""The host of a run, where it was never measured: formulas of memory ask what kind of device it is."""
+MAX_EXACT_SECONDS = 0.04
+"""Time at the start of a run for exact formulas; pipeline ranks that are left then are omitted."""
+TIME_KEYS = (
+    "seconds",
+    "low",
+    "high",
+    "main_uncertainty",
+    "phases",
+    "exposed_seconds",
+    "tokens_per_second",
+    "mfu",
+    "hfu",
+)
+"""Keys of a prediction that are null if the machine is not known."""
+UNKNOWN_HOST = Cluster(
+    "unknown", Device("cpu", 1e18, 1e9, {"bf16": 1e9}, is_cpu=True), 1, 1, Link(1e9, 1e-6), Link(1e9, 1e-6)
+)
+"""Stands for a CPU host that was never measured: the memory formulas need the type of the device."""
 
 
 @dataclass(frozen=True)
 class RunPrediction:
-    """A prediction, and what is kept of it to learn from."""
+    """The prediction of a run."""
 
     record: dict[str, Any]
+    """the content of plan.json"""
     uncorrected: Estimate | None = None
-    """uncorrected, where the machine is this one and was measured"""
+    """the estimate before correction, if the run is on this machine and the machine was measured"""
 
     def save_measurement(self, seconds: float, tensors: float | None) -> CalibrationRecord | None:
-        """Remembers what the first rank measured, for later plans on this machine."""
+        """Appends the median step time and the peak tensor bytes of rank 0 to the calibration log."""
         if self.uncorrected is None:
             return None
-        weighed = (self.uncorrected.memory_by_rank[0].tensors, tensors) if tensors else None
-        record = CalibrationRecord.from_job(self.uncorrected.job, (self.uncorrected.seconds, seconds), weighed)
+        memory = (self.uncorrected.memory_by_rank[0].tensors, tensors) if tensors else None
+        record = CalibrationRecord.from_job(self.uncorrected.job, (self.uncorrected.seconds, seconds), memory)
         append_record(record)
         return record
 
 
 def predict_run(
-    config: RunConfig, attempt: int, device: str, word: str | None = None, own_model: bool = False
+    config: RunConfig, attempt: int, device: str, cluster: str | None = None, own_model: bool = False
 ) -> RunPrediction:
-    """Of a run on a device by torch's name for it, or `cpu`; `word` names the cluster. Whatever goes wrong here must
-    not keep the run from beginning: it is noted.
+    """Predicts a run; an error in the prediction is noted and does not stop the run.
+
+    Args:
+        config: the run.
+        attempt: number of the attempt.
+        device: torch's name of the device, or `cpu`.
+        cluster: the name of a cluster; default: this machine as measured.
+        own_model: whether the run trains a user's model, for which there are no formulas.
     """
-    head = {"version": VERSION, "attempt": attempt}
+    header = {"version": VERSION, "attempt": attempt}
     if own_model:
-        return RunPrediction(head | {"notes": ["a model of your own: nothing is predicted of it"]})
+        return RunPrediction(header | {"notes": ["custom model: the planner has no formulas for it"]})
     try:
-        return of_decoder(head, config, device, word)
-    except Exception as error:  # noqa: BLE001  see above
-        return RunPrediction(head | {"notes": [f"nothing is predicted: {type(error).__name__}: {error}"]})
+        return predict_decoder(header, config, device, cluster)
+    except Exception as error:  # noqa: BLE001  a prediction must not stop a run
+        return RunPrediction(header | {"notes": [f"no prediction: {type(error).__name__}: {error}"]})
 
 
-def of_decoder(head: dict[str, Any], config: RunConfig, device: str, word: str | None) -> RunPrediction:
-    cluster, note = cluster_for(config, device, word)
+def predict_decoder(header: dict[str, Any], config: RunConfig, device: str, name: str | None) -> RunPrediction:
+    """Predicts a run of Meshwright's decoder."""
+    cluster, note = find_cluster(config, device, name)
     known = cluster is not None
-    job = PlannedJob.from_config(config, cluster or likely(device))
-    found = estimate(job)
-    here = known and is_this_machine(job.cluster)
-    plain = estimate(job, lessons=UNCORRECTED) if here else None
-    tree = head | prediction_record(found) | exactly(job, config, host=device == "cpu")
-    tree["notes"] = [*tree["notes"], *([note] if note else [])]
-    tree["peak_flops"] = found.peak_flops if known or device_preset(device) else None
-    tree["uncorrected"] = {"seconds": plain.seconds, "tensors": plain.memory_by_rank[0].tensors} if plain else None
+    job = PlannedJob.from_config(config, cluster or stand_in_cluster(device))
+    corrected = estimate(job)
+    uncorrected = estimate(job, corrections=UNCORRECTED) if known and is_this_machine(job.cluster) else None
+    record = header | prediction_record(corrected) | exact_record(job, config, on_cpu=device == "cpu")
+    record["notes"] = [*record["notes"], *([note] if note else [])]
+    record["peak_flops"] = corrected.peak_flops if known or device_preset(device) else None
+    record["uncorrected"] = (
+        {"seconds": uncorrected.seconds, "tensors": uncorrected.memory_by_rank[0].tensors} if uncorrected else None
+    )
     if not known:
-        tree |= dict.fromkeys((*UNTIMED, "cluster", "fits"))
-        tree["memory"]["capacity"] = None
-        tree["device"] = device
-        tree["traffic"] = [row | {"link": None, "seconds": None, "exposed_seconds": None} for row in tree["traffic"]]
-    return RunPrediction(tree, plain)
+        record |= dict.fromkeys((*TIME_KEYS, "cluster", "fits"))
+        record["memory"]["capacity"] = None
+        record["device"] = device
+        untimed = {"link": None, "seconds": None, "exposed_seconds": None}
+        record["communication"] = [row | untimed for row in record["communication"]]
+    return RunPrediction(record, uncorrected)
 
 
-def exactly(job: PlannedJob, config: RunConfig, host: bool) -> dict[str, Any]:
-    """What the ledger of every rank must count: ranks with the same stages of a pipeline send the same. Peaks of state
-    are exact on the host alone.
+def exact_record(job: PlannedJob, config: RunConfig, on_cpu: bool) -> dict[str, Any]:
+    """Returns what the counters of every rank must measure, by the first rank of each pipeline rank.
+
+    All ranks with the same pipeline stages communicate the same amount. State memory is exact on CPU only.
     """
-    layout, batch, until = job.layout, job.batch, monotonic() + LONGEST
-    sent: dict[str, Any] = {}
-    holds: dict[str, Any] = {}
+    layout, batch, deadline = job.layout, job.batch, monotonic() + MAX_EXACT_SECONDS
+    communication: dict[str, Any] = {}
+    memory: dict[str, Any] = {}
     for rank in range(0, layout.ranks, layout.stride("pipeline")):
-        if monotonic() > until:
+        if monotonic() > deadline:
             break
-        sent[str(rank)] = [asdict(row) for row in comm_volume(config, layout, batch, rank)]
-        if host:
-            holds[str(rank)] = asdict(state_memory(config, layout, batch, rank))
-    return {"traffic_exact": sent, "traffic_untold": data_dependent_axes(config, layout), "held_exact": holds}
+        communication[str(rank)] = [asdict(row) for row in comm_volume(config, layout, batch, rank)]
+        if on_cpu:
+            memory[str(rank)] = asdict(state_memory(config, layout, batch, rank))
+    return {
+        "communication_exact": communication,
+        "communication_data_dependent": data_dependent_axes(config, layout),
+        "state_memory_exact": memory,
+    }
 
 
-def cluster_for(config: RunConfig, device: str, word: str | None) -> tuple[Cluster | None, str]:
-    """The machine of a run, or none and why."""
-    ranks = PlannedJob.from_config(config, ANY).layout.ranks
-    if word is None and not machine_file().exists():
-        return None, "this machine was never measured (meshwright plan measure): no seconds are predicted"
+def find_cluster(config: RunConfig, device: str, name: str | None) -> tuple[Cluster | None, str]:
+    """Returns the cluster of a run, or None and the reason why step time cannot be predicted."""
+    ranks = PlannedJob.from_config(config, UNKNOWN_HOST).layout.ranks
+    if name is None and not machine_file().exists():
+        return None, "step time is not predicted: this machine was never measured (meshwright plan measure)"
     try:
-        whole = measured_machine() if word is None else resolve_cluster(word)
+        cluster = measured_machine() if name is None else resolve_cluster(name)
     except ConfigError as error:
-        return None, f"no seconds are predicted: {error.message}"
-    if word is None and not (whole.device.is_cpu if device == "cpu" else whole.device.name == device):
-        return None, f"what was measured of this machine is its {whole.device.name}: no seconds are predicted"
-    if ranks > whole.device_count or (ranks > whole.devices_per_node and ranks % whole.devices_per_node):
-        return None, f"{ranks} ranks on {whole.device_count} devices of {whole.name}: no seconds are predicted"
-    return whole.with_devices(ranks), ""
+        return None, f"step time is not predicted: {error.message}"
+    if name is None and not (cluster.device.is_cpu if device == "cpu" else cluster.device.name == device):
+        return None, f"step time is not predicted: the measured device of this machine is {cluster.device.name}"
+    if ranks > cluster.device_count or (ranks > cluster.devices_per_node and ranks % cluster.devices_per_node):
+        return None, f"step time is not predicted: {ranks} ranks on {cluster.device_count} devices of {cluster.name}"
+    return cluster.with_devices(ranks), ""
 
 
-def likely(device: str) -> Cluster:
-    """A cluster of such devices, to ask for bytes alone."""
+def stand_in_cluster(device: str) -> Cluster:
+    """Returns a cluster of such devices, from which only bytes are used."""
     if device == "cpu":
-        return ANY
+        return UNKNOWN_HOST
     return preset_cluster(device_preset(device) or "h100")
 
 
 def device_preset(name: str) -> str | None:
-    """Our name of a device by torch's: `NVIDIA H100 80GB HBM3` is h100."""
+    """Returns the planner's name of a device from torch's: `NVIDIA H100 80GB HBM3` is h100."""
     words = re.findall(r"[a-z]+[0-9]+x?", name.lower())
     memory = re.search(r"([0-9]+) ?gb", name.lower())
     for word in words:

@@ -84,7 +84,7 @@ def same_layout_estimate(cache: CostCache, chosen: Estimate, factor: int, weak: 
     if scaled is None:
         return None
     candidate, cluster = scaled
-    plan = estimate(candidate_job(work, cluster, candidate), lessons=cache.corrections)
+    plan = estimate(candidate_job(work, cluster, candidate), corrections=cache.corrections)
     return plan if plan.fits else None
 
 

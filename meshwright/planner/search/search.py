@@ -195,7 +195,7 @@ def reestimate_exactly(cache: CostCache, plans: list[Estimate]) -> list[Estimate
     if cache.work.base_config is None:
         return plans
     jobs = [exact_job(cache.work, cache.cluster, Candidate.from_job(plan.job)) for plan in plans]
-    exact = (estimate(job, exact=True, lessons=cache.corrections) for job in jobs)
+    exact = (estimate(job, simulate_pipeline=True, corrections=cache.corrections) for job in jobs)
     return [plan for plan in exact if plan.fits]
 
 
