@@ -131,9 +131,9 @@ PYTHON_SPELLING = {
     r"--fresh\b": "fresh=True",
     r"--fork\b": "fork=True",
     r"--no-fallback\b": "fallback=False",
-    r"--ranks (\d+)": r"config.layout.with_ranks(\1)",
+    r"--([a-z_]+(\.[a-z_]+)+)=(\S+)": r"\1 = \3",
 }
-"""Command-line options in hints -> the keyword arguments of `meshwright.train`."""
+"""Command-line options in hints -> keyword arguments of `meshwright.train`, and config keys."""
 
 
 def with_python_hint(error: MeshwrightError) -> MeshwrightError:

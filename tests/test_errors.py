@@ -1,0 +1,51 @@
+"""Tests of the errors: message, hint, exit codes, and hints for Python."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright import errors
+from meshwright.errors import ConfigError, MeshwrightError, with_python_hint
+
+
+def test_error_prints_message_and_hint_in_one_line():
+    error = ConfigError("steps = x has the wrong type", "expected an integer")
+    assert str(error) == "steps = x has the wrong type; expected an integer"
+    assert (error.message, error.hint) == ("steps = x has the wrong type", "expected an integer")
+    assert str(MeshwrightError("no hint")) == "no hint"
+
+
+def test_exit_codes_are_distinct():
+    classes = [c for c in MeshwrightError.__subclasses__() if c.__module__ == errors.__name__ and "exit_code" in vars(c)]
+    codes = [c.exit_code for c in classes]
+    assert sorted(codes) == [2, 3, 4, 5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("number", [2, 15])
+def test_errors_of_signals_can_be_rebuilt_from_their_arguments(number):
+    for error in (
+        errors.StoppedBySignal(number, 5),
+        errors.StoppedBeforeStart(number),
+        errors.KilledBySignal(number),
+    ):
+        assert str(type(error)(*error.args)) == str(error)
+        assert error.exit_code == 128 + number
+
+
+@pytest.mark.parametrize(
+    ("hint", "python"),
+    [
+        ("try another --run DIR, --fresh or --fork", "try another run=DIR, fresh=True or fork=True"),
+        ("leave out --no-fallback", "leave out fallback=False"),
+        ("try --layout.replicate=1", "try layout.replicate = 1"),
+    ],
+)
+def test_command_line_options_in_a_hint_become_keyword_arguments(hint, python):
+    assert with_python_hint(MeshwrightError("message", hint)).hint == python
+
+
+def test_gloo_and_nccl_errors_of_a_lost_peer_are_recognized():
+    assert errors.is_peer_loss(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1234"))
+    assert errors.is_peer_loss(RuntimeError("NCCL error: remote process exited or there was a network error"))
+    assert not errors.is_peer_loss(RuntimeError("Connection closed by peer"))
+    assert not errors.is_peer_loss(errors.PeerError("gloo: Connection closed by peer"))
