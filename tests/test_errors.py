@@ -16,7 +16,9 @@ def test_error_prints_message_and_hint_in_one_line():
 
 
 def test_exit_codes_are_distinct():
-    classes = [c for c in MeshwrightError.__subclasses__() if c.__module__ == errors.__name__ and "exit_code" in vars(c)]
+    classes = [
+        c for c in MeshwrightError.__subclasses__() if c.__module__ == errors.__name__ and "exit_code" in vars(c)
+    ]
     codes = [c.exit_code for c in classes]
     assert sorted(codes) == [2, 3, 4, 5, 6, 7, 8, 9]
 
