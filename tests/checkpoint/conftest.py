@@ -1,4 +1,4 @@
-"""Shared by the tests of checkpoints: DCP is quiet, and a shard can be made to be several writes."""
+"""Fixtures of the checkpoint tests: silence DCP, split a shard into several writes, and a simulated disk."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import logging
 from pathlib import Path
 
 import pytest
-from simulated_disk import SimulatedDisk, store_on
-from small_checkpoints import save
+from checkpoint_fixtures import save
+from simulated_disk import SimulatedDisk, open_store
 
 from meshwright.store.posix import PosixSink
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if Path(__file__).parent in item.path.parents:  # one process alone is what these tests want
+        if Path(__file__).parent in item.path.parents:  # these tests run DCP in one process
             item.add_marker(pytest.mark.filterwarnings("ignore:torch.distributed is disabled"))
 
 
 @pytest.fixture(autouse=True)
 def quiet_dcp(monkeypatch):
-    """It formats every stack trace of a save that was broken on purpose, and there are thousands."""
+    """DCP logs a stack trace for every failed save, and these tests make thousands fail."""
     for name in list(logging.root.manager.loggerDict):
         if "dcp_logger" in name:
             monkeypatch.setattr(logging.getLogger(name), "disabled", True)
@@ -33,7 +33,7 @@ def small_writes(monkeypatch):
 
 @pytest.fixture
 def disk(small_writes):
-    """A run's disk with the checkpoint of step 1 on it, all of it durable."""
+    """A simulated disk with a durable checkpoint of step 1."""
     disk = SimulatedDisk()
-    save(1, store_on(disk))
+    save(1, open_store(disk))
     return disk.crash(1)

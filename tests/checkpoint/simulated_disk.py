@@ -1,4 +1,4 @@
-"""A disk in memory that forgets what was not synced, loses power at any call and fails as it is told."""
+"""A simulated disk in memory: it loses unsynced data at power loss, and fails at any chosen system call."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from meshwright.store.interface import Buffer
 from meshwright.store.posix import PosixCalls, PosixStore
 
 SECTOR = 512
-"""Bytes that are written or zero together when a page was on its way at power loss."""
+"""Bytes that a power loss leaves either all written or all zero."""
 
 
 class PowerLoss(BaseException):
-    """Everything that a process may still want to do ends here: no `except OSError`, no clean-up takes effect."""
+    """The process has been killed. It is no OSError, and every later call raises it too: no cleanup takes effect."""
 
 
 @dataclass(eq=False)
-class File:
+class SimulatedFile:
     live: bytearray = field(default_factory=bytearray)
     durable: bytes = b""
-    doomed: bool = False
-    """a sync has failed: the kernel has dropped the dirty pages, and a later sync succeeds without them"""
+    sync_failed: bool = False
+    """After a failed sync the kernel drops the dirty pages, and a later sync succeeds without them."""
 
 
 @dataclass(eq=False)
-class Folder:
-    live: dict[str, File | Folder] = field(default_factory=dict)
-    before: dict[str, list[File | Folder | None]] = field(default_factory=dict)
-    """what an entry has been since the folder was synced, the durable value first; any of them may come back"""
+class SimulatedFolder:
+    live: dict[str, SimulatedFile | SimulatedFolder] = field(default_factory=dict)
+    unsynced: dict[str, list[SimulatedFile | SimulatedFolder | None]] = field(default_factory=dict)
+    """The values of an entry since the last sync of the folder, the durable one first: a power loss may restore any."""
 
-    def put(self, name: str, node: File | Folder | None) -> None:
-        self.before.setdefault(name, []).append(self.live.pop(name, None))
+    def put(self, name: str, node: SimulatedFile | SimulatedFolder | None) -> None:
+        self.unsynced.setdefault(name, []).append(self.live.pop(name, None))
         if node is not None:
             self.live[name] = node
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """What goes wrong at one call.
+class DiskFault:
+    """A fault at one system call.
 
-    kill: the process ends there; error: it fails and does nothing; late: it does its work and fails;
-    part: a write leaves half of its bytes and fails; short: a write takes half of its bytes.
+    kill: the process is killed; error: the call fails without effect; late: the call takes effect and fails;
+    part: a write writes half of its bytes and fails; short: a write writes half of its bytes and succeeds.
     """
 
-    at: int
+    call: int
     kind: str
     number: int = errno.EIO
 
@@ -57,86 +57,84 @@ class Trouble:
 
 
 class SimulatedDisk(PosixCalls):
-    """Reads see what is live; `crash` gives the disk as power loss may leave it, decided by a seed."""
+    """Reads see the live content; `crash` returns the disk as a power loss may leave it, determined by a seed."""
 
     def __init__(self) -> None:
-        self.top = Folder()
-        self.open: dict[int, File] = {}
-        self.opened = 0
-        self.done: list[str] = []
-        """every call so far, as `write rank-00000.shard`"""
-        self.trouble: Trouble | None = None
-        self.struck = self.dead = False
-        self.turn: Callable[[], None] = lambda: None
-        """called before each call: where other threads get their turn"""
+        self.root = SimulatedFolder()
+        self.open: dict[int, SimulatedFile] = {}
+        self.last_handle = 0
+        self.calls: list[str] = []
+        """Every call so far, such as `write rank-00000.shard`."""
+        self.fault: DiskFault | None = None
+        self.fault_raised = self.killed = False
+        self.before_call: Callable[[], None] = lambda: None
+        """Runs before each call: a scheduler switches threads there."""
 
-    def with_trouble(self, trouble: Trouble | None = None) -> SimulatedDisk:
-        """A copy, un-synced things still un-synced, on which calls are counted anew."""
+    def with_fault(self, fault: DiskFault | None = None) -> SimulatedDisk:
+        """A copy with the same unsynced data, on which calls are counted from zero."""
         other = SimulatedDisk()
-        other.top, other.trouble = copy.deepcopy(self.top), trouble
+        other.root, other.fault = copy.deepcopy(self.root), fault
         return other
 
     def crash(self, seed: int) -> SimulatedDisk:
-        """Seed 0 loses all that was not synced, seed 1 keeps it all, any other draws for each entry and each file."""
+        """Seed 0 loses all unsynced data, seed 1 keeps it, and any other seed draws for each entry and each file."""
         other = SimulatedDisk()
-        other.top = Remains(seed).folder(self.top)
+        other.root = PowerLossOutcome(seed).folder(self.root)
         return other
 
-    # The calls.
-
     def make_folder(self, path: str) -> None:
-        def work() -> None:
-            folder, name = self._absent(path)
-            folder.put(name, Folder())
+        def apply() -> None:
+            folder, name = self._parent_of_new(path)
+            folder.put(name, SimulatedFolder())
 
-        self._call("make_folder", path, work)
+        self._call("make_folder", path, apply)
 
     def create(self, path: str) -> int:
-        def work() -> int:
-            folder, name = self._absent(path)
-            file = File()
+        def apply() -> int:
+            folder, name = self._parent_of_new(path)
+            file = SimulatedFile()
             folder.put(name, file)
-            self.opened += 1
-            self.open[self.opened] = file
-            return self.opened
+            self.last_handle += 1
+            self.open[self.last_handle] = file
+            return self.last_handle
 
-        return self._call("create", path, work)
+        return self._call("create", path, apply)
 
     def write(self, file: int, content: Buffer) -> int:
-        def work(length: int = len(content)) -> int:
+        def apply(length: int = len(content)) -> int:
             self.open[file].live += content[:length]
             return length
 
-        return self._call("write", "", work, lambda: work(-(-len(content) // 2)))
+        return self._call("write", "", apply, lambda: apply(-(-len(content) // 2)))
 
     def sync(self, file: int) -> None:
-        def work() -> None:
-            if not self.open[file].doomed:
+        def apply() -> None:
+            if not self.open[file].sync_failed:
                 self.open[file].durable = bytes(self.open[file].live)
 
-        def failing() -> None:
-            self.open[file].doomed = True
+        def fail() -> None:
+            self.open[file].sync_failed = True
 
-        self._call("sync", "", work, failing)
+        self._call("sync", "", apply, fail)
 
     def close(self, file: int) -> None:
         self._call("close", "", lambda: self.open.pop(file), lambda: self.open.pop(file))
 
     def link(self, path: str, name: str) -> None:
-        def work() -> None:
-            folder, base = self._absent(name)
+        def apply() -> None:
+            folder, base = self._parent_of_new(name)
             folder.put(base, self._find(path))
 
-        self._call("link", name, work)
+        self._call("link", name, apply)
 
     def remove(self, path: str) -> None:
-        self._call("remove", path, lambda: self._take_out(path, File))
+        self._call("remove", path, lambda: self._remove_entry(path, SimulatedFile))
 
     def remove_folder(self, path: str) -> None:
-        self._call("remove_folder", path, lambda: self._take_out(path, Folder))
+        self._call("remove_folder", path, lambda: self._remove_entry(path, SimulatedFolder))
 
     def sync_folder(self, path: str) -> None:
-        self._call("sync_folder", path, lambda: self._folder(path).before.clear())
+        self._call("sync_folder", path, lambda: self._folder(path).unsynced.clear())
 
     def list_names(self, path: str) -> list[str]:
         return self._call("list_names", path, lambda: list(self._folder(path).live))
@@ -147,112 +145,110 @@ class SimulatedDisk(PosixCalls):
     def read(self, path: str, start: int, length: int) -> bytes:
         return self._call("read", path, lambda: bytes(self._file(path).live[start : start + length]))
 
-    # How they are made.
-
-    def _call(self, name: str, path: str, work: Callable, failing: Callable = lambda: None):
-        """One system call: counted, and failing where it was told to; `failing` is what an error leaves behind."""
-        self.turn()
-        if self.dead:
+    def _call(self, name: str, path: str, apply: Callable, fail: Callable = lambda: None):
+        """One system call: count it, and raise the fault if it is due here; `fail` is the effect of a failed call."""
+        self.before_call()
+        if self.killed:
             raise PowerLoss
-        at = len(self.done)
-        self.done.append(f"{name} {os.path.basename(path)}".rstrip())
-        if self.trouble is None or self.trouble.at != at:
-            return work()
-        match self.trouble.kind:
+        call = len(self.calls)
+        self.calls.append(f"{name} {os.path.basename(path)}".rstrip())
+        if self.fault is None or self.fault.call != call:
+            return apply()
+        match self.fault.kind:
             case "kill":
-                self.dead = True
+                self.killed = True
                 raise PowerLoss
             case "late":
-                work()
+                apply()
             case "short" if name == "write":
-                return failing()
+                return fail()
             case "short":
-                return work()
+                return apply()
             case "part" if name == "write":
-                failing()
+                fail()
             case "error" if name in ("sync", "close"):
-                failing()
-        self.struck = True
-        raise self.trouble.error()
+                fail()
+        self.fault_raised = True
+        raise self.fault.error()
 
-    def _find(self, path: str) -> File | Folder:
-        node: File | Folder = self.top
-        for part in path.strip("/").split("/"):
-            if not isinstance(node, Folder):
+    def _find(self, path: str) -> SimulatedFile | SimulatedFolder:
+        node: SimulatedFile | SimulatedFolder = self.root
+        for name in path.strip("/").split("/"):
+            if not isinstance(node, SimulatedFolder):
                 raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-            if part and part not in node.live:
+            if name and name not in node.live:
                 raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-            node = node.live[part] if part else node
+            node = node.live[name] if name else node
         return node
 
-    def _folder(self, path: str) -> Folder:
+    def _folder(self, path: str) -> SimulatedFolder:
         node = self._find(path)
-        if not isinstance(node, Folder):
+        if not isinstance(node, SimulatedFolder):
             raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
         return node
 
-    def _file(self, path: str) -> File:
+    def _file(self, path: str) -> SimulatedFile:
         node = self._find(path)
-        if not isinstance(node, File):
+        if not isinstance(node, SimulatedFile):
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         return node
 
-    def _absent(self, path: str) -> tuple[Folder, str]:
-        above, name = os.path.split(path)
-        folder = self._folder(above)
+    def _parent_of_new(self, path: str) -> tuple[SimulatedFolder, str]:
+        parent, name = os.path.split(path)
+        folder = self._folder(parent)
         if name in folder.live:
             raise OSError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         return folder, name
 
-    def _take_out(self, path: str, kind: type[File] | type[Folder]) -> None:
-        above, name = os.path.split(path)
+    def _remove_entry(self, path: str, kind: type[SimulatedFile] | type[SimulatedFolder]) -> None:
+        parent, name = os.path.split(path)
         node = self._find(path)
         if not isinstance(node, kind):
-            raise OSError(errno.ENOTDIR if kind is Folder else errno.EISDIR, "the other kind", path)
-        if isinstance(node, Folder) and node.live:
+            raise OSError(errno.ENOTDIR if kind is SimulatedFolder else errno.EISDIR, "wrong kind of entry", path)
+        if isinstance(node, SimulatedFolder) and node.live:
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
-        self._folder(above).put(name, None)
+        self._folder(parent).put(name, None)
 
 
-class Remains:
-    """What a power loss leaves of everything that was not synced."""
+class PowerLossOutcome:
+    """Draws what a power loss leaves of unsynced data."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.rng = seed, random.Random(seed)
-        self.known: dict[int, File] = {}
+        self.files: dict[int, SimulatedFile] = {}
 
-    def folder(self, folder: Folder) -> Folder:
-        left = Folder()
-        for name in sorted(folder.live.keys() | folder.before.keys()):
-            node = self.choose([*folder.before.get(name, []), folder.live.get(name)])
+    def folder(self, folder: SimulatedFolder) -> SimulatedFolder:
+        outcome = SimulatedFolder()
+        for name in sorted(folder.live.keys() | folder.unsynced.keys()):
+            node = self.choose([*folder.unsynced.get(name, []), folder.live.get(name)])
             if node is not None:
-                left.live[name] = self.folder(node) if isinstance(node, Folder) else self.file(node)
-        return left
+                outcome.live[name] = self.folder(node) if isinstance(node, SimulatedFolder) else self.file(node)
+        return outcome
 
-    def file(self, file: File) -> File:
-        """The same for every name that the file has."""
-        if id(file) not in self.known:
+    def file(self, file: SimulatedFile) -> SimulatedFile:
+        """The outcome of a file, the same under every name (hard link) of the file."""
+        if id(file) not in self.files:
             content = self.content(file.durable, bytes(file.live))
-            self.known[id(file)] = File(bytearray(content), content)
-        return self.known[id(file)]
+            self.files[id(file)] = SimulatedFile(bytearray(content), content)
+        return self.files[id(file)]
 
     def content(self, durable: bytes, live: bytes) -> bytes:
         if live == durable:
             return durable
-        torn = live[: self.rng.randrange(len(durable), len(live))]
-        holed = bytearray(live)
+        truncated = live[: self.rng.randrange(len(durable), len(live))]
+        zeroed = bytearray(live)
         for start in range(len(durable) - len(durable) % SECTOR, len(live), SECTOR):
             if self.rng.random() < 0.5:
-                zeroed = slice(max(start, len(durable)), min(start + SECTOR, len(live)))
-                holed[zeroed] = bytes(zeroed.stop - zeroed.start)
-        return self.choose([durable, torn, bytes(holed), live])
+                sector = slice(max(start, len(durable)), min(start + SECTOR, len(live)))
+                zeroed[sector] = bytes(sector.stop - sector.start)
+        return self.choose([durable, truncated, bytes(zeroed), live])
 
     def choose(self, outcomes: list):
-        """From the durable one to the newest."""
+        """Choose among the outcomes, which are ordered from the durable to the newest."""
         if self.seed < 2:
             return outcomes[-self.seed]
         return self.rng.choice(outcomes)
 
 
-def store_on(disk: SimulatedDisk) -> PosixStore:
+def open_store(disk: SimulatedDisk) -> PosixStore:
     return PosixStore("/", disk)

@@ -1,4 +1,4 @@
-"""One digest for the same tensors whatever their sharding, and differences told in numbers."""
+"""Tests of meshwright.checkpoint.unsharded: the layout-independent digest, and the comparison of checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from small_checkpoints import FACTS, LINEAGE, notes_at
+from checkpoint_fixtures import ATTEMPT_FIELDS, LINEAGE, metadata_at
 
 from meshwright.checkpoint.listing import CheckpointEntry
 from meshwright.checkpoint.manifest import FileRecord, Manifest, TensorRecord, TensorRegion
@@ -17,33 +17,33 @@ from meshwright.checkpoint.unsharded import compare_checkpoints, state_digest
 from meshwright.store.posix import PosixStore
 
 
-def cuts(size: int, parts: int) -> list[tuple[int, int]]:
-    """(start, length) of as many parts, where there are as many elements."""
+def split_evenly(size: int, parts: int) -> list[tuple[int, int]]:
+    """(start, length) of each of `parts` parts, or of fewer if there are fewer elements."""
     edges = sorted({size * k // parts for k in range(parts + 1)})
     return [(a, b - a) for a, b in pairwise(edges)] or [(0, size)]
 
 
-def entry_of(root, state: CheckpointState, parts: tuple[int, ...] = (1,), name: str = "one") -> CheckpointEntry:
-    """A checkpoint written by hand: each tensor cut along its first axes, the blocks in files in turn."""
+def write_checkpoint(root, state: CheckpointState, parts: tuple[int, ...] = (1,), name: str = "one") -> CheckpointEntry:
+    """Write a checkpoint without the saver: tensors split along their first dimensions, in two files."""
     files, tensors = {}, {}
     (root / name).mkdir()
     for key, tensor in reversed(state.items()):
-        pieces = []
-        axes = [cuts(size, many) for size, many in zip(tensor.shape, parts, strict=False)]
+        regions = []
+        axes = [split_evenly(size, count) for size, count in zip(tensor.shape, parts, strict=False)]
         axes += [[(0, size)] for size in tensor.shape[len(axes) :]]
-        for block in product(*axes):
-            part = tensor_bytes(tensor[tuple(slice(start, start + length) for start, length in block)])
-            file = f"rank-{len(pieces) % 2:05d}.shard"
+        for spans in product(*axes):
+            content = tensor_bytes(tensor[tuple(slice(start, start + length) for start, length in spans)])
+            file = f"rank-{len(regions) % 2:05d}.shard"
             start = files.setdefault(file, 0)
             with open(root / name / file, "ab") as out:
-                out.write(part)
-            files[file] += len(part)
-            offset, shape = zip(*block, strict=True) if block else ((), ())
-            pieces.append(TensorRegion(tuple(offset), tuple(shape), file, start, len(part)))
-        tensors[key] = TensorRecord(dtype_name(tensor), tuple(tensor.shape), tuple(pieces))
-    place = {"run": LINEAGE.run, "timeline": 1, "step": 1, "attempt": 1, "ordinal": 0, "parent": "", "owners": {}}
+                out.write(content)
+            files[file] += len(content)
+            offset, shape = zip(*spans, strict=True) if spans else ((), ())
+            regions.append(TensorRegion(tuple(offset), tuple(shape), file, start, len(content)))
+        tensors[key] = TensorRecord(dtype_name(tensor), tuple(tensor.shape), tuple(regions))
+    position = {"run": LINEAGE.run, "timeline": 1, "step": 1, "attempt": 1, "ordinal": 0, "parent": "", "owners": {}}
     records = {file: FileRecord(size, ("",) * -(-size // (8 << 20))) for file, size in files.items()}
-    manifest = Manifest(**place, **FACTS, **notes_at(1).shared_fields, files=records, tensors=tensors)
+    manifest = Manifest(**position, **ATTEMPT_FIELDS, **metadata_at(1).shared_fields, files=records, tensors=tensors)
     manifest.validate()
     return CheckpointEntry(PosixStore(root), name, 1, 1, manifest)
 
@@ -61,39 +61,38 @@ def state() -> CheckpointState:
     }
 
 
-def test_the_digest_is_the_same_whatever_the_sharding(tmp_path, state):
-    """C6"""
+def test_state_digest_is_independent_of_the_sharding(tmp_path, state):
     expected = parameters_digest(state.items())
     for parts in [(1,), (2,), (3,), (7,), (2, 3), (3, 2), (1, 3)]:
-        entry = entry_of(tmp_path, state, parts, "-".join(map(str, parts)))
-        blocks = len(entry.manifest.tensors["model/grid"].regions)
-        assert blocks == math.prod(parts), parts
+        entry = write_checkpoint(tmp_path, state, parts, "-".join(map(str, parts)))
+        regions = len(entry.manifest.tensors["model/grid"].regions)
+        assert regions == math.prod(parts), parts
         assert state_digest(entry) == expected, parts
         assert list(compare_checkpoints(entry, entry)) == []
 
 
-def test_the_digest_does_not_depend_on_the_order_of_the_tensors(tmp_path, state):
-    assert parameters_digest(reversed(state.items())) == state_digest(entry_of(tmp_path, state))
+def test_state_digest_is_independent_of_the_order_of_the_tensors(tmp_path, state):
+    assert parameters_digest(reversed(state.items())) == state_digest(write_checkpoint(tmp_path, state))
 
 
-def test_the_digest_changes_with_any_bit(tmp_path, state):
-    entry = entry_of(tmp_path, state, (2,))
+def test_state_digest_depends_on_every_bit(tmp_path, state):
+    entry = write_checkpoint(tmp_path, state, (2,))
     before = state_digest(entry)
     seen = {before}
     for file in entry.manifest.files:
         path = tmp_path / "one" / file
-        whole = path.read_bytes()
-        for position in range(0, len(whole), 3):
-            broken = bytearray(whole)
+        content = path.read_bytes()
+        for position in range(0, len(content), 3):
+            broken = bytearray(content)
             broken[position] ^= 1 << position % 8
             path.write_bytes(broken)
             seen.add(state_digest(entry))
-        path.write_bytes(whole)
+        path.write_bytes(content)
     assert len(seen) == 1 + sum(-(-record.size // 3) for record in entry.manifest.files.values())
     assert state_digest(entry) == before
 
 
-def test_the_digest_changes_with_a_name_a_dtype_a_shape_or_a_tensor_more():
+def test_state_digest_depends_on_names_dtypes_shapes_and_the_set_of_tensors():
     numbers = torch.zeros(6)
     states = [
         {"model/a": numbers},
@@ -107,7 +106,7 @@ def test_the_digest_changes_with_a_name_a_dtype_a_shape_or_a_tensor_more():
     assert len({parameters_digest(state.items()) for state in states}) == len(states)
 
 
-def altered(state: CheckpointState, name: str, where, value) -> CheckpointState:
+def alter(state: CheckpointState, name: str, where, value) -> CheckpointState:
     changed = state[name].clone()
     changed[where] = value
     return state | {name: changed}
@@ -126,35 +125,39 @@ def altered(state: CheckpointState, name: str, where, value) -> CheckpointState:
         ("model/grid", (0, 0), math.nan, math.nan),
     ],
 )
-def test_a_difference_names_the_tensor_and_says_how_large_it_is(tmp_path, state, name, where, value, largest):
-    one = entry_of(tmp_path, state, (2,))
-    other = entry_of(tmp_path, altered(state, name, where, value), (3,), "other")
+def test_difference_names_the_tensor_and_its_largest_difference(tmp_path, state, name, where, value, largest):
+    one = write_checkpoint(tmp_path, state, (2,))
+    other = write_checkpoint(tmp_path, alter(state, name, where, value), (3,), "other")
     (found,) = compare_checkpoints(one, other)
     assert (found.name, found.elements) == (name, 1)
     assert found.largest == pytest.approx(largest, nan_ok=True, rel=1e-6)
-    assert str(found).startswith(f"{name}: 1 of {state[name].numel()} elements; largest ")
+    assert str(found).startswith(f"{name}: 1 of {state[name].numel()} elements; largest difference ")
 
 
-def test_a_difference_is_told_beside_the_largest_value(tmp_path, state):
-    one = entry_of(tmp_path, state)
-    (found,) = compare_checkpoints(one, entry_of(tmp_path, altered(state, "model/grid", (0, 0), 1.0), (1,), "other"))
+def test_difference_is_relative_to_the_largest_value(tmp_path, state):
+    one = write_checkpoint(tmp_path, state)
+    (found,) = compare_checkpoints(
+        one, write_checkpoint(tmp_path, alter(state, "model/grid", (0, 0), 1.0), (1,), "other")
+    )
     assert found.relative == pytest.approx(1 / (83 / 3), rel=1e-6)
 
 
-def test_the_same_nan_is_no_difference_and_another_zero_is_one(tmp_path, state):
-    """Compared by bits: what would not resume the same is not the same."""
+def test_tensors_are_compared_by_their_bits(tmp_path, state):
+    """Equal NaN bits are no difference, and a negative zero is one."""
     state["model/grid"][2, 2] = math.nan
-    one = entry_of(tmp_path, state)
-    assert not list(compare_checkpoints(one, entry_of(tmp_path, state, (2,), "same")))
-    (found,) = compare_checkpoints(one, entry_of(tmp_path, altered(state, "model/grid", (0, 0), -0.0), (1,), "zero"))
+    one = write_checkpoint(tmp_path, state)
+    assert not list(compare_checkpoints(one, write_checkpoint(tmp_path, state, (2,), "same")))
+    (found,) = compare_checkpoints(
+        one, write_checkpoint(tmp_path, alter(state, "model/grid", (0, 0), -0.0), (1,), "zero")
+    )
     assert (found.elements, found.largest) == (1, 0.0)
 
 
-def test_tensors_of_one_side_alone_and_of_another_kind_are_named(tmp_path, state):
-    one = entry_of(tmp_path, state)
+def test_tensors_of_only_one_checkpoint_and_of_another_dtype_or_shape_are_differences(tmp_path, state):
+    one = write_checkpoint(tmp_path, state)
     changed = {name: tensor for name, tensor in state.items() if name != "buffer/mask"}
     changed |= {"model/new": torch.zeros(1), "model/half": state["model/half"].float()}
-    other = entry_of(tmp_path, changed | {"buffer/seen": torch.zeros(2, dtype=torch.int64)}, (1,), "other")
+    other = write_checkpoint(tmp_path, changed | {"buffer/seen": torch.zeros(2, dtype=torch.int64)}, (1,), "other")
     assert [str(found) for found in compare_checkpoints(one, replace(other, folder="other"))] == [
         "buffer/mask: only in one",
         "buffer/seen: int64 [3] and int64 [2]",

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout, loaded in any other: every tensor bitwise the same, the optimizer's included."""
+"""Resharding: a checkpoint of one data- or tensor-parallel layout restores bitwise in any other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import permutations
 
 import pytest
-from small_checkpoints import FACTS, LINEAGE, notes_at
+from checkpoint_fixtures import ATTEMPT_FIELDS, LINEAGE, metadata_at
 from small_run import small_config
 
 from meshwright import train
@@ -54,25 +54,25 @@ def config_of(name: str, *more: str) -> RunConfig:
     return small_config(*UNEVEN, *more, *LAYOUTS[name], ranks=None)
 
 
-def carry(world, config: RunConfig, source: str, target: str) -> None:
-    """Loads what is in one folder and saves it in another; without a source, numbers that are all different."""
+def load_and_save(world, config: RunConfig, source: str, target: str) -> None:
+    """Load the checkpoint of one folder and save it in another; without a source, save distinct values."""
     layout = Layout.from_config(config.layout)
-    spread = build_parallel_decoder(config, layout, Precision(config.precision, world.device), world)
-    optimizer = AdamW(spread.parameters(), config.optimizer, layout, world)
-    state = collect_state(spread.module, dict(spread.module.named_parameters()), optimizer.moments())
+    parallel_model = build_parallel_decoder(config, layout, Precision(config.precision, world.device), world)
+    optimizer = AdamW(parallel_model.parameters(), config.optimizer, layout, world)
+    state = collect_state(parallel_model.module, dict(parallel_model.module.named_parameters()), optimizer.moments())
     if source:
-        found = restore(
+        result = restore(
             PosixStore(source), world, LINEAGE, state, lambda _: None, fallback=False, on_damaged=lambda *_: None
         )
-        assert found is not None
+        assert result is not None
     else:
         for number, (name, tensor) in enumerate(sorted(state.items())):
             local = local_shard(tensor).local
             if name.startswith("optimizer"):
                 local += number + (0 if not local.ndim else local.new_tensor(range(local.numel())).view_as(local) / 7)
     mode = CheckpointConfig(mode="sync")
-    saver = CheckpointSaver(mode, PosixStore(target), world, LINEAGE, 1, FACTS, lambda: state, layout=layout)
-    (saved,) = saver.save(notes_at(1))
+    saver = CheckpointSaver(mode, PosixStore(target), world, LINEAGE, 1, ATTEMPT_FIELDS, lambda: state, layout=layout)
+    (saved,) = saver.save(metadata_at(1))
     saver.close()
     if saved.error is not None:
         raise saved.error
@@ -82,31 +82,31 @@ def digest(folder) -> str:
     return state_digest(list_published(PosixStore(folder))[0])
 
 
-def carried(source: str, config: RunConfig, target) -> str:
+def reshard(source: str, config: RunConfig, target) -> str:
     target.mkdir(parents=True)
-    run_ranks(carry, Layout.from_config(config.layout).ranks, config, source, str(target))
+    run_ranks(load_and_save, Layout.from_config(config.layout).ranks, config, source, str(target))
     return digest(target)
 
 
 @pytest.mark.parametrize("tie", ["false", pytest.param("true", marks=pytest.mark.long)])
-def test_through_every_kind_of_layout_and_back_the_digest_stays(tmp_path, tie):
+def test_state_digest_is_kept_through_every_kind_of_layout(tmp_path, tie):
     more = (f"--model.tie={tie}",)
-    first = carried("", config_of("one", *more), tmp_path / "0")
-    for leg, name in enumerate(ROUTE, 1):
-        assert carried(str(tmp_path / str(leg - 1)), config_of(name, *more), tmp_path / str(leg)) == first, name
+    first = reshard("", config_of("one", *more), tmp_path / "0")
+    for index, name in enumerate(ROUTE, 1):
+        assert reshard(str(tmp_path / str(index - 1)), config_of(name, *more), tmp_path / str(index)) == first, name
 
 
 @pytest.mark.long
-def test_from_each_layout_into_each_other(tmp_path):
-    start = carried("", config_of("one"), tmp_path / "start")
+def test_checkpoint_of_each_layout_loads_in_each_other(tmp_path):
+    start = reshard("", config_of("one"), tmp_path / "start")
     for name in LAYOUTS:
-        assert carried(str(tmp_path / "start"), config_of(name), tmp_path / name) == start
+        assert reshard(str(tmp_path / "start"), config_of(name), tmp_path / name) == start
     for one, other in permutations(LAYOUTS, 2):
-        assert carried(str(tmp_path / one), config_of(other), tmp_path / f"{one} to {other}") == start
+        assert reshard(str(tmp_path / one), config_of(other), tmp_path / f"{one} to {other}") == start
 
 
-def test_each_block_is_kept_by_one_of_its_holders_and_everything_is_kept(tmp_path):
-    carried("", config_of("replicate 2 x tensor 2"), tmp_path / "saved")
+def test_each_replicated_shard_is_saved_by_one_rank(tmp_path):
+    reshard("", config_of("replicate 2 x tensor 2"), tmp_path / "saved")
     manifest = list_published(PosixStore(tmp_path / "saved"))[0].manifest
     assert manifest is not None
     assert len(manifest.files) == 4
@@ -114,16 +114,16 @@ def test_each_block_is_kept_by_one_of_its_holders_and_everything_is_kept(tmp_pat
     assert max(sizes) < 1.5 * min(sizes)
 
 
-def test_a_run_goes_on_where_another_layout_left_it(tmp_path):
-    """The losses are those of a run that never changed its layout."""
+def test_training_resumes_on_another_layout_with_the_same_losses(tmp_path):
+    """The reference is a run that never changes its layout."""
     names = ("shard 3", "shard 2 x tensor 2", "replicate 2")
     exact = ("--precision.compute=fp64", "--data.samples=500", "--schedule.kind=constant")
-    whole = small_config(*UNEVEN, *exact, *LAYOUTS["replicate 2"], ranks=None, steps=6)
-    train(whole, run=tmp_path / "whole", quiet=True)
-    for leg, name in enumerate(names, 1):
+    reference = small_config(*UNEVEN, *exact, *LAYOUTS["replicate 2"], ranks=None, steps=6)
+    train(reference, run=tmp_path / "reference", quiet=True)
+    for index, name in enumerate(names, 1):
         config = small_config(*UNEVEN, *exact, *LAYOUTS[name], ranks=None, steps=6)
-        train(replace(config, steps=2 * leg), run=tmp_path / "legs", quiet=True, fork=leg > 1)
-    expected, found = (completed_steps(RunFolder(tmp_path / name).events(0)) for name in ("whole", "legs"))
+        train(replace(config, steps=2 * index), run=tmp_path / "resumed", quiet=True, fork=index > 1)
+    expected, found = (completed_steps(RunFolder(tmp_path / name).events(0)) for name in ("reference", "resumed"))
     assert sorted(found) == list(range(6))
     for step, record in found.items():
         for key in ("loss", "grad_norm"):

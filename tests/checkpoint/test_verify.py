@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint broken in every way: named where it is, never loaded, and the one before is used."""
+"""Tests of meshwright.checkpoint.verify and restore: damage at any byte is located, never loaded, and skipped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 import xxhash
-from small_checkpoints import LINEAGE, digest_at, save_on_two_ranks, state_of
+from checkpoint_fixtures import LINEAGE, digest_at, save_on_two_ranks, state_at
 
 from meshwright.checkpoint.listing import RunLineage, list_published
 from meshwright.checkpoint.manifest import MAX_MANIFEST_BYTES, InvalidManifest, Manifest
@@ -24,9 +24,9 @@ SHARDS = ["rank-00000.shard", "rank-00001.shard"]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run of steps 1 and 2, two shards each, and another run's step 2."""
-    root = tmp_path_factory.mktemp("whole")
+def intact(tmp_path_factory):
+    """A run with checkpoints of steps 1 and 2, two shards each, and another run with the same steps."""
+    root = tmp_path_factory.mktemp("intact")
     for name, lineage in (("run", LINEAGE), ("other", RunLineage("ffff0000", 1, {}))):
         (root / name).mkdir()
         for step in (1, 2):
@@ -35,63 +35,65 @@ def whole(tmp_path_factory):
 
 
 @pytest.fixture
-def run(whole, tmp_path):
-    return shutil.copytree(whole / "run", tmp_path / "run")
+def run(intact, tmp_path):
+    return shutil.copytree(intact / "run", tmp_path / "run")
 
 
 @pytest.fixture
 def newest(run):
-    """The folder that the tests break."""
+    """The checkpoint folder that the tests damage."""
     return run / "checkpoints" / "step-00000002.a0001"
 
 
-def found_in(run) -> list[Damage]:
-    """What is wrong with the newest checkpoint."""
+def damage_of(run) -> list[Damage]:
+    """The damage of the newest checkpoint."""
     return find_damage(list_published(PosixStore(run))[0])
 
 
-def restored(run, state: CheckpointState, fallback: bool = True, said: list | None = None) -> RestoreResult | None:
-    say = (lambda name, found: said.append((name, found))) if said is not None else lambda *_: None
-    return restore(PosixStore(run), World(), LINEAGE, state, lambda _: None, fallback=fallback, on_damaged=say)
+def try_restore(
+    run, state: CheckpointState, fallback: bool = True, reported: list | None = None
+) -> RestoreResult | None:
+    on_damaged = (lambda name, damage: reported.append((name, damage))) if reported is not None else lambda *_: None
+    return restore(PosixStore(run), World(), LINEAGE, state, lambda _: None, fallback=fallback, on_damaged=on_damaged)
 
 
-def assert_passed_over(run) -> None:
-    """The damage is said, the checkpoint before is loaded exactly, and without fallback nothing is touched."""
-    state, said = state_of(0), []
-    result = restored(run, state, said=said)
+def assert_skipped(run) -> None:
+    """The damage is reported and the previous checkpoint is restored; without fallback no tensor is changed."""
+    state, reported = state_at(0), []
+    result = try_restore(run, state, reported=reported)
     assert result is not None
     assert result.name == "step-00000001.a0001"
     assert parameters_digest(state.items()) == digest_at(1)
-    assert [name for name, _ in said] == ["step-00000002.a0001"]
-    assert said == result.skipped
-    state = state_of(0)
-    with pytest.raises(CheckpointError, match=r"step-00000002\.a0001 is damaged: ") as refused:
-        restored(run, state, fallback=False)
-    assert refused.value.exit_code == 4
-    assert str(said[0][1][0]) in str(refused.value)
+    assert [name for name, _ in reported] == ["step-00000002.a0001"]
+    assert reported == result.skipped
+    state = state_at(0)
+    with pytest.raises(CheckpointError, match=r"step-00000002\.a0001 is damaged: ") as raised:
+        try_restore(run, state, fallback=False)
+    assert raised.value.exit_code == 4
+    assert str(reported[0][1][0]) in str(raised.value)
     assert parameters_digest(state.items()) == digest_at(0)
 
 
-def flipped(content: bytes, position: int, bit: int) -> bytes:
+def flip_bit(content: bytes, position: int, bit: int) -> bytes:
     return content[:position] + bytes([content[position] ^ 1 << bit]) + content[position + 1 :]
 
 
-def test_the_checkpoint_that_is_broken_below_is_whole_before(run):
-    assert found_in(run) == []
-    state = state_of(0)
-    assert restored(run, state).manifest.step == 2
+def test_undamaged_checkpoint_verifies_and_restores(run):
+    assert damage_of(run) == []
+    state = state_at(0)
+    assert try_restore(run, state).manifest.step == 2
     assert parameters_digest(state.items()) == digest_at(2)
     assert min(len(record.chunks) for record in list_published(PosixStore(run))[0].manifest.files.values()) >= 9
 
 
 @pytest.mark.parametrize("name", SHARDS)
-def test_a_flipped_bit_in_each_byte_of_a_shard_names_file_chunk_and_both_digests(run, newest, name):
-    """D3: header, padding, tensors, the last byte."""
+def test_flipped_bit_in_any_byte_of_a_shard_is_located_by_file_and_chunk(run, newest, name):
+    """In the header, the padding, the tensors and the last byte."""
     entry = list_published(PosixStore(run))[0]
     content = (newest / name).read_bytes()
     with open(newest / name, "r+b", buffering=0) as file:
         for position in range(len(content)):
-            broken = flipped(content, position, position % 8)
+            broken = flip_bit(content, position, position % 8)
             os.pwrite(file.fileno(), broken[position : position + 1], position)
             chunk = position // CHUNK
             (found,) = find_damage(entry)
@@ -103,34 +105,33 @@ def test_a_flipped_bit_in_each_byte_of_a_shard_names_file_chunk_and_both_digests
 
 
 @pytest.mark.parametrize("bit", range(8))
-def test_a_flipped_bit_in_any_byte_of_a_manifest_is_found(newest, bit):
-    """D3, D6. Bit 5 also turns 1e-08 into 1E-08, bit 0 the last digit of a float into one that reads the same."""
+def test_flipped_bit_in_any_byte_of_a_manifest_is_detected(newest, bit):
+    """Bit 5 also changes 1e-08 to 1E-08, and bit 0 the last digit of a float to one with the same value."""
     content = (newest / "manifest.json").read_bytes()
     assert b"e-08" in content
     assert b"0.30000000000000004" in content
     for position in range(len(content)):
         with pytest.raises(InvalidManifest, match="the manifest"):
-            Manifest.decode(flipped(content, position, bit))
+            Manifest.decode(flip_bit(content, position, bit))
 
 
-def test_a_file_is_found_to_be_longer_even_where_it_ends_with_a_chunk(tmp_path, newest):
-    """D4"""
+def test_appended_byte_is_detected_in_a_file_that_ends_with_a_chunk(tmp_path, newest):
     store, size = PosixStore(tmp_path / "exact"), (newest / SHARDS[0]).stat().st_size
     os.mkdir(store.root)
     save_on_two_ranks(2, store, chunk=size)
-    assert found_in(store.root) == []
+    assert damage_of(store.root) == []
     with open(store.path(f"checkpoints/{newest.name}/{SHARDS[0]}"), "ab") as file:
         file.write(b"\0")
-    (found,) = found_in(store.root)
+    (found,) = damage_of(store.root)
     assert (found.file, found.expected, found.found) == (SHARDS[0], f"{size:,} bytes", f"{size + 1:,} bytes")
 
 
-BROKEN = {
+DAMAGES = {
     "a zeroed page": lambda path: path.write_bytes(bytes(4096) + path.read_bytes()[4096:]),
     "a byte shorter": lambda path: os.truncate(path, path.stat().st_size - 1),
     "empty": lambda path: os.truncate(path, 0),
     "a byte longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
-    "a bit flipped": lambda path: path.write_bytes(flipped(path.read_bytes(), path.stat().st_size // 2, 3)),
+    "a bit flipped": lambda path: path.write_bytes(flip_bit(path.read_bytes(), path.stat().st_size // 2, 3)),
     "missing": lambda path: path.unlink(),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
     "a link to itself": lambda path: (path.unlink(), path.symlink_to(path)),
@@ -138,110 +139,100 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("how", BROKEN)
+@pytest.mark.parametrize("how", DAMAGES)
 @pytest.mark.parametrize("name", SHARDS)
-def test_a_broken_shard_is_named_and_the_checkpoint_before_it_is_used(run, newest, name, how):
-    """D3, D4, D5"""
-    BROKEN[how](newest / name)
-    found = found_in(run)
+def test_damaged_shard_is_located_and_the_previous_checkpoint_is_restored(run, newest, name, how):
+    DAMAGES[how](newest / name)
+    found = damage_of(run)
     assert {damage.file for damage in found} == {name}
     assert all(damage.expected and damage.found and damage.expected != damage.found for damage in found)
-    assert_passed_over(run)
+    assert_skipped(run)
 
 
-@pytest.mark.parametrize("how", [how for how in BROKEN if how != "missing"])
-def test_a_broken_manifest_is_named_and_the_checkpoint_before_it_is_used(run, newest, how):
-    """D3, D4, D6"""
-    BROKEN[how](newest / "manifest.json")
-    (found,) = found_in(run)
+@pytest.mark.parametrize("how", [how for how in DAMAGES if how != "missing"])
+def test_damaged_manifest_is_reported_and_the_previous_checkpoint_is_restored(run, newest, how):
+    DAMAGES[how](newest / "manifest.json")
+    (found,) = damage_of(run)
     assert found.file == "manifest.json"
-    assert_passed_over(run)
+    assert_skipped(run)
 
 
-def test_a_manifest_torn_at_any_byte_is_found(newest):
-    """D6"""
+def test_manifest_truncated_at_any_byte_is_invalid(newest):
     content = (newest / "manifest.json").read_bytes()
     for length in range(len(content)):
         with pytest.raises(InvalidManifest):
             Manifest.decode(content[:length])
 
 
-def test_a_checkpoint_without_its_manifest_was_never_published(run, newest):
-    """D5, D6: it is no damage, and no candidate."""
+def test_checkpoint_without_a_manifest_is_not_published(run, newest):
+    """It is not damaged, and it is not a candidate for restore."""
     (newest / "manifest.json").unlink()
     assert [entry.step for entry in list_published(PosixStore(run))] == [1]
-    assert restored(run, state_of(0), fallback=False).manifest.step == 1
+    assert try_restore(run, state_at(0), fallback=False).manifest.step == 1
 
 
-def test_a_manifest_too_large_to_be_one_is_not_read(run, newest):
-    """D6"""
+def test_manifest_over_the_size_limit_is_not_read(run, newest):
     os.truncate(newest / "manifest.json", MAX_MANIFEST_BYTES + 1)
-    (found,) = found_in(run)
-    assert f"over {MAX_MANIFEST_BYTES:,}" in found.found
-    assert_passed_over(run)
+    (found,) = damage_of(run)
+    assert f"more than {MAX_MANIFEST_BYTES:,}" in found.found
+    assert_skipped(run)
 
 
-def test_an_extra_file_is_named(run, newest):
-    """D5"""
+def test_unlisted_file_is_reported(run, newest):
     (newest / "rank-00002.shard").write_bytes(b"")
-    assert [damage.file for damage in found_in(run)] == ["rank-00002.shard"]
-    assert_passed_over(run)
+    assert [damage.file for damage in damage_of(run)] == ["rank-00002.shard"]
+    assert_skipped(run)
 
 
-def test_a_shard_of_another_step_is_named_as_such(run, newest):
-    """D5"""
+def test_shard_of_another_step_is_identified(run, newest):
     shutil.copy(newest.with_name("step-00000001.a0001") / SHARDS[1], newest / SHARDS[1])
-    found = found_in(run)
+    found = damage_of(run)
     assert {damage.file for damage in found} == {SHARDS[1]}
     assert "it is the shard of step 1, attempt 1, rank 1 of run 0123abcd" in found[0].found
-    assert_passed_over(run)
+    assert_skipped(run)
 
 
-def test_a_shard_of_another_run_is_named_as_such(run, newest, whole):
-    """D5"""
-    shutil.copy(whole / "other" / "checkpoints" / newest.name / SHARDS[0], newest / SHARDS[0])
-    found = found_in(run)
+def test_shard_of_another_run_is_identified(run, newest, intact):
+    shutil.copy(intact / "other" / "checkpoints" / newest.name / SHARDS[0], newest / SHARDS[0])
+    found = damage_of(run)
     assert {damage.file for damage in found} == {SHARDS[0]}
     assert "it is the shard of step 2, attempt 1, rank 0 of run ffff0000" in found[0].found
-    assert_passed_over(run)
+    assert_skipped(run)
 
 
-def test_two_shards_that_changed_places_are_named_as_such(run, newest):
-    """D5"""
+def test_swapped_shards_are_identified(run, newest):
     one, other = (newest / name for name in SHARDS)
     content = one.read_bytes()
     one.write_bytes(other.read_bytes())
     other.write_bytes(content)
-    said = {damage.file: damage.found for damage in reversed(found_in(run))}
-    assert "it is the shard of step 2, attempt 1, rank 1" in said[SHARDS[0]]
-    assert "it is the shard of step 2, attempt 1, rank 0" in said[SHARDS[1]]
-    assert_passed_over(run)
+    found = {damage.file: damage.found for damage in reversed(damage_of(run))}
+    assert "it is the shard of step 2, attempt 1, rank 1" in found[SHARDS[0]]
+    assert "it is the shard of step 2, attempt 1, rank 0" in found[SHARDS[1]]
+    assert_skipped(run)
 
 
-@pytest.mark.parametrize("place", ["checkpoints/step-00000009.a0001", "attempts/0007", "checkpoints/notes.txt"])
-def test_a_file_where_a_folder_should_be_is_no_checkpoint(run, place):
-    """D5"""
-    (run / place).parent.mkdir(exist_ok=True)
-    (run / place).write_text("a note")
+@pytest.mark.parametrize("path", ["checkpoints/step-00000009.a0001", "attempts/0007", "checkpoints/notes.txt"])
+def test_regular_file_in_place_of_a_folder_is_ignored(run, path):
+    (run / path).parent.mkdir(exist_ok=True)
+    (run / path).write_text("a note")
     assert [entry.step for entry in list_published(PosixStore(run))] == [2, 1]
-    assert restored(run, state_of(0)).manifest.step == 2
+    assert try_restore(run, state_at(0)).manifest.step == 2
 
 
-def test_where_no_checkpoint_is_intact_the_run_does_not_begin_anew(run, newest):
-    """D3, O4"""
+def test_restore_fails_if_no_checkpoint_is_intact(run, newest):
     for folder in (newest, newest.with_name("step-00000001.a0001")):
         os.truncate(folder / SHARDS[0], 100)
-    state, said = state_of(0), []
+    state, reported = state_at(0), []
     with pytest.raises(CheckpointError, match=r"none of 2 checkpoint.* step-00000002\.a0001: rank-00000\.shard") as end:
-        restored(run, state, said=said)
+        try_restore(run, state, reported=reported)
     assert end.value.exit_code == 4
-    assert len(said) == 2
+    assert len(reported) == 2
     assert parameters_digest(state.items()) == digest_at(0)
 
 
-def test_a_run_without_checkpoints_has_nothing_to_restore(tmp_path):
-    state = state_of(0)
-    assert restored(tmp_path, state, fallback=False) is None
+def test_restore_returns_none_without_checkpoints(tmp_path):
+    state = state_at(0)
+    assert try_restore(tmp_path, state, fallback=False) is None
     assert parameters_digest(state.items()) == digest_at(0)
 
 
@@ -257,13 +248,12 @@ OTHER_MODELS = {
 }
 
 
-@pytest.mark.parametrize("why", OTHER_MODELS)
-def test_another_model_is_refused_before_any_tensor_is_touched(run, why):
-    """C3"""
-    state = state_of(0)
-    OTHER_MODELS[why](state)
+@pytest.mark.parametrize("message", OTHER_MODELS)
+def test_checkpoint_of_another_model_is_rejected_before_any_tensor_changes(run, message):
+    state = state_at(0)
+    OTHER_MODELS[message](state)
     before = parameters_digest(state.items())
-    with pytest.raises(IdentityError) as refused:
-        restored(run, state)
-    assert why in str(refused.value)
+    with pytest.raises(IdentityError) as raised:
+        try_restore(run, state)
+    assert message in str(raised.value)
     assert parameters_digest(state.items()) == before

@@ -1,4 +1,4 @@
-"""A checkpoint that was written when format 1 was new still verifies and reads to the numbers it was written with."""
+"""Format compatibility: a stored checkpoint of format 1 verifies and loads its original values."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ from meshwright.parallel.world import World
 from meshwright.store.posix import PosixStore
 
 FIXTURES = Path(__file__).parent / "fixtures"
-KEPT = FIXTURES / "format-1"
+FIXTURE = FIXTURES / "format-1"
 FILES = {
     "manifest.json": "03b6b6c6ab02da706a2c4bbdd0a9f8cd5aa6d311d64ce36444ce9f367526890c",
     "rank-00000.shard": "5c8d27ca16e4375f2c3333b63a7cde5a4431e1cf90d08db893ff69478bc467ec",
     "rank-00001.shard": "29d031c1d70d9b0cad74f18ccc562bed364c3654ac079e8bf5f65d7525b75ba7",
 }
-"""SHA-256: a fixture that is made anew holds nobody to anything."""
+"""SHA-256 of the files, so that a regenerated fixture is noticed."""
 
 
-def files_in(root: Path) -> dict[str, str]:
+def hash_files(root: Path) -> dict[str, str]:
     folder = root / "checkpoints" / "step-00000003.a0001"
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
-def test_the_kept_checkpoint_is_the_one_that_was_written_then():
-    assert files_in(KEPT) == FILES
+def test_format_1_fixture_is_unchanged():
+    assert hash_files(FIXTURE) == FILES
 
 
-def test_the_kept_checkpoint_verifies_and_says_what_it_said(tmp_path):
-    """C8"""
-    (entry,) = list_published(PosixStore(KEPT))
+def test_format_1_fixture_verifies_and_has_its_original_fields():
+    (entry,) = list_published(PosixStore(FIXTURE))
     assert find_damage(entry) == []
     manifest = entry.manifest
     assert (manifest.run, manifest.timeline, manifest.step, manifest.attempt) == ("00c0ffee", 1, 3, 1)
@@ -50,8 +49,7 @@ def test_the_kept_checkpoint_verifies_and_says_what_it_said(tmp_path):
     assert state_digest(entry) == "d36b47c73922cf42a324b313d19a943a482131e33cc25333523cf7c336964475"
 
 
-def test_the_kept_checkpoint_loads_to_known_numbers():
-    """C8"""
+def test_format_1_fixture_restores_its_original_values():
     state = {
         "model/weight": torch.full((2, 3), torch.nan),
         "model/half": torch.zeros(3, dtype=torch.bfloat16),
@@ -61,7 +59,7 @@ def test_the_kept_checkpoint_loads_to_known_numbers():
     }
     lineage = RunLineage("00c0ffee", 1, {})
     found = restore(
-        PosixStore(KEPT), World(), lineage, state, lambda _: None, fallback=False, on_damaged=lambda *_: None
+        PosixStore(FIXTURE), World(), lineage, state, lambda _: None, fallback=False, on_damaged=lambda *_: None
     )
     assert found.name == "step-00000003.a0001"
     assert torch.equal(state["model/weight"], torch.tensor([[0.5, -1.25, 3.0], [1e-8, 2.0**100, 0.0]]))
@@ -72,11 +70,11 @@ def test_the_kept_checkpoint_loads_to_known_numbers():
     assert state["optimizer/weight/step"].item() == 3.0
 
 
-@pytest.mark.skipif(FORMAT != 1, reason="another format is written now")
-def test_as_long_as_the_format_is_the_same_it_is_written_byte_for_byte_the_same(tmp_path, monkeypatch):
-    """C8: a change of the bytes without a new format number would be found here."""
+@pytest.mark.skipif(FORMAT != 1, reason="this version writes another format")
+def test_format_1_is_written_byte_for_byte_as_in_the_fixture(tmp_path, monkeypatch):
+    """A change of the written bytes needs a new format number."""
     monkeypatch.setattr(sys, "path", [str(FIXTURES), *sys.path])
     from make_format_1 import make
 
     make(tmp_path)
-    assert files_in(tmp_path) == FILES
+    assert hash_files(tmp_path) == FILES

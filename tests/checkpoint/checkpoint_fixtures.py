@@ -1,0 +1,110 @@
+"""Small checkpoints for tests that corrupt every byte, on one rank or on two simulated ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from thread_scheduler import ThreadScheduler
+from torch.distributed.checkpoint import DefaultSavePlanner
+
+from meshwright.checkpoint.listing import CheckpointEntry, RunLineage, checkpoint_folder, list_published
+from meshwright.checkpoint.manifest import DIGEST_CHUNK_BYTES
+from meshwright.checkpoint.saver import CheckpointMetadata, CheckpointSaver, SaveResult
+from meshwright.checkpoint.shards import ShardWriter
+from meshwright.checkpoint.state import CheckpointState, parameters_digest
+from meshwright.checkpoint.unsharded import state_digest
+from meshwright.checkpoint.verify import find_damage, shard_header
+from meshwright.config import CheckpointConfig
+from meshwright.parallel.world import World
+from meshwright.store.posix import PosixStore
+
+LINEAGE = RunLineage("0123abcd", 1, {})
+ATTEMPT_FIELDS = {"layout": {"replicate": 1}, "identity": {"seed": 0, "eps": 1e-08}, "made_by": {"torch": "2"}}
+
+
+def state_at(step: int) -> CheckpointState:
+    """Tensors of several dtypes whose values all depend on the step."""
+    numbers = torch.arange(60, dtype=torch.float32) / 7 + step
+    return {
+        "model/weight": numbers.reshape(12, 5).clone(),
+        "model/half": numbers[:33].to(torch.bfloat16),
+        "buffer/seen": torch.tensor([step, 2**40 + step]),
+        "optimizer/weight/step": torch.tensor(float(step)),
+    }
+
+
+def digest_at(step: int) -> str:
+    return parameters_digest(state_at(step).items())
+
+
+def metadata_at(step: int) -> CheckpointMetadata:
+    shared_fields = {"data": {"next": step}, "rng": {"0": step}, "schedule": {"lr": 0.1}, "scaler": {}, "counters": {}}
+    return CheckpointMetadata(step, shared_fields, "0", {"noise": 0.30000000000000004})
+
+
+def saver_at(
+    step: int, store, attempt: int = 1, keep: int = 1, every: int = 0, lineage=LINEAGE, **fields
+) -> CheckpointSaver:
+    config = CheckpointConfig(mode="sync", keep=keep, keep_every=every)
+    return CheckpointSaver(config, store, World(), lineage, attempt, ATTEMPT_FIELDS | fields, lambda: state_at(step))
+
+
+def save(step: int, store, parent: CheckpointEntry | None = None, **options) -> SaveResult:
+    """Save on one rank, and raise the error of a failed save. `parent` is the previous checkpoint."""
+    saver = saver_at(step, store, **options)
+    if parent is not None:
+        saver.continue_from(parent.manifest)
+    try:
+        (saved,) = saver.save(metadata_at(step))
+    finally:
+        saver.close()
+    if saved.error is not None:
+        raise saved.error
+    return saved
+
+
+def save_on_two_ranks(
+    step: int, store, attempt: int = 1, seed: int = 0, chunk: int = DIGEST_CHUNK_BYTES, **options
+) -> SaveResult:
+    """Write the shards of two ranks, their system calls interleaved by `seed`; rank 0 publishes."""
+    saver = saver_at(step, store, attempt, chunk=chunk, **options)
+    saver.close()
+    metadata, saved = metadata_at(step), SaveResult(step, checkpoint_folder(step, attempt))
+    planners = [DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False) for _ in range(2)]
+    for rank, planner in enumerate(planners):
+        planner.set_up_planner(state_at(step), is_coordinator=rank == 0)
+    plans, dcp_metadata = planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
+    writers = [
+        ShardWriter(
+            PosixStore(store.root, store.calls),  # each process has its own store
+            saved.folder,
+            rank,
+            step,
+            shard_header(saver.lineage.run, saver.lineage.timeline, step, attempt, rank),
+            (str(rank), metadata.owner_state),
+            lambda *records: saver._publish(metadata, saved, *records),
+            chunk,
+        )
+        for rank in range(2)
+    ]
+    tasks = [
+        partial(writers[rank].write_data, planners[rank].finish_plan(plans[rank]), planners[rank]) for rank in (0, 1)
+    ]
+    results = [future.value() for future in ThreadScheduler(seed).run(tasks, store.calls)]
+    writers[0].finish(dcp_metadata, results)
+    saved.deleted = saver.retention.apply()
+    return saved
+
+
+def intact_steps(store: PosixStore, context: object = "") -> set[int]:
+    """The steps of the published checkpoints; asserts that each is intact and has exactly the tensors of its step."""
+    entries = list_published(store)
+    for entry in entries:
+        assert not find_damage(entry), (context, entry.name, entry.problem, find_damage(entry))
+        assert state_digest(entry) == digest_at(entry.step), (context, entry.name)
+    return {entry.step for entry in entries}
+
+
+def newest(store: PosixStore) -> CheckpointEntry:
+    return list_published(store)[0]
