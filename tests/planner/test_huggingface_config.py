@@ -22,7 +22,7 @@ from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.resolve_model import resolve_model, trainable_config
 from meshwright.topology.parameter_shapes import decoder_parameter_shapes
 
-COUNTED = json.loads((Path(__file__).parent / "published.json").read_text())
+COUNTED = json.loads((Path(__file__).parent / "huggingface_configs.json").read_text())
 """Configs with the parameter count of transformers 5.22 on the meta device; some have made-up sizes."""
 MODEL_CARDS = {
     "llama-3-8b": 8_030_261_248,

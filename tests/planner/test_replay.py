@@ -1,80 +1,133 @@
-"""What published runs took is predicted, with an error that is said."""
+"""`plan --replay`: published runs are predicted with a bounded error, and what cannot be predicted is excluded."""
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from meshwright.errors import ConfigError
+from meshwright.observe.replay_text import show_replay
 from meshwright.planner.calibration.published_runs import parse_run, read_published_runs
 from meshwright.planner.calibration.replay import rank_sweep, replay, replay_run
 
-PUBLISHED = Path(__file__).parents[2] / "examples" / "published_runs.json"
-"""One in seven of the collected runs, two whole sweeps, and those that report classes of memory or ran out of it."""
+PUBLISHED_RUNS = Path(__file__).parents[2] / "examples" / "published_runs.json"
+"""One in seven of the collected runs, two full sweeps, and the runs that report memory classes or ran out of memory."""
+SCORE_KEYS = [
+    "source",
+    "runs",
+    "timed",
+    "median",
+    "ninth",
+    "mean",
+    "alone",
+    "inside",
+    "weighed",
+    "memory_median",
+    "memory_ninth",
+    "oom",
+    "oom_right",
+    "wrongly",
+    "sweeps",
+    "tau",
+    "regret",
+    "worst",
+]
 
 
 @pytest.fixture(scope="module")
 def replayed() -> dict[str, Any]:
-    return replay(PUBLISHED)
+    return replay(PUBLISHED_RUNS)
 
 
 def scores(replayed: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {one["source"]: one for one in replayed["scores"]}
+    return {score["source"]: score for score in replayed["scores"]}
 
 
-def test_fully_stated_runs_are_predicted_within_ten_percent(replayed: dict[str, Any]) -> None:
-    found = scores(replayed)["fully stated"]
-    assert found["timed"] >= 40
-    assert found["median"] <= 0.05
-    assert found["ninth"] <= 0.2
-    assert found["alone"] <= 0.16  # with the constants of other software
+def test_replay_json_keys_do_not_change(replayed: dict[str, Any]) -> None:
+    assert list(replayed) == ["file", "scores", "left_out", "records"]
+    assert all(list(score) == SCORE_KEYS for score in replayed["scores"])
+    record_keys = ["id", "software", "assumed", "seconds", "memory", "fits", "phases"]
+    assert all(list(record) == record_keys for record in replayed["records"])
 
 
-def test_intervals_hold_four_of_five(replayed: dict[str, Any]) -> None:
+def test_step_time_error_of_fully_stated_runs_is_bounded(replayed: dict[str, Any]) -> None:
+    score = scores(replayed)["fully stated"]
+    assert score["timed"] >= 40
+    assert score["median"] <= 0.05
+    assert score["ninth"] <= 0.2
+    assert score["alone"] <= 0.16  # with the fitted constants of another trainer
+
+
+def test_eighty_percent_interval_contains_about_eighty_percent(replayed: dict[str, Any]) -> None:
     assert 0.72 <= scores(replayed)["all"]["inside"] <= 0.95
 
 
-def test_layouts_of_the_same_work_are_ranked_as_they_were(replayed: dict[str, Any]) -> None:
-    found = scores(replayed)["bigscience"]
-    assert found["sweeps"] >= 2
-    assert found["tau"] >= 0.55  # in the mean; one of three has a run that took as long for fewer samples as for more
+def test_layouts_of_the_same_work_are_ranked_as_measured(replayed: dict[str, Any]) -> None:
+    score = scores(replayed)["bigscience"]
+    assert score["sweeps"] >= 2
+    assert score["tau"] >= 0.55  # one of three sweeps has a run that took as long for fewer samples as for more
 
 
-def test_what_cannot_be_predicted_is_left_out_with_a_reason(replayed: dict[str, Any]) -> None:
-    left = replayed["left_out"]
-    assert left
-    assert all(left.values())
-    assert not set(left) & {row["id"] for row in replayed["records"]}
+def test_excluded_runs_have_a_reason(replayed: dict[str, Any]) -> None:
+    excluded = replayed["left_out"]
+    assert excluded
+    assert all(excluded.values())
+    assert not set(excluded) & {record["id"] for record in replayed["records"]}
 
 
-def row(**changes: Any) -> dict[str, Any]:
-    rows = json.loads(PUBLISHED.read_text())
-    whole = next(one for one in rows if one["id"].startswith("mosaic"))
-    return whole | changes
+def shown(replayed: dict[str, Any], width: int) -> str:
+    output = io.StringIO()
+    show_replay(replayed, Console(file=output, width=width))
+    return output.getvalue()
 
 
-def test_a_run_that_took_twice_as_long_is_not_inside_its_interval() -> None:
-    one = replay_run(parse_run(row(), "right"))
-    assert one.inside_interval
-    assert one.error is not None
-    twice = {"reported": {"step_time_s": 2 * (one.run.seconds or 0)}, "derived": {}}
-    wrong = replay_run(parse_run(row(**twice), "wrong"))
-    assert not wrong.inside_interval
-    assert wrong.error is not None
-    assert wrong.error < -0.4
+@pytest.mark.parametrize("width", [80, 120])
+def test_replay_tables_fit_the_terminal_without_truncation(replayed: dict[str, Any], width: int) -> None:
+    text = shown(replayed, width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    for heading in ("median", "percentile", "mean", "80 %", "memory", "OOM", "sweeps", "(tau)", "regret"):
+        assert heading in text
+    total = next(line for line in text.splitlines() if line.startswith("fully stated"))
+    assert f"{100 * scores(replayed)['fully stated']['median']:.1f}%" in total
 
 
-def test_ranking_notices_a_wrong_order() -> None:
-    one = replay_run(parse_run(row(), "one"))
-    assert one.run.seconds
-    longer = parse_run(row(global_batch=2 * one.run.job.batch.global_), "longer")
-    shorter_than_predicted = {"reported": {"step_time_s": one.run.seconds / 2}, "derived": {}}
-    swapped = parse_run(row(global_batch=2 * one.run.job.batch.global_, **shorter_than_predicted), "swapped")
-    assert longer.seconds is not None
-    assert rank_sweep([one, replay_run(swapped)]) == (-1.0, 1.0)
+def test_long_source_is_wrapped_not_truncated(replayed: dict[str, Any]) -> None:
+    source = "an-organization-with-a-long-name/a-repository-of-runs"
+    text = shown({**replayed, "scores": [replayed["scores"][0] | {"source": source}]}, 80)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def run_row(**changes: Any) -> dict[str, Any]:
+    rows = json.loads(PUBLISHED_RUNS.read_text())
+    return next(row for row in rows if row["id"].startswith("mosaic")) | changes
+
+
+def test_run_that_took_twice_as_long_is_outside_its_interval() -> None:
+    replayed = replay_run(parse_run(run_row(), "right"))
+    assert replayed.inside_interval
+    assert replayed.error is not None
+    twice = {"reported": {"step_time_s": 2 * (replayed.run.seconds or 0)}, "derived": {}}
+    slower = replay_run(parse_run(run_row(**twice), "slower"))
+    assert not slower.inside_interval
+    assert slower.error is not None
+    assert slower.error < -0.4
+
+
+def test_kendall_tau_and_regret_of_a_wrong_order() -> None:
+    replayed = replay_run(parse_run(run_row(), "one"))
+    assert replayed.run.seconds
+    double_batch = 2 * replayed.run.job.batch.global_
+    assert parse_run(run_row(global_batch=double_batch), "longer").seconds is not None
+    half_the_time = {"reported": {"step_time_s": replayed.run.seconds / 2}, "derived": {}}
+    swapped = parse_run(run_row(global_batch=double_batch, **half_the_time), "swapped")
+    assert rank_sweep([replayed, replay_run(swapped)]) == (-1.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -82,47 +135,47 @@ def test_ranking_notices_a_wrong_order() -> None:
     ["", "{", "{}", "[1, 2", "nothing", "[" * 100_000],
     ids=["empty", "torn", "no list", "torn list", "no json", "deep"],
 )
-def test_a_file_that_is_no_list_of_records_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+def test_file_that_is_not_a_list_of_runs_is_a_one_line_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "runs.json"
     path.write_text(text)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as raised:
         read_published_runs(path)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(raised.value)
 
 
-def test_records_of_a_stranger_are_left_out_not_followed(tmp_path: Path) -> None:
-    strange: list[Any] = [
+def test_invalid_runs_are_excluded(tmp_path: Path) -> None:
+    invalid: list[Any] = [
         None,
         5,
         {"id": "empty"},
-        row(id="unknown device", gpu="TPUv9"),
-        row(id="words", model={"layers": "many"}),
-        row(id="no ranks", gpus=-8),
-        row(id="no batch", global_batch=0),
-        row(id="much", model=row()["model"] | {"layers": 10**18}),
-        row(id="nothing", layout={"dp": 0}),
+        run_row(id="unknown device", gpu="TPUv9"),
+        run_row(id="text", model={"layers": "many"}),
+        run_row(id="no ranks", gpus=-8),
+        run_row(id="no batch", global_batch=0),
+        run_row(id="too many layers", model=run_row()["model"] | {"layers": 10**18}),
+        run_row(id="no data parallelism", layout={"dp": 0}),
     ]
     path = tmp_path / "runs.json"
-    path.write_text(json.dumps(strange))
-    records, left = read_published_runs(path)
-    assert not records
-    assert len(left) == len(strange)
+    path.write_text(json.dumps(invalid))
+    runs, excluded = read_published_runs(path)
+    assert not runs
+    assert len(excluded) == len(invalid)
 
 
-def test_a_record_without_what_matters_says_what_was_assumed() -> None:
-    stated = row()
-    del stated["recompute"]
-    assert parse_run(stated, "one").assumptions
-    assert not parse_run(row(), "other").assumptions
+def test_run_without_activation_checkpointing_mode_records_an_assumption() -> None:
+    incomplete = run_row()
+    del incomplete["recompute"]
+    assert parse_run(incomplete, "incomplete").assumptions == ("no activation checkpointing",)
+    assert not parse_run(run_row(), "complete").assumptions
 
 
-def test_words_of_other_records_are_understood() -> None:
-    plain = parse_run(row(), "plain")
+def test_other_spellings_of_device_precision_and_sharding_are_parsed() -> None:
+    plain = parse_run(run_row(), "plain")
     for gpu in ("NVIDIA H100-80", "H100-80GB", "h100-sxm5"):
-        assert parse_run(row(gpu=gpu), gpu).job.cluster.device.name == "h100"
-    assert parse_run(row(precision="amp_bf16"), "amp").job.precision == "bf16"
-    assert parse_run(row(precision="NVFP4"), "fp4").job.precision == "fp4"
-    places = row()["layout"]
-    assert parse_run(row(layout=places | {"sharding": "ZeRO-3"}), "zero").job.sharding == "parameters"
-    assert parse_run(row(layout={"dp": places["dp"], "sharding": "zero3"}), "few").job.layout == plain.job.layout
-    assert parse_run(row(layout=places | {"sharding": "of its own"}), "own").assumptions
+        assert parse_run(run_row(gpu=gpu), gpu).job.cluster.device.name == "h100"
+    assert parse_run(run_row(precision="amp_bf16"), "amp").job.precision == "bf16"
+    assert parse_run(run_row(precision="NVFP4"), "fp4").job.precision == "fp4"
+    layout = run_row()["layout"]
+    assert parse_run(run_row(layout=layout | {"sharding": "ZeRO-3"}), "zero").job.sharding == "parameters"
+    assert parse_run(run_row(layout={"dp": layout["dp"], "sharding": "zero3"}), "few").job.layout == plain.job.layout
+    assert parse_run(run_row(layout=layout | {"sharding": "of its own"}), "own").assumptions

@@ -76,7 +76,7 @@ class Corrections:
         """Multiplies times by the runs' ratio; the more runs there are, the more their spread sets the interval."""
         seconds, memory = (self.factor(estimate.job, quantity) for quantity in ("seconds", "memory"))
         if self.damaged_lines:
-            note = f"ignored {self.damaged_lines} damaged lines of {calibration_file()}"
+            note = f"damaged lines of {calibration_file()} that were ignored: {self.damaged_lines}"
             estimate = replace(estimate, notes=[*estimate.notes, note])
         if not seconds.runs:
             return estimate

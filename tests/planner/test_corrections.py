@@ -1,0 +1,193 @@
+"""Corrections: estimates on a measured machine move towards what its finished runs measured, and no others do."""
+
+from __future__ import annotations
+
+import json
+from time import perf_counter
+
+import pytest
+from fake_machine import made_up_machine, write_machine
+from small_run import small_config
+
+from meshwright import train
+from meshwright.planner.calibration.calibration_log import CalibrationRecord, append_record, read_records
+from meshwright.planner.calibration.corrections import UNCORRECTED, corrections_for
+from meshwright.planner.calibration.estimator import estimate
+from meshwright.planner.calibration.run_prediction import predict_run
+from meshwright.planner.hardware.resolve_cluster import resolve_cluster
+from meshwright.planner.search.candidate import Candidate
+from meshwright.planner.search.cost_cache import CostCache
+from meshwright.planner.search.plan_to_config import best_plan
+from meshwright.planner.search.search import search
+from meshwright.planner.workload.planned_job import PlannedJob
+from meshwright.planner.workload.workload import Workload
+
+
+def small_job(cluster, *overrides, ranks=2):
+    return PlannedJob.from_config(small_config(*overrides, ranks=ranks), cluster)
+
+
+def log_runs(cluster, *ratios, memory=None):
+    """Logs runs whose measured step time is the predicted one times each ratio."""
+    job = small_job(cluster)
+    seconds = estimate(job, corrections=UNCORRECTED).seconds
+    for ratio in ratios:
+        append_record(CalibrationRecord.from_job(job, (seconds, ratio * seconds), memory))
+
+
+def relative_width(result):
+    return result.interval_high / result.interval_low
+
+
+def test_slower_runs_make_the_next_estimate_longer(home):
+    cluster = write_machine(home)
+    before = estimate(small_job(cluster))
+    log_runs(cluster, 1.5)
+    after = estimate(small_job(cluster))
+    assert after.seconds == pytest.approx(1.5 * before.seconds)
+    assert sum(after.phases.values()) == after.seconds
+    assert after.interval_low == pytest.approx(1.5 * before.interval_low)
+    assert after.interval_high == pytest.approx(1.5 * before.interval_high)
+    assert after.notes == ["corrected x1.5 by 1 similar run on this machine"]
+    assert estimate(small_job(cluster), corrections=UNCORRECTED) == before
+
+
+def test_consistent_runs_narrow_the_interval_and_scattered_ones_widen_it(home):
+    cluster = write_machine(home)
+    before = estimate(small_job(cluster))
+    log_runs(cluster, *[1.2] * 6)
+    assert relative_width(estimate(small_job(cluster))) < relative_width(before)
+    log_runs(cluster, 0.3, 4.0, 0.3, 4.0, 0.3, 4.0)
+    assert relative_width(estimate(small_job(cluster))) > relative_width(before)
+
+
+def test_memory_correction_changes_activations_only(home):
+    cluster = write_machine(home)
+    [before] = estimate(small_job(cluster)).memory_by_rank
+    log_runs(cluster, 1.0, memory=(100.0, 125.0))
+    [after] = estimate(small_job(cluster)).memory_by_rank
+    assert after.tensors == pytest.approx(1.25 * before.tensors)
+    assert after.optimizer == before.optimizer
+
+
+def test_runs_of_this_machine_do_not_correct_another_one(home):
+    cluster = write_machine(home)
+    log_runs(cluster, 3.0)
+    other = made_up_machine(rate=30e9)
+    assert corrections_for(other) is UNCORRECTED
+    assert estimate(small_job(other)) == estimate(small_job(other), corrections=UNCORRECTED)
+    other = write_machine(home, other)  # this machine, measured again
+    assert estimate(small_job(other)).notes
+    assert estimate(small_job(cluster)).notes == []
+
+
+def test_untried_layouts_are_corrected_as_well(home):
+    """Otherwise the search would prefer whatever was never measured."""
+    cluster = write_machine(home, made_up_machine(devices=64, memory=80e9))
+    log_runs(cluster, 5.0)
+    untried = estimate(
+        small_job(cluster, "--layout.tensor=2", "--layout.shard=parameters", "--batch.global=64", ranks=64)
+    )
+    assert untried.notes == ["corrected x5 by 1 similar run on this machine"]
+
+
+def test_search_reads_the_calibration_log_once(home):
+    """A run that finishes during a search does not change it."""
+    cluster = write_machine(home)
+    work = Workload(small_job(cluster).model, 16, 16, "fp32", small_config())
+    cache, same = CostCache(work, cluster), CostCache(work, cluster)
+    log_runs(cluster, 2.0)
+    plans = search(cache).ranked
+    assert [plan.notes for plan in plans] == [[]] * len(plans)
+    candidates = [Candidate.from_job(plan.job) for plan in plans]
+    assert [Candidate.from_job(plan.job) for plan in search(same).ranked] == candidates
+    assert search(CostCache(work, cluster)).ranked[0].seconds > plans[0].seconds
+
+
+def test_layout_that_measured_slow_is_not_chosen_again(home, tmp_path):
+    """Of two layouts with similar predictions, the one that took ten times as long loses."""
+    cluster = write_machine(home)
+    file = tmp_path / "run.toml"
+    file.write_text("[model]\nwidth = 32\nlayers = 2\nffn = 48\n[data]\nsequence = 16\n")
+    first = best_plan("here", file, [], None, None).config
+    first_job = PlannedJob.from_config(first, cluster)
+    for _ in range(3):
+        seconds = estimate(first_job, corrections=UNCORRECTED).seconds
+        append_record(CalibrationRecord.from_job(first_job, (seconds, 10 * seconds)))
+    work = Workload(small_job(cluster).model, 16, 16, "fp32", first)
+    for plan in search(CostCache(work, cluster)).ranked:  # all others were tried once, and took as long as predicted
+        seconds = estimate(plan.job, corrections=UNCORRECTED).seconds
+        if plan.job.layout != first_job.layout:
+            append_record(CalibrationRecord.from_job(plan.job, (seconds, seconds)))
+    assert best_plan("here", file, [], None, None).config.layout != first.layout
+
+
+def test_finished_run_is_logged_once_and_corrects_the_next(home, tmp_path):
+    write_machine(home)
+    train(small_config(steps=13), run=tmp_path / "r", quiet=True)
+    [record], damaged = read_records()
+    assert damaged == 0
+    plan = json.loads((tmp_path / "r" / "plan.json").read_text())
+    assert record.predicted_seconds == plan["uncorrected"]["seconds"] == plan["seconds"]
+    assert record.predicted_memory == pytest.approx(record.measured_memory, rel=0.05)
+    train(small_config(steps=13), run=tmp_path / "r", quiet=True)  # already complete: no step is left
+    train(small_config(steps=8), run=tmp_path / "short", quiet=True)  # too short to measure
+    assert len(read_records()[0]) == 1
+    ratio = record.measured_seconds / record.predicted_seconds
+    short = json.loads((tmp_path / "short" / "plan.json").read_text())
+    assert short["seconds"] == pytest.approx(ratio * record.predicted_seconds)
+    assert short["uncorrected"]["seconds"] == record.predicted_seconds
+    assert short["notes"] == [f"corrected x{ratio:.3g} by 1 similar run on this machine"]
+
+
+def test_run_with_a_named_cluster_is_not_logged(home, tmp_path):
+    write_machine(home)
+    train(small_config(steps=13), run=tmp_path / "r", cluster="h100:2", quiet=True)
+    assert read_records() == ([], 0)
+    assert json.loads((tmp_path / "r" / "plan.json").read_text())["device"] == "h100"
+
+
+@pytest.mark.parametrize(
+    ("device", "cluster", "note"),
+    [
+        ("cpu", None, "this machine was never measured"),
+        ("cpu", "h100:1", "2 ranks on 1 devices of h100:1"),
+        ("NVIDIA H100 80GB HBM3", None, "this machine was never measured"),
+        ("cpu", "nowhere", "cluster 'nowhere' is not known"),
+    ],
+)
+def test_bytes_are_predicted_without_a_known_machine(device, cluster, note):
+    record = predict_run(small_config(), 1, device, cluster).record
+    assert note in record["notes"][0]
+    assert record["seconds"] is record["phases"] is record["cluster"] is None
+    assert record["memory"]["tensors"] > 0
+    assert [row["axis"] for row in record["communication_exact"]["0"]] == ["control", "replicate"]
+    assert (record["peak_flops"] is None) == (device == "cpu")
+    json.dumps(record, allow_nan=False)
+
+
+def test_measurement_of_another_device_is_not_used(home):
+    write_machine(home)
+    assert predict_run(small_config(), 1, "cpu").record["seconds"] > 0
+    record = predict_run(small_config(), 1, "NVIDIA H200").record
+    assert record["seconds"] is None
+    assert record["notes"] == ["step time is not predicted: the measured device of this machine is made-up processor"]
+
+
+def test_error_in_the_prediction_does_not_stop_the_run(home, tmp_path, monkeypatch):
+    monkeypatch.setattr("meshwright.planner.calibration.run_prediction.estimate", lambda *_, **__: 1 / 0)
+    train(small_config(steps=1), run=tmp_path / "r", quiet=True)
+    record = json.loads((tmp_path / "r" / "plan.json").read_text())
+    assert record == {"version": 1, "attempt": 1, "notes": ["no prediction: ZeroDivisionError: division by zero"]}
+
+
+def test_prediction_does_not_delay_the_start_of_a_run(home):
+    write_machine(home)
+    config = small_config("--layout.shard=parameters")
+    seconds = []
+    for _ in range(5):
+        start = perf_counter()
+        predict_run(config, 1, "cpu")
+        seconds.append(perf_counter() - start)
+    assert min(seconds) < 0.05  # the best of five, because the machine may be busy
+    assert resolve_cluster("here:2").device_count == 2
