@@ -1,9 +1,13 @@
-"""For users' own tests: run a function on several ranks, forked warm from the test's process.
+"""Runs a function on several ranks, for your own tests.
 
-from meshwright.testing import run_ranks
+The ranks are forked from the test's process, so starting them takes milliseconds and the function may be a closure:
 
-def test_sum():
-    assert run_ranks(lambda world: int(world.all_reduce(torch.ones(())).wait()), 4) == [4, 4, 4, 4]
+    from meshwright.testing import run_ranks
+
+    def test_all_reduce():
+        assert run_ranks(lambda world: int(world.all_reduce(torch.ones(())).wait()), 4) == [4, 4, 4, 4]
+
+`run_ranks` returns one result per rank and raises `RanksFailed` if a rank raises.
 """
 
 from meshwright.launch.ranks import run_ranks

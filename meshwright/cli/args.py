@@ -183,5 +183,6 @@ def config_keys_help() -> str:
     output = io.StringIO()
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(output):
         tyro.cli(RunConfig, prog="", args=["--help"], use_underscores=True, config=(tyro.conf.FlagConversionOff,))
-    keys = output.getvalue().partition("\n\n")[2].replace("global_ ", "global ")
-    return "Config keys, set in the run file or as --KEY=VALUE:\n" + keys
+    first = f"  --{top_level_keys()[0]} "
+    keys = first + output.getvalue().partition(first)[2].replace("global_ ", "global ")
+    return "config keys, set in the run file or as --KEY=VALUE:\n" + keys
