@@ -45,6 +45,11 @@ class Incident:
     recommendation: str = ""
 
     @property
+    def when(self) -> str:
+        """The step in words: `at step 20`, or `before the first step`."""
+        return f"at step {self.step}" if self.step is not None else "before the first step"
+
+    @property
     def killed_externally(self) -> bool:
         """Whether another process (a user, the OOM killer, a scheduler) killed the rank."""
         return self.outcome == "failed" and ("(SIGKILL)" in self.message or "(SIGTERM)" in self.message)
@@ -144,9 +149,7 @@ def assign_verdict(incident: Incident, history: list[Incident]) -> Incident:
         recommendation = f"inspect samples {format_samples(incident.samples)} with `meshwright data find`"
     else:
         verdict = "deterministic"
-        recommendation = (
-            f"the {incident.phase} phase of step {incident.step} fails whatever the samples are: see the traceback"
-        )
+        recommendation = f"the {incident.phase} phase {incident.when} fails whatever the samples are: see the traceback"
     return dataclasses.replace(incident, verdict=verdict, recommendation=recommendation)
 
 

@@ -116,7 +116,7 @@ def raise_if_final(failed: RanksFailed, incident: Incident, restarts_without_pro
     if incident.outcome == "stopped" or failed.first.exit_code in FINAL_EXIT_CODES:
         raise failed
     if incident.verdict in ("data-dependent", "deterministic") and max_restarts:
-        failed.verdict = f"{incident.verdict}: step {incident.step} failed again; {incident.recommendation}"
+        failed.verdict = f"{incident.verdict}: failed again {incident.when}; {incident.recommendation}"
         raise failed
     if restarts_without_progress >= max_restarts:
         if not max_restarts:
@@ -303,8 +303,7 @@ def kill_rank(heartbeat: HeartbeatReading) -> None:
 def describe_location(incident: Incident) -> str:
     if incident.rank is None:
         return "fork server"
-    step = f", step {incident.step}" if incident.step is not None else ""
-    return f"rank {incident.rank}{step}, {incident.phase}"
+    return f"rank {incident.rank}, {incident.when}, {incident.phase}"
 
 
 def warn(message: str) -> None:

@@ -109,7 +109,7 @@ def test_a_sample_that_hangs_or_crashes_twice_stops_the_job_as_data_dependent_an
     # N4
     sample, samples = victim(runs, 7)
     with pytest.raises(
-        MeshwrightError, match=rf"data-dependent: step 7 failed again; inspect samples {sample}, "
+        MeshwrightError, match=rf"data-dependent: failed again at step 7; inspect samples {sample}, "
     ) as failed:
         go(runs, {sample: how}, "--launch.hang_timeout=2")
     assert str(sample) in str(failed.value)

@@ -10,6 +10,7 @@ import pytest
 from meshwright.errors import MeshwrightError, NumericsError, StoppedBySignal
 from meshwright.recover.failures import Failure, RanksFailed
 from meshwright.recover.incidents import Incident, assign_verdict
+from meshwright.recover.supervisor import describe_location, raise_if_final
 
 ERROR = Incident(2, "failed", 1, 20, "forward", 1, "ValueError", "no", samples=[4, 5])
 KILLED = replace(ERROR, error_type="Killed", message="rank 1 was ended by signal 9 (SIGKILL)")
@@ -36,6 +37,18 @@ def test_a_phase_that_touches_no_samples_is_deterministic():
     )
     start = replace(ERROR, step=None, phase="start", samples=[])
     assert verdict(start, start) == "deterministic"
+
+
+def test_failure_before_the_first_step_is_described_without_a_step_number():
+    start = replace(ERROR, step=None, phase="warmup", samples=[])
+    repeated = assign_verdict(start, [start])
+    assert "the warmup phase before the first step fails" in repeated.recommendation
+    failed = RanksFailed([Failure(1, "ValueError", "no", 1, 0.0)])
+    with pytest.raises(RanksFailed):
+        raise_if_final(failed, repeated, 1, 3)
+    assert failed.verdict.startswith("deterministic: failed again before the first step; ")
+    assert describe_location(repeated) == "rank 1, before the first step, warmup"
+    assert describe_location(ERROR) == "rank 1, at step 20, forward"
 
 
 def test_other_steps_each_time_are_infrastructure():
@@ -75,7 +88,7 @@ def test_an_error_that_says_nothing_is_known_by_its_name():
 
 
 def test_an_error_of_the_program_in_the_same_step_stops_the_job_with_the_verdict(runs):
-    with pytest.raises(MeshwrightError, match="data-dependent: step 7 failed again") as failed:
+    with pytest.raises(MeshwrightError, match="data-dependent: failed again at step 7") as failed:
         runs.run("step.forward:rank1:raise@step7x9")
     assert failed.value.exit_code == 1
     assert [incident.verdict for incident in runs.incidents] == ["first failure", "data-dependent"]

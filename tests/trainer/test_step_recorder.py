@@ -70,5 +70,5 @@ def test_quarantine_is_equal_on_any_number_of_ranks_and_stops_at_its_budget(tmp_
     assert np.allclose(curves[0], curves[1], rtol=1e-5)
     assert np.allclose(curves[0], curves[2], rtol=1e-5)
     config = custom_config(data=DataConfig(on_bad_sample="quarantine", bad_sample_budget=2))
-    with pytest.raises(DataError, match="data.bad_sample_budget = 2"):
+    with pytest.raises(DataError, match=r"data\.bad_sample_budget = 2"):
         run_custom(tmp_path / "over", config, source=Points(broken=broken))

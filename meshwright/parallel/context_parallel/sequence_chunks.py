@@ -219,7 +219,7 @@ class RingAttentionFunction(torch.autograd.Function):
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         home = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
         on_its_way: PendingTransfer | None = None
-        for visit in ring.visits(k, v, documents):
+        for visit in ring.steps(k, v, documents):
             rows = visit.rows
             part_q, part_k, part_v = block_attention_backward(
                 grad[:, :, rows], q[:, :, rows], visit.k, visit.v, slice_queries(result, rows), visit.mask
