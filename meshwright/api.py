@@ -227,7 +227,7 @@ def prove(
         out: file to write the certificate to, as JSON. Default: it is not written.
 
     Returns:
-        dict: the certificate. ``certificate["kept"]`` is True if every contract holds.
+        dict: the certificate. ``certificate["passed"]`` is True if every contract holds.
 
     Raises:
         ConfigError: the config is not valid.

@@ -1,11 +1,11 @@
-"""Named fail points, off by default: a process that reaches one dies, hangs, slows down or fails, as was asked.
+"""Fault injection: named fail points at which a rank is killed, hangs, slows down or fails; off by default.
 
     MESHWRIGHT_FAULT="save.after_shard:rank1:kill@step20"
 
-A fault is POINT[:rankN]:ACTION[@stepN][@P%][xTIMES][#RESTART]; several are separated by commas. Without a rank every
-rank takes part, without a step every step. A chance of P percent is decided by MESHWRIGHT_FAULT_SEED, the point, the
-rank, the step and the restart alone, so that a failure repeats from its seed. A fault is armed on the first launch of
-a job and on no restart; `xTIMES` arms it on so many launches, `#RESTART` on that restart alone.
+A fault is POINT[:rankN]:ACTION[@stepN][@P%][xTIMES][#RESTART]; several faults are separated by commas. Without a rank
+the fault applies to every rank, without a step to every step. A probability of P percent is drawn from
+MESHWRIGHT_FAULT_SEED, the point, the rank, the step and the restart, so that a failure can be repeated. A fault is
+active in the first attempt of a job only; `xTIMES` activates it in the first TIMES attempts, `#RESTART` in one restart.
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ from dataclasses import dataclass
 from meshwright.errors import ConfigError
 
 FAIL_POINTS = {
-    "start.begin": "a rank has joined the others and built nothing yet",
+    "start.begin": "after the process group is initialised, before the model is built",
     "start.restore": "before a checkpoint's tensors are copied in",
     "start.restored": "after a checkpoint's tensors were copied in",
     "step.fetch": "before a step's samples are fetched",
-    "step.copy": "before they are copied to the device",
+    "step.copy": "before the samples are copied to the device",
     "step.forward": "before a forward pass",
     "step.backward": "before a backward pass",
     "step.sync": "before waiting for the other ranks",
-    "step.update": "before the optimizer's update",
-    "step.updated": "after the update, before the step is counted",
-    "step.collective": "before the sum that opens a step",
+    "step.update": "before the optimizer update",
+    "step.updated": "after the optimizer update, before the step is counted",
+    "step.collective": "before the all-reduce of the step control vector",
     "evaluate": "before an evaluation",
     "save.stage": "before the copy to host memory",
     "save.begin": "before a rank's shard is opened",
     "save.write": "before each write to a shard",
-    "save.after_shard": "a rank's shard is durable",
-    "save.before_manifest": "every shard is durable, the manifest not yet written",
-    "save.before_publish": "the manifest is durable under another name",
-    "save.after_publish": "the manifest is in place",
-    "retain.unpublished": "a checkpoint is withdrawn, its files not yet deleted",
-    "end": "the last step is done",
+    "save.after_shard": "after the shard of a rank is durable",
+    "save.before_manifest": "after every shard is durable, before the manifest is written",
+    "save.before_publish": "after the manifest is durable under a temporary name",
+    "save.after_publish": "after the manifest is published",
+    "retain.unpublished": "after the manifest of an old checkpoint is removed, before its files are deleted",
+    "end": "after the last step",
 }
 
 ACTIONS = {
     "kill": "end this process with SIGKILL",
-    "exit": "leave at once with status 0 and no word",
+    "exit": "exit at once with status 0 and no report",
     "term": "send this process SIGTERM",
     "stop": "stop this process with SIGSTOP",
-    "hang": "sleep for ever",
-    "spin": "loop for ever",
-    "lock": "sleep for ever in native code that keeps the interpreter's lock",
-    "slow": "sleep so many seconds (slow=0.1)",
+    "hang": "sleep forever",
+    "spin": "loop forever",
+    "lock": "sleep forever in native code that holds the GIL",
+    "slow": "sleep for the given number of seconds (slow=0.1)",
     "raise": "raise an error",
-    "oom": "fail as if memory were full",
-    "enospc": "fail as if the disk were full",
-    "eio": "fail as if the disk were broken",
-    "nan": "step.backward: make this rank's loss not a number",
-    "flip": "step.fetch: flip one bit of this rank's first parameter",
+    "oom": "raise MemoryError",
+    "enospc": "raise OSError(ENOSPC), as on a full disk",
+    "eio": "raise OSError(EIO), as on a broken disk",
+    "nan": "step.backward: make the loss of this rank NaN",
+    "flip": "step.fetch: flip one bit of the first parameter of this rank",
     "desync": "step.collective: enter another collective than the other ranks",
 }
 
 REQUIRED_POINT = {"nan": "step.backward", "flip": "step.fetch", "desync": "step.collective"}
-"""Actions that the place itself has to do."""
+"""Actions that the caller of `fail_point` performs itself, each at one point."""
 
 FAULT_PATTERN = re.compile(
     r"(?P<point>[a-z_.]+)(:rank(?P<rank>\d+))?:(?P<action>[a-z]+)(=(?P<value>\d+(\.\d+)?))?"
@@ -79,6 +79,8 @@ class InjectedFault(RuntimeError):
 
 @dataclass(frozen=True)
 class Fault:
+    """One fault of MESHWRIGHT_FAULT."""
+
     point: str
     action: str
     rank: int | None = None
@@ -88,25 +90,30 @@ class Fault:
     times: int = 1
     restart: int | None = None
 
-    def armed(self, rank: int, restart: int) -> bool:
-        launch = restart < self.times if self.restart is None else restart == self.restart
-        return self.rank in (None, rank) and launch
+    def is_armed(self, rank: int, restart: int) -> bool:
+        """Whether the fault is active on this rank in this attempt of the job."""
+        active = restart < self.times if self.restart is None else restart == self.restart
+        return self.rank in (None, rank) and active
 
     @classmethod
     def parse(cls, text: str) -> Fault:
         match = FAULT_PATTERN.fullmatch(text.strip())
         if match is None:
             raise ConfigError(
-                f"MESHWRIGHT_FAULT: {text!r} is not understood",
-                "allowed: POINT[:rankN]:ACTION[@stepN][@P%][xTIMES][#RESTART]",
+                f"MESHWRIGHT_FAULT: {text!r} cannot be parsed",
+                "expected POINT[:rankN]:ACTION[@stepN][@P%][xTIMES][#RESTART]",
             )
         if match["point"] not in FAIL_POINTS:
-            raise ConfigError(f"MESHWRIGHT_FAULT: no point {match['point']!r}", f"allowed: {', '.join(FAIL_POINTS)}")
+            raise ConfigError(
+                f"MESHWRIGHT_FAULT: unknown fail point {match['point']!r}", f"expected one of {', '.join(FAIL_POINTS)}"
+            )
         if match["action"] not in ACTIONS:
-            raise ConfigError(f"MESHWRIGHT_FAULT: no action {match['action']!r}", f"allowed: {', '.join(ACTIONS)}")
+            raise ConfigError(
+                f"MESHWRIGHT_FAULT: unknown action {match['action']!r}", f"expected one of {', '.join(ACTIONS)}"
+            )
         if (only := REQUIRED_POINT.get(match["action"], match["point"])) != match["point"]:
             raise ConfigError(
-                f"MESHWRIGHT_FAULT: {match['action']} at {match['point']} does nothing", f"allowed: {only}"
+                f"MESHWRIGHT_FAULT: {match['action']} at {match['point']} has no effect", f"expected the point {only}"
             )
         return cls(
             match["point"],
@@ -129,14 +136,16 @@ PROCESS: dict[str, int | str] = {"rank": 0, "restart": 0, "seed": "0"}
 
 
 def arm(rank: int, restart: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Reads the environment's faults for this process; from here on its fail points are live."""
-    asked = parse_faults(environment.get("MESHWRIGHT_FAULT", ""))
-    ARMED_FAULTS[:] = [fault for fault in asked if fault.armed(rank, restart)]
+    """Reads the faults of this process from the environment and activates them."""
+    faults = parse_faults(environment.get("MESHWRIGHT_FAULT", ""))
+    ARMED_FAULTS[:] = [fault for fault in faults if fault.is_armed(rank, restart)]
     PROCESS.update(rank=rank, restart=restart, seed=environment.get("MESHWRIGHT_FAULT_SEED", "0"))
 
 
 def fail_point(point: str, step: int) -> str:
-    """A fail point. Gives the action that the caller must do itself (nan, flip, desync), or ''."""
+    """Performs the fault that is armed at this point, if any. Returns the action that the caller must perform itself
+    (nan, flip, desync), or ''.
+    """
     for fault in ARMED_FAULTS:
         if fault.point == point and fault.step in (None, step) and is_drawn(fault, step):
             return perform(fault, step)
@@ -144,6 +153,7 @@ def fail_point(point: str, step: int) -> str:
 
 
 def is_drawn(fault: Fault, step: int) -> bool:
+    """Whether the fault's probability selects this step; the same seed always selects the same steps."""
     if fault.chance >= 100.0:
         return True
     text = f"{PROCESS['seed']}/{fault.point}/{PROCESS['rank']}/{step}/{PROCESS['restart']}"
@@ -169,7 +179,7 @@ def perform(fault: Fault, step: int) -> str:
                 pass
         case "lock":
             while True:
-                ctypes.PyDLL(None).sleep(1_000_000)  # PyDLL does not let go of the interpreter's lock
+                ctypes.PyDLL(None).sleep(1_000_000)  # PyDLL does not release the GIL
         case "slow":
             time.sleep(fault.value)
         case "raise":

@@ -271,7 +271,7 @@ def test_prove_returns_the_certificate_and_writes_it(tmp_path, monkeypatch):
     checks = {"stream": lambda config: iter([("the stream is a permutation", True, "1 of 1")])}
     monkeypatch.setattr("meshwright.prover.prove.CHECKS", checks)
     certificate = meshwright.prove(RunConfig(), out=tmp_path / "certificate.json")
-    assert certificate["kept"] is True
+    assert certificate["passed"] is True
     assert json.loads((tmp_path / "certificate.json").read_text()) == certificate
     with pytest.raises(ConfigError, match="cannot be written"):
         meshwright.prove(RunConfig(), out=tmp_path)

@@ -1,1 +1,1 @@
-"""The contracts as runnable checks, and the certificate of their results."""
+"""The contracts of a run as executable checks, and the certificate that records their results."""

@@ -1,4 +1,4 @@
-"""A step of the layout under the ledgers: counted bytes against the formulas, exactly."""
+"""Checks that the bytes counted on a real step, communicated and resident, equal the planner's formulas exactly."""
 
 from __future__ import annotations
 
@@ -19,56 +19,59 @@ from meshwright.topology.layout import Layout
 from meshwright.topology.unsupported import validate
 from meshwright.trainer.step_counters import StepCounters, count_step
 
-Counts = tuple[list[CollectiveVolume], StateMemory]
+StepBytes = tuple[list[CollectiveVolume], StateMemory]
+"""What one rank communicated in a step, and the peak memory of its model state."""
 
 
 def check_communication(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
-    """In float32, as a run would be."""
+    """Counts the third step of the proof config in float32, the precision of a real run."""
     proofs, note = proof_configs(config)
     proof = next(proof for proof in proofs if proof.precision.compute == "fp32")
     layout, batch = validate(proof)
-    found: list[Counts] = run_ranks(count_step_bytes, layout.ranks, proof, launch=proof.launch)
-    expected = [comm_volume(proof, layout, batch, rank) for rank in range(layout.ranks)]
-    differing = list(
-        all_differences(layout, expected, [sent for sent, _ in found], left_out := data_dependent_axes(proof, layout))
-    )
-    total = sum(row.wire_bytes for row in expected[0])
+    counted: list[StepBytes] = run_ranks(count_step_bytes, layout.ranks, proof, launch=proof.launch)
+    predicted = [comm_volume(proof, layout, batch, rank) for rank in range(layout.ranks)]
+    excluded = data_dependent_axes(proof, layout)
+    differences = list(all_differences(layout, predicted, [volumes for volumes, _ in counted], excluded))
+    total = sum(row.wire_bytes for row in predicted[0])
     rows = ", ".join(
-        f"{row.axis} {row.collective} {row.message_bytes:,}" for row in expected[0] if row.axis != "control"
+        f"{row.axis} {row.collective} {row.message_bytes:,}" for row in predicted[0] if row.axis != "control"
     )
     yield (
-        f"{layout}{describe_settings(proof)}: bytes counted on a real step = the formulas, exactly",
-        not differing,
-        "; ".join(differing)
-        if differing
-        else f"rank 0: {rows}; {total:,} bytes on the wire a step{note}{describe_uncounted(left_out)}",
+        f"{layout}{describe_settings(proof)}: communication volume of a real step equals the formulas exactly",
+        not differences,
+        "; ".join(differences)
+        if differences
+        else f"rank 0: {rows}; {total:,} wire bytes per step{note}{describe_excluded(excluded)}",
     )
     wrong = [
-        f"rank {rank}: {name} {getattr(got, name):,} bytes at peak, by the formula {getattr(want, name):,}"
-        for rank, (_, got) in enumerate(found)
-        for want in [state_memory(proof, layout, batch, rank)]
+        f"rank {rank}: peak {name} memory is {getattr(measured, name):,} bytes, the formula gives "
+        f"{getattr(expected, name):,}"
+        for rank, (_, measured) in enumerate(counted)
+        for expected in [state_memory(proof, layout, batch, rank)]
         for name in ("parameter", "gradient", "optimizer")
-        if getattr(got, name) != getattr(want, name)
+        if getattr(measured, name) != getattr(expected, name)
     ]
-    first = found[0][1]
+    first = counted[0][1]
     yield (
-        f"{layout}{describe_settings(proof)}: peak bytes of parameters, gradients and optimizer = the formulas",
+        f"{layout}{describe_settings(proof)}: peak memory of parameters, gradients and optimizer state equals the "
+        "formulas exactly",
         not wrong,
         "; ".join(wrong)
         if wrong
-        else f"rank 0: parameter {first.parameter:,}, gradient {first.gradient:,}, optimizer {first.optimizer:,}{note}",
+        else f"rank 0: parameters {first.parameter:,}, gradients {first.gradient:,}, optimizer state "
+        f"{first.optimizer:,} bytes{note}",
     )
 
 
-def count_step_bytes(world: World, config: RunConfig) -> Counts:
-    ledgers = count_third_step(world, config)
-    sent = [CollectiveVolume(row.axis, row.collective, row.message_bytes, row.wire_bytes) for row in ledgers.rows()]
-    peak = ledgers.memory.peak
-    return sent, StateMemory(peak["parameter"], peak["gradient"], peak["optimizer"])
+def count_step_bytes(world: World, config: RunConfig) -> StepBytes:
+    counters = count_third_step(world, config)
+    volumes = [CollectiveVolume(row.axis, row.collective, row.message_bytes, row.wire_bytes) for row in counters.rows()]
+    peak = counters.memory.peak
+    return volumes, StateMemory(peak["parameter"], peak["gradient"], peak["optimizer"])
 
 
 def count_third_step(world: World, config: RunConfig) -> StepCounters:
-    """Its ledgers: by then everything has been made that is made once."""
+    """Counts the third step of a run: everything that is allocated once exists by then."""
     layout, batch = validate(config)
     step = build_step(world, config, layout)
     source, coordinate = ConcatenatedSource([proof_source(config)]), layout.data_coordinate(world.rank)
@@ -77,21 +80,21 @@ def count_third_step(world: World, config: RunConfig) -> StepCounters:
     batches = loader.steps(0, 3)
     for number in range(2):
         step.run(number, LR, batches)
-    with count_step(step.parallel_model, step.optimizer) as ledgers:
-        step.run(2, LR, batches, ledgers.enter)
-    return ledgers
+    with count_step(step.parallel_model, step.optimizer) as counters:
+        step.run(2, LR, batches, counters.enter)
+    return counters
 
 
-def describe_uncounted(left_out: dict[str, str]) -> str:
-    return "".join(f"; {axis} not compared: {why}" for axis, why in left_out.items())
+def describe_excluded(excluded: dict[str, str]) -> str:
+    return "".join(f"; {axis} is not compared: {reason}" for axis, reason in excluded.items())
 
 
 def all_differences(
     layout: Layout,
-    expected: list[list[CollectiveVolume]],
-    found: list[list[CollectiveVolume]],
-    left_out: Collection[str] = (),
+    predicted: list[list[CollectiveVolume]],
+    counted: list[list[CollectiveVolume]],
+    excluded: Collection[str] = (),
 ) -> Iterator[str]:
-    """In words; see `compared`."""
-    pairs = compare_volumes(layout, dict(enumerate(expected)), dict(enumerate(found)), left_out)
+    """One sentence per collective whose counted bytes differ from the predicted ones (see `compare_volumes`)."""
+    pairs = compare_volumes(layout, dict(enumerate(predicted)), dict(enumerate(counted)), excluded)
     return (str(pair) for pair in pairs if not pair.equal)

@@ -1,9 +1,9 @@
-"""From numbers that differ to a name: the first thing that is off, by what factor, and what usually causes that."""
+"""Finds the first quantity in which a layout differs from a single process, by what factor, and the likely cause."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isclose, isfinite
 
 from torch import Tensor
@@ -14,188 +14,211 @@ from meshwright.topology.layout import Layout
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest error, relative to the largest entry of the same tensor: of one pass, and of what steps build on it."""
+    """The largest error, relative to the largest entry of the same tensor."""
 
-    first: float
-    later: float
+    first_pass: float
+    """For the loss, the gradients and the gradient norm of the first step."""
+    later_steps: float
+    """For everything that follows an update, where rounding errors have had steps to grow."""
 
 
 @dataclass(frozen=True)
 class Discrepancy:
-    """What is off: `what` is a quantity, or the gradient or the steps of a parameter."""
+    """A quantity compared with the single process."""
 
-    what: str
+    quantity: str
     error: float
+    """The relative error; infinite if the quantity is missing."""
     factor: float
+    """The layout's value divided by the value of the single process."""
     cause: str = ""
-    later: bool = False
-    """whether roundings had steps to grow in"""
+    follows_update: bool = False
 
     def __str__(self) -> str:
         cause = f": {self.cause}" if self.cause else ""
-        return f"{self.what} is off by {self.error:.1e}, {self.factor:.4g} times the right one{cause}"
+        reference = "gradient" if self.quantity.startswith("gradient of") else "value"
+        return (
+            f"{self.quantity} differs from the single-process {reference} by a relative error of {self.error:.1e} "
+            f"(factor {self.factor:.4g}){cause}"
+        )
 
 
 def find_first_discrepancy(
-    expected: StepResults, found: list[StepResults], layout: Layout, accumulation: int, tolerance: Tolerance
+    expected: StepResults, results: list[StepResults], layout: Layout, accumulation: int, tolerance: Tolerance
 ) -> tuple[Discrepancy | None, float]:
-    """(the first thing that is off in the order of a step, or None; the largest error met)."""
-    worst = 0.0
-    offs: list[Discrepancy] = []
-    for off in compare_all(expected, found):
-        worst = max(worst, off.error) if isfinite(off.error) else float("inf")
-        if not off.error <= (tolerance.later if off.later else tolerance.first):
-            offs.append(off)
-    if not offs:
-        return None, worst
-    cause = offs[0].cause or likely_cause(offs, expected, found, layout, accumulation)
-    return Discrepancy(offs[0].what, offs[0].error, offs[0].factor, cause), worst
+    """The first quantity that exceeds the tolerance, in the order in which a step computes them, or None; and the
+    largest error of all quantities.
+    """
+    max_error = 0.0
+    discrepancies: list[Discrepancy] = []
+    for compared in compare_all(expected, results):
+        max_error = max(max_error, compared.error) if isfinite(compared.error) else float("inf")
+        if not compared.error <= (tolerance.later_steps if compared.follows_update else tolerance.first_pass):
+            discrepancies.append(compared)
+    if not discrepancies:
+        return None, max_error
+    cause = discrepancies[0].cause or likely_cause(discrepancies, expected, results, layout, accumulation)
+    return replace(discrepancies[0], cause=cause), max_error
 
 
-def compare_all(expected: StepResults, found: list[StepResults]) -> Iterator[Discrepancy]:
-    """Everything compared, in the order in which a step computes it."""
-    first = found[0]
-    gradients = {name: gradient for trail in found for name, gradient in trail.gradients.items()}  # stage by stage
-    moved = {name: way for trail in found for name, way in trail.updates.items()}
+def compare_all(expected: StepResults, results: list[StepResults]) -> Iterator[Discrepancy]:
+    """Compares every quantity, in the order in which a step computes them."""
+    first = results[0]
+    gradients = {name: gradient for result in results for name, gradient in result.gradients.items()}  # of all stages
+    updates = {name: update for result in results for name, update in result.updates.items()}
     yield compare_numbers("loss of step 0", expected.losses[0], first.losses[0])
     for name, right in expected.gradients.items():
         yield compare_tensors(f"gradient of {name}", right, gradients.get(name))
-    for step, (norm, got) in enumerate(zip(expected.norms, first.norms, strict=True)):
+    for step, (norm, measured) in enumerate(zip(expected.norms, first.norms, strict=True)):
         if step:
-            yield compare_numbers(f"loss of step {step}", expected.losses[step], first.losses[step], later=True)
-        yield compare_numbers(f"gradient norm of step {step}", norm, got, later=step > 0)
+            yield compare_numbers(f"loss of step {step}", expected.losses[step], first.losses[step], True)
+        yield compare_numbers(f"gradient norm of step {step}", norm, measured, follows_update=step > 0)
     for name, right in expected.updates.items():
-        yield compare_tensors(f"way of {name} in {len(expected.losses)} steps", right, moved.get(name), later=True)
-    yield compare_numbers("evaluation loss", expected.evaluation, first.evaluation, later=True)
-    for rank, trail in enumerate(found):
-        if (trail.losses, trail.norms, trail.evaluation) != (first.losses, first.norms, first.evaluation):
-            yield Discrepancy(f"what rank {rank} says of loss and norm, against rank 0,", float("inf"), float("nan"))
+        yield compare_tensors(f"update of {name} over {len(expected.losses)} steps", right, updates.get(name), True)
+    yield compare_numbers("evaluation loss", expected.evaluation, first.evaluation, True)
+    for rank, result in enumerate(results):
+        if (result.losses, result.norms, result.evaluation) != (first.losses, first.norms, first.evaluation):
+            cause = "loss, gradient norm or evaluation loss differ between this rank and rank 0"
+            yield Discrepancy(f"report of rank {rank}", float("inf"), float("nan"), cause)
 
 
-def compare_numbers(what: str, right: float, got: float, later: bool = False) -> Discrepancy:
-    error = abs(got - right) / max(abs(right), 1e-300)
-    return Discrepancy(what, error, got / right if right else float("nan"), later=later)
+def compare_numbers(quantity: str, right: float, measured: float, follows_update: bool = False) -> Discrepancy:
+    error = abs(measured - right) / max(abs(right), 1e-300)
+    return Discrepancy(quantity, error, measured / right if right else float("nan"), follows_update=follows_update)
 
 
-def compare_tensors(what: str, right: Tensor, got: Tensor | None, later: bool = False) -> Discrepancy:
-    if got is None or got.shape != right.shape:
-        return Discrepancy(what, float("inf"), 0.0, "it is not there")
-    got, right = got.double(), right.double()  # what never moves is divided by next to nothing
-    error = float((got - right).abs().max() / right.abs().max().clamp_min(1e-300))
-    factor = float((got * right).sum() / (right * right).sum().clamp_min(1e-300))
-    return Discrepancy(what, error, factor, later=later)
+def compare_tensors(quantity: str, right: Tensor, measured: Tensor | None, follows_update: bool = False) -> Discrepancy:
+    if measured is None or measured.shape != right.shape:
+        return Discrepancy(quantity, float("inf"), 0.0, "the tensor is missing")
+    measured, right = measured.double(), right.double()
+    # A tensor of zeros is divided by a tiny number instead of zero.
+    error = float((measured - right).abs().max() / right.abs().max().clamp_min(1e-300))
+    factor = float((measured * right).sum() / (right * right).sum().clamp_min(1e-300))
+    return Discrepancy(quantity, error, factor, follows_update=follows_update)
 
 
 def likely_cause(
-    offs: list[Discrepancy], expected: StepResults, found: list[StepResults], layout: Layout, accumulation: int
+    discrepancies: list[Discrepancy],
+    expected: StepResults,
+    results: list[StepResults],
+    layout: Layout,
+    accumulation: int,
 ) -> str:
-    """What a pattern of errors usually comes from; '' where it fits none."""
-    gradients = [off for off in offs if off.what.startswith("gradient of")]
+    """The usual cause of a pattern of errors; '' if the pattern is not known."""
+    gradients = [found for found in discrepancies if found.quantity.startswith("gradient of")]
+    first = discrepancies[0]
     if gradients:
-        return gradient_cause(gradients, offs[0], layout, accumulation, list(expected.gradients))
-    first = offs[0]
-    if first.what.startswith("loss of step 0"):
-        return (
-            f"the loss alone is: {clean_factor(first.factor, layout, accumulation) or 'it is not the sum over ranks'}"
-        )
-    if first.what.startswith("gradient norm"):
-        inflated = "weights that ranks hold alike are counted more than once"
-        return inflated if first.factor > 1 else "not every rank's part is counted"
-    ways = [off.what for off in offs if off.what.startswith("way of")]
-    if ways and all("router.bias" in way for way in ways):
-        return "router biases alone are: loads are not those of all ranks"
-    if first.what.startswith("loss of step 1") and isclose(found[0].losses[1], expected.stale_loss, rel_tol=1e-6):
-        return "stale parameters: the step before did not reach what was gathered"
-    if first.what.startswith("loss of step") or first.what.startswith("way of"):
-        said = "gradients and norm are right, the update is not: clipping, decay or moments"
-        return with_hints(said, UPDATES, traits_of(layout, list(expected.gradients)))
-    if first.what.startswith("evaluation"):
-        return "training is right, evaluation does not weigh every token once"
+        return gradient_cause(gradients, first, layout, accumulation, list(expected.gradients))
+    if first.quantity == "loss of step 0":
+        factor = describe_factor(first.factor, layout, accumulation)
+        return f"only the reported loss is wrong: {factor or 'it is not summed over all ranks'}"
+    if first.quantity.startswith("gradient norm"):
+        if first.factor > 1:
+            return "replicated weights are counted more than once"
+        return "the contribution of some ranks is missing"
+    updates = [found.quantity for found in discrepancies if found.quantity.startswith("update of")]
+    if updates and all("router.bias" in update for update in updates):
+        return "only the router biases are wrong: the expert loads are not summed over all ranks"
+    if first.quantity == "loss of step 1" and isclose(results[0].losses[1], expected.stale_loss, rel_tol=1e-6):
+        return "stale parameters: the update did not reach the unsharded parameters"
+    if first.quantity.startswith(("loss of step", "update of")):
+        cause = "gradients and norm are correct, the update is not: clipping, weight decay or moments"
+        return with_hints(cause, UPDATE_HINTS, layout_traits(layout, list(expected.gradients)))
+    if first.quantity.startswith("evaluation"):
+        return "training is correct, but evaluation does not count every token exactly once"
     return ""
 
 
-FORWARD = {
-    "context": "positions, masks or labels of the pieces (context)",
-    "pipeline": "the order of stages, or activations and labels of different micro-batches (pipeline)",
-    "experts": "rows that reach other experts or come back in another order (experts)",
+FORWARD_HINTS = {
+    "context": "positions, masks or labels of the sequence chunks (context)",
+    "pipeline": "the order of the stages, or activations and labels of different micro-batches (pipeline)",
+    "experts": "tokens that reach the wrong expert or return in the wrong order (experts)",
 }
-SUMS = {
-    "context": "gradients are not summed over the pieces of sequences (context)",
+GRADIENT_HINTS = {
+    "context": "gradients are not summed over the sequence chunks (context)",
     "pipeline": "a stage lacks the weight gradients of a micro-batch (pipeline)",
 }
-UPDATES = {
-    "pipeline": "a stage that does not clip by the norm of all (pipeline)",
-    "tied": "the head's copy of a tied weight does not follow (pipeline)",
-    "experts": "router biases moved by less than the load of all ranks, or weighing as well as choosing (experts)",
+UPDATE_HINTS = {
+    "pipeline": "a stage that does not clip by the global norm (pipeline)",
+    "tied": "the head's copy of a tied weight is not updated (pipeline)",
+    "experts": "router biases that follow the load of some ranks only, or that enter the routing weights (experts)",
 }
-"""What a layout may have wrong beside what any may."""
+"""Causes that exist only for a layout or model with the given trait, in addition to the general one."""
 
 
-def traits_of(layout: Layout, names: list[str]) -> set[str]:
+def layout_traits(layout: Layout, names: list[str]) -> set[str]:
+    """The axes of a layout, "tied" for a pipeline with tied weights, and "experts" for a mixture of experts."""
     tied = layout.pipeline > 1 and not any(name.startswith("head") for name in names)
     experts = any(".router." in name for name in names)
     return set(layout.active_axes) | ({"tied"} if tied else set()) | ({"experts"} if experts else set())
 
 
-def with_hints(said: str, hints: dict[str, str], traits: set[str]) -> str:
-    return "; or ".join([said, *(hint for trait, hint in hints.items() if trait in traits)])
+def with_hints(cause: str, hints: dict[str, str], traits: set[str]) -> str:
+    return "; or ".join([cause, *(hint for trait, hint in hints.items() if trait in traits)])
 
 
 def gradient_cause(
     gradients: list[Discrepancy], first: Discrepancy, layout: Layout, accumulation: int, names: list[str]
 ) -> str:
-    """`names` are those of all gradients, in the order in which the forward pass uses the parameters."""
-    factors = [off.factor for off in gradients]
-    off_names = [off.what.removeprefix("gradient of ") for off in gradients]
-    traits = traits_of(layout, names)
-    if off_names == names and all(isclose(factor, factors[0], rel_tol=1e-3) for factor in factors):
-        clean = clean_factor(factors[0], layout, accumulation)
-        if clean:
-            return clean
-    if all("norm" in name for name in off_names) and layout.tensor > 1:
-        return "norm weights are not summed over the pieces of the sequence (tensor)"
-    if first.what.startswith("loss"):
-        said = "forward and backward are: wrong samples, rows, positions or masks, or tokens not weighed alike"
-        return with_hints(said, FORWARD, traits)
-    within = block_cause(off_names, names, traits)
-    if within:
-        return within
-    if all(off.error < 0.02 and abs(off.factor - 1) < 0.01 for off in gradients):
-        return "all there, but rounded: a sum in lower precision"
+    """The cause of wrong gradients. `names` are all parameters, in the order in which the forward pass uses them."""
+    factors = [found.factor for found in gradients]
+    wrong = [found.quantity.removeprefix("gradient of ") for found in gradients]
+    traits = layout_traits(layout, names)
+    if wrong == names and all(isclose(factor, factors[0], rel_tol=1e-3) for factor in factors):
+        factor = describe_factor(factors[0], layout, accumulation)
+        if factor:
+            return factor
+    if all("norm" in name for name in wrong) and layout.tensor > 1:
+        return "gradients of norm weights are not summed over the sequence chunks (tensor)"
+    if first.quantity.startswith("loss"):
+        cause = "forward and backward are wrong: samples, rows, positions or masks, or tokens with unequal weights"
+        return with_hints(cause, FORWARD_HINTS, traits)
+    in_block = block_cause(wrong, names, traits)
+    if in_block:
+        return in_block
+    if all(found.error < 0.02 and abs(found.factor - 1) < 0.01 for found in gradients):
+        return "complete but rounded: a reduction in lower precision"
     tied = not any(name.startswith("head") for name in names)
-    if all(name.startswith(("decoder.embedding", "head")) for name in off_names) and (tied or layout.tensor > 1):
+    if all(name.startswith(("decoder.embedding", "head")) for name in wrong) and (tied or layout.tensor > 1):
         if layout.pipeline > 1 and tied:
-            return "the head's use of a tied weight is missing, or not added once (pipeline)"
-        return "the two uses of a tied weight, or the vocabulary's rows, are not put together"
-    if off_names == names[: len(off_names)] and len(off_names) < len(names):
-        right = names[len(off_names)]
-        return f"backward is right down to {right} and not below: a bucket, a recomputation or a sum over tensor"
-    return with_hints("gradients of ranks or micro-steps are not all there, or not each once", SUMS, traits)
+            return "the head's gradient of a tied weight is missing, or not added exactly once (pipeline)"
+        return "the gradients of the two uses of a tied weight, or of the vocabulary shards, are not combined"
+    if wrong == names[: len(wrong)] and len(wrong) < len(names):
+        last_correct = names[len(wrong)]
+        return (
+            f"backward is correct down to {last_correct} and wrong below: a bucket, activation checkpointing or a "
+            "reduction over the tensor axis"
+        )
+    return with_hints("gradients of some ranks or micro-batches are missing or counted twice", GRADIENT_HINTS, traits)
 
 
-def block_cause(off_names: list[str], names: list[str], traits: set[str]) -> str:
-    """Where inside the last block that is off backward goes wrong; '' where that is nowhere special."""
-    if all(".bank." in name for name in off_names):
-        return "experts' weights alone are: gradients are divided by, or summed over, the wrong group of ranks"
-    last = off_names[-1]
+def block_cause(wrong: list[str], names: list[str], traits: set[str]) -> str:
+    """The cause inside the last block whose gradients are wrong; '' if the pattern is not known."""
+    if all(is_expert_weight(name) for name in wrong):
+        return "only expert weights are wrong: gradients are averaged or summed over the wrong process group"
+    last = wrong[-1]
     if "context" in traits and last.endswith("attention.v.weight"):
-        if last.replace(".v.", ".q.") not in off_names:
-            return "gradients of keys and values do not come home from other ranks (context)"
-        return "gradients do not come back through attention to other ranks' tokens (context)"
+        if last.replace(".v.", ".q.") not in wrong:
+            return "gradients of keys and values do not return from other ranks (context)"
+        return "gradients do not flow through attention to the tokens of other ranks (context)"
     if "experts" in traits and last.endswith("ffn.router.weight"):
-        return "the pull of the balance loss: not of whole sequences, or not weighed once over the batch (experts)"
-    if "experts" in traits and last.endswith("ffn_norm.weight") and off_names == names[: len(off_names)]:
-        return "gradients of the rows that experts took do not come back (experts)"
+        return "gradient of the balance loss: not of full sequences, or not weighted once over the batch (experts)"
+    if "experts" in traits and last.endswith("ffn_norm.weight") and wrong == names[: len(wrong)]:
+        return "gradients of the tokens that experts processed do not return (experts)"
     return ""
 
 
-def clean_factor(factor: float, layout: Layout, accumulation: int) -> str:
+def is_expert_weight(name: str) -> bool:
+    return ".bank." in name
+
+
+def describe_factor(factor: float, layout: Layout, accumulation: int) -> str:
+    """Which average or sum a factor comes from; '' if none fits."""
     if layout.pipeline > 1 and accumulation > 1 and isclose(factor * accumulation, 1, rel_tol=1e-3):
-        return f"averaged over the pipeline's {accumulation} micro-batches once too often"
-    used = sorted(
-        layout.active_mesh_axes, key=lambda axis: axis == "pipeline"
-    )  # stages share no gradients: the others come first
-    degrees = {f"{axis} ({getattr(layout, axis)})": getattr(layout, axis) for axis in used}
+        return f"averaged over the {accumulation} micro-batches of the pipeline once too often"
+    # Stages share no gradients, so the pipeline axis is tried last.
+    axes = sorted(layout.active_mesh_axes, key=lambda axis: axis == "pipeline")
+    degrees = {f"the {axis} axis ({getattr(layout, axis)})": getattr(layout, axis) for axis in axes}
     degrees |= {f"the {layout.data_degree} data-parallel ranks": layout.data_degree} if layout.data_degree > 1 else {}
     for name, degree in degrees.items():
         if isclose(factor * degree, 1, rel_tol=1e-3):
@@ -203,7 +226,7 @@ def clean_factor(factor: float, layout: Layout, accumulation: int) -> str:
         if isclose(factor, degree, rel_tol=1e-3):
             return f"summed over {name} once too often"
     if accumulation > 1 and isclose(factor * accumulation, 1, rel_tol=1e-3):
-        return f"divided by the {accumulation} micro-steps"
+        return f"divided by the {accumulation} micro-batches"
     if accumulation > 1 and isclose(factor, accumulation, rel_tol=1e-3):
-        return f"not divided by the {accumulation} micro-steps"
+        return f"not divided by the {accumulation} micro-batches"
     return ""

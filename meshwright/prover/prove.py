@@ -1,4 +1,4 @@
-"""Runs every check on a config, prints the table, signs the certificate."""
+"""Runs every check of the contracts on a config, prints the results, and writes the certificate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rich.table import Table
 
 from meshwright.config import RunConfig, fingerprint, identity, placement
 from meshwright.errors import RestartsExhausted
-from meshwright.io import write_json
+from meshwright.io import output_file, write_json
 from meshwright.prover.comm_volume import check_communication
 from meshwright.prover.layouts import check_layouts
 from meshwright.prover.recovery import check_recovery
@@ -34,30 +34,36 @@ Check = Callable[[RunConfig], Iterator[tuple[str, bool, str]]]
 CHECKS: dict[str, Check] = {
     "stream": check_stream,
     "layout": check_layouts,
-    "traffic": check_communication,
+    "communication": check_communication,
     "recovery": check_recovery,
 }
-"""Name -> check. A check yields (promise, kept, what was measured); one that raises has failed."""
+"""Name -> check. A check yields (claim, passed, measured) for each claim; a check whose ranks fail has failed."""
 
 
 @dataclass(frozen=True)
 class CheckResult:
+    """One claim of a check, whether it holds, and what was measured."""
+
     check: str
-    promise: str
-    kept: bool
+    claim: str
+    passed: bool
     measured: str
     seconds: float = field(compare=False, default=0.0)
 
 
 def run_checks(config: RunConfig) -> Iterator[CheckResult]:
+    """Runs the checks one after the other. A signal ends them: it says nothing about the contracts."""
     for name, check in CHECKS.items():
         start = time.monotonic()
         try:
-            for promise, kept, measured in check(config):
-                yield CheckResult(name, promise, bool(kept), measured, round(time.monotonic() - start, 3))
+            for claim, passed, measured in check(config):
+                yield CheckResult(name, claim, bool(passed), measured, round(time.monotonic() - start, 3))
                 start = time.monotonic()
         except (RanksFailed, RestartsExhausted) as error:
-            yield CheckResult(name, "the check runs to its end", False, str(error), round(time.monotonic() - start, 3))
+            if error.exit_code > 128:
+                raise
+            seconds = round(time.monotonic() - start, 3)
+            yield CheckResult(name, "the check runs to its end", False, str(error), seconds)
 
 
 def certify(config: RunConfig, on_result: Callable[[CheckResult], None] | None = None) -> dict[str, Any]:
@@ -72,7 +78,10 @@ def certify(config: RunConfig, on_result: Callable[[CheckResult], None] | None =
 
 
 def prove(config: RunConfig, out: Path, as_json: bool = False) -> bool:
-    """Runs every check, prints the results and writes the certificate; True if every contract holds."""
+    """Runs every check, prints the results and writes the certificate; True if every claim holds. An `out` that cannot
+    be written is refused before the first check.
+    """
+    output_file(out, "--out")
     console = Console(stderr=as_json)
     if not console.is_terminal:
         console = Console(stderr=as_json, width=140)
@@ -81,8 +90,8 @@ def prove(config: RunConfig, out: Path, as_json: bool = False) -> bool:
     def show(result: CheckResult) -> None:
         results.append(result)
         if not as_json and console.is_terminal:
-            status = "[green]kept  [/]" if result.kept else "[red]BROKEN[/]"
-            console.print(f"{status} {result.check}: {result.promise}", highlight=False)
+            status = "[green]PASS[/]" if result.passed else "[red]FAIL[/]"
+            console.print(f"{status} {result.check}: {escape(result.claim)}", highlight=False)
 
     certificate = certify(config, show)
     write_json(out, certificate)
@@ -90,11 +99,11 @@ def prove(config: RunConfig, out: Path, as_json: bool = False) -> bool:
         print(json.dumps(certificate))
     else:
         print_table(console, results, out)
-    return bool(certificate["kept"])
+    return bool(certificate["passed"])
 
 
-def build_certificate(config: RunConfig, found: list[CheckResult]) -> dict[str, Any]:
-    """The certificate: what was checked, where, of which code, and a digest of all of it."""
+def build_certificate(config: RunConfig, results: list[CheckResult]) -> dict[str, Any]:
+    """The certificate: what was checked, of which code and config, on which machine, and a digest of all of it."""
     certificate: dict[str, Any] = {
         "meshwright": __version__,
         "code": code_fingerprint(),
@@ -108,22 +117,20 @@ def build_certificate(config: RunConfig, found: list[CheckResult]) -> dict[str, 
             "cuda": torch.version.cuda,
         },
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "kept": bool(found) and all(finding.kept for finding in found),
-        "findings": [asdict(finding) for finding in found],
+        "passed": bool(results) and all(result.passed for result in results),
+        "checks": [asdict(result) for result in results],
     }
     certificate["digest"] = hashlib.sha256(json.dumps(certificate, sort_keys=True).encode()).hexdigest()
     return certificate
 
 
-def print_table(console: Console, found: list[CheckResult], out: Path) -> None:
+def print_table(console: Console, results: list[CheckResult], out: Path) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("check", "promise", "", "measured", "s"):
-        table.add_column(column, overflow="fold", justify="right" if column == "s" else "left")
-    for finding in found:
-        word = "[green]kept[/]" if finding.kept else "[bold red]BROKEN[/]"
-        table.add_row(finding.check, escape(finding.promise), word, escape(finding.measured), f"{finding.seconds:.1f}")
+    for column in ("check", "claim", "result", "measured", "seconds"):
+        table.add_column(column, overflow="fold", justify="right" if column == "seconds" else "left")
+    for result in results:
+        status = "[green]PASS[/]" if result.passed else "[bold red]FAIL[/]"
+        table.add_row(result.check, escape(result.claim), status, escape(result.measured), f"{result.seconds:.1f}")
     console.print(table)
-    broken = sum(not finding.kept for finding in found)
-    console.print(
-        f"{len(found) - broken} of {len(found)} promises kept; certificate in {out}", highlight=False, soft_wrap=True
-    )
+    passed = sum(result.passed for result in results)
+    console.print(f"{passed} of {len(results)} claims hold; certificate in {out}", highlight=False, soft_wrap=True)

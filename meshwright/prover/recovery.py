@@ -1,4 +1,4 @@
-"""Kills this config on this machine at every phase, and holds the result against a run that was never killed."""
+"""Checks recovery: kills a small run of the config at every fail point, and compares it with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
 from meshwright.topology.unsupported import min_shard_group_size, validate
 
-PHASES = ("fetch", "copy", "forward", "backward", "sync", "update", "updated")
-SAVES = ("stage", "begin", "write", "after_shard", "before_manifest", "before_publish", "after_publish")
+STEP_POINTS = ("fetch", "copy", "forward", "backward", "sync", "update", "updated")
+SAVE_POINTS = ("stage", "begin", "write", "after_shard", "before_manifest", "before_publish", "after_publish")
 RANK_0_POINTS = ("save.before_manifest", "save.before_publish", "save.after_publish", "retain.unpublished")
+"""Fail points that only rank 0 reaches."""
 MAX_RECOVERY_RANKS = 4
 MAX_SEQUENCE = 32
-"""Tokens a sample, at most: the proof is about state, not about size."""
+"""The most tokens per sample: recovery depends on the state, not on its size."""
 
 
 def kill_points() -> list[str]:
-    """Every point at which the run is killed, in the order of the kills."""
+    """The fail points at which the run is killed, in the order of the kills."""
     return [
-        *(f"step.{phase}" for phase in PHASES),
-        *(f"save.{part}" for part in SAVES),
+        *(f"step.{phase}" for phase in STEP_POINTS),
+        *(f"save.{part}" for part in SAVE_POINTS),
         "retain.unpublished",
         "start.restore",
         "start.restored",
@@ -43,70 +44,71 @@ def kill_points() -> list[str]:
 
 
 def kill_schedule(ranks: int) -> tuple[str, int]:
-    """(one kill a launch, each a step further on, ranks taking turns; the steps that such a run needs)."""
-    asked = []
+    """The faults, one kill per attempt, each one step later and on the next rank; and the steps that the run needs."""
+    faults = []
     for restart, point in enumerate(kill_points()):
         rank = 0 if point in RANK_0_POINTS else restart % ranks
-        # A save belongs to the steps that are done, a deletion to an old checkpoint: whichever comes first.
-        where = "" if point.startswith(("start", "retain")) else f"@step{restart + 1}"
-        asked.append(f"{point}:rank{rank}:kill{where}#{restart}")
-    return ",".join(asked), len(asked) + 3
+        # Loading and deleting a checkpoint belong to no step of the run: the first time counts.
+        step = "" if point.startswith(("start", "retain")) else f"@step{restart + 1}"
+        faults.append(f"{point}:rank{rank}:kill{step}#{restart}")
+    return ",".join(faults), len(faults) + 3
 
 
 def check_recovery(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
+    """Compares an undisturbed run with one that is killed at every fail point."""
     layout, _ = scale_layout(config.layout, MAX_RECOVERY_RANKS)
     ranks = Layout.from_config(layout).ranks
     faults, steps = kill_schedule(ranks)
     proof, note = scale_config(config, layout, steps)
     with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as base:
-        calm, struck = RunFolder(Path(base) / "calm"), RunFolder(Path(base) / "struck")
-        run(proof, calm)
+        undisturbed, killed = RunFolder(Path(base) / "undisturbed"), RunFolder(Path(base) / "killed")
+        run(proof, undisturbed)
         with environment(MESHWRIGHT_FAULT=faults):
-            run(proof, struck)
-        kills = [incident for incident in read_incidents(struck) if incident.error_type == "Killed"]
-        last, expected = newest_checkpoint(struck), newest_checkpoint(calm)
+            run(proof, killed)
+        kills = [incident for incident in read_incidents(killed) if incident.error_type == "Killed"]
+        last, expected = newest_checkpoint(killed), newest_checkpoint(undisturbed)
         same = state_digest(last) == state_digest(expected)
-        off = "" if same else f"; first off: {next(compare_checkpoints(expected, last), 'nothing')}"
+        difference = "" if same else f"; first difference: {next(compare_checkpoints(expected, last), 'none')}"
         yield (
-            f"{Layout.from_config(layout)}{describe_settings(proof)} killed with -9 at {len(kill_points())} points"
-            " = never killed, every bit",
+            f"{Layout.from_config(layout)}{describe_settings(proof)}: a run killed with SIGKILL at "
+            f"{len(kill_points())} fail points ends with bitwise the same state as an undisturbed run",
             same and len(kills) == len(kill_points()),
-            f"{len(kills)} kills ({places(kills)}); state {state_digest(last)[:16]} and {state_digest(expected)[:16]}"
-            f"{off}{note}",
+            f"{len(kills)} kills (phases {kill_phases(kills)}); state digest {state_digest(last)[:16]}, expected "
+            f"{state_digest(expected)[:16]}{difference}{note}",
         )
-        yield check_step_records(calm, struck, steps)
-        yield check_damaged_checkpoint(proof, struck, state_digest(expected))
+        yield check_step_records(undisturbed, killed, steps)
+        yield check_damaged_checkpoint(proof, killed, state_digest(expected))
 
 
-def check_step_records(calm: RunFolder, struck: RunFolder, steps: int) -> tuple[str, bool, str]:
-    """The ledgers: every step once, each with the loss of the undisturbed run, bit for bit."""
-    ours, theirs = completed_steps(struck.events(0)), completed_steps(calm.events(0))
-    missing = sorted(set(range(steps)) - ours.keys())
-    other = [step for step in sorted(ours) if ours[step]["loss"] != theirs.get(step, {}).get("loss")]
-    kept = not missing and not other and len(ours) == steps
-    measured = f"{len(ours)} of {steps} steps in the ledger; losses differ at {other or 'no step'}"
-    return "every step and its samples once, every loss bitwise the same", kept, measured
+def check_step_records(undisturbed: RunFolder, killed: RunFolder, steps: int) -> tuple[str, bool, str]:
+    """The events: every step is recorded once, with bitwise the loss of the undisturbed run."""
+    records, expected = completed_steps(killed.events(0)), completed_steps(undisturbed.events(0))
+    missing = sorted(set(range(steps)) - records.keys())
+    different = [step for step in sorted(records) if records[step]["loss"] != expected.get(step, {}).get("loss")]
+    passed = not missing and not different and len(records) == steps
+    measured = f"{len(records)} of {steps} steps recorded; losses differ at {different or 'no step'}"
+    return "every step is recorded once, with bitwise the loss of the undisturbed run", passed, measured
 
 
 def check_damaged_checkpoint(config: RunConfig, folder: RunFolder, expected: str) -> tuple[str, bool, str]:
-    """One flipped bit in the newest checkpoint: it must be passed over, and the run end the same from an older one."""
-    entry = newest_checkpoint(folder)
-    shard = folder.root / entry.folder / "rank-00000.shard"
+    """Flips one bit of the newest checkpoint: the run must resume from an older one and end with the same state."""
+    damaged = newest_checkpoint(folder)
+    shard = folder.root / damaged.folder / "rank-00000.shard"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     run(config, folder)
-    again = newest_checkpoint(folder)
-    kept = state_digest(again) == expected and again.attempt > entry.attempt
+    replaced = newest_checkpoint(folder)
+    passed = state_digest(replaced) == expected and replaced.attempt > damaged.attempt
     return (
         "a checkpoint with one flipped bit is never loaded",
-        kept,
-        f"{entry.name} passed over, {again.name} made anew",
+        passed,
+        f"{damaged.name} was skipped, {replaced.name} was written again",
     )
 
 
 def scale_config(config: RunConfig, layout: LayoutConfig, steps: int) -> tuple[RunConfig, str]:
-    """The config with its structure kept and its sizes small, and what was made smaller."""
+    """The config with the same structure and small sizes, and a note on what was scaled down."""
     mesh = Layout.from_config(layout)
     config = replace(config, pipeline=limit_stages(config))
     model, note = scale_model(config, mesh)
@@ -125,37 +127,41 @@ def scale_config(config: RunConfig, layout: LayoutConfig, steps: int) -> tuple[R
         checkpoint=CheckpointConfig(mode="sync", seconds=0, every=1, keep=2),
         launch=replace(config.launch, device="cpu", restarts=3),
     )
-    if config.ddp.static_graph:  # DDP's static graph never accumulates
+    if config.ddp.static_graph:  # DDP with static_graph cannot accumulate
         proof = replace(proof, batch=replace(proof.batch, micro=2))
     validate(proof)
-    return proof, f"; {steps} steps of {samples} x {sequence} tokens on CPU" + (f", model {note}" if note else "")
+    return proof, (
+        f"; {steps} steps of {samples} x {sequence} tokens on CPU" + (f", model scaled down ({note})" if note else "")
+    )
 
 
 def run(config: RunConfig, folder: RunFolder) -> None:
+    """Trains as `meshwright train` does, without output."""
     job = make_job(config, folder)
 
-    def begin(attempt: int, restart: int) -> RunningRanks:
+    def start(attempt: int, restart: int) -> RunningRanks:
         return start_ranks(job.as_attempt(attempt, restart, fork=False))
 
-    supervise(folder, config.launch, begin, lambda _attempt: NullViewer(), report=lambda _text: None)
+    supervise(folder, config.launch, start, lambda _attempt: NullViewer(), report=lambda _text: None)
 
 
 def newest_checkpoint(folder: RunFolder) -> CheckpointEntry:
     return list_published(open_run_store(folder))[0]
 
 
-def places(kills: list[Incident]) -> str:
+def kill_phases(kills: list[Incident]) -> str:
     return ", ".join(dict.fromkeys(kill.phase for kill in kills))
 
 
 @contextmanager
 def environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
+    """Sets environment variables for the duration of the context."""
+    previous = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 del os.environ[name]
             else:
@@ -163,7 +169,7 @@ def environment(**values: str) -> Iterator[None]:
 
 
 class NullViewer:
-    """Nobody looks on."""
+    """A viewer that shows nothing."""
 
     def tick(self) -> None:
         pass

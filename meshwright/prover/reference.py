@@ -1,4 +1,4 @@
-"""What three optimizer steps leave behind, computed twice: by one plain process, and by the real step on a layout."""
+"""The results of three optimizer steps, computed by a plain single process and by the real step on a layout."""
 
 from __future__ import annotations
 
@@ -29,17 +29,16 @@ from meshwright.trainer.step import Step, StepContext
 
 STEPS = 3
 LR = 0.01
-"""Larger ones make too much, in three steps of a deep model, of a rounding in the first."""
+"""A larger learning rate amplifies the rounding of the first step too much within three steps of a deep model."""
 SAMPLES = 1000
 SEQUENCE = 16
 HELD_OUT_FRACTION = 0.05
 MEAN_DOCUMENT_TOKENS = 6
-"""Tokens, on average."""
 
 
 class MaskedSynthetic(SyntheticSource):
-    """Synthetic samples of which a part, another for every sample, does not count. With a `separator` they are cut into
-    documents of a few tokens.
+    """Synthetic samples whose labels are masked after a random length, different for every sample. With a `separator`
+    the samples consist of documents of a few tokens.
     """
 
     separator: int | None = None
@@ -55,20 +54,25 @@ class MaskedSynthetic(SyntheticSource):
 
 @dataclass
 class StepResults:
-    """Losses and norms of every step, the first step's gradients, how far each parameter moved, and an evaluation."""
+    """What three optimizer steps and an evaluation produce."""
 
     losses: list[float] = field(default_factory=list)
+    """The loss of every step."""
     norms: list[float] = field(default_factory=list)
+    """The gradient norm of every step."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    """The gradients of the first step."""
     updates: dict[str, Tensor] = field(default_factory=dict)
+    """The difference of every parameter and buffer after the last step and before the first."""
     evaluation: float = 0.0
+    """The evaluation loss after the last step."""
     stale_loss: float = 0.0
-    """the second step's loss, had the first not changed a single parameter"""
+    """The loss of the second step with the parameters from before the first step."""
 
 
 def proof_settings(config: RunConfig) -> RunConfig:
-    """Settings that hide nothing: an epsilon large enough for AdamW to feel the scale of a gradient, a norm that is
-    clipped at every step, nothing rounded on the way.
+    """Settings that make errors visible: an epsilon so large that AdamW depends on the scale of the gradient, a clip
+    norm that is exceeded in every step, and no gradient compression.
     """
     return replace(
         config,
@@ -89,73 +93,72 @@ def proof_stream(config: RunConfig) -> Stream:
 
 
 def held_out_samples(layout: Layout) -> int:
-    """Held-out samples that no number of ranks divides evenly."""
+    """A number of held-out samples that the data-parallel degree does not divide."""
     return 2 * layout.data_degree + 1
 
 
 def run_single_process(_world: World, configs: list[RunConfig]) -> list[StepResults]:
-    """One plain process, whole batches, torch's own optimizer: no code of the training path but the model."""
+    """The reference: full batches and torch's own optimizer, with no code of the training path except the model."""
     return [_run_single_process(config) for config in configs]
 
 
 def _run_single_process(config: RunConfig) -> StepResults:
     dtype = torch.float64 if config.precision.compute == "fp64" else torch.float32
     model = build_model(config.model, config.seed, dtype)
-    named, biases = dict(model.named_parameters()), dict(model.named_buffers())
-    before = {name: p.detach().clone() for name, p in (named | biases).items()}
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    before = {name: p.detach().clone() for name, p in (parameters | buffers).items()}
     experts = [module for module in model.modules() if isinstance(module, Experts)]
-    for each in experts:
-        each.keep_auxiliary_graph = True  # its balance loss is added to the loss here, and pulls nothing by itself
-    rates = config.optimizer
+    for layer in experts:
+        layer.keep_auxiliary_graph = True  # the balance loss is added to the loss below, not inside the layer
+    settings = config.optimizer
     groups = [
-        {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": rates.weight_decay},
-        {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    betas = (rates.beta1, rates.beta2)
-    adamw = torch.optim.AdamW(groups, lr=LR, betas=betas, eps=rates.eps, foreach=False)
-    decoder, stream, trail = (
-        MicroBatchDataset(ConcatenatedSource([proof_source(config)]), False),
-        proof_stream(config),
-        StepResults(),
-    )
+    betas = (settings.beta1, settings.beta2)
+    adamw = torch.optim.AdamW(groups, lr=LR, betas=betas, eps=settings.eps, foreach=False)
+    dataset = MicroBatchDataset(ConcatenatedSource([proof_source(config)]), False)
+    stream, results = proof_stream(config), StepResults()
 
-    def loss_of(ids: np.ndarray) -> Tensor:
-        total, count = model(*decoder[ids].tensors)
+    def mean_loss(ids: np.ndarray) -> Tensor:
+        total, count = model(*dataset[ids].tensors)
         return total / count  # type: ignore[no-any-return]
 
-    def balance_of(ids: np.ndarray) -> Tensor:
-        of_all = sum((each.auxiliary for each in experts if each.auxiliary is not None), torch.zeros((), dtype=dtype))
-        return config.model.router_aux_loss * of_all / len(ids)
+    def balance_loss(ids: np.ndarray) -> Tensor:
+        losses = (layer.auxiliary for layer in experts if layer.auxiliary is not None)
+        return config.model.router_aux_loss * sum(losses, torch.zeros((), dtype=dtype)) / len(ids)
 
     with torch.no_grad():
-        trail.stale_loss = float(loss_of(stream.step(1)))
+        results.stale_loss = float(mean_loss(stream.step(1)))
     for step in range(STEPS):
-        for each in experts:
-            each.take_load()
-        loss = loss_of(stream.step(step))
-        (loss + balance_of(stream.step(step))).backward()
+        for layer in experts:
+            layer.take_load()
+        loss = mean_loss(stream.step(step))
+        (loss + balance_loss(stream.step(step))).backward()
         if step == 0:
-            trail.gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
-        trail.losses.append(float(loss.detach()))
-        norm = torch.stack([p.grad.square().sum() for p in named.values() if p.grad is not None]).sum().sqrt()
-        trail.norms.append(float(norm))
-        for p in named.values():
+            results.gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        results.losses.append(float(loss.detach()))
+        norm = torch.stack([p.grad.square().sum() for p in parameters.values() if p.grad is not None]).sum().sqrt()
+        results.norms.append(float(norm))
+        for p in parameters.values():
             if p.grad is not None:
-                p.grad /= torch.clamp(norm / rates.clip, min=1.0)
+                p.grad /= torch.clamp(norm / settings.clip, min=1.0)
         adamw.step()
         adamw.zero_grad()
-        for each in experts:
-            each.router.bias.copy_(
-                update_router_bias(each.router.bias, each.take_load()[0], config.model.router_bias_rate)
+        for layer in experts:
+            layer.router.bias.copy_(
+                update_router_bias(layer.router.bias, layer.take_load()[0], config.model.router_bias_rate)
             )
-    trail.updates = {name: p.detach() - before[name] for name, p in (named | biases).items()}
+    results.updates = {name: p.detach() - before[name] for name, p in (parameters | buffers).items()}
     with torch.no_grad():
-        trail.evaluation = float(loss_of(stream.held_out_samples(held_out_samples(Layout.from_config(config.layout)))))
-    return trail
+        results.evaluation = float(
+            mean_loss(stream.held_out_samples(held_out_samples(Layout.from_config(config.layout))))
+        )
+    return results
 
 
 def run_parallel(world: World, configs: list[RunConfig]) -> list[StepResults]:
-    """The real step on this rank of the layout."""
+    """The real training step, on this rank of the layout."""
     return [_run_parallel(world, config) for config in configs]
 
 
@@ -164,34 +167,36 @@ def _run_parallel(world: World, config: RunConfig) -> StepResults:
     step, stream = build_step(world, config, layout), proof_stream(config)
     source, coordinate = ConcatenatedSource([proof_source(config)]), layout.data_coordinate(world.rank)
     loader = Loader(source, stream, batch, coordinate, DataConfig(workers=0))
-    named = step.parallel_model.parameters()
-    biases = dict(step.parallel_model.module.named_buffers())
-    before = {name: full_tensor(p).clone() for name, p in (named | biases).items()}
-    trail = StepResults()
+    parameters = step.parallel_model.parameters()
+    buffers = dict(step.parallel_model.module.named_buffers())
+    before = {name: full_tensor(p).clone() for name, p in (parameters | buffers).items()}
+    results = StepResults()
     step.warmup_backward(loader.first)
     step.gradient(0, next(loader.steps(0, 1)), StepClock(world.device))
     step.expert_balancer.discard_loads()
-    trail.gradients = {name: gradient_as_applied(p, p.grad).clone() for name, p in named.items() if p.grad is not None}
+    results.gradients = {
+        name: gradient_as_applied(p, p.grad).clone() for name, p in parameters.items() if p.grad is not None
+    }
     step.optimizer.zero_grad()
     step.parallel_model.pop_gradient_reduction()
     batches = loader.steps(0, STEPS)
     for number in range(STEPS):
         loss, norm, *_ = step.run(number, LR, batches).numbers.tolist()
-        trail.losses.append(loss)
-        trail.norms.append(norm)
-    trail.updates = {name: full_tensor(p) - before[name] for name, p in (named | biases).items()}
+        results.losses.append(loss)
+        results.norms.append(norm)
+    results.updates = {name: full_tensor(p) - before[name] for name, p in (parameters | buffers).items()}
     evaluation = Evaluation(source, stream, held_out_samples(layout), batch, coordinate)
-    trail.evaluation, *_ = evaluation.run(
+    results.evaluation, *_ = evaluation.run(
         step.parallel_model, step.precision, world, step.context.counts_tokens, step.context.reports_loss
     )
     if not layout.is_first_on(world.rank, [axis for axis in AXES if axis != "pipeline"]):
-        trail.gradients, trail.updates = {}, {}  # somebody else has the same
-    return trail
+        results.gradients, results.updates = {}, {}  # another rank returns the same tensors
+    return results
 
 
 def gradient_as_applied(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """The whole of a gradient as the optimizer takes it: each rank's own block. What is still a sum to be made must
-    show here; `whole_of` the gradient itself would make it.
+    """The full gradient, assembled from the local shards that the optimizer reads. A gradient that still is a partial
+    sum must be visible here; `full_tensor` of the gradient itself would reduce it.
     """
     if not isinstance(parameter, DTensor):
         return full_tensor(gradient)
@@ -204,6 +209,6 @@ def gradient_as_applied(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
 
 def build_step(world: World, config: RunConfig, layout: Layout) -> Step:
     precision = Precision(config.precision, world.device)
-    spread = build_parallel_decoder(config, layout, precision, world)
-    optimizer = AdamW(spread.parameters(), config.optimizer, layout, world, config.optimizer.cpu_offload)
-    return Step(StepContext.for_rank(config, layout, world, spread, optimizer, precision))
+    parallel_model = build_parallel_decoder(config, layout, precision, world)
+    optimizer = AdamW(parallel_model.parameters(), config.optimizer, layout, world, config.optimizer.cpu_offload)
+    return Step(StepContext.for_rank(config, layout, world, parallel_model, optimizer, precision))

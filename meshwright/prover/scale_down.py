@@ -1,4 +1,4 @@
-"""A config at a size that fits anywhere: structure and axes kept, sizes and degrees small, and what was scaled said."""
+"""Scales a config down to a size that runs anywhere: the structure and the axes stay, sizes and degrees shrink."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from meshwright.topology.axes import ALL_AXES
 from meshwright.topology.layout import Layout, stages_per_rank
 
 MAX_RANKS = 8
-"""At most so many processes for a proof."""
+"""The most processes that a check starts."""
 
 
 def scale_model(config: RunConfig, layout: Layout) -> tuple[ModelConfig, str]:
-    """The same structure, still divisible by the axes; rows of the matrices do not divide evenly among shards, so that
-    padding is proven too. Key heads stay fewer than the ranks that attend where they were.
+    """The model with the same structure and small sizes that the axes still divide, and a description of the changes.
+    The rows of the matrices do not divide evenly among shards, so that padding is checked too. If the model has fewer
+    key heads than attention ranks, the small model has, too.
     """
     model, tensor = config.model, layout.tensor
-    parts = tensor * (layout.context if config.context.method == "all-to-all" else 1)
-    ratio = min(model.heads // model.kv_heads, 4 if parts < 4 else 2)
-    kv_parts = parts if model.kv_heads % parts == 0 else tensor
-    kv_heads = kv_parts if kv_parts > 1 else min(model.kv_heads, max(1, 4 // ratio))
-    heads = lcm(kv_heads * ratio, parts)
+    attention_ranks = tensor * (layout.context if config.context.method == "all-to-all" else 1)
+    ratio = min(model.heads // model.kv_heads, 4 if attention_ranks < 4 else 2)
+    kv_ranks = attention_ranks if model.kv_heads % attention_ranks == 0 else tensor
+    kv_heads = kv_ranks if kv_ranks > 1 else min(model.kv_heads, max(1, 4 // ratio))
+    heads = lcm(kv_heads * ratio, attention_ranks)
     small: dict[str, Any] = {
         "vocab": round_up(min(model.vocab, 250), tensor),
         "width": min(model.width // heads // 2 * 2, 16 if heads <= 4 else 4) * heads or 2 * heads,
@@ -38,27 +39,29 @@ def scale_model(config: RunConfig, layout: Layout) -> tuple[ModelConfig, str]:
     return replace(model, **small), describe_changes(model, small)
 
 
-def scale_sequence(config: RunConfig, layout: Layout, least: int) -> int:
-    """As many tokens at least, in equal pieces for all ranks; of the ring's each has two."""
-    pieces = layout.context * (2 if layout.context > 1 and config.context.method == "ring" else 1)
-    return round_up(least, lcm(pieces, layout.context * layout.tensor))
+def scale_sequence(config: RunConfig, layout: Layout, min_tokens: int) -> int:
+    """The shortest sequence of at least `min_tokens` tokens that divides into equal sequence chunks; ring attention
+    needs two chunks per rank.
+    """
+    chunks = layout.context * (2 if layout.context > 1 and config.context.method == "ring" else 1)
+    return round_up(min_tokens, lcm(chunks, layout.context * layout.tensor))
 
 
-def scale_layout(config: LayoutConfig, most: int = MAX_RANKS) -> tuple[LayoutConfig, str]:
-    """The same axes on at most so many ranks, each of degree two; the first of them go where there are too many. One
-    rank alone proves nothing of ranks, and becomes two.
+def scale_layout(config: LayoutConfig, max_ranks: int = MAX_RANKS) -> tuple[LayoutConfig, str]:
+    """The layout on at most `max_ranks` ranks, and a description of the changes. Every axis has degree two; with
+    too many axes, the outer ones are dropped. A single rank becomes two replicas, since one rank has nothing to check.
     """
     layout = Layout.from_config(config)
     small: dict[str, Any] = {}
-    if layout.ranks > most:
+    if layout.ranks > max_ranks:
         used = [axis for axis in ("replicate", "shard", "pipeline", "context", "tensor") if getattr(layout, axis) > 1]
-        kept = used[-(most.bit_length() - 1) :]
+        kept = used[-(max_ranks.bit_length() - 1) :]
         degree = {axis: 2 if axis in kept else 1 for axis in ALL_AXES}
         folded = [axis for axis in ("shard", "replicate", "context") if degree[axis] > 1]
         if layout.expert > 1 and folded:
             degree["expert"] = 2
-            if layout.expert_axes_size > layout.expert and 2 ** len(kept) < most:
-                degree[folded[0]] = 4  # ranks that hold the same experts, too
+            if layout.expert_axes_size > layout.expert and 2 ** len(kept) < max_ranks:
+                degree[folded[0]] = 4  # so that several ranks have the same experts
         small = {axis: degree[axis] for axis in ("pipeline", "context", "tensor", "expert")}
         if "shard" in kept and config.shard_degree is None:
             small["replicate"] = degree["shard"]
@@ -72,9 +75,11 @@ def scale_layout(config: LayoutConfig, most: int = MAX_RANKS) -> tuple[LayoutCon
 
 
 def round_up(number: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is at least `number`."""
     return -(-number // unit) * unit
 
 
 def describe_changes(before: Any, values: dict[str, Any]) -> str:
+    """The fields whose values differ: "width 128 to 64, layers 4 to 2"."""
     pairs = [(key, getattr(before, key), value) for key, value in values.items()]
     return ", ".join(f"{key} {old} to {new}" for key, old, new in pairs if old != new)

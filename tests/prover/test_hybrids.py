@@ -58,7 +58,7 @@ def test_every_kind_of_every_axis_is_among_them():
 @pytest.mark.long
 def test_copies_of_shards_in_stages_of_cut_blocks_are_one_process(monkeypatch):
     """Two of each are sixteen ranks, which no other proof has."""
-    monkeypatch.setattr(layouts, "scale_layout", partial(scale_layout, most=16))
+    monkeypatch.setattr(layouts, "scale_layout", partial(scale_layout, max_ranks=16))
     words = ("--layout.pipeline=2", "--layout.replicate=2", "--layout.shard=optimizer", "--layout.shard_degree=2")
     promises = found((*words, "--layout.tensor=2", "--model.layers=2"), (FP64,), monkeypatch)
     assert [promise.partition(" (")[0] for promise, *_ in promises] == ["pipeline 2 x replicate 2 x shard 2 x tensor 2"]

@@ -6,6 +6,7 @@ whole global batch, so the right reduction is the plain sum; the hook below make
 
 # No postponed annotations here: DDP reads the hook's own at run time.
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Protocol
@@ -53,14 +54,17 @@ class DDPModel(ReplicatedModel):
 
     def __init__(self, module: nn.Module, config: DDPConfig, world: World) -> None:
         super().__init__(module, config, world)
-        self.ddp = DistributedDataParallel(
-            module,
-            bucket_cap_mb=config.bucket_cap_mb,
-            gradient_as_bucket_view=config.gradient_as_bucket_view,
-            static_graph=config.static_graph,
-            find_unused_parameters=config.find_unused_parameters,
-            broadcast_buffers=any(True for _ in stateful_buffers(module)),
-        )
+        with warnings.catch_warnings():
+            # torch 2.13 deprecates `broadcast_buffers`; its successor does not exist in 2.11 and broadcasts at init.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            self.ddp = DistributedDataParallel(
+                module,
+                bucket_cap_mb=config.bucket_cap_mb,
+                gradient_as_bucket_view=config.gradient_as_bucket_view,
+                static_graph=config.static_graph,
+                find_unused_parameters=config.find_unused_parameters,
+                broadcast_buffers=any(True for _ in stateful_buffers(module)),
+            )
         self.ddp.register_comm_hook(self, reduce_bucket)
         self.groups = [self.ddp.process_group]
 
