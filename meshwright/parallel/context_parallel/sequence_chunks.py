@@ -220,18 +220,18 @@ class RingAttentionFunction(torch.autograd.Function):
         home = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
         on_its_way: PendingTransfer | None = None
         for visit in ring.steps(k, v, documents):
-            rows = visit.rows
+            rows = visit.queries
             part_q, part_k, part_v = block_attention_backward(
                 grad[:, :, rows], q[:, :, rows], visit.k, visit.v, slice_queries(result, rows), visit.mask
             )
             dq[:, :, rows] += part_q
             # what keys and values give their own rank stays there; the first to add on the way round is the next rank
-            own = visit.source == ring.pieces.rank
+            own = visit.source == ring.chunks.rank
             total = home if own else on_its_way.wait() if on_its_way else torch.zeros_like(home)
-            total[0][:, :, visit.columns] += part_k
-            total[1][:, :, visit.columns] += part_v
+            total[0][:, :, visit.keys] += part_k
+            total[1][:, :, visit.keys] += part_v
             if not own:
-                on_its_way = ring.pass_on(total, GRADIENTS)
+                on_its_way = ring.send_to_next(total, GRADIENTS)
         if on_its_way:
             home += on_its_way.wait()
         return dq.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), None, None
