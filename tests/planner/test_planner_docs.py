@@ -1,14 +1,14 @@
-"""The planner's page lists what was fitted, as it is in the code."""
+"""docs/planner.md lists the fitted values of devices and trainers as they are in the code."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.planner.hardware.cluster import DEVICES, GB, NODES, TERA
+from meshwright.planner.hardware.cluster import GB, NODE_TYPES, TERA
 from meshwright.planner.workload import trainer_profiles
 from meshwright.planner.workload.trainer_profiles import FITTED_FIELDS
 
-KNOWN = (
+FITTED_PROFILES = (
     trainer_profiles.MESHWRIGHT,
     trainer_profiles.MESHWRIGHT_COMPILED,
     trainer_profiles.COMPOSER,
@@ -18,37 +18,42 @@ KNOWN = (
     trainer_profiles.BRIDGE_2025,
     trainer_profiles.BRIDGE,
 )
-"""Those whose seconds were fitted; others have the same constants as one of them."""
+"""Profiles whose step time was fitted; the others share the fitted fields of one of them."""
 PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
 
 
 def device_rows() -> list[str]:
     rows = []
-    for name, device in DEVICES.items():
-        per_node, inside, between = NODES[name]
-        rates = "/".join(f"{device.peak_flops[kind] / TERA:g}" for kind in ("bf16", "fp8", "fp4"))
-        reached = "/".join(
-            f"{device.sustained_fraction.get(kind, device.sustained_fraction['bf16']):g}"
-            for kind in ("bf16", "fp8", "fp4")
-        )
-        links = f"{per_node} x {inside.bandwidth / GB:g} | {between.bandwidth / GB:g}"
+    for name, node in NODE_TYPES.items():
+        device = node.device
+        precisions = ("bf16", "fp8", "fp4")
+        peaks = "/".join(f"{device.peak_flops[precision] / TERA:g}" for precision in precisions)
+        default = device.sustained_fraction["bf16"]
+        sustained = "/".join(f"{device.sustained_fraction.get(precision, default):g}" for precision in precisions)
         memory = f"{device.memory_bandwidth / TERA:g} | {device.memory / 2**30:.1f}"
-        rows.append(f"| {name} | {rates} | {reached} | {memory} | {links} |")
+        links = f"{node.devices} x {node.intra_node.bandwidth / GB:g} | {node.inter_node.bandwidth / GB:g}"
+        rows.append(f"| {name} | {peaks} | {sustained} | {memory} | {links} |")
     return rows
 
 
-def software_rows() -> list[str]:
-    rows = []
-    for stack in KNOWN:
-        values = [getattr(stack, name) for name in FITTED_FIELDS]
-        rows.append(f"| {stack.name} | " + " | ".join(f"{value:g}" for value in values) + " |")
+def trainer_rows() -> list[str]:
+    rows = ["| field | " + " | ".join(profile.name for profile in FITTED_PROFILES) + " |"]
+    for field in FITTED_FIELDS:
+        values = " | ".join(f"{getattr(profile, field):g}" for profile in FITTED_PROFILES)
+        rows.append(f"| `{field}` | {values} |")
     return rows
 
 
-def test_devices_and_what_of_them_is_fitted_are_listed() -> None:
+def test_planner_page_lists_every_device() -> None:
     assert [row for row in device_rows() if row not in PAGE] == []
 
 
-def test_what_is_fitted_of_every_software_is_listed() -> None:
-    assert "| software | " + " | ".join(FITTED_FIELDS) + " |" in PAGE
-    assert [row for row in software_rows() if row not in PAGE] == []
+def test_planner_page_lists_every_fitted_field_of_the_trainers() -> None:
+    assert [row for row in trainer_rows() if row not in PAGE] == []
+
+
+def test_planner_page_names_modules_that_exist() -> None:
+    package = Path(trainer_profiles.__file__).parents[2]
+    named = [word for word in PAGE.replace("`", " ").split() if word.startswith("planner/") and word.endswith(".py")]
+    assert named
+    assert [module for module in named if not (package / module).is_file()] == []
