@@ -12,8 +12,10 @@ from statistics import median
 import pytest
 
 from meshwright.config import derive_batch, load_config
+from meshwright.errors import ConfigError
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.kernel_time import KernelRate, matmul_time
+from meshwright.planner.cost.layer_time import embedding_time, head_time, layer_shape, layer_time
 from meshwright.planner.exact.comm_volume import comm_volume
 from meshwright.planner.hardware.cluster import Link, preset_cluster
 from meshwright.planner.hardware.links import GroupPlacement, collective_seconds, group_placement
@@ -148,3 +150,18 @@ def test_slower_links_never_help() -> None:
     fast = job("--layout.replicate=64", "--layout.shard=parameters", "--batch.global=64")
     slow = replace(fast, cluster=replace(fast.cluster, inter_node=Link(5e9, 1e-5)))
     assert estimate(slow).seconds > 1.5 * estimate(fast).seconds
+
+
+def test_head_and_embedding_are_not_recomputed() -> None:
+    """`recompute` is in seconds of a layer that activation checkpointing repeats; head and embedding have none."""
+    shape = layer_shape(job("--layout.replicate=8", "--activation_checkpoint.mode=full"))
+    assert head_time(shape).recompute == 0
+    assert embedding_time(shape).recompute == 0
+    layer = layer_time(shape, False)
+    assert layer.recompute == layer.forward < 1
+
+
+def test_unknown_schedule_is_an_error_and_has_no_default_bubble() -> None:
+    piped = job("--layout.pipeline=4", "--batch.global=16", "--batch.micro=1", "--layout.replicate=1")
+    with pytest.raises(ConfigError, match="expected one of gpipe, 1f1b"):
+        estimate(replace(piped, schedule="2f2b"))

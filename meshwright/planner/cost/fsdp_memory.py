@@ -74,13 +74,13 @@ def stage_memory(job: PlannedJob, setting: ActivationSettings, part: StageLayers
     """What it receives lies in a buffer that is counted elsewhere; what it gives on it keeps."""
     layout, alone = job.layout, job.layout.pipeline == 1
     has = stage_parameters(job.model, part, layout.tensor, layout.expert, alone)
-    inner = block_activations(job.model, setting, part.experts > 0)
-    last = head_activations(job.model, setting) if part.last else None
-    blocks = part.dense * block_activations(job.model, setting, False).kept if part.dense else 0.0
-    blocks += part.experts * inner.kept if part.experts else 0.0
+    inner = block_activations(job.model, setting, part.moe_layers > 0)
+    last = head_activations(job.model, setting) if part.is_last else None
+    blocks = part.dense_layers * block_activations(job.model, setting, False).kept if part.dense_layers else 0.0
+    blocks += part.moe_layers * inner.kept if part.moe_layers else 0.0
     stream = setting.between * job.model.width * setting.stream
-    gives = stream if job.trainer.keeps_stage_outputs and not part.hands else 0.0
-    takes = stream if job.trainer.torch_native and not part.first else 0.0
+    gives = stream if job.trainer.keeps_stage_outputs and not part.next_on_rank else 0.0
+    takes = stream if job.trainer.torch_native and not part.is_first else 0.0
     return StageMemory(part, has, inner, last, blocks, blocks + (last.kept if last else gives) - takes)
 
 
@@ -127,19 +127,19 @@ class StepMemory:
         self.keeps |= job.trainer.keeps_stages_unsharded and self.piped
         self.keeps |= run is not None and run.fsdp.ranks_after_forward == 1 and job.sharding == "parameters"
         self.dense = sum(stage.has.dense for stage in stages)
-        self.bank = sum(stage.has.bank for stage in stages)
+        self.bank = sum(stage.has.experts for stage in stages)
         self.shards = self.dense / self.over + self.bank / self.bank_over
         self.stream = setting.between * job.model.width * setting.stream
         self.base = self.persistent()
 
     def persistent(self) -> MemoryEstimate:
         run = self.job.run_config
-        owned = self.shards - sum(stage.has.copied for stage in self.stages) / self.over
+        owned = self.shards - sum(stage.has.tied_copy for stage in self.stages) / self.over
         offload = run is not None and run.optimizer.cpu_offload
         state = self.state * owned
         if offload:  # and a copy of the weights, but on the host
             state = state + self.number * owned if self.setting.host else 0.0
-        ways = sum((not stage.part.first) + (not stage.part.last) for stage in self.stages)
+        ways = sum((not stage.part.is_first) + (not stage.part.is_last) for stage in self.stages)
         received = ways * self.micros * self.stream if self.piped else 0.0
         # Tokens and labels of a step; a pipeline joins them once more.
         batch = 16 * self.setting.tokens * self.micros * (2 if self.piped else 1)
@@ -172,7 +172,7 @@ class StepMemory:
                 beside = stage.head.forward if stage.head else 0.0
                 found.append(self.moment(instant, "forward", kept + cast, beside))
             return found  # else its backward pass holds more
-        if instant.what == "I" or (instant.what == "W" and not stage.part.first):
+        if instant.what == "I" or (instant.what == "W" and not stage.part.is_first):
             return self.halves(instant, stage, kept)
         found = []
         kept -= stage.logits
@@ -194,17 +194,17 @@ class StepMemory:
         has, layers = stage.has, stage.part.layers
         before = instant.graded[instant.stage]
         whole = before and self.job.sharding in ("none", "optimizer")
-        block, unit = has.block + has.block_bank, max(has.block, has.block_bank)
-        share = self.shards / has.all
+        block, unit = has.block + has.block_experts, max(has.block, has.block_experts)
+        share = self.shards / has.total
         gathered = self.gathered(instant, "loss")[0] if self.keeps else block * self.compute
         ahead = has.block * self.compute if self.over > 1 and not self.keeps else 0.0
         found = []
         for meets, left, met in (
             (has.head, layers, 0.0),
             (unit, layers - 1, has.head),
-            (unit, 0, has.all - has.embedding - block),
+            (unit, 0, has.total - has.embedding - block),
         ):
-            held = has.all - met * (1 - share) - meets if whole else self.shards if before else met * share
+            held = has.total - met * (1 - share) - meets if whole else self.shards if before else met * share
             new = self.gradient if whole else self.compute
             gradients = held * self.gradient + meets * (new + self.flat(meets, has))
             activations = kept - stage.blocks + left * stage.inner.kept + self.stream
@@ -213,7 +213,7 @@ class StepMemory:
 
     def flat(self, unit: float, has: StageParameters) -> float:
         """Bytes of a number of a unit whose gradients meet: the flat copy, and a share of the sum."""
-        over = self.bank_over if unit == has.block_bank else self.over
+        over = self.bank_over if unit == has.block_experts else self.over
         return (1 + 1 / over) * self.gradient
 
     def end(self) -> TransientMemory:
@@ -221,9 +221,9 @@ class StepMemory:
         if not (self.units and self.piped):
             return TransientMemory(0.0, 0.0)
         sent = self.in_flight(SchedulePoint("B", 0, *((0,) * len(self.stages),) * 2, (self.micros,) * len(self.stages)))
-        units = ((unit, each.has) for each in self.stages for unit in (each.has.block, each.has.block_bank))
+        units = ((unit, each.has) for each in self.stages for unit in (each.has.block, each.has.block_experts))
         meeting = max(unit * self.flat(unit, has) for unit, has in units)
-        return TransientMemory(sum(each.has.all for each in self.stages) * self.gradient + meeting, sent)
+        return TransientMemory(sum(each.has.total for each in self.stages) * self.gradient + meeting, sent)
 
     def halves(self, instant: SchedulePoint, stage: StageMemory, kept: float) -> list[TransientMemory]:
         """A backward pass in two parts: the first one lets go of nothing until its end, and leaves gradients that
@@ -231,7 +231,7 @@ class StepMemory:
         """
         if instant.what == "W":
             return [self.moment(instant, "through", kept - stage.logits + stage.waiting)]
-        if stage.part.first:
+        if stage.part.is_first:
             return []
         found = []
         if stage.head:
@@ -259,9 +259,12 @@ class StepMemory:
         """By stage, bytes of a micro-batch: in flight, between both parts of its backward pass, and through."""
         found = []
         for stage in self.stages:
-            half, done, part = 0.0 if stage.part.first else stage.waiting - stage.logits, 0.0, stage.part
+            half, done, part = 0.0 if stage.part.is_first else stage.waiting - stage.logits, 0.0, stage.part
             if self.several and self.stack.torch_native:
-                forward, backward = not (part.last or part.hands), not (part.first or part.takes)
+                forward, backward = (
+                    not (part.is_last or part.next_on_rank),
+                    not (part.is_first or part.previous_on_rank),
+                )
                 half, done = half + self.stream * backward, self.stream * (forward + backward)
             found.append((stage.kept + stage.logits, half, done))
         return found
@@ -290,24 +293,24 @@ class StepMemory:
         if any(graded):
             every = all(graded)
             rows = zip(self.stages, graded, strict=True)
-            whole = self.dense + self.bank if every else sum(stage.has.all for stage, done in rows if done)
+            whole = self.dense + self.bank if every else sum(stage.has.total for stage, done in rows if done)
         here, before = self.stages[instant.stage].has, graded[instant.stage]
         now = block = 0.0
         if when == "last":
-            now, block = here.head, here.down
+            now, block = here.head, here.down_projection
         elif when == "first":
-            now, block = here.all - here.embedding - here.block - here.block_bank, here.down
+            now, block = here.total - here.embedding - here.block - here.block_experts, here.down_projection
         elif when == "through":
-            now, block = here.all, here.block + here.block_bank
+            now, block = here.total, here.block + here.block_experts
         if not self.units or self.piped:
             new = 0 if before else now + (block if when != "through" else 0)
             return (whole + new) * self.gradient + (self.beside(instant) if self.units and self.split else 0.0)
         each_time = self.job.sharding in ("gradients", "parameters")
         if each_time or not before:
-            share = self.shards if before else now * self.shards / here.all
+            share = self.shards if before else now * self.shards / here.total
             return share * self.gradient + block * self.compute
         left = now - block if when == "through" else now
-        return (whole - left * (1 - self.shards / here.all)) * self.gradient + block * self.compute
+        return (whole - left * (1 - self.shards / here.total)) * self.gradient + block * self.compute
 
     def beside(self, instant: SchedulePoint) -> float:
         """The second part of a backward pass in two leaves gradients of blocks in the precision of compute, beside the
@@ -315,8 +318,10 @@ class StepMemory:
         """
         if self.compute == self.gradient:
             return 0.0
-        stages = [each for each, done in zip(self.stages, instant.graded, strict=True) if done and not each.part.first]
-        return sum(each.has.all - each.has.embedding - each.has.head for each in stages) * self.compute
+        stages = [
+            each for each, done in zip(self.stages, instant.graded, strict=True) if done and not each.part.is_first
+        ]
+        return sum(each.has.total - each.has.embedding - each.has.head for each in stages) * self.compute
 
     @cached_property
     def all_units(self) -> float:
@@ -330,16 +335,16 @@ class StepMemory:
         late, shared = when in ("last", "first", "through"), self.over > 1
         table = stage.embedding * self.entry
         tied = table if self.job.model.tied_embeddings and not self.piped else 0.0
-        block = self.setting.segment * (stage.block + stage.block_bank) * self.compute + tied
+        block = self.setting.segment * (stage.block + stage.block_experts) * self.compute + tied
         head = tied + stage.head * self.compute
         ahead = (table if when in ("first", "through") else stage.block * self.compute) if shared else 0.0
         if self.piped:
             if self.keeps:
                 return self.all_units, 0.0
             if len(self.stages) > 1:  # gathered at once
-                return (stage.all - stage.embedding) * self.compute + table, ahead
+                return (stage.total - stage.embedding) * self.compute + table, ahead
             if when in ("first", "through"):
-                return (stage.all - stage.embedding) * self.compute, ahead
+                return (stage.total - stage.embedding) * self.compute, ahead
             return (head if when == "loss" else block), ahead
         last = when == "last" or self.stages[instant.stage].part.layers == 1
         scattered = (stage.head if last else stage.block) if late and shared else 0.0

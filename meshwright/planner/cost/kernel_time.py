@@ -1,8 +1,7 @@
-"""How long one device computes: matrices by their shapes, attention, and what only moves memory.
+"""Time of kernels on one device: matrix products by their shape, and memory-bound kernels by the bytes they move.
 
-A matrix product runs in tiles, and tiles in waves over the device's multiprocessors: the last wave is rarely full, and
-a product that is smaller than one wave leaves the rest idle. What does no products is bound by memory, and counts by
-the bytes that it reads and writes. A kernel takes a moment to begin, and the host a moment to ask for it.
+A matrix product runs in tiles, and tiles run in waves over the device's multiprocessors. The last wave is rarely full,
+and a product smaller than one wave leaves multiprocessors idle (wave quantization). Every kernel also has a launch gap.
 """
 
 from __future__ import annotations
@@ -16,85 +15,75 @@ from meshwright.planner.hardware.cluster import Device, MatmulRate
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.78), (64, 64, 0.6))
-"""Rows, columns, and the share of the device's rate that a wave of such tiles reaches."""
-RAMP = 128
-"""Columns of the inner dimension that a tile loses on filling and emptying its pipeline."""
-LAUNCH = 2.5e-6
+"""Rows, columns, and the fraction of the device's rate that a full wave of such tiles reaches."""
+PROLOGUE_DEPTH = 128
+"""Elements of the inner dimension that a tile loses on filling and draining its software pipeline."""
+LAUNCH_GAP = 2.5e-6
 """Seconds between two kernels of a stream."""
 MISALIGNED = {1: 7.0, 2: 2.6, 4: 3.0}
-"""How much longer a product takes whose rows do not begin at 16 bytes, by the power of two that its sizes divide by."""
+"""The slowdown of a product whose rows are not aligned to 16 bytes, by the largest power of two that divides its
+sizes."""
 
 
 @dataclass(frozen=True)
 class KernelRate:
-    """What kernels of one precision reach on one device."""
+    """The rates that kernels of one precision reach on one device."""
 
     flops: float
-    """a second, of large products, for as long as a run lasts"""
+    """FLOP/s of large matrix products, sustained over a run"""
     bandwidth: float
-    """bytes a second"""
-    processors: int
-    size: float
-    """bytes of an element"""
-    misaligned: float = 1.0
+    """memory bandwidth in bytes per second"""
+    multiprocessors: int
+    element_bytes: float
+    misalignment_slowdown: float = 1.0
     measured: tuple[MatmulRate, ...] = ()
-    """products of this precision on this device, where somebody measured"""
+    """measured products of this precision on this device, if there are any"""
 
 
-def kernel_rate(device: Device, precision: str, stack: TrainerProfile) -> KernelRate:
+def kernel_rate(device: Device, precision: str, trainer: TrainerProfile) -> KernelRate:
     peak = device.peak_flops.get(precision, device.peak_flops["bf16"])
-    reached = (
-        peak * device.sustained_fraction.get(precision, device.sustained_fraction["bf16"]) * stack.matmul_efficiency
-    )
-    size = PRECISION_BYTES[precision]
-    if rows := tuple(row for row in device.measured_matmuls if row.precision == precision):
-        return KernelRate(
-            max(row.flops_per_second for row in rows),
-            device.memory_bandwidth,
-            0,
-            size,
-            stack.misalignment_slowdown,
-            rows,
-        )
-    return KernelRate(
-        reached,
-        device.memory_bandwidth * device.memory_efficiency,
-        device.multiprocessors,
-        size,
-        stack.misalignment_slowdown,
-    )
+    sustained = device.sustained_fraction.get(precision, device.sustained_fraction["bf16"])
+    element_bytes, slowdown = PRECISION_BYTES[precision], trainer.misalignment_slowdown
+    if measured := tuple(matmul for matmul in device.measured_matmuls if matmul.precision == precision):
+        fastest = max(matmul.flops_per_second for matmul in measured)
+        return KernelRate(fastest, device.memory_bandwidth, 0, element_bytes, slowdown, measured)
+    bandwidth = device.memory_bandwidth * device.memory_efficiency
+    flops = peak * sustained * trainer.matmul_efficiency
+    return KernelRate(flops, bandwidth, device.multiprocessors, element_bytes, slowdown)
 
 
-def nearest(measured: tuple[MatmulRate, ...], rows: int, columns: int, inner: int) -> float:
-    """The rate of products of about this shape: those measured, each the more the nearer it is, in doublings."""
+def interpolate_rate(measured: tuple[MatmulRate, ...], rows: int, columns: int, inner: int) -> float:
+    """The mean rate of the measured products, weighted by the inverse squared distance of their shapes in octaves."""
     weights = [
-        1 / (0.1 + log2(row.m / rows) ** 2 + log2(row.n / columns) ** 2 + log2(row.k / inner) ** 2) for row in measured
+        1 / (0.1 + log2(matmul.m / rows) ** 2 + log2(matmul.n / columns) ** 2 + log2(matmul.k / inner) ** 2)
+        for matmul in measured
     ]
-    return sum(weight * row.flops_per_second for weight, row in zip(weights, measured, strict=True)) / sum(weights)
+    rates = zip(weights, measured, strict=True)
+    return sum(weight * matmul.flops_per_second for weight, matmul in rates) / sum(weights)
 
 
 @cache
-def matmul_time(on: KernelRate, rows: int, columns: int, inner: int, count: int = 1) -> float:
-    """Seconds of `count` products of (rows x inner) by (inner x columns), run as one kernel."""
+def matmul_time(rate: KernelRate, rows: int, columns: int, inner: int, count: int = 1) -> float:
+    """Seconds of `count` products of (rows x inner) by (inner x columns) that run as one kernel."""
     flops = 2.0 * rows * columns * inner * count
-    moved = on.size * count * (rows * inner + inner * columns) + 2 * count * rows * columns
-    floor = moved / on.bandwidth
-    if on.measured:
-        return flops / nearest(on.measured, rows * count, columns, inner)
-    if not on.processors:
-        return max(flops / on.flops, floor) + LAUNCH
+    moved_bytes = rate.element_bytes * count * (rows * inner + inner * columns) + 2 * count * rows * columns
+    memory_time = moved_bytes / rate.bandwidth
+    if rate.measured:
+        return flops / interpolate_rate(rate.measured, rows * count, columns, inner)
+    if not rate.multiprocessors:
+        return max(flops / rate.flops, memory_time) + LAUNCH_GAP
     best = float("inf")
-    for tall, wide, share in TILES:
-        tiles = ceil(rows / tall) * ceil(columns / wide) * count
-        split = max(1, min(on.processors // tiles, inner // 1024)) if tiles < on.processors else 1
-        waves = ceil(tiles * split / on.processors)
-        work = 2.0 * tall * wide * (inner / split + RAMP) * waves * on.processors
-        best = min(best, work / (on.flops * share))
-    if wrong := MISALIGNED.get(min(columns & -columns, inner & -inner)):
-        best *= wrong * on.misaligned
-    return max(best, floor) + LAUNCH
+    for tile_rows, tile_columns, efficiency in TILES:
+        tiles = ceil(rows / tile_rows) * ceil(columns / tile_columns) * count
+        split_k = max(1, min(rate.multiprocessors // tiles, inner // 1024)) if tiles < rate.multiprocessors else 1
+        waves = ceil(tiles * split_k / rate.multiprocessors)
+        work = 2.0 * tile_rows * tile_columns * (inner / split_k + PROLOGUE_DEPTH) * waves * rate.multiprocessors
+        best = min(best, work / (rate.flops * efficiency))
+    if slowdown := MISALIGNED.get(min(columns & -columns, inner & -inner)):
+        best *= slowdown * rate.misalignment_slowdown
+    return max(best, memory_time) + LAUNCH_GAP
 
 
-def memory_bound_time(on: KernelRate, moved: float, kernels: float = 1) -> float:
-    """Seconds of kernels that read and write so many bytes."""
-    return moved / on.bandwidth + kernels * LAUNCH
+def memory_bound_time(rate: KernelRate, moved_bytes: float, kernels: float = 1) -> float:
+    """Seconds of kernels that read and write this many bytes together."""
+    return moved_bytes / rate.bandwidth + kernels * LAUNCH_GAP

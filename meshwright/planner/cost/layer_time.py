@@ -1,9 +1,10 @@
-"""How long one layer, and each end of the model, computes on one rank, for one micro-batch.
+"""Time of one layer, of the embedding and of the head on one rank, for one micro-batch.
 
-T tokens, H width, A and K heads of size D for queries and keys, F inner width, t ranks that divide matrices. Products
-of a dense layer: (T, (A + 2K) D / t, H), (T, H, A D / t), (T, 2F / t, H), (T, H, F / t); backward runs each twice, for
-its input (T, inner, columns) and for its weight (columns, inner, T). Attention multiplies 2 T S (A D) / t twice, half
-of it by flash kernels that skip what is masked, and flash backward runs five products for forward's two.
+T is the number of tokens, H the width, A and K the query and key heads of size D, F the width of the feed-forward,
+t the tensor-parallel degree. The matrix products (rows, columns, inner) of a dense layer are (T, (A + 2K) D / t, H),
+(T, H, A D / t), (T, 2F / t, H) and (T, H, F / t). Backward runs each twice: for the input gradient (T, inner, columns)
+and for the weight gradient (columns, inner, T). Attention multiplies 2 T S (A D) / t twice; flash kernels skip the
+masked half, and flash backward runs five products where forward runs two.
 """
 
 from __future__ import annotations
@@ -19,23 +20,24 @@ from meshwright.planner.workload.trainer_profile import TrainerProfile
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one layer for one micro-batch; `weight` is the part of backward that only weights wait for."""
+    """Seconds of one layer for one micro-batch."""
 
     forward: float
     backward: float
-    weight: float
-    again: float = 0.0
-    """what is recomputed before backward"""
-    look: float = 0.0
-    """of forward, what attention takes between its products with weights"""
+    weight_gradient: float
+    """the part of `backward` that computes weight gradients"""
+    recompute: float = 0.0
+    """forward computation that activation checkpointing repeats before backward"""
+    attention: float = 0.0
+    """the part of `forward` that is attention itself, without its projections"""
 
 
-USUAL_LAUNCH = 9e-6
-"""Seconds that a host of the runs that constants were fitted to took to ask for one operator."""
-OFFLOADED = (2 * 4 + 28) / 50e9
-"""Seconds a parameter: its gradient and its value over a bus of 50 GB/s, and the update in the host's memory."""
-ASKED = 1.4
-"""How much longer than for forward the host takes to ask for backward's kernels."""
+REFERENCE_LAUNCH = 9e-6
+"""Seconds in which the host launches one operator, on the machines that the trainer profiles were fitted to."""
+OFFLOAD_SECONDS = (2 * 4 + 28) / 50e9
+"""Seconds per parameter of an offloaded update: gradient and parameter cross a bus of 50 GB/s, and the host updates."""
+BACKWARD_LAUNCHES = 1.4
+"""The host's launch time of a backward pass, relative to that of a forward pass."""
 
 MatmulShape = tuple[int, int, int, int]
 """rows, columns, inner, count"""
@@ -43,34 +45,33 @@ MatmulShape = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a layer's cost depends on."""
+    """Everything that the time of a layer depends on. Hashable, so that equal layers are computed once."""
 
     model: Architecture
-    stack: TrainerProfile
+    trainer: TrainerProfile
     tokens: int
     sequence: int
-    micro: int
+    micro_batch: int
     context: int
     tensor: int
     expert: int
-    recompute: str
-    fast: KernelRate
-    """of the products with weights"""
-    plain: KernelRate
-    """of everything else"""
-    quantised: bool
-    newer: bool
-    """whether the device has other instructions for products than an A100"""
-    waits: bool = False
-    """whether the device is the host itself"""
-    launch: float = 0.0
-    """seconds in which this host asks for one operator, where somebody measured"""
+    activation_checkpoint: str
+    linear_rate: KernelRate
+    """the rates of matrix products with weights"""
+    rate: KernelRate
+    """the rates of all other kernels"""
+    quantized: bool
+    post_ampere: bool
+    """whether the device has other matrix instructions than an A100"""
+    on_cpu: bool = False
+    launch_seconds: float = 0.0
+    """measured seconds in which the host launches one operator; 0 if unknown"""
 
 
 def layer_shape(job: PlannedJob) -> LayerShape:
-    low = job.precision in ("fp8", "fp4")
-    plain = kernel_rate(job.cluster.device, "bf16" if low else job.precision, job.trainer)
-    fast = kernel_rate(job.cluster.device, job.precision, job.trainer) if low else plain
+    quantized = job.precision in ("fp8", "fp4")
+    rate = kernel_rate(job.cluster.device, "bf16" if quantized else job.precision, job.trainer)
+    linear_rate = kernel_rate(job.cluster.device, job.precision, job.trainer) if quantized else rate
     model, layout = job.model, job.layout
     return LayerShape(
         model,
@@ -82,163 +83,164 @@ def layer_shape(job: PlannedJob) -> LayerShape:
         layout.tensor,
         layout.expert,
         job.activation_checkpoint,
-        fast,
-        plain,
-        low,
+        linear_rate,
+        rate,
+        quantized,
         job.cluster.device.post_ampere,
         job.cluster.device.is_cpu,
         job.cluster.launch_seconds,
     )
 
 
-def attention_products(of: LayerShape) -> list[MatmulShape]:
-    """With weights."""
-    model, cut, tokens = of.model, of.tensor, of.tokens
+def attention_projections(shape: LayerShape) -> list[MatmulShape]:
+    model, tensor, tokens = shape.model, shape.tensor, shape.tokens
     if model.latent_attention is None:
-        asked = model.head_dim * (model.heads + 2 * model.kv_heads) // cut
-        return [(tokens, max(1, asked), model.width, 1), (tokens, model.width, model.heads * model.head_dim // cut, 1)]
+        qkv = model.head_dim * (model.heads + 2 * model.kv_heads) // tensor
+        return [(tokens, max(1, qkv), model.width, 1), (tokens, model.width, model.heads * model.head_dim // tensor, 1)]
     mla = model.latent_attention
-    query = model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim) // cut
-    products = [(tokens, mla.kv_lora_rank + mla.qk_rope_head_dim, model.width, 1)]
-    products += (
+    query = model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim) // tensor
+    matmuls = [(tokens, mla.kv_lora_rank + mla.qk_rope_head_dim, model.width, 1)]
+    matmuls += (
         [(tokens, mla.q_lora_rank, model.width, 1), (tokens, query, mla.q_lora_rank, 1)]
         if mla.q_lora_rank
         else [(tokens, query, model.width, 1)]
     )
-    products.append((tokens, model.heads * (mla.qk_nope_head_dim + mla.v_head_dim) // cut, mla.kv_lora_rank, 1))
-    products.append((tokens, model.width, model.heads * mla.v_head_dim // cut, 1))
-    return products
+    matmuls.append((tokens, model.heads * (mla.qk_nope_head_dim + mla.v_head_dim) // tensor, mla.kv_lora_rank, 1))
+    matmuls.append((tokens, model.width, model.heads * mla.v_head_dim // tensor, 1))
+    return matmuls
 
 
-def feed_forward_products(of: LayerShape, experts: bool) -> list[MatmulShape]:
-    model, cut, tokens = of.model, of.tensor, of.tokens
+def feed_forward_matmuls(shape: LayerShape, moe: bool) -> list[MatmulShape]:
+    model, tensor, tokens = shape.model, shape.tensor, shape.tokens
     up = model.ffn_matrices - 1
-    if not experts:
-        return [(tokens, up * model.ffn // cut, model.width, 1), (tokens, model.width, model.ffn // cut, 1)]
-    local = max(1, model.experts // of.expert)
-    rows = max(1, routed_rows(of) // local)
-    products = [(tokens, model.experts, model.width, 1)]
-    products += [(rows, up * model.expert_ffn, model.width, local), (rows, model.width, model.expert_ffn, local)]
+    if not moe:
+        return [(tokens, up * model.ffn // tensor, model.width, 1), (tokens, model.width, model.ffn // tensor, 1)]
+    local_experts = max(1, model.experts // shape.expert)
+    rows = max(1, routed_tokens(shape) // local_experts)
+    matmuls = [(tokens, model.experts, model.width, 1)]
+    matmuls += [
+        (rows, up * model.expert_ffn, model.width, local_experts),
+        (rows, model.width, model.expert_ffn, local_experts),
+    ]
     if model.experts_shared:
-        inner = model.experts_shared * model.expert_ffn // cut
-        products += [(tokens, up * inner, model.width, 1), (tokens, model.width, inner, 1)]
-    return products
+        inner = model.experts_shared * model.expert_ffn // tensor
+        matmuls += [(tokens, up * inner, model.width, 1), (tokens, model.width, inner, 1)]
+    return matmuls
 
 
-def routed_rows(of: LayerShape) -> int:
-    """Rows that a rank's experts compute, where every expert has as many: each rank of the tensor axis has its part of
-    the tokens.
-    """
-    return of.tokens * of.model.experts_active // of.tensor
+def routed_tokens(shape: LayerShape) -> int:
+    """The tokens that a rank's experts process with a uniform load; each tensor-parallel rank routes its own share."""
+    return shape.tokens * shape.model.experts_active // shape.tensor
 
 
 @cache
-def layer_time(of: LayerShape, experts: bool) -> LayerTime:
-    stack = of.stack
-    products = attention_products(of) + feed_forward_products(of, experts)
-    gap = stack.host_gap_seconds
-    forward = sum(matmul_time(of.fast, *product) for product in products)
-    inputs = sum(matmul_time(of.fast, rows, inner, columns, count) for rows, columns, inner, count in products)
-    weights = sum(matmul_time(of.fast, columns, inner, rows, count) for rows, columns, inner, count in products)
-    if of.quantised:
-        numbers = sum(count * (rows * inner + inner * columns) for rows, columns, inner, count in products)
-        forward += stack.quantize_traffic_bytes * numbers / of.plain.bandwidth
-        inputs += (
-            stack.quantize_traffic_bytes * sum(c * (r * n + n * k) for r, n, k, c in products) / of.plain.bandwidth
-        )
-    look, back = attention(of)
-    moved = stream_bytes(of, experts) + stack.recast_traffic_bytes * sum(c * n * k for _, n, k, c in products)
-    small = memory_bound_time(of.plain, moved, 8)
-    behind = memory_bound_time(of.plain, 2 * moved, 14)
-    host = stack.moe_layer_launch_seconds if experts else stack.layer_launch_seconds
-    if of.launch:
-        host *= of.launch / USUAL_LAUNCH
-    ahead = beside(of, forward + look + small, host) + gap
-    backward = beside(of, inputs + weights + back + behind, ASKED * host) + gap
-    selected = (
-        small + (forward / 2 if stack.selective_policy == "alternate_matmuls" else 0.0)
-        if stack.flash_attention
-        else look
-    )
-    again = {"none": 0.0, "selective": selected, "alternate": ahead / 2, "full": ahead}[of.recompute]
-    return LayerTime(ahead, backward, weights, again, look)
+def layer_time(shape: LayerShape, moe: bool) -> LayerTime:
+    trainer = shape.trainer
+    matmuls = attention_projections(shape) + feed_forward_matmuls(shape, moe)
+    linear = sum(matmul_time(shape.linear_rate, *matmul) for matmul in matmuls)
+    input_gradients = sum(matmul_time(shape.linear_rate, m, k, n, count) for m, n, k, count in matmuls)
+    weight_gradients = sum(matmul_time(shape.linear_rate, n, k, m, count) for m, n, k, count in matmuls)
+    bandwidth = shape.rate.bandwidth
+    if shape.quantized:
+        elements = sum(count * (m * k + k * n) for m, n, k, count in matmuls)
+        gradient_elements = sum(count * (m * n + n * k) for m, n, k, count in matmuls)
+        linear += trainer.quantize_traffic_bytes * elements / bandwidth
+        input_gradients += trainer.quantize_traffic_bytes * gradient_elements / bandwidth
+    attention, attention_backward = attention_time(shape)
+    weights = sum(count * n * k for _, n, k, count in matmuls)
+    moved_bytes = pointwise_bytes(shape, moe) + trainer.recast_traffic_bytes * weights
+    pointwise = memory_bound_time(shape.rate, moved_bytes, 8)
+    pointwise_backward = memory_bound_time(shape.rate, 2 * moved_bytes, 14)
+    launch = trainer.moe_layer_launch_seconds if moe else trainer.layer_launch_seconds
+    if shape.launch_seconds:
+        launch *= shape.launch_seconds / REFERENCE_LAUNCH
+    gap = trainer.host_gap_seconds
+    forward = with_launches(shape, linear + attention + pointwise, launch) + gap
+    gradients = input_gradients + weight_gradients + attention_backward + pointwise_backward
+    backward = with_launches(shape, gradients, BACKWARD_LAUNCHES * launch) + gap
+    if trainer.flash_attention:
+        selective = pointwise + (linear / 2 if trainer.selective_policy == "alternate_matmuls" else 0.0)
+    else:
+        selective = attention
+    recompute = {"none": 0.0, "selective": selective, "alternate": forward / 2, "full": forward}
+    return LayerTime(forward, backward, weight_gradients, recompute[shape.activation_checkpoint], attention)
 
 
-def beside(of: LayerShape, computing: float, asking: float) -> float:
-    """A device computes while the host asks for more; a host that is the device does one after the other."""
-    return computing + asking if of.waits else max(computing, asking)
+def with_launches(shape: LayerShape, compute: float, launch: float) -> float:
+    """A GPU computes while the host launches the next kernels. A CPU does both one after the other."""
+    return compute + launch if shape.on_cpu else max(compute, launch)
 
 
-def attention_flops(of: LayerShape) -> float:
-    """Forward, all of the square."""
-    return 2.0 * of.tokens * of.sequence * of.model.attention_width / of.tensor
+def attention_flops(shape: LayerShape) -> float:
+    """FLOPs of attention in forward, without a causal mask."""
+    return 2.0 * shape.tokens * shape.sequence * shape.model.attention_width / shape.tensor
 
 
-def attention(of: LayerShape) -> tuple[float, float]:
-    """Forward and backward of what is between the products with weights."""
-    model, stack = of.model, of.stack
-    if stack.flash_attention:
-        half = attention_flops(of) / 2
-        share = stack.attention_efficiency * head_share(model) * (stack.post_ampere_attention if of.newer else 1.0)
-        ahead = half / (of.plain.flops * share) * (stack.context_attention_slowdown if of.context > 1 else 1.0)
-        return ahead, 2.5 * ahead / 0.85
-    heads, head = of.micro * max(1, model.heads // of.tensor), model.head_dim
-    local = of.sequence // of.context
-    ahead = matmul_time(of.plain, local, of.sequence, head, heads) + matmul_time(
-        of.plain, local, head, of.sequence, heads
-    )
-    score_bytes = stack.score_traffic_bytes * heads * local * of.sequence
-    return ahead + score_bytes / of.plain.bandwidth, 2 * ahead + 1.3 * score_bytes / of.plain.bandwidth
+def attention_time(shape: LayerShape) -> tuple[float, float]:
+    """Seconds of attention without its projections, forward and backward."""
+    model, trainer = shape.model, shape.trainer
+    if trainer.flash_attention:
+        causal_flops = attention_flops(shape) / 2
+        efficiency = trainer.attention_efficiency * head_dim_efficiency(model)
+        efficiency = efficiency * (trainer.post_ampere_attention if shape.post_ampere else 1.0)
+        slowdown = trainer.context_attention_slowdown if shape.context > 1 else 1.0
+        forward = causal_flops / (shape.rate.flops * efficiency) * slowdown
+        return forward, 2.5 * forward / 0.85
+    heads, head_dim = shape.micro_batch * max(1, model.heads // shape.tensor), model.head_dim
+    queries = shape.sequence // shape.context
+    scores = matmul_time(shape.rate, queries, shape.sequence, head_dim, heads)
+    forward = scores + matmul_time(shape.rate, queries, head_dim, shape.sequence, heads)
+    score_bytes = trainer.score_traffic_bytes * heads * queries * shape.sequence
+    return forward + score_bytes / shape.rate.bandwidth, 2 * forward + 1.3 * score_bytes / shape.rate.bandwidth
 
 
-def head_share(model: Architecture) -> float:
-    """Of attention's rate at heads of 128: small heads leave more softmax to each product."""
-    size = (
-        model.head_dim
-        if model.latent_attention is None
-        else (model.latent_attention.qk_nope_head_dim + model.latent_attention.qk_rope_head_dim)
-    )
+def head_dim_efficiency(model: Architecture) -> float:
+    """The rate of attention relative to heads of size 128: smaller heads spend more time on softmax."""
+    mla = model.latent_attention
+    size = model.head_dim if mla is None else (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     return float(min(1.0, (size / 128) ** 0.45))
 
 
-def stream_bytes(of: LayerShape, experts: bool) -> float:
-    """What a layer's forward moves beside its products, attention's scores apart."""
-    model, stack, cut = of.model, of.stack, of.tensor
-    wide = stack.residual_traffic_bytes * of.tokens * model.width / (cut if stack.sequence_parallel else 1)
-    if not experts:
-        return wide + stack.ffn_traffic_bytes * of.tokens * model.ffn * (model.ffn_matrices - 1) / cut
-    rows = routed_rows(of)
-    moved = 12 * rows * model.width  # sorted out, brought back and summed
-    shared = of.tokens * model.experts_shared * model.expert_ffn / cut
-    return wide + moved + stack.ffn_traffic_bytes * (rows * model.expert_ffn + shared) * (model.ffn_matrices - 1)
+def pointwise_bytes(shape: LayerShape, moe: bool) -> float:
+    """Bytes that the memory-bound kernels of a forward pass move, without attention scores."""
+    model, trainer, tensor = shape.model, shape.trainer, shape.tensor
+    residual = (
+        trainer.residual_traffic_bytes * shape.tokens * model.width / (tensor if trainer.sequence_parallel else 1)
+    )
+    if not moe:
+        return residual + trainer.ffn_traffic_bytes * shape.tokens * model.ffn * (model.ffn_matrices - 1) / tensor
+    routed = routed_tokens(shape)
+    permuted = 12 * routed * model.width  # tokens are permuted, permuted back and summed
+    shared = shape.tokens * model.experts_shared * model.expert_ffn / tensor
+    inner = routed * model.expert_ffn + shared
+    return residual + permuted + trainer.ffn_traffic_bytes * inner * (model.ffn_matrices - 1)
 
 
 @cache
-def embedding_time(of: LayerShape) -> LayerTime:
-    """The embedding."""
-    moved = 4.0 * of.tokens * of.model.width
-    return LayerTime(memory_bound_time(of.plain, moved), memory_bound_time(of.plain, 3 * moved), 0.0)
+def embedding_time(shape: LayerShape) -> LayerTime:
+    moved_bytes = 4.0 * shape.tokens * shape.model.width
+    return LayerTime(memory_bound_time(shape.rate, moved_bytes), memory_bound_time(shape.rate, 3 * moved_bytes), 0.0)
 
 
 @cache
-def head_time(of: LayerShape) -> LayerTime:
-    """The head and the loss."""
-    columns = -(-of.model.vocab // of.tensor // 8) * 8
-    product = (of.tokens, columns, of.model.width)
-    rows, columns, inner = product
-    ahead = matmul_time(of.plain, rows, columns, inner)
-    weights = matmul_time(of.plain, columns, inner, rows)
-    lost = of.stack.loss_traffic_bytes * of.tokens * columns / of.plain.bandwidth
-    backward = matmul_time(of.plain, rows, inner, columns) + weights + 0.6 * lost
-    return LayerTime(ahead + 0.4 * lost, backward, weights, 2.0 * rows * columns * inner)
+def head_time(shape: LayerShape) -> LayerTime:
+    """The output projection and the loss. Activation checkpointing does not recompute them."""
+    tokens, width = shape.tokens, shape.model.width
+    vocab = -(-shape.model.vocab // shape.tensor // 8) * 8
+    projection = matmul_time(shape.rate, tokens, vocab, width)
+    weight_gradient = matmul_time(shape.rate, vocab, width, tokens)
+    loss = shape.trainer.loss_traffic_bytes * tokens * vocab / shape.rate.bandwidth
+    backward = matmul_time(shape.rate, tokens, width, vocab) + weight_gradient + 0.6 * loss
+    return LayerTime(projection + 0.4 * loss, backward, weight_gradient)
 
 
 def optimizer_time(job: PlannedJob, parameters: float) -> float:
-    """AdamW over so many parameters of a rank: reads gradient, weight and both moments, writes weight and moments;
-    before it the norm reads gradients, and clipping reads and writes them.
+    """Seconds of AdamW on this many local parameters. The update reads gradient, parameter and both moments, and
+    writes parameter and moments. Before it, the gradient norm reads gradients, and clipping reads and writes them.
     """
-    on = kernel_rate(job.cluster.device, "bf16", job.trainer)
-    stack = job.trainer
-    moved = 2 * (stack.optimizer_bytes + stack.parameter_bytes) + stack.compute_copy_bytes + 4 * stack.gradient_bytes
+    rate = kernel_rate(job.cluster.device, "bf16", job.trainer)
+    trainer = job.trainer
+    moved_bytes = 2 * (trainer.optimizer_bytes + trainer.parameter_bytes)
+    moved_bytes = moved_bytes + trainer.compute_copy_bytes + 4 * trainer.gradient_bytes
     offload = job.run_config is not None and job.run_config.optimizer.cpu_offload
-    return moved * parameters / on.bandwidth + (OFFLOADED * parameters if offload else 0.0)
+    return moved_bytes * parameters / rate.bandwidth + (OFFLOAD_SECONDS * parameters if offload else 0.0)

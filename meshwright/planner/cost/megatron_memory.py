@@ -48,7 +48,7 @@ class MegatronStepMemory(StepMemory):
         gathered = travelling = 0.0
         if self.job.sharding == "parameters":
             has = self.stages[instant.stage].has
-            layer = has.block + has.block_bank
+            layer = has.block + has.block_experts
             gathered = 2 * layer * self.compute + (has.embedding + has.head) * self.compute
             travelling = layer * self.gradient if when in ("last", "first", "through") else 0.0
         return TransientMemory(0.0, activations, logits, gathered, travelling)

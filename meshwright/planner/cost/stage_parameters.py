@@ -1,13 +1,13 @@
-"""How many numbers of a model's parameters one rank of a pipeline has, by how they are spread; torch-free.
+"""The number of parameters of each pipeline stage on one rank; torch-free.
 
-| what | of a rank |
+| parameters | on one rank |
 |---|---|
-| attention, dense feed-forwards, shared experts, embedding, head | 1 / tensor of those on its stages |
-| norms, biases, routers, positions | all of those on its stages |
-| experts | 1 / expert of those on its stages |
+| attention, dense feed-forwards, shared experts, embedding, head | 1 / tensor of those of its stages |
+| norms, biases, routers, learned positions | all of those of its stages |
+| experts | 1 / expert of those of its stages |
 
-Layers are divided evenly over stages; where they do not divide, embedding and head count as one layer each, as most
-trainers do, and the first stages have what is left. Our own runs balance work (`stages.spans`).
+Layers are divided evenly over stages. If they do not divide, the embedding and the head count as one layer each, as in
+most trainers, and the first stages get the remainder. Meshwright's own runs balance the work (`partition_blocks`).
 """
 
 from __future__ import annotations
@@ -25,115 +25,123 @@ from meshwright.topology.stage_partition import partition_blocks
 
 @dataclass(frozen=True)
 class StageLayers:
-    """One stage: how many layers of both kinds, and whether it has the ends."""
+    """The layers of one pipeline stage."""
 
-    dense: int
-    experts: int
-    first: bool
-    last: bool
-    hands: bool = False
-    """the next stage is on the same rank"""
-    takes: bool = False
-    """the stage before is"""
+    dense_layers: int
+    moe_layers: int
+    is_first: bool
+    is_last: bool
+    next_on_rank: bool = False
+    """whether the next stage is on the same rank"""
+    previous_on_rank: bool = False
+    """whether the previous stage is on the same rank"""
 
     @property
     def layers(self) -> int:
-        return self.dense + self.experts
+        return self.dense_layers + self.moe_layers
 
 
 @dataclass(frozen=True)
 class StageParameters:
-    """Numbers that one rank has of a stage's parameters."""
+    """Elements of a stage's parameters on one rank, when unsharded."""
 
     dense: float
-    """all but experts that are divided"""
-    bank: float
-    """experts, where they are divided"""
+    """all parameters except experts that are divided over ranks"""
+    experts: float
+    """experts that are divided over ranks"""
     block: float
-    """the largest block, without experts that are divided"""
-    block_bank: float
-    """experts of a block, where they are divided"""
-    down: float
-    """the last matrix of a block's feed-forward, whose gradient comes first"""
+    """the largest block, without experts that are divided over ranks"""
+    block_experts: float
+    """experts of one block that are divided over ranks"""
+    down_projection: float
+    """the last matrix of a block's feed-forward, whose gradient backward computes first"""
     embedding: float
     head: float
-    """with the last norm"""
-    copied: float
-    """of `head`, what is a copy of the embedding"""
+    """the head with the final norm"""
+    tied_copy: float
+    """the part of `head` that is a copy of the tied embedding"""
 
     @property
-    def all(self) -> float:
-        return self.dense + self.bank
+    def total(self) -> float:
+        return self.dense + self.experts
 
 
 def stages_by_rank(job: PlannedJob) -> list[tuple[StageLayers, ...]]:
-    """The stages of every rank of the pipeline."""
-    every = stages_of(job)
-    return (
-        parts_at(every, job.schedule, job.layout.pipeline, job.stages_per_rank) if job.layout.pipeline > 1 else [every]
-    )
-
-
-def stages_of(job: PlannedJob) -> tuple[StageLayers, ...]:
-    """Of the whole pipeline; without one, the model."""
+    """The stages of every pipeline rank."""
+    stages = pipeline_stages(job)
     if job.layout.pipeline == 1:
-        return division(job.model, 1, None, 0)
-    run = job.run_config.model if job.run_config is not None else None
-    return division(job.model, job.layout.pipeline * job.stages_per_rank, run, job.sequence if run else 0)
+        return [stages]
+    return assign_stages(stages, job.schedule, job.layout.pipeline, job.stages_per_rank)
+
+
+def pipeline_stages(job: PlannedJob) -> tuple[StageLayers, ...]:
+    """All stages of the pipeline; without a pipeline, the model as one stage."""
+    if job.layout.pipeline == 1:
+        return divide_layers(job.model, 1, None, 0)
+    config = job.run_config.model if job.run_config is not None else None
+    stages = job.layout.pipeline * job.stages_per_rank
+    return divide_layers(job.model, stages, config, job.sequence if config else 0)
 
 
 @cache
-def parts_at(every: tuple[StageLayers, ...], kind: str, ranks: int, each: int) -> list[tuple[StageLayers, ...]]:
-    held = [schedules.stages_on_rank(kind, ranks, place, each) for place in range(ranks)]
+def assign_stages(
+    stages: tuple[StageLayers, ...], kind: str, ranks: int, stages_per_rank: int
+) -> list[tuple[StageLayers, ...]]:
+    by_rank = [schedules.stages_on_rank(kind, ranks, rank, stages_per_rank) for rank in range(ranks)]
     return [
-        tuple(replace(every[stage], hands=stage + 1 in mine, takes=stage - 1 in mine) for stage in mine)
-        for mine in held
+        tuple(replace(stages[index], next_on_rank=index + 1 in own, previous_on_rank=index - 1 in own) for index in own)
+        for own in by_rank
     ]
 
 
 @cache
-def division(model: Architecture, stages: int, run: ModelConfig | None, sequence: int) -> tuple[StageLayers, ...]:
-    blocks = partition_blocks(run, sequence, stages) if run is not None else partition_evenly(model.layers, stages)
-    parts = []
-    for index, span in enumerate(blocks):
-        experts = len([layer for layer in span if model.is_moe_layer(layer)])
-        parts.append(StageLayers(len(span) - experts, experts, index == 0, index == stages - 1))
-    return tuple(parts)
+def divide_layers(
+    model: Architecture, stages: int, config: ModelConfig | None, sequence: int
+) -> tuple[StageLayers, ...]:
+    even = partition_evenly(model.layers, stages)
+    ranges = even if config is None else partition_blocks(config, sequence, stages)
+    divided = []
+    for index, layers in enumerate(ranges):
+        moe_layers = len([layer for layer in layers if model.is_moe_layer(layer)])
+        divided.append(StageLayers(len(layers) - moe_layers, moe_layers, index == 0, index == stages - 1))
+    return tuple(divided)
 
 
 def partition_evenly(layers: int, stages: int) -> list[range]:
-    """Contiguous runs. Ends count as layers where that, and only that, makes all stages alike."""
+    """Contiguous ranges of layers. The embedding and the head count as layers if the layers alone do not divide."""
     ends = 0 if layers % stages == 0 or stages == 1 else 1
-    each, more = divmod(layers + 2 * ends, stages)
-    counts = [each + (stage < more) for stage in range(stages)]
+    quotient, remainder = divmod(layers + 2 * ends, stages)
+    counts = [quotient + (stage < remainder) for stage in range(stages)]
     counts[0], counts[-1] = max(0, counts[0] - ends), max(0, counts[-1] - ends)
-    begins = [0, *accumulate(counts)]
-    return [range(begin, begin + count) for begin, count in zip(begins, counts, strict=False)]
+    starts = [0, *accumulate(counts)]
+    return [range(start, start + count) for start, count in zip(starts, counts, strict=False)]
 
 
 @cache
-def stage_parameters(model: Architecture, part: StageLayers, tensor: int, expert: int, alone: bool) -> StageParameters:
-    """`alone`: there is no pipeline, and a tied weight is there once."""
-    cut = model.attention_parameters / tensor
-    dense = cut + model.ffn_parameters / tensor + model.vector_parameters
+def stage_parameters(
+    model: Architecture, stage: StageLayers, tensor: int, expert: int, no_pipeline: bool
+) -> StageParameters:
+    """Without a pipeline, tied embeddings exist once."""
+    attention = model.attention_parameters / tensor
+    dense = attention + model.ffn_parameters / tensor + model.vector_parameters
     shared = model.experts_shared * model.expert_parameters / tensor
     gate = model.width if model.shared_expert_gate else 0
-    routed = cut + shared + model.width * model.experts + gate + model.vector_parameters
-    bank = model.experts * model.expert_parameters / expert
-    apart = expert > 1
-    block = routed + (0 if apart else bank)
+    moe = attention + shared + model.width * model.experts + gate + model.vector_parameters
+    experts = model.experts * model.expert_parameters / expert
+    divided = expert > 1
+    moe_block = moe + (0 if divided else experts)
     table = model.vocab * model.width / tensor
     norm = model.width * (2 if model.norm == "layer" else 1)
-    embedding = (table + model.learned_positions * model.width) if part.first else 0.0
-    tied = model.tied_embeddings and alone
-    head = (0 if tied else table) + norm if part.last else 0.0
+    embedding = (table + model.learned_positions * model.width) if stage.is_first else 0.0
+    tied = model.tied_embeddings and no_pipeline
+    head = (0 if tied else table) + norm if stage.is_last else 0.0
     return StageParameters(
-        part.dense * dense + part.experts * block + embedding + head,
-        part.experts * bank if apart else 0.0,
-        block if part.experts else dense,
-        bank if apart and part.experts else 0.0,
-        ((shared or bank) if part.experts else model.ffn_parameters / tensor) / model.ffn_matrices,
+        stage.dense_layers * dense + stage.moe_layers * moe_block + embedding + head,
+        stage.moe_layers * experts if divided else 0.0,
+        moe_block if stage.moe_layers else dense,
+        experts if divided and stage.moe_layers else 0.0,
+        ((shared or experts) if stage.moe_layers else model.ffn_parameters / tensor) / model.ffn_matrices,
         embedding,
         head,
-        table if part.last and model.tied_embeddings and not alone else 0.0,
+        table if stage.is_last and model.tied_embeddings and not no_pipeline else 0.0,
     )

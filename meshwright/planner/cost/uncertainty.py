@@ -1,8 +1,8 @@
-"""How far a prediction may be wrong, and which assumption most of that comes from.
+"""The 80 % interval of a predicted step time, and the assumption that contributes most to its width.
 
-Every part of a step is known to some accuracy: kernels of a shape, messages on a link, what waits for what. Its doubt
-is its share of the step times that accuracy; doubts are independent, so their squares add up. The accuracies were set
-such that four of five published runs lie inside their intervals (docs/planner.md prints how many do).
+Each phase of a step is predicted with some relative accuracy. The uncertainty of a phase is its share of the step time
+multiplied by that accuracy. Uncertainties are independent, so their squares add up. The accuracies are chosen such
+that 80 % of the published runs lie inside their intervals (docs/planner.md prints the measured coverage).
 """
 
 from __future__ import annotations
@@ -11,41 +11,42 @@ from math import exp, hypot
 
 from meshwright.planner.workload.planned_job import PlannedJob
 
-COMPUTING = "how near its kernels come to the device's rate"
+KERNELS = "kernel efficiency"
 ACCURACY = {
-    "forward": (0.085, COMPUTING),
-    "backward": (0.085, COMPUTING),
-    "recompute": (0.085, COMPUTING),
-    "contention": (0.5, "how much collectives slow computing beside them"),
-    "tensor": (0.3, "what messages between matrices cost, and how much of that is hidden"),
-    "context": (0.4, "how much of the messages between pieces of sequences is hidden"),
-    "expert": (0.5, "how evenly tokens spread over experts, and how they get there"),
-    "pipeline": (0.4, "how much of the messages between stages is hidden"),
-    "bubble": (0.15, "how long stages wait for each other"),
-    "shard": (0.35, "how much of gathering and scattering is hidden"),
-    "replicate": (0.35, "how much of summing gradients is hidden"),
-    "update": (0.5, "how fast the optimizer goes through its state"),
-    "other": (0.5, "data, clipping and logging"),
+    "forward": (0.085, KERNELS),
+    "backward": (0.085, KERNELS),
+    "recompute": (0.085, KERNELS),
+    "contention": (0.5, "slowdown of computation by overlapped collectives"),
+    "tensor": (0.3, "cost and overlap of tensor-parallel communication"),
+    "context": (0.4, "overlap of context-parallel communication"),
+    "expert": (0.5, "expert load balance and token dispatch"),
+    "pipeline": (0.4, "overlap of pipeline sends"),
+    "bubble": (0.15, "pipeline bubble"),
+    "shard": (0.35, "overlap of FSDP all-gathers and reduce-scatters"),
+    "replicate": (0.35, "overlap of gradient all-reduces"),
+    "update": (0.5, "speed of the optimizer update"),
+    "other": (0.5, "data loading, gradient clipping and logging"),
 }
+"""By phase: the relative accuracy, and the name of what is uncertain."""
 MIN_UNCERTAINTY = 0.03
-"""Two runs of the same thing differ by as much."""
-UNSTATED = (0.2, "what is recomputed, which the record does not say")
-CRAMPED = (0.12, "whether the allocator finds room without waiting: memory is nearly full")
+"""The difference between two runs of the same job."""
+UNSTATED = (0.2, "activation checkpointing, which the record does not state")
+NEARLY_FULL = (0.12, "allocator retries, because memory is nearly full")
 
 
 def interval(
-    job: PlannedJob, phases: dict[str, float], cramped: bool, unstated: bool = False
+    job: PlannedJob, phases: dict[str, float], nearly_full: bool, unstated: bool = False
 ) -> tuple[float, float, str]:
-    """Seconds between which a step lies in four of five cases, and where most of the doubt is from."""
+    """Returns the ends of the 80 % interval in seconds, and the largest source of uncertainty."""
     total = sum(phases.values())
-    doubts: dict[str, float] = {}
+    sources: dict[str, float] = {}
     for phase, seconds in phases.items():
-        accuracy, reason = ACCURACY[phase]
-        doubts[reason] = doubts.get(reason, 0.0) + accuracy * seconds / total
+        accuracy, source = ACCURACY[phase]
+        sources[source] = sources.get(source, 0.0) + accuracy * seconds / total
     if job.model.experts:
-        doubts["how well grouped products and routing run"] = 0.1
-    for applies, (accuracy, reason) in ((unstated, UNSTATED), (cramped, CRAMPED)):
+        sources["efficiency of grouped matmuls and routing"] = 0.1
+    for applies, (accuracy, source) in ((unstated, UNSTATED), (nearly_full, NEARLY_FULL)):
         if applies:
-            doubts[reason] = accuracy
-    width = hypot(MIN_UNCERTAINTY, *doubts.values())
-    return total * exp(-width), total * exp(width), max(doubts, key=lambda reason: doubts[reason])
+            sources[source] = accuracy
+    width = hypot(MIN_UNCERTAINTY, *sources.values())
+    return total * exp(-width), total * exp(width), max(sources, key=lambda source: sources[source])
