@@ -1,33 +1,34 @@
-"""What autograd keeps of a decoder's block for one micro-batch, and what passes through memory beside it; torch-free.
+"""Activation memory of one decoder block and of the head, for one micro-batch; torch-free.
 
-Of one rank: T tokens of its pieces of the sequences, t the tensor axis (P = T / t the tokens between matrices, where
-the sequence is cut; else T), W width, H query and K key heads of size D, F inner width, V vocabulary, e bytes in the
-precision of compute, r bytes of the residual stream. Bytes that stay from forward to backward:
+On one rank: T is the number of tokens of its sequence chunks, t the tensor-parallel degree (P = T / t tokens between
+tensor-parallel modules with sequence parallelism, otherwise P = T), W the width, H query and K key heads of size D, F
+the inner width, V the vocabulary, e the bytes of the compute dtype, r the bytes of the residual stream. Bytes saved for
+backward:
 
-| what | eager | fused |
+| tensor | eager | fused |
 |---|---|---|
 | inputs of both norms | 2 P W r | the same |
-| what norms divide by, and their quotients | 2 P (W + 1) r | 8 P |
-| inputs of matrices | T W e for q k v, and for gate and up; under autocast a copy for every matrix | one each |
-| queries, keys, values, output | T (2 H + 2 K) D e / t, and T H r / t of sums | the same |
-| output, laid out by tokens | T H D e / t on CPU and in a ring | none |
-| scores, without flash attention | T S H e / t; with dropout 2 e + 1 for e | the same |
-| gated feed-forward | 4 T F e / t: both factors, the activated one, the product | 3 T F e / t |
+| normalizers and normalized inputs | 2 P (W + 1) r | 8 P |
+| inputs of matmuls | T W e for q k v, and for gate and up; under autocast a copy for every matmul | one each |
+| queries, keys, values, output | T (2 H + 2 K) D e / t, and T H r / t of logsumexp | the same |
+| output in token layout | T H D e / t on CPU and with ring attention | none |
+| scores, without flash attention | T S H e / t; with dropout 2 e + 1 instead of e | the same |
+| gated feed-forward | 4 T F e / t: gate, up, activation and their product | 3 T F e / t |
 | plain feed-forward | 2 T F e / t | the same |
-| masks of dropout | 2 P W | the same |
-| weights under autocast | matrices e / t | none |
+| dropout masks | 2 P W | the same |
+| weights under autocast | all matrices, e / t | none |
 
-Experts take P tokens, each of which makes `active` rows, as many on all ranks. A row keeps 3 W e (4 where rows travel)
-and 4 F e in the place of the feed-forward, a token the router's input and scores. What Megatron gathers again in
-backward is kept in pieces.
+A mixture of experts routes P tokens to `experts_active` experts each, uniformly. Instead of the feed-forward, a routed
+token saves 3 W e (4 W e with expert parallelism) and 4 F e, and every token saves the router's input and scores.
+Megatron keeps what it all-gathers again in backward as local shards.
 
-| recompute | kept of a block | in backward beside |
+| activation checkpointing | saved per block | in addition during backward |
 |---|---|---|
-| none | all of it | gradients: P W r and 2 T F e / t |
-| selective, products | the input, every product, attention | what was not kept, and gradients |
-| selective, half | those of every other product | |
-| selective, attention | all but scores | |
-| full | the input of each segment | all of a segment, and gradients |
+| none | everything | gradients: P W r and 2 T F e / t |
+| selective, matmuls | the input, every matmul output, attention | what was not saved, and gradients |
+| selective, alternate matmuls | every other matmul output | the same |
+| selective, all but scores | everything except scores | the same |
+| full | the input of each segment | everything of a segment, and gradients |
 """
 
 from __future__ import annotations
@@ -40,240 +41,272 @@ from meshwright.planner.workload.architecture import Architecture
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.topology.layout import Layout
 
-BETWEEN = {**COMPUTE_BYTES, "fp8": 2, "fp4": 2}
-"""Bytes of a number between matrices, by precision."""
+ACTIVATION_BYTES = {**COMPUTE_BYTES, "fp8": 2, "fp4": 2}
+"""Bytes per element of an activation, by precision: fp8 and fp4 are used inside matmuls only."""
 
 
 @dataclass(frozen=True)
 class ActivationSettings:
-    """What a block's bytes follow from, beside its shape. Hashable, so that equal ones are worked out once."""
+    """What activation memory depends on besides the architecture. Hashable: equal settings are computed once."""
 
     layout: Layout
-    stack: TrainerProfile
-    micro: int
+    trainer: TrainerProfile
+    micro_batch: int
     sequence: int
     precision: str
-    recompute: str
+    activation_checkpoint: str
     segment: int
-    method: str
-    host: bool = False
-    """on CPU, whose kernels lay attention's output out by heads"""
-    documents: bool = False
+    context_method: str
+    on_cpu: bool = False
+    """on CPU, attention writes its output by heads and copies it to token layout"""
+    document_mask: bool = False
     autocast: bool = False
-    """weights are cast when they are used, and the copies kept"""
+    """weights are cast when they are used, and the copies are kept"""
 
     @property
     def tokens(self) -> float:
-        return self.micro * self.sequence / self.layout.context
+        return self.micro_batch * self.sequence / self.layout.context
 
     @property
-    def between(self) -> float:
-        """Tokens between matrices."""
-        return self.tokens / self.layout.tensor if self.stack.sequence_parallel else self.tokens
+    def residual_tokens(self) -> float:
+        """Tokens of the residual stream on one rank, between tensor-parallel modules."""
+        return self.tokens / self.layout.tensor if self.trainer.sequence_parallel else self.tokens
 
     @property
-    def number(self) -> float:
-        return BETWEEN[self.precision]
+    def compute_bytes(self) -> float:
+        return ACTIVATION_BYTES[self.precision]
 
     @property
-    def stream(self) -> float:
-        """Bytes of a number of the residual stream."""
-        return max(self.stack.residual_bytes, self.number) if self.stack.residual_bytes else self.number
+    def residual_bytes(self) -> float:
+        """Bytes per element of the residual stream."""
+        return (
+            max(self.trainer.residual_bytes, self.compute_bytes) if self.trainer.residual_bytes else self.compute_bytes
+        )
 
     @property
-    def sums(self) -> float:
-        return max(4.0, self.number)
+    def reduction_bytes(self) -> float:
+        """Bytes per element of sums and of the loss: float32 or wider."""
+        return max(4.0, self.compute_bytes)
+
+    def residual_stream(self, width: int) -> float:
+        """Bytes of the residual stream of one micro-batch."""
+        return self.residual_tokens * width * self.residual_bytes
 
 
 @dataclass(frozen=True)
 class BlockActivations:
     """Bytes of one block for one micro-batch."""
 
-    kept: float
-    """from forward to backward"""
-    forward: float
-    """beside that, at the fullest point of its forward pass"""
-    backward: float
-    """beside that, at the fullest point of its backward pass"""
-    halving: float
-    """the same of the first part of a backward pass in two, which lets go of nothing"""
-    waiting: float
-    """gradients of products that the second part of a backward pass in two parts waits for"""
-    cast: float
-    """copies of its weights that autocast makes, and keeps to the end of forward"""
+    saved: float
+    """saved from forward to backward"""
+    forward_peak: float
+    """in addition to `saved`, at the peak of the forward pass"""
+    backward_peak: float
+    """in addition to `saved`, at the peak of the backward pass"""
+    input_backward_peak: float
+    """the same for a backward pass that computes input gradients only, and frees nothing"""
+    deferred: float
+    """gradients of matmul outputs that wait for the weight gradients of a split backward pass"""
+    autocast_weights: float
+    """copies of the block's weights that autocast makes, and keeps to the end of forward"""
 
 
 @cache
-def block_activations(model: Architecture, setting: ActivationSettings, experts: bool) -> BlockActivations:
-    """Of a layer with a dense feed-forward, or with experts."""
-    heads, inner = attention(model, setting), feed_forward(model, setting, experts)
-    stream = setting.between * model.width * setting.stream
-    norms = 2 * (
-        setting.between * (model.width + 1) * setting.stream if not setting.stack.fused_kernels else 4 * setting.between
+def block_activations(model: Architecture, settings: ActivationSettings, moe: bool) -> BlockActivations:
+    attention, ffn = attention_activations(model, settings), ffn_activations(model, settings, moe)
+    residual = settings.residual_stream(model.width)
+    norms = 2 * norm_activations(model, settings)
+    masks = 2 * settings.residual_tokens * model.width if settings.trainer.dropout_masks else 0
+    cast = autocast_weights(model, settings, moe)
+    total = 2 * residual + norms + masks + attention.saved + ffn.saved + cast
+    # Backward runs the feed-forward first, and frees its activations before it runs attention.
+    gradients = residual + max(ffn.backward_peak, attention.backward_peak - ffn.saved, 0)
+    input_gradients = residual + max(ffn.backward_peak, attention.backward_peak + ffn.output_gradients)
+    matmul_outputs = attention.matmul_outputs + ffn.matmul_outputs
+    deferred = attention.output_gradients + ffn.output_gradients + 2 * residual
+    if settings.activation_checkpoint == "none":
+        return BlockActivations(total, ffn.forward_peak, gradients, input_gradients, deferred, cast)
+    if settings.activation_checkpoint == "full":
+        saved = residual / settings.segment
+        recomputed = settings.segment * total - residual
+        return BlockActivations(
+            saved, total, recomputed + gradients, recomputed + input_gradients, deferred + total - saved, cast
+        )
+    alternate = attention.attention_output + (matmul_outputs - attention.attention_output) / 2
+    saved_by_policy = {
+        "matmuls": residual + matmul_outputs,
+        "alternate_matmuls": residual + alternate,
+        "all_but_scores": total - attention.scores,
+    }
+    saved = saved_by_policy[settings.trainer.selective_policy]
+    recomputed = total - saved
+    return BlockActivations(
+        saved, ffn.forward_peak, recomputed + gradients, recomputed + input_gradients, deferred + recomputed, cast
     )
-    masks = 2 * setting.between * model.width if setting.stack.dropout_masks else 0
-    cast = weights_cast(model, setting, experts)
-    whole = 2 * stream + norms + masks + heads.kept + inner.kept + cast
-    # Attention comes after the feed-forward, which has then let go of what it kept.
-    gradients = stream + max(inner.passing, heads.passing - inner.kept, 0)
-    halving = stream + max(inner.passing, heads.passing + inner.gradients)
-    products = heads.products + inner.products
-    waiting = heads.gradients + inner.gradients + 2 * stream
-    if setting.recompute == "none":
-        return BlockActivations(whole, inner.forward, gradients, halving, waiting, cast)
-    if setting.recompute == "full":
-        kept = stream / setting.segment
-        again = setting.segment * whole - stream
-        return BlockActivations(kept, whole, again + gradients, again + halving, waiting + whole - kept, cast)
-    half = heads.attended + (products - heads.attended) / 2
-    less = {"matmuls": stream + products, "alternate_matmuls": stream + half, "all_but_scores": whole - heads.scores}
-    kept = less[setting.stack.selective_policy]
-    again = whole - kept
-    return BlockActivations(kept, inner.forward, again + gradients, again + halving, waiting + again, cast)
 
 
 @dataclass(frozen=True)
 class ModuleActivations:
-    kept: float
-    products: float
-    """of these, or instead, what selective recomputation keeps"""
-    gradients: float
-    """of products, as large as they are"""
-    passing: float = 0
-    """at the fullest point of backward, beside what is kept"""
-    forward: float = 0
-    """the same of forward"""
+    """Bytes of attention or of the feed-forward of one block for one micro-batch."""
+
+    saved: float
+    matmul_outputs: float
+    """what selective activation checkpointing saves"""
+    output_gradients: float
+    """gradients of matmul outputs"""
+    backward_peak: float = 0
+    """in addition to `saved`, at the peak of backward"""
+    forward_peak: float = 0
+    """in addition to `saved`, at the peak of forward"""
     scores: float = 0
-    attended: float = 0
-    """attention's output, with its sums"""
+    attention_output: float = 0
+    """the output of attention with its logsumexp"""
 
 
-def inputs(model: Architecture, setting: ActivationSettings, matrices: int) -> float:
-    """What matrices that read the same keep of it."""
-    layout, tokens = setting.layout, setting.tokens
+def norm_activations(model: Architecture, settings: ActivationSettings) -> float:
+    """Bytes that one norm saves in addition to its input."""
+    if settings.trainer.fused_kernels:
+        return 4 * settings.residual_tokens
+    return settings.residual_tokens * (model.width + 1) * settings.residual_bytes
+
+
+def matmul_inputs(model: Architecture, settings: ActivationSettings, matmuls: int) -> float:
+    """Bytes that matmuls with the same input save of it."""
+    layout, tokens = settings.layout, settings.tokens
     if layout.tensor > 1:
         copies = 1
-        tokens = setting.between if setting.stack.regathers_in_backward else tokens
+        tokens = settings.residual_tokens if settings.trainer.regathers_in_backward else tokens
     else:
-        copies = matrices if not setting.stack.fused_kernels and setting.number != setting.stream else 1
-    return copies * tokens * model.width * setting.number
+        casts = not settings.trainer.fused_kernels and settings.compute_bytes != settings.residual_bytes
+        copies = matmuls if casts else 1
+    return copies * tokens * model.width * settings.compute_bytes
 
 
-def scattered(model: Architecture, setting: ActivationSettings) -> float:
-    """A product that leaves the matrices: with a tensor axis also the parts of a sum that it was."""
-    whole = setting.tokens * model.width * setting.number
-    return whole if setting.layout.tensor == 1 else whole + setting.between * model.width * setting.number
+def module_output(model: Architecture, settings: ActivationSettings) -> float:
+    """The output of a tensor-parallel module: the partial sum, and with a tensor axis also the reduce-scattered sum."""
+    partial = settings.tokens * model.width * settings.compute_bytes
+    if settings.layout.tensor == 1:
+        return partial
+    return partial + settings.residual_tokens * model.width * settings.compute_bytes
 
 
-def attention(model: Architecture, setting: ActivationSettings) -> ModuleActivations:
-    layout, stack, e = setting.layout, setting.stack, setting.number
-    tokens = setting.tokens / layout.tensor
-    ranks = layout.context if setting.method == "all-to-all" else 1
+def attention_activations(model: Architecture, settings: ActivationSettings) -> ModuleActivations:
+    layout, trainer, e = settings.layout, settings.trainer, settings.compute_bytes
+    tokens = settings.tokens / layout.tensor
+    ring = layout.context > 1 and settings.context_method == "ring"
+    kv_ranks = layout.context if settings.context_method == "all-to-all" else 1
     if model.latent_attention is None:
         queries = values = model.heads * model.head_dim
-        keys = 2 * max(model.kv_heads, min(ranks * layout.tensor, model.heads)) * model.head_dim
-        low = 0
+        keys = 2 * max(model.kv_heads, min(kv_ranks * layout.tensor, model.heads)) * model.head_dim
+        latent = 0
     else:
         mla = model.latent_attention
         queries, values = model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), model.heads * mla.v_head_dim
-        keys, low = queries + values, 2 * (mla.q_lora_rank + mla.kv_lora_rank) + mla.qk_rope_head_dim
-    laid_out = (
-        values if setting.host or (layout.context > 1 and setting.method == "ring" and not stack.fused_kernels) else 0
-    )
-    sums = tokens * model.heads * setting.sums if stack.flash_attention else 0.0
-    products = tokens * (queries + keys + values) * e + sums
+        keys, latent = queries + values, 2 * (mla.q_lora_rank + mla.kv_lora_rank) + mla.qk_rope_head_dim
+    token_layout = values if settings.on_cpu or (ring and not trainer.fused_kernels) else 0
+    logsumexp = tokens * model.heads * settings.reduction_bytes if trainer.flash_attention else 0.0
+    qkvo = tokens * (queries + keys + values) * e + logsumexp
     scores = 0.0
-    if not stack.flash_attention:
-        scores = tokens * setting.sequence / layout.context * model.heads * (2 * e + 1 if stack.dropout_masks else e)
+    if not trainer.flash_attention:
+        scores = tokens * settings.sequence / layout.context * model.heads * (2 * e + 1 if trainer.dropout_masks else e)
     masks = 0.0
-    if setting.documents and (setting.method == "all-to-all" or layout.context == 1):
-        masks = setting.micro * setting.sequence**2 * e
-    kept = inputs(model, setting, 3) + products + tokens * laid_out * e + setting.tokens * low * e + scores + masks
-    gradients = tokens * (queries + keys) * e + setting.tokens * model.width * e
-    plain = layout.context > 1 and setting.method == "ring" and (setting.host or setting.documents)
-    passing = 4.5 * tokens * setting.sequence / layout.context * model.heads * setting.sums if plain else 0.0
-    attended = tokens * values * e + sums
+    if settings.document_mask and (settings.context_method == "all-to-all" or layout.context == 1):
+        masks = settings.micro_batch * settings.sequence**2 * e
+    inputs = matmul_inputs(model, settings, 3)
+    saved = inputs + qkvo + tokens * token_layout * e + settings.tokens * latent * e + scores + masks
+    output_gradients = tokens * (queries + keys) * e + settings.tokens * model.width * e
+    materializes_scores = ring and (settings.on_cpu or settings.document_mask)
+    backward_peak = 0.0
+    if materializes_scores:
+        backward_peak = 4.5 * tokens * settings.sequence / layout.context * model.heads * settings.reduction_bytes
     return ModuleActivations(
-        kept, products + scattered(model, setting), gradients, passing, scores=scores, attended=attended
+        saved,
+        qkvo + module_output(model, settings),
+        output_gradients,
+        backward_peak,
+        scores=scores,
+        attention_output=tokens * values * e + logsumexp,
     )
 
 
-def feed_forward(model: Architecture, setting: ActivationSettings, experts: bool) -> ModuleActivations:
-    e = setting.number
-    fold = (3 if setting.stack.fused_kernels else 4) if model.gated else 2
-    if not experts:
-        inner = setting.tokens * model.ffn * e / setting.layout.tensor
-        made = model.ffn_matrices - 1
-        kept = inputs(model, setting, made) + fold * inner
-        gradients = made * inner + setting.tokens * model.width * e
-        return ModuleActivations(kept, made * inner + scattered(model, setting), gradients, 2 * inner)
-    rows, shared = setting.between * model.experts_active, model.experts_shared * model.expert_ffn
-    if not setting.stack.sequence_parallel and setting.layout.tensor > 1:
-        rows = rows / setting.layout.tensor
-    travel = 4 if setting.layout.expert > 1 else 3
-    inner = rows * model.expert_ffn * e
-    routed = rows * (travel * model.width * e + 16 + setting.sums) + fold * inner
-    chosen = setting.between * (model.width * setting.stream + 2 * model.experts * setting.sums)
-    everywhere = setting.tokens * shared * e / setting.layout.tensor
-    kept, products = routed + chosen, 2 * inner + rows * model.width * e
-    if shared:
-        apart = setting.layout.tensor > 1 or setting.number != setting.stream
-        kept += fold * everywhere + (inputs(model, setting, 2) if apart else 0)
-        products += 2 * everywhere + scattered(model, setting)
-    row = rows * model.width * e
-    gradients = 2 * inner + 2 * row + 2 * everywhere
-    # What every token visits comes first in backward, and is gone when the bank's turn comes.
-    return ModuleActivations(kept, products, gradients, max(2 * everywhere, 2 * inner - 3 * row), 2 * row)
+def ffn_activations(model: Architecture, settings: ActivationSettings, moe: bool) -> ModuleActivations:
+    layout, e = settings.layout, settings.compute_bytes
+    saved_per_inner = (3 if settings.trainer.fused_kernels else 4) if model.gated else 2
+    if not moe:
+        inner = settings.tokens * model.ffn * e / layout.tensor
+        up_matmuls = model.ffn_matrices - 1
+        saved = matmul_inputs(model, settings, up_matmuls) + saved_per_inner * inner
+        output_gradients = up_matmuls * inner + settings.tokens * model.width * e
+        return ModuleActivations(
+            saved, up_matmuls * inner + module_output(model, settings), output_gradients, 2 * inner
+        )  # fmt: skip
+    routed, shared_ffn = settings.residual_tokens * model.experts_active, model.experts_shared * model.expert_ffn
+    if not settings.trainer.sequence_parallel and layout.tensor > 1:
+        routed = routed / layout.tensor
+    copies = 4 if layout.expert > 1 else 3
+    inner = routed * model.expert_ffn * e
+    experts = routed * (copies * model.width * e + 16 + settings.reduction_bytes) + saved_per_inner * inner
+    router = settings.residual_tokens * (
+        model.width * settings.residual_bytes + 2 * model.experts * settings.reduction_bytes
+    )
+    shared = settings.tokens * shared_ffn * e / layout.tensor
+    saved, matmul_outputs = experts + router, 2 * inner + routed * model.width * e
+    if shared_ffn:
+        own_input = layout.tensor > 1 or settings.compute_bytes != settings.residual_bytes
+        saved += saved_per_inner * shared + (matmul_inputs(model, settings, 2) if own_input else 0)
+        matmul_outputs += 2 * shared + module_output(model, settings)
+    hidden = routed * model.width * e
+    output_gradients = 2 * inner + 2 * hidden + 2 * shared
+    # Backward runs shared experts first, and frees their activations before it runs the routed ones.
+    return ModuleActivations(
+        saved, matmul_outputs, output_gradients, max(2 * shared, 2 * inner - 3 * hidden), 2 * hidden
+    )  # fmt: skip
 
 
-def weights_cast(model: Architecture, setting: ActivationSettings, experts: bool) -> float:
-    if not setting.autocast:
+def autocast_weights(model: Architecture, settings: ActivationSettings, moe: bool) -> float:
+    """Bytes of the copies that autocast makes of one block's weights."""
+    if not settings.autocast:
         return 0
-    layout, e = setting.layout, setting.number
-    if not experts:
+    layout, e = settings.layout, settings.compute_bytes
+    if not moe:
         return (model.attention_parameters + model.ffn_parameters) / layout.tensor * e
-    bank = model.experts * model.expert_parameters / layout.expert
-    return ((model.attention_parameters + model.experts_shared * model.expert_parameters) / layout.tensor + bank) * e
+    experts = model.experts * model.expert_parameters / layout.expert
+    shared = model.experts_shared * model.expert_parameters
+    return ((model.attention_parameters + shared) / layout.tensor + experts) * e
 
 
 @dataclass(frozen=True)
 class HeadActivations:
-    """Bytes of the last norm, the head and the loss for one micro-batch."""
+    """Bytes of the final norm, the head and the loss for one micro-batch."""
 
-    kept: float
-    """without logits: input of the norm, its quotients, input of the head"""
+    saved: float
+    """saved from forward to backward, without logits"""
     logits: float
-    """that stay from forward to backward"""
-    forward: float
-    """beside these, when the loss is computed"""
-    backward: float
-    """beside these, when its backward pass begins"""
-    gradient: float
-    """of the logits, alone, when the head's weight gets its own"""
-    waiting: float
-    """the same as of a block"""
+    """logits that are saved from forward to backward"""
+    forward_peak: float
+    """in addition, while the loss is computed"""
+    backward_peak: float
+    """in addition, when the backward pass of the loss begins"""
+    logit_gradient: float
+    """the gradient of the logits, while the gradient of the head's weight is computed"""
+    deferred: float
+    """gradients that wait for the weight gradients of a split backward pass"""
 
 
 @cache
-def head_activations(model: Architecture, setting: ActivationSettings) -> HeadActivations:
-    stream = setting.between * model.width * setting.stream
-    quotient = (
-        4 * setting.between if setting.stack.fused_kernels else setting.between * (model.width + 1) * setting.stream
-    )
-    kept = stream + quotient + inputs(model, setting, 1)
-    if setting.autocast:
-        kept += model.vocab * model.width / setting.layout.tensor * setting.number
-    numbers = setting.tokens * model.vocab / setting.layout.tensor
-    if setting.stack.logit_bytes:
-        return HeadActivations(
-            kept,
-            0,
-            setting.stack.logit_bytes * numbers,
-            setting.stack.logit_bytes * numbers,
-            setting.number * numbers,
-            0,
-        )
-    cut = setting.layout.tensor > 1
-    wide, narrow = numbers * setting.sums, numbers * setting.number
-    forward = narrow + (wide if setting.number != setting.sums else 0) + (wide if cut else 0)
-    return HeadActivations(kept, wide, forward, (3 if cut else 2) * wide, wide, wide + 2 * stream)
+def head_activations(model: Architecture, settings: ActivationSettings) -> HeadActivations:
+    residual = settings.residual_stream(model.width)
+    saved = residual + norm_activations(model, settings) + matmul_inputs(model, settings, 1)
+    if settings.autocast:
+        saved += model.vocab * model.width / settings.layout.tensor * settings.compute_bytes
+    logits = settings.tokens * model.vocab / settings.layout.tensor
+    if settings.trainer.logit_bytes:
+        peak = settings.trainer.logit_bytes * logits
+        return HeadActivations(saved, 0, peak, peak, settings.compute_bytes * logits, 0)
+    vocab_parallel = settings.layout.tensor > 1
+    wide, narrow = logits * settings.reduction_bytes, logits * settings.compute_bytes
+    upcast = wide if settings.compute_bytes != settings.reduction_bytes else 0
+    forward_peak = narrow + upcast + (wide if vocab_parallel else 0)
+    return HeadActivations(
+        saved, wide, forward_peak, (3 if vocab_parallel else 2) * wide, wide, wide + 2 * residual
+    )  # fmt: skip

@@ -1,29 +1,29 @@
-"""What one rank holds at each moment of a step, with parameters in FSDP2's units and stages on torch's schedules.
+"""Memory of one rank at the points of a step where it may peak, with FSDP2 units and torch's pipeline schedules.
 
-The peak is the fullest of these moments, at every instant of the schedule that may be it (`instants`):
+At each schedule point that may be the peak (`peak_candidates`), memory is evaluated at these moments of the action:
 
-| moment | activations | beside them |
+| moment | activations | in addition |
 |---|---|---|
-| forward: the loss is computed | of all micro-batches in flight | logits, in the precision of compute and of the loss |
-| inside: a block's forward pass | the same without logits | what passes through it |
-| loss: its backward pass begins | of all in flight | logits, and two gradients of them; three where they are cut |
-| head: its weight gets its gradient | the same without logits | their gradient, and that of the weight |
-| last: the last block's backward pass | the same without the ends | what is recomputed, gradients inside a block |
-| first: the first block's | one block of the micro-batch under way | the same, and gradients of all blocks behind |
-| through: that is done | none of it | gradients of all weights |
-| meets: a unit's gradients meet | of the units before it | its gradients, a flat copy of them, and their sum |
-| update | none | parameters, gradients and optimizer |
+| loss_forward | all micro-batches in flight | logits in the compute dtype and in float32 |
+| block_forward | the same without logits | temporary tensors of one block |
+| loss_backward | all in flight | logits and two gradients of them; three if the head is vocabulary-parallel |
+| head_backward | the same without logits | the gradient of the logits, and of the head's weight |
+| last_block | the same without the head | recomputed activations and gradients of one block |
+| first_block | one block of the micro-batch | the same, and gradients of all blocks behind it |
+| stage_done | none of the micro-batch | gradients of all weights |
+| reduction | those of the blocks before the unit | the unit's gradients, a flat copy, and their reduced shard |
+| update | none | parameters, gradients and optimizer state |
 
-| sharded | parameters held whole | gradients |
+| shard | unsharded parameters | gradients |
 |---|---|---|
-| nothing, by DDP | all, with no second copy | all, in buckets, from the beginning |
-| optimizer | shards, and all units | all |
-| gradients | shards, and all units | shards, and one block's |
-| parameters | shards, the unit in use, and the next on its way | shards, and one block's |
-| stages of a pipeline | as above, but all of a stage in backward | all |
+| none (DDP) | all, without a second copy | all, in buckets, throughout |
+| optimizer | shards and all units | all |
+| gradients | shards and all units | shards, and those of one block |
+| parameters | shards, the unit in use, and the prefetched one | shards, and those of one block |
+| with a pipeline | as above, but all units of a stage in backward | all |
 
-Torch makes a buffer for what every micro-batch receives, once, and keeps them; its schedules of several stages a rank
-let go of what was sent only at the end of a step.
+torch allocates a receive buffer for every micro-batch once, and keeps them. Its schedules with several stages per rank
+keep tensors that were sent until the end of the step.
 """
 
 from __future__ import annotations
@@ -49,229 +49,251 @@ from meshwright.topology.schedules import SCHEDULES
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One stage of a rank: what it has, and what each of its micro-batches keeps."""
+    """The parameters of one stage, and the activations that each of its micro-batches saves."""
 
-    part: StageLayers
-    has: StageParameters
-    inner: BlockActivations
+    layers: StageLayers
+    parameters: StageParameters
+    block: BlockActivations
     head: HeadActivations | None
-    blocks: float
-    """that a micro-batch keeps of all its blocks"""
-    kept: float
-    """with its ends, without logits"""
+    saved_blocks: float
+    """bytes that a micro-batch saves in all blocks of the stage"""
+    saved: float
+    """the same with the head or the stage output, without logits"""
 
     @property
     def logits(self) -> float:
         return self.head.logits if self.head else 0.0
 
     @property
-    def waiting(self) -> float:
-        """Between both parts of a backward pass in two."""
-        return self.part.layers * self.inner.waiting + (self.head.waiting if self.head else 0.0)
+    def deferred(self) -> float:
+        """Gradients of a micro-batch that wait for the weight gradients of a split backward pass."""
+        return self.layers.layers * self.block.deferred + (self.head.deferred if self.head else 0.0)
 
 
-def stage_memory(job: PlannedJob, setting: ActivationSettings, part: StageLayers) -> StageMemory:
-    """What it receives lies in a buffer that is counted elsewhere; what it gives on it keeps."""
-    layout, alone = job.layout, job.layout.pipeline == 1
-    has = stage_parameters(job.model, part, layout.tensor, layout.expert, alone)
-    inner = block_activations(job.model, setting, part.moe_layers > 0)
-    last = head_activations(job.model, setting) if part.is_last else None
-    blocks = part.dense_layers * block_activations(job.model, setting, False).kept if part.dense_layers else 0.0
-    blocks += part.moe_layers * inner.kept if part.moe_layers else 0.0
-    stream = setting.between * job.model.width * setting.stream
-    gives = stream if job.trainer.keeps_stage_outputs and not part.next_on_rank else 0.0
-    takes = stream if job.trainer.torch_native and not part.is_first else 0.0
-    return StageMemory(part, has, inner, last, blocks, blocks + (last.kept if last else gives) - takes)
+def stage_memory(job: PlannedJob, settings: ActivationSettings, layers: StageLayers) -> StageMemory:
+    """The stage's input is in a receive buffer, which is counted elsewhere; its output is saved."""
+    layout, no_pipeline = job.layout, job.layout.pipeline == 1
+    parameters = stage_parameters(job.model, layers, layout.tensor, layout.expert, no_pipeline)
+    block = block_activations(job.model, settings, layers.moe_layers > 0)
+    head = head_activations(job.model, settings) if layers.is_last else None
+    saved = layers.dense_layers * block_activations(job.model, settings, False).saved if layers.dense_layers else 0.0
+    saved += layers.moe_layers * block.saved if layers.moe_layers else 0.0
+    residual = settings.residual_stream(job.model.width)
+    output = residual if job.trainer.keeps_stage_outputs and not layers.next_on_rank else 0.0
+    received = residual if job.trainer.torch_native and not layers.is_first else 0.0
+    return StageMemory(
+        layers, parameters, block, head, saved, saved + (head.saved if head else output) - received
+    )  # fmt: skip
 
 
 class TransientMemory(NamedTuple):
-    """Bytes beside what is held all the time."""
+    """Bytes in addition to what is allocated throughout the step."""
 
     gradients: float
     activations: float
     logits: float = 0.0
-    gathered: float = 0.0
-    travelling: float = 0.0
+    unsharded: float = 0.0
+    communication: float = 0.0
 
     @property
     def total(self) -> float:
         return sum(self)
 
 
-def sharding_of(job: PlannedJob) -> tuple[bool, bool, int]:
-    """Whether parameters are in FSDP2's units, whether DDP copies them, and over how many ranks they are divided."""
+def data_sharding(job: PlannedJob) -> tuple[bool, bool, int]:
+    """Whether FSDP shards the parameters, whether DDP replicates them, and the size of the shard group."""
     layout = job.layout
-    others = job.trainer.shards_over_context and job.sharding != "none" and layout.context > 1
-    over = layout.shard * layout.context if layout.shard > 1 or others else 1
-    return uses_fsdp(layout) or others, uses_ddp(layout) and not others, over
+    over_context = job.trainer.shards_over_context and job.sharding != "none" and layout.context > 1
+    shard_ranks = layout.shard * layout.context if layout.shard > 1 or over_context else 1
+    return uses_fsdp(layout) or over_context, uses_ddp(layout) and not over_context, shard_ranks
 
 
 class StepMemory:
-    """What a rank holds all the time, and what at each moment."""
+    """The memory of one pipeline rank: what is allocated throughout the step, and what at each moment."""
 
-    def __init__(self, job: PlannedJob, setting: ActivationSettings, stages: list[StageMemory]) -> None:
-        self.job, self.setting, self.stages, self.stack = job, setting, stages, job.trainer
-        layout, run = job.layout, job.run_config
-        self.piped, self.micros = layout.pipeline > 1, job.batch.accumulation
-        self.units, self.ddp, self.over = sharding_of(job)
-        self.split = SCHEDULES[job.schedule].splits_backward
+    def __init__(self, job: PlannedJob, settings: ActivationSettings, stages: list[StageMemory]) -> None:
+        self.job, self.settings, self.stages, self.trainer = job, settings, stages, job.trainer
+        layout, config = job.layout, job.run_config
+        self.pipelined, self.micro_steps = layout.pipeline > 1, job.batch.accumulation
+        self.fsdp, self.ddp, self.shard_ranks = data_sharding(job)
+        self.splits_backward = SCHEDULES[job.schedule].splits_backward
         double = 2.0 if job.precision == "fp64" else 1.0
-        self.number, self.gradient = double * job.trainer.parameter_bytes, double * job.trainer.gradient_bytes
-        self.state = double * job.trainer.optimizer_bytes
-        self.compute = setting.number
-        self.entry = self.number if job.trainer.residual_bytes else self.compute
-        """bytes of the embedding once it is gathered: it sets the precision of the residual stream"""
-        folded = layout.tensor if job.trainer.experts_over_tensor_axis else 1
-        self.bank_over = max(1, self.over * folded // layout.expert) if self.over > 1 else 1
-        self.keeps = not (job.sharding == "parameters" or (job.sharding == "none" and not self.piped))
-        self.keeps |= job.trainer.keeps_stages_unsharded and self.piped
-        self.keeps |= run is not None and run.fsdp.ranks_after_forward == 1 and job.sharding == "parameters"
-        self.dense = sum(stage.has.dense for stage in stages)
-        self.bank = sum(stage.has.experts for stage in stages)
-        self.shards = self.dense / self.over + self.bank / self.bank_over
-        self.stream = setting.between * job.model.width * setting.stream
+        self.parameter_bytes = double * job.trainer.parameter_bytes
+        self.gradient_bytes = double * job.trainer.gradient_bytes
+        self.optimizer_bytes = double * job.trainer.optimizer_bytes
+        self.compute_bytes = settings.compute_bytes
+        # The unsharded embedding sets the dtype of the residual stream.
+        self.embedding_bytes = self.parameter_bytes if job.trainer.residual_bytes else self.compute_bytes
+        over_tensor = layout.tensor if job.trainer.experts_over_tensor_axis else 1
+        self.expert_shard_ranks = (
+            max(1, self.shard_ranks * over_tensor // layout.expert) if self.shard_ranks > 1 else 1
+        )  # fmt: skip
+        self.stays_unsharded = not (job.sharding == "parameters" or (job.sharding == "none" and not self.pipelined))
+        self.stays_unsharded |= job.trainer.keeps_stages_unsharded and self.pipelined
+        self.stays_unsharded |= (
+            config is not None and config.fsdp.ranks_after_forward == 1 and job.sharding == "parameters"
+        )  # fmt: skip
+        self.dense = sum(stage.parameters.dense for stage in stages)
+        self.experts = sum(stage.parameters.experts for stage in stages)
+        self.shards = self.dense / self.shard_ranks + self.experts / self.expert_shard_ranks
+        self.residual = settings.residual_stream(job.model.width)
         self.base = self.persistent()
 
     def persistent(self) -> MemoryEstimate:
-        run = self.job.run_config
-        owned = self.shards - sum(stage.has.tied_copy for stage in self.stages) / self.over
-        offload = run is not None and run.optimizer.cpu_offload
-        state = self.state * owned
-        if offload:  # and a copy of the weights, but on the host
-            state = state + self.number * owned if self.setting.host else 0.0
-        ways = sum((not stage.part.is_first) + (not stage.part.is_last) for stage in self.stages)
-        received = ways * self.micros * self.stream if self.piped else 0.0
-        # Tokens and labels of a step; a pipeline joins them once more.
-        batch = 16 * self.setting.tokens * self.micros * (2 if self.piped else 1)
+        """What is allocated throughout the step."""
+        config = self.job.run_config
+        owned = self.shards - sum(stage.parameters.tied_copy for stage in self.stages) / self.shard_ranks
+        state = self.optimizer_bytes * owned
+        if config is not None and config.optimizer.cpu_offload:  # with a copy of the parameters, in host memory
+            state = state + self.parameter_bytes * owned if self.settings.on_cpu else 0.0
+        neighbours = sum((not stage.layers.is_first) + (not stage.layers.is_last) for stage in self.stages)
+        receive_buffers = neighbours * self.micro_steps * self.residual if self.pipelined else 0.0
+        # Tokens and labels of the step, which a pipeline concatenates.
+        batch = 16 * self.settings.tokens * self.micro_steps * (2 if self.pipelined else 1)
         return MemoryEstimate(
-            self.shards * self.number,
-            self.dense * self.gradient if self.ddp else 0.0,
+            self.shards * self.parameter_bytes,
+            self.dense * self.gradient_bytes if self.ddp else 0.0,
             state,
             batch,
-            communication=received,
+            communication=receive_buffers,
         )
 
-    def left(self) -> float:
-        """Gradients that the backward pass leaves for the update."""
-        return 0.0 if self.ddp else self.shards * self.gradient
+    def final_gradients(self) -> float:
+        """Bytes of gradients that exist after backward, for the update."""
+        return 0.0 if self.ddp else self.shards * self.gradient_bytes
 
     def update(self) -> TransientMemory:
-        """Foreach kernels take the roots of all second moments at once."""
-        run = self.job.run_config
-        roots = run is not None and run.optimizer.implementation != "fused"
-        return TransientMemory(self.left(), self.shards * self.number * roots)
+        """The optimizer update: foreach kernels allocate the square roots of all second moments at once."""
+        config = self.job.run_config
+        foreach = config is not None and config.optimizer.implementation != "fused"
+        return TransientMemory(self.final_gradients(), self.shards * self.parameter_bytes * foreach)
 
-    def moments(self, instant: SchedulePoint) -> list[TransientMemory]:
-        stage = self.stages[instant.stage]
-        inner, layers = stage.inner, stage.part.layers
-        kept = self.in_flight(instant)
-        if instant.what == "F":
-            cast = layers * inner.cast if self.job.activation_checkpoint != "none" else 0.0
-            found = [self.moment(instant, "inside", kept - stage.logits + inner.forward)] if inner.forward else []
+    def moments(self, point: SchedulePoint) -> list[TransientMemory]:
+        """The moments of one action at which memory may peak."""
+        stage = self.stages[point.stage]
+        block, layers = stage.block, stage.layers.layers
+        saved = self.activations_in_flight(point)
+        moments = []
+        if point.op == "F":
+            cast = layers * block.autocast_weights if self.job.activation_checkpoint != "none" else 0.0
+            if block.forward_peak:
+                moments.append(self.moment(point, "block_forward", saved - stage.logits + block.forward_peak))
             if stage.head or cast:
-                beside = stage.head.forward if stage.head else 0.0
-                found.append(self.moment(instant, "forward", kept + cast, beside))
-            return found  # else its backward pass holds more
-        if instant.what == "I" or (instant.what == "W" and not stage.part.is_first):
-            return self.halves(instant, stage, kept)
-        found = []
-        kept -= stage.logits
+                logits = stage.head.forward_peak if stage.head else 0.0
+                moments.append(self.moment(point, "loss_forward", saved + cast, logits))
+            return moments  # otherwise the backward pass needs more
+        if point.op == "I" or (point.op == "W" and not stage.layers.is_first):
+            return self.split_backward_moments(point, stage, saved)
+        saved -= stage.logits
         if stage.head:
-            found.append(self.moment(instant, "loss", kept, stage.logits + stage.head.backward))
-            weight = (stage.has.head or stage.has.embedding) * self.gradient
-            found.append(self.moment(instant, "head", kept + weight, stage.head.gradient))
-            kept -= stage.head.kept
-        through = kept - stage.blocks
-        found.append(self.moment(instant, "last", kept + inner.backward))
-        found.append(self.moment(instant, "first", through + inner.kept + inner.backward))
-        found.append(self.moment(instant, "through", through))
-        return [*found, *(self.meetings(instant, stage, kept) if self.units and not self.piped else [])]
+            moments.append(self.moment(point, "loss_backward", saved, stage.logits + stage.head.backward_peak))
+            weight_gradient = (stage.parameters.head or stage.parameters.embedding) * self.gradient_bytes
+            moments.append(self.moment(point, "head_backward", saved + weight_gradient, stage.head.logit_gradient))
+            saved -= stage.head.saved
+        without_blocks = saved - stage.saved_blocks
+        moments.append(self.moment(point, "last_block", saved + block.backward_peak))
+        moments.append(self.moment(point, "first_block", without_blocks + block.saved + block.backward_peak))
+        moments.append(self.moment(point, "stage_done", without_blocks))
+        return [*moments, *(self.reductions(point, stage, saved) if self.fsdp and not self.pipelined else [])]
 
-    def meetings(self, instant: SchedulePoint, stage: StageMemory, kept: float) -> list[TransientMemory]:
-        """FSDP2 copies a unit's gradients into one flat tensor, in the precision of sums, and gets the sum in another.
-        The fullest are those of the head, with all blocks before it, and those of the last and the first block.
+    def reductions(self, point: SchedulePoint, stage: StageMemory, saved: float) -> list[TransientMemory]:
+        """FSDP2 copies the gradients of a unit into one flat tensor and reduce-scatters it into another. The largest of
+        these moments are those of the head, when all blocks are still saved, and of the last and the first block.
         """
-        has, layers = stage.has, stage.part.layers
-        before = instant.graded[instant.stage]
-        whole = before and self.job.sharding in ("none", "optimizer")
-        block, unit = has.block + has.block_experts, max(has.block, has.block_experts)
-        share = self.shards / has.total
-        gathered = self.gathered(instant, "loss")[0] if self.keeps else block * self.compute
-        ahead = has.block * self.compute if self.over > 1 and not self.keeps else 0.0
-        found = []
-        for meets, left, met in (
-            (has.head, layers, 0.0),
-            (unit, layers - 1, has.head),
-            (unit, 0, has.total - has.embedding - block),
+        parameters, layers = stage.parameters, stage.layers.layers
+        accumulated = point.has_gradients[point.stage]
+        keeps_full = accumulated and self.job.sharding in ("none", "optimizer")
+        block = parameters.block + parameters.block_experts
+        unit = max(parameters.block, parameters.block_experts)
+        shard_fraction = self.shards / parameters.total
+        unsharded = block * self.compute_bytes
+        if self.stays_unsharded:
+            unsharded = self.unsharded_parameters(point, "loss_backward")[0]
+        prefetches = self.shard_ranks > 1 and not self.stays_unsharded
+        prefetched = parameters.block * self.compute_bytes if prefetches else 0.0
+        moments = []
+        for reduced, remaining_layers, done in (
+            (parameters.head, layers, 0.0),
+            (unit, layers - 1, parameters.head),
+            (unit, 0, parameters.total - parameters.embedding - block),
         ):
-            held = has.total - met * (1 - share) - meets if whole else self.shards if before else met * share
-            new = self.gradient if whole else self.compute
-            gradients = held * self.gradient + meets * (new + self.flat(meets, has))
-            activations = kept - stage.blocks + left * stage.inner.kept + self.stream
-            found.append(TransientMemory(gradients, activations, 0.0, gathered, ahead if left else 0.0))
-        return found
+            if keeps_full:
+                existing = parameters.total - done * (1 - shard_fraction) - reduced
+            else:
+                existing = self.shards if accumulated else done * shard_fraction
+            new_bytes = self.gradient_bytes if keeps_full else self.compute_bytes
+            flat_bytes = self.flat_gradient_bytes(reduced, parameters)
+            gradients = existing * self.gradient_bytes + reduced * (new_bytes + flat_bytes)
+            activations = saved - stage.saved_blocks + remaining_layers * stage.block.saved + self.residual
+            moments.append(
+                TransientMemory(gradients, activations, 0.0, unsharded, prefetched if remaining_layers else 0.0)
+            )  # fmt: skip
+        return moments
 
-    def flat(self, unit: float, has: StageParameters) -> float:
-        """Bytes of a number of a unit whose gradients meet: the flat copy, and a share of the sum."""
-        over = self.bank_over if unit == has.block_experts else self.over
-        return (1 + 1 / over) * self.gradient
+    def flat_gradient_bytes(self, unit: float, parameters: StageParameters) -> float:
+        """Bytes per element of a unit in reduction: the flat copy, and the reduced shard."""
+        ranks = self.expert_shard_ranks if unit == parameters.block_experts else self.shard_ranks
+        return (1 + 1 / ranks) * self.gradient_bytes
 
-    def end(self) -> TransientMemory:
-        """A pipeline's gradients, whole until then, meet after the last pass."""
-        if not (self.units and self.piped):
+    def pipeline_reduction(self) -> TransientMemory:
+        """A pipeline reduces its gradients, which are unsharded until then, after the last action."""
+        if not (self.fsdp and self.pipelined):
             return TransientMemory(0.0, 0.0)
-        sent = self.in_flight(SchedulePoint("B", 0, *((0,) * len(self.stages),) * 2, (self.micros,) * len(self.stages)))
-        units = ((unit, each.has) for each in self.stages for unit in (each.has.block, each.has.block_experts))
-        meeting = max(unit * self.flat(unit, has) for unit, has in units)
-        return TransientMemory(sum(each.has.total for each in self.stages) * self.gradient + meeting, sent)
+        none, all_done = (0,) * len(self.stages), (self.micro_steps,) * len(self.stages)
+        sent = self.activations_in_flight(SchedulePoint("B", 0, none, none, all_done))
+        parameters = [stage.parameters for stage in self.stages]
+        units = ((unit, stage) for stage in parameters for unit in (stage.block, stage.block_experts))
+        largest = max(unit * self.flat_gradient_bytes(unit, stage) for unit, stage in units)
+        return TransientMemory(sum(stage.total for stage in parameters) * self.gradient_bytes + largest, sent)
 
-    def halves(self, instant: SchedulePoint, stage: StageMemory, kept: float) -> list[TransientMemory]:
-        """A backward pass in two parts: the first one lets go of nothing until its end, and leaves gradients that
-        the second one waits for. The first stage has no input that needs one, and leaves all to the second part.
+    def split_backward_moments(self, point: SchedulePoint, stage: StageMemory, saved: float) -> list[TransientMemory]:
+        """A split backward pass: I frees nothing until its end, and leaves gradients for W. The first stage needs no
+        input gradient, and leaves everything to W.
         """
-        if instant.what == "W":
-            return [self.moment(instant, "through", kept - stage.logits + stage.waiting)]
-        if stage.part.is_first:
+        if point.op == "W":
+            return [self.moment(point, "stage_done", saved - stage.logits + stage.deferred)]
+        if stage.layers.is_first:
             return []
-        found = []
+        moments = []
         if stage.head:
-            found.append(self.moment(instant, "loss", kept - stage.logits, stage.logits + stage.head.backward))
-            kept += stage.head.waiting
-        found.append(self.moment(instant, "last", kept + stage.inner.halving))
-        norm = 4 * self.stream  # a norm's backward pass, the last thing in a block
-        waiting = stage.part.layers * stage.inner.waiting
-        return [*found, self.moment(instant, "first", kept + waiting + norm)]
+            logits = stage.logits + stage.head.backward_peak
+            moments.append(self.moment(point, "loss_backward", saved - stage.logits, logits))
+            saved += stage.head.deferred
+        moments.append(self.moment(point, "last_block", saved + stage.block.input_backward_peak))
+        norm = 4 * self.residual  # the backward pass of a norm is the last one of a block
+        deferred = stage.layers.layers * stage.block.deferred
+        return [*moments, self.moment(point, "first_block", saved + deferred + norm)]
 
-    def in_flight(self, instant: SchedulePoint) -> float:
-        """Activations of all micro-batches, and what was sent of those that are through."""
-        kept = 0.0 if self.several or not self.piped else self.stream  # then one is on its way
-        rows = zip(self.flight, instant.live, instant.halfway, instant.through, strict=True)
-        for (each, half, done), live, halfway, through in rows:
-            kept += live * each + halfway * half + through * done
-        return kept
+    def activations_in_flight(self, point: SchedulePoint) -> float:
+        """Activations of all micro-batches in flight, and the tensors that completed ones have sent."""
+        total = 0.0 if self.several_stages or not self.pipelined else self.residual  # one is being sent
+        counts = zip(self.micro_batch_bytes, point.in_flight, point.between_i_and_w, point.completed, strict=True)
+        for (saved, deferred, sent), in_flight, between, completed in counts:
+            total += in_flight * saved + between * deferred + completed * sent
+        return total
 
     @cached_property
-    def several(self) -> bool:
+    def several_stages(self) -> bool:
         return not SCHEDULES[self.job.schedule].single_stage
 
     @cached_property
-    def flight(self) -> list[tuple[float, float, float]]:
-        """By stage, bytes of a micro-batch: in flight, between both parts of its backward pass, and through."""
-        found = []
+    def micro_batch_bytes(self) -> list[tuple[float, float, float]]:
+        """By stage, bytes of a micro-batch: in flight, in addition between I and W, and after completion."""
+        rows = []
         for stage in self.stages:
-            half, done, part = 0.0 if stage.part.is_first else stage.waiting - stage.logits, 0.0, stage.part
-            if self.several and self.stack.torch_native:
-                forward, backward = (
-                    not (part.is_last or part.next_on_rank),
-                    not (part.is_first or part.previous_on_rank),
-                )
-                half, done = half + self.stream * backward, self.stream * (forward + backward)
-            found.append((stage.kept + stage.logits, half, done))
-        return found
+            layers, sent = stage.layers, 0.0
+            deferred = 0.0 if layers.is_first else stage.deferred - stage.logits
+            if self.several_stages and self.trainer.torch_native:
+                sends_output = not (layers.is_last or layers.next_on_rank)
+                sends_gradient = not (layers.is_first or layers.previous_on_rank)
+                deferred = deferred + self.residual * sends_gradient
+                sent = self.residual * (sends_output + sends_gradient)
+            rows.append((stage.saved + stage.logits, deferred, sent))
+        return rows
 
-    def moment(self, instant: SchedulePoint, when: str, activations: float, logits: float = 0.0) -> TransientMemory:
-        gathered, travelling = self.gathered(instant, when) if self.units else (0.0, 0.0)
-        return TransientMemory(self.gradients(instant, when), activations, logits, gathered, travelling)
+    def moment(self, point: SchedulePoint, name: str, activations: float, logits: float = 0.0) -> TransientMemory:
+        unsharded, communication = self.unsharded_parameters(point, name) if self.fsdp else (0.0, 0.0)
+        return TransientMemory(self.gradients(point, name), activations, logits, unsharded, communication)
 
     def at(self, moment: TransientMemory) -> MemoryEstimate:
         base = self.base
@@ -281,75 +303,79 @@ class StepMemory:
             base.optimizer,
             base.activations + moment.activations,
             moment.logits,
-            moment.gathered,
-            base.communication + moment.travelling,
+            moment.unsharded,
+            base.communication + moment.communication,
         )
 
-    def gradients(self, instant: SchedulePoint, when: str) -> float:
-        """Whole where an earlier micro-batch left them so, and of the blocks behind the one under way."""
+    def gradients(self, point: SchedulePoint, moment: str) -> float:
+        """Bytes of gradients: those that earlier micro-batches left, and those of the blocks behind the current one."""
         if self.ddp:
             return 0.0
-        graded, whole = instant.graded, 0.0
-        if any(graded):
-            every = all(graded)
-            rows = zip(self.stages, graded, strict=True)
-            whole = self.dense + self.bank if every else sum(stage.has.total for stage, done in rows if done)
-        here, before = self.stages[instant.stage].has, graded[instant.stage]
-        now = block = 0.0
-        if when == "last":
-            now, block = here.head, here.down_projection
-        elif when == "first":
-            now, block = here.total - here.embedding - here.block - here.block_experts, here.down_projection
-        elif when == "through":
-            now, block = here.total, here.block + here.block_experts
-        if not self.units or self.piped:
-            new = 0 if before else now + (block if when != "through" else 0)
-            return (whole + new) * self.gradient + (self.beside(instant) if self.units and self.split else 0.0)
-        each_time = self.job.sharding in ("gradients", "parameters")
-        if each_time or not before:
-            share = self.shards if before else now * self.shards / here.total
-            return share * self.gradient + block * self.compute
-        left = now - block if when == "through" else now
-        return (whole - left * (1 - self.shards / here.total)) * self.gradient + block * self.compute
+        has_gradients, full = point.has_gradients, 0.0
+        if any(has_gradients):
+            rows = zip(self.stages, has_gradients, strict=True)
+            everything = self.dense + self.experts
+            full = everything if all(has_gradients) else sum(stage.parameters.total for stage, has in rows if has)
+        parameters, accumulated = self.stages[point.stage].parameters, has_gradients[point.stage]
+        done = current = 0.0
+        if moment == "last_block":
+            done, current = parameters.head, parameters.down_projection
+        elif moment == "first_block":
+            done = parameters.total - parameters.embedding - parameters.block - parameters.block_experts
+            current = parameters.down_projection
+        elif moment == "stage_done":
+            done, current = parameters.total, parameters.block + parameters.block_experts
+        if not self.fsdp or self.pipelined:
+            new = 0 if accumulated else done + (current if moment != "stage_done" else 0)
+            extra = self.unaccumulated_gradients(point) if self.fsdp and self.splits_backward else 0.0
+            return (full + new) * self.gradient_bytes + extra
+        if self.job.sharding in ("gradients", "parameters") or not accumulated:
+            reduced = self.shards if accumulated else done * self.shards / parameters.total
+            return reduced * self.gradient_bytes + current * self.compute_bytes
+        replaced = done - current if moment == "stage_done" else done
+        remaining = full - replaced * (1 - self.shards / parameters.total)
+        return remaining * self.gradient_bytes + current * self.compute_bytes
 
-    def beside(self, instant: SchedulePoint) -> float:
-        """The second part of a backward pass in two leaves gradients of blocks in the precision of compute, beside the
-        sum that FSDP2 keeps of them.
-        """
-        if self.compute == self.gradient:
+    def unaccumulated_gradients(self, point: SchedulePoint) -> float:
+        """W of a split backward pass leaves gradients of blocks in the compute dtype, in addition to FSDP2's sum."""
+        if self.compute_bytes == self.gradient_bytes:
             return 0.0
-        stages = [
-            each for each, done in zip(self.stages, instant.graded, strict=True) if done and not each.part.is_first
-        ]
-        return sum(each.has.total - each.has.embedding - each.has.head for each in stages) * self.compute
+        rows = zip(self.stages, point.has_gradients, strict=True)
+        parameters = [stage.parameters for stage, has in rows if has and not stage.layers.is_first]
+        return sum(stage.total - stage.embedding - stage.head for stage in parameters) * self.compute_bytes
 
     @cached_property
-    def all_units(self) -> float:
-        """Bytes of them, gathered."""
-        tables = sum(each.has.embedding for each in self.stages)
-        return (self.dense + self.bank - tables) * self.compute + tables * self.entry
+    def all_unsharded(self) -> float:
+        """Bytes of all units, unsharded."""
+        embedding = sum(stage.parameters.embedding for stage in self.stages)
+        return (self.dense + self.experts - embedding) * self.compute_bytes + embedding * self.embedding_bytes
 
-    def gathered(self, instant: SchedulePoint, when: str) -> tuple[float, float]:
-        """Units that FSDP2 holds whole, and what it has on its way beside: the next unit, and gradients."""
-        stage = self.stages[instant.stage].has
-        late, shared = when in ("last", "first", "through"), self.over > 1
-        table = stage.embedding * self.entry
-        tied = table if self.job.model.tied_embeddings and not self.piped else 0.0
-        block = self.setting.segment * (stage.block + stage.block_experts) * self.compute + tied
-        head = tied + stage.head * self.compute
-        ahead = (table if when in ("first", "through") else stage.block * self.compute) if shared else 0.0
-        if self.piped:
-            if self.keeps:
-                return self.all_units, 0.0
-            if len(self.stages) > 1:  # gathered at once
-                return (stage.total - stage.embedding) * self.compute + table, ahead
-            if when in ("first", "through"):
-                return (stage.total - stage.embedding) * self.compute, ahead
-            return (head if when == "loss" else block), ahead
-        last = when == "last" or self.stages[instant.stage].part.layers == 1
-        scattered = (stage.head if last else stage.block) if late and shared else 0.0
-        if self.keeps:
-            return self.all_units, scattered * self.gradient
-        if late or when == "inside":
-            return block, ahead + scattered * self.gradient
-        return (head, head if shared else 0.0) if when == "forward" else (head, ahead)
+    def unsharded_parameters(self, point: SchedulePoint, moment: str) -> tuple[float, float]:
+        """Bytes of FSDP2's unsharded units, and of its communication: the prefetched unit and reduced gradients."""
+        parameters, sharded = self.stages[point.stage].parameters, self.shard_ranks > 1
+        in_backward, at_end = (
+            moment in ("last_block", "first_block", "stage_done"),
+            moment in ("first_block", "stage_done"),
+        )
+        embedding = parameters.embedding * self.embedding_bytes
+        tied = embedding if self.job.model.tied_embeddings and not self.pipelined else 0.0
+        block_numel = parameters.block + parameters.block_experts
+        block = self.settings.segment * block_numel * self.compute_bytes + tied
+        head = tied + parameters.head * self.compute_bytes
+        prefetched = (embedding if at_end else parameters.block * self.compute_bytes) if sharded else 0.0
+        if self.pipelined:
+            if self.stays_unsharded:
+                return self.all_unsharded, 0.0
+            without_embedding = (parameters.total - parameters.embedding) * self.compute_bytes
+            if len(self.stages) > 1:  # all units of a stage are unsharded together
+                return without_embedding + embedding, prefetched
+            if at_end:
+                return without_embedding, prefetched
+            return (head if moment == "loss_backward" else block), prefetched
+        last = moment == "last_block" or self.stages[point.stage].layers.layers == 1
+        reduced = (parameters.head if last else parameters.block) if in_backward and sharded else 0.0
+        if self.stays_unsharded:
+            return self.all_unsharded, reduced * self.gradient_bytes
+        if in_backward or moment == "block_forward":
+            return block, prefetched + reduced * self.gradient_bytes
+        return (head, head if sharded else 0.0) if moment == "loss_forward" else (head, prefetched)

@@ -1,8 +1,8 @@
-"""What a rank of a pipeline holds at the instants of its schedule that may be its fullest; torch-free.
+"""Micro-batches in flight on a pipeline rank, at the points of its schedule where memory may peak; torch-free.
 
-At an instant one pass is under way. Of each stage of the rank: how many micro-batches wait for their backward pass (the
-one under way counts), how many of these have the first part of it behind them, how many are through, and whether the
-stage has gradients.
+At each point one action runs. For each stage of the rank, a point counts the micro-batches whose activations are in
+memory (including the one of the action), those of them that have input gradients and wait for weight gradients, and
+those that are complete.
 """
 
 from __future__ import annotations
@@ -17,95 +17,105 @@ from meshwright.topology.schedules import SCHEDULES
 
 @dataclass(frozen=True)
 class SchedulePoint:
-    what: str
+    """One action of a rank's schedule, with the micro-batches of each of its stages."""
+
+    op: str
     """F, B, I or W"""
     stage: int
-    """of the rank's own, from 0"""
-    live: tuple[int, ...]
-    """micro-batches by stage"""
-    halfway: tuple[int, ...]
-    """of these, between I and W"""
-    through: tuple[int, ...]
-    """micro-batches that have all of it behind them"""
+    """the index of the stage among the rank's stages"""
+    in_flight: tuple[int, ...]
+    """by stage, the micro-batches between the start of forward and the end of backward"""
+    between_i_and_w: tuple[int, ...]
+    """by stage, those of them that have input gradients and wait for weight gradients"""
+    completed: tuple[int, ...]
+    """by stage, the micro-batches whose backward pass is complete"""
 
     @cached_property
-    def graded(self) -> tuple[bool, ...]:
-        """Stages that an earlier pass left gradients of."""
-        return tuple(count > 0 for count in self.through)
+    def has_gradients(self) -> tuple[bool, ...]:
+        """By stage, whether an earlier micro-batch left gradients."""
+        return tuple(count > 0 for count in self.completed)
 
 
 @cache
-def peak_candidates(kind: str, ranks: int, micros: int, each: int, place: int) -> tuple[SchedulePoint, ...]:
-    """The fullest of each pass of each stage, of one rank; without a pipeline, of the only one."""
-    if ranks == 1:
-        return alone(1, micros)
-    if SCHEDULES[kind].single_stage:
-        return alone(micros if SCHEDULES[kind].all_forward_first else min(micros, ranks - place), micros)
-    fewer = representative_micro_batches(ranks, micros)
-    passes: defaultdict[tuple[str, int], list[SchedulePoint]] = defaultdict(list)
-    for instant in schedule_points(kind, ranks, fewer, each, place):
-        passes[instant.what, instant.stage].append(instant)
-    found = {max(group, key=key): None for group in passes.values() for key in (most_live, most_halfway, most_sent)}
-    return tuple(later(instant, micros - fewer) for instant in found)
-
-
-def most_live(instant: SchedulePoint) -> tuple[int, int, int]:
-    """What blocks keep weighs most, unless they are recomputed."""
-    return sum(instant.live), sum(instant.halfway), sum(instant.through)
-
-
-def most_halfway(instant: SchedulePoint) -> tuple[int, int]:
-    """Gradients that wait are about half of what blocks keep."""
-    return 2 * sum(instant.live) + sum(instant.halfway), sum(instant.through)
-
-
-def most_sent(instant: SchedulePoint) -> tuple[int, int]:
-    """Where little else is kept, inputs and outputs are what is left."""
-    return sum(instant.live) + 2 * sum(instant.through) + sum(instant.halfway), sum(instant.live)
-
-
-def alone(live: int, micros: int) -> tuple[SchedulePoint, ...]:
-    """One stage, backward in one part. With as many in flight as there are, the first backward pass finds no gradients,
-    and the second one micro-batch less.
+def peak_candidates(
+    kind: str, ranks: int, micro_batches: int, stages_per_rank: int, rank: int
+) -> tuple[SchedulePoint, ...]:
+    """The points of one pipeline rank at which memory may peak: for each action of each stage the fullest ones. Without
+    a pipeline, `ranks` is 1.
     """
-    if micros > live:
-        return tuple(SchedulePoint(what, 0, (live,), (0,), (micros - live,)) for what in "FB")
-    full = tuple(SchedulePoint(what, 0, (live,), (0,), (0,)) for what in "FB")
-    return full if live == 1 else (*full, SchedulePoint("B", 0, (live - 1,), (0,), (1,)))
+    if ranks == 1:
+        return single_stage_points(1, micro_batches)
+    schedule = SCHEDULES[kind]
+    if schedule.single_stage:
+        in_flight = micro_batches if schedule.all_forward_first else min(micro_batches, ranks - rank)
+        return single_stage_points(in_flight, micro_batches)
+    simulated = representative_micro_batches(ranks, micro_batches)
+    by_action: defaultdict[tuple[str, int], list[SchedulePoint]] = defaultdict(list)
+    for point in schedule_points(kind, ranks, simulated, stages_per_rank, rank):
+        by_action[point.op, point.stage].append(point)
+    orders = (by_activations, by_deferred_gradients, by_sent_tensors)
+    candidates = {max(points, key=order): None for points in by_action.values() for order in orders}
+    return tuple(shift(point, micro_batches - simulated) for point in candidates)
 
 
-def representative_micro_batches(ranks: int, micros: int) -> int:
-    """The fewest micro-batches of the same kind of rounds: later rounds repeat the third."""
-    rounds = max(1, micros // ranks)
-    return micros if rounds < 4 else 3 * (micros // rounds)
+def by_activations(point: SchedulePoint) -> tuple[int, int, int]:
+    """Orders points by saved activations, which are the largest unless they are recomputed."""
+    return sum(point.in_flight), sum(point.between_i_and_w), sum(point.completed)
 
 
-def later(instant: SchedulePoint, more: int) -> SchedulePoint:
-    """The same so many micro-batches later, where the schedule is in full course."""
-    if not more or not all(instant.through):
-        return instant
-    return replace(instant, through=tuple(count + more for count in instant.through))
+def by_deferred_gradients(point: SchedulePoint) -> tuple[int, int]:
+    """Orders points with gradients that wait for W, which are about half as large as saved activations."""
+    return 2 * sum(point.in_flight) + sum(point.between_i_and_w), sum(point.completed)
 
 
-def schedule_points(kind: str, ranks: int, micros: int, each: int, place: int) -> list[SchedulePoint]:
-    order = actions(kind, ranks, micros, each)[place]
-    stages = sorted({action.stage for action in order})
-    split = {(action.stage, action.micro_batch) for action in order if action.op == "I"}
-    live, halfway, through = [0] * len(stages), [0] * len(stages), [0] * len(stages)
-    found = []
-    for action in order:
+def by_sent_tensors(point: SchedulePoint) -> tuple[int, int]:
+    """Orders points by stage inputs and outputs, which are what remains if everything else is recomputed."""
+    return sum(point.in_flight) + 2 * sum(point.completed) + sum(point.between_i_and_w), sum(point.in_flight)
+
+
+def single_stage_points(in_flight: int, micro_batches: int) -> tuple[SchedulePoint, ...]:
+    """The points of a single stage whose backward pass is not split. If all micro-batches are in flight at once, the
+    first backward pass finds no gradients, and the second one finds one micro-batch less.
+    """
+    if micro_batches > in_flight:
+        return tuple(SchedulePoint(op, 0, (in_flight,), (0,), (micro_batches - in_flight,)) for op in "FB")
+    full = tuple(SchedulePoint(op, 0, (in_flight,), (0,), (0,)) for op in "FB")
+    return full if in_flight == 1 else (*full, SchedulePoint("B", 0, (in_flight - 1,), (0,), (1,)))
+
+
+def representative_micro_batches(ranks: int, micro_batches: int) -> int:
+    """The smallest number of micro-batches whose schedule contains every pattern: later rounds repeat the third."""
+    rounds = max(1, micro_batches // ranks)
+    return micro_batches if rounds < 4 else 3 * (micro_batches // rounds)
+
+
+def shift(point: SchedulePoint, further: int) -> SchedulePoint:
+    """The same point this many micro-batches later, if the pipeline is full by then."""
+    if not further or not all(point.completed):
+        return point
+    return replace(point, completed=tuple(count + further for count in point.completed))
+
+
+def schedule_points(kind: str, ranks: int, micro_batches: int, stages_per_rank: int, rank: int) -> list[SchedulePoint]:
+    """All points of one pipeline rank."""
+    actions = rank_actions(kind, ranks, micro_batches, stages_per_rank)[rank]
+    stages = sorted({action.stage for action in actions})
+    split = {(action.stage, action.micro_batch) for action in actions if action.op == "I"}
+    in_flight, between, completed = [0] * len(stages), [0] * len(stages), [0] * len(stages)
+    points = []
+    for action in actions:
         stage = stages.index(action.stage)
-        live[stage] += action.op == "F"
-        halfway[stage] -= action.op == "W"
-        found.append(SchedulePoint(action.op, stage, tuple(live), tuple(halfway), tuple(through)))
-        halfway[stage] += action.op == "I"
+        in_flight[stage] += action.op == "F"
+        between[stage] -= action.op == "W"
+        points.append(SchedulePoint(action.op, stage, tuple(in_flight), tuple(between), tuple(completed)))
+        between[stage] += action.op == "I"
         if action.op == "W" or (action.op == "B" and (action.stage, action.micro_batch) not in split):
-            live[stage] -= 1
-            through[stage] += 1
-    return found
+            in_flight[stage] -= 1
+            completed[stage] += 1
+    return points
 
 
 @cache
-def actions(kind: str, ranks: int, micros: int, each: int) -> list[list[Action]]:
-    """Of every rank."""
-    return [list(flatten_actions(order)) for order in action_orders(kind, ranks, micros, each)]
+def rank_actions(kind: str, ranks: int, micro_batches: int, stages_per_rank: int) -> list[list[Action]]:
+    """The actions of every rank."""
+    return [list(flatten_actions(order)) for order in action_orders(kind, ranks, micro_batches, stages_per_rank)]

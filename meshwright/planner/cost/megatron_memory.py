@@ -1,15 +1,15 @@
-"""What one rank holds at each moment of a step of Megatron and those built on it; torch-free.
+"""Memory of one rank at the points of a step where it may peak, for Megatron and the trainers built on it; torch-free.
 
-| sharded | parameters | gradients | optimizer |
+| shard | parameters | gradients | optimizer |
 |---|---|---|---|
-| nothing | weights P | gradients P | state P |
-| optimizer | weights P | gradients P | state P / n |
-| gradients | weights P | gradients P / n | state P / n |
-| parameters | weights P / n, one layer whole | gradients P / n, one layer whole | state P / n |
+| none | P parameter_bytes | P gradient_bytes | P optimizer_bytes |
+| optimizer | P parameter_bytes | P gradient_bytes | P optimizer_bytes / n |
+| gradients | P parameter_bytes | P gradient_bytes / n | P optimizer_bytes / n |
+| parameters | P parameter_bytes / n, and one layer | P gradient_bytes / n, and one layer | P optimizer_bytes / n |
 
-P is what the rank has of the parameters, n the ranks that share them (data and context), and the words are bytes of the
-stack. Gradients lie in buffers that are made once; so do the sums over micro-batches, where they have a precision of
-their own. Buffers in which both travel come on top where ranks share anything.
+P is the number of the rank's parameters, n the size of the shard group (data and context ranks); the bytes are those of
+the trainer profile. Gradients are in buffers that are allocated once, and so are gradients that are accumulated in a
+dtype of their own. Communication buffers are added if there are data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -18,37 +18,41 @@ from meshwright.planner.cost.estimate import MemoryEstimate
 from meshwright.planner.cost.fsdp_memory import StageMemory, StepMemory, TransientMemory
 from meshwright.planner.cost.in_flight import SchedulePoint
 
-CUT = {"none": (0, 0, 0), "optimizer": (0, 0, 1), "gradients": (0, 1, 1), "parameters": (1, 1, 1)}
-"""Whether parameters, gradients and the optimizer are divided."""
+IS_SHARDED = {"none": (0, 0, 0), "optimizer": (0, 0, 1), "gradients": (0, 1, 1), "parameters": (1, 1, 1)}
+"""Whether parameters, gradients and the optimizer state are sharded."""
 
 
 class MegatronStepMemory(StepMemory):
+    """The memory of one pipeline rank with contiguous parameter and gradient buffers."""
+
     def persistent(self) -> MemoryEstimate:
-        stack, numbers = self.stack, self.dense + self.bank
-        weights, gradients, state = (self.shards if cut else numbers for cut in CUT[self.job.sharding])
-        received = 2 * self.stream if self.piped else 0.0
-        shares = self.job.layout.data_degree * self.job.layout.context > 1
+        trainer, numel = self.trainer, self.dense + self.experts
+        parameters, gradients, state = (self.shards if sharded else numel for sharded in IS_SHARDED[self.job.sharding])
+        receive_buffers = 2 * self.residual if self.pipelined else 0.0
+        data_parallel = self.job.layout.data_degree * self.job.layout.context > 1
         return MemoryEstimate(
-            weights * self.number + numbers * stack.compute_copy_bytes,
-            gradients * self.gradient + numbers * stack.accumulation_bytes,
-            state * self.state,
-            communication=received + (stack.bucket_bytes if shares else 0.0),
+            parameters * self.parameter_bytes + numel * trainer.compute_copy_bytes,
+            gradients * self.gradient_bytes + numel * trainer.accumulation_bytes,
+            state * self.optimizer_bytes,
+            communication=receive_buffers + (trainer.bucket_bytes if data_parallel else 0.0),
         )
 
-    def left(self) -> float:
+    def final_gradients(self) -> float:
         return 0.0
 
-    def end(self) -> TransientMemory:
+    def pipeline_reduction(self) -> TransientMemory:
         return TransientMemory(0.0, 0.0)
 
-    def meetings(self, instant: SchedulePoint, stage: StageMemory, kept: float) -> list[TransientMemory]:  # noqa: ARG002
+    def reductions(self, point: SchedulePoint, stage: StageMemory, saved: float) -> list[TransientMemory]:  # noqa: ARG002
         return []
 
-    def moment(self, instant: SchedulePoint, when: str, activations: float, logits: float = 0.0) -> TransientMemory:
-        gathered = travelling = 0.0
+    def moment(self, point: SchedulePoint, name: str, activations: float, logits: float = 0.0) -> TransientMemory:
+        unsharded = communication = 0.0
         if self.job.sharding == "parameters":
-            has = self.stages[instant.stage].has
-            layer = has.block + has.block_experts
-            gathered = 2 * layer * self.compute + (has.embedding + has.head) * self.compute
-            travelling = layer * self.gradient if when in ("last", "first", "through") else 0.0
-        return TransientMemory(0.0, activations, logits, gathered, travelling)
+            parameters = self.stages[point.stage].parameters
+            layer = parameters.block + parameters.block_experts
+            ends = (parameters.embedding + parameters.head) * self.compute_bytes
+            unsharded = 2 * layer * self.compute_bytes + ends
+            in_backward = name in ("last_block", "first_block", "stage_done")
+            communication = layer * self.gradient_bytes if in_backward else 0.0
+        return TransientMemory(0.0, activations, logits, unsharded, communication)

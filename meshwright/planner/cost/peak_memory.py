@@ -1,4 +1,4 @@
-"""Whether it fits: bytes of each rank of a pipeline at the peak of its step, by class."""
+"""Peak memory of each pipeline rank of a job, by class."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from meshwright.planner.cost.activations import ActivationSettings
 from meshwright.planner.cost.estimate import MemoryEstimate
-from meshwright.planner.cost.fsdp_memory import StepMemory, sharding_of, stage_memory
+from meshwright.planner.cost.fsdp_memory import StepMemory, data_sharding, stage_memory
 from meshwright.planner.cost.in_flight import peak_candidates
 from meshwright.planner.cost.megatron_memory import MegatronStepMemory
 from meshwright.planner.cost.stage_parameters import StageLayers, stages_by_rank
@@ -14,34 +14,31 @@ from meshwright.planner.workload.planned_job import PlannedJob
 
 
 def estimate_memory(job: PlannedJob, quick: bool = False) -> list[MemoryEstimate]:
-    """By rank of the pipeline; `quick`: of those alone of which one is the heaviest."""
-    setting = setting_of(job)
-    holdings: dict[tuple[StageLayers, ...], StepMemory] = {}  # most ranks hold the same
-    held = stages_by_rank(job)
-    found = []
-    for place in telling(held) if quick else range(len(held)):
-        parts = held[place]
-        if parts not in holdings:
-            stages = [stage_memory(job, setting, part) for part in parts]
-            holdings[parts] = (
-                StepMemory(job, setting, stages)
-                if job.trainer.torch_native
-                else MegatronStepMemory(job, setting, stages)
-            )
-        found.append(peak(job, holdings[parts], place))
-    return found
+    """Returns the estimate of every pipeline rank; with `quick`, only of ranks that may have the largest peak."""
+    settings = activation_settings(job)
+    step_memory: dict[tuple[StageLayers, ...], StepMemory] = {}  # most ranks have equal stages
+    stages_of_rank = stages_by_rank(job)
+    estimates = []
+    for rank in ranks_that_may_peak(stages_of_rank) if quick else range(len(stages_of_rank)):
+        layers = stages_of_rank[rank]
+        if layers not in step_memory:
+            stages = [stage_memory(job, settings, stage) for stage in layers]
+            kind = StepMemory if job.trainer.torch_native else MegatronStepMemory
+            step_memory[layers] = kind(job, settings, stages)
+        estimates.append(peak_memory(job, step_memory[layers], rank))
+    return estimates
 
 
-def telling(held: list[tuple[StageLayers, ...]]) -> list[int]:
-    """Of ranks that hold the same the first, which has most micro-batches in flight, and the last two, where a V of
-    stages turns.
+def ranks_that_may_peak(stages_of_rank: list[tuple[StageLayers, ...]]) -> list[int]:
+    """Of the ranks with equal stages, the first one has most micro-batches in flight. The last two ranks are where a
+    V-shaped schedule turns.
     """
-    count = len(held)
-    firsts = {parts: place for place, parts in reversed(list(enumerate(held)))}
+    count = len(stages_of_rank)
+    firsts = {stages: rank for rank, stages in reversed(list(enumerate(stages_of_rank)))}
     return sorted({*firsts.values(), count - 1, max(0, count - 2)})
 
 
-def setting_of(job: PlannedJob) -> ActivationSettings:
+def activation_settings(job: PlannedJob) -> ActivationSettings:
     return ActivationSettings(
         job.layout,
         job.trainer,
@@ -51,35 +48,35 @@ def setting_of(job: PlannedJob) -> ActivationSettings:
         job.activation_checkpoint,
         job.checkpoint_segment if job.activation_checkpoint == "full" else 1,
         job.context_method,
-        host=job.cluster.device.is_cpu,
-        documents=job.run_config is not None and job.run_config.model.separator is not None,
-        autocast=job.trainer.torch_native and job.precision in ("bf16", "fp16") and not sharding_of(job)[0],
+        on_cpu=job.cluster.device.is_cpu,
+        document_mask=job.run_config is not None and job.run_config.model.separator is not None,
+        autocast=job.trainer.torch_native and job.precision in ("bf16", "fp16") and not data_sharding(job)[0],
     )
 
 
-def peak(job: PlannedJob, held: StepMemory, place: int) -> MemoryEstimate:
-    fullest = max(held.update(), held.end(), key=lambda moment: moment.total)
-    for instant in peak_candidates(
-        job.schedule, job.layout.pipeline, job.batch.accumulation, job.stages_per_rank, place
-    ):
-        for moment in held.moments(instant):
-            if moment.total > fullest.total:
-                fullest = moment
-    return with_device(job, held.at(fullest), held.left() - fullest.gradients, held.setting.host)
+def peak_memory(job: PlannedJob, memory: StepMemory, rank: int) -> MemoryEstimate:
+    peak = max(memory.update(), memory.pipeline_reduction(), key=lambda moment: moment.total)
+    schedule = (job.schedule, job.layout.pipeline, job.batch.accumulation, job.stages_per_rank)
+    for point in peak_candidates(*schedule, rank):
+        for moment in memory.moments(point):
+            if moment.total > peak.total:
+                peak = moment
+    later_gradients = memory.final_gradients() - peak.gradients
+    return add_device_memory(job, memory.at(peak), later_gradients, memory.settings.on_cpu)
 
 
-def with_device(job: PlannedJob, tensors: MemoryEstimate, later: float, host: bool) -> MemoryEstimate:
-    """With what the device takes beside tensors. The allocator's slack is a share of what comes and goes: blocks that
-    are there from the beginning leave no gaps. Gradients that come `later` than the peak, and stay to the end of the
-    step, leave holes in which the next step's activations do not find room.
+def add_device_memory(job: PlannedJob, tensors: MemoryEstimate, later_gradients: float, on_cpu: bool) -> MemoryEstimate:
+    """Adds what a GPU needs besides tensors. The allocator's slack is a fraction of transient tensors, because
+    persistent ones leave no gaps. Gradients that are allocated after the peak, and persist to the end of the step,
+    fragment the memory that the activations of the next step need.
     """
-    if host:
+    if on_cpu:
         return tensors
-    stack = job.trainer
-    comes_and_goes = tensors.activations + tensors.logits + tensors.unsharded
+    trainer = job.trainer
+    transient = tensors.activations + tensors.logits + tensors.unsharded
     groups = sum(degree > 1 for degree in (*job.layout.degrees, job.layout.expert))
     return replace(
         tensors,
-        slack=stack.allocator_slack * comes_and_goes + max(0.0, later),
-        context=stack.device_context_bytes + groups * stack.communicator_bytes,
+        slack=trainer.allocator_slack * transient + max(0.0, later_gradients),
+        context=trainer.device_context_bytes + groups * trainer.communicator_bytes,
     )
