@@ -103,7 +103,7 @@ def test_without_a_kind_all_are_compared_and_refusals_told(capsys):
         (["gpipe", "--ranks", "257"], "too large; allowed: up to 256"),
         (["--micro", "0"], "make no pipeline"),
         (["gpipe", "--forward", "17"], "forward takes 17 slots; allowed: 1 to 16"),
-        (["gpipe", "--svg", "/nowhere/picture.svg"], "cannot be written; allowed: a file in a folder that exists"),
+        (["gpipe", "--svg", "/nowhere/picture.svg"], "cannot be written; expected a file in a folder that exists"),
         (["--svg", "picture.svg"], "--svg draws one schedule"),
         (["gpipe", "--ranks", "many"], "--ranks"),
     ],
