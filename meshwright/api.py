@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from meshwright.config import RunConfig, config_from_dict, config_to_dict
 from meshwright.errors import ConfigError, MeshwrightError, with_python_hint
 from meshwright.io import write_json
 from meshwright.launch.fork_server import ForkServer
+from meshwright.observe.event_viewer import EventViewer, SilentDisplay
 from meshwright.observe.terminal import EventDisplay, Terminal
 from meshwright.recover.failures import RanksFailed
 from meshwright.recover.supervisor import RunningRanks, supervise
@@ -360,34 +359,3 @@ def viewer_factory(
 ) -> Callable[[int], EventViewer]:
     make_display = display or partial(Terminal, config, relative_path(folder))
     return lambda attempt: EventViewer(make_display(attempt), EventFollower(folder.events(0), only_new=True))
-
-
-class EventViewer:
-    """Passes the events of rank 0 to a display as they are written."""
-
-    def __init__(self, display: EventDisplay, events: EventFollower) -> None:
-        self.display, self.events = display, events
-
-    def tick(self) -> None:
-        for event in self.events.new_events():
-            self.show(event)
-
-    def show(self, event: dict[str, Any]) -> None:
-        try:
-            self.display.show(event)
-        except (OSError, SystemExit):  # the reader of the pipe has gone (rich exits in that case); training continues
-            self.display = SilentDisplay()
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-    def close(self) -> None:
-        self.display.close()
-
-
-class SilentDisplay:
-    """A display that shows nothing."""
-
-    def show(self, event: dict[str, Any]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

@@ -145,7 +145,7 @@ class Sleepy:
     def __len__(self):
         return 32
     def __getitem__(self, index):
-        print("asked", flush=True)
+        print("reading", flush=True)
         time.sleep(100)
 
 data = DataConfig(workers=1, worker_kind="process")
@@ -164,7 +164,7 @@ def test_second_ctrl_c_kills_the_ranks_and_their_data_loader_workers(tmp_path):
     )
     log = tmp_path / "hung" / "attempts" / "0001" / "rank-00000.log"
     end = time.monotonic() + 60
-    while not (log.exists() and "asked" in log.read_text()) and time.monotonic() < end:
+    while not (log.exists() and "reading" in log.read_text()) and time.monotonic() < end:
         time.sleep(0.1)
     for _ in range(2):
         job.send_signal(signal.SIGINT)
