@@ -1,4 +1,8 @@
-"""Torch's private names, all in this file: what FSDP2 holds, how stages first meet, and tensors without content."""
+"""Every private name of torch that Meshwright uses. An upgrade of torch has to check this file only.
+
+torch_private is imported by telemetry, models, optim, parallel and the simulator; nothing else imports a name of torch
+that starts with an underscore (tests/test_torch_private.py).
+"""
 
 from __future__ import annotations
 
@@ -9,44 +13,75 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils._python_dispatch import TorchDispatchMode
 
+__all__ = ["OpOverload", "TorchDispatchMode"]
+"""Names that are re-exported as they are."""
+
+foreach_norm = torch._foreach_norm
+foreach_mul_ = torch._foreach_mul_
+foreach_zero_ = torch._foreach_zero_
+
+grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+"""(rows, one matrix per group, offs=end row of each group) -> rows. A public name in newer releases only."""
+
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
+flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+"""The operators behind scaled_dot_product_attention, which also return the log-sum-exp of every query."""
+
+
+def inside_backward() -> bool:
+    """Whether autograd runs on this thread. A forward pass then is a recomputation by activation checkpointing."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def resolve_process_group(name: str) -> dist.ProcessGroup:
+    """The process group of a name, as functional collectives carry it."""
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
 
 def fsdp_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter's shard and gathered form, and the gradients that FSDP keeps out of `.grad`. A gathered parameter
-    keeps its storage for ever and is freed by resizing it to nothing, so it may be named while it is empty.
+    """The sharded and unsharded tensors of each FSDP parameter, and the gradients that FSDP2 keeps outside of `.grad`.
+
+    The storage of an unsharded parameter lives as long as the model and is resized to zero on reshard, so a tensor may
+    be listed while it is empty.
     """
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
         state = module._get_fsdp_state()
-        several = hasattr(state, "_fsdp_param_groups")  # older releases have at most one group a module
-        for group in filter(None, state._fsdp_param_groups if several else [state._fsdp_param_group]):
+        has_groups = hasattr(state, "_fsdp_param_groups")  # older releases have at most one group per module
+        for group in filter(None, state._fsdp_param_groups if has_groups else [state._fsdp_param_group]):
             if group._partial_reduce_output is not None:
                 yield "gradient", group._partial_reduce_output
-            for held in group.fsdp_params:
-                yield "parameter", held.sharded_param
-                yield from (("parameter", tensor) for tensor in held.all_gather_outputs)
+            for parameter in group.fsdp_params:
+                yield "parameter", parameter.sharded_param
+                yield from (("parameter", tensor) for tensor in parameter.all_gather_outputs)
                 for name in ("_sharded_post_forward_param_data", "_unsharded_param"):
-                    if getattr(held, name, None) is not None:
-                        yield "parameter", getattr(held, name)
-                if held.unsharded_accumulated_grad is not None:
-                    yield "gradient", held.unsharded_accumulated_grad
+                    if getattr(parameter, name, None) is not None:
+                        yield "parameter", getattr(parameter, name)
+                if parameter.unsharded_accumulated_grad is not None:
+                    yield "gradient", parameter.unsharded_accumulated_grad
 
 
 class StageWithFilteredP2P(PipelineStage):
-    """Before the first step torch sends a word to each neighbour, in older releases also to itself, where a V turns
-    round: Gloo has no such pair. Newer ones ask all stages whether their shapes are known; ours always are, and where
-    no other stage exists none is asked.
+    """A pipeline stage that works on Gloo and on the fake backend.
+
+    Before the first step, torch exchanges a message with each neighbouring stage; older releases also with the rank
+    itself where a V turns, which Gloo does not support. Newer releases let all stages vote on whether their shapes are
+    known. Ours always are, and on the fake backend there is nobody to vote.
     """
 
     def receive_buffers(self) -> Iterator[Tensor]:
-        """What messages of neighbours come into. Torch makes one for every micro-batch, once, and keeps all of them."""
+        """The receive buffers. Torch allocates one per micro-batch, once, and keeps all of them."""
         for infos in (self.args_recv_info, self.grad_recv_info):
-            for info in (info for each in infos.values() for info in each):
+            for info in (info for chunk in infos.values() for info in chunk):
                 buffer = getattr(info, "buffer", None)
                 if isinstance(buffer, Tensor):
                     yield buffer
@@ -54,41 +89,39 @@ class StageWithFilteredP2P(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
-    def _warmup_forward_vote(self, *args: Any, **words: Any) -> Tensor:
-        return yes() if uses_fake_backend() else super()._warmup_forward_vote(*args, **words)
+    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Tensor:
+        return vote_yes() if uses_fake_backend() else super()._warmup_forward_vote(*args, **kwargs)
 
-    def _warmup_backward_result(self, *args: Any, **words: Any) -> Tensor:
-        return yes() if uses_fake_backend() else super()._warmup_backward_result(*args, **words)
+    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Tensor:
+        return vote_yes() if uses_fake_backend() else super()._warmup_backward_result(*args, **kwargs)
 
 
 def uses_fake_backend() -> bool:
-    """Whether the ranks of the process group are imagined."""
+    """Whether the process group is fake, so that other ranks do not exist."""
     return dist.get_backend() == "fake"
 
 
-def yes() -> Tensor:
+def vote_yes() -> Tensor:
     return torch.tensor([1], dtype=torch.int32)
 
 
 def init_fake_process_group(rank: int, ranks: int) -> None:
-    """A process group of so many ranks, of which this process is one and the others do not exist: every collective
-    ends at once and changes nothing.
-    """
+    """Initializes a process group in which other ranks do not exist: collectives return at once and change nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
 
 
 def clear_dtensor_cache() -> None:
-    """DTensor remembers by which groups a mesh sends, also of one that is gone and had the same shape."""
+    """Clears DTensor's sharding propagation cache, which would reuse groups of a destroyed mesh of equal shape."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
 
 
 class FakeTensors:
-    """Tensors with shapes and without content. They are made inside `with imagined.active():`, and may be worked with
-    outside, too.
+    """A FakeTensorMode whose collectives return at once. Tensors made inside `with fake.active():` may be used
+    outside.
     """
 
     def __init__(self) -> None:
@@ -103,9 +136,8 @@ class FakeTensors:
 
 
 class FakeCollectives(TorchDispatchMode):
-    """What a collective gives is there at once, in the memory that it was sent to; without content torch would give
-    other memory to whoever waits for it. And grouped products have shapes in every precision; torch knows those of
-    bf16 alone.
+    """Gives the result of a functional collective the storage that the collective wrote to; fake tensors would allocate
+    another one for wait_tensor. Also gives grouped_mm a shape in every dtype; torch's fake kernel knows bf16 only.
     """
 
     supports_higher_order_operators = True
@@ -119,32 +151,32 @@ class FakeCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def fake_grouped_mm(one: Tensor, other: Tensor, offs: Tensor, **_words: Any) -> Tensor:
-    """Rows by one matrix a group; or, of both by rows, one product a group."""
-    if one.ndim == other.ndim:
-        return one.new_empty(len(offs), one.shape[0], other.shape[1])
-    return one.new_empty(one.shape[-2], other.shape[-1])
+def fake_grouped_mm(a: Tensor, b: Tensor, offs: Tensor, **_kwargs: Any) -> Tensor:
+    """2D x 3D: rows times one matrix per group; 2D x 2D: one product per group of rows."""
+    if a.ndim == b.ndim:
+        return a.new_empty(len(offs), a.shape[0], b.shape[1])
+    return a.new_empty(a.shape[-2], b.shape[-1])
 
 
 class LazyChunks:
-    """A parameter's pieces, of which FSDP2 looks at its own and the first; with thousands of ranks it would spend
-    minutes on making all of them.
+    """The chunks of a parameter, created on access. FSDP2 reads its own and the first one; with thousands of ranks,
+    creating all of them takes minutes.
     """
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
         self.tensor, self.dim = tensor, dim
         self.chunk_size = -(-tensor.size(dim) // num_chunks)
 
-    def __getitem__(self, place: int) -> Tensor:
+    def __getitem__(self, index: int) -> Tensor:
         size = self.tensor.size(self.dim)
-        start = min(place * self.chunk_size, size)
+        start = min(index * self.chunk_size, size)
         if start == size:
             return self.tensor.new_empty(0)
         return self.tensor.narrow(self.dim, start, min(self.chunk_size, size - start))
 
 
 class PendingP2P:
-    """Messages between stages: until somebody has waited for them they keep what they send."""
+    """A point-to-point transfer that keeps the tensors it sends alive until it is waited for, as a real one does."""
 
     def __init__(self, work: dist.Work, ops: list[dist.P2POp]) -> None:
         self.work, self.sent_tensors = work, [op.tensor for op in ops]
@@ -154,13 +186,13 @@ class PendingP2P:
 
 
 def keep_sent_tensors(send: Any) -> Any:
-    return lambda ops, *words, **named: [PendingP2P(work, ops) for work in send(ops, *words, **named)]
+    return lambda ops, *args, **kwargs: [PendingP2P(work, ops) for work in send(ops, *args, **kwargs)]
 
 
 @contextmanager
 def patched_for_simulation() -> Iterator[None]:
-    """What torch does otherwise, or slowly, where nothing is computed or sent. DTensor takes tensors without content
-    for a sign that something is compiled, and forgets what it has worked out before.
+    """Patches torch where it is wrong or slow on fake tensors: FSDP2's chunking and the lifetime of sent tensors.
+    DTensor takes fake tensors as a sign of compilation, and then does not cache its sharding propagation.
     """
     tracing = "_are_we_tracing"
     names = [name for name in sys.modules if name.startswith("torch.distributed")]
@@ -169,15 +201,15 @@ def patched_for_simulation() -> Iterator[None]:
         ("torch.distributed.pipelining.schedules", "_batch_p2p", keep_sent_tensors(schedules._batch_p2p)),
         *((name, tracing, lambda: False) for name in names if tracing in vars(sys.modules[name])),
     ]
-    changed = [(sys.modules[name], attribute, to) for name, attribute, to in changes if name in sys.modules]
-    before = [getattr(module, attribute) for module, attribute, _ in changed]
-    for module, attribute, to in changed:
+    patches = [(sys.modules[name], attribute, to) for name, attribute, to in changes if name in sys.modules]
+    originals = [getattr(module, attribute) for module, attribute, _ in patches]
+    for module, attribute, to in patches:
         setattr(module, attribute, to)
     try:
         yield
     finally:
-        for (module, attribute, _), was in zip(changed, before, strict=True):
-            setattr(module, attribute, was)
+        for (module, attribute, _), original in zip(patches, originals, strict=True):
+            setattr(module, attribute, original)
 
 
 def scaled_mm(left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -19,6 +19,8 @@ from meshwright.errors import BusyError, ConfigError, MeshwrightError, PeerError
 from meshwright.launch.ranks import Ranks, cuda_started, raise_if_spawning
 from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, leave_process_group, torchrun_restart_count
 from meshwright.launch.shared_weights import share_weights
+from meshwright.parallel.compile import require_compiler
+from meshwright.parallel.materialize import require_materialized
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.parallelize import require_spec
 from meshwright.recover.incidents import Incident
@@ -51,6 +53,8 @@ def make_job(
         raise ConfigError("only one of model and loss is given", "expected train(config, model=..., loss=...)")
     if model is not None:
         require_spec(parallel_spec, layout, config)
+        require_materialized(model)
+    require_compiler(config)
     if source is not None and config.data.mixture:
         raise ConfigError("both data.mixture and source are given", "expected one of the two")
     if source is None:

@@ -1,1 +1,1 @@
-"""What is trained: the decoder, its loss and its initialisation. Knows nothing of ranks."""
+"""The built-in decoder: modules, loss and initialization. It knows nothing of ranks."""

@@ -1,9 +1,8 @@
 """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU. Free of any parallelism.
 
-Everything that a way of parallelism may want to replace is a submodule of its own: `places` (the positions of tokens),
-`attend` (the attention itself, after projection and rotation), `ffn` (dense or experts), `stack` (the way through the
-blocks) and the head (see loss.py). Nothing here casts below the precision of its input, so the whole model runs in
-float64 when its parameters are.
+Parallelism replaces submodules: `rotary` (positions), `core` (attention after projection and rotation), `ffn` (dense or
+experts), `stack` (the loop over blocks) and the head (see loss.py). No module casts below the precision of its input,
+so the model runs in float64 if its parameters are float64.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from meshwright.models.loss import HeadLoss
 
 
 class RotaryTables(NamedTuple):
-    """Where the tokens of a pass stand in their sequences."""
+    """The rotary embedding of the positions of a forward pass, and the documents of its tokens."""
 
     cos: Tensor
     sin: Tensor
-    """of each position and pair, (sequence, head size / 2)"""
+    """cosine and sine of every position and pair of dimensions, (sequence, head size / 2)"""
     documents: Tensor | None
-    """the document of each token of the whole sequence, (batch, sequence); None: one document"""
+    """the document index of every token of the full sequence, (batch, sequence); None: one document per sequence"""
 
 
 class RMSNorm(nn.Module):
@@ -45,19 +44,21 @@ class RMSNorm(nn.Module):
 
 
 class CoreAttention(nn.Module):
-    """Causal scaled-dot-product attention over (batch, heads, sequence, head size); keys and values may have fewer
-    heads. No token attends to another document's.
+    """Causal scaled dot-product attention over (batch, heads, sequence, head size). Keys and values may have
+    fewer heads than queries. Attention does not cross documents.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-        shared = q.shape[1] != k.shape[1]
+        grouped_query = q.shape[1] != k.shape[1]
         if documents is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped_query)
         mask = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=shared)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped_query)
 
 
 class Attention(nn.Module):
+    """Projections around `CoreAttention`."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_size = config.width // config.heads
@@ -68,15 +69,17 @@ class Attention(nn.Module):
         self.core = CoreAttention()
         self.out = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x: Tensor, where: RotaryTables) -> Tensor:
+    def forward(self, x: Tensor, rotary: RotaryTables) -> Tensor:
         batch, sequence, _ = x.shape
-        # -1 and not the head count: a tensor-parallel rank holds a part of the heads
+        # -1 instead of the number of heads: a tensor-parallel rank has a subset of the heads
         q, k, v = (p(x).view(batch, sequence, -1, self.head_size).transpose(1, 2) for p in (self.q, self.k, self.v))
-        mixed = self.core(apply_rotary(q, where), apply_rotary(k, where), v, where.documents)
+        mixed = self.core(apply_rotary(q, rotary), apply_rotary(k, rotary), v, rotary.documents)
         return self.out(mixed.transpose(1, 2).reshape(batch, sequence, -1))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
+    """One transformer layer with pre-normalization."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.width, config.norm_eps)
@@ -84,22 +87,22 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.width, config.norm_eps)
         self.ffn = Experts(config) if config.experts else FeedForward(config.width, config.ffn)
 
-    def forward(self, x: Tensor, where: RotaryTables) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), where)
+    def forward(self, x: Tensor, rotary: RotaryTables) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary)
         return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]
 
 
 class BlockStack(nn.Module):
-    """One block after the other."""
+    """Runs the blocks in sequence."""
 
-    def forward(self, blocks: Iterable[nn.Module], x: Tensor, where: RotaryTables) -> Tensor:
+    def forward(self, blocks: Iterable[nn.Module], x: Tensor, rotary: RotaryTables) -> Tensor:
         for block in blocks:
-            x = block(x, where)
+            x = block(x, rotary)
         return x
 
 
 class RotaryEmbedding(nn.Module):
-    """The positions of a pass's tokens in their sequences, and with them where they stand."""
+    """Computes the rotary tables of a forward pass."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -107,7 +110,7 @@ class RotaryEmbedding(nn.Module):
         self.theta = config.rope_theta
 
     def forward(self, tokens: int, dtype: torch.dtype, device: torch.device, documents: Tensor | None) -> RotaryTables:
-        """Made anew each pass: no buffer to shard or lose."""
+        """The tables are computed in every forward pass, so there is no buffer to shard or to save."""
         positions = self.positions(tokens, device)
         return RotaryTables(*rotary_tables(positions, self.head_size, self.theta, dtype), documents)
 
@@ -116,7 +119,7 @@ class RotaryEmbedding(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids to hidden states; the head is the loss module's."""
+    """Token ids -> hidden states. The output projection is part of the loss module."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -128,14 +131,14 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens)
-        where = self.rotary(tokens.shape[1], x.dtype, x.device, documents)
-        return self.norm(self.stack(self.blocks, x, where))  # type: ignore[no-any-return]
+        rotary = self.rotary(tokens.shape[1], x.dtype, x.device, documents)
+        return self.norm(self.stack(self.blocks, x, rotary))  # type: ignore[no-any-return]
 
 
 class LanguageModel(nn.Module):
-    """The decoder with its head and loss: (tokens, labels) -> (sum of token losses, count of valid tokens).
+    """The decoder with its head and loss: (tokens, labels) -> (sum of token losses, number of valid tokens).
 
-    Whoever gives a part of each sequence alone gives the documents of the whole.
+    `documents` are those of full sequences; a caller that passes sequence chunks must pass them.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -152,30 +155,30 @@ class LanguageModel(nn.Module):
         return self.head(self.decoder(tokens, documents), labels)  # type: ignore[no-any-return]
 
     def tie(self) -> None:
-        """One matrix for embedding and head."""
+        """Ties the weight of the head to the embedding."""
         weight = self.decoder.embedding.weight
         assert isinstance(weight, nn.Parameter)
         self.head.weight = weight
 
 
 def document_ids(tokens: Tensor, separator: int | None) -> Tensor | None:
-    """The number of each token's document in its sequence; a separator belongs to the one that it ends."""
+    """The index of each token's document in its sequence; a separator belongs to the document that it ends."""
     if separator is None:
         return None
-    ends = (tokens == separator).long()
-    return ends.cumsum(dim=1) - ends
+    is_separator = (tokens == separator).long()
+    return is_separator.cumsum(dim=1) - is_separator
 
 
 def rotary_tables(positions: Tensor, head_size: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin for each position and pair, (sequence, head size / 2)."""
+    """Cosine and sine of every position and pair of dimensions, (sequence, head size / 2)."""
     wide = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=wide) / head_size
     angles = positions.to(wide)[..., None] * theta**-exponents
     return angles.cos(), angles.sin()
 
 
-def apply_rotary(x: Tensor, where: RotaryTables) -> Tensor:
-    """Rotates the pairs (i, i + half) of each head, as the Llama checkpoints lay them out."""
-    cos, sin = where.cos, where.sin
+def apply_rotary(x: Tensor, rotary: RotaryTables) -> Tensor:
+    """Rotates the dimension pairs (i, i + half) of each head, the layout of Llama checkpoints."""
+    cos, sin = rotary.cos, rotary.sin
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

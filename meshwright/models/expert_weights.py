@@ -1,7 +1,7 @@
-"""The experts' weights in one place: each row of a batch that is sorted by expert goes through its own SwiGLU.
+"""The weights of all routed experts in three tensors, and the SwiGLU that applies each expert to its rows.
 
-In one call for all experts (`grouped`) where torch's kernel takes it, and expert by expert (`looped`) elsewhere; the
-loop is also what the kernel is tested against.
+`grouped_experts` runs all experts in one grouped matrix product where torch's kernel supports it; `looped_experts` runs
+them one by one elsewhere, and is the reference that the kernel is tested against.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-GROUPED_MM = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-"""(rows, one matrix an expert, offs=last row of each) -> rows; older releases have it under a private name."""
-GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ALIGNMENT = 16
-"""Bytes that a row must be a multiple of for the kernel."""
+from meshwright.torch_private import grouped_mm
 
-Matrices = tuple[Tensor, Tensor, Tensor]
+GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROW_ALIGNMENT = 16
+"""The kernel needs rows whose size in bytes is a multiple of this."""
+
+ExpertMatrices = tuple[Tensor, Tensor, Tensor]
 """gate, up and down of every expert"""
 
 
 class ExpertWeights(nn.Module):
-    """`gate` and `up` of shape (experts, inner, width), `down` of (experts, width, inner)."""
+    """`gate` and `up` have shape (experts, inner, width), `down` has shape (experts, width, inner)."""
 
     def __init__(self, experts: int, width: int, inner: int) -> None:
         super().__init__()
@@ -31,12 +31,12 @@ class ExpertWeights(nn.Module):
         self.up = nn.Parameter(torch.empty(experts, inner, width))
         self.down = nn.Parameter(torch.empty(experts, width, inner))
 
-    def weights(self) -> Matrices:
-        """What this process computes with; a way of parallelism may put its own in place."""
+    def weights(self) -> ExpertMatrices:
+        """The tensors to compute with; expert parallelism replaces this method."""
         return self.gate, self.up, self.down
 
     def forward(self, rows: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
-        """`rows` begin with those of the first expert; `counts` says how many there are of each."""
+        """Applies the experts to rows that are sorted by expert; `counts` has the number of rows of each expert."""
         rows = to_compute_dtype(rows)
         gate, up, down = map(to_compute_dtype, self.weights())
         if supports_grouped_mm(rows, gate):
@@ -44,41 +44,42 @@ class ExpertWeights(nn.Module):
         return looped_experts(rows, self.rows_per_expert(counts, len(rows)), (gate, up, down))
 
     def rows_per_expert(self, counts: Tensor | Sequence[int], _rows: int) -> Tensor | Sequence[int]:
-        """Rows of each expert, as the loop wants them; where nothing is computed they are not known."""
+        """The counts for the loop; the simulator replaces this method, since fake tensors have no values."""
         return counts
 
 
 def to_compute_dtype(x: Tensor) -> Tensor:
-    """In the precision in which nn.Linear would take it: autocast knows nothing of grouped products."""
-    kind = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+    """Casts as autocast does for nn.Linear; autocast does not cover grouped products."""
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return x
-    return x.to(torch.get_autocast_dtype(kind))
+    return x.to(torch.get_autocast_dtype(device))
 
 
 def supports_grouped_mm(rows: Tensor, gate: Tensor) -> bool:
-    """Whether the kernel takes these; it also refuses the gradient of no rows at all."""
+    """Whether the grouped kernel supports these tensors. It has no backward for zero rows."""
     _, inner, width = gate.shape
-    aligned = all(size * rows.element_size() % ALIGNMENT == 0 for size in (inner, width))
-    return GROUPED_MM is not None and rows.dtype in GROUPED_MM_DTYPES and aligned and len(rows) > 0
+    aligned = all(size * rows.element_size() % ROW_ALIGNMENT == 0 for size in (inner, width))
+    return grouped_mm is not None and rows.dtype in GROUPED_MM_DTYPES and aligned and len(rows) > 0
 
 
-def grouped_experts(rows: Tensor, counts: Tensor, weights: Matrices) -> Tensor:
-    """All experts at once. Counts stay on the device: nothing waits for them."""
-    assert GROUPED_MM is not None
+def grouped_experts(rows: Tensor, counts: Tensor, weights: ExpertMatrices) -> Tensor:
+    """All experts in one call per matrix. The counts stay on the device, so the host does not wait."""
+    assert grouped_mm is not None
     gate, up, down = (matrix.transpose(-2, -1) for matrix in weights)
-    ends = counts.cumsum(0, dtype=torch.int32)
+    offsets = counts.cumsum(0, dtype=torch.int32)
     rows = rows.contiguous()
-    out: Tensor = GROUPED_MM(
-        F.silu(GROUPED_MM(rows, gate, offs=ends)) * GROUPED_MM(rows, up, offs=ends), down, offs=ends
-    )
+    hidden = F.silu(grouped_mm(rows, gate, offs=offsets)) * grouped_mm(rows, up, offs=offsets)
+    out: Tensor = grouped_mm(hidden, down, offs=offsets)
     if out.requires_grad:
-        out.register_hook(torch.Tensor.contiguous)  # the kernel refuses a gradient that is one number spread out
+        out.register_hook(torch.Tensor.contiguous)  # the kernel does not support an expanded gradient
     return out
 
 
-def looped_experts(rows: Tensor, counts: Tensor | Sequence[int], weights: Matrices) -> Tensor:
-    """Expert by expert. One without rows runs on none: its gradient is then zero, not missing."""
-    pieces = rows.split(counts.tolist() if isinstance(counts, Tensor) else list(counts))
-    each = zip(pieces, *(matrix.unbind() for matrix in weights), strict=True)
-    return torch.cat([F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down) for x, gate, up, down in each])
+def looped_experts(rows: Tensor, counts: Tensor | Sequence[int], weights: ExpertMatrices) -> Tensor:
+    """One expert after the other. An expert without rows runs on an empty tensor, so that its gradient is zero and not
+    missing.
+    """
+    rows_of_experts = rows.split(counts.tolist() if isinstance(counts, Tensor) else list(counts))
+    experts = zip(rows_of_experts, *(matrix.unbind() for matrix in weights), strict=True)
+    return torch.cat([F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down) for x, gate, up, down in experts])

@@ -1,6 +1,4 @@
-"""Initial weights as a pure function of (seed, parameter name, row block): the same on every layout, from the meta
-device.
-"""
+"""Initial weights as a pure function of (seed, parameter name, row block), so they do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -15,13 +13,13 @@ from meshwright.config import ModelConfig
 from meshwright.models.decoder import LanguageModel
 
 ROWS_PER_KEY = 1024
-"""Rows generated from one key: a rank that holds part of a matrix generates the blocks it needs, and no more."""
+"""Rows that one random generator produces. A rank generates only the row blocks that overlap its shard."""
 
 INIT_STD = 0.02
 
 
 def build_on_meta(config: ModelConfig, dtype: torch.dtype) -> LanguageModel:
-    """The language model without its weights, on the meta device."""
+    """The language model on the meta device, without weights."""
     with torch.device("meta"):
         return LanguageModel(config).to(dtype)
 
@@ -29,9 +27,9 @@ def build_on_meta(config: ModelConfig, dtype: torch.dtype) -> LanguageModel:
 def build_model(
     config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> LanguageModel:
-    """The language model with its initial weights, whole."""
+    """The full language model with its initial weights."""
     model = build_on_meta(config, dtype).to_empty(device=device)
-    if config.tie:  # to_empty gives each owner its own storage
+    if config.tie:  # to_empty allocates separate storage for each module
         model.tie()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         init_shard(tensor.detach(), name, tensor.shape, (0,) * tensor.ndim, config, seed)
@@ -41,12 +39,12 @@ def build_model(
 def init_shard(
     local: Tensor, name: str, shape: Sequence[int], offset: Sequence[int], config: ModelConfig, seed: int
 ) -> None:
-    """Writes into `local` the block of a parameter or buffer of this name and shape that begins at `offset`."""
+    """Initializes `local`, the shard at `offset` of a parameter or buffer with this name and full shape."""
     if "norm" in name.split(".")[-2]:
         local.fill_(1.0)
     elif name.endswith("router.bias"):
         local.zero_()
-    elif len(shape) == 3:  # one matrix an expert, each with a key of its own: a rank makes those it holds
+    elif len(shape) == 3:  # one matrix per expert, each with its own generator, so a rank generates only its experts
         for expert, matrix in enumerate(local, offset[0]):
             init_matrix_shard(matrix, f"{name}.{expert}", shape[1:], offset[1:], init_std(name, config), seed)
     else:
@@ -62,21 +60,23 @@ def init_matrix_shard(
     for start in range(first // ROWS_PER_KEY * ROWS_PER_KEY, end, ROWS_PER_KEY):
         stop = min(start + ROWS_PER_KEY, shape[0])
         rows = initial_rows(seed, name, shape, start, stop, std)
-        below, above = max(start, first), min(stop, end)
-        block = rows[below - start : above - start]
+        overlap_start, overlap_end = max(start, first), min(stop, end)
+        block = rows[overlap_start - start : overlap_end - start]
         for dim in range(1, len(shape)):
             block = block.narrow(dim, offset[dim], local.shape[dim])
-        local[below - first : above - first].copy_(block)
+        local[overlap_start - first : overlap_end - first].copy_(block)
 
 
 def init_std(name: str, config: ModelConfig) -> float:
-    """Projections back into the residual stream are smaller with depth, so that its variance stays of order one."""
-    back_into_residual = name.endswith(("attention.out.weight", "down.weight", "bank.down"))
-    return INIT_STD / math.sqrt(2 * config.layers) if back_into_residual else INIT_STD
+    """The standard deviation of a parameter. Projections into the residual stream shrink with depth, so that
+    its variance stays of order one.
+    """
+    into_residual = name.endswith(("attention.out.weight", "down.weight", "bank.down"))
+    return INIT_STD / math.sqrt(2 * config.layers) if into_residual else INIT_STD
 
 
 def initial_rows(seed: int, name: str, shape: Sequence[int], start: int, stop: int, std: float) -> Tensor:
-    """Rows [start, stop) of a parameter's initial value, in float32 on the CPU; start is a multiple of ROWS."""
+    """Rows [start, stop) of a parameter's initial value, in float32 on the CPU; start is a multiple of ROWS_PER_KEY."""
     digest = hashlib.sha256(f"{seed}/{name}/{start // ROWS_PER_KEY}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
     return torch.randn((stop - start, *shape[1:]), generator=generator) * std

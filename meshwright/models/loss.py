@@ -1,7 +1,7 @@
-"""The head and its loss, one module for every path: (hidden, labels) -> (sum of token losses, count of valid tokens).
+"""The head and its loss in one module: (hidden, labels) -> (sum of token losses, number of valid tokens).
 
-The sum is never divided here. The one normalisation, by the count of valid tokens of the whole global batch,
-is made in train/step.py, so that ranks and micro-steps with unequal masks weigh as one process would.
+The sum is not divided here. The step divides once, by the number of valid tokens of the global batch (trainer/step.py),
+so that ranks and micro-steps with different numbers of valid tokens are weighted as in one process.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from meshwright.config import IGNORE_INDEX
 
 
 class HeadLoss(nn.Module):
+    """The output projection and the cross-entropy loss."""
+
     def __init__(self, width: int, vocab: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab, width))

@@ -13,6 +13,7 @@ from meshwright.config import OptimizerConfig
 from meshwright.parallel.local_shard import LocalShard, local_shard, local_tensor
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
+from meshwright.torch_private import foreach_mul_, foreach_norm, foreach_zero_
 
 
 class AdamW:
@@ -101,7 +102,7 @@ class AdamW:
         counted = [gradient for gradient, counts in gradients if counts]
         square = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if counted:
-            square += torch.stack(torch._foreach_norm(counted)).double().square().sum()
+            square += torch.stack(foreach_norm(counted)).double().square().sum()
         return self.world.all_reduce(square, "gradient norm").wait().sqrt().to(self.shards[0].local.dtype)
 
     def update(self, lr: float, norm: Tensor, scale: Tensor, finite: Tensor) -> None:
@@ -130,7 +131,7 @@ class AdamW:
 
     def _divide(self, divisor: Tensor) -> None:
         if gradients := [p.grad for p in self.local_parameters if p.grad is not None]:
-            torch._foreach_mul_(gradients, 1.0 / divisor)
+            foreach_mul_(gradients, 1.0 / divisor)
 
     def _attach_gradients(self) -> None:
         """Gives each local parameter the local shard of its parameter's gradient, in CPU memory if offloaded."""
@@ -142,7 +143,7 @@ class AdamW:
     def zero_grad(self, in_place: bool = False) -> None:
         """Frees the gradients, or fills them with zeros in place."""
         if in_place:
-            torch._foreach_zero_([p.grad for p in self.parameters if p.grad is not None])
+            foreach_zero_([p.grad for p in self.parameters if p.grad is not None])
             return
         self.adamw.zero_grad(set_to_none=True)
         for parameter in self.parameters:

@@ -1,4 +1,4 @@
-"""All-to-all with a gradient: its backward is the same the other way round. torch's own loses the graph."""
+"""A differentiable all-to-all, whose backward swaps the split sizes. torch's own all-to-all has no backward."""
 
 from __future__ import annotations
 
@@ -9,32 +9,38 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Splits = list[int] | None
-"""How many rows each rank gets or gives; None: equally many."""
+SplitSizes = list[int] | None
+"""Rows per rank; None: the same number for every rank."""
 
 
-def all_to_all(rows: Tensor, group: dist.ProcessGroup, going: Splits = None, coming: Splits = None) -> Tensor:
-    """Sends the first rows to the group's first rank and so on; gives what came, in the order of ranks. Every rank of
-    the group must call it, forward and backward, also one that has nothing to send.
+def all_to_all(
+    rows: Tensor, group: dist.ProcessGroup, send_sizes: SplitSizes = None, receive_sizes: SplitSizes = None
+) -> Tensor:
+    """Sends the first rows to the group's first rank and so on, and returns the received rows in rank order. Every rank
+    of the group must call it, forward and backward, even with no rows to send.
     """
-    came: Tensor = AllToAllFunction.apply(rows, group, going, coming)  # type: ignore[no-untyped-call]
-    return came
+    received: Tensor = AllToAllFunction.apply(rows, group, send_sizes, receive_sizes)  # type: ignore[no-untyped-call]
+    return received
 
 
 class AllToAllFunction(torch.autograd.Function):
+    """The autograd function of `all_to_all`."""
+
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup, going: Splits, coming: Splits) -> Tensor:
-        ctx.way = group, going, coming
-        return sent(rows, group, going, coming)
+    def forward(
+        ctx: Any, rows: Tensor, group: dist.ProcessGroup, send_sizes: SplitSizes, receive_sizes: SplitSizes
+    ) -> Tensor:
+        ctx.exchange = group, send_sizes, receive_sizes
+        return exchange_rows(rows, group, send_sizes, receive_sizes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        group, going, coming = ctx.way
-        return sent(gradient, group, coming, going), None, None, None
+        group, send_sizes, receive_sizes = ctx.exchange
+        return exchange_rows(gradient, group, receive_sizes, send_sizes), None, None, None
 
 
-def sent(rows: Tensor, group: dist.ProcessGroup, going: Splits, coming: Splits) -> Tensor:
-    came = rows.new_empty(len(rows) if coming is None else sum(coming), *rows.shape[1:])
-    dist.all_to_all_single(came, rows.contiguous(), coming, going, group=group)
-    return came
+def exchange_rows(rows: Tensor, group: dist.ProcessGroup, send_sizes: SplitSizes, receive_sizes: SplitSizes) -> Tensor:
+    received = rows.new_empty(len(rows) if receive_sizes is None else sum(receive_sizes), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), receive_sizes, send_sizes, group=group)
+    return received

@@ -1,4 +1,4 @@
-"""Weights for a model on the meta device, made module by module, each rank its own blocks alone."""
+"""Allocates and initializes a model that was built on the meta device, module by module, only local shards."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from meshwright.errors import ConfigError
 from meshwright.parallel.local_shard import LocalShard, local_shard
 from meshwright.parallel.parallel_spec import parameter_owners
 
 Fill = Callable[[LocalShard, str], None]
-"""Writes into a block what a parameter or buffer of this name holds there."""
+"""Writes the initial values of the parameter or buffer of this name into a local shard."""
 
 
 class Materializer:
-    """Memory for modules one by one (`ready`), then what it holds (`fill`), once each rank has its own rows alone."""
+    """Allocates modules one by one (`allocate`) and writes their values (`initialize`) once they are sharded."""
 
     def __init__(self, model: nn.Module, fill: Fill | None, device: torch.device) -> None:
         self.model, self.fill_shard, self.device = model, fill, device
         self.copied_from: dict[str, str] = {}
-        """parameters that begin with what another one holds"""
+        """parameters that start with the values of another parameter"""
 
     def allocate(self, module: nn.Module) -> None:
-        made: dict[int, nn.Parameter] = {}
+        """Replaces meta parameters and buffers by empty ones on the device."""
+        allocated: dict[int, nn.Parameter] = {}
         for owner, name, parameter in parameter_owners(module):
             if parameter.is_meta:
-                if id(parameter) not in made:  # a shared parameter stays shared
-                    real = torch.empty_like(parameter, device=self.device)
-                    made[id(parameter)] = nn.Parameter(real, parameter.requires_grad)
-                owner._parameters[name] = made[id(parameter)]
+                if id(parameter) not in allocated:  # a shared parameter stays shared
+                    empty = torch.empty_like(parameter, device=self.device)
+                    allocated[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+                owner._parameters[name] = allocated[id(parameter)]
         for owner in module.modules():
             for name, buffer in owner._buffers.items():
                 if buffer is not None and buffer.is_meta:
@@ -37,7 +39,7 @@ class Materializer:
 
     @torch.no_grad()
     def initialize(self, module: nn.Module) -> None:
-        """A module of the model, under the names of the whole."""
+        """Initializes the local shards of a submodule, by their names in the full model."""
         if self.fill_shard is not None:
             names = {id(tensor): name for name, tensor in named_tensors(self.model)}
             for _, tensor in named_tensors(module):
@@ -46,5 +48,16 @@ class Materializer:
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of a module."""
     yield from module.named_parameters()
     yield from module.named_buffers()
+
+
+def require_materialized(model: nn.Module) -> None:
+    """Raises a ConfigError for a user's model on the meta device; only the built-in decoder is initialized by shard."""
+    on_meta = [name for name, tensor in named_tensors(model) if tensor.is_meta]
+    if on_meta:
+        raise ConfigError(
+            f"the model is on the meta device ({on_meta[0]} and {len(on_meta) - 1} more tensors), and has no values",
+            'try model.to_empty(device="cpu") and initialize its parameters before train(model=...)',
+        )

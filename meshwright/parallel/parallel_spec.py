@@ -1,4 +1,4 @@
-"""What a layout must know of a model: its blocks, what lies at its ends, and how its matrices are cut."""
+"""ParallelSpec: what parallelism needs to know of a model: its blocks, the modules around them, and its TP plan."""
 
 from __future__ import annotations
 
@@ -13,94 +13,103 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from meshwright.errors import ConfigError
 
 
-def no_cuts() -> Mapping[str, ParallelStyle]:
+def empty_tp_plan() -> Mapping[str, ParallelStyle]:
     return {}
 
 
 @dataclass(frozen=True)
 class ParallelSpec:
-    """A model of your own brings one of these to be sharded or cut: `train(config, model=..., loss=..., parts=...)`.
+    """How a user's model is parallelized: `train(config, model=..., loss=..., parallel_spec=ParallelSpec(...))`.
 
-    Names are of modules as `named_modules` gives them, `*` standing for anything.
+    Names are those of `model.named_modules()`; `*` matches anything within one level.
     """
 
     blocks: str
-    """the repeated blocks: gathered, recomputed and compiled one by one"""
+    """the repeated blocks, such as `layers.*`: each is one FSDP unit, checkpointed and compiled by itself"""
     outer_modules: tuple[tuple[str, ...], ...] = ()
-    """what else is gathered together, in groups; the rest is gathered for the whole pass"""
-    tp_plan: Callable[[], Mapping[str, ParallelStyle]] = field(default=no_cuts)
-    """for the tensor axis: module -> torch's style of cutting it. Every rank of the axis must come to the same loss"""
+    """modules before and after the blocks, in groups: each group is one FSDP unit. All other parameters belong to the
+    root unit, which stays unsharded during the whole pass
+    """
+    tp_plan: Callable[[], Mapping[str, ParallelStyle]] = field(default=empty_tp_plan)
+    """for tensor parallelism: returns the plan of `torch.distributed.tensor.parallel.parallelize_module`, module ->
+    ParallelStyle. All tensor-parallel ranks must compute the same loss
+    """
 
     def under_objective(self) -> ParallelSpec:
-        """The same, seen from the module that holds the model beside its loss."""
-        ends = tuple(tuple(f"model.{name}" for name in group) for group in self.outer_modules)
-        cuts = self.tp_plan
+        """The same spec for the module that contains the model as `model`, beside its loss."""
+        groups = tuple(tuple(f"model.{name}" for name in group) for group in self.outer_modules)
+        tp_plan = self.tp_plan
         return ParallelSpec(
-            f"model.{self.blocks}", ends, lambda: {f"model.{name}": style for name, style in cuts().items()}
+            f"model.{self.blocks}", groups, lambda: {f"model.{name}": style for name, style in tp_plan().items()}
         )
 
     def restricted_to(self, model: nn.Module) -> ParallelSpec:
-        """The same of a model of which only a part is left."""
-        ends = (tuple(name for name in group if find_modules(model, name)) for group in self.outer_modules)
-        cuts = {name: style for name, style in self.tp_plan().items() if find_modules(model, name)}
-        return ParallelSpec(self.blocks, tuple(group for group in ends if group), lambda: cuts)
+        """The same spec without the modules that a pipeline rank does not have."""
+        groups = (tuple(name for name in group if find_modules(model, name)) for group in self.outer_modules)
+        tp_plan = {name: style for name, style in self.tp_plan().items() if find_modules(model, name)}
+        return ParallelSpec(self.blocks, tuple(group for group in groups if group), lambda: tp_plan)
 
 
-def find_blocks(model: nn.Module, parts: ParallelSpec) -> list[nn.Module]:
-    found = find_modules(model, parts.blocks)
-    if not found:
+def find_blocks(model: nn.Module, spec: ParallelSpec) -> list[nn.Module]:
+    blocks = find_modules(model, spec.blocks)
+    if not blocks:
         raise ConfigError(
-            f"no module of the model is called {parts.blocks}", "allowed: the name of its blocks, such as layers.*"
+            f"ParallelSpec.blocks = {spec.blocks} matches no module of the model",
+            "expected the name of its blocks, such as layers.*",
         )
-    return found
+    return blocks
 
 
 def find_modules(model: nn.Module, pattern: str) -> list[nn.Module]:
     depth = pattern.count(".")
-    everywhere = model.named_modules(remove_duplicate=False)
-    found = [module for name, module in everywhere if name.count(".") == depth and fnmatchcase(name, pattern)]
-    return list(dict.fromkeys(found))  # a module may stand in several places
+    modules = model.named_modules(remove_duplicate=False)
+    matches = [module for name, module in modules if name.count(".") == depth and fnmatchcase(name, pattern)]
+    return list(dict.fromkeys(matches))  # a module may have several names
 
 
 Unit = list[nn.Module]
+"""Modules that form one FSDP unit."""
 
 
-def fsdp_units(model: nn.Module, parts: ParallelSpec) -> tuple[list[Unit], Unit | None]:
-    """(what is gathered together, in the order of use; the one of them that leads into the blocks). An end that shares
-    a parameter with anything is left to the whole: FSDP2 would take the gradient of one use for the whole gradient.
+def fsdp_units(model: nn.Module, spec: ParallelSpec) -> tuple[list[Unit], Unit | None]:
+    """(all FSDP units in the order of use, the unit that precedes the blocks if there is one).
+
+    Outer modules that share a parameter with other modules are left to the root unit: FSDP2 would take the gradient of
+    one use for the full gradient.
     """
-    ends = [require_modules(model, group) for group in parts.outer_modules]
-    blocks = [[block] for block in find_blocks(model, parts)]
-    held = Counter(id(p) for _, _, p in parameter_owners(model))
-    shared = {parameter for parameter, places in held.items() if places > 1}
-    apart = [end for end in ends if not parameter_ids(end) & shared]
-    if any(parameter_ids(end) & parameter_ids(block) for end in ends for block in blocks):
+    outer_units = [require_modules(model, group) for group in spec.outer_modules]
+    blocks = [[block] for block in find_blocks(model, spec)]
+    uses = Counter(id(parameter) for _, _, parameter in parameter_owners(model))
+    shared = {parameter for parameter, count in uses.items() if count > 1}
+    if any(parameter_ids(unit) & parameter_ids(block) for unit in outer_units for block in blocks):
         raise ConfigError(
-            "ParallelSpec.ends names a block, or a part of one", "allowed: what lies outside of the blocks"
+            "ParallelSpec.outer_modules contains a block, or a module of one", "expected modules outside of the blocks"
         )
-    leading = ends[0] if ends and ends[0] in apart else None
     for block in blocks:
-        inside = Counter(id(p) for _, _, p in parameter_owners(block[0]))
-        places = sum(module is block[0] for _, module in model.named_modules(remove_duplicate=False))
-        if any(inside[parameter] * places < held[parameter] for parameter in inside):
+        uses_inside = Counter(id(parameter) for _, _, parameter in parameter_owners(block[0]))
+        names_of_block = sum(module is block[0] for _, module in model.named_modules(remove_duplicate=False))
+        if any(uses_inside[parameter] * names_of_block < uses[parameter] for parameter in uses_inside):
             raise ConfigError(
-                "a block of the model shares a parameter with another part and cannot be gathered by itself",
-                "allowed: parameters shared outside of the blocks, or within one",
+                "a block of the model shares a parameter with another module, so it cannot be an FSDP unit",
+                "try to share parameters only outside of the blocks, or within one block",
             )
     if any(parameter.ndim == 0 for parameter in model.parameters()):
         raise ConfigError(
-            "a parameter of the model is a single number, which has no rows to divide", "allowed: shape (1,)"
+            "a parameter of the model is a scalar, which FSDP2 cannot shard", "try to give it the shape (1,)"
         )
-    return ([leading] if leading else []) + blocks + [end for end in apart if end is not leading], leading
+    separate = [unit for unit in outer_units if not parameter_ids(unit) & shared]
+    first = outer_units[0] if outer_units and outer_units[0] in separate else None
+    return ([first] if first else []) + blocks + [unit for unit in separate if unit is not first], first
 
 
 def require_modules(model: nn.Module, names: tuple[str, ...]) -> Unit:
-    found = [(name, find_modules(model, name)) for name in names]
-    if missing := [name.removeprefix("model.") for name, modules in found if not modules]:
+    """The modules of these names; a name that matches none is a ConfigError."""
+    matches = [(name, find_modules(model, name)) for name in names]
+    if missing := [name.removeprefix("model.") for name, modules in matches if not modules]:
         raise ConfigError(
-            f"no module of the model is called {missing[0]}, as ParallelSpec says", "allowed: names of modules"
+            f"ParallelSpec names {missing[0]}, and the model has no such module", "expected names of named_modules()"
         )
-    return [module for _, modules in found for module in modules]
+    return [module for _, modules in matches for module in modules]
 
 
 def parameter_ids(modules: list[nn.Module]) -> set[int]:
@@ -108,7 +117,7 @@ def parameter_ids(modules: list[nn.Module]) -> set[int]:
 
 
 def parameter_owners(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Every place that holds a parameter; one that is shared comes more than once."""
+    """(module, attribute, parameter) of every use of a parameter; a shared parameter comes more than once."""
     for _, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module._parameters.items():
             if parameter is not None:

@@ -1,14 +1,14 @@
-"""The one order in which the axes are applied to a model. Read from top to bottom; there is no other.
+"""The one order in which the axes of parallelism are applied to a model.
 
-1. pipeline   a rank lets go of all blocks but those of its own stages
-2. tensor     matrices become DTensors: whatever comes later sees a rank's own part of them
-3. expert     a rank keeps its own experts, and tokens travel to theirs
-4. context    attention and positions are those of a piece of each sequence
-5. recompute  wraps each block's own forward: its collectives over tensor and context are inside, those of shard outside
-6. compile    each block's forward, recomputation included: one graph serves all blocks
-7. weights    on the meta device until here: memory comes unit by unit, content once a rank has its own rows alone
-8. shard      FSDP2 over those that see other tokens: gathers around what 2 to 6 made, each stage by itself
-   replicate  or, where copies are all there is, DDP
+1. pipeline              keep only the blocks of this rank's stages
+2. tensor                shard weight matrices as DTensors; all later steps see local shards
+3. expert                keep this rank's experts; tokens travel to theirs by all-to-all
+4. context               attention and positions of sequence chunks
+5. activation checkpoint wrap each block's forward: tensor and context collectives are recomputed, FSDP2's are not
+6. compile               each block's forward, recomputation included
+7. materialize           the model is on the meta device until here: allocate unit by unit, initialize local shards only
+8. data parallel         FSDP2 over the ranks that process different tokens, for each stage separately;
+                         DDP if every rank has a full replica
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import nn
 
 from meshwright.config import DDPConfig, RunConfig
 from meshwright.errors import ConfigError
 from meshwright.parallel.activation_checkpoint import apply_activation_checkpointing
-from meshwright.parallel.context_parallel.sequence_chunks import apply_context_parallel, local_chunk
+from meshwright.parallel.compile import apply_compile
+from meshwright.parallel.context_parallel.context_parallel import apply_context_parallel
+from meshwright.parallel.context_parallel.sequence_chunks import local_chunk
 from meshwright.parallel.data_parallel.ddp import DDPModel
 from meshwright.parallel.data_parallel.fsdp import FSDPModel
 from meshwright.parallel.expert_parallel import apply_expert_parallel
 from meshwright.parallel.materialize import Fill, Materializer
 from meshwright.parallel.mesh import Meshes, build_meshes
 from meshwright.parallel.parallel_model import ParallelModel
-from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks
+from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.pipeline_parallel.pipeline_model import PipelineModel
 from meshwright.parallel.pipeline_parallel.stages import (
     TIED_COPIES,
@@ -51,91 +52,98 @@ def parallelize(
     config: RunConfig,
     layout: Layout,
     world: World,
-    parts: ParallelSpec | None,
+    spec: ParallelSpec | None,
     fill: Fill | None = None,
     *,
     plan: StagePlan | None = None,
-    copies: DDPFactory = DDPModel,
+    ddp: DDPFactory = DDPModel,
 ) -> ParallelModel:
-    """The model spread over the layout's mesh. `fill` gives weights to a model that comes on the meta device; `parts`
-    may be missing where nothing asks for them. `plan` is a pipeline's where the model has other blocks than the config
-    says, and `copies` what takes the place of DDP where nothing is computed.
+    """Applies every axis of the layout to a model.
+
+    `spec` may be None if no setting needs it. `fill` initializes a model that is on the meta device. The simulator
+    passes `plan` for a model with fewer blocks than the config has, and `ddp` to replace DDP.
     """
     meshes = build_meshes(layout, world.device.type, experts=bool(config.model.experts) and fill is not None)
-    parts = require_spec(parts, layout, config)
+    spec = require_spec(spec, layout, config)
     if plan is None and layout.pipeline > 1:
         plan = stage_plan(config, layout, world.rank)
     if plan is not None:
         prune_to_stages(model, plan)
-        parts = parts.restricted_to(model)
-    if tensor := meshes.submesh("tensor"):
-        apply_tensor_parallel(model, parts, tensor)
+        spec = spec.restricted_to(model)
+    if tensor_mesh := meshes.submesh("tensor"):
+        apply_tensor_parallel(model, spec, tensor_mesh)
     apply_expert_parallel(model, meshes)
-    pieces = (
-        apply_context_parallel(model, meshes.context_group, config.context.method)
-        if meshes.context_group is not None
-        else None
-    )
-    apply_activation_checkpointing(model, parts, config.activation_checkpoint)
+    chunks = None
+    if meshes.context_group is not None:
+        chunks = apply_context_parallel(model, meshes.context_group, config.context.method)
+    apply_activation_checkpointing(model, spec, config.activation_checkpoint)
     if config.compile.enabled:
-        for block in find_blocks(model, parts):
-            block.forward = torch.compile(block.forward)
-    weights = Materializer(model, fill, world.device)
-    among = partial(
-        apply_data_parallel, config=config, layout=layout, world=world, meshes=meshes, weights=weights, copies=copies
+        apply_compile(model, spec)
+    materializer = Materializer(model, fill, world.device)
+    data_parallel = partial(
+        apply_data_parallel,
+        config=config,
+        layout=layout,
+        world=world,
+        meshes=meshes,
+        materializer=materializer,
+        ddp=ddp,
     )
     if plan is None:
-        spread = among(model, parts)
+        parallel_model = data_parallel(model, spec)
     else:
-        weights.copied_from |= TIED_COPIES if config.model.tie else {}
-        stages = {index: among(stage, stage_parallel_spec(stage)) for index, stage in build_stages(model, plan).items()}
-        spread = PipelineModel(model, stages, plan, meshes, world.device, tied=config.model.tie)
-    spread.meshes = meshes
-    if pieces is not None or plan is not None:
-        spread.shard_inputs = partial(local_chunk, pieces=pieces, separator=config.model.separator)
-    return spread
+        materializer.copied_from |= TIED_COPIES if config.model.tie else {}
+        stages = {i: data_parallel(stage, stage_parallel_spec(stage)) for i, stage in build_stages(model, plan).items()}
+        parallel_model = PipelineModel(model, stages, plan, meshes, world.device, tied=config.model.tie)
+    parallel_model.meshes = meshes
+    if chunks is not None or plan is not None:
+        parallel_model.shard_inputs = partial(local_chunk, chunks=chunks, separator=config.model.separator)
+    return parallel_model
 
 
 def apply_data_parallel(
     module: nn.Module,
-    parts: ParallelSpec,
+    spec: ParallelSpec,
     config: RunConfig,
     layout: Layout,
     world: World,
     meshes: Meshes,
-    weights: Materializer,
-    copies: DDPFactory,
+    materializer: Materializer,
+    ddp: DDPFactory,
 ) -> ParallelModel:
-    """A module, or a stage, whose copies see other tokens."""
-    others = layout.data_degree * layout.context > 1
-    if others and meshes.dense_mesh is not None:
-        spread = FSDPModel(module, parts, config, meshes, weights.allocate)
-        weights.initialize(module)
-        return spread
-    weights.allocate(module)
-    weights.initialize(module)
-    return copies(module, config.ddp, world) if others else ParallelModel(module)
+    """Wraps a model or a pipeline stage by FSDP2 or DDP, or by neither if no other rank processes different tokens."""
+    different_tokens = layout.data_degree * layout.context > 1
+    if different_tokens and meshes.dense_mesh is not None:
+        parallel_model = FSDPModel(module, spec, config, meshes, materializer.allocate)
+        materializer.initialize(module)
+        return parallel_model
+    materializer.allocate(module)
+    materializer.initialize(module)
+    return ddp(module, config.ddp, world) if different_tokens else ParallelModel(module)
 
 
-def require_spec(parts: ParallelSpec | None, layout: Layout, config: RunConfig) -> ParallelSpec:
-    """Refuses to guess the blocks of a model, where a guess could gather the whole of it at once."""
-    if layout.tensor > 1 and parts is not None and not parts.tp_plan():
-        raise ConfigError(
-            "layout.tensor > 1 and ParallelSpec.cuts says nothing of how to cut", "allowed: layout.tensor = 1"
-        )
-    if parts is not None:
-        return parts
-    asked = {
+def require_spec(spec: ParallelSpec | None, layout: Layout, config: RunConfig) -> ParallelSpec:
+    """The ParallelSpec of a user's model. Raises a ConfigError if a setting needs one and there is none: a wrong
+    guess of the blocks could unshard the whole model at once.
+    """
+    if spec is not None:
+        if layout.tensor > 1 and not spec.tp_plan():
+            raise ConfigError(
+                f"layout.tensor = {layout.tensor} needs a tensor-parallel plan, and ParallelSpec.tp_plan is empty",
+                "try layout.tensor = 1, or ParallelSpec(..., tp_plan=lambda: {...})",
+            )
+        return spec
+    works_by_block = {
         f"layout.shard = {config.layout.shard}": layout.shard > 1,
         f"layout.tensor = {layout.tensor}": layout.tensor > 1,
         f"activation_checkpoint.mode = {config.activation_checkpoint.mode}": config.activation_checkpoint.mode
         != "none",
         "compile.enabled = true": config.compile.enabled,
     }
-    for what, yes in asked.items():
-        if yes:
+    for setting, is_set in works_by_block.items():
+        if is_set:
             raise ConfigError(
-                f"{what} works block by block, and nothing says which the blocks of your model are",
-                'allowed: train(config, model=..., loss=..., parallel_spec=ParallelSpec(blocks="layers.*"))',
+                f"{setting} works block by block, and no ParallelSpec names the blocks of the model",
+                'try train(config, model=..., loss=..., parallel_spec=ParallelSpec(blocks="layers.*"))',
             )
     return ParallelSpec(blocks="")

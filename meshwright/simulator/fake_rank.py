@@ -124,7 +124,7 @@ def parallelize_fake_model(
         Materializer(model, None, world.device).allocate(model)
     plan = shrink_stages(stage_plan(config, layout, world.rank), size) if layout.pipeline > 1 else None
     spec = decoder_parallel_spec(config.model)
-    parallel_model = parallelize(model, config, layout, world, spec, skip_init, plan=plan, copies=FakeDDP)
+    parallel_model = parallelize(model, config, layout, world, spec, skip_init, plan=plan, ddp=FakeDDP)
     route_uniformly(parallel_model.module)
     return parallel_model
 

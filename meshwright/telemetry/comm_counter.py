@@ -10,11 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.topology.collectives import find_collective, wire_bytes
+from meshwright.torch_private import OpOverload, TorchDispatchMode, resolve_process_group
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 RECEIVES = ("recv", "irecv")
@@ -111,7 +109,7 @@ def group_of(func: OpOverload, args: tuple[Any, ...]) -> dist.ProcessGroup:
     """Operators of c10d carry the group as a script object; functional ones carry its name, or the group itself."""
     group = args[group_index(func) or 0]
     if isinstance(group, str):
-        return _resolve_process_group(group)  # type: ignore[arg-type]
+        return resolve_process_group(group)
     return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
 

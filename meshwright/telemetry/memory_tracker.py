@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch._ops import OpOverload
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.telemetry.comm_counter import collective_of, has_wrappers, tensors_in
+from meshwright.torch_private import OpOverload, TorchDispatchMode
 
 KINDS = ("parameter", "gradient", "optimizer", "buffer", "activation", "communication", "temporary")
 UNINITIALIZED = "fresh"

@@ -15,7 +15,8 @@ from meshwright.parallel.context_parallel.blockwise_attention import (
     merge_result,
     uses_flash_kernel,
 )
-from meshwright.parallel.context_parallel.sequence_chunks import SequenceChunks, visible_slices
+from meshwright.parallel.context_parallel.ring_attention import visible_slices
+from meshwright.parallel.context_parallel.sequence_chunks import SequenceChunks
 
 BATCH, HEADS, SIZE = 2, 4, 8
 DOCUMENTS = {

@@ -17,14 +17,10 @@ from meshwright.errors import ConfigError
 from meshwright.models.decoder import CoreAttention, document_ids
 from meshwright.models.init import build_model
 from meshwright.parallel.activation_checkpoint import apply_activation_checkpointing
-from meshwright.parallel.context_parallel.sequence_chunks import (
-    AllToAllAttention,
-    RingAttention,
-    SequenceChunks,
-    apply_context_parallel,
-    local_chunk,
-    visible_slices,
-)
+from meshwright.parallel.context_parallel.all_to_all_attention import AllToAllAttention
+from meshwright.parallel.context_parallel.context_parallel import apply_context_parallel
+from meshwright.parallel.context_parallel.ring_attention import RingAttention, visible_slices
+from meshwright.parallel.context_parallel.sequence_chunks import SequenceChunks, local_chunk
 from meshwright.parallel.tensor_parallel import apply_tensor_parallel, decoder_parallel_spec, reduce_partial_gradients
 from meshwright.telemetry.comm_counter import CollectiveTotal, CommCounter
 from meshwright.telemetry.memory_tracker import MemoryTracker
@@ -78,7 +74,7 @@ def test_a_ring_pairs_an_early_chunk_with_a_late_one():
 
 
 def test_a_sequence_that_does_not_divide_is_refused():
-    with pytest.raises(ConfigError, match="12 tokens does not divide into 8 equal chunks"):
+    with pytest.raises(ConfigError, match="12 tokens does not divide into 8 chunks of equal size"):
         SequenceChunks("ring", 4, 0).positions(12)
     assert len(SequenceChunks("all-to-all", 4, 0).positions(12)) == 3
 

@@ -15,7 +15,7 @@ from meshwright.models.expert_weights import ExpertWeights
 from meshwright.models.experts import Router
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel import all_to_all, expert_parallel, parallelize
-from meshwright.parallel.context_parallel import sequence_chunks
+from meshwright.parallel.context_parallel import ring_attention, sequence_chunks
 from meshwright.parallel.context_parallel.blockwise_attention import AttentionMask
 from meshwright.parallel.data_parallel import fsdp
 from meshwright.parallel.data_parallel.ddp import DDPModel
@@ -82,9 +82,9 @@ def the_ring_takes_one_ranks_keys_for_anothers(patch):
         coming = torch.empty_like(tensor)
         send = dist.P2POp(dist.isend, tensor, group=self.group, tag=tag, group_peer=(rank - 1) % ranks)
         receive = dist.P2POp(dist.irecv, coming, group=self.group, tag=tag, group_peer=(rank + 1) % ranks)
-        return sequence_chunks.PendingTransfer(tensor, coming, dist.batch_isend_irecv([send, receive]))
+        return ring_attention.PendingTransfer(tensor, coming, dist.batch_isend_irecv([send, receive]))
 
-    patch.setattr(sequence_chunks.Ring, "send_to_next", wrong)
+    patch.setattr(ring_attention.Ring, "send_to_next", wrong)
 
 
 @fault(RING, "loss of step 0", PIECES)
@@ -93,12 +93,12 @@ def the_causal_mask_is_off_by_a_chunk(patch):
         rows, columns = right(rank, source, tokens)
         return rows, slice(None) if source < rank else columns
 
-    wrap(patch, sequence_chunks, "visible_slices", wrong)
+    wrap(patch, ring_attention, "visible_slices", wrong)
 
 
 @fault(RING, "loss of step 0", PIECES, proofs=(TIED,))
 def the_ring_forgets_documents(patch):
-    patch.setattr(sequence_chunks.Ring, "mask", lambda self, source, *_: AttentionMask(source == self.chunks.rank))
+    patch.setattr(ring_attention.Ring, "mask", lambda self, source, *_: AttentionMask(source == self.chunks.rank))
 
 
 @fault(HEADS, "loss of step 0", PIECES, proofs=(TIED,))
@@ -134,11 +134,11 @@ def a_label_is_lost_at_every_cut(patch):
 @fault(RING, "gradient of decoder.embedding", HOME)
 def gradients_of_keys_do_not_come_home(patch):
     def wrong(right, self, tensor, tag):
-        if tag == sequence_chunks.KEYS:
+        if tag == ring_attention.KEYS:
             return right(self, tensor, tag)
-        return sequence_chunks.PendingTransfer(tensor, torch.zeros_like(tensor), [])
+        return ring_attention.PendingTransfer(tensor, torch.zeros_like(tensor), [])
 
-    wrap(patch, sequence_chunks.Ring, "send_to_next", wrong)
+    wrap(patch, ring_attention.Ring, "send_to_next", wrong)
 
 
 @fault(HEADS, "gradient of decoder.embedding", THROUGH)
@@ -203,19 +203,19 @@ def rows_are_not_put_back_in_order(patch):
 
 @fault(EXPERTS, "gradient of decoder.embedding", ROWS_BACK)
 def an_exchange_of_rows_has_no_backward(patch):
-    travels(patch, there=all_to_all.sent)
+    travels(patch, there=all_to_all.exchange_rows)
 
 
 @fault(EXPERTS, "loss of step 0", ROWS)
 def counts_of_the_ranks_are_taken_for_each_others(patch):
     """As many rows, from ranks in another order."""
-    right = all_to_all.sent
+    right = all_to_all.exchange_rows
 
     def wrong(rows, group, going, coming):
         came = right(rows, group, going, coming)
         return torch.cat(came.split(coming)[::-1])
 
-    patch.setattr(all_to_all, "sent", wrong)
+    patch.setattr(all_to_all, "exchange_rows", wrong)
 
 
 # Experts' gradients.

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from meshwright.launch.ranks import FOLDER_PREFIX, remove_stale_folders
-from meshwright.parallel.context_parallel.sequence_chunks import PendingTransfer
+from meshwright.parallel.context_parallel.ring_attention import PendingTransfer
 from meshwright.recover.watchdog import (
     STRAGGLER_WINDOW,
     Watchdog,

@@ -1,1 +1,1 @@
-"""Context parallelism: each rank computes a chunk of every sequence."""
+"""Context parallelism: sequence chunks on each rank, ring attention and all-to-all attention."""
