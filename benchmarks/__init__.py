@@ -1,1 +1,1 @@
-"""What Meshwright costs beside its peers, measured in the same run on the same machine."""
+"""Benchmarks: the cost of Meshwright relative to its peers, measured in the same run on the same machine."""

@@ -1,4 +1,4 @@
-"""Runs the benchmarks: one JSON object on standard output and in bench.json, progress on standard error."""
+"""Runs the benchmarks. The result is one JSON object on standard output and in bench.json; progress is on stderr."""
 
 from __future__ import annotations
 
@@ -14,36 +14,38 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import checkpoint, layouts, pipeline, recovery, sampler, throughput, zero
-from benchmarks.throughput import PLAIN
+from benchmarks.throughput import TORCH
 
 RESULT = Path("bench.json")
 PACKAGES = ("meshwright", "torch", "numpy", "xxhash", "accelerate", "lightning-fabric", "torchdata")
-PARTS = ("throughput", "layouts", "zero", "pipeline", "sampler", "checkpoint", "recovery")
+BENCHMARKS = ("throughput", "layouts", "zero", "pipeline", "sampler", "checkpoint", "recovery")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
-    parser.add_argument("--rounds", type=int, default=120, help="rounds of the throughput, each a step of every loop")
-    words = parser.parse_args()
-    if words.rounds < 1:
-        parser.error("--rounds: allowed: at least 1")
-    warnings.simplefilter("ignore")  # what peers say of themselves is no result
+    parser.add_argument("--only", choices=BENCHMARKS, nargs="+", default=BENCHMARKS)
+    parser.add_argument(
+        "--rounds", type=int, default=120, help="rounds of the throughput benchmark, each with one step of every loop"
+    )
+    args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error("--rounds: expected at least 1")
+    warnings.simplefilter("ignore")  # warnings of the peers are not results
     start = time.monotonic()
     result: dict[str, Any] = {"machine": machine()}
-    if "throughput" in words.only:
-        result["throughput"] = throughput.measure(words.rounds)
-    if "layouts" in words.only:
+    if "throughput" in args.only:
+        result["throughput"] = throughput.measure(args.rounds)
+    if "layouts" in args.only:
         result["layouts"] = layouts.measure()
-    if "zero" in words.only:
+    if "zero" in args.only:
         result["zero"] = zero.measure()
-    if "pipeline" in words.only:
+    if "pipeline" in args.only:
         result["pipeline"] = pipeline.measure()
-    if "sampler" in words.only:
+    if "sampler" in args.only:
         result["sampler"] = sampler.measure()
-    if "checkpoint" in words.only:
+    if "checkpoint" in args.only:
         result["checkpoint"] = checkpoint.measure()
-    if "recovery" in words.only:
+    if "recovery" in args.only:
         result["recovery"] = recovery.measure()
     result["targets"] = targets(result)
     result["machine"] |= {"load_at_end": round(os.getloadavg()[0], 2), "seconds": round(time.monotonic() - start, 1)}
@@ -56,7 +58,7 @@ def main() -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on. A load above zero at the start was somebody else's."""
+    """What the results depend on. A load above zero at the start comes from other processes."""
     return {
         "platform": platform.platform(),
         "processor": processor(),
@@ -84,45 +86,48 @@ def version(package: str) -> str | None:
 
 
 def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each target with its value; what was not measured has none."""
+    """Each target with its measured value, or None if it was not measured."""
     rows: list[dict[str, Any]] = []
     if "throughput" in result:
-        for peer, least in throughput.TARGETS.items():
-            compared = result["throughput"]["ratio_to"][peer]
-            value = compared["median"] if compared else None
-            rows.append(target(f"throughput / {peer}", value, least, ">="))
+        for peer, minimum in throughput.TARGETS.items():
+            ratio = result["throughput"]["ratio_to"][peer]
+            value = ratio["median"] if ratio else None
+            rows.append(target(f"throughput / {peer}", value, minimum, ">="))
     if "layouts" in result:
-        for name, one in result["layouts"]["layouts"].items():
-            rows.append(target(f"layout / {PLAIN}, {name}", one["ratio_to_plain"]["median"], layouts.LEAST, ">="))
+        for name, row in result["layouts"]["layouts"].items():
+            value = row["ratio_to_torch"]["median"]
+            rows.append(target(f"layout / {TORCH}, {name}", value, layouts.MIN_RATIO, ">="))
     if "sampler" in result:
         for length in ("10^6", "10^12"):
-            value = result["sampler"]["stream"][length]["microseconds_a_sample"]
-            rows.append(target(f"sampler, us a sample at {length}", value, sampler.MOST_MICROSECONDS, "<="))
-        for what, value in result["sampler"]["growth"].items():
-            rows.append(target(f"sampler, growth of {what} from 10^6 to 10^12", value, sampler.MOST_GROWTH, "<="))
+            value = result["sampler"]["stream"][length]["microseconds_per_sample"]
+            rows.append(target(f"sampler, us per sample at {length}", value, sampler.MAX_MICROSECONDS, "<="))
+        for quantity, value in result["sampler"]["growth"].items():
+            rows.append(target(f"sampler, growth of {quantity} from 10^6 to 10^12", value, sampler.MAX_GROWTH, "<="))
     if "checkpoint" in result:
-        rows += targets_of_checkpoint(result["checkpoint"])
+        rows += checkpoint_targets(result["checkpoint"])
     if "recovery" in result:
-        value = result["recovery"]["ratio_to_cold_start"][recovery.RANK]["median"]
-        rows.append(target(f"recovery, {recovery.RANK} / {recovery.COLD}", value, recovery.MOST, "<="))
+        value = result["recovery"]["ratio_to_cold_start"][recovery.RANK_KILLED]["median"]
+        rows.append(
+            target(f"recovery, {recovery.RANK_KILLED} / {recovery.COLD_START}", value, recovery.MAX_RATIO, "<=")
+        )
     return rows
 
 
-def targets_of_checkpoint(found: dict[str, Any]) -> list[dict[str, Any]]:
+def checkpoint_targets(result: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
-    for ranks, one in found["ranks"].items():
-        compared = {"stall of a save": one["stall_ratio_to"], "restore": one["restore_ratio_to"]}
-        for what, by_peer in compared.items():
+    for ranks, row in result["ranks"].items():
+        ratios = {"stall of a save": row["stall_ratio_to"], "restore": row["restore_ratio_to"]}
+        for operation, by_peer in ratios.items():
             for peer, ratio in by_peer.items():
-                name = f"checkpoint, {what} / {peer}, ranks {ranks}"
+                name = f"checkpoint, {operation} / {peer}, ranks {ranks}"
                 rows.append(target(name, ratio["median"], checkpoint.TARGETS[peer], "<="))
-    share = found["digests"]["share"]["median"]
-    return [*rows, target("checkpoint, digests' share of a save", share, checkpoint.MOST_DIGEST, "<=")]
+    share = result["digests"]["share"]["median"]
+    return [*rows, target("checkpoint, share of digests in a save", share, checkpoint.MAX_DIGEST_SHARE, "<=")]
 
 
-def target(name: str, value: float | None, bound: float, sense: str) -> dict[str, Any]:
-    met = None if value is None else value >= bound if sense == ">=" else value <= bound
-    return {"name": name, "value": value, "target": f"{sense} {bound}", "met": met}
+def target(name: str, value: float | None, bound: float, comparison: str) -> dict[str, Any]:
+    met = None if value is None else value >= bound if comparison == ">=" else value <= bound
+    return {"name": name, "value": value, "target": f"{comparison} {bound}", "met": met}
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What a checkpoint costs beside torch's own ways of saving and loading, on the same state, in interleaved rounds.
+"""The cost of a checkpoint relative to torch.save and DCP, on the same state, in interleaved rounds.
 
-The state is a decoder's parameters and its AdamW moments. In a round every contender saves (or loads) it once, in a
-shuffled order, each after the one before has let go of the disk; a figure is the median over rounds of the ratio within
-a round. What is timed of an asynchronous save is the call, which training waits for. `torch.save` is timed as it is
-used, without an fsync. All that is loaded lies in the page cache: the disk itself is no part of the comparison.
+The state is the parameters of a decoder and their AdamW moments. In a round every method saves (or loads) it once, in
+a shuffled order, each after the previous one has finished its writes; a result is the median over rounds of the ratio
+within a round. Of an asynchronous save the call is timed, for which training waits. `torch.save` is timed as it is
+commonly used, without an fsync. All files that are loaded are in the page cache: the disk is not compared.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ import xxhash
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from benchmarks.ordinary import adamw
-from benchmarks.throughput import spread
+from benchmarks.peer_components import make_adamw
+from benchmarks.throughput import ratio_statistics
 from meshwright.checkpoint.listing import RunLineage
 from meshwright.checkpoint.restore import restore
 from meshwright.checkpoint.saver import CheckpointMetadata, CheckpointSaver
-from meshwright.checkpoint.state import CheckpointState, collect_state
 from meshwright.config import CheckpointConfig, ModelConfig, OptimizerConfig
 from meshwright.launch.ranks import run_ranks
 from meshwright.models.init import build_model
@@ -42,18 +41,18 @@ from meshwright.store.posix import PosixStore
 
 MODEL = ModelConfig(vocab=4096, width=512, layers=3, heads=8, kv_heads=4, ffn=1408, tie=True)
 ROUNDS = {1: {"save": 16, "load": 24}, 2: {"save": 12, "load": 16}}
-"""Rounds by the number of ranks."""
-SYNCHRONOUS = 16
-"""Whole saves in which digests are timed."""
+"""The number of rounds, by the number of ranks."""
+DIGEST_SAVES = 16
+"""The number of synchronous saves in which digests are timed."""
 
 LINEAGE = RunLineage("bench", 1, {})
-OWN, TORCH_SAVE, ASYNC_SAVE, LOAD = "meshwright", "torch.save", "dcp.async_save", "dcp.load"
+MESHWRIGHT, TORCH_SAVE, ASYNC_SAVE, LOAD = "meshwright", "torch.save", "dcp.async_save", "dcp.load"
 TARGETS = {TORCH_SAVE: 0.25, ASYNC_SAVE: 1.0, LOAD: 1.25}
-"""The most that Meshwright's seconds may be of a peer's: the stall of a save, and a restore with its verification."""
-MOST_DIGEST = 0.05
-"""The most of a whole synchronous save that may go into digests."""
-DIGESTS = ("xxh3_64_intdigest", "xxh3_128")
-"""xxhash's functions that a save calls: to compare replicas, and to write shards and read them back."""
+"""The largest ratio of seconds to each peer: of the stall of a save, and of a restore with verification."""
+MAX_DIGEST_SHARE = 0.05
+"""The largest share of a synchronous save that may be spent on digests."""
+DIGEST_FUNCTIONS = ("xxh3_64_intdigest", "xxh3_128")
+"""The functions of xxhash that a save calls: to compare replicas, and to write shards and read them back."""
 
 Seconds = dict[str, list[float]]
 Finish = Callable[[], object]
@@ -62,74 +61,81 @@ Finish = Callable[[], object]
 def measure() -> dict[str, Any]:
     result: dict[str, Any] = {"ranks": {}}
     for ranks in ROUNDS:
-        said(f"{ranks} rank(s)")
+        report(f"{ranks} rank(s)")
         with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
-            found = run_ranks(race, ranks, Path(folder), timeout=600.0)
-        slowest = {what: worst([one[what] for one in found]) for what in ("save", "load")}
+            by_rank = run_ranks(race, ranks, Path(folder), timeout=600.0)
+        slowest = {key: slowest_rank([result[key] for result in by_rank]) for key in ("save", "load")}
         stall = {name: values[1:] for name, values in slowest["save"].items()}
-        result["state"] = found[0]["state"]
+        result["state"] = by_rank[0]["state"]
         result["ranks"][ranks] = {
             "stall_ms": milliseconds(stall),
             "first_stall_ms": milliseconds({name: values[:1] for name, values in slowest["save"].items()}),
-            "stall_ratio_to": {name: times(stall[OWN], stall[name]) for name in (TORCH_SAVE, ASYNC_SAVE)},
+            "stall_ratio_to": {
+                name: ratio_of_seconds(stall[MESHWRIGHT], stall[name]) for name in (TORCH_SAVE, ASYNC_SAVE)
+            },
             "restore_ms": milliseconds(slowest["load"]),
-            "restore_ratio_to": {LOAD: times(slowest["load"][OWN], slowest["load"][LOAD])},
+            "restore_ratio_to": {LOAD: ratio_of_seconds(slowest["load"][MESHWRIGHT], slowest["load"][LOAD])},
         }
-    said("digests")
+    report("digests")
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
-        result["digests"] = run_ranks(digests, 1, Path(folder), timeout=300.0)[0]
+        result["digests"] = run_ranks(measure_digests, 1, Path(folder), timeout=300.0)[0]
     return result
 
 
 def race(world: World, folder: Path) -> dict[str, Any]:
-    """On each rank: every contender's seconds by round, the first save of each among them."""
-    os.dup2(2, 1)  # standard output is for the result alone
-    state, rounds = subject(), ROUNDS[world.size]
+    """On each rank: the seconds of every method by round, including the first save."""
+    os.dup2(2, 1)  # standard output is for the result
+    state, rounds = make_state(), ROUNDS[world.size]
     size = sum(tensor.nbytes for tensor in state.values()) / 1e6
     group = dist.new_group(backend="gloo") if world.size > 1 else None
     gc.collect()
     gc.freeze()
     return {
         "state": {"tensors": len(state), "megabytes": round(size, 1)},
-        "save": taking_turns(world, savers(world, folder, state, group), rounds["save"] + 1),
-        "load": taking_turns(world, loaders(world, folder, state, group), rounds["load"]),
+        "save": run_rounds(world, savers(world, folder, state, group), rounds["save"] + 1),
+        "load": run_rounds(world, loaders(world, folder, state, group), rounds["load"]),
     }
 
 
-def subject() -> CheckpointState:
-    """A model and its optimizer after a step."""
+def make_state() -> dict[str, torch.Tensor]:
+    """The parameters of a model and the state of its optimizer after one step."""
     model = build_model(MODEL, 0)
-    optimizer = adamw(model, OptimizerConfig())
+    optimizer = make_adamw(model, OptimizerConfig())
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    return collect_state(model, optimizer)
+    state = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        state |= {f"optimizer/{name}/{key}": value for key, value in optimizer.state[parameter].items()}
+    return state
 
 
-def taking_turns(world: World, contenders: dict[str, Callable[[int], Finish]], rounds: int) -> Seconds:
-    """Seconds of each contender by round. What it gives back is what is left to do, and is not timed."""
-    order = list(contenders)
+def run_rounds(world: World, methods: dict[str, Callable[[int], Finish]], rounds: int) -> Seconds:
+    """The seconds of each method by round. A method returns a function that completes it, which is not timed."""
+    order = list(methods)
     seconds: Seconds = {name: [] for name in order}
     for number in range(rounds):
-        random.Random(number).shuffle(order)  # the same on every rank
+        random.Random(number).shuffle(order)  # equal on every rank
         for name in order:
-            meet(world)
+            barrier(world)
             start = time.perf_counter()
-            finish = contenders[name](number)
+            finish = methods[name](number)
             seconds[name].append(time.perf_counter() - start)
             finish()
-            meet(world)
+            barrier(world)
     return seconds
 
 
-def savers(world: World, folder: Path, state: CheckpointState, group: Any) -> dict[str, Callable[[int], Finish]]:
-    """Each begins a save, and gives back how to wait until it is durable."""
-    saver = saver_of(world, folder, state, "async")
-    stager = DefaultStager(StagingOptions(False, False, False, False))  # kept: it copies into the buffers it has
+def savers(
+    world: World, folder: Path, state: dict[str, torch.Tensor], group: Any
+) -> dict[str, Callable[[int], Finish]]:
+    """Each method begins a save and returns a function that waits until it is durable."""
+    saver = make_saver(world, folder, state, "async")
+    stager = DefaultStager(StagingOptions(False, False, False, False))  # reused, with its buffers
 
-    def own(number: int) -> Finish:
-        saver.save(notes(number + 1))
+    def meshwright_save(number: int) -> Finish:
+        saver.save(metadata(number + 1))
 
         def finish() -> None:
             for saved in saver.wait():
@@ -140,7 +146,7 @@ def savers(world: World, folder: Path, state: CheckpointState, group: Any) -> di
 
     def torch_save(number: int) -> Finish:
         path = folder / f"{number}.pt"
-        if world.rank == 0:  # replicas: the others wait
+        if world.rank == 0:  # the other ranks have replicas
             torch.save(state, path)
 
         def finish() -> None:
@@ -163,22 +169,24 @@ def savers(world: World, folder: Path, state: CheckpointState, group: Any) -> di
 
         def finish() -> None:
             writing.result()
-            meet(world)
+            barrier(world)
             if world.rank == 0:
                 shutil.rmtree(path)
 
         return finish
 
-    return {OWN: own, TORCH_SAVE: torch_save, ASYNC_SAVE: async_save}
+    return {MESHWRIGHT: meshwright_save, TORCH_SAVE: torch_save, ASYNC_SAVE: async_save}
 
 
-def loaders(world: World, folder: Path, state: CheckpointState, group: Any) -> dict[str, Callable[[int], Finish]]:
-    """Each loads the whole state, from files that were just written, and has been seen to load it right."""
+def loaders(
+    world: World, folder: Path, state: dict[str, torch.Tensor], group: Any
+) -> dict[str, Callable[[int], Finish]]:
+    """Each method loads the full state from files in the page cache; the result is checked once before timing."""
     path = folder / "dcp"
     dcp.save(dict(state), storage_writer=FileSystemWriter(path), process_group=group, no_dist=group is None)
 
-    def own(_number: int) -> Finish:
-        found = restore(
+    def meshwright_restore(_number: int) -> Finish:
+        result = restore(
             PosixStore(folder),
             world,
             LINEAGE,
@@ -187,79 +195,81 @@ def loaders(world: World, folder: Path, state: CheckpointState, group: Any) -> d
             fallback=False,
             on_damaged=lambda *_: None,
         )
-        assert found is not None
-        return nothing
+        assert result is not None
+        return no_op
 
     def load(_number: int) -> Finish:
         reader = FileSystemReader(path)
         dcp.load(dict(state), storage_reader=reader, process_group=group, no_dist=group is None)
-        return nothing
+        return no_op
 
-    kept = {name: tensor.clone() for name, tensor in state.items()}
-    for contender in (own, load):
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    for method in (meshwright_restore, load):
         for tensor in state.values():
             tensor.data.zero_()
-        contender(0)
-        assert all(torch.equal(tensor, kept[name]) for name, tensor in state.items())
-    return {OWN: own, LOAD: load}
+        method(0)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
+    return {MESHWRIGHT: meshwright_restore, LOAD: load}
 
 
-def saver_of(world: World, folder: Path, state: CheckpointState, mode: Any) -> CheckpointSaver:
-    """As training makes it; the checkpoint is of no step of a real run."""
-    facts: dict[str, Any] = {"layout": {}, "identity": {}, "made_by": {}}
-    return CheckpointSaver(CheckpointConfig(mode=mode), PosixStore(folder), world, LINEAGE, 1, facts, lambda: state)
+def make_saver(world: World, folder: Path, state: dict[str, torch.Tensor], mode: Any) -> CheckpointSaver:
+    """A saver as the trainer creates it, with empty metadata."""
+    attempt_fields: dict[str, Any] = {"layout": {}, "identity": {}, "made_by": {}}
+    return CheckpointSaver(
+        CheckpointConfig(mode=mode), PosixStore(folder), world, LINEAGE, 1, attempt_fields, lambda: dict(state)
+    )
 
 
-def notes(step: int) -> CheckpointMetadata:
+def metadata(step: int) -> CheckpointMetadata:
     return CheckpointMetadata(step, {"data": {}, "rng": {}, "schedule": {}, "scaler": {}, "counters": {}}, "data/0", {})
 
 
-def digests(world: World, folder: Path) -> dict[str, Any]:
-    """The share of whole synchronous saves that xxh3 takes, timed call by call inside them: the replicas' comparison,
-    the shards, and the reading back that retention wants before it deletes.
+def measure_digests(world: World, folder: Path) -> dict[str, Any]:
+    """The share of synchronous saves that xxhash takes, timed per call: to compare replicas, to write the shards, and
+    to read them back.
     """
-    state = subject()
-    saver = saver_of(world, folder, state, "sync")
-    saver.save(notes(1))  # makes the buffers
-    whole: list[float] = []
-    spent: dict[str, list[float]] = {name: [] for name in DIGESTS}
-    for number in range(SYNCHRONOUS):
+    state = make_state()
+    saver = make_saver(world, folder, state, "sync")
+    saver.save(metadata(1))  # allocates the buffers
+    save_seconds: list[float] = []
+    by_function: dict[str, list[float]] = {name: [] for name in DIGEST_FUNCTIONS}
+    for number in range(DIGEST_SAVES):
         with timed_digests() as clock:
             start = time.perf_counter()
-            (saved,) = saver.save(notes(number + 2))
-            whole.append(time.perf_counter() - start)
-        assert saved.error is None
-        assert clock.bytes >= saved.bytes, "digests are taken in a way that is not timed here"
-        for name in DIGESTS:
-            spent[name].append(clock.seconds[name])
-    total = [sum(values) for values in zip(*spent.values(), strict=True)]
+            (result,) = saver.save(metadata(number + 2))
+            save_seconds.append(time.perf_counter() - start)
+        assert result.error is None
+        assert clock.bytes >= result.bytes, "a save calls a digest function that is not timed"
+        for name in DIGEST_FUNCTIONS:
+            by_function[name].append(clock.seconds[name])
+    digest_seconds = [sum(values) for values in zip(*by_function.values(), strict=True)]
     return {
-        "save_ms": round(statistics.median(whole) * 1e3, 1),
-        "digest_ms": round(statistics.median(total) * 1e3, 1),
+        "save_ms": round(statistics.median(save_seconds) * 1e3, 1),
+        "digest_ms": round(statistics.median(digest_seconds) * 1e3, 1),
         "timed": "inside the saves, call by call",
-        "digest_ms_by_function": milliseconds(spent),
-        "share": times(total, whole),
+        "digest_ms_by_function": milliseconds(by_function),
+        "share": ratio_of_seconds(digest_seconds, save_seconds),
     }
 
 
-class Clock:
-    """Seconds and bytes that went through each kind of digest."""
+class DigestClock:
+    """The seconds and bytes of each digest function."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(DIGESTS, 0.0)
+        self.seconds = dict.fromkeys(DIGEST_FUNCTIONS, 0.0)
         self.bytes = 0
 
-    def run(self, name: str, work: Callable[..., Any], *arguments: Any) -> Any:
+    def run(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         start = time.perf_counter()
-        value = work(*arguments)
+        value = function(*args)
         self.seconds[name] += time.perf_counter() - start
         return value
 
 
-class TimedState:
-    """A digest that is fed piece by piece, timed."""
+class TimedHash:
+    """A timed streaming hash."""
 
-    def __init__(self, clock: Clock, name: str, state: Any) -> None:
+    def __init__(self, clock: DigestClock, name: str, state: Any) -> None:
         self.clock, self.name, self.state = clock, name, state
 
     def update(self, content: Any) -> None:
@@ -271,48 +281,50 @@ class TimedState:
 
 
 @contextmanager
-def timed_digests() -> Iterator[Clock]:
-    """Puts timed stand-ins into xxhash, for as long as it lasts."""
-    clock = Clock()
-    real = {name: getattr(xxhash, name) for name in DIGESTS}
+def timed_digests() -> Iterator[DigestClock]:
+    """Replace the functions of xxhash by timed ones within the context."""
+    clock = DigestClock()
+    original = {name: getattr(xxhash, name) for name in DIGEST_FUNCTIONS}
 
-    def fed(name: str) -> Callable[[], TimedState]:
-        return lambda: TimedState(clock, name, real[name]())
+    def streaming(name: str) -> Callable[[], TimedHash]:
+        return lambda: TimedHash(clock, name, original[name]())
 
-    def at_once(name: str) -> Callable[[Any], str]:
-        return lambda content: clock.run(name, real[name], content)
+    def one_shot(name: str) -> Callable[[Any], str]:
+        return lambda content: clock.run(name, original[name], content)
 
     try:
-        for name in DIGESTS:
-            setattr(xxhash, name, at_once(name) if name.endswith("digest") else fed(name))
+        for name in DIGEST_FUNCTIONS:
+            setattr(xxhash, name, one_shot(name) if name.endswith("digest") else streaming(name))
         yield clock
     finally:
-        for name, function in real.items():
+        for name, function in original.items():
             setattr(xxhash, name, function)
 
 
-def meet(world: World) -> None:
+def barrier(world: World) -> None:
     if world.size > 1:
         dist.barrier()
 
 
-def nothing() -> None:
+def no_op() -> None:
     pass
 
 
-def worst(by_rank: list[Seconds]) -> Seconds:
-    """The slowest rank's seconds, round by round: the others wait for it."""
-    return {name: [max(values) for values in zip(*(one[name] for one in by_rank), strict=True)] for name in by_rank[0]}
+def slowest_rank(by_rank: list[Seconds]) -> Seconds:
+    """The seconds of the slowest rank by round: the other ranks wait for it."""
+    return {
+        name: [max(values) for values in zip(*(rank[name] for rank in by_rank), strict=True)] for name in by_rank[0]
+    }
 
 
-def times(ours: list[float], theirs: list[float]) -> dict[str, Any]:
-    """Our seconds over theirs: throughput's ratio the other way round."""
-    return spread(theirs, ours)
+def ratio_of_seconds(own: list[float], peer: list[float]) -> dict[str, Any]:
+    """The ratio of seconds to a peer: the inverse of the ratio of throughput."""
+    return ratio_statistics(peer, own)
 
 
 def milliseconds(seconds: Seconds) -> dict[str, float]:
     return {name: round(statistics.median(values) * 1e3, 2) for name, values in seconds.items()}
 
 
-def said(what: str) -> None:
-    print(f"checkpoint: {what}", file=sys.stderr, flush=True)
+def report(progress: str) -> None:
+    print(f"checkpoint: {progress}", file=sys.stderr, flush=True)

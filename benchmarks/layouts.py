@@ -1,8 +1,8 @@
-"""The training step under each layout beside plain torch's way to the same layout: same model, samples and optimizer.
+"""Throughput of each layout relative to a hand-written torch loop of the same layout, model, samples and optimizer.
 
-The race is the throughput benchmark's: a step of each contender a round, in a shuffled order, the plain loop twice to
-say what is noise. Nothing is reported unless both sides came to the same losses, first and last. On a busy host the
-ratio of processor seconds is the steadier one: it does not see who else ran, nor what a rank waited for.
+The method is that of the throughput benchmark: one step of each loop per round, in a shuffled order, with the torch
+loop twice to show the noise. Nothing is reported unless both sides reach the same first and last loss. On a busy host
+the ratio of CPU seconds is the more stable one: it excludes other processes and waiting.
 """
 
 from __future__ import annotations
@@ -16,10 +16,17 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from benchmarks import own, plain_layouts
-from benchmarks.ordinary import READ_EVERY, Run, Samples, adamw, share_of_peak
-from benchmarks.plain_layouts import RANKS, Given
-from benchmarks.throughput import AGAIN, OWN, PLAIN, raced, settings, spread
+from benchmarks import meshwright_loop, torch_layout_loops
+from benchmarks.peer_components import READ_LOSS_EVERY, RunSteps, SampleDataset, lr_multiplier, make_adamw
+from benchmarks.throughput import (
+    MESHWRIGHT,
+    TORCH,
+    TORCH_REPEATED,
+    ratio_statistics,
+    run_race,
+    settings,
+)
+from benchmarks.torch_layout_loops import RANKS, LoopInputs
 from meshwright.config import BatchConfig, LayoutConfig, ModelConfig
 from meshwright.data.sample_lookup import build_stream
 from meshwright.models.init import build_model
@@ -30,20 +37,20 @@ MODEL = ModelConfig(vocab=1024, width=192, layers=4, heads=6, kv_heads=2, ffn=51
 SEQUENCE = 128
 GLOBAL = 8
 ROUNDS = 50
-LEAST = 0.98
-"""The least that Meshwright's tokens a second may be of plain torch's on the same layout."""
-SAME_LOSS = 1e-4
+MIN_RATIO = 0.98
+"""Target: the smallest ratio of tokens per second to the torch loop of the same layout."""
+LOSS_TOLERANCE = 1e-4
 
-LAYOUTS: dict[str, tuple[LayoutConfig, Callable[[Given], Run]]] = {
-    "replicate 2 (DDP)": (LayoutConfig(2), plain_layouts.ddp),
-    "shard optimizer 2 (FSDP2, kept gathered)": (
+LAYOUTS: dict[str, tuple[LayoutConfig, Callable[[LoopInputs], RunSteps]]] = {
+    "replicate 2 (DDP)": (LayoutConfig(2), torch_layout_loops.ddp),
+    "shard optimizer 2 (FSDP2, reshard_after_forward=False)": (
         LayoutConfig(2, "optimizer"),
-        partial(plain_layouts.fsdp, reshard=False),
+        partial(torch_layout_loops.fsdp, reshard=False),
     ),
-    "shard parameters 2 (FSDP2)": (LayoutConfig(2, "parameters"), partial(plain_layouts.fsdp, reshard=True)),
-    "tensor 2 (DTensor, sequence parallel)": (LayoutConfig(1, tensor=2), plain_layouts.tensor),
+    "shard parameters 2 (FSDP2)": (LayoutConfig(2, "parameters"), partial(torch_layout_loops.fsdp, reshard=True)),
+    "tensor 2 (DTensor, sequence parallel)": (LayoutConfig(1, tensor=2), torch_layout_loops.tensor),
 }
-"""Each layout, and plain torch's step on it."""
+"""Each layout, and the torch loop for it."""
 
 
 def measure() -> dict[str, Any]:
@@ -54,44 +61,47 @@ def measure() -> dict[str, Any]:
         "sequence": SEQUENCE,
         "rounds": ROUNDS,
     }
-    return result | {"layouts": {name: one_layout(name, *how) for name, how in LAYOUTS.items()}}
+    return result | {"layouts": {name: measure_layout(name, *layout) for name, layout in LAYOUTS.items()}}
 
 
-def one_layout(name: str, layout: LayoutConfig, step: Callable[[Given], Run]) -> dict[str, Any]:
+def measure_layout(name: str, layout: LayoutConfig, torch_loop: Callable[[LoopInputs], RunSteps]) -> dict[str, Any]:
     print(f"layouts: {name}", file=sys.stderr, flush=True)
     config = settings()
     data = replace(config.data, kind="synthetic", sequence=SEQUENCE)
     config = replace(config, model=MODEL, data=data, layout=layout, batch=BatchConfig(GLOBAL))
-    plain = partial(contender, step)
-    seconds, processor, losses = raced(config, {OWN: own.contender, PLAIN: plain, AGAIN: plain}, ROUNDS, 1)
-    last = (len(losses[OWN]) - 1) // READ_EVERY * READ_EVERY  # the last step whose loss plain torch's loop reads
-    read = {number: {who: values[number] for who, values in losses.items()} for number in (0, last)}
-    for number, found in read.items():
-        apart = max(found.values()) - min(found.values())
-        assert apart < SAME_LOSS, f"{name}: not the same loss at step {number}: {found}"
+    torch_peer = partial(make_loop, torch_loop)
+    loops = {MESHWRIGHT: meshwright_loop.make_loop, TORCH: torch_peer, TORCH_REPEATED: torch_peer}
+    seconds, cpu_seconds, losses = run_race(config, loops, ROUNDS, 1)
+    last = (
+        (len(losses[MESHWRIGHT]) - 1) // READ_LOSS_EVERY * READ_LOSS_EVERY
+    )  # the last step at which the torch loop reads its loss
+    compared = {step: {loop: values[step] for loop, values in losses.items()} for step in (0, last)}
+    for step, by_loop in compared.items():
+        difference = max(by_loop.values()) - min(by_loop.values())
+        assert difference < LOSS_TOLERANCE, f"{name}: different losses at step {step}: {by_loop}"
     tokens = GLOBAL * SEQUENCE
     return {
-        "tokens_per_second": {who: round(tokens / statistics.median(values)) for who, values in seconds.items()},
-        "step_ms": {who: round(statistics.median(values) * 1e3, 2) for who, values in seconds.items()},
-        "loss_at_step": read,
-        "ratio_to_plain": spread(seconds[OWN], seconds[PLAIN]),
-        "ratio_of_processor_seconds": spread(processor[OWN], processor[PLAIN]),
-        "noise": spread(seconds[AGAIN], seconds[PLAIN]),
+        "tokens_per_second": {loop: round(tokens / statistics.median(values)) for loop, values in seconds.items()},
+        "step_ms": {loop: round(statistics.median(values) * 1e3, 2) for loop, values in seconds.items()},
+        "loss_at_step": compared,
+        "ratio_to_torch": ratio_statistics(seconds[MESHWRIGHT], seconds[TORCH]),
+        "ratio_of_cpu_seconds": ratio_statistics(cpu_seconds[MESHWRIGHT], cpu_seconds[TORCH]),
+        "noise": ratio_statistics(seconds[TORCH_REPEATED], seconds[TORCH]),
     }
 
 
-def contender(step: Callable[[Given], Run], job: Job, world: World) -> Run:
-    """Plain torch on the samples that Meshwright reads, in its order."""
+def make_loop(torch_loop: Callable[[LoopInputs], RunSteps], job: Job, world: World) -> RunSteps:
+    """A torch loop on the samples that Meshwright reads, in the same order."""
     config, stream = job.config, build_stream(job.config, job.sources)
-    coordinate, degree = job.layout.data_coordinate(world.rank), job.layout.data_degree
-    ids = [stream.local_samples(number, coordinate, degree).tolist() for number in range(config.steps)]
-    return step(
-        Given(
+    data_rank, degree = job.layout.data_coordinate(world.rank), job.layout.data_degree
+    ids = [stream.local_samples(step, data_rank, degree).tolist() for step in range(config.steps)]
+    return torch_loop(
+        LoopInputs(
             build_model(config.model, config.seed),
-            iter(DataLoader(Samples(job.sources[0]), batch_sampler=ids)),
-            lambda model: adamw(model, config.optimizer),
-            share_of_peak(job),
+            iter(DataLoader(SampleDataset(job.sources[0]), batch_sampler=ids)),
+            lambda model: make_adamw(model, config.optimizer),
+            lr_multiplier(job),
             config.optimizer.clip,
-            READ_EVERY,
+            READ_LOSS_EVERY,
         )
     )

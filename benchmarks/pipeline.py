@@ -1,7 +1,7 @@
-"""What pipeline schedules hold and how long they wait, on real steps: live micro-batches and peak bytes of activations
-of every rank, and the share of time in which it waited, beside what the schedule alone promises.
+"""Memory and idle time of pipeline schedules on real steps, next to what each schedule predicts.
 
-What is held is counted, the same on every machine. Waiting is timed, and means little where ranks outnumber cores.
+Micro-batches in flight and peak activation bytes are counted, the same on every machine. Idle time is measured, and
+means little if there are more ranks than cores.
 """
 
 from __future__ import annotations
@@ -34,46 +34,53 @@ STEPS = 12
 
 
 def measure() -> dict[str, Any]:
-    """Counts on four ranks; waiting on two, one for each of two cores."""
-    few = len(os.sched_getaffinity(0)) < 4
-    tables = {f"{ranks} ranks, 8 micro-batches": table(ranks, 8, timed=ranks == 2 or not few) for ranks in (2, 4)}
-    return {"in units of": "bytes of activations of one process without a pipeline", "tables": tables}
+    """Counts on two and four ranks; idle time on two, or on four if there are four cores."""
+    enough_cores = len(os.sched_getaffinity(0)) >= 4
+    tables = {
+        f"{ranks} ranks, 8 micro-batches": measure_schedules(ranks, 8, timed=ranks == 2 or enough_cores)
+        for ranks in (2, 4)
+    }
+    return {"unit": "activation bytes of one process without a pipeline", "tables": tables}
 
 
-def table(ranks: int, micros: int, timed: bool) -> dict[str, Any]:
-    words = [*SHAPE, f"--batch.global={micros}", "--batch.micro=1", "--layout.replicate=1"]
-    alone = load_config(overrides=words)
-    [whole] = run_ranks(activation, 1, alone)
+def measure_schedules(ranks: int, micro_batches: int, timed: bool) -> dict[str, Any]:
+    options = [*SHAPE, f"--batch.global={micro_batches}", "--batch.micro=1", "--layout.replicate=1"]
+    single = load_config(overrides=options)
+    [single_bytes] = run_ranks(peak_activation_bytes, 1, single)
     rows = {}
     for kind in SCHEDULES:
         config = replace(
-            alone,
-            layout=replace(alone.layout, pipeline=ranks),
-            pipeline=replace(alone.pipeline, schedule=kind, stages=SCHEDULES[kind].default_stages),
+            single,
+            layout=replace(single.layout, pipeline=ranks),
+            pipeline=replace(single.pipeline, schedule=kind, stages=SCHEDULES[kind].default_stages),
         )
-        promised = build_timeline(kind, ranks, micros)
-        found = run_ranks(row, ranks, config)
+        predicted = build_timeline(kind, ranks, micro_batches)
+        measured = run_ranks(measure_rank, ranks, config)
         rows[kind] = {
-            "bubble in slots": round(float(promised.bubble), 4),
-            "live promised": promised.rank_peaks,
-            "live measured": [one["live"] for one in found],
-            "activations": [round(one["activation"] / whole, 3) for one in found],
+            "bubble in slots": round(float(predicted.bubble), 4),
+            "micro-batches in flight, predicted": predicted.rank_peaks,
+            "micro-batches in flight, measured": [rank["in_flight"] for rank in measured],
+            "activation bytes": [round(rank["activation"] / single_bytes, 3) for rank in measured],
         }
         if timed:
-            rows[kind]["waiting measured"] = [one["idle"] for one in found]
+            rows[kind]["idle fraction, measured"] = [rank["idle"] for rank in measured]
     return rows
 
 
-def activation(world: World, config: RunConfig) -> int:
+def peak_activation_bytes(world: World, config: RunConfig) -> int:
     return count_third_step(world, config).memory.peak["activation"]
 
 
-def row(world: World, config: RunConfig) -> dict[str, Any]:
+def measure_rank(world: World, config: RunConfig) -> dict[str, Any]:
     layout, batch = validate(config)
     step = build_step(world, config, layout)
     loader = Loader(ConcatenatedSource([proof_source(config)]), proof_stream(config), batch, 0, DataConfig(workers=0))
     batches = loader.steps(0, STEPS)
     outcomes = [step.run(number, LR, batches) for number in range(STEPS)][2:]
-    live = {outcome.in_flight.peak_total for outcome in outcomes if outcome.in_flight is not None}
-    waited = [idle_fraction(outcome.clock.seconds()) for outcome in outcomes]
-    return {"live": max(live), "idle": round(median(waited), 3), "activation": activation(world, config)}
+    in_flight = {outcome.in_flight.peak_total for outcome in outcomes if outcome.in_flight is not None}
+    idle = [idle_fraction(outcome.clock.seconds()) for outcome in outcomes]
+    return {
+        "in_flight": max(in_flight),
+        "idle": round(median(idle), 3),
+        "activation": peak_activation_bytes(world, config),
+    }

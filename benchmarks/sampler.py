@@ -1,4 +1,4 @@
-"""What the order of samples costs: a sample at two lengths, its memory, and the way back to a position."""
+"""The cost of the sample order: time and memory per sample at several lengths, and resuming at a position."""
 
 from __future__ import annotations
 
@@ -11,84 +11,84 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DistributedSampler
 
-from benchmarks import resume
-from benchmarks.resume import BATCH, LARGE, SMALL, stream_over, timed
+from benchmarks import loader_resume
+from benchmarks.loader_resume import BATCH, LARGE, SMALL, make_stream, timed
 from meshwright.data.permutation import Positions
 from meshwright.data.stream import Stream
 
-WORST = 2**39 * 100 // 99 + 2
-"""Just more trained samples than a power of two, the length that costs a permutation over bits the most."""
+WORST_LENGTH = 2**39 * 100 // 99 + 2
+"""A length just above a power of two after the holdout: the worst case of a permutation over bits."""
 POSITIONS = 4096
 BATCHES = 200
-MOST_MICROSECONDS, MOST_GROWTH = 0.3, 1.2
-"""Targets. What grows with the length is refused; a fifth is left to how far it lies below a power of two."""
+MAX_MICROSECONDS, MAX_GROWTH = 0.3, 1.2
+"""Targets per sample. The cost must not grow with the length, up to a fifth for the distance to a power of two."""
 
 
 def measure() -> dict[str, Any]:
-    print("sampler: cost a sample", file=sys.stderr, flush=True)
-    own = cost_of_streams({"10^6": SMALL, "10^12": LARGE, "worst length": WORST})
-    small, large = own["10^6"], own["10^12"]
+    print("sampler: cost per sample", file=sys.stderr, flush=True)
+    streams = measure_streams({"10^6": SMALL, "10^12": LARGE, "worst length": WORST_LENGTH})
+    small, large = streams["10^6"], streams["10^12"]
     result: dict[str, Any] = {
-        "stream": own,
+        "stream": streams,
         "growth": {
-            "microseconds_a_sample": round(large["microseconds_a_sample"] / small["microseconds_a_sample"], 3),
+            "microseconds_per_sample": round(large["microseconds_per_sample"] / small["microseconds_per_sample"], 3),
             "peak_bytes": round(large["peak_bytes"] / small["peak_bytes"], 3),
         },
-        "distributed_sampler": cost_of_distributed_sampler(),
+        "distributed_sampler": measure_distributed_sampler(),
     }
     print("sampler: resume", file=sys.stderr, flush=True)
-    return result | {"resume": resume.measure()}
+    return result | {"resume": loader_resume.measure()}
 
 
-def cost_of_streams(lengths: dict[str, int]) -> dict[str, Any]:
-    """Lengths take turns, batch by batch, so that all meet the same machine."""
-    streams = {name: stream_over(samples) for name, samples in lengths.items()}
+def measure_streams(lengths: dict[str, int]) -> dict[str, Any]:
+    """The lengths alternate batch by batch, so that all see the same load of the machine."""
+    streams = {name: make_stream(samples) for name, samples in lengths.items()}
     seconds: dict[str, list[float]] = {name: [] for name in lengths}
     for number in range(BATCHES):
         for name, stream in streams.items():
-            seconds[name].append(timed(stream.at, positions_of(stream, number)))
+            seconds[name].append(timed(stream.sample_ids, batch_positions(stream, number)))
     return {
         name: {
             "samples": lengths[name],
-            "microseconds_a_sample": round(statistics.median(seconds[name]) / POSITIONS * 1e6, 4),
-            "peak_bytes": peak_bytes(stream.at, positions_of(stream, 0)),
+            "microseconds_per_sample": round(statistics.median(seconds[name]) / POSITIONS * 1e6, 4),
+            "peak_bytes": peak_bytes(stream.sample_ids, batch_positions(stream, 0)),
         }
         for name, stream in streams.items()
     }
 
 
-def positions_of(stream: Stream, number: int) -> Positions:
-    """The batches follow each other from a hundredth of the first epoch on."""
+def batch_positions(stream: Stream, number: int) -> Positions:
+    """Consecutive batches, beginning at one hundredth of the first epoch."""
     start = stream.samples // 100 + number * POSITIONS
     return np.arange(start, start + POSITIONS, dtype=np.uint64)
 
 
-def cost_of_distributed_sampler() -> dict[str, Any]:
-    """Set-up and one whole epoch. Every rank shuffles all samples and keeps its share, so the same work delivers fewer
-    with more ranks.
+def measure_distributed_sampler() -> dict[str, Any]:
+    """Set-up and one epoch. Every rank shuffles all samples and uses its share, so the cost per sample grows with
+    the number of ranks.
     """
 
-    def epoch(replicas: int) -> None:
-        for _ in DistributedSampler(range(SMALL), replicas, 0):  # only the length is asked of it
+    def iterate_epoch(ranks: int) -> None:
+        for _ in DistributedSampler(range(SMALL), ranks, 0):  # it needs only the length
             pass
 
     result: dict[str, Any] = {"samples": SMALL}
-    for replicas in (1, BATCH.replicas):
-        seconds = statistics.median(timed(epoch, replicas) for _ in range(3))
-        result[f"microseconds_a_sample, ranks {replicas}"] = round(seconds / (SMALL / replicas) * 1e6, 4)
-    tensor = 8  # an int64 of randperm: torch's own memory, which tracemalloc does not see
-    listed = 8 + 32  # a pointer in the list it becomes, and the int object that this points to
-    result["peak_bytes"] = peak_bytes(epoch, BATCH.replicas) + tensor * SMALL
-    terabytes = (tensor + listed) * LARGE / 1e12
-    result["at 10^12"] = f"cannot run: ({tensor} + {listed}) bytes x 10^12 = {terabytes:.0f} TB on every rank"
+    for ranks in (1, BATCH.replicas):
+        seconds = statistics.median(timed(iterate_epoch, ranks) for _ in range(3))
+        result[f"microseconds_per_sample, ranks {ranks}"] = round(seconds / (SMALL / ranks) * 1e6, 4)
+    tensor_bytes = 8  # an int64 of randperm, in torch's memory, which tracemalloc does not trace
+    list_bytes = 8 + 32  # a pointer in the list, and the int object that it points to
+    result["peak_bytes"] = peak_bytes(iterate_epoch, BATCH.replicas) + tensor_bytes * SMALL
+    terabytes = (tensor_bytes + list_bytes) * LARGE / 1e12
+    result["at 10^12"] = f"cannot run: ({tensor_bytes} + {list_bytes}) bytes x 10^12 = {terabytes:.0f} TB on every rank"
     return result
 
 
-def peak_bytes(work: Callable[..., Any], *arguments: Any) -> int:
-    """The most Python and NumPy memory that the work held at once. Tracing is slow: never while timing."""
-    work(*arguments)  # what is made once and kept is not counted
+def peak_bytes(function: Callable[..., Any], *args: Any) -> int:
+    """The peak memory of Python and NumPy during a call. Tracing is slow, so this is never combined with timing."""
+    function(*args)  # caches that are filled once are not counted
     tracemalloc.start()
-    work(*arguments)
+    function(*args)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return peak

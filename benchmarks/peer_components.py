@@ -1,4 +1,4 @@
-"""The parts that every peer's loop shares: an ordinary dataset and loader, AdamW, and a schedule for LambdaLR."""
+"""What the loops of all peers share: a torch dataset and DataLoader, AdamW, and a schedule for LambdaLR."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from meshwright.data.source import Source
 from meshwright.optim.schedule import learning_rate
 from meshwright.trainer.loop import Job
 
-READ_EVERY = 10
-"""Steps between two readings of the loss, as an ordinary loop logs it."""
+READ_LOSS_EVERY = 10
+"""Steps between two reads of the loss, as in a typical loop that logs it."""
 
-Run = Callable[[int], float]
-"""Trains so many steps more, and gives the last loss that was read."""
+RunSteps = Callable[[int], float]
+"""Trains the given number of steps and returns the last loss that was read."""
 
 
-class Samples(Dataset[tuple[Tensor, Tensor]]):
+class SampleDataset(Dataset[tuple[Tensor, Tensor]]):
+    """A source of Meshwright as a torch dataset."""
+
     def __init__(self, source: Source) -> None:
         self.source = source
 
@@ -32,14 +34,14 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         return torch.from_numpy(tokens), torch.from_numpy(labels)
 
 
-def loader_of(job: Job, sampler: Sampler[int] | None = None) -> DataLoader[tuple[Tensor, Tensor]]:
-    """Without a sampler it shuffles by itself, for a peer that puts a distributed sampler in."""
-    samples = Samples(job.sources[0])
+def make_loader(job: Job, sampler: Sampler[int] | None = None) -> DataLoader[tuple[Tensor, Tensor]]:
+    """A DataLoader. Without a sampler it shuffles, for a peer that inserts its own distributed sampler."""
+    samples = SampleDataset(job.sources[0])
     return DataLoader(samples, job.batch.micro, shuffle=sampler is None, sampler=sampler, drop_last=True)
 
 
-def adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """The groups that Meshwright makes: no decay on norms."""
+def make_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW with the parameter groups of Meshwright: no weight decay on norms."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     return torch.optim.AdamW(
@@ -51,7 +53,7 @@ def adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     )
 
 
-def share_of_peak(job: Job, counts_a_step: int = 1) -> Callable[[int], float]:
-    """For LambdaLR, which multiplies the peak; some count more than once a step."""
+def lr_multiplier(job: Job, counts_per_step: int = 1) -> Callable[[int], float]:
+    """The factor of the peak learning rate for LambdaLR; some peers call the scheduler more than once per step."""
     config = job.config
-    return lambda count: learning_rate(count // counts_a_step, config.steps, 1.0, config.schedule)
+    return lambda count: learning_rate(count // counts_per_step, config.steps, 1.0, config.schedule)

@@ -1,33 +1,33 @@
-"""The loop as Lightning Fabric's own guide writes it."""
+"""The training loop of Lightning Fabric, as in its guide."""
 
 from __future__ import annotations
 
 import torch
 
-from benchmarks.ordinary import READ_EVERY, Run, adamw, loader_of, share_of_peak
+from benchmarks.peer_components import READ_LOSS_EVERY, RunSteps, lr_multiplier, make_adamw, make_loader
 from meshwright.models.init import build_model
 from meshwright.parallel.world import World
 from meshwright.trainer.loop import Job
 
 
-def contender(job: Job, world: World) -> Run:
+def make_loop(job: Job, world: World) -> RunSteps:
     from lightning_fabric import Fabric
     from lightning_fabric.plugins.environments import TorchElasticEnvironment
     from lightning_fabric.strategies import DDPStrategy
 
     config = job.config
-    strategy = DDPStrategy(gradient_as_bucket_view=True)  # strategy="ddp" with the one option that all contenders set
+    strategy = DDPStrategy(gradient_as_bucket_view=True)  # strategy="ddp" with the one option that all peers set
     fabric = Fabric(accelerator="cpu", strategy=strategy, devices=world.size, plugins=[TorchElasticEnvironment()])
     fabric.launch()
     assert fabric.world_size == world.size
-    bare = build_model(config.model, config.seed)
-    model, optimizer = fabric.setup(bare, adamw(bare, config.optimizer))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak(job))
-    batches = iter(fabric.setup_dataloaders(loader_of(job)))
-    done, read = 0, float("nan")
+    plain_model = build_model(config.model, config.seed)
+    model, optimizer = fabric.setup(plain_model, make_adamw(plain_model, config.optimizer))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_multiplier(job))
+    batches = iter(fabric.setup_dataloaders(make_loader(job)))
+    done, last_loss = 0, float("nan")
 
     def run(steps: int) -> float:
-        nonlocal done, read
+        nonlocal done, last_loss
         for _ in range(steps):
             tokens, labels = next(batches)
             total, count = model(tokens, labels)
@@ -38,8 +38,8 @@ def contender(job: Job, world: World) -> Run:
             scheduler.step()
             optimizer.zero_grad()
             done += 1
-            if done % READ_EVERY == 0:
-                read = loss.item()
-        return read
+            if done % READ_LOSS_EVERY == 0:
+                last_loss = loss.item()
+        return last_loss
 
     return run

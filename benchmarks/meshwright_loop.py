@@ -1,14 +1,14 @@
-"""Meshwright's side: the parts of a training rank, driven a few steps at a time."""
+"""Meshwright's training loop as a benchmark contender: the trainer of a rank, a few steps at a time."""
 
 from __future__ import annotations
 
-from benchmarks.ordinary import Run
+from benchmarks.peer_components import RunSteps
 from meshwright.parallel.world import World
 from meshwright.trainer.loop import Job, Training
 
 
-def contender(job: Job, world: World) -> Run:
-    """The very object that `train_rank` drives; every step is recorded in the run folder."""
+def make_loop(job: Job, world: World) -> RunSteps:
+    """The same `Training` object that `train_rank` runs; every step is recorded in the run folder."""
     training = Training(job, world)
 
     def run(steps: int) -> float:

@@ -1,4 +1,4 @@
-"""The time from nothing to the first batch at a position: Meshwright's loader beside torchdata's."""
+"""The time from a new loader to its first batch at a position: Meshwright and torchdata's StatefulDataLoader."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.ordinary import Samples
+from benchmarks.peer_components import SampleDataset
 from meshwright.config import Batch, RunConfig
 from meshwright.data.loader import Loader
 from meshwright.data.source import ConcatenatedSource, SyntheticSource
@@ -15,24 +15,25 @@ from meshwright.data.stream import Stream
 
 SMALL, LARGE = 10**6, 10**12
 STEPS = (0, 10**8)
-SAMPLES = (20_000, 100_000)
+RESUME_AT = (20_000, 100_000)
+"""Positions, in samples, at which torchdata's loader resumes."""
 BATCH = Batch(global_=16, micro=8, replicas=2, accumulation=1)
 SEQUENCE, VOCAB = 128, 256
 
 
 def measure() -> dict[str, Any]:
-    return {"loader": own()} | torchdata()
+    return {"loader": measure_meshwright()} | measure_torchdata()
 
 
-def own() -> dict[str, Any]:
-    """Over 10^12 samples, with the default workers."""
+def measure_meshwright() -> dict[str, Any]:
+    """Over 10^12 samples, with the default number of workers."""
 
-    def first(step: int) -> None:
+    def load_first(step: int) -> None:
         source = ConcatenatedSource([SyntheticSource(LARGE, SEQUENCE, VOCAB)])
-        batches = Loader(source, stream_over(LARGE), BATCH, 0, RunConfig().data).steps(step, 2 * STEPS[-1])
+        batches = Loader(source, make_stream(LARGE), BATCH, 0, RunConfig().data).steps(step, 2 * STEPS[-1])
         next(batches)
 
-    seconds = {step: median_of(first, step) for step in STEPS}
+    seconds = {step: median_of(load_first, step) for step in STEPS}
     return {
         "samples": LARGE,
         "seconds_at_step": {str(step): round(value, 6) for step, value in seconds.items()},
@@ -40,14 +41,14 @@ def own() -> dict[str, Any]:
     }
 
 
-def torchdata() -> dict[str, Any]:
-    """Over 10^6 samples, with no workers: as a rank of two uses it, and with its own shuffle on one process."""
+def measure_torchdata() -> dict[str, Any]:
+    """Over 10^6 samples without workers: on one of two ranks, and with shuffle=True in one process."""
     try:
         from torchdata.stateful_dataloader import StatefulDataLoader
         from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
     except ImportError as error:
         return {"stateful_data_loader": None, "missing": str(error)}
-    samples = Samples(SyntheticSource(SMALL, SEQUENCE, VOCAB))
+    samples = SampleDataset(SyntheticSource(SMALL, SEQUENCE, VOCAB))
 
     def distributed() -> Any:
         return StatefulDataLoader(
@@ -58,46 +59,46 @@ def torchdata() -> dict[str, Any]:
         return StatefulDataLoader(samples, BATCH.micro, shuffle=True, num_workers=0)
 
     return {
-        "stateful_data_loader": resumed(distributed),
-        "stateful_data_loader, shuffle=True": resumed(shuffled),
+        "stateful_data_loader": measure_resume(distributed),
+        "stateful_data_loader, shuffle=True": measure_resume(shuffled),
     }
 
 
-def resumed(fresh: Callable[[], Any]) -> dict[str, Any]:
-    loader = fresh()
+def measure_resume(make_loader: Callable[[], Any]) -> dict[str, Any]:
+    loader = make_loader()
     states: dict[int, Any] = {}
     for count, _ in enumerate(loader, 1):
-        if count * BATCH.micro in SAMPLES:
+        if count * BATCH.micro in RESUME_AT:
             states[count * BATCH.micro] = loader.state_dict()
-        if count * BATCH.micro >= SAMPLES[-1]:
+        if count * BATCH.micro >= RESUME_AT[-1]:
             break
 
-    def first(state: Any) -> None:
-        loader = fresh()
+    def load_first(state: Any) -> None:
+        loader = make_loader()
         loader.load_state_dict(state)
         next(iter(loader))
 
-    seconds = {position: median_of(first, state) for position, state in states.items()}
-    near, far = SAMPLES
+    seconds = {position: median_of(load_first, state) for position, state in states.items()}
+    near, far = RESUME_AT
     return {
         "samples": SMALL,
         "seconds_at_sample": {str(position): round(value, 6) for position, value in seconds.items()},
         "growth": round(seconds[far] / seconds[near], 3),
-        "microseconds_a_sample_passed_over": round((seconds[far] - seconds[near]) / (far - near) * 1e6, 4),
+        "microseconds_per_skipped_sample": round((seconds[far] - seconds[near]) / (far - near) * 1e6, 4),
     }
 
 
-def stream_over(samples: int) -> Stream:
-    """One source of so many samples, with the default share of it held out."""
+def make_stream(samples: int) -> Stream:
+    """A stream over one source, with the default holdout."""
     config = RunConfig()
     return Stream.from_lengths(config.seed, BATCH.global_, [samples], [1.0], config.eval.holdout)
 
 
-def median_of(work: Callable[..., Any], *arguments: Any) -> float:
-    return statistics.median(timed(work, *arguments) for _ in range(9))
+def median_of(function: Callable[..., Any], *args: Any) -> float:
+    return statistics.median(timed(function, *args) for _ in range(9))
 
 
-def timed(work: Callable[..., Any], *arguments: Any) -> float:
+def timed(function: Callable[..., Any], *args: Any) -> float:
     start = time.perf_counter()
-    work(*arguments)
+    function(*args)
     return time.perf_counter() - start

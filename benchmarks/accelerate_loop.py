@@ -1,31 +1,33 @@
-"""The loop as accelerate's own guide writes it."""
+"""The training loop of Hugging Face accelerate, as in its guide."""
 
 from __future__ import annotations
 
 import torch
 
-from benchmarks.ordinary import READ_EVERY, Run, adamw, loader_of, share_of_peak
+from benchmarks.peer_components import READ_LOSS_EVERY, RunSteps, lr_multiplier, make_adamw, make_loader
 from meshwright.models.init import build_model
 from meshwright.parallel.world import World
 from meshwright.trainer.loop import Job
 
 
-def contender(job: Job, world: World) -> Run:
+def make_loop(job: Job, world: World) -> RunSteps:
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
     config = job.config
     accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
     assert accelerator.num_processes == world.size
-    bare = build_model(config.model, config.seed)
-    bare_optimizer = adamw(bare, config.optimizer)
-    # accelerate's scheduler counts once for every process at each step
-    bare_scheduler = torch.optim.lr_scheduler.LambdaLR(bare_optimizer, share_of_peak(job, world.size))
-    model, optimizer, loader, scheduler = accelerator.prepare(bare, bare_optimizer, loader_of(job), bare_scheduler)
+    plain_model = build_model(config.model, config.seed)
+    plain_optimizer = make_adamw(plain_model, config.optimizer)
+    # accelerate calls the scheduler once per process at each step
+    plain_scheduler = torch.optim.lr_scheduler.LambdaLR(plain_optimizer, lr_multiplier(job, world.size))
+    model, optimizer, loader, scheduler = accelerator.prepare(
+        plain_model, plain_optimizer, make_loader(job), plain_scheduler
+    )
     batches = iter(loader)
-    done, read = 0, float("nan")
+    done, last_loss = 0, float("nan")
 
     def run(steps: int) -> float:
-        nonlocal done, read
+        nonlocal done, last_loss
         for _ in range(steps):
             tokens, labels = next(batches)
             total, count = model(tokens, labels)
@@ -36,8 +38,8 @@ def contender(job: Job, world: World) -> Run:
             scheduler.step()
             optimizer.zero_grad()
             done += 1
-            if done % READ_EVERY == 0:
-                read = loss.item()
-        return read
+            if done % READ_LOSS_EVERY == 0:
+                last_loss = loss.item()
+        return last_loss
 
     return run

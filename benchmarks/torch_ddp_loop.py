@@ -1,4 +1,4 @@
-"""A hand-written loop on plain torch: DDP, DistributedSampler, AdamW, LambdaLR."""
+"""A hand-written torch training loop: DDP, DistributedSampler, AdamW and LambdaLR."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-from benchmarks.ordinary import READ_EVERY, Run, Samples, adamw, loader_of, share_of_peak
+from benchmarks.peer_components import READ_LOSS_EVERY, RunSteps, SampleDataset, lr_multiplier, make_adamw, make_loader
 from meshwright.models.init import build_model
 from meshwright.parallel.world import World
 from meshwright.trainer.loop import Job
 
 
-def contender(job: Job, world: World) -> Run:
+def make_loop(job: Job, world: World) -> RunSteps:
     config = job.config
     model = DistributedDataParallel(build_model(config.model, config.seed), gradient_as_bucket_view=True)
-    optimizer = adamw(model, config.optimizer)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak(job))
-    sampler = DistributedSampler(Samples(job.sources[0]), world.size, world.rank, seed=config.seed, drop_last=True)
-    batches = iter(loader_of(job, sampler))
-    done, read = 0, float("nan")
+    optimizer = make_adamw(model, config.optimizer)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_multiplier(job))
+    sampler = DistributedSampler(
+        SampleDataset(job.sources[0]), world.size, world.rank, seed=config.seed, drop_last=True
+    )
+    batches = iter(make_loader(job, sampler))
+    done, last_loss = 0, float("nan")
 
     def run(steps: int) -> float:
-        nonlocal done, read
+        nonlocal done, last_loss
         for _ in range(steps):
             tokens, labels = next(batches)
             total, count = model(tokens, labels)
@@ -33,8 +35,8 @@ def contender(job: Job, world: World) -> Run:
             scheduler.step()
             optimizer.zero_grad()
             done += 1
-            if done % READ_EVERY == 0:
-                read = loss.item()
-        return read
+            if done % READ_LOSS_EVERY == 0:
+                last_loss = loss.item()
+        return last_loss
 
     return run
