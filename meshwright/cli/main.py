@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from meshwright.cli.args import Verb, parse
 from meshwright.cli.checkpoint import checkpoint_diff, checkpoint_digest, checkpoint_list, checkpoint_verify
@@ -74,21 +74,28 @@ def dispatch(args: list[str]) -> None:
     matches = (verb for verb in VERBS if args[: len(verb.split())] == verb.split())
     name = max(matches, key=len, default=None)  # `plan schedule` takes precedence over `plan`
     if name is None:
-        raise ConfigError(f"unknown verb {' '.join(args[:2])!r}", f"expected one of {', '.join(VERBS)}")
+        group = [verb for verb in VERBS if verb.startswith(f"{args[0]} ")]
+        if group and args[1:2] in (["-h"], ["--help"]):
+            print("\n".join(summaries(group)))
+            return
+        raise ConfigError(f"unknown verb {' '.join(args[:2])!r}", f"expected one of {', '.join(group or VERBS)}")
     verb = VERBS[name]
     verb(**parse(verb, name, args[len(name.split()) :]))
 
 
+def summaries(names: Iterable[str]) -> list[str]:
+    """Returns one line per verb, with the summary from its docstring."""
+    return [f"  {name:<18} {(VERBS[name].__doc__ or '').partition(': ')[2].splitlines()[0]}" for name in names]
+
+
 def usage() -> str:
-    """Lists every verb with the summary from its docstring."""
-    lines = [f"  {name:<18} {(verb.__doc__ or '').partition(': ')[2].splitlines()[0]}" for name, verb in VERBS.items()]
     return "\n".join(
         [
             "Distributed training on PyTorch that plans itself, recovers exactly, explains itself and proves it.",
             "",
             "Usage: meshwright VERB [ARGUMENTS]",
             "",
-            *lines,
+            *summaries(VERBS),
             "",
             "meshwright VERB --help describes the arguments of a verb.",
             EXIT_CODES,

@@ -51,6 +51,15 @@ def test_unknown_verb_is_one_line_with_exit_code_2(capsys):
     assert "unknown verb 'fly'; expected one of train, plan" in stderr
 
 
+def test_group_of_verbs_lists_its_verbs(capsys):
+    main(["data", "--help"])
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["data", "show"], ["data", "find"]]
+    with pytest.raises(SystemExit) as stop:
+        main(["data"])
+    assert stop.value.code == 2
+    assert "unknown verb 'data'; expected one of data show, data find" in capsys.readouterr().err
+
+
 def test_second_positional_argument_is_rejected(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["train", "one.toml", "two.toml"])
