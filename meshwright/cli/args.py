@@ -102,6 +102,7 @@ def build_parser(verb: Verb, name: str) -> Parser:
 
 
 def add_argument(parser: Parser, name: str, hint: Any, default: Any) -> None:
+    """Adds the parameter `name` of a verb to its parser; `hint` is Annotated[type, Argument]."""
     kind, argument = get_args(hint)[:2]
     required = default is inspect.Parameter.empty
     shown_default = "" if required or default in (None, False, ()) else f" (default: {default})"
@@ -141,7 +142,7 @@ def split_overrides(args: Sequence[str], options: set[str]) -> tuple[list[str], 
     iterator = iter(args)
     for arg in iterator:
         name, equals, value = arg.partition("=")
-        key = name.replace("-", "_").replace("__", "--", 1)
+        key = "--" + name[2:].replace("-", "_")
         is_key = name.startswith("--") and ("." in name or (key in top_level and hyphenated(name) not in options))
         if not is_key:
             remaining.append(hyphenated(arg))
@@ -164,6 +165,7 @@ def hyphenated(arg: str) -> str:
 
 
 def top_level_keys() -> list[str]:
+    """Lists the config keys that are not in a section, such as seed."""
     import dataclasses
 
     from meshwright.config import RunConfig
