@@ -1,1 +1,1 @@
-"""How a model is spread over ranks: one file an axis."""
+"""How a model is parallelized: one module per axis, applied in the order of parallelize.py."""

@@ -1,4 +1,4 @@
-"""Activations that backward computes again instead of finding them in memory."""
+"""Activation checkpointing: backward recomputes activations instead of reading them from memory."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ SAVED_OPS = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-"""What selective recomputation keeps: products and attention, dear to compute and no larger than the rest; and beside
-them (see `keep`) sums that were scattered, which are dear to send and smaller.
+"""The operators whose results selective checkpointing saves: matrix products and attention, which are expensive to
+compute and no larger than other activations. `selective_policy` also saves the results of reduce-scatter, which are
+expensive to communicate and smaller.
 """
 
 
-def apply_activation_checkpointing(model: nn.Module, parts: ParallelSpec, config: ActivationCheckpointConfig) -> None:
+def apply_activation_checkpointing(model: nn.Module, spec: ParallelSpec, config: ActivationCheckpointConfig) -> None:
     if config.mode == "none":
         return
     if config.segment > 1:
@@ -41,52 +42,53 @@ def apply_activation_checkpointing(model: nn.Module, parts: ParallelSpec, config
         if not stacks:
             raise ConfigError(
                 "activation_checkpoint.segment > 1 needs a model with a BlockStack, and this one has none",
-                "allowed: activation_checkpoint.segment = 1",
+                "try activation_checkpoint.segment = 1",
             )
         for module in stacks:
             module.stack = CheckpointedBlockStack(config.segment)
         return
-    for block in find_blocks(model, parts):
+    for block in find_blocks(model, spec):
         checkpoint_block(block, config.mode)
 
 
 def checkpoint_block(block: nn.Module, mode: Literal["full", "selective"]) -> None:
-    """The module's own forward alone: names stay, and hooks of other axes run around it, once."""
+    """Wraps the forward of the module, so that parameter names stay and hooks of other axes run once, around it."""
     context: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, selective_policy)}
     block.forward = partial(checkpoint, block.forward, use_reentrant=False, **(context if mode == "selective" else {}))
 
 
-PASSING: list[None] = []
+RECOMPUTING: list[None] = []
+"""Not empty inside `recompute_all`."""
 
 
 @contextmanager
 def recompute_all() -> Iterator[None]:
-    """Operations inside are computed again, dear or not: attention in blocks would keep each block's scores."""
-    PASSING.append(None)
+    """Selective checkpointing saves nothing inside: blockwise attention would save the scores of every block."""
+    RECOMPUTING.append(None)
     try:
         yield
     finally:
-        PASSING.pop()
+        RECOMPUTING.pop()
 
 
 def selective_policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    if PASSING:
+    if RECOMPUTING:
         return CheckpointPolicy.PREFER_RECOMPUTE
     name = operation.__name__.partition(".")[0]
-    kept = name in SAVED_OPS if operation.namespace == "aten" else name == "reduce_scatter_tensor"
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    saved = name in SAVED_OPS if operation.namespace == "aten" else name == "reduce_scatter_tensor"
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class CheckpointedBlockStack(BlockStack):
-    """The way through the blocks that keeps only what enters every so many of them."""
+    """Checkpoints segments of consecutive blocks: only the input of every segment is saved."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size = size
 
-    def forward(self, blocks: Iterable[nn.Module], x: Tensor, where: RotaryTables) -> Tensor:
-        whole = list(blocks)
-        for start in range(0, len(whole), self.size):
-            through = partial(super().forward, whole[start : start + self.size])
-            x = checkpoint(through, x, where, use_reentrant=False) if torch.is_grad_enabled() else through(x, where)
+    def forward(self, blocks: Iterable[nn.Module], x: Tensor, rotary: RotaryTables) -> Tensor:
+        block_list = list(blocks)
+        for start in range(0, len(block_list), self.size):
+            segment = partial(super().forward, block_list[start : start + self.size])
+            x = checkpoint(segment, x, rotary, use_reentrant=False) if torch.is_grad_enabled() else segment(x, rotary)
         return x

@@ -1,4 +1,4 @@
-"""The block of a tensor that this rank holds: its data, where it sits in the whole, and who holds the same."""
+"""The shard of a tensor on this rank: its data, its offset in the full tensor, and the axes that shard it."""
 
 from __future__ import annotations
 
@@ -9,58 +9,63 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-# It advises against gathering along two axes one after the other, which is what `whole_of` is for.
+# DTensor warns about gathering along two mesh dimensions in sequence, which is what `full_tensor` does.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)
 class LocalShard:
+    """One rank's shard of a tensor."""
+
     local: Tensor
     shape: tuple[int, ...]
-    """of the whole"""
+    """the shape of the full tensor"""
     offset: tuple[int, ...]
+    """the position of the shard in the full tensor"""
     sharded_axes: frozenset[str] = frozenset()
-    """the axes along which ranks hold different blocks; along every other axis they hold the same"""
+    """the axes along which ranks have different shards; along all others they have equal ones"""
 
     def with_local(self, local: Tensor) -> LocalShard:
-        """Another tensor that is cut as this one is, such as an optimizer's moment."""
+        """Another tensor that is sharded in the same way, such as an optimizer moment."""
         return LocalShard(local, self.shape, self.offset, self.sharded_axes)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The memory of this rank's part; a plain tensor is all of it."""
+    """The local tensor of a DTensor, or the tensor itself, detached."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def local_shard(tensor: Tensor | LocalShard) -> LocalShard:
-    """A matrix is cut for the tensor axis first and what is left of it for the shard axis: from the innermost out."""
+    """The local shard of a tensor. A matrix is sharded by the innermost mesh dimension first (tensor), and its shards
+    by the next one (shard).
+    """
     if isinstance(tensor, LocalShard):
         return tensor
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return LocalShard(tensor.detach(), shape, (0,) * len(shape))
-    mesh, offset, size, cut = tensor.device_mesh, [0] * len(shape), list(shape), set()
-    names = mesh.mesh_dim_names or ()
+    mesh, offset, size = tensor.device_mesh, [0] * len(shape), list(shape)
+    names, sharded_axes = mesh.mesh_dim_names or (), set()
     for index in reversed(range(mesh.ndim)):
         placement = tensor.placements[index]
         if placement.is_replicate():
             continue
         if placement.is_partial():
-            raise ValueError(f"a tensor of {shape} is still a sum to be made over {names[index]}")
+            raise ValueError(f"a tensor of shape {shape} is a partial sum over {names[index]}; expected a reduced one")
         dim: int = placement.dim  # type: ignore[attr-defined]
-        each = -(-size[dim] // mesh.size(index))
-        start = min(each * mesh.get_local_rank(index), size[dim])
+        chunk = -(-size[dim] // mesh.size(index))
+        start = min(chunk * mesh.get_local_rank(index), size[dim])
         offset[dim] += start
-        size[dim] = min(each, size[dim] - start)
+        size[dim] = min(chunk, size[dim] - start)
         if mesh.size(index) > 1:
-            cut.update(names[index].split("+"))  # axes that share one dimension of a mesh
+            sharded_axes.update(names[index].split("+"))  # a mesh dimension may combine two axes
     local = local_tensor(tensor)
     if tuple(local.shape) != tuple(size):
-        raise ValueError(f"a block of {tuple(local.shape)} lies where one of {tuple(size)} of {shape} should")
-    return LocalShard(local, shape, tuple(offset), frozenset(cut))
+        raise ValueError(f"a shard of a tensor of {shape} has shape {tuple(local.shape)}; expected {tuple(size)}")
+    return LocalShard(local, shape, tuple(offset), frozenset(sharded_axes))
 
 
 @torch.no_grad()
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank of its mesh; they must all ask."""
+    """The full tensor on every rank of its mesh. It is a collective: all of them must call it."""
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()

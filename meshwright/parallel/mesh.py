@@ -1,9 +1,9 @@
-"""The layout as torch's DeviceMeshes, and as the groups of ranks that nothing but a message needs.
+"""The DeviceMeshes and process groups of a layout.
 
-Parameters live on one mesh. To them a rank with another piece of a sequence is as good as one with other samples: both
-bring gradients of the same weights. So context has no dimension of its own there, and is folded into the shards, or
-into the copies where nothing is sharded. Experts live on a mesh of the same ranks, in which the same dimension is
-divided again: into groups that share the experts, and ranks that hold the same of them.
+Parameters live on the dense mesh. For them, a rank with other sequence chunks is like a rank with other samples: both
+contribute to the gradients of the same weights. So the context axis has no dimension of its own there; it joins the
+shard dimension, or the replicate dimension if nothing is sharded. Expert weights live on another mesh of the same
+ranks, in which that dimension is divided into the expert dimension and the ranks that have the same experts.
 """
 
 from __future__ import annotations
@@ -16,42 +16,40 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import dense_shard_group, expert_shard_group, uses_ddp
 
-NOT_DATA = ("pipeline", "expert", "tensor")
-"""Dimensions over which FSDP2 spreads nothing."""
+MODEL_DIMS = ("pipeline", "expert", "tensor")
+"""Mesh dimensions over which FSDP2 does not shard."""
 
 
 @dataclass(frozen=True)
 class Meshes:
-    """`dense` is None where the one group of all ranks is enough: whole copies, or one rank alone."""
+    """The meshes and groups of one rank. `dense_mesh` is None if the default group suffices: DDP, or one rank."""
 
     dense_mesh: DeviceMesh | None
     expert_mesh: DeviceMesh | None = None
     context_group: dist.ProcessGroup | None = None
     sequence_group: dist.ProcessGroup | None = None
-    """all ranks with pieces of the same sequences: context and tensor together"""
+    """all ranks with chunks of the same sequences: context and tensor together"""
     expert_group: dist.ProcessGroup | None = None
-    """a group of its own: that of a mesh's dimension is the world's where it covers all ranks, and counts as another
-    axis's
+    """a group separate from the mesh: if the mesh dimension covers all ranks, its group is the default group, and its
+    collectives would be counted for another axis
     """
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """Over which FSDP2 spreads parameters: copies beside shards, or shards alone."""
+        """The dimensions over which FSDP2 shards and replicates parameters."""
         assert self.dense_mesh is not None
         return data_submesh(self.dense_mesh)
 
     @property
     def expert_data_mesh(self) -> DeviceMesh:
+        """The dimensions over which FSDP2 shards and replicates expert weights."""
         assert self.expert_mesh is not None
         return data_submesh(self.expert_mesh)
 
     def submesh(self, name: str) -> DeviceMesh | None:
-        """One dimension of the dense mesh, where it is in use."""
-        return (
-            self.dense_mesh[name]
-            if self.dense_mesh is not None and name in (self.dense_mesh.mesh_dim_names or ())
-            else None
-        )
+        """One dimension of the dense mesh, or None if its degree is 1."""
+        mesh = self.dense_mesh
+        return mesh[name] if mesh is not None and name in (mesh.mesh_dim_names or ()) else None
 
     def group_names(self) -> dict[str, str]:
         """Process group name -> axis."""
@@ -71,50 +69,52 @@ class Meshes:
 
 
 def data_submesh(mesh: DeviceMesh) -> DeviceMesh:
-    return mesh[tuple(axis for axis in mesh.mesh_dim_names or () if axis not in NOT_DATA)]
+    return mesh[tuple(axis for axis in mesh.mesh_dim_names or () if axis not in MODEL_DIMS)]
 
 
 def build_meshes(layout: Layout, device: str, experts: bool = False) -> Meshes:
-    """`experts`: whether the model has any. Every rank makes all of them, in one order."""
-    context = new_group(layout, "context")
-    pieces = new_group(layout, "context", "tensor") if experts else None
+    """Creates all meshes and groups, in the same order on every rank; `experts` if the model has any."""
+    context_group = new_group(layout, "context")
+    sequence_group = new_group(layout, "context", "tensor") if experts else None
     if uses_ddp(layout) or layout.ranks == 1:
-        return Meshes(None, None, context, pieces)
-    dense = init_mesh(dense_mesh_dims(layout), device)
-    spread = init_mesh(expert_mesh_dims(layout), device) if layout.expert > 1 else None
-    expert = new_group(layout, "expert") if layout.expert > 1 else None
-    return Meshes(dense, spread, context, pieces, expert)
+        return Meshes(None, None, context_group, sequence_group)
+    dense_mesh = init_mesh(dense_mesh_dims(layout), device)
+    expert_mesh = init_mesh(expert_mesh_dims(layout), device) if layout.expert > 1 else None
+    expert_group = new_group(layout, "expert") if layout.expert > 1 else None
+    return Meshes(dense_mesh, expert_mesh, context_group, sequence_group, expert_group)
 
 
 def dense_mesh_dims(layout: Layout) -> dict[str, int]:
-    over = dense_shard_group(layout, 0)
-    data = used({over.replicate_axis: over.replicas}) | {over.shard_axis: over.shards}
-    # FSDP2 speaks of copies only as copies of shards, be it one shard.
-    data = data if over.replicas * over.shards > 1 else {}
-    return used({"pipeline": layout.pipeline}) | data | used({"tensor": layout.tensor})
+    """Dimension name -> degree, outermost first."""
+    group = dense_shard_group(layout, 0)
+    data = drop_trivial({group.replicate_axis: group.replicas}) | {group.shard_axis: group.shards}
+    # FSDP2 needs a shard dimension beside the replicate dimension, even of degree 1.
+    data = data if group.replicas * group.shards > 1 else {}
+    return drop_trivial({"pipeline": layout.pipeline}) | data | drop_trivial({"tensor": layout.tensor})
 
 
 def expert_mesh_dims(layout: Layout) -> dict[str, int]:
-    over = expert_shard_group(layout, 0)
+    group = expert_shard_group(layout, 0)
     return (
-        used({"pipeline": layout.pipeline, over.replicate_axis: over.replicas})
-        | {over.shard_axis: over.shards, "expert": layout.expert}
-        | used({"tensor": layout.tensor})
+        drop_trivial({"pipeline": layout.pipeline, group.replicate_axis: group.replicas})
+        | {group.shard_axis: group.shards, "expert": layout.expert}
+        | drop_trivial({"tensor": layout.tensor})
     )
 
 
-def used(dimensions: dict[str, int]) -> dict[str, int]:
-    return {name: degree for name, degree in dimensions.items() if degree > 1}
+def drop_trivial(dims: dict[str, int]) -> dict[str, int]:
+    """Without dimensions of degree 1."""
+    return {name: degree for name, degree in dims.items() if degree > 1}
 
 
-def init_mesh(dimensions: dict[str, int], device: str) -> DeviceMesh:
-    return init_device_mesh(device, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+def init_mesh(dims: dict[str, int], device: str) -> DeviceMesh:
+    return init_device_mesh(device, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
 
 def new_group(layout: Layout, *axes: str) -> dist.ProcessGroup | None:
-    """This rank's group of an axis, or of several together; None where it would be alone."""
+    """This rank's process group of an axis, or of several axes together; None if it would have one rank."""
     groups = [ranks for ranks in layout.groups(*axes) if len(ranks) > 1]
     if not groups:
         return None
-    own, _ = dist.new_subgroups_by_enumeration(groups)
-    return own  # type: ignore[no-any-return]
+    group, _ = dist.new_subgroups_by_enumeration(groups)
+    return group  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
-"""Tensor and sequence parallelism: matrices cut by DTensor, the sequence cut between them, the vocabulary in the loss.
+"""Tensor and sequence parallelism of the decoder by DTensor, with a vocabulary-parallel embedding and loss.
 
-A block's first matrices are cut by columns and its last by rows. Going in, the pieces of the sequence are gathered once
-for all of q, k and v (once for gate and up); coming out, the partial sums are added and scattered over the sequence in
-one collective. So everything between the matrices, norms and residuals, works on a piece of the sequence.
+The first matrices of a block are sharded by columns, the last by rows. On entry, the sequence is all-gathered once for
+q, k and v (once for gate and up); on exit, partial sums are reduce-scattered over the sequence. So norms and residuals
+work on a chunk of the sequence.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from meshwright.config import ModelConfig
 from meshwright.parallel.parallel_spec import ParallelSpec, parameter_owners, require_modules
 
 SEQUENCE = 1
-"""The dimension of the sequence in (batch, sequence, width)."""
+"""The sequence dimension of (batch, sequence, width)."""
 
 
 class VocabParallelEmbedding(ParallelStyle):
-    """Each rank looks up the tokens of its own rows; the sum over ranks is scattered over the sequence."""
+    """Each rank looks up the tokens of its vocabulary rows; the sum over ranks is scattered over the sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         shard_rows(module, device_mesh)
@@ -46,14 +46,14 @@ class VocabParallelEmbedding(ParallelStyle):
         assert isinstance(weight, DTensor)
         rows = weight.to_local()
         index = tokens - len(rows) * mesh.get_local_rank()
-        foreign = (index < 0) | (index >= len(rows))
-        found = F.embedding(index.masked_fill(foreign, 0), rows).masked_fill(foreign[..., None], 0.0)
-        whole = DTensor.from_local(found, mesh, [Partial()], run_check=False)
-        return whole.redistribute(placements=[Shard(SEQUENCE)]).to_local()
+        elsewhere = (index < 0) | (index >= len(rows))
+        partial_sum = F.embedding(index.masked_fill(elsewhere, 0), rows).masked_fill(elsewhere[..., None], 0.0)
+        hidden = DTensor.from_local(partial_sum, mesh, [Partial()], run_check=False)
+        return hidden.redistribute(placements=[Shard(SEQUENCE)]).to_local()
 
 
 class GatherSequence(ParallelStyle):
-    """A module whose first input comes in pieces of the sequence, and is gathered once for everything inside."""
+    """All-gathers the sequence of a module's first input, once for all matrices inside."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(partial(self.gather, device_mesh))
@@ -64,13 +64,13 @@ class GatherSequence(ParallelStyle):
         hidden, *rest = inputs
         if not isinstance(hidden, DTensor):
             hidden = DTensor.from_local(hidden, mesh, [Shard(SEQUENCE)], run_check=False)
-        if torch.is_autocast_enabled(hidden.device.type):  # what comes next computes in it: half the bytes
+        if torch.is_autocast_enabled(hidden.device.type):  # the next operator casts anyway: half the bytes
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         return hidden.redistribute(placements=[Replicate()]), *rest
 
 
 class LocalSequence(ParallelStyle):
-    """A module that works on a rank's own piece of the sequence, token by token."""
+    """A module that works token by token on the local chunk of the sequence, such as routed experts."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:  # noqa: ARG002
         module.register_forward_pre_hook(self.to_local)
@@ -83,9 +83,7 @@ class LocalSequence(ParallelStyle):
 
 
 class VocabParallelHead(GatherSequence):
-    """The head and its loss: each rank has its part of the vocabulary, all of the sequence, and comes to the whole
-    loss.
-    """
+    """The head and its loss, sharded by vocabulary rows: each rank has the full sequence and computes the full loss."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         shard_rows(module, device_mesh)
@@ -99,42 +97,41 @@ class VocabParallelHead(GatherSequence):
 
 
 def shard_rows(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Shards the direct parameters of a module by rows, without communication."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         rows = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(rows, parameter.requires_grad))
 
 
 def decoder_tp_plan(model: ModelConfig) -> Mapping[str, ParallelStyle]:
-    """How the decoder is cut. Of experts only those that every token visits are: the others take the tokens of a rank's
-    own piece of the sequence.
-    """
-    columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(SEQUENCE))
+    """The plan of the decoder. Shared experts are sharded; routed experts process the tokens of the local chunk."""
+    colwise, rowwise = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(SEQUENCE))
     block = "decoder.blocks.*"
     dense = [f"{block}.ffn"] if not model.experts else [f"{block}.ffn.shared"] if model.experts_shared else []
     return {
         "decoder.embedding": VocabParallelEmbedding(),
         f"{block}.attention_norm": SequenceParallel(),
         f"{block}.attention": GatherSequence(),
-        **{f"{block}.attention.{name}": columns for name in ("q", "k", "v")},
-        f"{block}.attention.out": rows,
+        **{f"{block}.attention.{name}": colwise for name in ("q", "k", "v")},
+        f"{block}.attention.out": rowwise,
         f"{block}.ffn_norm": SequenceParallel(),
         **({f"{block}.ffn": LocalSequence()} if model.experts else {}),
         **dict.fromkeys(dense, GatherSequence()),
-        **{f"{ffn}.{name}": columns for ffn in dense for name in ("gate", "up")},
-        **{f"{ffn}.down": rows for ffn in dense},
+        **{f"{ffn}.{name}": colwise for ffn in dense for name in ("gate", "up")},
+        **{f"{ffn}.down": rowwise for ffn in dense},
         "decoder.norm": SequenceParallel(),
         "head": VocabParallelHead(),
     }
 
 
-def apply_tensor_parallel(model: nn.Module, parts: ParallelSpec, mesh: DeviceMesh) -> None:
-    """Cuts the matrices, each rank from its own copy, and keeps shared ones shared."""
+def apply_tensor_parallel(model: nn.Module, spec: ParallelSpec, mesh: DeviceMesh) -> None:
+    """Applies the plan without communication; shared parameters stay shared."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module, name, parameter in parameter_owners(model):
         owners.setdefault(id(parameter), []).append((module, name))
-    cuts = dict(parts.tp_plan())
-    require_modules(model, tuple(cuts))  # torch would only warn of one that is not there
-    parallelize_module(model, mesh, cuts, src_data_rank=None)
+    tp_plan = dict(spec.tp_plan())
+    require_modules(model, tuple(tp_plan))  # torch only warns about a name that matches no module
+    parallelize_module(model, mesh, tp_plan, src_data_rank=None)
     for (first, name), *others in owners.values():
         for module, other in others:
             module._parameters[other] = first._parameters[name]
@@ -142,24 +139,28 @@ def apply_tensor_parallel(model: nn.Module, parts: ParallelSpec, mesh: DeviceMes
 
 @torch.no_grad()
 def reduce_partial_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Adds up gradients of which each rank has a part: those of norms, which saw a piece of the sequence each. DTensor
-    leaves them so after backward, and whoever reads the local tensor has a wrong one. One collective for all.
+    """All-reduces gradients that are partial sums over the tensor axis, in one collective: those of norms, which
+    process a chunk of the sequence on each rank. DTensor leaves them partial after backward.
     """
-    parts = [
+    partial_gradients = [
         (p, p.grad)
         for p in parameters
         if isinstance(p.grad, DTensor) and any(placement.is_partial() for placement in p.grad.placements)
     ]
-    if not parts:
+    if not partial_gradients:
         return
-    flat = torch.cat([gradient.to_local().reshape(-1) for _, gradient in parts])
+    flat = torch.cat([gradient.to_local().reshape(-1) for _, gradient in partial_gradients])
     dist.all_reduce(flat, group=mesh.get_group())
-    for (parameter, gradient), whole in zip(parts, flat.split([g.numel() for _, g in parts]), strict=True):
+    sums = flat.split([gradient.numel() for _, gradient in partial_gradients])
+    for (parameter, gradient), total in zip(partial_gradients, sums, strict=True):
         assert isinstance(parameter, DTensor)
-        parameter.grad = DTensor.from_local(whole.view(gradient.shape), mesh, parameter.placements, run_check=False)
+        parameter.grad = DTensor.from_local(total.view(gradient.shape), mesh, parameter.placements, run_check=False)
 
 
 def decoder_parallel_spec(model: ModelConfig) -> ParallelSpec:
-    """What a layout must know of our own decoder."""
-    ends = (("decoder.embedding",), ("decoder.norm", "head"))
-    return ParallelSpec(blocks="decoder.blocks.*", outer_modules=ends, tp_plan=partial(decoder_tp_plan, model))
+    """The spec of the built-in decoder."""
+    return ParallelSpec(
+        blocks="decoder.blocks.*",
+        outer_modules=(("decoder.embedding",), ("decoder.norm", "head")),
+        tp_plan=partial(decoder_tp_plan, model),
+    )

@@ -1,4 +1,4 @@
-"""This process's place in the job: its rank, its device, and the sums it takes part in."""
+"""World: the rank and device of this process, and collectives on small host values."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from meshwright.telemetry.heartbeat import Heartbeat
 
 @dataclass(frozen=True)
 class World:
-    """With one rank there is no process group at all; with several, host tensors travel by Gloo and device tensors by
-    the device's backend.
+    """One rank of a job. With one rank there is no process group; with several, host tensors use Gloo and device
+    tensors use the backend of the device.
     """
 
     rank: int = 0
@@ -24,16 +24,16 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     hosts: tuple[str, ...] = ()
-    """where each rank runs; rank 0 alone knows"""
+    """the host of each rank; known on rank 0 only"""
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy that the host does not wait for; from pageable memory it would wait for all that is queued before."""
+        """Copies asynchronously. The tensor is pinned first, since a copy from pageable memory blocks the host."""
         if self.device.type == "cuda":
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
 
     def all_reduce(self, tensor: torch.Tensor, name: str = "sum") -> PendingAllReduce:
-        """Starts summing a small tensor over all ranks, in place; `wait` gives it. A host tensor stays on the host."""
+        """Starts an in-place sum of a small tensor over all ranks; `wait` returns it. Host tensors stay on the host."""
         self.heartbeat.collective(name)
         if self.size == 1:
             return PendingAllReduce(tensor, None, self.heartbeat)
@@ -44,24 +44,24 @@ class World:
         return self.all_reduce(torch.tensor(numbers, dtype=torch.int64), name)
 
     def all_gather_ints(self, *numbers: int, name: str) -> list[list[int]]:
-        """Every rank's numbers, by rank."""
-        own = torch.zeros(self.size, len(numbers), dtype=torch.int64)
-        own[self.rank] = torch.tensor(numbers, dtype=torch.int64)
-        return self.all_reduce(own, name).wait().tolist()
+        """The numbers of every rank, by rank."""
+        rows = torch.zeros(self.size, len(numbers), dtype=torch.int64)
+        rows[self.rank] = torch.tensor(numbers, dtype=torch.int64)
+        return self.all_reduce(rows, name).wait().tolist()
 
-    def broadcast_object(self, value: Any, name: str, speaker: int = 0) -> Any:
-        """What one rank gives here, as JSON, on every rank."""
-        text = json.dumps(value).encode() if self.rank == speaker else b""
+    def broadcast_object(self, value: Any, name: str, src: int = 0) -> Any:
+        """Sends a JSON value from rank `src` to all ranks."""
+        text = json.dumps(value).encode() if self.rank == src else b""
         length = int(self.all_reduce_ints(len(text), name=name).wait())
-        carried = torch.zeros(length, dtype=torch.uint8)
-        if self.rank == speaker:
-            carried[:] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        return json.loads(self.all_reduce(carried, name).wait().numpy().tobytes())
+        payload = torch.zeros(length, dtype=torch.uint8)
+        if self.rank == src:
+            payload[:] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return json.loads(self.all_reduce(payload, name).wait().numpy().tobytes())
 
 
 @dataclass
 class PendingAllReduce:
-    """A sum over ranks that is on its way."""
+    """An all-reduce in flight."""
 
     tensor: torch.Tensor
     work: dist.Work | None

@@ -1,10 +1,10 @@
-"""Data parallelism: DDP with gradients summed once over ranks, and a count of what it sent.
+"""Data parallelism by DDP, with gradients summed over ranks and the bytes of the reduction counted.
 
-DDP's default is the mean over ranks. The step has already divided each rank's loss by the token count of the
-whole global batch, so the right reduction is the plain sum; the hook below makes it, and nothing divides again.
+DDP averages gradients by default. The step has already divided each rank's loss by the token count of the global batch,
+so the comm hook below sums them instead.
 """
 
-# No postponed annotations here: DDP reads the hook's own at run time.
+# No `from __future__ import annotations` here: DDP reads the annotations of the comm hook at run time.
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +22,7 @@ from meshwright.parallel.world import World
 
 
 class GradientBucket(Protocol):
-    """Gradients that are summed together, as DDP shows them to its hook."""
+    """The interface of DDP's GradBucket that the comm hook uses."""
 
     def index(self) -> int: ...
     def buffer(self) -> Tensor: ...
@@ -30,27 +30,27 @@ class GradientBucket(Protocol):
 
 
 class ReplicatedModel(ParallelModel):
-    """Copies of the whole module, whose gradients are summed over all ranks bucket by bucket."""
+    """A full replica on every rank, whose gradients are summed over all ranks by buckets."""
 
     def __init__(self, module: nn.Module, config: DDPConfig, world: World) -> None:
         super().__init__(module)
         self.world = world
         self.compress_bf16 = config.comm_hook == "bf16_compress"
-        # A parameter that a step does not use must have no gradient rather than one of zero.
+        # With find_unused_parameters, an unused parameter must have no gradient instead of a zero gradient.
         self.zero_in_place = config.gradient_as_bucket_view and not config.find_unused_parameters
-        self.traffic = GradientReduction()
+        self.reduction = GradientReduction()
         self.buckets: dict[int, Tensor] = {}
 
     def internal_tensors(self) -> Iterable[tuple[str, Tensor]]:
         return [("gradient", bucket) for bucket in self.buckets.values()]
 
     def pop_gradient_reduction(self) -> GradientReduction:
-        taken, self.traffic = self.traffic, GradientReduction()
-        return taken
+        reduction, self.reduction = self.reduction, GradientReduction()
+        return reduction
 
 
 class DDPModel(ReplicatedModel):
-    """By DDP."""
+    """A replica that DistributedDataParallel wraps."""
 
     def __init__(self, module: nn.Module, config: DDPConfig, world: World) -> None:
         super().__init__(module, config, world)
@@ -98,29 +98,29 @@ class DDPModel(ReplicatedModel):
 
 
 def reduce_bucket(state: DDPModel, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Sums one bucket over ranks, asynchronously. DDP calls it in bucket order, as soon as a bucket's gradients are
-    there.
+    """The comm hook: sums one bucket over all ranks asynchronously. DDP calls it in bucket order, as soon as the
+    gradients of a bucket are ready.
     """
-    gradient, sent = bucket.buffer(), bucket_message(state, bucket)
-    reduced: torch.futures.Future[list[Tensor]] = dist.all_reduce(sent, async_op=True).get_future()
+    gradient, message = bucket.buffer(), bucket_message(state, bucket)
+    reduced: torch.futures.Future[list[Tensor]] = dist.all_reduce(message, async_op=True).get_future()
     if state.compress_bf16:
         return reduced.then(lambda done: gradient.copy_(done.value()[0]))
     return reduced.then(lambda done: done.value()[0])
 
 
 def bucket_message(state: ReplicatedModel, bucket: GradientBucket) -> Tensor:
-    """What of a bucket is sent; it is on record then."""
+    """Returns the tensor to all-reduce for a bucket, and counts it."""
     gradient = bucket.buffer()
-    traffic = state.traffic
+    reduction = state.reduction
     square = torch.linalg.vector_norm(gradient).square()
-    traffic.local_square = square if traffic.local_square is None else traffic.local_square + square
+    reduction.local_square = square if reduction.local_square is None else reduction.local_square + square
     if bucket.index() == 0:
-        state.buckets.clear()  # DDP makes new ones after its first pass
+        state.buckets.clear()  # DDP builds new buckets after its first backward pass
     state.buckets[bucket.index()] = gradient
-    sent = gradient.bfloat16() if state.compress_bf16 else gradient
-    traffic.buckets += 1
-    traffic.message_bytes += sent.numel() * sent.element_size()
-    if bucket.is_last():  # every gradient is computed: what DDP still waits for is exposed communication
+    message = gradient.bfloat16() if state.compress_bf16 else gradient
+    reduction.buckets += 1
+    reduction.message_bytes += message.numel() * message.element_size()
+    if bucket.is_last():  # backward is done: DDP only waits for exposed communication now
         state.on_last_bucket()
     state.world.heartbeat.collective(f"gradient bucket {bucket.index()}")
-    return sent
+    return message

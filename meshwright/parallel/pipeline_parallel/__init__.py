@@ -1,1 +1,1 @@
-"""Pipeline parallelism: stages of blocks on the schedules of torch.distributed.pipelining."""
+"""Pipeline parallelism: stages of blocks, run by torch's schedules."""

@@ -1,4 +1,4 @@
-"""The part of a decoder that one rank of a pipeline has, and a weight that two stages use."""
+"""The pipeline stages of one rank, and the weight that the first and the last stage share."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from meshwright.topology.parameter_shards import PipelinePlacement, pipeline_pla
 from meshwright.topology.schedules import rank_of_stage
 
 TIED_COPIES = {"head.weight": "decoder.embedding.weight"}
-"""Under a pipeline the head's own weight, where it is tied, is a copy of the embedding's."""
+"""Copy -> owner: in a pipeline, a tied head has a copy of the embedding."""
 
 STAGE_SPEC = ParallelSpec(blocks="blocks.*", outer_modules=(("embedding",), ("norm", "head")))
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """How a pipeline runs: its schedule, which stages this rank holds, and what passes between stages."""
+    """The schedule of a pipeline, the stages of this rank, and the activations between stages."""
 
     schedule: ScheduleName
     ranks: int
     rank: int
     placement: PipelinePlacement
-    """this rank's stages and their blocks"""
+    """the stages of this rank and their blocks"""
     micro_batches: int
     hidden_shape: tuple[int, ...]
-    """the shape of a micro-batch between stages"""
+    """the shape of a micro-batch's activations between stages"""
     dtype: torch.dtype
 
     @property
@@ -44,27 +44,27 @@ class StagePlan:
         return self.placement.stage_count - 1
 
     def rank_of_stage(self, stage: int) -> int:
-        """The rank of the pipeline that holds a stage."""
+        """The pipeline rank that has a stage."""
         return rank_of_stage(self.schedule, self.ranks, stage)
 
 
 def stage_plan(config: RunConfig, layout: Layout, rank: int) -> StagePlan:
     batch = derive_batch(config.batch, layout.data_degree)
-    piece = config.data.sequence // (layout.context * layout.tensor)
+    local_sequence = config.data.sequence // (layout.context * layout.tensor)
     return StagePlan(
         config.pipeline.schedule,
         layout.pipeline,
         layout.coordinates(rank)["pipeline"],
         pipeline_placement(config, layout, rank),
         batch.accumulation,
-        (batch.micro, piece, config.model.width),
+        (batch.micro, local_sequence, config.model.width),
         torch.float64 if config.precision.compute == "fp64" else torch.float32,
     )
 
 
 class Stage(nn.Module):
-    """A run of blocks, with the embedding in front if it is the first and the head behind if it is the last. It shares
-    its modules with the model that they were taken from, where they keep their names.
+    """Consecutive blocks, with the embedding in the first stage and the head in the last. The modules stay in the model
+    too, where they keep their parameter names.
     """
 
     def __init__(self, model: LanguageModel, blocks: range, first: bool, last: bool) -> None:
@@ -76,15 +76,15 @@ class Stage(nn.Module):
         self.norm = decoder.norm if last else None
         self.head = model.head if last else None
         self.autocast: Callable[[], AbstractContextManager[None]] = nullcontext
-        """around forward alone: a schedule runs backward in the same call"""
+        """the context of forward only: a schedule runs backward in the same call"""
 
     def forward(self, x: Tensor, labels: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Tokens or hidden states to hidden states, or to the sum of token losses."""
+        """Tokens or hidden states -> hidden states, or the sum of token losses in the last stage."""
         with self.autocast():
             if self.embedding is not None:
                 x = self.embedding(x)
-            where = self.rotary(labels.shape[1], x.dtype, x.device, documents)
-            x = self.stack(self.blocks.values(), x, where)
+            rotary = self.rotary(labels.shape[1], x.dtype, x.device, documents)
+            x = self.stack(self.blocks.values(), x, rotary)
             if self.norm is None or self.head is None:
                 return x
             total, _ = self.head(self.norm(x), labels)
@@ -92,17 +92,17 @@ class Stage(nn.Module):
 
 
 def stage_parallel_spec(stage: Stage) -> ParallelSpec:
-    """What of a stage is gathered together. The first end leads into the blocks and sets their precision: where there
-    is no embedding it stays empty, so that the head does not take its place.
+    """The spec of one stage. The first group precedes the blocks and sets their precision; it stays empty in a stage
+    without an embedding, so that the head does not take its place.
     """
-    leading, *others = (
+    first, *others = (
         tuple(name for name in group if getattr(stage, name) is not None) for group in STAGE_SPEC.outer_modules
     )
-    return ParallelSpec(STAGE_SPEC.blocks, (leading, *(group for group in others if group)))
+    return ParallelSpec(STAGE_SPEC.blocks, (first, *(group for group in others if group)))
 
 
 def prune_to_stages(model: nn.Module, plan: StagePlan) -> None:
-    """Lets go of all that is no part of this rank's stages. A tied head becomes a copy."""
+    """Removes the modules of other ranks' stages from the model. A tied head gets a weight of its own."""
     assert isinstance(model, LanguageModel)
     decoder = model.decoder
     blocks = {str(index): decoder.blocks[index] for span in plan.placement.stages.values() for index in span}
@@ -116,7 +116,7 @@ def prune_to_stages(model: nn.Module, plan: StagePlan) -> None:
 
 
 def build_stages(model: nn.Module, plan: StagePlan) -> dict[int, Stage]:
-    """This rank's stages, of a model that has kept them."""
+    """The stages of this rank, from a pruned model."""
     assert isinstance(model, LanguageModel)
     return {
         index: Stage(model, blocks, first=index == 0, last=index == plan.last_stage)
@@ -125,8 +125,8 @@ def build_stages(model: nn.Module, plan: StagePlan) -> dict[int, Stage]:
 
 
 class TiedWeight:
-    """One weight for embedding and head, on the stages of both. The first owns it: the head's gradient goes there, and
-    after each update the new value comes back.
+    """A tied weight in the first and the last stage. The first stage owns it: it receives the gradient of the head, and
+    sends the new value back after each update.
     """
 
     def __init__(self, model: nn.Module, plan: StagePlan, group: dist.ProcessGroup) -> None:
@@ -139,18 +139,18 @@ class TiedWeight:
     def sum_gradients(self) -> None:
         if self.tied_copy is not None:
             assert self.tied_copy.grad is not None
-            used = local_tensor(self.tied_copy.grad)
+            head_grad = local_tensor(self.tied_copy.grad)
             self.tied_copy.grad = None
             if self.owned is None:
-                dist.send(used.contiguous(), group=self.group, group_dst=self.owner)
+                dist.send(head_grad.contiguous(), group=self.group, group_dst=self.owner)
                 return
         if self.owned is not None:
             assert self.owned.grad is not None
-            own = local_tensor(self.owned.grad)
+            embedding_grad = local_tensor(self.owned.grad)
             if self.tied_copy is None:
-                used = torch.empty_like(own)
-                dist.recv(used, group=self.group, group_src=self.user)
-            own += used
+                head_grad = torch.empty_like(embedding_grad)
+                dist.recv(head_grad, group=self.group, group_src=self.user)
+            embedding_grad += head_grad
 
     @torch.no_grad()
     def broadcast_value(self) -> None:
