@@ -16,6 +16,7 @@ from meshwright.config import RunConfig, fingerprint, identity, placement
 from meshwright.data.file_sources import open_sources
 from meshwright.data.source import IndexableSource
 from meshwright.errors import BusyError, ConfigError, MeshwrightError, PeerError, StoppedBySignal
+from meshwright.launch.host_memory import require_host_memory
 from meshwright.launch.ranks import Ranks, cuda_started, raise_if_spawning
 from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, leave_process_group, torchrun_restart_count
 from meshwright.launch.shared_weights import share_weights
@@ -54,6 +55,8 @@ def make_job(
     if model is not None:
         require_spec(parallel_spec, layout, config)
         require_materialized(model)
+    else:
+        require_host_memory(config, layout)
     require_compiler(config)
     if source is not None and config.data.mixture:
         raise ConfigError("both data.mixture and source are given", "expected one of the two")

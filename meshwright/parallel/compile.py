@@ -13,6 +13,7 @@ from torch import nn
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks
+from meshwright.parallel.world import runs_on_cpu
 
 
 def apply_compile(model: nn.Module, spec: ParallelSpec) -> None:
@@ -25,8 +26,7 @@ def require_compiler(config: RunConfig) -> None:
     """Raises a ConfigError if blocks are to be compiled on CPU and there is no C++ compiler: TorchInductor would
     fail in the first step, on every rank.
     """
-    on_cpu = config.launch.device == "cpu" or (config.launch.device == "auto" and not torch.cuda.is_available())
-    if not config.compile.enabled or not on_cpu:
+    if not config.compile.enabled or not runs_on_cpu(config.launch):
         return
     command = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as TorchInductor looks it up
     program = shlex.split(command)[0] if command.strip() else command

@@ -9,8 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.config import LaunchConfig
 from meshwright.telemetry.comm_counter import control_traffic
 from meshwright.telemetry.heartbeat import Heartbeat
+
+
+def runs_on_cpu(launch: LaunchConfig) -> bool:
+    """Whether ranks use the CPU."""
+    return launch.device == "cpu" or (launch.device == "auto" and not torch.cuda.is_available())
 
 
 @dataclass(frozen=True)

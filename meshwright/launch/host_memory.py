@@ -1,0 +1,42 @@
+"""Refuses a run on CPU whose model state cannot fit into the memory of the host, before ranks start."""
+
+from __future__ import annotations
+
+import os
+
+from meshwright.config import RunConfig
+from meshwright.config.dtypes import PRECISION_BYTES
+from meshwright.errors import ConfigError
+from meshwright.io import format_bytes
+from meshwright.parallel.world import runs_on_cpu
+from meshwright.topology.layout import Layout
+from meshwright.topology.parameter_shards import parameter_shards, uses_fsdp
+
+COPIES = 3
+"""Parameters and the two moments of AdamW: a lower bound, without gradients and activations."""
+
+
+def require_host_memory(config: RunConfig, layout: Layout) -> None:
+    """Raises a ConfigError if the parameters and optimizer state of this host's ranks exceed its physical memory."""
+    if not runs_on_cpu(config.launch):
+        return
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", layout.ranks))
+    first_rank = int(os.environ.get("GROUP_RANK", 0)) * local_ranks
+    needed = sum(
+        state_bytes(config, layout, rank % layout.ranks) for rank in range(first_rank, first_rank + local_ranks)
+    )
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > available:
+        ranks = f"{local_ranks} ranks" if local_ranks > 1 else "1 rank"
+        raise ConfigError(
+            f"parameters and optimizer state of {ranks} need at least {format_bytes(needed)} on this host, which has "
+            f"{format_bytes(available)} of memory",
+            "try a smaller model (model.experts, model.layers, model.width), layout.shard = parameters, or more hosts",
+        )
+
+
+def state_bytes(config: RunConfig, layout: Layout, rank: int) -> int:
+    """Bytes of one rank's parameters and optimizer state."""
+    sharded = uses_fsdp(layout)
+    elements = sum(p.shard_numel if sharded else p.numel for p in parameter_shards(config, layout, rank))
+    return int(COPIES * elements * PRECISION_BYTES["fp64" if config.precision.compute == "fp64" else "fp32"])
