@@ -141,7 +141,7 @@ def plan_schedule(
         if json:
             emit_json(schedule_text.schedules_json(timelines, costs))
         else:
-            schedule_text.show_all(timelines)
+            schedule_text.show_schedules(timelines)
         return
     drawn = build_timeline(kind, ranks, micro, stages, costs)
     if svg is not None:
@@ -149,7 +149,7 @@ def plan_schedule(
     if json:
         emit_json(schedule_text.schedule_json(drawn, costs))
     else:
-        schedule_text.show(drawn, costs)
+        schedule_text.show_schedule(drawn, costs)
 
 
 def plan_measure(

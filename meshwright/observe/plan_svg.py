@@ -7,7 +7,7 @@ from html import escape
 
 from meshwright.io import format_bytes, format_seconds
 from meshwright.observe.plan_text import LABELS
-from meshwright.observe.schedule_text import MEANINGS
+from meshwright.observe.schedule_text import OPS
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import describe_plan, memory_by_class, merged_calls
 from meshwright.planner.search.plan_result import PlanResult
@@ -131,7 +131,7 @@ def pipeline_picture(estimate: Estimate) -> tuple[str, str]:
     left += ["pale: a rank's second, fourth, ... stage"] if job.stages_per_rank > 1 else []
     high = 20 if len(rows) <= 16 else 12
     bottom = len(rows) * high + 8
-    legend = keys({MEANINGS[what]: (f"s-{what}", "") for what in "FBIW" if what in used}, bottom + 14)
+    legend = keys({OPS[what]: (f"s-{what}", "") for what in "FBIW" if what in used}, bottom + 14)
     inside = [*pipeline_rows(found, rows, high), *(key for row in legend for key in row)]
     return framed(bottom + 24, "".join(inside), told), "; ".join(left)
 

@@ -1,4 +1,4 @@
-"""A pipeline schedule on the terminal: one row a rank, one cell a slot; and the kinds beside each other. Torch-free."""
+"""A pipeline schedule on the terminal: a drawing with one row per rank, or a table of all schedules. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,64 +11,65 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.errors import ConfigError
+from meshwright.observe.console import make_console
 from meshwright.topology.schedule_timeline import ActionCosts, Timeline, TimelineSlot, bubble_formula
 from meshwright.topology.schedules import SCHEDULES
 
-COLOURS = {"F": "white on blue", "B": "black on dark_orange", "I": "black on yellow", "W": "black on green"}
-LATER = {"F": "black on sky_blue2", "B": "black on light_salmon1", "I": "black on khaki1", "W": "black on pale_green1"}
-"""Of a rank's second, fourth, ... stage."""
-MEANINGS = {"F": "forward", "B": "backward", "I": "backward, input's gradient", "W": "backward, weights' gradient"}
+COLORS = {"F": "white on blue", "B": "black on dark_orange", "I": "black on yellow", "W": "black on green"}
+EVEN_STAGE_COLORS = {
+    "F": "black on sky_blue2",
+    "B": "black on light_salmon1",
+    "I": "black on khaki1",
+    "W": "black on pale_green1",
+}
+"""The colors of a rank's second, fourth, ... stage."""
+OPS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 MAX_LINES = 200
-"""Of a picture; what is longer is cut, and said to be."""
-
-
+"""The lines of a drawing; longer drawings are truncated with a message."""
 MAX_SLOTS = 16
-"""Of one action, in a picture."""
+"""The slots of one action in a drawing."""
 
 
 def integer_costs(forward: int, backward_input: int, weight: int) -> ActionCosts:
-    """Costs that can be drawn."""
+    """Returns costs that can be drawn; raises ConfigError if an action takes too many slots."""
     costs = ActionCosts(forward, backward_input, weight)
     for name, slots in vars(costs).items():
         if slots > MAX_SLOTS:
-            raise ConfigError(f"{name} takes {slots} slots", f"allowed: 1 to {MAX_SLOTS}")
+            raise ConfigError(f"{name} takes {slots} slots", f"expected 1 to {MAX_SLOTS}")
     return costs
 
 
-def describe(timeline: Timeline, costs: ActionCosts) -> list[str]:
-    """What the picture shows, in numbers."""
-    size = f"{timeline.ranks} ranks x {timeline.makespan} slots"
-    exact = bubble_formula(timeline.schedule, timeline.ranks, timeline.micro_batches, timeline.stages_per_rank, costs)
-    known = f"; formula {exact[0]} = {exact[1]}" if exact else "; no closed form here"
+def describe_timeline(timeline: Timeline, costs: ActionCosts) -> list[str]:
+    """Returns the bubble and the micro-batches in flight, in sentences."""
+    stages = timeline.stages_per_rank
+    formula = bubble_formula(timeline.schedule, timeline.ranks, timeline.micro_batches, stages, costs)
+    closed_form = f"; formula {formula[0]} = {formula[1]}" if formula else "; no closed form for these sizes"
     peaks = " ".join(map(str, ends_of(timeline.rank_peaks)))
-    whole = " ".join(map(decimal, ends_of(timeline.normalized_peaks)))
-    share = (
-        f" of 1/{timeline.stages_per_rank} of a rank's layers = {whole} of all of them"
-        if timeline.stages_per_rank > 1
-        else ""
-    )
+    normalized = " ".join(map(format_number, ends_of(timeline.normalized_peaks)))
+    unit = f", each of 1/{stages} of a rank's layers (in units of all its layers: {normalized})" if stages > 1 else ""
+    total = f"{timeline.ranks} ranks x {timeline.makespan} slots"
     return [
-        f"bubble {float(timeline.bubble):.1%} = {timeline.bubble} of {size}{known}",
-        f"most micro-batches held at once, by rank: {peaks}{share}",
+        f"bubble {float(timeline.bubble):.1%} = {timeline.bubble} of {total}{closed_form}",
+        f"peak micro-batches in flight, by rank: {peaks}{unit}",
     ]
 
 
 def ends_of(values: Sequence[Any]) -> list[Any]:
-    """All of a few; of many the ends."""
+    """Returns all values, or the first and last four if there are more than sixteen."""
     return list(values) if len(values) <= 16 else [*values[:4], "...", *values[-4:]]
 
 
-def decimal(value: Any) -> str:
+def format_number(value: Any) -> str:
     return f"{float(value):.3g}" if isinstance(value, Fraction) else str(value)
 
 
 def title(timeline: Timeline) -> str:
-    stages = f", {timeline.stages_per_rank} stages a rank" if timeline.stages_per_rank > 1 else ""
+    stages = f", {timeline.stages_per_rank} stages per rank" if timeline.stages_per_rank > 1 else ""
     return f"{timeline.schedule}: {timeline.ranks} ranks, {timeline.micro_batches} micro-batches{stages}"
 
 
 def letter(timeline: Timeline, slot: TimelineSlot) -> str:
-    """Small for a rank's second, fourth, ... stage: that is all a cell has room for."""
+    """Returns the letter of an action, in lower case for a rank's second, fourth, ... stage."""
     return slot.action.op.lower() if is_even_stage(timeline, slot) else slot.action.op
 
 
@@ -79,124 +80,125 @@ def is_even_stage(timeline: Timeline, slot: TimelineSlot) -> bool:
 def legend(timeline: Timeline) -> Text:
     text = Text()
     used = {slot.action.op for row in timeline.rows for slot in row}
-    for what in (what for what in "FBIW" if what in used):
-        text.append(f" {what} ", COLOURS[what])
+    for op in (op for op in OPS if op in used):
+        text.append(f" {op} ", COLORS[op])
         if timeline.stages_per_rank > 1:
-            text.append(f" {what.lower()} ", LATER[what])
-        text.append(f" {MEANINGS[what]}   ")
-    return text.append(". waiting")
+            text.append(f" {op.lower()} ", EVEN_STAGE_COLORS[op])
+        text.append(f" {OPS[op]}   ")
+    return text.append(". idle")
 
 
-def notes(timeline: Timeline) -> str:
-    """How a rank's stages, and pairs, are told from each other."""
-    small = "the rank's second stage" + (", fourth, ..." if timeline.stages_per_rank > 2 else "")
-    pairs = "; underlined: run as a pair" if SCHEDULES[timeline.schedule].overlaps_pairs else ""
-    return f"small letters: {small}{pairs}" if timeline.stages_per_rank > 1 else ""
+def legend_notes(timeline: Timeline) -> str:
+    """Says how the stages of a rank, and overlapped pairs, are marked."""
+    stages = "the rank's second stage" + (", fourth, ..." if timeline.stages_per_rank > 2 else "")
+    pairs = "; underlined: overlapped pair" if SCHEDULES[timeline.schedule].overlaps_pairs else ""
+    return f"lower case: {stages}{pairs}" if timeline.stages_per_rank > 1 else ""
 
 
-def draw_row(timeline: Timeline, row: list[TimelineSlot], slots: int, wide: int) -> Text:
-    """The first slots of a rank's row, each `wide` letters wide."""
+def draw_row(timeline: Timeline, row: list[TimelineSlot], slots: int, slot_width: int) -> Text:
+    """Draws the first slots of a rank."""
     text = Text()
     for slot in row:
         start, end = int(slot.start), int(slot.end)
         if start >= slots:
             break
-        text.append((".".ljust(wide)) * (start - len(text) // wide), "dim")
+        text.append((".".ljust(slot_width)) * (start - len(text) // slot_width), "dim")
         name = f"{letter(timeline, slot)}{slot.action.micro_batch}"
-        name = name.ljust((end - start) * wide - 1, "-" if end - start > 1 else " ")
-        style = (LATER if is_even_stage(timeline, slot) else COLOURS)[slot.action.op]
+        name = name.ljust((end - start) * slot_width - 1, "-" if end - start > 1 else " ")
+        style = (EVEN_STAGE_COLORS if is_even_stage(timeline, slot) else COLORS)[slot.action.op]
         text.append(name, style + (" underline" if slot.paired else "")).append(" ")
-    text.append((".".ljust(wide)) * (slots - len(text) // wide), "dim")
+    text.append((".".ljust(slot_width)) * (slots - len(text) // slot_width), "dim")
     return text
 
 
-def picture(timeline: Timeline, width: int) -> list[Text]:
-    """Folded into bands of as many slots as the terminal is wide."""
-    wide = len(str(timeline.micro_batches - 1)) + 2
+def draw_timeline(timeline: Timeline, width: int) -> list[Text]:
+    """Draws all ranks, in bands of as many slots as fit into the width."""
+    slot_width = len(str(timeline.micro_batches - 1)) + 2
     margin = len(f"rank {timeline.ranks - 1}  ")
     slots = int(timeline.makespan)
-    across = max(5, (width - margin) // wide // 5 * 5)
-    bands = min(-(-slots // across), max(1, MAX_LINES // (timeline.ranks + 2)))
-    rows = [draw_row(timeline, row, min(slots, bands * across), wide) for row in timeline.rows]
-    cuts = [band * across * wide for band in range(1, bands)]
-    pieces = [row.divide(cuts) for row in rows]
+    slots_per_band = max(5, (width - margin) // slot_width // 5 * 5)
+    bands = min(-(-slots // slots_per_band), max(1, MAX_LINES // (timeline.ranks + 2)))
+    rows = [draw_row(timeline, row, min(slots, bands * slots_per_band), slot_width) for row in timeline.rows]
+    cuts = [band * slots_per_band * slot_width for band in range(1, bands)]
+    divided = [row.divide(cuts) for row in rows]
     lines: list[Text] = []
     for band in range(bands):
-        marks = range(band * across, min(slots, (band + 1) * across), 5)
-        lines.append(Text("slot".ljust(margin) + "".join(str(mark).ljust(5 * wide) for mark in marks), "dim"))
-        for rank, row in enumerate(pieces):
+        ticks = range(band * slots_per_band, min(slots, (band + 1) * slots_per_band), 5)
+        lines.append(Text("slot".ljust(margin) + "".join(str(tick).ljust(5 * slot_width) for tick in ticks), "dim"))
+        for rank, row in enumerate(divided):
             lines.append(Text(f"rank {rank}".ljust(margin)).append(row[band]))
         lines.append(Text())
-    if bands * across < slots:
-        lines.append(
-            Text(f"slots {bands * across} to {slots - 1} are not shown: fewer --micro, a wider terminal, or --svg FILE")
-        )
+    if bands * slots_per_band < slots:
+        hidden = f"slots {bands * slots_per_band} to {slots - 1} are not shown"
+        lines.append(Text(f"{hidden}; try a smaller --micro, a wider terminal, or --svg FILE"))
     return lines
 
 
-def show(timeline: Timeline, costs: ActionCosts, console: Console | None = None) -> None:
-    console = console or Console(highlight=False)
-    head = [Text(title(timeline), "bold"), legend(timeline), *filter(None, [Text(notes(timeline), "dim")])]
-    lines = [*head, Text(), *picture(timeline, console.width)]
-    for line in [*lines, *map(Text, describe(timeline, costs))]:
+def show_schedule(timeline: Timeline, costs: ActionCosts, console: Console | None = None) -> None:
+    console = console or make_console()
+    head = [Text(title(timeline), "bold"), legend(timeline), *filter(None, [Text(legend_notes(timeline), "dim")])]
+    for line in [*head, Text(), *draw_timeline(timeline, console.width)]:
         line.rstrip()
         console.print(line, soft_wrap=True)
+    for sentence in describe_timeline(timeline, costs):
+        console.print(Text(sentence))
 
 
-def show_all(found: dict[str, Timeline | ConfigError], console: Console | None = None) -> None:
-    """One row a kind."""
-    console = console or Console(highlight=False)
+def show_schedules(timelines: dict[str, Timeline | ConfigError], console: Console | None = None) -> None:
+    """Compares all schedules in a table with one row per schedule."""
+    console = console or make_console()
     table = Table(box=None, pad_edge=False)
-    for name in ("schedule", "stages a rank", "bubble", "slots", "held, first rank", "last rank"):
-        table.add_column(name, justify="left" if name == "schedule" else "right")
-    for kind, row in found.items():
-        if isinstance(row, Timeline):
-            held = (decimal(row.normalized_peaks[0]), decimal(row.normalized_peaks[-1]))
-            # One of V stages is a V-th of a rank's layers, so its slot is a V-th as long.
-            slots = Fraction(row.makespan) / row.stages_per_rank
-            table.add_row(kind, str(row.stages_per_rank), f"{float(row.bubble):.1%}", decimal(slots), *held)
+    for name in ("schedule", "stages\nper rank", "bubble", "slots", "in flight,\nfirst rank", "in flight,\nlast rank"):
+        table.add_column(name, justify="left" if name == "schedule" else "right", vertical="bottom", overflow="fold")
+    for name, timeline in timelines.items():
+        if isinstance(timeline, Timeline):
+            peaks = timeline.normalized_peaks
+            # One of V stages per rank has 1/V of the rank's layers, so its slot is 1/V as long.
+            slots = Fraction(timeline.makespan) / timeline.stages_per_rank
+            cells = (f"{float(timeline.bubble):.1%}", format_number(slots))
+            in_flight = (format_number(peaks[0]), format_number(peaks[-1]))
+            table.add_row(name, str(timeline.stages_per_rank), *cells, *in_flight)
     if table.row_count:
         console.print(table)
-    for refused in (row for row in found.values() if isinstance(row, ConfigError)):
-        console.print(Text(f"none: {refused}"), soft_wrap=True)
-    console.print(
-        "slots: until the last rank is done; a slot of one of V stages a rank counts 1/V, so that kinds compare\n"
-        "held: the most micro-batches whose activations a rank holds at once, in units of all its layers",
-        style="dim",
-        soft_wrap=True,
-    )
+    for error in (row for row in timelines.values() if isinstance(row, ConfigError)):
+        console.print(Text(f"not available: {error}"))
+    for note in (
+        "slots: length of the step; with V stages per rank, a slot counts 1/V, so that schedules compare",
+        "in flight: peak number of micro-batches whose activations a rank keeps, in units of all its layers",
+    ):
+        console.print(Text(note, "dim"))
 
 
 def schedule_json(timeline: Timeline, costs: ActionCosts, rows: bool = True) -> dict[str, Any]:
-    """For machines."""
-    exact = bubble_formula(timeline.schedule, timeline.ranks, timeline.micro_batches, timeline.stages_per_rank, costs)
-    told: dict[str, Any] = {
+    stages = timeline.stages_per_rank
+    formula = bubble_formula(timeline.schedule, timeline.ranks, timeline.micro_batches, stages, costs)
+    record: dict[str, Any] = {
         "schedule": timeline.schedule,
         "ranks": timeline.ranks,
         "micro_batches": timeline.micro_batches,
-        "stages_per_rank": timeline.stages_per_rank,
+        "stages_per_rank": stages,
         "costs": vars(costs),
         "makespan": timeline.makespan,
         "bubble": float(timeline.bubble),
-        "formula": float(exact[1]) if exact else None,
+        "bubble_formula": float(formula[1]) if formula else None,
         "idle": timeline.idle,
-        "peak_live": timeline.rank_peaks,
-        "peak_live_by_stage": {stage: live for row in timeline.stage_peaks for stage, live in sorted(row.items())},
+        "peak_in_flight": timeline.rank_peaks,
+        "peak_in_flight_by_stage": {stage: peak for row in timeline.stage_peaks for stage, peak in sorted(row.items())},
     }
     if rows:
-        told["rows"] = [
+        record["rows"] = [
             [{"action": str(slot.action), "start": slot.start, "end": slot.end} for slot in row]
             for row in timeline.rows
         ]
-    return told
+    return record
 
 
-def schedules_json(found: dict[str, Timeline | ConfigError], costs: ActionCosts) -> dict[str, Any]:
+def schedules_json(timelines: dict[str, Timeline | ConfigError], costs: ActionCosts) -> dict[str, Any]:
     return {
         "schedules": [
             schedule_json(row, costs, rows=False)
             if isinstance(row, Timeline)
-            else {"schedule": kind, "refused": str(row)}
-            for kind, row in found.items()
+            else {"schedule": name, "error": str(row)}
+            for name, row in timelines.items()
         ]
     }

@@ -1,4 +1,4 @@
-"""`meshwright plan schedule`: the picture is the timeline, wherever it is shown, and no torch is needed to draw it."""
+"""Tests of `meshwright plan schedule`: text, SVG and JSON show the timeline, without importing torch."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ from rich.console import Console
 from meshwright.cli import main
 from meshwright.errors import ConfigError
 from meshwright.observe.schedule_svg import write_svg
-from meshwright.observe.schedule_text import show
-from meshwright.topology.schedule_timeline import ActionCosts, build_timeline
+from meshwright.observe.schedule_text import show_schedule, show_schedules
+from meshwright.topology.schedule_timeline import ActionCosts, build_timeline, compare_schedules
 from meshwright.topology.schedules import SCHEDULES
 
 
-def shown(kind: str, width: int, colour: bool = False, **size: int) -> str:
+def drawing(kind: str, width: int, color: bool = False, **size: int) -> str:
     stream = io.StringIO()
     console = Console(
-        file=stream, width=width, force_terminal=colour, highlight=False, color_system="256" if colour else None
+        file=stream, width=width, force_terminal=color, highlight=False, color_system="256" if color else None
     )
-    show(build_timeline(kind, **{"ranks": 4, "micros": 8} | size), ActionCosts(), console)
+    show_schedule(build_timeline(kind, **{"ranks": 4, "micro_batches": 8} | size), ActionCosts(), console)
     return stream.getvalue()
 
 
-def test_a_row_reads_as_the_rank_runs():
-    text = shown("1f1b", 120)
+def test_row_shows_the_actions_of_a_rank_in_order():
+    text = drawing("1f1b", 120)
     assert "\x1b" not in text
     assert "rank 3  .  .  .  F0 B0--- F1 B1--- F2 B2---" in text
     assert "bubble 27.3% = 3/11 of 4 ranks x 33 slots; formula (P-1)/(M+P-1) = 3/11" in text
-    assert "held at once, by rank: 4 3 2 1" in text
+    assert "peak micro-batches in flight, by rank: 4 3 2 1" in text
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize("width", [40, 80, 200])
-def test_every_action_is_in_the_picture_once_and_no_row_is_wider_than_the_terminal(kind, width):
-    rows = [line for line in shown(kind, width).splitlines() if line.startswith("rank ")]
+def test_drawing_has_every_action_once_and_fits_the_terminal(kind, width):
+    rows = [line for line in drawing(kind, width).splitlines() if line.startswith("rank ")]
     assert max(map(len, rows)) <= width
     for rank, slots in enumerate(build_timeline(kind, 4, 8).rows):
         line = "".join(row.partition("  ")[2].ljust(3) for row in rows if row.startswith(f"rank {rank} "))
         assert re.sub(r"[^FBIW0-9]", "", line.upper()) == "".join(f"{s.action.op}{s.action.micro_batch}" for s in slots)
 
 
-def test_colour_marks_what_a_cell_is():
-    assert "\x1b[37;44mF0" in shown("1f1b", 120, colour=True)
+def test_color_marks_the_action():
+    assert "\x1b[37;44mF0" in drawing("1f1b", 120, color=True)
 
 
-def test_what_is_too_long_to_show_is_said():
-    text = shown("gpipe", 80, ranks=16, micros=512)
+def test_truncated_drawing_says_which_slots_are_missing():
+    text = drawing("gpipe", 80, ranks=16, micro_batches=512)
     assert len(text.splitlines()) < 220
-    assert "are not shown: fewer --micro, a wider terminal, or --svg FILE" in text
+    assert "are not shown; try a smaller --micro, a wider terminal, or --svg FILE" in text
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_the_svg_has_every_action_and_fetches_nothing(kind, tmp_path, capsys):
+def test_svg_has_every_action_and_no_external_resources(kind, tmp_path, capsys):
     path = tmp_path / "picture.svg"
     main(["plan", "schedule", kind, "--svg", str(path)])
     tree = ElementTree.parse(path)
@@ -74,50 +74,50 @@ def test_the_svg_has_every_action_and_fetches_nothing(kind, tmp_path, capsys):
     assert [p.name for p in tmp_path.iterdir()] == ["picture.svg"]
 
 
-def test_json_is_the_timeline(capsys):
+def test_schedule_json_is_the_timeline(capsys):
     main(["plan", "schedule", "dualpipev", "--ranks", "2", "--micro", "4", "--json"])
-    told = json.loads(capsys.readouterr().out)
+    record = json.loads(capsys.readouterr().out)
     found = build_timeline("dualpipev", 2, 4)
-    assert told["bubble"] == told["formula"] == float(found.bubble)
-    assert told["peak_live"] == found.rank_peaks
-    assert [[cell["action"] for cell in row] for row in told["rows"]] == [
+    assert record["bubble"] == record["bubble_formula"] == float(found.bubble)
+    assert record["peak_in_flight"] == found.rank_peaks
+    assert [[cell["action"] for cell in row] for row in record["rows"]] == [
         [str(slot.action) for slot in row] for row in found.rows
     ]
 
 
-def test_without_a_kind_all_are_compared_and_refusals_told(capsys):
+def test_all_schedules_are_compared_and_errors_reported(capsys):
     main(["plan", "schedule", "--ranks", "4", "--micro", "6", "--json"])
     rows = json.loads(capsys.readouterr().out)["schedules"]
     assert [row["schedule"] for row in rows] == list(SCHEDULES)
-    assert [row["schedule"] for row in rows if "refused" in row] == ["dualpipev"]
+    assert [row["schedule"] for row in rows if "error" in row] == ["dualpipev"]
     main(["plan", "schedule", "--ranks", "4", "--micro", "6"])
     text = capsys.readouterr().out
     assert re.search(r"^1f1b +1 +33\.3% +27 +4 +1$", text, re.MULTILINE)
-    assert "none: schedule dualpipev on 4 ranks" in text
+    assert "not available: schedule dualpipev" in text
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("args", "message"),
     [
-        (["wave"], "unknown schedule 'wave'; allowed: gpipe"),
-        (["gpipe", "--ranks", "257"], "too large; allowed: up to 256"),
-        (["--micro", "0"], "make no pipeline"),
-        (["gpipe", "--forward", "17"], "forward takes 17 slots; allowed: 1 to 16"),
+        (["wave"], "unknown pipeline schedule 'wave'; expected one of gpipe"),
+        (["gpipe", "--ranks", "257"], "too large; expected at most 256"),
+        (["--micro", "0"], "0 micro-batches is empty"),
+        (["gpipe", "--forward", "17"], "forward takes 17 slots; expected 1 to 16"),
         (["gpipe", "--svg", "/nowhere/picture.svg"], "cannot be written; expected a file in a folder that exists"),
         (["--svg", "picture.svg"], "--svg draws one schedule"),
         (["gpipe", "--ranks", "many"], "--ranks"),
     ],
 )
-def test_a_wrong_word_is_refused_in_one_line(given, said, capsys):
+def test_invalid_argument_is_reported_in_one_line(args, message, capsys):
     with pytest.raises(SystemExit) as stop:
-        main(["plan", "schedule", *given])
+        main(["plan", "schedule", *args])
     assert stop.value.code == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert said in err
+    assert message in err
 
 
-def test_no_torch_is_imported_to_draw(tmp_path):
+def test_plan_schedule_imports_no_torch(tmp_path):
     code = (
         "import sys; from meshwright.cli import main\n"
         "main(['plan', 'schedule'])\n"
@@ -127,16 +127,16 @@ def test_no_torch_is_imported_to_draw(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
-def test_the_numbers_of_the_handbook_are_what_the_command_prints(capsys):
+def test_table_in_the_docs_is_what_the_command_prints(capsys):
     main(["plan", "schedule", "--ranks", "4", "--micro", "8"])
     printed = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(tuple(SCHEDULES))]
     page = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
     rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in page.splitlines()]
-    told = [row for row in rows if row[0] in SCHEDULES and len(row) == 6]
-    assert told == printed
+    record = [row for row in rows if row[0] in SCHEDULES and len(row) == 6]
+    assert record == printed
 
 
-def test_a_picture_replaces_files_alone(tmp_path):
+def test_svg_is_written_only_to_a_regular_file(tmp_path):
     drawn = build_timeline("gpipe", 2, 2)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="cannot be written"):
@@ -145,3 +145,13 @@ def test_a_picture_replaces_files_alone(tmp_path):
     write_svg(drawn, ActionCosts(), tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "there.svg").read_text().startswith("<svg")
+
+
+def test_comparison_is_readable_at_80_columns():
+    stream = io.StringIO()
+    console = Console(file=stream, width=80, highlight=False)
+    show_schedules(compare_schedules(4, 8), console)
+    text = stream.getvalue()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert re.search(r"^interleaved +2 +15\.8% +28\.5 +5\.5 +2\.5 *$", text, re.MULTILINE)

@@ -1,14 +1,18 @@
-"""What the terminal shows is in the events, fits its line, and says what is not finite."""
+"""Tests of the view of a training run: header, live line and plain lines."""
 
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from meshwright.config import RunConfig, load_config
 from meshwright.io import format_bytes, format_clock
+from meshwright.observe.console import MIN_WIDTH, make_console
 from meshwright.observe.terminal import Terminal, live_line, phase_shares, plain_line, rates
 
 PHASES = {"fetch": 0.01, "copy": 0.0, "forward": 0.3, "backward": 0.5, "sync": 0.15, "update": 0.04}
@@ -47,11 +51,13 @@ START = {
     "samples": 1000,
     "held_out": 10,
     "epoch_steps": 62.5,
+    "identity": "0123abcd",
+    "placement": "4567cdef",
 }
 END = {"kind": "end", "attempt": 1, "steps": 300, "loss": 2.5, "skipped": 2, "parameters_digest": "ab" * 32}
 
 
-def shown(*events, config: RunConfig | None = None) -> str:
+def show(*events, config: RunConfig | None = None) -> str:
     stream = io.StringIO()
     terminal = Terminal(config or load_config(), Path("runs/x"), 1, stream)
     for event in events:
@@ -60,71 +66,78 @@ def shown(*events, config: RunConfig | None = None) -> str:
     return stream.getvalue()
 
 
-def test_a_plain_run_tells_what_it_is_and_a_line_a_log_step():
-    text = shown(
-        START, *(step(n) for n in range(21)), {"kind": "eval", "attempt": 1, "step": 20, "loss": 2.0, "tokens": 99}, END
-    )
-    assert "1,234,567 parameters: 4 layers x 128 wide" in text
+def test_run_without_a_terminal_prints_a_header_and_a_line_per_log_every_steps():
+    evaluation = {"kind": "eval", "attempt": 1, "step": 20, "loss": 2.0, "tokens": 99}
+    text = show(START, *(step(n) for n in range(21)), evaluation, END)
+    assert "1,234,567 parameters: 4 layers, width 128" in text
     assert "global 16 = micro 8" in text
-    assert text.count("tok/s") == 3
+    assert "tokens per step" in text
+    assert text.count("tokens/s") == 3
     assert "held-out loss 2.0000 over 99 tokens" in text
     assert "done: 300 steps, 2 skipped, loss 2.5000; parameters abababababababab" in text
 
 
+def test_counter_is_a_number_of_completed_steps():
+    assert "     1 of 300 steps done" in show(step(0))
+    assert live_line([step(209)], 300, 80).plain.lstrip("━").startswith("  210/300 steps")
+
+
 def test_events_of_another_attempt_are_not_shown():
-    assert shown(step(0, attempt=2)) == ""
+    assert show(step(0, attempt=2)) == ""
 
 
-@pytest.mark.parametrize("width", [80, 100, 140, 160, 200])
-def test_the_live_line_fits_any_terminal_with_all_that_matters(width):
-    line = live_line([step(n) for n in range(150)], 300, width).plain
-    assert len(line) < width
-    narrow = (
-        "150/300 done",
-        "loss 2.5000",
-        "lr 3e-03",
-        "g 1.25",
-        "2.0k tok/s",
-        "f30%",
-        "b50%",
-        "x15%",
-        "3GiB",
-        "02:30",
-    )
-    wide = (
-        "150 of 300 steps done",
-        "loss 2.5000",
-        "lr 3.0e-03",
-        "norm 1.25",
-        "2,000 tok/s",
-        "fwd 30%",
-        "exposed 15%",
-        "mem 3 GiB",
-        "eta 02:30",
-    )
-    assert all(word in line for word in (wide if width >= 140 else narrow))
+@pytest.mark.parametrize("width", [40, 80, 100, 120, 140, 160, 200])
+def test_live_line_drops_fields_to_fit_the_terminal_and_spells_out_the_rest(width):
+    line = live_line([step(n) for n in range(150)], 300, width, last_checkpoint=100).plain
+    assert len(line) <= width
     assert line.startswith("━" * 4)
+    assert "…" not in line
+    fields = ["150/300 steps", "loss 2.5000"]
+    fields += ["eta 02:30"] if width >= 60 else []
+    fields += ["2,000 tokens/s", "exposed comm 15%"] if width >= 80 else []
+    fields += ["forward 30%  backward 50%"] if width >= 120 else []
+    fields += ["grad norm 1.25", "lr 3.0e-03", "memory 3 GiB"] if width >= 160 else []
+    fields += ["checkpoint 100", "data 1%", "update 4%"] if width >= 200 else []
+    assert all(field in line for field in fields)
 
 
-def test_a_loss_that_is_not_finite_is_said():
-    assert "loss not finite" in plain_line([step(3, loss=None, grad_norm=None)], 10)
-    assert "not finite, first in model.0" in shown({"kind": "nonfinite", "attempt": 1, "step": 3, "module": "model.0"})
+def test_non_finite_loss_is_reported():
+    assert "loss non-finite" in plain_line([step(3, loss=None, grad_norm=None)], 10)
+    event = {"kind": "nonfinite", "attempt": 1, "step": 3, "module": "model.0"}
+    assert "step 3: non-finite values, first in model.0" in show(event)
 
 
-def test_a_quarantined_sample_is_said():
+def test_quarantined_sample_is_reported():
     event = {"kind": "bad_sample", "attempt": 1, "step": 3, "sample": 7, "source": "mine", "reason": "torn"}
-    assert "quarantined sample 7 of mine: torn" in shown(event)
+    assert "sample 7 of mine is quarantined: torn" in show(event)
 
 
-def test_rates_leave_the_first_step_out():
+def test_rates_exclude_the_first_step():
     assert rates([step(0, seconds=60.0), step(1), step(2)]) == (1.0, 2000.0)
     assert rates([step(0, seconds=4.0)]) == (4.0, 500.0)
 
 
-def test_shares_add_up():
+def test_phase_shares_add_up_to_one():
     assert sum(phase_shares([step(0), step(1)]).values()) == pytest.approx(1.0)
 
 
-def test_sizes_and_times_read_well():
+@pytest.mark.parametrize("columns", ["0", "1", "abc", "-3"])
+@pytest.mark.parametrize("args", [["plan", "schedule", "1f1b"], ["plan", "schedule"]])
+def test_invalid_columns_variable_does_not_end_in_a_traceback(columns, args):
+    code = f"from meshwright.cli import main; main({args!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"COLUMNS": columns}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1f1b" in done.stdout
+
+
+def test_console_is_never_narrower_than_the_minimum(monkeypatch):
+    for columns in ("0", "1", "abc", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert make_console(io.StringIO()).width >= MIN_WIDTH
+
+
+def test_sizes_and_durations_are_readable():
     assert [format_bytes(n) for n in (5, 2048, 5 << 20, 3 << 30)] == ["5 B", "2 KiB", "5 MiB", "3 GiB"]
     assert [format_clock(s) for s in (5, 65, 3700)] == ["00:05", "01:05", "01:01:40"]

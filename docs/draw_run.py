@@ -1,0 +1,35 @@
+"""Draws docs/run.svg, the terminal during a run, from the events of a run: python docs/draw_run.py runs/tiny"""
+
+import io
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from meshwright.config import load_config
+from meshwright.observe.terminal import RATE_WINDOW, Terminal, live_line
+from meshwright.telemetry.events import read_events
+from meshwright.telemetry.run_folder import RunFolder
+
+WIDTH = 150
+SHOWN = ("counters", "eval", "checkpoint")
+
+
+def main(folder: RunFolder) -> None:
+    attempt = folder.last_attempt()
+    events = [event for event in read_events(folder.events(0)) if event["attempt"] == attempt]
+    # The live line replaces the plain lines.
+    config = load_config(folder.run_file, ["--log_every=100000"])
+    terminal = Terminal(config, folder.root, attempt, io.StringIO())
+    terminal.console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=False, highlight=False)
+    terminal.print("$ make train", "bold green")
+    steps = [event for event in events if event["kind"] == "step"][: round(0.7 * terminal.steps)]
+    for event in events:
+        if event["kind"] == "start" or (event["kind"] in SHOWN and event["step"] < steps[-1]["step"]):
+            terminal.show(event)
+    terminal.console.print(live_line(steps[-RATE_WINDOW:], terminal.steps, WIDTH, terminal.last_checkpoint))
+    terminal.console.save_svg("docs/run.svg", title="meshwright")
+
+
+if __name__ == "__main__":
+    main(RunFolder(Path(sys.argv[1])))
