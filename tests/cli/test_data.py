@@ -6,6 +6,7 @@ import json
 import time
 
 import pytest
+from small_run import small_config
 
 from meshwright import train
 from meshwright.cli import main
@@ -17,10 +18,11 @@ def run_data_verb(capsys, *args: str):
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.fixture
-def run(tmp_path, small):
-    train(small("--batch.micro=4", steps=2), run=tmp_path / "r", quiet=True)
-    return str(tmp_path / "r")
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "run"
+    train(small_config("--batch.micro=4", steps=2), run=folder, quiet=True)
+    return str(folder)
 
 
 def test_data_show_lists_a_step_in_global_order_and_the_samples_of_each_rank(run, capsys):
@@ -34,26 +36,29 @@ def test_data_show_lists_a_step_in_global_order_and_the_samples_of_each_rank(run
 
 def test_data_find_returns_the_step_rank_and_micro_step_of_a_sample(run, capsys):
     sample = run_data_verb(capsys, "show", run, "--step", "5")["samples"][13]
-    places = run_data_verb(capsys, "find", run, "--sample", str(sample))["occurrences"]
-    assert (places[0]["step"], places[0]["rank"], places[0]["micro_step"], places[0]["epoch"]) == (5, 1, 1, 0)
-    assert len(places) == 3
+    occurrences = run_data_verb(capsys, "find", run, "--sample", str(sample))["occurrences"]
+    assert (occurrences[0]["step"], occurrences[0]["rank"], occurrences[0]["micro_step"], occurrences[0]["epoch"]) == (
+        5,
+        1,
+        1,
+        0,
+    )
+    assert len(occurrences) == 3
 
 
 def test_data_find_reports_held_out_samples(run, capsys):
-    held = [s for s in range(500) if run_data_verb(capsys, "find", run, "--sample", str(s))["held_out"]]
-    assert len(held) == 5
+    held_out = [s for s in range(500) if run_data_verb(capsys, "find", run, "--sample", str(s))["held_out"]]
+    assert len(held_out) == 5
 
 
 def test_data_show_takes_constant_time_at_step_100_million_of_a_trillion_samples(tmp_path, capsys):
     file = tmp_path / "run.toml"
     file.write_text('[data]\nkind = "synthetic"\nsamples = 1_000_000_000_000\n[batch]\nglobal = 1024\n')
     start = time.perf_counter()
-    found = run_data_verb(capsys, "show", str(file), "--step", "100000000")
-    assert (
-        time.perf_counter() - start < 1.0
-    )  # the permutation is computed per position: no data is read and no table is built
-    assert len(set(found["samples"])) == 1024
-    assert max(found["samples"]) > 10**11
+    step = run_data_verb(capsys, "show", str(file), "--step", "100000000")
+    assert time.perf_counter() - start < 1.0  # no data is read and no table is built
+    assert len(set(step["samples"])) == 1024
+    assert max(step["samples"]) > 10**11
 
 
 @pytest.mark.parametrize(
@@ -79,10 +84,10 @@ def test_invalid_arguments_of_data_are_one_line_with_exit_code_2_or_6(run, args,
 @pytest.mark.parametrize(
     "content", ["{", "[]", "{}", '{"stream": {"seed": 0, "global_batch": 0, "sources": []}}', '{"stream": 3}']
 )
-def test_invalid_identity_file_is_named_in_the_error(run, content, capsys, tmp_path):
-    (tmp_path / "r" / "identity.json").write_text(content)
+def test_invalid_identity_file_is_named_in_the_error(content, capsys, tmp_path):
+    (tmp_path / "identity.json").write_text(content)
     with pytest.raises(SystemExit) as stop:
-        main(["data", "show", run, "--step", "0"])
+        main(["data", "show", str(tmp_path), "--step", "0"])
     assert stop.value.code == 2
     assert "identity.json" in capsys.readouterr().err
 
