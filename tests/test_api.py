@@ -108,7 +108,7 @@ def test_every_argument_of_a_public_function_is_documented(name):
 
 
 def test_model_without_loss_raises_config_error(tmp_path):
-    with pytest.raises(ConfigError, match="come together"):
+    with pytest.raises(ConfigError, match="only one of model and loss is given"):
         train(RunConfig(), loss=lambda a, b: a, run=tmp_path / "r", quiet=True)
 
 
@@ -259,7 +259,7 @@ def test_identity_error_advises_keyword_arguments_not_command_line_options(tmp_p
 
 def test_plan_takes_a_preset_or_a_config_and_returns_the_ranking():
     result = meshwright.plan("llama-8b", "h100:8", top=3)
-    assert result.chosen is result.found.ranked[0]
+    assert result.chosen is result.search.ranked[0]
     fixed = meshwright.plan(RunConfig(), "h100:2", batch=32, overrides=["layout.tensor=2"])
     assert fixed.chosen.job.layout.tensor == 2
     assert fixed.chosen.job.batch.global_ == 32

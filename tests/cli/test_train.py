@@ -162,7 +162,7 @@ def test_output_without_a_terminal_has_one_plain_line_per_log_step(tmp_path):
     out, err = job.communicate(timeout=60)
     assert job.returncode == 0, err
     assert "\x1b" not in out
-    assert [m[1] for m in re.finditer(r"^step +(\d+)/6  loss", out, re.MULTILINE)] == ["1", "3", "5", "6"]
+    assert [m[1] for m in re.finditer(r"^ +(\d+) of 6 steps done  loss", out, re.MULTILINE)] == ["1", "3", "5", "6"]
     assert "global 16 = micro 8 x data-parallel 2 x accumulation 1" in out
     assert str(tmp_path / "r") in out
 
