@@ -79,12 +79,12 @@ def test_cluster_name_gives_devices_and_nodes(name, device, devices_per_node, no
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("", "cluster '' is not known"),
-        ("tpu", "cluster 'tpu' is not known; expected one of a100-40, a100-80, h100"),
-        ("h100:", "cluster 'h100:' is not known"),
-        ("h100:8x", "cluster 'h100:8x' is not known"),
-        ("h100:8x2x2", "cluster 'h100:8x2x2' is not known"),
-        ("h100:-8", "cluster 'h100:-8' is not known"),
+        ("", "cluster '' is unknown"),
+        ("tpu", "cluster 'tpu' is unknown; expected a GPU (a100-40, a100-80, h100"),
+        ("h100:", "cluster 'h100:' is unknown"),
+        ("h100:8x", "cluster 'h100:8x' is unknown"),
+        ("h100:8x2x2", "cluster 'h100:8x2x2' is unknown"),
+        ("h100:-8", "cluster 'h100:-8' is unknown"),
         ("h100:0", "'h100:0' is out of range; expected 1 to 1,048,576 devices"),
         ("h100:8x0", "is out of range"),
         ("h100:8x999999", "is out of range"),
@@ -157,7 +157,7 @@ def test_cluster_file_can_name_a_known_device(write_file):
     [
         ("nodes = 2\nnodes = 3", "is not TOML"),
         ("[[[", "is not TOML"),
-        ('like = "tpu"', 'like = "tpu" is not known; expected one of a100-40'),
+        ('like = "tpu"', 'like = "tpu" is unknown; expected one of a100-40'),
         ("nods = 2", "unknown key nods = 2; did you mean nodes?"),
         (
             CUSTOM.replace(INTRA, "bandwidth_gps = 20"),
@@ -187,7 +187,7 @@ def test_cluster_file_can_name_a_known_device(write_file):
         (CUSTOM.replace(INTRA, INTRA + "\ncurve = [[1, 0]]"), "intra_node.curve[0][1] = 0 is out of range"),
         (
             CUSTOM + "[[inter_node.collectives]]\ncollective = 'gossip'",
-            'collective = "gossip" is not known',
+            'collective = "gossip" is unknown',
         ),
         (CUSTOM + "[[inter_node.collectives]]\ncollective = 'send'", "inter_node.collectives[0].ranks is missing"),
         (CUSTOM + "[[device.matmuls]]\nm = 3", "device.matmuls[0].precision is missing"),

@@ -153,7 +153,7 @@ def test_run_with_a_named_cluster_is_not_logged(home, tmp_path):
         ("cpu", None, "this machine was never measured"),
         ("cpu", "h100:1", "2 ranks on 1 devices of h100:1"),
         ("NVIDIA H100 80GB HBM3", None, "this machine was never measured"),
-        ("cpu", "nowhere", "cluster 'nowhere' is not known"),
+        ("cpu", "nowhere", "cluster 'nowhere' is unknown"),
     ],
 )
 def test_bytes_are_predicted_without_a_known_machine(device, cluster, note):

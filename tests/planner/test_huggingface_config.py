@@ -118,7 +118,7 @@ def test_rope_theta_is_read_from_rope_parameters():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, 'model_type = "mamba" is not known; expected one of llama'),
+        ({"model_type": "mamba"}, 'model_type = "mamba" is unknown; expected one of llama'),
         ({"model_type": 3}, "model_type = 3 has the wrong type"),
         ({"model_type": None}, "has no model_type"),
         ({"hidden_size": None}, "has no hidden_size"),

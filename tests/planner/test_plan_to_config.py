@@ -98,7 +98,7 @@ def test_other_options_reach_the_planned_run(home, file):
     ("arguments", "message"),
     [
         ({}, "this machine was never measured; try meshwright plan measure first"),
-        ({"cluster": "nowhere"}, "cluster 'nowhere' is not known"),
+        ({"cluster": "nowhere"}, "cluster 'nowhere' is unknown"),
         ({"cluster": "h100:2", "ranks": "4"}, "4 ranks on 2 devices of cluster 'h100:2'; expected 1 to 2"),
         ({"cluster": "h100:2", "ranks": "0"}, "--ranks = 0 is out of range"),
         ({"cluster": "h100:2", "ranks": "many"}, "--ranks = many has the wrong type"),
@@ -181,7 +181,7 @@ def test_train_rejects_an_unknown_cluster_before_it_starts(file, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["train", str(file), "--cluster", "nowhere"])
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("meshwright: cluster 'nowhere' is not known; expected one of ")
+    assert capsys.readouterr().err.startswith("meshwright: cluster 'nowhere' is unknown; expected a GPU (")
 
 
 def test_train_follows_a_plan_file_and_report_compares_it(file, tmp_path, monkeypatch, capsys):

@@ -238,7 +238,7 @@ def parse_precision(stated: Any) -> str:
         return "fp16"
     precision = next((precision for text, precision in PRECISIONS.items() if text in str(stated).lower()), None)
     if precision is None:
-        raise ValueError(f"precision {str(stated)[:20]!r} is not known")
+        raise ValueError(f"precision {str(stated)[:20]!r} is unknown")
     return precision
 
 
@@ -287,7 +287,7 @@ def parse_cluster(gpu: str, devices: int, text: str) -> Cluster:
     word = re.sub(r"nvidia[ -]|-?sxm\d?|-?hbm\w*|gb\b", "", gpu.lower()).strip().split(" ")[0]
     name = "h100-500w" if "500w" in gpu.lower() else DEVICE_ALIASES.get(word, word)
     if name not in NODE_TYPES:
-        raise ConfigError(f"device {gpu!r} is not known", f"expected one of {', '.join(NODE_TYPES)}")
+        raise ConfigError(f"device {gpu!r} is unknown", f"expected one of {', '.join(NODE_TYPES)}")
     cluster = preset_cluster(name, devices)
     for pattern, gigabits, per_device in NETWORKS:
         if match := re.search(pattern, text):

@@ -38,7 +38,7 @@ TIME_KEYS = (
     "mfu",
     "hfu",
 )
-"""Keys of a prediction that are null if the machine is not known."""
+"""Keys of a prediction that are null if the machine is unknown."""
 UNKNOWN_HOST = Cluster(
     "unknown", Device("cpu", 1e18, 1e9, {"bf16": 1e9}, is_cpu=True), 1, 1, Link(1e9, 1e-6), Link(1e9, 1e-6)
 )

@@ -152,7 +152,7 @@ def read_cluster(path: Path) -> Cluster:
 def build_cluster(schema: ClusterSchema, name: str) -> Cluster:
     """Builds the cluster that a file describes; `name` is used if the file gives none."""
     if schema.like is not None and schema.like not in NODE_TYPES:
-        raise ConfigError(f"like = {dumps(schema.like)} is not known", f"expected one of {', '.join(NODE_TYPES)}")
+        raise ConfigError(f"like = {dumps(schema.like)} is unknown", f"expected one of {', '.join(NODE_TYPES)}")
     base = preset_cluster(schema.like) if schema.like else None
     devices = require(
         schema.devices_per_node or (base and base.devices_per_node), "devices_per_node", "devices_per_node = 8"

@@ -18,8 +18,8 @@ CLUSTER_PATTERN = re.compile(r"(?P<device>[^:]+)(:(?P<devices>[0-9]{1,7})(x(?P<n
 
 def cluster_names() -> str:
     """Lists what `--cluster` accepts, for error messages."""
-    forms = "h100:8 (devices), h100:8x16 (16 nodes of 8), here (this machine as measured), or a cluster file (.toml)"
-    return f"{', '.join(NODE_TYPES)}; {forms}"
+    gpus = ", ".join(NODE_TYPES)
+    return f"a GPU ({gpus}), h100:8 (devices), h100:8x16 (16 nodes of 8), here, or a cluster file (.toml)"
 
 
 def meshwright_home() -> Path:
@@ -40,7 +40,7 @@ def resolve_cluster(name: str) -> Cluster:
     match = CLUSTER_PATTERN.fullmatch(name)
     device = match["device"].lower() if match else ""
     if match is None or (device != "here" and device not in NODE_TYPES):
-        raise ConfigError(f"cluster {name!r} is not known", f"expected one of {cluster_names()}")
+        raise ConfigError(f"cluster {name!r} is unknown", f"expected {cluster_names()}")
     devices, nodes = (int(match[key]) if match[key] else None for key in ("devices", "nodes"))
     if devices == 0 or nodes == 0 or (devices or 1) * (nodes or 1) > MAX_DEVICES:
         raise ConfigError(f"cluster {name!r} is out of range", f"expected 1 to {MAX_DEVICES:,} devices")

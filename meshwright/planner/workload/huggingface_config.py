@@ -73,7 +73,7 @@ def parse_huggingface_config(tree: Any, file: str, name: str = "") -> HuggingFac
     family = fields.text("model_type", REQUIRED)
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise ConfigError(f"{file}: model_type = {format_value(family)} is not known", f"expected one of {known}")
+        raise ConfigError(f"{file}: model_type = {format_value(family)} is unknown", f"expected one of {known}")
     architecture = replace(FAMILIES[family](fields), name=name or family)
     validate(architecture, file)
     ignored = tuple(ignored_features(fields))

@@ -43,7 +43,7 @@ def build_workload(
         batch, sequence = default_size(batch, sequence)
     notes = [resolved.note] if resolved.note else []
     if precision is not None and precision not in PRECISIONS:
-        raise ConfigError(f"--precision {precision} is not known", f"expected one of {', '.join(PRECISIONS)}")
+        raise ConfigError(f"--precision {precision} is unknown", f"expected one of {', '.join(PRECISIONS)}")
     if config is None:
         global_batch, tokens = default_size(batch, sequence)
         if batch is None:
