@@ -163,7 +163,7 @@ class CheckpointSaver:
         if wait or self.config.mode == "sync":
             results += self.wait()
             self.stall_seconds = results[-1].stall_seconds = time.monotonic() - start
-        self.world.heartbeat.add({"save": self.stall_seconds})
+        self.world.heartbeat.add_seconds({"save": self.stall_seconds})
         return results
 
     def wait(self) -> list[SaveResult]:

@@ -23,6 +23,7 @@ from meshwright.errors import ConfigError
 from meshwright.io import format_percent, format_seconds, read_json
 from meshwright.planner.exact.comm_volume import CollectiveVolume
 from meshwright.planner.exact.compare import VolumeComparison, compare_volumes
+from meshwright.telemetry.memory_classes import COMPARED_CLASSES
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.telemetry.run_measurements import (
     RecordedCounters,
@@ -32,7 +33,7 @@ from meshwright.telemetry.run_measurements import (
     byte_counts,
     finite_number,
     natural_number,
-    parse_traffic_row,
+    parse_communication_row,
     read_measurements,
 )
 from meshwright.topology.axes import ALL_AXES
@@ -41,14 +42,6 @@ from meshwright.topology.parameter_shards import uses_ddp
 
 MAX_RANKS = 1 << 16
 """Ranks of a layout whose bytes are compared."""
-MEMORY_CLASSES = {
-    "parameter": (("parameter",), ("parameters", "unsharded")),
-    "gradient": (("gradient",), ("gradients",)),
-    "optimizer": (("optimizer",), ("optimizer",)),
-    "activation": (("activation", "temporary", "buffer"), ("activations", "logits")),
-    "communication": (("communication",), ("communication",)),
-}
-"""Classes of the ledger, and those of the prediction that mean the same."""
 MAX_NOTES = 16
 
 
@@ -220,7 +213,7 @@ def memory_rows(found: RunMeasurements, plan: Mapping[str, Any]) -> list[ReportR
     heaviest = counted[rank]
     note = f"rank {rank} at its peak in step {heaviest.step}, which held most of {len(counted)}"
     twins = [ReportRow("memory", "tensors", "B", heaviest.peak_total, predicted.get("tensors"), note)]
-    for name, (ours, theirs) in MEMORY_CLASSES.items():
+    for name, (ours, theirs) in COMPARED_CLASSES.items():
         held = sum(heaviest.at_peak.get(each, 0) for each in ours)
         meant = sum(predicted.get(each) or 0.0 for each in theirs) if predicted else None
         if max(held, meant or 0.0) > heaviest.peak_total / 1000:
@@ -264,7 +257,7 @@ def compare_bytes(
         bounded_object(plan.get("communication_data_dependent")),
     )
     counted = {
-        rank: [CollectiveVolume(*row) for row in seen.counters.traffic]
+        rank: [CollectiveVolume(*row) for row in seen.counters.communication]
         for rank, seen in found.ranks.items()
         if seen.counters is not None
     }
@@ -274,7 +267,7 @@ def compare_bytes(
         rows = exact.get(str(rank // stride * stride))
         if isinstance(rows, list):
             expected[rank] = [
-                CollectiveVolume(*sent) for row in rows[:256] if (sent := parse_traffic_row(row)) is not None
+                CollectiveVolume(*sent) for row in rows[:256] if (sent := parse_communication_row(row)) is not None
             ]
     if left := counted.keys() - expected.keys():
         notes.append(f"bytes of {len(left)} ranks were not predicted")

@@ -79,7 +79,7 @@ class Terminal:
             self.print(plain_line(list(self.recent), self.steps, self.last_checkpoint))
 
     def _counters(self, event: Event) -> None:
-        rows = [row for row in event["traffic"] if row["axis"] != "control"]
+        rows = [row for row in event["communication"] if row["axis"] != "control"]
         sent = ", ".join(f"{row['axis']} {row['collective']} {format_bytes(row['message_bytes'])}" for row in rows)
         memory = event["memory"]
         classes = sorted(memory["at_peak"].items(), key=lambda item: -item[1])

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.config import LaunchConfig
-from meshwright.telemetry.comm_counter import control_traffic
+from meshwright.telemetry.comm_counter import control_messages
 from meshwright.telemetry.heartbeat import Heartbeat
 
 
@@ -43,7 +43,7 @@ class World:
         self.heartbeat.collective(name)
         if self.size == 1:
             return PendingAllReduce(tensor, None, self.heartbeat)
-        with control_traffic():
+        with control_messages():
             return PendingAllReduce(tensor, dist.all_reduce(tensor, async_op=True), self.heartbeat)
 
     def all_reduce_ints(self, *numbers: int, name: str) -> PendingAllReduce:

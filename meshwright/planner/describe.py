@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from meshwright.planner.cost.estimate import CollectiveCost, Estimate, MemoryEstimate
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology.collectives import wire_bytes
 
-MEMORY_CLASSES = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "activations",
-    "logits",
-    "unsharded",
-    "communication",
-    "slack",
-    "context",
-)
+MEMORY_CLASSES = tuple(field.name for field in fields(MemoryEstimate))
 """The classes of a memory estimate, in the order in which they are shown."""
 
 

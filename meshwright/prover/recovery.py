@@ -19,11 +19,12 @@ from meshwright.prover.scale_down import scale_layout, scale_model, scale_sequen
 from meshwright.recover.incidents import Incident, read_incidents
 from meshwright.recover.supervisor import RunningRanks, supervise
 from meshwright.telemetry.events import completed_steps
+from meshwright.telemetry.phases import STEP_PHASES
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
 from meshwright.topology.unsupported import min_shard_group_size, validate
 
-STEP_POINTS = ("fetch", "copy", "forward", "backward", "sync", "update", "updated")
+STEP_POINTS = (*STEP_PHASES, "updated")
 SAVE_POINTS = ("stage", "begin", "write", "after_shard", "before_manifest", "before_publish", "after_publish")
 RANK_0_POINTS = ("save.before_manifest", "save.before_publish", "save.after_publish", "retain.unpublished")
 """Fail points that only rank 0 reaches."""

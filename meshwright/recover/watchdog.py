@@ -19,9 +19,10 @@ from pathlib import Path
 
 from meshwright.recover.incidents import read_heartbeats
 from meshwright.telemetry.heartbeat import HeartbeatReading, process_stat
+from meshwright.telemetry.phases import STEP_PHASES
 from meshwright.telemetry.run_folder import RunFolder
 
-LOCAL_PHASES = ("fetch", "copy", "forward", "backward", "update", "save")
+LOCAL_PHASES = tuple(phase for phase in (*STEP_PHASES, "save") if phase != "sync")
 """Phases whose duration depends on the rank itself; in `sync` the rank waits for others."""
 STARTUP_FACTOR = 10
 """A rank may take this many times the hang timeout until its first step."""

@@ -28,7 +28,8 @@ from meshwright.parallel.world import World
 from meshwright.simulator.extrapolation import MemoryTimeline, StepTrace
 from meshwright.simulator.fake_ddp import FakeDDP
 from meshwright.simulator.uniform_routing import route_uniformly
-from meshwright.telemetry.memory_tracker import KINDS, UNINITIALIZED, MemoryTracker
+from meshwright.telemetry.memory_classes import TENSOR_CLASSES
+from meshwright.telemetry.memory_tracker import UNINITIALIZED, MemoryTracker
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import PipelinePlacement
 from meshwright.torch_private import FakeTensors, clear_dtensor_cache, init_fake_process_group, patched_for_simulation
@@ -36,7 +37,7 @@ from meshwright.trainer.precision import Precision
 from meshwright.trainer.step import Step, StepContext, StepControl
 from meshwright.trainer.step_counters import count_step
 
-CLASSES = (*KINDS, UNINITIALIZED)
+CLASSES = (*TENSOR_CLASSES, UNINITIALIZED)
 LR = 1e-3
 
 
@@ -63,7 +64,7 @@ class MemoryTimelineTracker(MemoryTracker):
     def phase(self, phase: str) -> None:
         self.timeline.append((phase, []))
         self._phase = phase
-        self._settle()
+        self._classify()
 
     def _mark_peaks(self, kind: str, size: int) -> None:
         super()._mark_peaks(kind, size)

@@ -22,7 +22,8 @@ from meshwright.simulator.extrapolation import (
 from meshwright.simulator.fake_rank import CLASSES, StepSize, fake_world, run_second_step
 from meshwright.simulator.result import RankResult, Simulation
 from meshwright.telemetry.comm_counter import CollectiveTotal
-from meshwright.telemetry.memory_tracker import KINDS, UNINITIALIZED
+from meshwright.telemetry.memory_classes import TENSOR_CLASSES
+from meshwright.telemetry.memory_tracker import UNINITIALIZED
 from meshwright.topology import schedule_orders
 from meshwright.topology.collectives import wire_bytes
 from meshwright.topology.layout import Layout, stages_per_rank
@@ -178,7 +179,7 @@ def name_classes(counts: ClassBytes, with_uninitialized: bool = True) -> dict[st
     named = dict(zip(CLASSES, counts, strict=True))
     if with_uninitialized:
         named["temporary"] += named[UNINITIALIZED]
-    return {kind: named[kind] for kind in KINDS}
+    return {kind: named[kind] for kind in TENSOR_CLASSES}
 
 
 def pipeline_orders(config: RunConfig, layout: Layout, batch: Batch) -> list[schedule_orders.ActionOrder]:

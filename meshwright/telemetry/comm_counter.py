@@ -1,4 +1,4 @@
-"""The traffic ledger: every collective issued while it is open, by mesh axis, with message and wire bytes."""
+"""Counts every collective by mesh axis, with message and wire bytes, as a dispatch mode."""
 
 from __future__ import annotations
 
@@ -16,27 +16,26 @@ from meshwright.torch_private import OpOverload, TorchDispatchMode, resolve_proc
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 RECEIVES = ("recv", "irecv")
-"""A message is counted where it is sent."""
-
+"""Operators that are not counted, because a message is counted where it is sent."""
 
 CONTROL = "control"
-"""The axis of the few numbers that ranks agree on at each step: they use the group of an axis and are none of its."""
-TALK: list[None] = []
+"""The axis of small control messages, such as the step control vector; they use the group of another axis."""
+_control_depth: list[None] = []
 
 
 @contextmanager
-def control_traffic() -> Iterator[None]:
-    """Collectives inside count as control."""
-    TALK.append(None)
+def control_messages() -> Iterator[None]:
+    """Collectives inside are counted under the axis `control`."""
+    _control_depth.append(None)
     try:
         yield
     finally:
-        TALK.pop()
+        _control_depth.pop()
 
 
 @dataclass(frozen=True, order=True)
 class CollectiveTotal:
-    """All calls of one collective on one axis. Bytes are sums over the calls."""
+    """All calls of one collective on one axis; the bytes are sums over the calls."""
 
     axis: str
     collective: str
@@ -47,7 +46,7 @@ class CollectiveTotal:
 
 
 class CommCounter(TorchDispatchMode):
-    """Counts inside `with ledger:`, forward and backward. `axes` gives the axis of a process group by its name."""
+    """Counts inside a `with` block, in forward and backward. `axes` maps the name of a process group to its axis."""
 
     supports_higher_order_operators = True
 
@@ -72,41 +71,43 @@ class CommCounter(TorchDispatchMode):
 
     def _count(self, collective: str, func: OpOverload, args: tuple[Any, ...], result: Any) -> None:
         group = group_of(func, args)
-        axis, ranks = CONTROL if TALK else self._axes.get(group.group_name, "other"), group.size()
-        message = message_of(func, collective, args, result)
+        axis, ranks = CONTROL if _control_depth else self._axes.get(group.group_name, "other"), group.size()
+        message = message_bytes_of(func, collective, args, result)
         calls, messages = self._sums.get((axis, collective, ranks), (0, 0))
         self._sums[axis, collective, ranks] = (calls + 1, messages + message)
 
 
 def has_wrappers(types: Any) -> bool:
-    """Whether tensors that wrap others (DTensor and its like) are among an operator's arguments.
+    """Whether an operator's arguments contain tensor subclasses such as DTensor.
 
-    A mode is asked before they are. If it declines, they unwrap themselves with the mode still in place, and what they
-    do with their local tensors, collectives too, comes back to it.
+    A mode is called before they are. If it returns NotImplemented, they unwrap themselves with the mode still active,
+    and the operators on their local tensors, collectives included, reach the mode.
     """
     return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 @cache
 def collective_of(func: Any) -> str | None:
-    """Which collective an operator is; None for all others."""
+    """Returns the name of the collective that an operator is, or None."""
     if not isinstance(func, OpOverload) or func.namespace not in NAMESPACES:
         return None
     name = func.name().partition("::")[2].lstrip("_")
-    if name.startswith(RECEIVES) or group_index(func) is None:  # the others wait for a result, or wrap it
+    if (
+        name.startswith(RECEIVES) or group_index(func) is None
+    ):  # operators without a group wait for a result, or wrap it
         return None
     return find_collective(name) or "other"
 
 
 @cache
 def group_index(func: OpOverload) -> int | None:
-    """Which argument is the process group."""
+    """Returns the index of the process group among an operator's arguments."""
     names = [argument.name for argument in func._schema.arguments]
     return next((index for index, name in enumerate(names) if name in ("process_group", "group_name")), None)
 
 
 def group_of(func: OpOverload, args: tuple[Any, ...]) -> dist.ProcessGroup:
-    """Operators of c10d carry the group as a script object; functional ones carry its name, or the group itself."""
+    """Returns the process group. c10d operators take it as a script object, functional ones by name or as the group."""
     group = args[group_index(func) or 0]
     if isinstance(group, str):
         return resolve_process_group(group)
@@ -114,7 +115,7 @@ def group_of(func: OpOverload, args: tuple[Any, ...]) -> dist.ProcessGroup:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of an operator's argument or result, out of their lists."""
+    """Yields the tensors of an operator's argument or result, from nested lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -122,14 +123,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def message_of(func: OpOverload, collective: str, args: tuple[Any, ...], result: Any) -> int:
-    """The whole tensor: before it is scattered, or after it is gathered. Of an exchange it is what this rank gives: it
-    may get more or less, and over all ranks both are the same.
+def message_bytes_of(func: OpOverload, collective: str, args: tuple[Any, ...], result: Any) -> int:
+    """Returns the message bytes: those of the full tensor, before a scatter or after a gather. For an all-to-all, they
+    are the bytes that this rank sends, which may differ from what it receives.
     """
     if collective == "barrier":
         return 0
     if collective == "all_to_all":
-        return bytes_in(args[1 if func.namespace == "c10d" else 0])  # c10d's come after the outputs
+        return bytes_in(args[1 if func.namespace == "c10d" else 0])  # c10d's inputs come after its outputs
     return max(map(bytes_in, (*args, result)))
 
 

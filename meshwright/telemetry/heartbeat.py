@@ -1,8 +1,8 @@
-"""The heartbeat page: where a rank is, in memory that outlives it and that anybody may read. Torch-free.
+"""The heartbeat of a rank: step, phase and collectives in a memory-mapped file that outlives its process. Torch-free.
 
-The training thread itself writes it (a thread of its own would go on beating while the training thread hangs): step,
-phase, collectives, and the seconds that each phase has taken. Fields are written one by one; each is whole, and a
-reader takes the page as evidence, not as a transaction.
+The training thread itself writes it: a separate thread would go on beating while the training thread hangs. Each field
+is written atomically, but the fields are not updated together; a reader treats the heartbeat as evidence, not as a
+transaction.
 """
 
 from __future__ import annotations
@@ -14,111 +14,117 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.telemetry.phases import TIMED_PHASES
+
 MAGIC = b"MESHBEAT"
 SIZE = 4096
-PHASES = ("fetch", "copy", "forward", "backward", "sync", "update", "evaluate", "save")
-"""The phases whose seconds are added up on the page; a page may also name others (start, restore, end)."""
 RECENT_COLLECTIVES = 32
-"""Collectives that the page remembers."""
+"""Collectives that the heartbeat remembers, in a ring buffer."""
 
-HEAD = struct.Struct("<8sIIQ")  # magic, version, pid, the process's start in the kernel's ticks
-NOW = struct.Struct("<qQQ16s")  # step, beats, nanoseconds of entry (this host's monotonic clock), phase
-FLAGS = struct.Struct("<II")  # signal seen, waiting for other ranks
-CALLS = struct.Struct("<Q40s")  # count of collectives, name of the last
-SPENT = struct.Struct("<Q" + "d" * len(PHASES))  # steps settled, seconds by phase
-AT_NOW, AT_FLAGS, AT_CALLS, AT_SPENT, AT_RING = 32, 80, 96, 160, 512
+HEAD = struct.Struct("<8sIIQ")  # magic, version, pid, the process's start in kernel ticks
+NOW = struct.Struct("<qQQ16s")  # step, beats, nanoseconds of phase entry (this host's monotonic clock), phase
+FLAGS = struct.Struct("<II")  # signal received, waiting for other ranks
+CALLS = struct.Struct("<Q40s")  # number of collectives, name of the last
+SECONDS = struct.Struct("<Q" + "d" * len(TIMED_PHASES))  # completed steps, seconds by phase
+AT_NOW, AT_FLAGS, AT_CALLS, AT_SECONDS, AT_RING = 32, 80, 96, 160, 512
 
 
 class Heartbeat:
-    """A rank's own page; without a path it lives in this process alone."""
+    """The heartbeat that a rank writes; without a path it stays in this process."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.memory: bytearray | mmap.mmap = bytearray(SIZE)
         if path is not None:
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            os.posix_fallocate(file, 0, SIZE)  # or a write to the page on a full disk would end this process
+            os.posix_fallocate(file, 0, SIZE)  # a later write on a full disk would end the process with SIGBUS
             self.memory = mmap.mmap(file, SIZE)
             os.close(file)
         self.beats = self.collective_count = self.completed_steps = 0
         self.step = -1
-        self.phase_seconds = [0.0] * len(PHASES)
+        self.phase_seconds = [0.0] * len(TIMED_PHASES)
         HEAD.pack_into(self.memory, 0, MAGIC, 1, os.getpid(), process_start(os.getpid()))
         self.enter("start", -1)
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """The training thread is now in this phase of this step."""
+        """Records that the training thread is now in this phase, of this step."""
         self.beats += 1
         if step is not None:
             self.step = step
         NOW.pack_into(self.memory, AT_NOW, self.step, self.beats, time.monotonic_ns(), phase.encode())
 
     def beat(self) -> None:
-        """Still in the same phase, and moving."""
+        """Records progress within the same phase."""
         self.beats += 1
         struct.pack_into("<Q", self.memory, AT_NOW + 8, self.beats)
 
     def collective(self, name: str) -> None:
-        """A collective begins. The order of their names must be the same on every rank."""
+        """Records that a collective begins. The order of the names must be equal on all ranks."""
         self.collective_count += 1
         encoded = name.encode()
         CALLS.pack_into(self.memory, AT_CALLS, self.collective_count, encoded)
-        CALLS.pack_into(
-            self.memory,
-            AT_RING + (self.collective_count % RECENT_COLLECTIVES) * CALLS.size,
-            self.collective_count,
-            encoded,
-        )
+        slot = self.collective_count % RECENT_COLLECTIVES
+        CALLS.pack_into(self.memory, AT_RING + slot * CALLS.size, self.collective_count, encoded)
 
-    def set_waiting(self, yes: bool) -> None:
-        struct.pack_into("<I", self.memory, AT_FLAGS + 4, yes)
+    def set_waiting(self, waiting: bool) -> None:
+        """Records whether the rank waits for other ranks."""
+        struct.pack_into("<I", self.memory, AT_FLAGS + 4, waiting)
 
     def set_signal(self, number: int) -> None:
+        """Records the signal that the rank has received."""
         struct.pack_into("<I", self.memory, AT_FLAGS, number)
 
     def complete_step(self, phases: dict[str, float]) -> None:
-        """Adds a finished step's seconds by phase."""
+        """Adds the phase seconds of a completed step."""
         self.completed_steps += 1
-        self.add(phases)
+        self.add_seconds(phases)
 
-    def add(self, phases: dict[str, float]) -> None:
+    def add_seconds(self, phases: dict[str, float]) -> None:
+        """Adds seconds to the phases."""
         self.phase_seconds = [
-            spent + phases.get(phase, 0.0) for phase, spent in zip(PHASES, self.phase_seconds, strict=True)
+            seconds + phases.get(phase, 0.0) for phase, seconds in zip(TIMED_PHASES, self.phase_seconds, strict=True)
         ]
-        SPENT.pack_into(self.memory, AT_SPENT, self.completed_steps, *self.phase_seconds)
+        SECONDS.pack_into(self.memory, AT_SECONDS, self.completed_steps, *self.phase_seconds)
 
 
 @dataclass(frozen=True)
 class HeartbeatReading:
-    """A page as somebody else sees it."""
+    """A heartbeat as another process reads it."""
 
     pid: int
     process_started: int
+    """the start of the process in kernel ticks; together with the pid it identifies the process"""
     step: int
+    """the current step, or -1 before the first"""
     beats: int
     phase_entered: int
+    """nanoseconds of the host's monotonic clock"""
     phase: str
     signal: int
+    """the signal that the rank has received, or 0"""
     waiting: bool
+    """whether the rank waits for other ranks in a collective"""
     collective_count: int
     collective: str
+    """the name of the last collective"""
     completed_steps: int
     phase_seconds: dict[str, float]
     recent_collectives: dict[int, str]
-    """the last collectives by their count"""
+    """the names of the last collectives by their number"""
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process still runs, and not another that has its number by now."""
+        """Whether the process still runs; a process that reuses its pid does not count."""
         return self.pid > 1 and self.process_started > 0 and process_start(self.pid) == self.process_started
 
     @property
     def location(self) -> str:
-        step = f"step {self.step}, " if self.step >= 0 else ""
-        return f"{step}{self.phase}" + (f", waiting in {self.collective}" if self.waiting else "")
+        """Step, phase and collective in words."""
+        step = f"step {self.step}" if self.step >= 0 else "before the first step"
+        return f"{step}, {self.phase}" + (f", waiting in {self.collective}" if self.waiting else "")
 
 
 def read_heartbeat(path: Path) -> HeartbeatReading | None:
-    """None where there is no page yet, or something else."""
+    """Reads a heartbeat file; returns None if it does not exist yet or is something else."""
     try:
         with open(path, "rb") as file:
             memory = file.read(SIZE)
@@ -128,39 +134,38 @@ def read_heartbeat(path: Path) -> HeartbeatReading | None:
         return None
     _, _, pid, started = HEAD.unpack_from(memory, 0)
     step, beats, entered, phase = NOW.unpack_from(memory, AT_NOW)
-    number, waits = FLAGS.unpack_from(memory, AT_FLAGS)
+    signal, waiting = FLAGS.unpack_from(memory, AT_FLAGS)
     calls, name = CALLS.unpack_from(memory, AT_CALLS)
-    settled, *spent = SPENT.unpack_from(memory, AT_SPENT)
+    completed, *seconds = SECONDS.unpack_from(memory, AT_SECONDS)
     ring = [CALLS.unpack_from(memory, AT_RING + slot * CALLS.size) for slot in range(RECENT_COLLECTIVES)]
-    history = {count: text(entry) for count, entry in ring if count}
     return HeartbeatReading(
-        pid,
-        started,
-        step,
-        beats,
-        entered,
-        text(phase),
-        number,
-        bool(waits),
-        calls,
-        text(name),
-        settled,
-        dict(zip(PHASES, spent, strict=True)),
-        history,
+        pid=pid,
+        process_started=started,
+        step=step,
+        beats=beats,
+        phase_entered=entered,
+        phase=decode_text(phase),
+        signal=signal,
+        waiting=bool(waiting),
+        collective_count=calls,
+        collective=decode_text(name),
+        completed_steps=completed,
+        phase_seconds=dict(zip(TIMED_PHASES, seconds, strict=True)),
+        recent_collectives={count: decode_text(entry) for count, entry in ring if count},
     )
 
 
-def text(field: bytes) -> str:
+def decode_text(field: bytes) -> str:
     return field.rstrip(b"\0").decode(errors="replace")
 
 
 def process_start(pid: int) -> int:
-    """When a process began, in ticks since boot: with its pid, a name that is never used twice. 0 where unknown."""
+    """Returns when a process started, in kernel ticks since boot; 0 where it is unknown."""
     return int(process_stat(pid).get("start", 0))
 
 
 def process_stat(pid: int) -> dict[str, str | int]:
-    """state (R, S, D, T, Z), processor ticks used, start; empty for a process that is gone."""
+    """Returns state (R, S, D, T, Z), processor ticks and start of a process; empty if it does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()

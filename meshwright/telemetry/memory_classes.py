@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-MEMORY_CLASSES = ("parameter", "gradient", "optimizer", "buffer", "activation", "communication", "temporary")
+TENSOR_CLASSES = ("parameter", "gradient", "optimizer", "buffer", "activation", "communication", "temporary")
 """What a live tensor is for, as `MemoryTracker` counts it. Unsharded parameters count as parameters."""
 
 COMPARED_CLASSES = {
-    "parameter": (("parameter",), ("parameters", "gathered")),
+    "parameter": (("parameter",), ("parameters", "unsharded")),
     "gradient": (("gradient",), ("gradients",)),
     "optimizer": (("optimizer",), ("optimizer",)),
     "activation": (("activation", "temporary", "buffer"), ("activations", "logits")),

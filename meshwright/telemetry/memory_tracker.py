@@ -1,7 +1,7 @@
-"""The memory ledger: live tensor bytes by what they are for, and their peak, while it is open.
+"""Tracks live tensor bytes by memory class, and their peak, as a dispatch mode.
 
-Bytes are those of storages, on any device, each counted once however many tensors view it. A storage is counted from
-the first operator that returns it until it is freed; what a kernel takes and frees inside itself is not seen.
+Bytes are those of storages, on any device; a storage counts once, however many tensors view it. It counts from the
+first operator that returns it until it is freed. Memory that a kernel allocates and frees internally is not seen.
 """
 
 from __future__ import annotations
@@ -18,34 +18,35 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.telemetry.comm_counter import collective_of, has_wrappers, tensors_in
+from meshwright.telemetry.memory_classes import TENSOR_CLASSES
 from meshwright.torch_private import OpOverload, TorchDispatchMode
 
-KINDS = ("parameter", "gradient", "optimizer", "buffer", "activation", "communication", "temporary")
-UNINITIALIZED = "fresh"
-"""A buffer that nobody has written yet. Its bytes are live, but which class they belong to shows only later: FSDP takes
-an empty buffer first and makes a collective of it afterwards. Reported under temporary."""
+UNINITIALIZED = "uninitialized"
+"""The internal class of an empty buffer, which is reported as temporary. Its class shows only when it is used: FSDP
+allocates an empty buffer first and passes it to a collective afterwards."""
 UNCLASSIFIED = (UNINITIALIZED, "activation", "temporary")
-"""What a storage is as long as nobody has said better."""
+"""The classes that a storage has until a better one is known."""
 
 ClassifiedTensors = Iterable[tuple[str, Tensor]]
 
 
 class TrackedStorage(weakref.ref[UntypedStorage]):
-    """A storage that is counted, without keeping it."""
+    """A weak reference to a counted storage, with its class and size."""
 
-    __slots__ = ("key", "kind", "size")
+    __slots__ = ("key", "memory_class", "size")
     key: int
-    kind: str
+    memory_class: str
     size: int
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts inside `with ledger:`, once. The caller says the `phase`: what is born in forward is an activation, and
-    temporary what is born elsewhere.
+    """Counts inside one `with` block. The caller sets `phase`: a new tensor is an activation in forward, and temporary
+    in any other phase.
 
-    `classify` names tensors that the model alone does not show (FSDP's gathered parameters, optimizer state made
-    on the way). It is asked on entering, at every new phase, on leaving, and where a collective leaves buffers that
-    nobody has named. To see DDP's buckets from the start, enter before gradients are cleared, or `know` them.
+    `internal_tensors` yields (class, tensor) of tensors that the model does not list (FSDP's unsharded parameters,
+    optimizer state). It is called on entering, at every new phase, on leaving, and after a collective that leaves
+    unclassified buffers. To see DDP's buckets from the start, enter before gradients are cleared, or `assign_class`
+    them.
     """
 
     supports_higher_order_operators = True
@@ -54,26 +55,26 @@ class MemoryTracker(TorchDispatchMode):
         self,
         model: nn.Module,
         optimizer_tensors: Iterable[Tensor] = (),
-        classify: Callable[[], ClassifiedTensors] = lambda: (),
+        internal_tensors: Callable[[], ClassifiedTensors] = lambda: (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = dict.fromkeys(KINDS, 0)
-        """the largest bytes of each class by itself"""
-        self.at_peak = dict.fromkeys(KINDS, 0)
-        """the classes at the moment of the largest total"""
-        self._given = (model, tuple(optimizer_tensors), classify)
-        self._classify: Callable[[], ClassifiedTensors] = lambda: ()
-        self._bytes = dict.fromkeys((*KINDS, UNINITIALIZED), 0)
+        self.peak = dict.fromkeys(TENSOR_CLASSES, 0)
+        """the peak bytes of each class by itself"""
+        self.at_peak = dict.fromkeys(TENSOR_CLASSES, 0)
+        """the bytes of each class at the moment of the largest total"""
+        self._arguments = (model, tuple(optimizer_tensors), internal_tensors)
+        self._internal_tensors: Callable[[], ClassifiedTensors] = lambda: ()
+        self._bytes = dict.fromkeys((*TENSOR_CLASSES, UNINITIALIZED), 0)
         self._total = self._largest = 0
-        self._held: dict[int, TrackedStorage] = {}
+        self._storages: dict[int, TrackedStorage] = {}
         self._freed: deque[TrackedStorage] = deque()
         self._hooks: dict[int, RemovableHandle] = {}
         self._parameters: list[Tensor] = []
-        """whose gradients are known by hooks, or, where somebody writes them by himself, at the next phase"""
+        """parameters whose gradients are classified by a hook, or at the next phase where .grad is assigned directly"""
         self._phase = "forward"
-        # DDP moves a gradient into its bucket after the hook that tells of it: there one looks a little later.
-        self._buckets = isinstance(model, DistributedDataParallel)
-        self._last: Tensor | None = None
+        # DDP moves a gradient into its bucket after the gradient hook has run: it is classified a little later.
+        self._uses_ddp = isinstance(model, DistributedDataParallel)
+        self._last_parameter: Tensor | None = None
 
     @property
     def phase(self) -> str:
@@ -82,11 +83,11 @@ class MemoryTracker(TorchDispatchMode):
     @phase.setter
     def phase(self, phase: str) -> None:
         self._phase = phase
-        self._settle()
+        self._classify()
 
     @property
     def current_bytes(self) -> dict[str, int]:
-        """Live bytes by class."""
+        """The live bytes of every class."""
         self._forget_freed()
         return self._snapshot()
 
@@ -98,23 +99,28 @@ class MemoryTracker(TorchDispatchMode):
     def peak_total(self) -> int:
         return sum(self.at_peak.values())
 
-    def assign_class(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """From now on these tensors' storages count as this kind; a parameter's gradient will be known by itself."""
+    def assign_class(self, memory_class: str, tensors: Iterable[Tensor]) -> None:
+        """Counts these tensors' storages as this class from now on. Gradients of parameters follow by themselves."""
         for tensor in tensors:
-            for part in unwrapped(tensor):
-                self._see(part.untyped_storage(), kind)
-            if kind == "parameter" and tensor.requires_grad and tensor.is_leaf and id(tensor) not in self._hooks:
-                self._hooks[id(tensor)] = tensor.register_post_accumulate_grad_hook(self._gradient_came)
+            for plain in unwrapped(tensor):
+                self._count(plain.untyped_storage(), memory_class)
+            if (
+                memory_class == "parameter"
+                and tensor.requires_grad
+                and tensor.is_leaf
+                and id(tensor) not in self._hooks
+            ):
+                self._hooks[id(tensor)] = tensor.register_post_accumulate_grad_hook(self._on_gradient)
                 self._parameters.append(tensor)
                 self._gradient_of(tensor)
 
     def __enter__(self) -> MemoryTracker:
-        model, optimizer_tensors, self._classify = self._given
-        del self._given  # a ledger that is kept for its numbers keeps no tensor alive
+        model, optimizer_tensors, self._internal_tensors = self._arguments
+        del self._arguments  # a tracker that is kept for its numbers keeps no tensor alive
         self.assign_class("parameter", model.parameters())
         self.assign_class("buffer", model.buffers())
         self.assign_class("optimizer", optimizer_tensors)
-        self._settle()
+        self._classify()
         self._wrap_resize()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -123,84 +129,86 @@ class MemoryTracker(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._unwrap_resize()
         try:
-            self._settle()
+            self._classify()
         finally:
             for hook in self._hooks.values():
                 hook.remove()
             self._hooks.clear()
             self._parameters.clear()
-            self._held.clear()
-            self._last, self._classify = None, lambda: ()
+            self._storages.clear()
+            self._last_parameter, self._internal_tensors = None, lambda: ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_wrappers(types):
             return NotImplemented
         collective = collective_of(func)
-        if collective and self._last is not None:
-            self._gradient_of(self._last)
+        if collective and self._last_parameter is not None:
+            self._gradient_of(self._last_parameter)
         result = func(*args, **(kwargs or {}))
         self._forget_freed()
         if collective:
             for tensor in buffers_of(func, collective, args, result):
-                self._see(tensor.untyped_storage(), "communication", only=UNCLASSIFIED)
+                self._count(tensor.untyped_storage(), "communication", only=UNCLASSIFIED)
             if self._bytes[UNINITIALIZED]:
-                self._settle()
+                self._classify()
         else:
-            born = "activation" if self._phase == "forward" else "temporary"
-            empty, writes = nature(func)
+            new_class = "activation" if self._phase == "forward" else "temporary"
+            empty, writes = operator_effects(func)
             for tensor in tensors_in(result):
-                for part in unwrapped(tensor):  # a result that is still on its way comes wrapped
-                    self._see(
-                        part.untyped_storage(),
-                        UNINITIALIZED if empty else born,
+                for plain in unwrapped(tensor):  # the result of an asynchronous collective is wrapped
+                    self._count(
+                        plain.untyped_storage(),
+                        UNINITIALIZED if empty else new_class,
                         only=(UNINITIALIZED,) if writes else (),
                     )
         return result
 
-    def _see(self, storage: UntypedStorage, kind: str, only: tuple[str, ...] = (*KINDS, UNINITIALIZED)) -> None:
-        """Counts a storage as this kind, or leaves it the kind it has unless that is one of `only`."""
-        held = self._held.get(id(storage))
-        if held is None or held() is not storage:
-            held = TrackedStorage(storage, self._freed.append)
-            held.key, held.kind, held.size = id(storage), kind, 0
-            self._held[held.key] = held
-        if held.kind not in only:
-            kind = held.kind
+    def _count(
+        self, storage: UntypedStorage, memory_class: str, only: tuple[str, ...] = (*TENSOR_CLASSES, UNINITIALIZED)
+    ) -> None:
+        """Counts a storage as this class; one that is already counted keeps its class unless that is one of `only`."""
+        entry = self._storages.get(id(storage))
+        if entry is None or entry() is not storage:
+            entry = TrackedStorage(storage, self._freed.append)
+            entry.key, entry.memory_class, entry.size = id(storage), memory_class, 0
+            self._storages[entry.key] = entry
+        if entry.memory_class not in only:
+            memory_class = entry.memory_class
         size = storage.nbytes()
-        if (kind, size) != (held.kind, held.size):
-            self._bytes[held.kind] -= held.size
-            self._bytes[kind] += size
-            self._total += size - held.size
-            held.kind, held.size = kind, size
-            self._mark_peaks(kind, size)
+        if (memory_class, size) != (entry.memory_class, entry.size):
+            self._bytes[entry.memory_class] -= entry.size
+            self._bytes[memory_class] += size
+            self._total += size - entry.size
+            entry.memory_class, entry.size = memory_class, size
+            self._mark_peaks(memory_class, size)
 
-    def _mark_peaks(self, kind: str, _size: int) -> None:
-        """After every change: so many bytes are now of this class."""
-        if kind != UNINITIALIZED and self._bytes[kind] > self.peak[kind]:
-            self.peak[kind] = self._bytes[kind]
-        if self._total >= self._largest:  # equal: a storage of the peak got its right name
+    def _mark_peaks(self, memory_class: str, _size: int) -> None:
+        """Updates the peaks after a change of a class."""
+        if memory_class != UNINITIALIZED and self._bytes[memory_class] > self.peak[memory_class]:
+            self.peak[memory_class] = self._bytes[memory_class]
+        if self._total >= self._largest:  # equal: a storage of the peak was classified
             self._largest = self._total
             self.at_peak = self._snapshot()
 
     def _snapshot(self) -> dict[str, int]:
-        counted = {kind: self._bytes[kind] for kind in KINDS}
+        counted = {memory_class: self._bytes[memory_class] for memory_class in TENSOR_CLASSES}
         counted["temporary"] += self._bytes[UNINITIALIZED]
         return counted
 
     def _forget_freed(self) -> None:
-        """A storage may be freed in any thread, in the middle of anything; it only leaves a note then."""
+        """Subtracts freed storages. A storage may be freed in any thread, so its callback only queues it."""
         while self._freed:
-            held = self._freed.popleft()
-            if self._held.get(held.key) is held:
-                del self._held[held.key]
-            self._bytes[held.kind] -= held.size
-            self._total -= held.size
+            entry = self._freed.popleft()
+            if self._storages.get(entry.key) is entry:
+                del self._storages[entry.key]
+            self._bytes[entry.memory_class] -= entry.size
+            self._total -= entry.size
 
-    def _gradient_came(self, parameter: Tensor) -> None:
-        if self._last is not None:
-            self._gradient_of(self._last)
-        if self._buckets:
-            self._last = parameter
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if self._last_parameter is not None:
+            self._gradient_of(self._last_parameter)
+        if self._uses_ddp:
+            self._last_parameter = parameter
         else:
             self._gradient_of(parameter)
 
@@ -209,39 +217,39 @@ class MemoryTracker(TorchDispatchMode):
             self._forget_freed()
             self.assign_class("gradient", [parameter.grad])
 
-    def _settle(self) -> None:
-        """Gives names to what has none yet."""
+    def _classify(self) -> None:
+        """Classifies the tensors that have no class yet."""
         self._forget_freed()
-        if self._last is not None:
-            self._gradient_of(self._last)
-        for kind, tensor in self._classify():
-            self.assign_class(kind, [tensor])
+        if self._last_parameter is not None:
+            self._gradient_of(self._last_parameter)
+        for memory_class, tensor in self._internal_tensors():
+            self.assign_class(memory_class, [tensor])
         for parameter in self._parameters:
             self._gradient_of(parameter)
 
     def _wrap_resize(self) -> None:
-        """FSDP frees and takes back gathered parameters by resizing their storages, which no operator shows."""
+        """Wraps `UntypedStorage.resize_`, by which FSDP frees and reallocates parameters without an operator."""
         original: Any = UntypedStorage.resize_
 
         def resize_(storage: UntypedStorage, size: int) -> Any:
             resized = original(storage, size)
             self._forget_freed()
-            self._see(storage, UNINITIALIZED, only=())
+            self._count(storage, UNINITIALIZED, only=())
             return resized
 
-        self._own_resize = vars(UntypedStorage).get("resize_")
+        self._original_resize = vars(UntypedStorage).get("resize_")
         UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
 
     def _unwrap_resize(self) -> None:
-        if self._own_resize is None:
-            del UntypedStorage.resize_  # the inherited one shows again
+        if self._original_resize is None:
+            del UntypedStorage.resize_  # the inherited method is visible again
         else:
-            UntypedStorage.resize_ = self._own_resize  # type: ignore[method-assign]
+            UntypedStorage.resize_ = self._original_resize  # type: ignore[method-assign]
 
 
 @cache
-def nature(func: Any) -> tuple[bool, bool]:
-    """Whether an operator gives memory with nothing in it, and whether it writes into memory that it was given."""
+def operator_effects(func: Any) -> tuple[bool, bool]:
+    """Returns whether an operator returns uninitialized memory, and whether it mutates an argument."""
     if not isinstance(func, OpOverload):
         return False, False
     name = func.name().partition("::")[2].partition(".")[0]
@@ -249,7 +257,7 @@ def nature(func: Any) -> tuple[bool, bool]:
 
 
 def buffers_of(func: OpOverload, collective: str, args: Any, result: Any) -> Iterator[Tensor]:
-    """The tensors that exist for a collective's sake: what it fills, and the flat input of a reduce-scatter."""
+    """Yields the buffers that exist for a collective: its outputs, and the flat input of a reduce-scatter."""
     if func.namespace != "c10d":
         yield from tensors_in(result)
     elif collective not in ("send", "barrier"):
@@ -259,9 +267,9 @@ def buffers_of(func: OpOverload, collective: str, args: Any, result: Any) -> Ite
 
 
 def unwrapped(value: Any) -> Iterator[Tensor]:
-    """The plain tensors inside one that wraps others: a DTensor's local shard, and never its global size."""
+    """Yields the plain tensors inside a tensor subclass: of a DTensor its local shard."""
     if hasattr(value, "__tensor_flatten__"):
-        for name in value.__tensor_flatten__()[0]:  # a DTensor also lists its mesh
+        for name in value.__tensor_flatten__()[0]:  # a DTensor also lists its device mesh
             yield from unwrapped(getattr(value, name))
     elif isinstance(value, Tensor) and value.layout == torch.strided:
         yield value

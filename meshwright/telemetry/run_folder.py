@@ -1,4 +1,4 @@
-"""The run folder: where everything a run leaves behind is. Torch-free."""
+"""The run folder: the paths of everything that a run writes. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RunFolder:
+    """The paths inside a run folder; `docs/records.md` describes their content."""
+
     root: Path
 
     @property
     def run_file(self) -> Path:
+        """The resolved config."""
         return self.root / "run.toml"
 
     @property
     def identity_file(self) -> Path:
+        """The identity of the run."""
         return self.root / "identity.json"
 
     @property
     def plan_file(self) -> Path:
-        """What the newest attempt was predicted to take."""
+        """The prediction for the newest attempt."""
         return self.root / "plan.json"
 
     def events(self, rank: int) -> Path:
+        """The events of a rank, over all attempts."""
         return self.root / "events" / f"rank-{rank:05d}.jsonl"
 
     def attempt(self, number: int) -> Path:
@@ -36,14 +41,15 @@ class RunFolder:
         return self.attempt(number) / "incident.json"
 
     def heartbeat(self, attempt: int, rank: int) -> Path:
-        """A rank's heartbeat."""
+        """The heartbeat of a rank."""
         return self.attempt(attempt) / f"heartbeat-{rank:05d}"
 
     def log(self, attempt: int, rank: int) -> Path:
-        """What a rank printed."""
+        """The output of a rank."""
         return self.attempt(attempt) / f"rank-{rank:05d}.log"
 
     def last_attempt(self) -> int:
+        """The number of the newest attempt, or 0."""
         return max(self.attempts(), default=0)
 
     def attempts(self) -> list[int]:
@@ -52,10 +58,10 @@ class RunFolder:
         return sorted(int(name) for name in names if re.fullmatch(r"[0-9]{4,9}", name))
 
     def set_aside(self) -> None:
-        """Moves what the folder holds to the first free NAME.old-K beside it; nothing is deleted."""
+        """Renames the folder to the first free NAME.old-K beside it; nothing is deleted."""
         root = self.root.resolve()
         if root.exists():
             number = 1
-            while (aside := root.with_name(f"{root.name}.old-{number}")).exists():
+            while (target := root.with_name(f"{root.name}.old-{number}")).exists():
                 number += 1
-            os.rename(root, aside)
+            os.rename(root, target)

@@ -1,8 +1,6 @@
-"""What a run measured, out of its event files: read in passing and within bounds, for the folder may be a stranger's;
-torch-free.
+"""Reads the measurements of a run from its event files, as untrusted files: in one pass, within bounds. Torch-free.
 
-The last attempt counts. Of the first rank the newest steps are kept, of the others the newest few, and of each the
-newest ledger.
+The last attempt counts. Rank 0 contributes its newest steps, the other ranks fewer, and each its newest counters.
 """
 
 from __future__ import annotations
@@ -22,22 +20,23 @@ from meshwright.telemetry.events import MAX_LINE_BYTES, Event
 from meshwright.telemetry.run_folder import RunFolder
 
 WARMUP_STEPS = 2
-"""Steps of an attempt that pay for what is made once."""
+"""The first steps of an attempt, which are slower because of one-time work, and are not timed."""
 MAX_FILE_BYTES = 1 << 30
-"""of one event file, from its end"""
+"""Bytes that are read of one event file, from its end."""
 MAX_STEPS, MAX_STEPS_OTHER_RANKS = 2048, 64
-"""of the first rank, of others"""
+"""Steps that are kept of rank 0, and of every other rank."""
 MAX_STEP_LINE_BYTES = 16 << 10
 MAX_RANKS = 1024
 MAX_TABLE_ROWS = 256
 MAX_NUMBER = 1 << 62
+"""Larger numbers are treated as missing."""
 STEP = b'{"kind":"step",'
 OTHER_KINDS = tuple(f'{{"kind":"{kind}",'.encode() for kind in ("start", "restored", "counters", "end"))
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One step as a rank recorded it."""
+    """The record of one step on one rank."""
 
     step: int
     seconds: float
@@ -45,18 +44,20 @@ class RecordedStep:
     phases: dict[str, float]
     counted: bool
     live: float | None
+    """peak number of micro-batches in flight"""
     idle: float | None
+    """fraction of the time that a pipeline rank waited"""
     imbalance: float | None
     dropped: float | None
 
 
 @dataclass(frozen=True)
 class RecordedCounters:
-    """One step's ledger."""
+    """The counters of one step on one rank."""
 
     step: int
-    traffic: list[tuple[str, str, int, int]]
-    """axis, collective, bytes of messages, bytes on the wire"""
+    communication: list[tuple[str, str, int, int]]
+    """(axis, collective, message bytes, wire bytes)"""
     at_peak: dict[str, int]
     peak: dict[str, int]
     peak_total: int
@@ -64,35 +65,38 @@ class RecordedCounters:
 
 @dataclass
 class RankRecords:
-    """One rank in its last attempt."""
+    """The records of one rank in its last attempt."""
 
     attempt: int = 0
     start: Event = field(default_factory=dict)
-    began: int = 0
+    first_step: int = 0
     ended: bool = False
     counters: RecordedCounters | None = None
     lines: deque[bytes] = field(default_factory=deque)
 
     def steps(self) -> list[RecordedStep]:
-        """Every step that is left of it, counted ones and first ones too."""
+        """Returns every step that was kept."""
         return [step for step in map(parse_step, self.lines) if step is not None]
 
     def timed_steps(self) -> list[RecordedStep]:
-        """Those that took as long as a step takes."""
-        return [step for step in self.steps() if not step.counted and step.step >= self.began + WARMUP_STEPS]
+        """Returns the steps whose duration is typical: not among the first ones, and without counters."""
+        return [step for step in self.steps() if not step.counted and step.step >= self.first_step + WARMUP_STEPS]
 
 
 @dataclass(frozen=True)
 class RunMeasurements:
+    """The records of a run's last attempt."""
+
     first: RankRecords
+    """the records of rank 0"""
     ranks: dict[int, RankRecords]
-    """those whose files were read, in the same attempt as the first"""
+    """the ranks whose files were read and that are in the same attempt as rank 0"""
     unread: int
-    """ranks beyond MOST_RANKS"""
+    """the number of ranks beyond MAX_RANKS, which were not read"""
 
 
 def read_measurements(folder: RunFolder) -> RunMeasurements | None:
-    """None where no rank has begun."""
+    """Reads the measurements of a run; returns None if rank 0 has not started."""
     first = read_rank_records(folder.events(0), MAX_STEPS)
     if not first.attempt:
         return None
@@ -110,34 +114,36 @@ def read_measurements(folder: RunFolder) -> RunMeasurements | None:
 
 
 def ranks_with_events(folder: Path) -> list[int]:
+    """Returns the ranks that have an event file, in order."""
     try:
         names = [entry.name for entry in os.scandir(folder)]
     except OSError:
         return []
-    found = (re.fullmatch(r"rank-([0-9]{5,7})\.jsonl", name) for name in names)
-    return sorted(int(match[1]) for match in found if match)
+    matches = (re.fullmatch(r"rank-([0-9]{5,7})\.jsonl", name) for name in names)
+    return sorted(int(match[1]) for match in matches if match)
 
 
-def read_rank_records(path: Path, steps: int) -> RankRecords:
-    found = RankRecords()
+def read_rank_records(path: Path, max_steps: int) -> RankRecords:
+    """Reads one event file and keeps the newest steps of its last attempt."""
+    records = RankRecords()
     for line in read_lines(path):
         if line.startswith(STEP):
-            if found.attempt and len(line) <= MAX_STEP_LINE_BYTES:
-                found.lines.append(line)
+            if records.attempt and len(line) <= MAX_STEP_LINE_BYTES:
+                records.lines.append(line)
         elif line.startswith(OTHER_KINDS) and (event := parse_event(line)) is not None:
             if event["kind"] == "start":
-                found = RankRecords(natural_number(event.get("attempt")) or 0, event, lines=deque(maxlen=steps))
+                records = RankRecords(natural_number(event.get("attempt")) or 0, event, lines=deque(maxlen=max_steps))
             elif event["kind"] == "restored":
-                found.began = natural_number(event.get("step")) or 0
+                records.first_step = natural_number(event.get("step")) or 0
             elif event["kind"] == "end":
-                found.ended = True
+                records.ended = True
             else:
-                found.counters = parse_counters(event) or found.counters
-    return found
+                records.counters = parse_counters(event) or records.counters
+    return records
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Whole lines of a plain file; one longer than ours become is passed over."""
+    """Yields the complete lines of a regular file, without those longer than MAX_LINE_BYTES."""
     try:
         with open_regular_file(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_FILE_BYTES))
@@ -153,6 +159,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def parse_event(line: bytes) -> Event | None:
+    """Returns a line as a JSON object, or None."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
@@ -161,32 +168,34 @@ def parse_event(line: bytes) -> Event | None:
 
 
 def finite_number(value: Any) -> float | None:
-    """A finite number, or none."""
+    """Returns a finite number, or None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MAX_NUMBER:
         return None
     return float(value) if isfinite(value) else None
 
 
 def natural_number(value: Any) -> int | None:
+    """Returns a non-negative integer, or None."""
     return value if type(value) is int and 0 <= value < MAX_NUMBER else None
 
 
 def bounded_object(value: Any) -> dict[str, Any]:
-    """A JSON object with few short names, or an empty one."""
+    """Returns a JSON object of at most MAX_TABLE_ROWS entries with short keys, or an empty one."""
     rows = value.items() if isinstance(value, dict) else ()
     return {key: item for key, item in rows if len(key) <= 64} if len(rows) <= MAX_TABLE_ROWS else {}
 
 
 def parse_step(line: bytes) -> RecordedStep | None:
+    """Returns a step record, or None for a line that is not one."""
     event = parse_event(line) or {}
     step, seconds = natural_number(event.get("step")), finite_number(event.get("seconds"))
     if step is None or seconds is None or seconds <= 0:
         return None
     pipe, experts = bounded_object(event.get("pipeline")), bounded_object(event.get("experts"))
     phases = {
-        phase: spent
+        phase: seconds_of_phase
         for phase, value in bounded_object(event.get("phases")).items()
-        if (spent := finite_number(value)) is not None
+        if (seconds_of_phase := finite_number(value)) is not None
     }
     return RecordedStep(
         step,
@@ -202,16 +211,19 @@ def parse_step(line: bytes) -> RecordedStep | None:
 
 
 def parse_counters(event: Event) -> RecordedCounters | None:
-    memory, rows = bounded_object(event.get("memory")), event.get("traffic")
+    """Returns the counters of an event, or None for an event that does not have them."""
+    memory, rows = bounded_object(event.get("memory")), event.get("communication")
     step, total = natural_number(event.get("step")), natural_number(memory.get("peak_total"))
     if step is None or total is None or not isinstance(rows, list) or len(rows) > MAX_TABLE_ROWS:
         return None
-    traffic = [sent for row in rows if (sent := parse_traffic_row(row)) is not None]
-    return RecordedCounters(step, traffic, byte_counts(memory.get("at_peak")), byte_counts(memory.get("peak")), total)
+    communication = [parsed for row in rows if (parsed := parse_communication_row(row)) is not None]
+    return RecordedCounters(
+        step, communication, byte_counts(memory.get("at_peak")), byte_counts(memory.get("peak")), total
+    )
 
 
-def parse_traffic_row(row: Any) -> tuple[str, str, int, int] | None:
-    """A row of bytes sent, of a ledger or of a prediction."""
+def parse_communication_row(row: Any) -> tuple[str, str, int, int] | None:
+    """Returns (axis, collective, message bytes, wire bytes) of a row of collectives, measured or predicted, or None."""
     values = bounded_object(row)
     axis, collective = (str(values.get(key, ""))[:64] for key in ("axis", "collective"))
     message, wire = natural_number(values.get("message_bytes")), natural_number(values.get("wire_bytes"))
@@ -219,4 +231,5 @@ def parse_traffic_row(row: Any) -> tuple[str, str, int, int] | None:
 
 
 def byte_counts(value: Any) -> dict[str, int]:
+    """Returns the entries of a JSON object that are non-negative integers."""
     return {key: size for key, item in bounded_object(value).items() if (size := natural_number(item)) is not None}

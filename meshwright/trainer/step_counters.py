@@ -30,7 +30,7 @@ class StepCounters:
     def to_json(self) -> dict[str, Any]:
         memory = self.memory
         return {
-            "traffic": [asdict(row) for row in self.rows()],
+            "communication": [asdict(row) for row in self.rows()],
             "memory": {
                 "peak": memory.peak,
                 "at_peak": memory.at_peak,

@@ -130,7 +130,7 @@ def test_one_byte_off_is_found(rank, run, capsys):
     main(["report", str(run), "--strict"])
 
     def alter(record):
-        next(row for row in record["traffic"] if row["axis"] == "replicate")["message_bytes"] += 1
+        next(row for row in record["communication"] if row["axis"] == "replicate")["message_bytes"] += 1
 
     change(run, "counters", alter, rank)
     [broken] = report(run).broken
@@ -147,7 +147,7 @@ def test_one_byte_off_among_experts_is_found(runs, tmp_path):
     shutil.copytree(runs / "experts", tmp_path / "run")
 
     def alter(record):
-        next(row for row in record["traffic"] if row["axis"] == "expert")["message_bytes"] -= 1
+        next(row for row in record["communication"] if row["axis"] == "expert")["message_bytes"] -= 1
 
     change(tmp_path / "run", "counters", alter, 1)
     [broken] = report(tmp_path / "run").broken
@@ -257,8 +257,13 @@ def test_a_strangers_records_are_read_within_bounds(run, monkeypatch):
         {"kind": "step", "step": -1, "seconds": 1.0},
         {"kind": "step", "step": 9, "seconds": float("inf")},
         {"kind": "step", "step": 9, "seconds": 1.0, "phases": [1], "pipeline": 3, "experts": {"imbalance": "x"}},
-        {"kind": "counters", "step": 9, "traffic": [{}] * 5000, "memory": {}},
-        {"kind": "counters", "step": 9, "traffic": [3, {"message_bytes": "x"}], "memory": {"peak_total": 1, "peak": 3}},
+        {"kind": "counters", "step": 9, "communication": [{}] * 5000, "memory": {}},
+        {
+            "kind": "counters",
+            "step": 9,
+            "communication": [3, {"message_bytes": "x"}],
+            "memory": {"peak_total": 1, "peak": 3},
+        },
         {"kind": "restored", "step": [1]},
     ):  # fmt: skip
         append(run, bad)
@@ -273,12 +278,12 @@ def test_a_strangers_records_are_read_within_bounds(run, monkeypatch):
         path.unlink()
         os.mkfifo(path)
     assert "plan.json is no file" in shown(run)
-    monkeypatch.setattr(run_measurements, "MOST_BYTES", 2000)
+    monkeypatch.setattr(run_measurements, "MAX_FILE_BYTES", 2000)
     assert report(run).verdict.startswith("no step measured")
 
 
 def test_no_letter_of_a_strangers_reaches_the_terminal_unseen(run):
-    change(run, "counters", lambda record: record["traffic"][0].update(axis="\x1b[2J[red]x"))
+    change(run, "counters", lambda record: record["communication"][0].update(axis="\x1b[2J[red]x"))
     text = shown(run)
     assert "\x1b" not in text
     assert "?[2J[red]x" in text

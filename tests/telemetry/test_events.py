@@ -1,18 +1,21 @@
-"""Events are whole lines or nothing; a torn line is cut; a follower sees each record once."""
+"""Event files: complete lines only, torn lines truncated, each record followed once, and a complete table of kinds."""
 
 from __future__ import annotations
 
+import ast
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from meshwright.errors import ConfigError
 from meshwright.io import read_json, write_json
-from meshwright.telemetry.events import EventFollower, EventLog, completed_steps, read_events
+from meshwright.telemetry.events import EVENT_KINDS, EventFollower, EventLog, completed_steps, read_events
 from meshwright.telemetry.run_folder import RunFolder
 
 
-def test_a_record_carries_its_kind_attempt_and_rank(tmp_path):
+def test_event_record_has_kind_attempt_and_rank(tmp_path):
     log = EventLog(tmp_path / "e.jsonl", attempt=2, rank=3)
     log.write("step", step=7, loss=1.5)
     assert list(read_events(tmp_path / "e.jsonl")) == [
@@ -21,7 +24,7 @@ def test_a_record_carries_its_kind_attempt_and_rank(tmp_path):
 
 
 @pytest.mark.parametrize("torn", [b'{"kind": "st', b"x" * 200_000])
-def test_a_torn_last_line_is_cut_by_the_next_attempt(tmp_path, torn):
+def test_torn_last_line_is_truncated_by_the_next_attempt(tmp_path, torn):
     path = tmp_path / "e.jsonl"
     EventLog(path, 1, 0).write("step", step=0)
     with open(path, "ab") as file:
@@ -30,13 +33,13 @@ def test_a_torn_last_line_is_cut_by_the_next_attempt(tmp_path, torn):
     assert [r["step"] for r in map(json.loads, path.read_text().splitlines())] == [0, 1]
 
 
-def test_a_file_that_is_only_a_torn_line_becomes_empty(tmp_path):
+def test_file_with_only_a_torn_line_becomes_empty(tmp_path):
     (tmp_path / "e.jsonl").write_bytes(b"half")
     EventLog(tmp_path / "e.jsonl", 1, 0)
     assert (tmp_path / "e.jsonl").read_bytes() == b""
 
 
-def test_a_follower_sees_each_record_once_and_never_half_of_one(tmp_path):
+def test_event_follower_yields_each_complete_record_once(tmp_path):
     path = tmp_path / "e.jsonl"
     follower = EventFollower(path)
     assert list(follower.new_events()) == []
@@ -49,15 +52,15 @@ def test_a_follower_sees_each_record_once_and_never_half_of_one(tmp_path):
         assert list(follower.new_events()) == [{"a": 3}]
 
 
-def test_a_line_without_end_takes_no_unbounded_memory(tmp_path):
+def test_event_follower_bounds_the_memory_of_a_line_without_end(tmp_path):
     path = tmp_path / "e.jsonl"
     path.write_bytes(b"x" * (5 << 20))
     follower = EventFollower(path)
     assert list(follower.new_events()) == []
-    assert len(follower._rest) <= 2 << 20
+    assert len(follower._partial) <= 2 << 20
 
 
-def test_a_follower_of_new_records_skips_the_old(tmp_path):
+def test_event_follower_with_only_new_skips_old_records(tmp_path):
     path = tmp_path / "e.jsonl"
     path.write_bytes(b'{"a": 1}\n{"torn')
     follower = EventFollower(path, only_new=True)
@@ -65,7 +68,7 @@ def test_a_follower_of_new_records_skips_the_old(tmp_path):
     assert [e["kind"] for e in follower.new_events()] == ["step"]
 
 
-def test_the_last_attempt_that_made_a_step_is_the_ledger(tmp_path):
+def test_completed_steps_takes_the_last_attempt_of_each_step(tmp_path):
     path = tmp_path / "e.jsonl"
     for attempt, steps in ((1, (0, 1, 2)), (2, (1, 2))):
         log = EventLog(path, attempt, 0)
@@ -76,7 +79,7 @@ def test_the_last_attempt_that_made_a_step_is_the_ledger(tmp_path):
     assert {step: event["attempt"] for step, event in completed_steps(path).items()} == {0: 1, 1: 2, 2: 2}
 
 
-def test_setting_aside_deletes_nothing(tmp_path):
+def test_run_folder_set_aside_deletes_nothing(tmp_path):
     folder = RunFolder(tmp_path / "run")
     for number in (1, 2):
         folder.root.mkdir()
@@ -86,7 +89,7 @@ def test_setting_aside_deletes_nothing(tmp_path):
     assert [(tmp_path / f"run.old-{n}" / "mark").read_text() for n in (1, 2)] == ["1", "2"]
 
 
-def test_json_is_replaced_whole_and_a_broken_one_is_named(tmp_path):
+def test_write_json_is_atomic_and_read_json_names_a_broken_file(tmp_path):
     write_json(tmp_path / "a.json", {"x": 1})
     assert read_json(tmp_path / "a.json") == {"x": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
@@ -94,3 +97,28 @@ def test_json_is_replaced_whole_and_a_broken_one_is_named(tmp_path):
     for name in ("b.json", "missing.json"):
         with pytest.raises(ConfigError, match=name):
             read_json(tmp_path / name)
+
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def written_event_kinds() -> set[str]:
+    """The first arguments of all `log.write("kind", ...)` and `write_event("kind", ...)` calls in the package."""
+    kinds = set()
+    for path in (REPOSITORY / "meshwright").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not re.search(r"\blog\.write$|\.write_event$", ast.unparse(node.func)):
+                continue
+            if node.args and isinstance(node.args[0], ast.Constant):
+                kinds.add(node.args[0].value)
+    return kinds
+
+
+def test_event_kinds_lists_every_event_that_is_written():
+    assert written_event_kinds() == set(EVENT_KINDS)
+
+
+def test_docs_records_describes_every_event_kind():
+    section = (REPOSITORY / "docs" / "records.md").read_text().partition("## Events")[2].partition("\n## ")[0]
+    table = section.partition("| kind |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(EVENT_KINDS)

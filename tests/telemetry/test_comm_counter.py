@@ -1,4 +1,4 @@
-"""Every collective is counted once, on its axis, with its bytes; whoever issues it."""
+"""Every collective is counted once, on its axis, with its bytes, whether DDP, FSDP or DTensor issues it."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def bytes_of(module: nn.Module) -> int:
 
 
 def padded(module: nn.Module, ranks: int) -> int:
-    """FSDP shards rows, each parameter filled up to a multiple of the ranks."""
+    """FSDP shards rows; each parameter is padded to a multiple of the ranks."""
     return sum(-(-p.shape[0] // ranks) * ranks * p[0].numel() * 4 for p in module.parameters())
 
 
-def spread_by_tensor(model: nn.Module, mesh) -> nn.Module:
+def apply_tensor_parallelism(model: nn.Module, mesh) -> nn.Module:
     plan = {
         "norm": SequenceParallel(),
         "up": ColwiseParallel(input_layouts=Shard(1)),
@@ -58,7 +58,7 @@ def spread_by_tensor(model: nn.Module, mesh) -> nn.Module:
 
 
 def counted(axes, step) -> list[CollectiveTotal]:
-    """The rows of a step, counted alone and under a memory ledger: the same."""
+    """Returns the rows of a step, which are equal with and without a memory tracker."""
     with CommCounter(axes) as alone:
         step()
     with MemoryTracker(nn.Module()) as memory, CommCounter(axes) as above:
@@ -74,13 +74,13 @@ def row(axis: str, collective: str, calls: int, each: int, ranks: int) -> Collec
     return CollectiveTotal(axis, collective, calls, calls * each, calls * wire_bytes(collective, each, ranks), ranks)
 
 
-def test_the_ring_count():
+def test_wire_bytes_by_the_ring_algorithm():
     assert wire_bytes("all_reduce", 4000, 4) == 6000
     assert [wire_bytes(c, 4000, 4) for c in ("all_gather", "reduce_scatter", "all_to_all")] == [3000] * 3
     assert [wire_bytes(c, 4000, 4) for c in ("broadcast", "send", "barrier")] == [4000, 4000, 0]
     assert wire_bytes("all_reduce", 10, 3) == 13  # rounded down once, not twice
     assert {wire_bytes(c, 4000, 1) for c in ("all_reduce", "all_gather", "broadcast", "send")} == {0}
-    with pytest.raises(ValueError, match="no ring count for 'allreduce'"):
+    with pytest.raises(ValueError, match="unknown collective 'allreduce'"):
         wire_bytes("allreduce", 1, 2)
 
 
@@ -103,7 +103,7 @@ def plain_collectives(world):
         dist.broadcast(a, 0)
         dist.barrier()
         dist.reduce(a, 0)
-        other = 1 - world.rank  # each sends one and receives one, both on their way at once
+        other = 1 - world.rank  # each rank sends one message and receives one at the same time
         both = [dist.P2POp(dist.isend, a, other), dist.P2POp(dist.irecv, torch.empty(4), other)]
         for work in dist.batch_isend_irecv(both):
             work.wait()
@@ -116,13 +116,13 @@ def plain_collectives(world):
 
 
 def uneven_exchange(world):
-    """Rank 0 gives three numbers and gets one."""
+    """Rank 0 sends three numbers and receives one."""
     rows, splits = ([1, 2], [1, 0]) if world.rank == 0 else ([0, 1], [2, 1])
-    given, got = torch.ones(sum(rows)), torch.empty(sum(splits))
-    return counted({}, lambda: dist.all_to_all_single(got, given, splits, rows))
+    sent, received = torch.ones(sum(rows)), torch.empty(sum(splits))
+    return counted({}, lambda: dist.all_to_all_single(received, sent, splits, rows))
 
 
-def test_of_an_exchange_the_message_is_what_a_rank_gives():
+def test_all_to_all_message_bytes_are_those_that_a_rank_sends():
     first, second = run_ranks(uneven_exchange, 2)
     assert [rows[0].message_bytes for rows in (first, second)] == [3 * 4, 1 * 4]
 
@@ -137,7 +137,7 @@ def ddp(world):
         model(torch.ones(BATCH, TOKENS, WIDTH)).sum().backward()
 
     step()
-    step()  # by now the buckets are what they will be
+    step()  # DDP has rebuilt its buckets by now
     return counted({dist.group.WORLD.group_name: "replicate"}, step)
 
 
@@ -162,7 +162,7 @@ def fsdp(world, reshard: bool, sync_each: bool, micro: int = 2):
 
 def tensor(world):
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tensor",))
-    model = spread_by_tensor(blocks(), mesh)
+    model = apply_tensor_parallelism(blocks(), mesh)
 
     def step():
         model(torch.ones(BATCH, TOKENS // world.size, WIDTH)).sum().backward()
@@ -171,7 +171,7 @@ def tensor(world):
         rows = DTensor.from_local(torch.ones(4, WIDTH), mesh, [Shard(0)])
         rows.redistribute(mesh, [Replicate()]).to_local()
 
-    def norm():  # nobody asks for a sum here: the operator needs it
+    def norm():  # the operator itself reduces the partial sum
         torch.relu(model[0].norm.weight.grad)
 
     axes = {mesh.get_group().group_name: "tensor"}
@@ -179,7 +179,7 @@ def tensor(world):
 
 
 def two_ranks(world):
-    """Many checks in one launch."""
+    """Runs many checks in one launch."""
     sharded = [fsdp(world, reshard, each) for reshard in (True, False) for each in (True, False)]
     return plain_collectives(world), ddp(world), sharded, tensor(world)
 
@@ -189,7 +189,7 @@ def pair():
     return run_ranks(two_ranks, 2)
 
 
-def test_collectives_of_every_kind_are_counted_on_their_axis(pair):
+def test_every_collective_is_counted_on_its_axis(pair):
     common = [
         row("alone", "all_reduce", 1, 16, 1),
         row("other", "all_reduce", 1, 16, 2),
@@ -206,7 +206,7 @@ def test_collectives_of_every_kind_are_counted_on_their_axis(pair):
     assert common[0].wire_bytes == 0
 
 
-def test_ddp_sends_the_gradient_once_a_step_in_buckets(pair):
+def test_ddp_sends_the_gradient_once_per_step_in_buckets(pair):
     for _, rows, _, _ in pair:
         (all_reduce,) = rows
         assert (all_reduce.axis, all_reduce.collective) == ("replicate", "all_reduce")
@@ -214,7 +214,7 @@ def test_ddp_sends_the_gradient_once_a_step_in_buckets(pair):
         assert all_reduce.message_bytes == bytes_of(blocks()) == all_reduce.wire_bytes
 
 
-def test_fsdp_gathers_and_scatters_what_its_setting_says(pair):
+def test_fsdp_all_gathers_and_reduce_scatters_by_its_settings(pair):
     unit = padded(blocks()[0], 2)
     for _, _, sharded, _ in pair:
         for rows, gathers, scatters in zip(sharded, (4, 4, 2, 2), (2, 1, 2, 1), strict=True):
@@ -224,9 +224,9 @@ def test_fsdp_gathers_and_scatters_what_its_setting_says(pair):
             ]
 
 
-def test_the_collectives_inside_dtensors_are_counted(pair):
-    """With sequence parallelism every block gathers and scatters once forward and once backward. The gradient of the
-    norm's weight is left a partial sum: it is summed by whoever reads it.
+def test_collectives_inside_dtensor_operators_are_counted(pair):
+    """With sequence parallelism every block all-gathers and reduce-scatters once in forward and once in backward. The
+    gradient of the norm's weight stays a partial sum, which the operator that reads it reduces.
     """
     for _, _, _, (rows, read, resharded) in pair:
         assert rows == [
@@ -240,7 +240,7 @@ def test_the_collectives_inside_dtensors_are_counted(pair):
 def four_ranks(world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     axes = {mesh.get_group(name).group_name: name for name in ("outer", "inner")}
-    hybrid, both = blocks(), spread_by_tensor(blocks(), mesh["inner"])
+    hybrid, both = blocks(), apply_tensor_parallelism(blocks(), mesh["inner"])
     for model, part in ((hybrid, mesh), (both, mesh["outer"])):
         for block in model:
             fully_shard(block, mesh=part)
@@ -251,9 +251,9 @@ def four_ranks(world):
     )
 
 
-def test_two_axes_are_told_apart():
+def test_two_mesh_axes_are_counted_separately():
     unit = padded(blocks()[0], 2)
-    # Tensor parallelism leaves half the rows of `up`, half the columns of `down`, and the whole norm.
+    # Tensor parallelism leaves half the rows of `up`, half the columns of `down`, and the full norm.
     up, down = -(-(HIDDEN // 2) // 2) * 2 * WIDTH * 4, WIDTH * HIDDEN // 2 * 4
     local = up + down + WIDTH * 4
     for hybrid, both in run_ranks(four_ranks, 4):

@@ -1,4 +1,4 @@
-"""Live bytes are counted by class to the byte, and the ledger leaves nothing behind."""
+"""Live bytes are counted by class to the byte, and the tracker leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from meshwright.telemetry.comm_counter import CommCounter
-from meshwright.telemetry.memory_tracker import KINDS, MemoryTracker
+from meshwright.telemetry.memory_classes import TENSOR_CLASSES
+from meshwright.telemetry.memory_tracker import MemoryTracker
 from meshwright.testing import run_ranks
 from meshwright.torch_private import fsdp_tensors
 
@@ -30,94 +31,100 @@ def blocks() -> nn.Sequential:
 
 
 UNIT = (WIDTH * HIDDEN * 2 + HIDDEN + WIDTH) * 4
-"""one block's parameters"""
+"""the bytes of one block's parameters"""
 PADDED = UNIT + (WIDTH + 1) * 4
-"""and with a row more for each parameter whose rows two ranks cannot share evenly"""
-WHOLE, SHARD = LAYERS * UNIT, LAYERS * PADDED // RANKS
+"""the same with padding: one row more for each parameter whose rows two ranks cannot share evenly"""
+FULL, SHARD = LAYERS * UNIT, LAYERS * PADDED // RANKS
 
 
-def test_a_gradient_that_was_written_by_hand_is_known_at_the_next_phase():
+def test_gradient_assigned_directly_is_counted_at_the_next_phase():
     model = nn.Linear(WIDTH, HIDDEN)
-    ledger = MemoryTracker(model)
-    with ledger:
-        ledger.phase = "backward"
+    tracker = MemoryTracker(model)
+    with tracker:
+        tracker.phase = "backward"
         model.weight.grad = torch.ones(HIDDEN, WIDTH)
-        ledger.phase = "sync"
-        assert ledger.current_bytes["gradient"] == HIDDEN * WIDTH * 4
+        tracker.phase = "sync"
+        assert tracker.current_bytes["gradient"] == HIDDEN * WIDTH * 4
 
 
-def state_of(optimizer) -> list[torch.Tensor]:
+def optimizer_state(optimizer) -> list[torch.Tensor]:
     return [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
 
 
-def train(model, optimizer, ledger, synchronised=lambda last: nullcontext(), micro=2) -> dict[str, int]:
-    """A step; gives the bytes as they are between backward and update."""
+def train(model, optimizer, tracker, synchronized=lambda last: nullcontext(), micro=2) -> dict[str, int]:
+    """Runs a step and returns the bytes between backward and update."""
     for index in range(micro):
-        with synchronised(index == micro - 1):
-            ledger.phase = "forward"
+        with synchronized(index == micro - 1):
+            tracker.phase = "forward"
             loss = model(torch.ones(4, WIDTH)).square().sum()
-            ledger.phase = "backward"
+            tracker.phase = "backward"
             loss.backward()
             del loss
-    ledger.phase = "update"
-    reduced = ledger.current_bytes
+    tracker.phase = "update"
+    reduced = tracker.current_bytes
     optimizer.step()
     optimizer.zero_grad()
     return reduced
 
 
-def measured(model, synchronised=lambda last: nullcontext(), micro=2, classify=lambda: (), gradients=lambda: ()):
-    """Peaks, and bytes before the update, of the third step; a traffic ledger is open too."""
+def measured(
+    model, synchronized=lambda last: nullcontext(), micro=2, internal_tensors=lambda: (), gradients=lambda: ()
+):
+    """Returns peaks, and bytes before the update, of the third step; communication is counted at the same time."""
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     for _ in range(3):
-        ledger = MemoryTracker(model, state_of(optimizer), classify)
-        ledger.assign_class("gradient", gradients())
-        with ledger, CommCounter({}):
-            reduced = train(model, optimizer, ledger, synchronised, micro)
-        assert ledger.peak_total >= max(ledger.peak.values())
+        tracker = MemoryTracker(model, optimizer_state(optimizer), internal_tensors)
+        tracker.assign_class("gradient", gradients())
+        with tracker, CommCounter({}):
+            reduced = train(model, optimizer, tracker, synchronized, micro)
+        assert tracker.peak_total >= max(tracker.peak.values())
         assert (
-            ledger.current_bytes["activation"] == 0
-        )  # of the last collective a Gloo worker may hold buffers a moment longer
-    return ledger.peak, reduced, ledger.peak_total
+            tracker.current_bytes["activation"] == 0
+        )  # a Gloo worker may keep buffers of the last collective a little longer
+    return tracker.peak, reduced, tracker.peak_total
 
 
-def test_a_plain_model_is_counted_to_the_byte():
+def test_model_without_parallelism_is_counted_to_the_byte():
     model = nn.Linear(16, 4, bias=False)
     model.register_buffer("scale", torch.ones(10))
-    with MemoryTracker(model) as ledger:
+    with MemoryTracker(model) as tracker:
         x = torch.ones(8, 16)
         hidden = torch.relu(model(x))
-        assert ledger.current_bytes == dict.fromkeys(KINDS, 0) | {
+        assert tracker.current_bytes == dict.fromkeys(TENSOR_CLASSES, 0) | {
             "parameter": 256,
             "buffer": 40,
             "activation": 512 + 128,
         }
-        ledger.phase = "backward"
+        tracker.phase = "backward"
         hidden.sum().backward()
         del hidden, x
-        assert ledger.current_bytes == dict.fromkeys(KINDS, 0) | {"parameter": 256, "buffer": 40, "gradient": 256}
+        assert tracker.current_bytes == dict.fromkeys(TENSOR_CLASSES, 0) | {
+            "parameter": 256,
+            "buffer": 40,
+            "gradient": 256,
+        }
         model.weight.grad = None
-        assert ledger.total == 296
-    assert ledger.peak["activation"] == 512 + 128 + 128  # the product lives until relu is done
-    assert (ledger.peak["gradient"], ledger.peak["parameter"]) == (256, 256)
+        assert tracker.total == 296
+    assert tracker.peak["activation"] == 512 + 128 + 128  # the product is alive until relu is done
+    assert (tracker.peak["gradient"], tracker.peak["parameter"]) == (256, 256)
 
 
-def test_views_are_counted_once_and_resized_storages_as_they_are():
-    with MemoryTracker(nn.Module()) as ledger:
+def test_views_count_once_and_resized_storages_at_their_size():
+    with MemoryTracker(nn.Module()) as tracker:
         whole = torch.zeros(100)
         parts = [whole[:50], whole.view(10, 10).t(), whole.detach()]
-        assert ledger.total == 400
+        assert tracker.total == 400
         whole.untyped_storage().resize_(0)
-        assert ledger.total == 0
+        assert tracker.total == 0
         whole.untyped_storage().resize_(800)
-        assert ledger.current_bytes["activation"] == 800
-        ledger.assign_class("optimizer", parts)
-        assert (ledger.current_bytes["activation"], ledger.current_bytes["optimizer"]) == (0, 800)
+        assert tracker.current_bytes["activation"] == 800
+        tracker.assign_class("optimizer", parts)
+        assert (tracker.current_bytes["activation"], tracker.current_bytes["optimizer"]) == (0, 800)
         del whole, parts
-        assert ledger.total == 0
+        assert tracker.total == 0
 
 
-def test_numbers_stay_and_nothing_else_does():
+def test_tracker_changes_no_bits_and_keeps_no_tensor_alive():
     def gradients(watched: bool) -> list[torch.Tensor]:
         model = blocks()
         with MemoryTracker(model) if watched else nullcontext(), CommCounter({}) if watched else nullcontext():
@@ -127,8 +134,8 @@ def test_numbers_stay_and_nothing_else_does():
     assert all(map(torch.equal, gradients(True), gradients(False)))
     before = torch.UntypedStorage.resize_
     model, state = blocks(), torch.ones(5)
-    ledger = MemoryTracker(model, [state])
-    with suppress(KeyError), ledger:
+    tracker = MemoryTracker(model, [state])
+    with suppress(KeyError), tracker:
         loss = model(torch.ones(4, WIDTH)).sum()
         loss.backward()
         raise KeyError
@@ -139,7 +146,7 @@ def test_numbers_stay_and_nothing_else_does():
     del model, state, loss
     gc.collect()
     assert not [ref for ref in refs if ref() is not None]
-    assert ledger.peak["gradient"] == WHOLE
+    assert tracker.peak["gradient"] == FULL
 
 
 def ddp(world):
@@ -163,11 +170,11 @@ def fsdp(world, reshard: bool, each: bool, micro: int = 2):
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
 
     @contextmanager
-    def synchronised(last):
+    def synchronized(last):
         model.set_requires_gradient_sync(last or each)
         yield
 
-    return measured(model, synchronised, micro, lambda: fsdp_tensors(model))
+    return measured(model, synchronized, micro, lambda: fsdp_tensors(model))
 
 
 def tensor(world):
@@ -188,45 +195,45 @@ def pair():
 
 
 def local_shard(rank: int) -> int:
-    """Optimizer state has no padding: the last rank has what rows are left."""
+    """Optimizer state has no padding: the last rank has the remaining rows."""
     return LAYERS * ((HIDDEN // 2 + (rank == 0)) * (WIDTH + 1) + WIDTH // 2 * (HIDDEN + 1)) * 4
 
 
-def test_ddp_holds_everything_whole(pair):
+def test_ddp_replicates_parameters_gradients_and_optimizer_state(pair):
     for (single, accumulated), *_ in pair:
         for peak, reduced, _ in (single, accumulated):
-            assert (peak["parameter"], peak["optimizer"]) == (WHOLE, 2 * WHOLE)
-            assert reduced["gradient"] == WHOLE  # the buckets are the gradients
+            assert (peak["parameter"], peak["optimizer"]) == (FULL, 2 * FULL)
+            assert reduced["gradient"] == FULL  # the buckets are the gradients
             assert peak["communication"] == 0
-        assert single[0]["gradient"] == WHOLE
-        # Cleared gradients are new tensors beside the buckets until a synchronised backward moves them in.
-        assert accumulated[0]["gradient"] == 2 * WHOLE
+        assert single[0]["gradient"] == FULL
+        # Cleared gradients are new tensors beside the buckets until a synchronized backward moves them in.
+        assert accumulated[0]["gradient"] == 2 * FULL
 
 
-def test_fsdp_kept_gathered_and_synchronised_once(pair):
-    for rank, (_, (kept, resharded), *_) in enumerate(pair):
-        for (peak, reduced, _), parameters in ((kept, SHARD * (1 + RANKS)), (resharded, SHARD + PADDED)):
+def test_fsdp_gradients_stay_unsharded_when_synchronized_once(pair):
+    for rank, (_, (unsharded, resharded), *_) in enumerate(pair):
+        for (peak, reduced, _), parameters in ((unsharded, SHARD * (1 + RANKS)), (resharded, SHARD + PADDED)):
             assert peak["parameter"] == parameters
-            assert peak["gradient"] == WHOLE  # unsharded until the last micro-batch
+            assert peak["gradient"] == FULL  # unsharded until the last micro-batch
             assert reduced["gradient"] == SHARD
             assert peak["optimizer"] == 2 * local_shard(rank)
 
 
-def test_fsdp_synchronised_every_time(pair):
-    for rank, (_, _, (kept, resharded), single, _) in enumerate(pair):
-        for (peak, reduced, _), parameters in ((kept, SHARD * (1 + RANKS)), (resharded, SHARD + PADDED)):
+def test_fsdp_gradients_are_sharded_when_synchronized_every_micro_step(pair):
+    for rank, (_, _, (unsharded, resharded), single, _) in enumerate(pair):
+        for (peak, reduced, _), parameters in ((unsharded, SHARD * (1 + RANKS)), (resharded, SHARD + PADDED)):
             assert peak["parameter"] == parameters
             assert peak["gradient"] == SHARD + UNIT  # the shards of the first micro-batch and one unit's in flight
             assert reduced["gradient"] == SHARD
             assert peak["optimizer"] == 2 * local_shard(rank)
-        # With one micro-batch the unit in flight has no shard yet.
+        # With one micro-batch the unit in flight has no gradient shard yet.
         assert single[0]["gradient"] == SHARD - PADDED // RANKS + UNIT
-        # Forward: two gathered units' flat buffers. Backward, resharded: one, and a unit being scattered.
-        assert kept[0]["communication"] == 2 * PADDED
+        # Forward: the flat buffers of two unsharded units. Backward, resharded: one, and a unit in reduce-scatter.
+        assert unsharded[0]["communication"] == 2 * PADDED
         assert resharded[0]["communication"] == 2 * PADDED + PADDED // RANKS
 
 
-def test_a_dtensor_counts_as_its_local_shard(pair):
+def test_dtensor_counts_as_its_local_shard(pair):
     for *_, (peak, reduced, total) in pair:
         half = WIDTH * WIDTH * 4  # two matrices, half of each here
         assert (peak["parameter"], peak["gradient"], peak["optimizer"]) == (half, half, 2 * half)

@@ -1,0 +1,77 @@
+"""The heartbeat: another process reads what a rank writes, also after the rank was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from meshwright.telemetry.heartbeat import (
+    RECENT_COLLECTIVES,
+    SIZE,
+    Heartbeat,
+    process_start,
+    process_stat,
+    read_heartbeat,
+)
+from meshwright.telemetry.phases import TIMED_PHASES
+
+
+def test_heartbeat_shows_step_phase_and_collective(tmp_path):
+    heartbeat = Heartbeat(tmp_path / "heartbeat")
+    heartbeat.enter("forward", 7)
+    heartbeat.collective("control sum")
+    heartbeat.set_waiting(True)
+    heartbeat.set_signal(15)
+    heartbeat.complete_step({"forward": 0.5, "sync": 0.25})
+    reading = read_heartbeat(tmp_path / "heartbeat")
+    assert (reading.pid, reading.process_started) == (os.getpid(), process_start(os.getpid()))
+    assert (reading.step, reading.phase, reading.waiting, reading.signal) == (7, "forward", True, 15)
+    assert (reading.collective_count, reading.collective, reading.recent_collectives) == (
+        1,
+        "control sum",
+        {1: "control sum"},
+    )
+    assert reading.phase_seconds["forward"] == 0.5
+    assert reading.location == "step 7, forward, waiting in control sum"
+
+
+def test_collectives_do_not_count_as_beats(tmp_path):
+    heartbeat = Heartbeat(tmp_path / "heartbeat")
+    before = read_heartbeat(tmp_path / "heartbeat").beats
+    heartbeat.collective("x")
+    assert read_heartbeat(tmp_path / "heartbeat").beats == before
+    heartbeat.beat()
+    heartbeat.enter("sync")
+    assert read_heartbeat(tmp_path / "heartbeat").beats == before + 2
+
+
+def test_heartbeat_remembers_recent_collectives(tmp_path):
+    heartbeat = Heartbeat(tmp_path / "heartbeat")
+    for number in range(100):
+        heartbeat.collective(f"sum {number} " + "x" * 60)
+    reading = read_heartbeat(tmp_path / "heartbeat")
+    assert sorted(reading.recent_collectives) == list(range(101 - RECENT_COLLECTIVES, 101))
+    assert reading.recent_collectives[100].startswith("sum 99 ")
+
+
+def test_heartbeat_outlives_a_killed_rank(tmp_path):
+    code = "import sys,time; from pathlib import Path; from meshwright.telemetry.heartbeat import Heartbeat\n"
+    code += "heartbeat = Heartbeat(Path(sys.argv[1])); heartbeat.enter('backward', 42)\n"
+    code += "print('x', flush=True); time.sleep(60)"
+    rank = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "heartbeat")], stdout=subprocess.PIPE)
+    rank.stdout.readline()
+    rank.send_signal(signal.SIGKILL)
+    rank.wait()
+    reading = read_heartbeat(tmp_path / "heartbeat")
+    assert (reading.step, reading.phase) == (42, "backward")
+    assert process_stat(reading.pid) == {}
+
+
+def test_file_that_is_not_a_heartbeat_reads_as_none(tmp_path):
+    for content in (b"", b"x" * SIZE, b"MESHBEAT", b"\0" * (SIZE - 1)):
+        (tmp_path / "heartbeat").write_bytes(content)
+        assert read_heartbeat(tmp_path / "heartbeat") is None
+    assert read_heartbeat(tmp_path / "missing") is None
+    assert len(TIMED_PHASES) == 8
