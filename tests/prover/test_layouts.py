@@ -1,14 +1,15 @@
-"""Layouts against one process: a subset that covers every axis and option, and all of them on up to eight ranks."""
+"""Layouts equal a single process: a subset that covers every axis and option, and all layouts on up to eight ranks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from layout_faults import COPIES, FP32, FP64, GRADIENTS, OPTIMIZER, PARAMETERS, SMALL, TIED, found
+from layout_checks import FP32, FP64, SMALL, TIED, Case, check_cases, failed_claims
+from seeded_faults import REPLICATE, SHARD_GRADIENTS, SHARD_OPTIMIZER, SHARD_PARAMETERS
 
 from meshwright.config import LayoutConfig, load_config
 from meshwright.launch.ranks import run_ranks
@@ -19,23 +20,25 @@ from meshwright.prover.reference import ConcatenatedSource, DataConfig, Loader, 
 from meshwright.topology.layout import Layout
 from meshwright.topology.unsupported import validate
 
-RANKS = 8
+MAX_RANKS = 8
 
 
 def every_layout() -> list[LayoutConfig]:
-    """Every way to spread two to eight ranks over the axes. A proof's sequence divides over 1, 2, 4 and 8 ranks."""
-    degrees = range(1, RANKS + 1)
+    """Every layout of two to eight ranks over replicate, shard and tensor. The sequence of a proof config divides over
+    1, 2, 4 and 8 ranks.
+    """
+    degrees = range(1, MAX_RANKS + 1)
     return [
         LayoutConfig(replicate=replicate, shard=shard, shard_degree=degree, tensor=tensor)
         for tensor in (1, 2, 4, 8)
         for replicate in degrees
         for degree in degrees
         for shard in (("optimizer", "gradients", "parameters") if degree > 1 else ("none",))
-        if 1 < replicate * degree * tensor <= RANKS
+        if 1 < replicate * degree * tensor <= MAX_RANKS
     ]
 
 
-def words(layout: LayoutConfig) -> list[str]:
+def layout_options(layout: LayoutConfig) -> list[str]:
     return [
         f"--layout.{name}={getattr(layout, name)}"
         for name in ("replicate", "shard", "shard_degree", "tensor")
@@ -43,31 +46,27 @@ def words(layout: LayoutConfig) -> list[str]:
     ]
 
 
-def broken(promises) -> list[str]:
-    return [f"{promise}: {measured}" for promise, kept, measured in promises if not kept]
-
-
-def test_there_are_65_layouts_of_up_to_eight_ranks():
+def test_65_layouts_of_up_to_eight_ranks_are_covered():
     layouts = [(layout.shard, Layout.from_config(layout)) for layout in every_layout()]
     assert len(set(layouts)) == len(layouts) == 65
-    assert {layout.ranks for _, layout in layouts} == set(range(2, RANKS + 1))
+    assert {layout.ranks for _, layout in layouts} == set(range(2, MAX_RANKS + 1))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", every_layout(), ids=lambda layout: f"{Layout.from_config(layout)} {layout.shard}")
-def test_every_layout_is_one_process(layout):
-    promises = list(check_layouts(load_config(overrides=words(layout))))
-    assert len(promises) == 3
-    assert broken(promises) == []
+def test_every_layout_equals_single_process(layout):
+    results = list(check_layouts(load_config(overrides=layout_options(layout))))
+    assert len(results) == 3
+    assert failed_claims(results) == []
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("tie", ["false", "true"])
 @pytest.mark.parametrize("layout", every_layout(), ids=lambda layout: f"{Layout.from_config(layout)} {layout.shard}")
-def test_every_layout_sends_and_holds_what_the_formulas_say(layout, tie):
-    promises = list(check_communication(load_config(overrides=[*words(layout), f"--model.tie={tie}"])))
-    assert len(promises) == 2
-    assert broken(promises) == []
+def test_communication_and_memory_of_every_layout_equal_the_formulas(layout, tie):
+    results = list(check_communication(load_config(overrides=[*layout_options(layout), f"--model.tie={tie}"])))
+    assert len(results) == 2
+    assert failed_claims(results) == []
 
 
 ALL = (FP64, FP32, TIED)
@@ -77,126 +76,135 @@ TENSOR = ("--layout.replicate=1", "--layout.tensor=2")
 LAYERS = "--model.layers=3"
 
 COVERING = {
-    "copies": (COPIES, ALL),
-    "optimizer": (OPTIMIZER, ALL),
-    "gradients": (GRADIENTS, ALL),
-    "parameters": (PARAMETERS, ALL),
+    "replicate": (REPLICATE, ALL),
+    "shard optimizer": (SHARD_OPTIMIZER, ALL),
+    "shard gradients": (SHARD_GRADIENTS, ALL),
+    "shard parameters": (SHARD_PARAMETERS, ALL),
     "tensor": (TENSOR, ALL),
-    "three copies": ((THREE,), (FP64,)),
+    "three replicas": ((THREE,), (FP64,)),
     "three shards": ((THREE, "--layout.shard=gradients"), (FP64, TIED)),
-    "copies of shards": ((*GRADIENTS, "--layout.shard_degree=2"), (FP64, FP32)),
-    "copies, cut": ((*COPIES, "--layout.tensor=2"), (FP64,)),
-    "shards, cut": ((*PARAMETERS, "--layout.tensor=2"), (TIED,)),
-    "copies of shards, cut": ((*OPTIMIZER, "--layout.shard_degree=2", "--layout.tensor=2"), (FP64,)),
-    "recomputed": ((*TENSOR, "--activation_checkpoint.mode=full"), (FP64,)),
-    "recomputed by segments": (
-        (*PARAMETERS, LAYERS, "--activation_checkpoint.mode=full", "--activation_checkpoint.segment=2"),
+    "hybrid sharding": ((*SHARD_GRADIENTS, "--layout.shard_degree=2"), (FP64, FP32)),
+    "replicate, tensor": ((*REPLICATE, "--layout.tensor=2"), (FP64,)),
+    "shard parameters, tensor": ((*SHARD_PARAMETERS, "--layout.tensor=2"), (TIED,)),
+    "hybrid sharding, tensor": ((*SHARD_OPTIMIZER, "--layout.shard_degree=2", "--layout.tensor=2"), (FP64,)),
+    "activation checkpointing": ((*TENSOR, "--activation_checkpoint.mode=full"), (FP64,)),
+    "activation checkpointing in segments": (
+        (*SHARD_PARAMETERS, LAYERS, "--activation_checkpoint.mode=full", "--activation_checkpoint.segment=2"),
         (FP64,),
     ),
-    "recomputed selectively": ((*PARAMETERS, "--activation_checkpoint.mode=selective"), (FP64,)),
-    "offloaded": ((*PARAMETERS, "--optimizer.cpu_offload=true"), (FP64, FP32)),
-    "fetched ahead": ((*PARAMETERS, LAYERS, "--fsdp.prefetch=2"), (FP64,)),
-    "kept by pairs": ((*FOUR, "--fsdp.reshard_after_forward=2"), (FP64,)),
-    "kept whole": ((*PARAMETERS, "--fsdp.reshard_after_forward=false"), (FP64, TIED)),
+    "selective activation checkpointing": ((*SHARD_PARAMETERS, "--activation_checkpoint.mode=selective"), (FP64,)),
+    "optimizer on cpu": ((*SHARD_PARAMETERS, "--optimizer.cpu_offload=true"), (FP64, FP32)),
+    "fsdp prefetch": ((*SHARD_PARAMETERS, LAYERS, "--fsdp.prefetch=2"), (FP64,)),
+    "reshard to pairs after forward": ((*FOUR, "--fsdp.reshard_after_forward=2"), (FP64,)),
+    "no reshard after forward": ((*SHARD_PARAMETERS, "--fsdp.reshard_after_forward=false"), (FP64, TIED)),
 }
-
-
-@pytest.mark.parametrize("name", COVERING)
-def test_a_covering_layout_is_one_process(name, monkeypatch):
-    layout, proofs = COVERING[name]
-    promises = found(layout, proofs, monkeypatch)
-    assert len(promises) == len(proofs)
-    assert broken(promises) == []
-
-
-def test_a_compiled_layout_is_one_process(monkeypatch):
-    """Through the same graphs, run without kernels of their own: those take a minute to make."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    assert broken(found((*PARAMETERS, "--compile.enabled=true"), (FP32,), monkeypatch)) == []
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("layout", [COPIES, PARAMETERS, TENSOR], ids=["copies", "parameters", "tensor"])
-def test_a_layout_with_compiled_kernels_is_one_process(layout, monkeypatch):
-    assert broken(found((*layout, "--compile.enabled=true"), (FP32,), monkeypatch)) == []
 
 
 PRESETS = {
-    "experts, sharded": ("mixtral-8x7b", PARAMETERS),
-    "llama, cut": ("llama-405b", TENSOR),
-    "tied, gradients divided": ("gpt2-124m", GRADIENTS),
-    "tied, cut": ("gpt2-124m", TENSOR),
+    "mixtral, shard parameters": ("mixtral-8x7b", SHARD_PARAMETERS),
+    "llama, tensor": ("llama-405b", TENSOR),
+    "gpt2, shard gradients": ("gpt2-124m", SHARD_GRADIENTS),
+    "gpt2, tensor": ("gpt2-124m", TENSOR),
+}
+CASES = {name: Case(layout, proofs) for name, (layout, proofs) in COVERING.items()}
+CASES |= {
+    name: Case((f"--preset={preset}", "--model.layers=1", *layout), (FP64,), model=())
+    for name, (preset, layout) in PRESETS.items()
 }
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_presets_model_is_one_process(name, monkeypatch):
-    preset, layout = PRESETS[name]
-    promises = found((f"--preset={preset}", "--model.layers=1", *layout), (FP64,), monkeypatch, small=())
-    assert broken(promises) == []
+@cache
+def check_all(ranks: int) -> dict[str, list[tuple[str, bool, str]]]:
+    """The results of all cases with this number of ranks, from one launch."""
+    cases = {name: case for name, case in CASES.items() if case.ranks == ranks}
+    return dict(zip(cases, check_cases(list(cases.values())), strict=True))
 
 
-RATE = 0.05
-CLOSE = 1e-3
-"""bf16 keeps 8 bits: a product is off by 2e-3 at most, a mean over tokens by less; a step moves the loss by 1e-2."""
+@pytest.mark.parametrize("name", CASES)
+def test_layout_equals_single_process(name):
+    case = CASES[name]
+    results = check_all(case.ranks)[name]
+    assert len(results) == len(case.proofs)
+    assert failed_claims(results) == []
 
 
-def in_bf16(world, config):
-    """(losses, dtypes of parameters and gradients, dtypes in which gradients met)"""
+def test_compiled_layout_equals_single_process(monkeypatch):
+    """Compiles with aot_eager, which uses the same graphs without generating kernels: those take a minute."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    [results] = check_cases([Case((*SHARD_PARAMETERS, "--compile.enabled=true"), (FP32,))])
+    assert failed_claims(results) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [REPLICATE, SHARD_PARAMETERS, TENSOR], ids=["replicate", "shard", "tensor"])
+def test_layout_with_compiled_kernels_equals_single_process(layout):
+    [results] = check_cases([Case((*layout, "--compile.enabled=true"), (FP32,))])
+    assert failed_claims(results) == []
+
+
+LEARNING_RATE = 0.05
+BF16_TOLERANCE = 1e-3
+"""bf16 has 8 significant bits: a product has an error of at most 2e-3, a mean over tokens less. A step changes the loss
+by 1e-2."""
+
+
+def train_in_bf16(world, config):
+    """Returns the losses, the dtypes of parameters and optimizer, and the dtypes in which gradients are reduced."""
     layout, batch = validate(config)
-    met = set()
-    for name in {"reduce_scatter_single", "reduce_scatter_tensor", "all_reduce"} & set(
-        dir(dist)
-    ):  # torch's versions differ
-        spy(name, met)
+    reduced: set[torch.dtype] = set()
+    # The names differ between the versions of torch.
+    for name in {"reduce_scatter_single", "reduce_scatter_tensor", "all_reduce"} & set(dir(dist)):
+        record_dtypes(name, reduced)
     step = build_step(world, config, layout)
     source, coordinate = ConcatenatedSource([proof_source(config)]), layout.data_coordinate(world.rank)
     batches = Loader(source, proof_stream(config), batch, coordinate, DataConfig(workers=0)).steps(0, 3)
-    kept = {p.dtype for p in step.parallel_model.module.parameters()} | {
-        local_tensor(p).dtype for p in step.optimizer.local_parameters
-    }
-    losses = [float(step.run(number, RATE, batches).numbers[0]) for number in range(3)]
-    return losses, kept, met
+    stored = {p.dtype for p in step.parallel_model.module.parameters()}
+    stored |= {local_tensor(p).dtype for p in step.optimizer.local_parameters}
+    losses = [float(step.run(number, LEARNING_RATE, batches).numbers[0]) for number in range(3)]
+    return losses, stored, reduced
 
 
-def spy(name, met):
+def record_dtypes(name, reduced):
     right = getattr(dist, name)
 
-    def watched(*args, **options):
+    def recording(*args, **options):
         output = args[0] if args else options["output"]
         if output.is_floating_point():
-            met.add(output.dtype)
+            reduced.add(output.dtype)
         return right(*args, **options)
 
-    setattr(dist, name, watched)
+    setattr(dist, name, recording)
 
 
 @pytest.fixture(scope="module")
-def bf16_alone():
-    proof = bf16(COPIES)
-    [(losses, _, _)] = run_ranks(in_bf16, 1, replace(proof, layout=LayoutConfig(replicate=1)), launch=proof.launch)
+def bf16_single_process_losses():
+    proof = bf16_config(REPLICATE)
+    [(losses, _, _)] = run_ranks(
+        train_in_bf16, 1, replace(proof, layout=LayoutConfig(replicate=1)), launch=proof.launch
+    )
     return losses
 
 
-def bf16(layout):
+def bf16_config(layout):
     """The same global batch on every layout."""
     proof = proof_configs(load_config(overrides=[*SMALL, *layout, "--precision.compute=bf16"]))[0][0]
     precision = replace(proof.precision, compute="bf16")
     return replace(proof, precision=precision, batch=replace(proof.batch, global_=4, micro=2))
 
 
-@pytest.mark.parametrize("layout", [COPIES, PARAMETERS, TENSOR], ids=["copies", "parameters", "tensor"])
-def test_bf16_stays_close_to_one_process_and_gradients_meet_in_float32(layout, bf16_alone):
-    proof = bf16(layout)
-    for losses, kept, met in run_ranks(in_bf16, 2, proof, launch=proof.launch):
-        assert losses == pytest.approx(bf16_alone, rel=CLOSE)
-        assert kept == {torch.float32}
-        assert torch.float32 in met
-        assert met <= {torch.float32, torch.float64}  # the norm's square is summed in float64
+@pytest.mark.parametrize("layout", [REPLICATE, SHARD_PARAMETERS, TENSOR], ids=["replicate", "shard", "tensor"])
+def test_bf16_stays_close_to_single_process_and_reduces_gradients_in_float32(layout, bf16_single_process_losses):
+    proof = bf16_config(layout)
+    for losses, stored, reduced in run_ranks(train_in_bf16, 2, proof, launch=proof.launch):
+        assert losses == pytest.approx(bf16_single_process_losses, rel=BF16_TOLERANCE)
+        assert stored == {torch.float32}
+        assert torch.float32 in reduced
+        assert reduced <= {torch.float32, torch.float64}  # the square of the norm is summed in float64
 
 
-def test_gradients_meet_in_bf16_where_that_is_asked_for():
-    """So the test above sees the gradients pass."""
-    proof = bf16(COPIES)
-    compressed = replace(proof, replicate=replace(proof.replicate, compress="bf16"))
-    assert all(torch.bfloat16 in met for _, _, met in run_ranks(in_bf16, 2, compressed, launch=proof.launch))
+def test_bf16_compress_hook_reduces_gradients_in_bf16():
+    """Shows that the test above records the dtype of the gradients."""
+    proof = bf16_config(REPLICATE)
+    compressed = replace(proof, ddp=replace(proof.ddp, comm_hook="bf16_compress"))
+    results = run_ranks(train_in_bf16, 2, compressed, launch=proof.launch)
+    assert all(torch.bfloat16 in reduced for _, _, reduced in results)

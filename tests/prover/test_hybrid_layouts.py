@@ -1,13 +1,13 @@
-"""Layouts over all axes against one process: every axis, every pair, and the meshes of large runs, at a small size."""
+"""Hybrid layouts equal a single process: every axis, every pair of axes, and the meshes of large runs, scaled down."""
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from itertools import combinations
 
 import pytest
 from hybrids import HYBRIDS, words
-from layout_faults import FP32, FP64, TIED, found
+from layout_checks import FP32, FP64, TIED, Case, check_cases, failed_claims
 
 from meshwright.config import load_config
 from meshwright.prover import layouts
@@ -20,34 +20,30 @@ from meshwright.topology.unsupported import validate
 AXES = ("pipeline", "replicate", "shard", "context", "tensor", "expert")
 
 
-def broken(promises) -> list[str]:
-    return [f"{promise}: {measured}" for promise, kept, measured in promises if not kept]
-
-
-def config_of(row):
+def hybrid_config(row):
     return load_config(overrides=words(row))
 
 
-def test_there_are_87_layouts_and_none_is_refused():
-    said = set()
+def test_87_hybrid_layouts_are_valid():
+    layouts = set()
     for row in HYBRIDS:
-        proofs, note = proof_configs(config_of(row))
+        proofs, note = proof_configs(hybrid_config(row))
         layout, _ = validate(proofs[0])
         assert 2 <= layout.ranks <= 8
-        assert "layout" not in note  # as it was asked for
-        said.add((f"{layout}{describe_settings(proofs[0])}", proofs[0].model))
-    assert len(said) == len(HYBRIDS) == 87
+        assert "layout scaled down" not in note
+        layouts.add((f"{layout}{describe_settings(proofs[0])}", proofs[0].model))
+    assert len(layouts) == len(HYBRIDS) == 87
 
 
-def test_every_pair_of_axes_is_among_them():
-    axes = [Layout.from_config(config_of(row).layout).axes for row in HYBRIDS]
-    met = {pair for used in axes for pair in combinations(sorted(used), 2)}
-    assert met == set(combinations(sorted(AXES), 2))
+def test_hybrid_layouts_cover_every_pair_of_axes():
+    axes = [Layout.from_config(hybrid_config(row).layout).active_axes for row in HYBRIDS]
+    covered = {pair for used in axes for pair in combinations(sorted(used), 2)}
+    assert covered == set(combinations(sorted(AXES), 2))
     assert {len(used) for used in axes} == {1, 2, 3, 4}
 
 
-def test_every_kind_of_every_axis_is_among_them():
-    configs = [config_of(row) for row in HYBRIDS]
+def test_hybrid_layouts_cover_every_schedule_context_method_and_shard_level():
+    configs = [hybrid_config(row) for row in HYBRIDS]
     assert {c.pipeline.schedule for c in configs if c.layout.pipeline == 8} == set(SCHEDULES)
     assert {c.context.method for c in configs if c.layout.context == 8} == {"ring", "all-to-all"}
     assert {c.layout.shard for c in configs if c.layout.expert > 1} == {"none", "optimizer", "gradients", "parameters"}
@@ -56,22 +52,22 @@ def test_every_kind_of_every_axis_is_among_them():
 
 
 @pytest.mark.long
-def test_copies_of_shards_in_stages_of_cut_blocks_are_one_process(monkeypatch):
-    """Two of each are sixteen ranks, which no other proof has."""
+def test_pipeline_replicate_shard_tensor_equals_single_process(monkeypatch):
+    """Degree two on four axes needs sixteen ranks, more than any other check."""
     monkeypatch.setattr(layouts, "scale_layout", partial(scale_layout, max_ranks=16))
-    words = ("--layout.pipeline=2", "--layout.replicate=2", "--layout.shard=optimizer", "--layout.shard_degree=2")
-    promises = found((*words, "--layout.tensor=2", "--model.layers=2"), (FP64,), monkeypatch)
-    assert [promise.partition(" (")[0] for promise, *_ in promises] == ["pipeline 2 x replicate 2 x shard 2 x tensor 2"]
-    assert broken(promises) == []
+    options = ("--layout.pipeline=2", "--layout.replicate=2", "--layout.shard=optimizer", "--layout.shard_degree=2")
+    [results] = check_cases([Case((*options, "--layout.tensor=2", "--model.layers=2"), (FP64,))])
+    assert [claim.partition(" (")[0] for claim, *_ in results] == ["pipeline 2 x replicate 2 x shard 2 x tensor 2"]
+    assert failed_claims(results) == []
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("row", HYBRIDS)
-def test_every_hybrid_is_one_process(row):
-    promises = list(check_layouts(config_of(row)))
-    print(*promises, sep="\n")
-    assert len(promises) == 3
-    assert broken(promises) == []
+def test_every_hybrid_layout_equals_single_process(row):
+    results = list(check_layouts(hybrid_config(row)))
+    print(*results, sep="\n")
+    assert len(results) == 3
+    assert failed_claims(results) == []
 
 
 COVERING = {
@@ -96,8 +92,18 @@ COVERING = {
 }
 
 
-@pytest.mark.parametrize("row", COVERING)
-def test_a_covering_hybrid_is_one_process(row, monkeypatch):
-    promises = found(words(row), COVERING[row], monkeypatch)
-    assert len(promises) == len(COVERING[row])
-    assert broken(promises) == []
+CASES = {row: Case(tuple(words(row)), proofs) for row, proofs in COVERING.items()}
+
+
+@cache
+def check_all(ranks: int) -> dict[str, list[tuple[str, bool, str]]]:
+    """The results of all covering layouts with this number of ranks, from one launch."""
+    cases = {row: case for row, case in CASES.items() if case.ranks == ranks}
+    return dict(zip(cases, check_cases(list(cases.values())), strict=True))
+
+
+@pytest.mark.parametrize("row", CASES)
+def test_hybrid_layout_equals_single_process(row):
+    results = check_all(CASES[row].ranks)[row]
+    assert len(results) == len(COVERING[row])
+    assert failed_claims(results) == []

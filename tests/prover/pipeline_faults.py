@@ -1,0 +1,136 @@
+"""Seeded faults of pipeline parallelism."""
+
+from __future__ import annotations
+
+import torch
+from context_expert_faults import every_rank_counts_evaluation_tokens
+from layout_checks import TIED
+from seeded_faults import (
+    EVALUATION,
+    INCOMPLETE,
+    RANKS_MISSING,
+    UPDATE,
+    after_init,
+    fault,
+    replace_all_reduce,
+    skip_all_reduce,
+    wrap,
+)
+from torch.distributed import pipelining
+from torch.distributed.fsdp import FSDPModule
+
+from meshwright.optim.adamw import AdamW
+from meshwright.parallel.data_parallel import fsdp
+from meshwright.parallel.pipeline_parallel.pipeline_model import PipelineModel, TrackedStage
+from meshwright.parallel.pipeline_parallel.stages import Stage, TiedWeight
+from meshwright.topology import parameter_shards
+
+PIPELINE = ("--layout.replicate=1", "--layout.pipeline=2", "--model.layers=2")
+ZERO_BUBBLE = (*PIPELINE, "--pipeline.schedule=zero-bubble", "--pipeline.stages=1")
+INTERLEAVED = (*PIPELINE, "--pipeline.schedule=interleaved", "--model.layers=4")
+REPLICATED_PIPELINE = (*PIPELINE, "--layout.replicate=2")
+
+STAGE_ORDER = "the order of the stages, or activations and labels of different micro-batches (pipeline)"
+DEFERRED_GRADIENTS = "a stage lacks the weight gradients of a micro-batch (pipeline)"
+TIED_HEAD_GRADIENT = "the head's gradient of a tied weight is missing, or not added exactly once (pipeline)"
+TIED_HEAD_VALUE = "the head's copy of a tied weight is not updated (pipeline)"
+LOCAL_NORM = "a stage that does not clip by the global norm (pipeline)"
+
+
+@fault(PIPELINE, "gradient of", "(factor 0.3333): averaged over the 3 micro-batches of the pipeline once too often")
+def pipeline_schedule_averages_gradients_of_a_normalised_loss(patch):  # torch's default, scale_grads
+    class Averaging(pipelining.Schedule1F1B):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options | {"scale_grads": True})
+
+    patch.setattr(pipelining, "Schedule1F1B", Averaging)
+
+
+@fault(REPLICATED_PIPELINE, "gradient of", "(factor 0.5): averaged over the replicate axis (2) once too often")
+def replicated_stages_average_gradients(patch):
+    patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda *_: None)
+
+
+@fault(REPLICATED_PIPELINE, "gradient of", INCOMPLETE)
+def replicated_stages_are_not_reduced(patch):
+    wrap(patch, fsdp, "fully_shard", lambda right, unit, mesh, **rest: right(unit, mesh=mesh["shard"], **rest))
+
+
+@fault(PIPELINE, "loss of step 0", STAGE_ORDER)
+def stages_have_blocks_in_reverse_order(patch):
+    wrap(patch, parameter_shards, "partition_blocks", lambda right, *args: right(*args)[::-1])
+
+
+@fault(INTERLEAVED, "loss of step 0", STAGE_ORDER)
+def interleaved_stages_run_out_of_order(patch):
+    wrap(patch, parameter_shards, "partition_blocks", lambda right, *args: [right(*args)[i] for i in (0, 2, 1, 3)])
+
+
+@fault(PIPELINE, "loss of step 0", STAGE_ORDER)
+def labels_are_of_another_micro_batch(patch):
+    def wrong(right, self, micro_batches, *rest):
+        labels = [labels for _, labels in micro_batches]
+        turned = zip(micro_batches, labels[1:] + labels[:1], strict=True)
+        return right(self, [(tokens, other) for (tokens, _), other in turned], *rest)
+
+    wrap(patch, PipelineModel, "forward_backward", wrong)
+
+
+@fault(PIPELINE, "loss of step 0", STAGE_ORDER)
+def stage_receives_rows_in_another_order(patch):
+    def wrong(right, self, x, *rest, **named):
+        return right(self, x if self.embedding is not None else x.flip(0), *rest, **named)
+
+    wrap(patch, Stage, "forward", wrong)
+
+
+@fault(ZERO_BUBBLE, "gradient of", DEFERRED_GRADIENTS)
+def deferred_weight_gradient_is_skipped(patch):
+    def wrong(right, self, chunk, *rest, **options):
+        if self.stage_index == 0 or chunk:
+            right(self, chunk, *rest, **options)
+
+    wrap(patch, TrackedStage, "backward_weight_one_chunk", wrong)
+
+
+@fault(PIPELINE, "loss of step 0", "(factor 0.5): averaged over the pipeline axis (2) once too often")
+def tokens_are_counted_on_every_stage(patch):
+    patch.setattr("meshwright.topology.layout.Layout.counts_tokens", lambda self, rank: True)
+
+
+@fault(PIPELINE, "loss of step 0", "only the reported loss is wrong: it is not summed over all ranks")
+def first_stage_reports_its_local_loss(patch):
+    replace_all_reduce(patch, "loss sum", skip_all_reduce)
+
+
+@fault(PIPELINE, "evaluation loss", "(factor 0.5)", EVALUATION)
+def evaluation_counts_tokens_on_every_stage(patch):
+    every_rank_counts_evaluation_tokens(patch)
+
+
+@fault(PIPELINE, "gradient norm of step 0", RANKS_MISSING)
+def gradient_norm_is_of_one_stage(patch):
+    after_init(patch, AdamW, lambda self, *_: setattr(self, "sharded", False))
+
+
+@fault(PIPELINE, "loss of step 1", UPDATE, LOCAL_NORM)
+def stage_clips_by_its_local_norm(patch):
+    def wrong(right, self, lr, _norm, *rest):
+        own = torch.stack([gradient.square().sum() for gradient, _ in self.gradients()]).sum().sqrt()
+        right(self, lr, own, *rest)
+
+    wrap(patch, AdamW, "update", wrong)
+
+
+@fault(PIPELINE, "gradient of decoder.embedding.weight", TIED_HEAD_GRADIENT, proofs=(TIED,))
+def tied_head_gradient_does_not_reach_the_embedding(patch):
+    def wrong(self):
+        if self.tied_copy is not None:
+            self.tied_copy.grad = None
+
+    patch.setattr(TiedWeight, "sum_gradients", wrong)
+
+
+@fault(PIPELINE, "loss of step 1", UPDATE, TIED_HEAD_VALUE, proofs=(TIED,))
+def tied_embedding_value_does_not_reach_the_head(patch):
+    patch.setattr(TiedWeight, "broadcast_value", lambda self: None)

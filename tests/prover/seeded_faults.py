@@ -1,0 +1,100 @@
+"""Seeded faults: each patches one line of the training path with a bug that systems in use have had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+from layout_checks import FP64, Case
+
+from meshwright.parallel.local_shard import local_shard
+from meshwright.parallel.world import PendingAllReduce, World
+
+REPLICATE = ("--layout.replicate=2",)
+SHARD_OPTIMIZER = (*REPLICATE, "--layout.shard=optimizer")
+SHARD_GRADIENTS = (*REPLICATE, "--layout.shard=gradients")
+SHARD_PARAMETERS = (*REPLICATE, "--layout.shard=parameters")
+HYBRID_SHARD = (*SHARD_PARAMETERS, "--layout.shard_degree=2")
+
+INCOMPLETE = "gradients of some ranks or micro-batches are missing or counted twice"
+UNEQUAL_WEIGHTS = "tokens with unequal weights"
+WRONG_BELOW = "and wrong below: a bucket, activation checkpointing or a reduction over the tensor axis"
+TIED_WEIGHT = "the gradients of the two uses of a tied weight, or of the vocabulary shards, are not combined"
+RANKS_MISSING = "the contribution of some ranks is missing"
+COUNTED_TWICE = "replicated weights are counted more than once"
+UPDATE = "gradients and norm are correct, the update is not: clipping, weight decay or moments"
+STALE = "stale parameters: the update did not reach the unsharded parameters"
+EVALUATION = "training is correct, but evaluation does not count every token exactly once"
+
+
+@dataclass(frozen=True)
+class SeededFault:
+    layout: tuple[str, ...]
+    expected: tuple[str, ...]
+    """What the measurement of every failed claim must contain."""
+    proofs: tuple[int, ...]
+    """The proof configs that are compared; the fault must be found in all of them."""
+    inject: Callable[[pytest.MonkeyPatch], None]
+
+    @property
+    def case(self) -> Case:
+        return Case(self.layout, self.proofs, self.inject)
+
+
+FAULTS: dict[str, SeededFault] = {}
+"""Every seeded fault, by its name."""
+
+
+def fault(layout: tuple[str, ...], *expected: str, proofs: tuple[int, ...] = (FP64,)) -> Callable:
+    """Registers the decorated function as a fault of a layout."""
+
+    def register(inject: Callable) -> Callable:
+        name = inject.__name__.replace("_", " ")
+        assert name not in FAULTS
+        FAULTS[name] = SeededFault(layout, expected, proofs, inject)
+        return inject
+
+    return register
+
+
+def wrap(patch, owner, name, wrong):
+    """Calls `wrong(right, *args)` instead of `right(*args)`."""
+    right = getattr(owner, name)
+    patch.setattr(owner, name, lambda *args, **options: wrong(right, *args, **options))
+
+
+def map_result(patch, owner, name, then):
+    """Returns `then(result, *args)` instead of the result."""
+    wrap(patch, owner, name, lambda right, *args, **options: then(right(*args, **options), *args))
+
+
+def after_init(patch, owner, then):
+    """Calls `then(self, *args)` after the constructor."""
+
+    def wrong(right, self, *args, **options):
+        right(self, *args, **options)
+        then(self, *args)
+
+    wrap(patch, owner, "__init__", wrong)
+
+
+def replace_all_reduce(patch, name, wrong):
+    """Calls `wrong(world, right, tensor)` instead of the all-reduce with this name."""
+
+    def choose(right, world, tensor, called="sum"):
+        return (
+            wrong(world, partial(right, world, name=called), tensor) if called == name else right(world, tensor, called)
+        )
+
+    wrap(patch, World, "all_reduce", choose)
+
+
+def skip_all_reduce(world, _right, tensor):
+    return PendingAllReduce(tensor, None, world.heartbeat)
+
+
+def initialize_both_ends_alike(_result, weights, _module):
+    """Gives the separated head the values of the embedding, which it should share."""
+    weights.fill_shard(local_shard(weights.model.head.weight), "decoder.embedding.weight")
