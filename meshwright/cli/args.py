@@ -174,17 +174,17 @@ def top_level_keys() -> list[str]:
 
 
 def config_keys_help() -> str:
-    """Describes every config key with its type and default, from the docstrings of the config classes."""
-    import contextlib
-    import io
+    """Describes every config key with its type, default and meaning."""
+    from meshwright.config.reference import describe_config
 
-    import tyro
-
-    from meshwright.config import RunConfig
-
-    output = io.StringIO()
-    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(output):
-        tyro.cli(RunConfig, prog="", args=["--help"], use_underscores=True, config=(tyro.conf.FlagConversionOff,))
-    first = f"  --{top_level_keys()[0]} "
-    keys = first + output.getvalue().partition(first)[2].replace("global_ ", "global ")
-    return "config keys, set in the run file or as --KEY=VALUE:\n" + keys
+    formatter = partial(argparse.HelpFormatter, max_help_position=8)
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False, formatter_class=formatter)
+    for section in describe_config():
+        group = parser.add_argument_group(
+            f"{section.name} settings" if section.name else "config keys, in a run file or as --KEY=VALUE",
+            section.help if section.name else None,
+        )
+        for key in section.keys:
+            text = f"{key.help} (default: {key.default})".replace("%", "%%")
+            group.add_argument(f"--{key.key}", metavar=key.type, help=text)
+    return parser.format_help()

@@ -100,7 +100,7 @@ def test_help_of_a_verb_lists_its_options_and_every_config_key(verb, capsys):
         main([verb, "--help"])
     assert stop.value.code == 0
     stdout = capsys.readouterr().out
-    for key in ("--batch.global", "--optimizer.lr", "--ddp.bucket_cap_mb", "--json"):
+    for key in ("--batch.global", "--optimizer.lr", "--ddp.bucket_cap_mb", "--data.mixture", "--json"):
         assert key in stdout
     assert "samples per optimizer step, over all ranks" in stdout
 
@@ -113,10 +113,10 @@ def test_usage_lists_every_verb(capsys):
     assert "Exit codes: 0 done" in stdout
 
 
-def test_help_and_plan_do_not_import_torch_or_tyro():
+def test_help_and_plan_do_not_import_torch():
     code = (
         "import sys; from meshwright.cli import main; main(['--help']); main(['plan', 'tiny', '--cluster', 'h100:2'])\n"
-        "assert not {'torch', 'tyro'} & set(sys.modules)"
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
