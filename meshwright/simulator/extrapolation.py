@@ -8,9 +8,9 @@ larger step.
 The memory timeline of a step lists, phase by phase, the bytes of every memory class after each allocation. The larger
 step has more entries, all of them between the first and the last block of a phase. An entry of the smaller step is
 matched with the entry of the larger step that has the same distance from the start, or from the end, of the phase, and
-is extrapolated along the line through both. An entry of a middle block is matched both ways: as an entry of the second
-block and as one of the last block but one. The memory use of the blocks between these two is between theirs, so the
-largest extrapolated entry is the peak. Three blocks are therefore enough, and a fourth gives the slope.
+is extrapolated along the line through both. The first two blocks are matched from the start, and the last two from the
+end. The memory use of the blocks between the second block and the last block but one is between theirs, so the largest
+extrapolated entry is the peak. Four blocks are therefore enough, and a fifth gives the slope.
 """
 
 from __future__ import annotations

@@ -33,8 +33,9 @@ from meshwright.topology.schedule_timeline import peak_in_flight
 from meshwright.topology.schedules import SCHEDULES
 from meshwright.topology.unsupported import validate
 
-MIN_BLOCKS = 3
-"""The first block, the last block, and one that stands for those between them."""
+MIN_BLOCKS = 4
+"""The first two blocks and the last two. With only one block between the first and the last, it may not be possible to
+tell where it begins, and it would be matched from one end only (see `match_entries`)."""
 MIN_MICRO_STEPS = 4
 """The first micro-step, the second (the first to accumulate into gradients), the last, and one that stands for those
 between them."""

@@ -25,10 +25,10 @@ QUICK = {
     " --batch.global=24 --batch.micro=1 --precision.compute=bf16",
 }
 LONG = {
-    "checkpointing segments": "--layout.replicate=2 --layout.shard=parameters --model.layers=13 --batch.global=4"
+    "checkpointing segments": "--layout.replicate=2 --layout.shard=parameters --model.layers=15 --batch.global=4"
     " --activation_checkpoint.mode=full --activation_checkpoint.segment=2",
     "accumulation": "--layout.replicate=2 --layout.shard=optimizer --model.layers=6 --batch.global=20 --batch.micro=1",
-    "1f1b": "--layout.replicate=2 --layout.shard=parameters --layout.pipeline=2 --model.layers=11 --batch.global=24"
+    "1f1b": "--layout.replicate=2 --layout.shard=parameters --layout.pipeline=2 --model.layers=14 --batch.global=24"
     " --batch.micro=1",
     "context parallel": "--layout.replicate=1 --layout.context=2 --layout.tensor=2 --model.layers=7"
     " --activation_checkpoint.mode=selective --context.method=all-to-all",
@@ -144,9 +144,9 @@ def test_simulation_runs_in_full_if_small_steps_do_not_match(monkeypatch):
     def fail(*_args):
         raise ExtrapolationError("no match")
 
-    config = load_config(overrides=[*SMALL.split(), "--model.layers=8", "--layout.shard=parameters"], ranks=2)
+    config = load_config(overrides=[*SMALL.split(), "--model.layers=10", "--layout.shard=parameters"], ranks=2)
     layout, batch = validate(config)
     monkeypatch.setattr(simulate, "extrapolate", fail)
     result = simulate.simulate_rank(config, layout, batch, 0)
     assert result.extrapolated == []
-    assert result.blocks == {0: 8}
+    assert result.blocks == {0: 10}

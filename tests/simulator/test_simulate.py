@@ -32,7 +32,7 @@ def simulate_json(capsys, *args: str):
 
 
 def test_simulate_reports_communication_and_memory_of_selected_ranks(empty_folder, capsys):
-    args = ["--ranks", "64", "--layout.shard=parameters", "--batch.global=64", "--model.layers=9"]
+    args = ["--ranks", "64", "--layout.shard=parameters", "--batch.global=64", "--model.layers=10"]
     answer = simulate_json(capsys, *args, "--rank", "3", "63")
     assert answer["ranks"] == 64
     assert [result["rank"] for result in answer["results"]] == [3, 63]
@@ -43,7 +43,7 @@ def test_simulate_reports_communication_and_memory_of_selected_ranks(empty_folde
             ("shard", "reduce_scatter"),
         }
         assert result["peak_total"] == sum(result["at_peak"].values()) > 0
-        assert result["extrapolated"] == ["extrapolated from 3 and 4 to 9 blocks per stage"]
+        assert result["extrapolated"] == ["extrapolated from 4 and 5 to 10 blocks per stage"]
     main(["simulate", *SMALL, *args])
     shown = capsys.readouterr().out
     assert "shard 64 = 64 ranks" in shown

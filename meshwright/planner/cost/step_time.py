@@ -160,9 +160,12 @@ def executed_bubble(job: PlannedJob, shape: LayerShape, ranks: list[MicroBatchTi
 
 
 def estimate_step(
-    job: PlannedJob, memory_by_rank: list[MemoryEstimate], unstated: bool = False, exact: bool = False
+    job: PlannedJob,
+    memory_by_rank: list[MemoryEstimate],
+    has_assumptions: bool = False,
+    simulate_pipeline: bool = False,
 ) -> Estimate:
-    """`unstated` says that activation checkpointing had to be assumed; `exact` executes the pipeline schedule."""
+    """`has_assumptions` widens the interval; `simulate_pipeline` executes the schedule instead of the closed form."""
     shape, step = layer_shape(job), StepTime()
     counts_by_rank = layer_counts_by_rank(job)
     times = {counts: micro_batch_time(job, shape, counts) for counts in set(counts_by_rank)}  # most ranks are alike
@@ -175,7 +178,7 @@ def estimate_step(
     step.add("recompute", micro_steps * slow.recompute)
     for time in (*slow.forward_collectives, *slow.backward_collectives):
         step.add_collective(time.times(micro_steps))
-    step.add("bubble", executed_bubble(job, shape, ranks) if exact else bubble(job, ranks))
+    step.add("bubble", executed_bubble(job, shape, ranks) if simulate_pipeline else bubble(job, ranks))
     add_pipeline_sends(job, shape, step, len(ranks))
     add_data_parallel(job, step, slow, slowest)
     step.add("update", optimizer_time(job, max(rank_parameters(job, counts).updated for counts in times)))
@@ -184,7 +187,7 @@ def estimate_step(
     hardware_flops = model_flops + recompute_flops(job)
     phases = {phase: seconds for phase, seconds in step.phases.items() if seconds > 0}
     nearly_full = any(memory.total > NEARLY_FULL * job.cluster.device.memory for memory in memory_by_rank)
-    low, high, source = interval(job, phases, nearly_full, unstated)
+    low, high, source = interval(job, phases, nearly_full, has_assumptions)
     return Estimate(job, memory_by_rank, phases, step.calls, low, high, source, model_flops, hardware_flops)
 
 

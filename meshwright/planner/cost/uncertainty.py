@@ -30,12 +30,12 @@ ACCURACY = {
 """By phase: the relative accuracy, and the name of what is uncertain."""
 MIN_UNCERTAINTY = 0.03
 """The difference between two runs of the same job."""
-UNSTATED = (0.2, "activation checkpointing, which the record does not state")
+ASSUMED = (0.2, "activation checkpointing, which the record does not state")
 NEARLY_FULL = (0.12, "allocator retries, because memory is nearly full")
 
 
 def interval(
-    job: PlannedJob, phases: dict[str, float], nearly_full: bool, unstated: bool = False
+    job: PlannedJob, phases: dict[str, float], nearly_full: bool, has_assumptions: bool = False
 ) -> tuple[float, float, str]:
     """Returns the ends of the 80 % interval in seconds, and the largest source of uncertainty."""
     total = sum(phases.values())
@@ -45,7 +45,7 @@ def interval(
         sources[source] = sources.get(source, 0.0) + accuracy * seconds / total
     if job.model.experts:
         sources["efficiency of grouped matmuls and routing"] = 0.1
-    for applies, (accuracy, source) in ((unstated, UNSTATED), (nearly_full, NEARLY_FULL)):
+    for applies, (accuracy, source) in ((has_assumptions, ASSUMED), (nearly_full, NEARLY_FULL)):
         if applies:
             sources[source] = accuracy
     width = hypot(MIN_UNCERTAINTY, *sources.values())
