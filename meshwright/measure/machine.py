@@ -72,7 +72,7 @@ def measure(seconds: float, ranks: int | None = None) -> tuple[Cluster, list[str
     backend = "NCCL" if devices else "Gloo"
     remarks = [
         f"measured on {socket.gethostname()}, {date.today()}, with torch {torch.__version__}",
-        f"{count} ranks at once, {launch.threads} CPU threads per rank; medians; {backend} curves, not smoothed",
+        f"ranks: {count}, all at once; CPU threads per rank: {launch.threads}; medians; {backend} curves, not smoothed",
     ]
     if load > BUSY_LOAD * cores:
         remarks.append(f"the machine was busy (load {load:.1f} on {cores} cores): measure again when it is idle")

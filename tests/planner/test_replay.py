@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from meshwright.errors import ConfigError
 from meshwright.observe.replay_text import show_replay
 from meshwright.planner.calibration.published_runs import parse_run, read_published_runs
 from meshwright.planner.calibration.replay import rank_sweep, replay, replay_run
+from meshwright.planner.workload import trainer_profiles
 
 PUBLISHED_RUNS = Path(__file__).parents[2] / "examples" / "published_runs.json"
 """One in seven of the collected runs, two full sweeps, and the runs that report memory classes or ran out of memory."""
@@ -179,3 +181,18 @@ def test_other_spellings_of_device_precision_and_sharding_are_parsed() -> None:
     assert parse_run(run_row(layout=layout | {"sharding": "ZeRO-3"}), "zero").job.sharding == "parameters"
     assert parse_run(run_row(layout={"dp": layout["dp"], "sharding": "zero3"}), "few").job.layout == plain.job.layout
     assert parse_run(run_row(layout=layout | {"sharding": "of its own"}), "own").assumptions
+
+
+def test_adding_a_trainer_is_one_profile_and_one_row_of_the_source_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = replace(trainer_profiles.TORCHTITAN, name="novel trainer", attention_efficiency=0.9)
+    row = ("a-novel-repo", profile, trainer_profiles.COMPOSER)
+    monkeypatch.setattr(trainer_profiles, "SOURCES", (row, *trainer_profiles.SOURCES))
+    assert parse_run(run_row(source="org/a-novel-repo README"), "novel").job.trainer.name == "novel trainer"
+
+
+def test_unfitted_profile_takes_fitted_fields_of_another_publisher() -> None:
+    names = {profile.name for _, profile, _ in trainer_profiles.SOURCES}
+    assert set(trainer_profiles.NEAREST_PROFILE) == names | {trainer_profiles.DEEPSPEED_BF16.name}
+    unfitted = trainer_profiles.unfitted_profile(trainer_profiles.TORCHTITAN)
+    assert unfitted.attention_efficiency == trainer_profiles.COMPOSER.attention_efficiency
+    assert unfitted.selective_policy == trainer_profiles.TORCHTITAN.selective_policy

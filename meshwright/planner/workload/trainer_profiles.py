@@ -166,47 +166,40 @@ BRIDGE = replace(
 """Its recipes reduce gradients in bf16; logits exist in bf16 and once in float32."""
 BRIDGE_2025 = replace(BRIDGE, name="Megatron-Bridge 2025", moe_layer_launch_seconds=1.7e-3)
 
-SOURCES: tuple[tuple[str, TrainerProfile], ...] = (
-    ("bigscience", DEEPSPEED),
-    ("vTrain", MEGATRON_2021),
-    ("Narayanan", MEGATRON_2021),
-    ("Smith", MEGATRON_2021),
-    ("Korthikanti", MEGATRON_2022),
-    ("mosaicml", COMPOSER),
-    ("torchtitan docs/performance", TORCHTITAN),
-    ("torchtitan_", TORCHTITAN),
-    ("202412_torchtitan", TORCHTITAN),
-    ("torchtitan", TORCHTITAN_2025),
-    ("Automodel", TORCHTITAN_2025),
-    ("fms-fsdp", TORCHTITAN),
-    ("(25.", BRIDGE_2025),
-    ("Megatron-Bridge", BRIDGE),
-    ("NeMo", BRIDGE_2025),
-    ("MegaScale", BRIDGE_2025),
+SOURCES: tuple[tuple[str, TrainerProfile, TrainerProfile], ...] = (
+    ("bigscience", DEEPSPEED, MEGATRON_2021),
+    ("vTrain", MEGATRON_2021, DEEPSPEED),
+    ("Narayanan", MEGATRON_2021, DEEPSPEED),
+    ("Smith", MEGATRON_2021, DEEPSPEED),
+    ("Korthikanti", MEGATRON_2022, DEEPSPEED),
+    ("mosaicml", COMPOSER, TORCHTITAN),
+    ("torchtitan docs/performance", TORCHTITAN, COMPOSER),
+    ("torchtitan_", TORCHTITAN, COMPOSER),
+    ("202412_torchtitan", TORCHTITAN, COMPOSER),
+    ("torchtitan", TORCHTITAN_2025, COMPOSER),
+    ("Automodel", TORCHTITAN_2025, COMPOSER),
+    ("fms-fsdp", TORCHTITAN, COMPOSER),
+    ("(25.", BRIDGE_2025, TORCHTITAN),
+    ("Megatron-Bridge", BRIDGE, TORCHTITAN),
+    ("NeMo", BRIDGE_2025, TORCHTITAN),
+    ("MegaScale", BRIDGE_2025, TORCHTITAN),
 )
-"""Text in the `source` of a published run, and the trainer that it ran; the first match counts."""
+"""Text in the `source` of a published run, its trainer, and the most similar trainer of another publisher.
+
+The first row whose text matches counts.
+"""
 
 
 def profile_for_run(source: str, sharding: str, device: str, precision: str) -> TrainerProfile:
     """Returns the trainer of a published run: by its source, or else by its sharding and device."""
-    profile = next((profile for text, profile in SOURCES if text.lower() in source.lower()), None)
+    profile = next((profile for text, profile, _ in SOURCES if text.lower() in source.lower()), None)
     if profile is None:
         megatron = MEGATRON_2021 if device.startswith("a100") else BRIDGE_2025
         profile = TORCHTITAN if sharding in ("fsdp", "zero3", "zero2") else megatron
     return DEEPSPEED_BF16 if profile is DEEPSPEED and precision == "bf16" else profile
 
 
-NEAREST_PROFILE = {
-    MEGATRON_2021.name: DEEPSPEED,
-    MEGATRON_2022.name: DEEPSPEED,
-    DEEPSPEED.name: MEGATRON_2021,
-    DEEPSPEED_BF16.name: MEGATRON_2021,
-    COMPOSER.name: TORCHTITAN,
-    TORCHTITAN.name: COMPOSER,
-    TORCHTITAN_2025.name: COMPOSER,
-    BRIDGE_2025.name: TORCHTITAN,
-    BRIDGE.name: TORCHTITAN,
-}
+NEAREST_PROFILE = {profile.name: nearest for _, profile, nearest in SOURCES} | {DEEPSPEED_BF16.name: MEGATRON_2021}
 """Trainer -> the most similar trainer of another publisher."""
 
 FITTED_FIELDS = (
@@ -236,5 +229,5 @@ def unfitted_profile(profile: TrainerProfile) -> TrainerProfile:
 
     Its fitted fields are those of the most similar trainer of another publisher.
     """
-    nearest = NEAREST_PROFILE.get(profile.name, profile)
+    nearest = NEAREST_PROFILE[profile.name]
     return replace(profile, **{name: getattr(nearest, name) for name in FITTED_FIELDS})
