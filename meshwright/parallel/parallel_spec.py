@@ -54,7 +54,7 @@ def find_blocks(model: nn.Module, spec: ParallelSpec) -> list[nn.Module]:
     blocks = find_modules(model, spec.blocks)
     if not blocks:
         raise ConfigError(
-            f"ParallelSpec.blocks = {spec.blocks} matches no module of the model",
+            f"ParallelSpec.blocks = {spec.blocks.removeprefix('model.')} matches no module of the model",
             "expected the name of its blocks, such as layers.*",
         )
     return blocks

@@ -1,4 +1,4 @@
-"""The decoder is the transformer it says it is, in any precision, from any layout's initialisation."""
+"""The built-in decoder: sizes, precision, attention masks, loss and initialization."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.models.loss import HeadLoss
 
 SMALL = ModelConfig(vocab=50, width=32, layers=2, heads=4, kv_heads=2, ffn=40)
 
-# As published with the models (Llama 3.2 1B, 3.1 8B, 70B, 405B; Mixtral 8x7B).
+# Published parameter counts (Llama 3.2 1B, 3.1 8B, 70B, 405B; Mixtral 8x7B).
 PUBLISHED = {
     "llama-1b": 1_235_814_400,
     "llama-8b": 8_030_261_248,
@@ -25,13 +25,13 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
-def test_a_preset_has_the_published_number_of_parameters(preset):
+def test_preset_has_the_published_number_of_parameters(preset):
     with torch.device("meta"):
         model = LanguageModel(config_from_dict({"preset": preset}).model)
     assert sum(p.numel() for p in model.parameters()) == PUBLISHED[preset]
 
 
-def test_deepseek_moe_preset_is_the_published_model_but_for_its_first_layer():
+def test_deepseek_moe_preset_equals_the_published_model_except_for_the_first_layer():
     config = config_from_dict({"preset": "deepseek-moe-16b"}).model
     with torch.device("meta"):
         model = LanguageModel(config)
@@ -39,7 +39,7 @@ def test_deepseek_moe_preset_is_the_published_model_but_for_its_first_layer():
     assert ours - first + 3 * config.width * 10944 == 16_375_728_128
 
 
-def test_gpt2_preset_is_of_gpt2_size():
+def test_gpt2_preset_has_the_size_of_gpt2():
     with torch.device("meta"):
         model = LanguageModel(config_from_dict({"preset": "gpt2-124m"}).model)
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(124e6, rel=0.01)
@@ -51,18 +51,18 @@ def tokens(batch: int = 2, sequence: int = 9) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("experts", [0, 4])
-def test_everything_is_float64_when_the_weights_are(experts):
+def test_decoder_runs_in_float64(experts):
     model = build_model(ModelConfig(**{**SMALL.__dict__, "experts": experts}), 0, torch.float64)
-    seen = []
+    outputs = []
     for module in model.modules():
-        module.register_forward_hook(lambda _m, _i, out: seen.append(out[0] if isinstance(out, tuple) else out))
+        module.register_forward_hook(lambda _m, _i, out: outputs.append(out[0] if isinstance(out, tuple) else out))
     total, _ = model(tokens(), tokens())
     total.backward()
-    assert {t.dtype for t in seen if t.is_floating_point()} == {torch.float64}
+    assert {t.dtype for t in outputs if t.is_floating_point()} == {torch.float64}
     assert {p.grad.dtype for p in model.parameters()} == {torch.float64}
 
 
-def test_a_token_never_sees_a_later_one():
+def test_attention_is_causal():
     model = build_model(SMALL, 0, torch.float64)
     early = tokens()
     late = early.clone()
@@ -72,14 +72,14 @@ def test_a_token_never_sees_a_later_one():
     assert not torch.equal(before[:, 6:], after[:, 6:])
 
 
-def test_a_separator_ends_its_document():
+def test_document_ids_end_at_the_separator():
     rows = torch.tensor([[5, 0, 5, 5, 0, 0, 5], [0, 5, 5, 5, 5, 5, 0]])
     assert document_ids(rows, 0).tolist() == [[0, 0, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
     assert document_ids(rows, None) is None
     assert document_ids(rows, 7).tolist() == [[0] * 7] * 2
 
 
-def test_a_token_never_sees_another_document():
+def test_attention_does_not_cross_documents():
     model = build_model(SMALL, 0, torch.float64)
     one = tokens()
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 2]])
@@ -90,20 +90,22 @@ def test_a_token_never_sees_another_document():
         assert torch.equal(same, documents != other)
 
 
-def test_documents_together_are_the_documents_apart():
-    """Rotation knows distances alone, so a document that begins later comes to the same, but for rounding."""
+def test_packed_documents_equal_separate_documents():
+    """Rotary scores depend on distances only, so a document at a later position gives the same loss, except for
+    rounding.
+    """
     separator = 7
     model = build_model(ModelConfig(**{**SMALL.__dict__, "separator": separator}), 0, torch.float64)
     row = torch.tensor([[1, 2, 3, separator, separator, 4, 5, 6, 8, separator, 9, 10]])
-    apart = [row[:, :4], row[:, 4:5], row[:, 5:10], row[:, 10:]]
-    together, _ = model(row, row.roll(1))
-    together.backward()
+    documents_alone = [row[:, :4], row[:, 4:5], row[:, 5:10], row[:, 10:]]
+    packed, _ = model(row, row.roll(1))
+    packed.backward()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
     labels = row.roll(1).split([4, 1, 5, 2], dim=1)
-    alone = sum(model(part, label)[0] for part, label in zip(apart, labels, strict=True))
+    alone = sum(model(part, label)[0] for part, label in zip(documents_alone, labels, strict=True))
     alone.backward()
-    assert torch.allclose(together, alone, rtol=1e-13)
+    assert torch.allclose(packed, alone, rtol=1e-13)
     for name, parameter in model.named_parameters():
         assert torch.allclose(gradients[name], parameter.grad, atol=1e-12), name
 
@@ -112,17 +114,17 @@ def test_grouped_query_attention_equals_repeated_heads():
     model = build_model(SMALL, 0, torch.float64)
     attention = model.decoder.blocks[0].attention
     x = torch.randn(2, 9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    where = model.decoder.rotary(9, torch.float64, x.device, None)
+    rotary = model.decoder.rotary(9, torch.float64, x.device, None)
     q, k, v = (p(x).view(2, 9, -1, 8).transpose(1, 2) for p in (attention.q, attention.k, attention.v))
-    q, k = apply_rotary(q, where), apply_rotary(k, where)
+    q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
     k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
     scores = (q @ k.transpose(-1, -2)) / 8**0.5
     scores = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf"))
     expected = attention.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(2, 9, 32))
-    assert torch.allclose(attention(x, where), expected, atol=1e-13)
+    assert torch.allclose(attention(x, rotary), expected, atol=1e-13)
 
 
-def test_rotation_depends_on_distance_alone():
+def test_rotary_scores_depend_on_the_distance_only():
     q, k = torch.randn(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
     def score(i: int, j: int) -> float:
@@ -134,7 +136,7 @@ def test_rotation_depends_on_distance_alone():
     assert score(3, 1) != pytest.approx(score(3, 2), rel=1e-3)
 
 
-def test_the_loss_is_a_sum_and_a_count_of_valid_tokens():
+def test_head_loss_returns_the_sum_and_the_number_of_valid_tokens():
     head = HeadLoss(8, 50).double()
     torch.nn.init.normal_(head.weight)
     hidden = torch.randn(3, 5, 8, dtype=torch.float64)
@@ -147,7 +149,7 @@ def test_the_loss_is_a_sum_and_a_count_of_valid_tokens():
     assert torch.allclose(total, each.sum())
 
 
-def test_a_batch_with_no_valid_token_has_a_zero_sum_and_zero_gradients():
+def test_batch_without_valid_tokens_has_zero_loss_and_gradients():
     model = build_model(SMALL, 0)
     total, count = model(tokens(), torch.full((2, 9), IGNORE_INDEX))
     total.backward()
@@ -155,7 +157,7 @@ def test_a_batch_with_no_valid_token_has_a_zero_sum_and_zero_gradients():
     assert all(float(p.grad.abs().max()) == 0 for p in model.parameters())
 
 
-def test_experts_that_are_all_alike_are_one_dense_feed_forward():
+def test_equal_experts_equal_a_dense_feed_forward():
     config = ModelConfig(**{**SMALL.__dict__, "experts": 4})
     block = build_model(config, 0, torch.float64).decoder.blocks[0]
     dense = FeedForward(config.width, config.ffn).double()
@@ -167,34 +169,36 @@ def test_experts_that_are_all_alike_are_one_dense_feed_forward():
     assert torch.allclose(block.ffn(x), dense(x), atol=1e-14)
 
 
-def test_an_expert_nobody_chose_has_a_zero_gradient_not_none():
+def test_unused_expert_has_a_zero_gradient():
     config = ModelConfig(**{**SMALL.__dict__, "experts": 8})
     model = build_model(config, 0)
     model(tokens(1, 2), tokens(1, 2))[0].backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_initial_weights_depend_on_seed_name_and_rows_alone():
+def test_init_depends_on_seed_name_and_row_block_only():
     config = ModelConfig(**{**SMALL.__dict__, "vocab": 2 * ROWS_PER_KEY + 10})
-    one, again, other = build_model(config, 5), build_model(config, 5), build_model(config, 6)
+    one, same_seed, other = build_model(config, 5), build_model(config, 5), build_model(config, 6)
     for name, parameter in one.named_parameters():
-        assert torch.equal(parameter, again.get_parameter(name))
+        assert torch.equal(parameter, same_seed.get_parameter(name))
         if "norm" not in name:
             assert not torch.equal(parameter, other.get_parameter(name))
     name = "decoder.embedding.weight"
-    whole = one.get_parameter(name)
-    block = initial_rows(5, name, whole.shape, ROWS_PER_KEY, 2 * ROWS_PER_KEY, init_std(name, config))
-    assert torch.equal(whole[ROWS_PER_KEY : 2 * ROWS_PER_KEY], block)  # a rank that holds these rows makes them alone
-    assert not torch.equal(whole[:10], whole[ROWS_PER_KEY : ROWS_PER_KEY + 10])
+    full = one.get_parameter(name)
+    block = initial_rows(5, name, full.shape, ROWS_PER_KEY, 2 * ROWS_PER_KEY, init_std(name, config))
+    assert torch.equal(
+        full[ROWS_PER_KEY : 2 * ROWS_PER_KEY], block
+    )  # a rank generates the rows of its shard independently
+    assert not torch.equal(full[:10], full[ROWS_PER_KEY : ROWS_PER_KEY + 10])
 
 
-def test_deeper_models_keep_their_layers_initial_weights():
+def test_init_of_a_layer_does_not_depend_on_the_number_of_layers():
     shallow, deep = build_model(SMALL, 0), build_model(ModelConfig(**{**SMALL.__dict__, "layers": 4}), 0)
     name = "decoder.blocks.1.attention.q.weight"
     assert torch.equal(shallow.get_parameter(name), deep.get_parameter(name))
 
 
-def test_tied_weights_are_one_parameter_after_the_meta_device():
+def test_tied_weight_stays_one_parameter_after_to_empty():
     model = build_model(ModelConfig(**{**SMALL.__dict__, "tie": True}), 0)
     assert model.head.weight is model.decoder.embedding.weight
     assert "head.weight" not in dict(model.named_parameters())

@@ -1,4 +1,4 @@
-"""Experts: every token visits those that it chose, is counted once, and sequences are drawn to an even spread."""
+"""Mixture of experts: routing, grouped products, load counts, capacity and load balancing."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def config(**more) -> ModelConfig:
 
 
 def experts(dtype: torch.dtype = torch.float64, **more) -> Experts:
-    """Large enough weights that choices differ and gradients are not lost beside one."""
-    made = Experts(config(**more)).to(dtype)
+    """Experts with weights large enough that choices differ and gradients are not negligible."""
+    module = Experts(config(**more)).to(dtype)
     generator = torch.Generator().manual_seed(1)
-    for parameter in made.parameters():
+    for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=generator)
-    return made
+    return module
 
 
 def inputs(batch: int = 3, sequence: int = 7, dtype: torch.dtype = torch.float64, seed: int = 2) -> torch.Tensor:
@@ -39,23 +39,23 @@ def inputs(batch: int = 3, sequence: int = 7, dtype: torch.dtype = torch.float64
     return torch.randn(batch, sequence, WIDTH, dtype=dtype, generator=generator).requires_grad_()
 
 
-def plainly(module: Experts, x: torch.Tensor) -> torch.Tensor:
-    """Token by token, as the sentence says it."""
+def token_by_token(module: Experts, x: torch.Tensor) -> torch.Tensor:
+    """A reference implementation, one token at a time."""
     out = []
     for token in x.reshape(-1, WIDTH):
         scores = module.router.weight @ token
         best = sorted(range(COUNT), key=lambda e: (-(scores + module.router.bias)[e].item(), e))[:ACTIVE]
         weights = scores[best].softmax(0)
         gate, up, down = module.bank.weights()
-        visits = [down[e] @ (F.silu(gate[e] @ token) * (up[e] @ token)) for e in best]
-        out.append(sum(weight * visit for weight, visit in zip(weights, visits, strict=True)))
+        outputs = [down[e] @ (F.silu(gate[e] @ token) * (up[e] @ token)) for e in best]
+        out.append(sum(weight * output for weight, output in zip(weights, outputs, strict=True)))
     return torch.stack(out).view_as(x)
 
 
 @pytest.mark.parametrize("shared", [0, 2])
-def test_a_token_visits_the_experts_that_it_chose(shared):
+def test_experts_equal_a_token_by_token_reference(shared):
     module, x = experts(experts_shared=shared), inputs()
-    expected = plainly(module, x)
+    expected = token_by_token(module, x)
     if module.shared is not None:
         assert module.shared.gate.weight.shape == (2 * INNER, WIDTH)
         expected = expected + module.shared(x)
@@ -66,33 +66,33 @@ def test_a_token_visits_the_experts_that_it_chose(shared):
         assert torch.allclose(ours, theirs, atol=1e-12, rtol=1e-12)
 
 
-def bank_run(way, counts, dtype):
+def run_expert_weights(way, counts, dtype):
     generator = torch.Generator().manual_seed(3)
     bank = ExpertWeights(len(counts), WIDTH, INNER).to(dtype)
     for parameter in bank.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=generator)
     rows = torch.randn(sum(counts), WIDTH, generator=generator).to(dtype).requires_grad_()
     out = way(rows, torch.tensor(counts), bank.weights()) if way else bank(rows, counts)
-    return out, *torch.autograd.grad(out.sum(), [rows, *bank.parameters()])  # a gradient of one number spread out
+    return out, *torch.autograd.grad(out.sum(), [rows, *bank.parameters()])  # an expanded gradient
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 0, 4], [1, 2, 3, 0]], ids=str)
-def test_all_experts_at_once_are_the_experts_one_by_one(counts):
+def test_grouped_experts_equal_looped_experts(counts):
     for dtype, off in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):  # 24 bits and 8
-        at_once, one_by_one = (bank_run(way, counts, dtype) for way in (grouped_experts, looped_experts))
+        at_once, one_by_one = (run_expert_weights(way, counts, dtype) for way in (grouped_experts, looped_experts))
         for ours, theirs in zip(at_once, one_by_one, strict=True):
             assert torch.allclose(ours, theirs, atol=off, rtol=off)
 
 
-def test_an_expert_without_rows_has_a_gradient_of_zero():
+def test_expert_without_rows_has_a_zero_gradient():
     for counts, dtype in (([3, 0, 5], torch.float32), ([3, 0, 5], torch.float64), ([0, 0, 0], torch.float32)):
-        _, _, *gradients = bank_run(None, counts, dtype)
+        _, _, *gradients = run_expert_weights(None, counts, dtype)
         for gradient in gradients:
             assert not gradient[1].any()
             assert bool(gradient[0].any()) is (counts[0] > 0)
 
 
-def test_the_kernel_is_not_asked_for_what_it_refuses():
+def test_supports_grouped_mm():
     rows = torch.zeros(4, WIDTH)
     assert supports_grouped_mm(rows, torch.zeros(3, INNER, WIDTH))
     assert not supports_grouped_mm(rows.double(), torch.zeros(3, INNER, WIDTH))
@@ -101,7 +101,7 @@ def test_the_kernel_is_not_asked_for_what_it_refuses():
     assert not supports_grouped_mm(rows.bfloat16(), torch.zeros(3, INNER - 4, WIDTH))
 
 
-def test_autocast_computes_in_half_precision_and_gives_gradients_in_that_of_the_weights():
+def test_autocast_runs_experts_in_bf16_with_float32_gradients():
     module, x = experts(torch.float32, experts_shared=1), inputs(dtype=torch.float32)
     seen = []
     module.bank.register_forward_hook(lambda _m, rows, out: seen.append((rows[0].dtype, out.dtype)))
@@ -113,7 +113,7 @@ def test_autocast_computes_in_half_precision_and_gives_gradients_in_that_of_the_
     assert {p.grad.dtype for p in module.parameters()} == {torch.float32}
 
 
-def test_the_bias_changes_who_is_chosen_and_no_weight():
+def test_router_bias_changes_the_choice_and_not_the_weights():
     router = Router(WIDTH, COUNT, ACTIVE).double()
     torch.nn.init.normal_(router.weight)
     x = inputs().detach().view(-1, WIDTH)
@@ -127,13 +127,13 @@ def test_the_bias_changes_who_is_chosen_and_no_weight():
     assert router.bias.dtype == torch.float64
 
 
-def test_of_equal_scores_the_first_experts_are_chosen():
+def test_router_breaks_ties_by_expert_index():
     router = Router(WIDTH, COUNT, ACTIVE)
     torch.nn.init.zeros_(router.weight)
     assert router(torch.ones(5, WIDTH))[1].tolist() == [[0, 1]] * 5
 
 
-def test_the_load_of_several_passes_adds_up_until_it_is_taken():
+def test_expert_load_accumulates_until_take_load():
     module = experts()
     chosen = [module.router(inputs(seed=s).view(-1, WIDTH))[1] for s in (2, 3)]
     for seed in (2, 3):
@@ -148,24 +148,24 @@ def test_the_load_of_several_passes_adds_up_until_it_is_taken():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_pass_that_is_recomputed_counts_once(reentrant):
+def test_activation_checkpointing_counts_the_expert_load_once(reentrant):
     module, plain = experts(), experts()
     for each in (module, plain):
         each.auxiliary_scale = torch.tensor(0.1)
     x = inputs()
-    (wanted,) = torch.autograd.grad(plain(x).square().sum(), x)
+    (expected,) = torch.autograd.grad(plain(x).square().sum(), x)
     again = inputs()
     checkpoint(module, again, use_reentrant=reentrant).square().sum().backward()
-    assert torch.equal(again.grad, wanted)
+    assert torch.equal(again.grad, expected)
     assert torch.equal(module.take_load()[0], plain.take_load()[0])
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
-def test_a_compiled_block_goes_around_its_experts(mode):
+def test_compiled_block_excludes_its_experts_from_the_graph(mode):
     plain, compiled = (build_model(CONFIG, 0).decoder.blocks[0] for _ in range(2))
     if mode != "none":
         checkpoint_block(compiled, mode)
-    compiled.forward = torch.compile(compiled.forward, backend="aot_eager")  # no kernels of its own: they take a minute
+    compiled.forward = torch.compile(compiled.forward, backend="aot_eager")  # inductor would take a minute
     found = []
     for block in (plain, compiled):
         block.ffn.auxiliary_scale = torch.tensor(0.1)
@@ -175,15 +175,15 @@ def test_a_compiled_block_goes_around_its_experts(mode):
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))
 
 
-def test_beyond_its_capacity_an_expert_takes_the_first_tokens_alone():
+def test_capacity_factor_drops_later_tokens():
     free, x = experts(), inputs(2, 9)
     _, chosen, weights = free.router(x.view(-1, WIDTH))
     module = experts(capacity_factor=0.5)
-    most = math.ceil(0.5 * 18 * ACTIVE / COUNT)
+    limit = math.ceil(0.5 * 18 * ACTIVE / COUNT)
     kept = torch.zeros_like(chosen, dtype=torch.bool)
     for expert in range(COUNT):
-        visits = (chosen == expert).nonzero()[:most]
-        kept[visits[:, 0], visits[:, 1]] = True
+        outputs = (chosen == expert).nonzero()[:limit]
+        kept[outputs[:, 0], outputs[:, 1]] = True
     gate, up, down = module.bank.weights()
     expected = torch.zeros(18, WIDTH, dtype=torch.float64)
     for token, slot in kept.nonzero().tolist():
@@ -195,59 +195,59 @@ def test_beyond_its_capacity_an_expert_takes_the_first_tokens_alone():
     assert int(dropped) == int((~kept).sum()) > 0
 
 
-def by_the_book(module: Experts, x: torch.Tensor) -> torch.Tensor:
-    """Sequence by sequence, expert by expert."""
+def reference_balance_loss(module: Experts, x: torch.Tensor) -> torch.Tensor:
+    """The balance loss as the paper writes it, one sequence and expert at a time."""
     total = torch.zeros((), dtype=x.dtype)
     for sequence in x:
         scores, chosen, _ = module.router(sequence)
         for expert in range(COUNT):
-            often = COUNT / (ACTIVE * len(sequence)) * int((chosen == expert).sum())
-            total = total + often * scores.softmax(-1)[:, expert].mean()
+            frequency = COUNT / (ACTIVE * len(sequence)) * int((chosen == expert).sum())
+            total = total + frequency * scores.softmax(-1)[:, expert].mean()
     return total
 
 
-def test_the_auxiliary_loss_pulls_as_if_it_were_in_the_loss():
+def test_attached_balance_loss_has_the_gradient_of_an_explicit_one():
     module, x, weight = experts(experts_shared=1), inputs(4, 5), 0.7
     leaves = [x, *module.parameters()]
     plain = module(x)
     assert module.auxiliary is None
     module.keep_auxiliary_graph = True
     explicit = module(x).square().sum() + weight * module.auxiliary
-    assert torch.allclose(module.auxiliary, by_the_book(module, x), rtol=1e-13)
-    wanted = torch.autograd.grad(explicit, leaves)
+    assert torch.allclose(module.auxiliary, reference_balance_loss(module, x), rtol=1e-13)
+    expected = torch.autograd.grad(explicit, leaves)
     module.keep_auxiliary_graph, module.auxiliary_scale = False, torch.tensor(weight, dtype=torch.float64)
     out = module(x)
     assert torch.equal(out, plain)
     assert not module.auxiliary.requires_grad
-    assert torch.allclose(module.auxiliary, by_the_book(module, x), rtol=1e-13)
-    for ours, theirs in zip(torch.autograd.grad(out.square().sum(), leaves), wanted, strict=True):
+    assert torch.allclose(module.auxiliary, reference_balance_loss(module, x), rtol=1e-13)
+    for ours, theirs in zip(torch.autograd.grad(out.square().sum(), leaves), expected, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-12, rtol=1e-12)
-    unpulled = torch.autograd.grad(plain.square().sum(), module.router.weight)[0]
-    assert not torch.allclose(unpulled, wanted[1], atol=1e-3)
+    without_balance_loss = torch.autograd.grad(plain.square().sum(), module.router.weight)[0]
+    assert not torch.allclose(without_balance_loss, expected[1], atol=1e-3)
 
 
-def test_the_bias_moves_against_the_load():
+def test_update_router_bias_moves_against_the_load():
     bias = torch.tensor([0.0, 0.5, -0.5, 0.0], dtype=torch.float64)
     after = update_router_bias(bias, torch.tensor([10, 2, 4, 0]), 0.25)
     assert after.tolist() == [-0.25, 0.75, -0.5, 0.25]  # the mean is 4
     assert bias.tolist() == [0.0, 0.5, -0.5, 0.0]
 
 
-def test_rebalancing_evens_the_load():
+def test_update_router_bias_balances_the_load():
     module, x = experts(torch.float32), inputs(8, 32, torch.float32)
 
-    def uneven() -> float:
+    def imbalance() -> float:
         module(x)
         load = module.take_load()[0].double()
         module.router.bias.copy_(update_router_bias(module.router.bias, load, 0.05))
         return float(load.max() / load.mean())
 
     module.router.bias[0] = 2.0
-    first, *_, last = [uneven() for _ in range(60)]
+    first, *_, last = [imbalance() for _ in range(60)]
     assert last < 1.15 < 2 < first
 
 
-def test_an_expert_is_made_by_itself_and_alike_on_every_layout():
+def test_init_of_an_expert_does_not_depend_on_its_shard():
     model, name = build_model(CONFIG, 5), "decoder.blocks.0.ffn.bank.down"
     whole = model.get_parameter(name)
     part = torch.empty(2, WIDTH, 5)
@@ -258,17 +258,17 @@ def test_an_expert_is_made_by_itself_and_alike_on_every_layout():
     assert not model.get_buffer("decoder.blocks.0.ffn.router.bias").any()
 
 
-def test_buffers_come_from_the_meta_device_with_their_initial_values():
+def test_materializer_initializes_buffers_of_a_meta_model():
     model = build_on_meta(CONFIG, torch.float64)
 
-    def content(block, name):
-        block.local.fill_(7.0)  # what was in memory before
+    def fill(block, name):
+        block.local.fill_(7.0)  # uninitialized memory
         init_shard(block.local, name, block.shape, block.offset, CONFIG, 5)
 
-    weights = Materializer(model, content, torch.device("cpu"))
+    weights = Materializer(model, fill, torch.device("cpu"))
     weights.allocate(model)
     weights.initialize(model)
     bias = model.get_buffer("decoder.blocks.0.ffn.router.bias")
     assert (bias.tolist(), bias.dtype) == ([0.0] * COUNT, torch.float64)
-    wanted = build_model(CONFIG, 5, torch.float64).state_dict()
-    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+    expected = build_model(CONFIG, 5, torch.float64).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())

@@ -6,7 +6,7 @@ from functools import cache, partial
 from itertools import combinations
 
 import pytest
-from hybrids import HYBRIDS, words
+from hybrid_layouts import HYBRIDS, overrides_of
 from layout_checks import FP32, FP64, TIED, Case, check_cases, failed_claims
 
 from meshwright.config import load_config
@@ -21,7 +21,7 @@ AXES = ("pipeline", "replicate", "shard", "context", "tensor", "expert")
 
 
 def hybrid_config(row):
-    return load_config(overrides=words(row))
+    return load_config(overrides=overrides_of(row))
 
 
 def test_87_hybrid_layouts_are_valid():
@@ -92,7 +92,7 @@ COVERING = {
 }
 
 
-CASES = {row: Case(tuple(words(row)), proofs) for row, proofs in COVERING.items()}
+CASES = {row: Case(tuple(overrides_of(row)), proofs) for row, proofs in COVERING.items()}
 
 
 @cache

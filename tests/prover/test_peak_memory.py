@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from hybrids import HYBRIDS, MACHINE, in_proportion
+from hybrid_layouts import HYBRIDS, MACHINE, balanced_config
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from meshwright.config import RunConfig
@@ -33,13 +33,13 @@ def measure_peaks(world, configs: list[RunConfig]) -> list[int]:
 @cache
 def measure_all(rows: tuple[str, ...], ranks: int) -> dict[str, list[int]]:
     """The peak memory of each rank, for all layouts with this number of ranks, from one launch."""
-    configs = {row: config for row in rows if validate(config := in_proportion(row))[0].ranks == ranks}
+    configs = {row: config for row in rows if validate(config := balanced_config(row))[0].ranks == ranks}
     by_rank = run_ranks(measure_peaks, ranks, list(configs.values()), timeout=230.0)
     return {row: [peaks[index] for peaks in by_rank] for index, row in enumerate(configs)}
 
 
 def relative_errors(row: str, rows: tuple[str, ...]) -> list[float]:
-    config = in_proportion(row)
+    config = balanced_config(row)
     layout, _ = validate(config)
     measured, predicted = measure_all(rows, layout.ranks)[row], estimate_memory(PlannedJob.from_config(config, MACHINE))
     errors = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hybrids import HYBRIDS, MACHINE, in_proportion, words
+from hybrid_layouts import HYBRIDS, MACHINE, balanced_config, overrides_of
 
 from meshwright.config import RunConfig, load_config
 from meshwright.planner.cost.peak_memory import estimate_memory
@@ -33,7 +33,7 @@ QUICK = [
 
 
 def scaled_down(row: str) -> RunConfig:
-    configs, _ = proof_configs(load_config(overrides=words(row)))
+    configs, _ = proof_configs(load_config(overrides=overrides_of(row)))
     return next(config for config in configs if config.precision.compute == "fp32")
 
 
@@ -66,7 +66,7 @@ TOLERANCES = {"replicate=2 shard=parameters pipeline=2 expert=2 experts=4 expert
 
 def memory_differences(row: str) -> list[str]:
     """The first and the last rank, if the planned peak of all tensors is not within 5 % of the simulated one."""
-    config = in_proportion(row)
+    config = balanced_config(row)
     layout, batch = validate(config)
     estimates = estimate_memory(PlannedJob.from_config(config, MACHINE))
     lines = []

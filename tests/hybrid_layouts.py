@@ -1,4 +1,4 @@
-"""Layouts over all axes on two to eight ranks: each new axis alone, the pairs, and the meshes of large runs."""
+"""Hybrid layouts on two to eight ranks, for tests: single axes, pairs of axes, and the meshes of large runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from meshwright.config import RunConfig, load_config
 from meshwright.planner.hardware.cluster import Cluster, Device, Link
 from meshwright.topology.schedules import SCHEDULES
 
-PLACES = {
+CONFIG_KEYS = {
     "schedule": "pipeline.schedule",
     "stages": "pipeline.stages",
     "method": "context.method",
@@ -16,9 +16,9 @@ PLACES = {
     "segment": "activation_checkpoint.segment",
     "offload": "optimizer.cpu_offload",
 }
-MODEL = ("layers", "heads", "kv_heads", "ffn", "experts", "experts_shared", "separator")
+MODEL_KEYS = ("layers", "heads", "kv_heads", "ffn", "experts", "experts_shared", "separator")
 
-ALONE = [
+SINGLE_AXES = [
     *(f"pipeline={ranks} schedule={kind}" for ranks in (2, 4, 8) for kind in SCHEDULES),
     "pipeline=4 schedule=zero-bubble stages=1",
     "pipeline=2 schedule=interleaved layers=4 separator=0 recompute=selective",
@@ -29,7 +29,7 @@ ALONE = [
     "replicate=4 expert=2 experts=4",
     "replicate=4 shard=parameters expert=2 experts=4 experts_shared=1 recompute=full",
 ]
-PAIRS = [
+TWO_AXES = [
     "replicate=2 pipeline=2",
     "replicate=2 pipeline=2 schedule=zbv",
     "replicate=2 shard=optimizer pipeline=2 schedule=zero-bubble",
@@ -60,7 +60,7 @@ PAIRS = [
     "replicate=2 pipeline=2 schedule=zbv expert=2 experts=4 experts_shared=1",
     "pipeline=2 tensor=2 experts=4 experts_shared=1",
 ]
-MORE = [
+SEVERAL_AXES = [
     "replicate=2 tensor=2 pipeline=2",
     "replicate=2 tensor=2 pipeline=2 schedule=zero-bubble",
     "replicate=2 shard=parameters tensor=2 pipeline=2 schedule=interleaved",
@@ -85,37 +85,40 @@ MORE = [
     "replicate=2 shard=parameters pipeline=2 context=2 expert=2 experts=4 schedule=interleaved",
     "replicate=2 shard=parameters context=2 tensor=2 expert=4 experts=4",
 ]
-HYBRIDS = [*ALONE, *PAIRS, *MORE]
+HYBRIDS = [*SINGLE_AXES, *TWO_AXES, *SEVERAL_AXES]
 
 
-def words(row: str) -> list[str]:
-    """A row as what a user would type: copies where they are asked for alone, and blocks for every stage."""
-    said = {"replicate": "1"} | dict(word.split("=") for word in row.split())
-    stages = said.get("stages") or SCHEDULES[said.get("schedule", "1f1b")].default_stages
-    said.setdefault("layers", str(max(2, int(said.get("pipeline", 1)) * int(stages))))
-    return [f"--{place(name)}={value}" for name, value in said.items()]
+def overrides_of(row: str) -> list[str]:
+    """A row as command-line overrides, with replicate = 1 by default and one block per stage."""
+    settings = {"replicate": "1"} | dict(item.split("=") for item in row.split())
+    stages = settings.get("stages") or SCHEDULES[settings.get("schedule", "1f1b")].default_stages
+    settings.setdefault("layers", str(max(2, int(settings.get("pipeline", 1)) * int(stages))))
+    return [f"--{config_key(name)}={value}" for name, value in settings.items()]
 
 
-def place(name: str) -> str:
-    return f"model.{name}" if name in MODEL else PLACES.get(name, f"layout.{name}")
+def config_key(name: str) -> str:
+    return f"model.{name}" if name in MODEL_KEYS else CONFIG_KEYS.get(name, f"layout.{name}")
 
 
 MICRO = 2
 SHAPE = {"vocab": 512, "width": 64, "heads": 4, "kv_heads": 2, "ffn": 160}
-"""With sequences of 128: activations are about half of the whole."""
+"""With sequences of 128 tokens, activations are about half of the memory."""
 LINK = Link(1e9, 1e-5)
 MACHINE = Cluster("cpu", Device("cpu", 1e12, 1e10, {"bf16": 1e11, "fp32": 1e11}, is_cpu=True), 8, 1, LINK, LINK)
 
 
-def in_proportion(row: str) -> RunConfig:
-    """A row of the matrix with activations that weigh as much as weights; `precision=` and `accumulation=` may stand in
-    it, too.
+def balanced_config(row: str) -> RunConfig:
+    """A row of the matrix as a config with about as much activation as parameter memory. A row may also set
+    `precision=` and `accumulation=`.
     """
-    said = dict(word.split("=") for word in row.split())
-    precision, asked = said.pop("precision", "fp32"), said.pop("accumulation", None)
-    given = words(" ".join(f"{name}={value}" for name, value in said.items()))
-    shape = [f"--model.{name}={size}" for name, size in SHAPE.items() if name not in said]
-    pipeline, data = int(said.get("pipeline", 1)), int(said.get("replicate", 1)) * int(said.get("degree", 1))
-    accumulation = int(asked) if asked else 2 * pipeline if pipeline > 1 else 2
+    settings = dict(item.split("=") for item in row.split())
+    precision, accumulation_setting = settings.pop("precision", "fp32"), settings.pop("accumulation", None)
+    given = overrides_of(" ".join(f"{name}={value}" for name, value in settings.items()))
+    shape = [f"--model.{name}={size}" for name, size in SHAPE.items() if name not in settings]
+    pipeline, data = (
+        int(settings.get("pipeline", 1)),
+        int(settings.get("replicate", 1)) * int(settings.get("degree", 1)),
+    )
+    accumulation = int(accumulation_setting) if accumulation_setting else 2 * pipeline if pipeline > 1 else 2
     batch = [f"--batch.micro={MICRO}", f"--batch.global={data * accumulation * MICRO}"]
     return load_config(overrides=[*shape, *given, *batch, "--data.sequence=128", f"--precision.compute={precision}"])

@@ -1,0 +1,95 @@
+"""Activation checkpointing: it changes no bit, and saves the counted bytes of activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import sqrt
+
+import pytest
+import torch
+
+from meshwright.config import RunConfig, load_config
+from meshwright.data.loader import Loader
+from meshwright.data.source import ConcatenatedSource
+from meshwright.parallel.world import World
+from meshwright.prover.reference import LR, build_step, proof_source, proof_stream
+from meshwright.topology.unsupported import validate
+from meshwright.trainer.step_counters import count_step
+
+LAYERS = 36
+SHAPE = ["--model.width=32", "--model.ffn=8", "--model.heads=1", "--model.kv_heads=1", f"--model.layers={LAYERS}"]
+SHAPE += ["--model.vocab=16", "--data.sequence=16", "--batch.global=4"]
+INPUT_BYTES = 4 * 16 * 32 * 4
+"""bytes of the input of a block"""
+SEGMENTS = (1, 2, 4, 12)
+MODES = {
+    "none": [],
+    "selective": ["--activation_checkpoint.mode=selective"],
+    **{size: ["--activation_checkpoint.mode=full", f"--activation_checkpoint.segment={size}"] for size in SEGMENTS},
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    saved: int
+    """bytes of activations at the start of backward"""
+    recomputed: int
+    """peak bytes that backward recomputes, with its temporaries"""
+    weights: torch.Tensor
+
+
+def measure_step(config: RunConfig) -> Measured:
+    """Measures the second of two steps."""
+    world, (layout, batch) = World(), validate(config)
+    step = build_step(world, config, layout)
+    batches = Loader(ConcatenatedSource([proof_source(config)]), proof_stream(config), batch, 0, config.data).steps(
+        0, 2
+    )
+    step.run(0, LR, batches)
+    saved = {}
+    with count_step(step.parallel_model, step.optimizer) as counted:
+
+        def enter_phase(phase: str) -> None:
+            saved[phase] = counted.memory.current_bytes["activation"]
+            counted.enter(phase)
+
+        step.run(1, LR, batches, enter_phase)
+    weights = torch.cat([p.detach().flatten() for p in step.parallel_model.module.parameters()])
+    return Measured(saved["backward"], counted.memory.peak["temporary"], weights)
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str | int, Measured]:
+    return {
+        name: measure_step(load_config(overrides=[*SHAPE, *overrides], ranks=1)) for name, overrides in MODES.items()
+    }
+
+
+def test_activation_checkpointing_is_bitwise_equal(measured):
+    for name, mode in measured.items():
+        assert torch.equal(mode.weights, measured["none"].weights), name
+
+
+def test_saved_activations_shrink_with_the_segment_size(measured):
+    saved = [measured[name].saved for name in ("none", "selective", *SEGMENTS)]
+    assert saved == sorted(saved, reverse=True)
+    for smaller, larger in pairwise(SEGMENTS):
+        assert measured[smaller].saved - measured[larger].saved == INPUT_BYTES * (LAYERS // smaller - LAYERS // larger)
+
+
+def test_peak_memory_is_lowest_near_the_square_root_segment(measured):
+    memory = {size: measured[size].saved + measured[size].recomputed for size in SEGMENTS}
+    block = measured[2].recomputed - measured[1].recomputed
+    best = sqrt(LAYERS * INPUT_BYTES / block)
+    assert min(memory, key=lambda size: memory[size]) == min(SEGMENTS, key=lambda size: abs(size - best)) == 2
+
+
+def test_activation_checkpointing_keeps_parameter_names():
+    for overrides in MODES.values():
+        config = load_config(overrides=[*SHAPE, *overrides], ranks=1)
+        names = {
+            name
+            for name, _ in build_step(World(), config, validate(config)[0]).parallel_model.module.named_parameters()
+        }
+        assert f"decoder.blocks.{LAYERS - 1}.ffn.down.weight" in names

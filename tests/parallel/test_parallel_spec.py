@@ -1,0 +1,234 @@
+"""ParallelSpec: a user's model on every axis that it supports gives the weights of one process."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright import ParallelSpec, train
+from meshwright.config import config_from_dict
+from meshwright.errors import ConfigError
+from meshwright.parallel.parallel_spec import fsdp_units
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_parallel_spec.py"
+spec = importlib.util.spec_from_file_location("custom_parallel_spec", EXAMPLE)
+assert spec is not None
+example = importlib.util.module_from_spec(spec)
+assert spec.loader is not None
+spec.loader.exec_module(example)
+
+SETTINGS = {
+    "steps": 3,
+    "batch": {"global": 8, "micro": 2},
+    "precision": {"compute": "fp64"},
+    "optimizer": {"lr": 0.01},
+    "eval": {"holdout": 0.1, "every": 3, "samples": 5},
+    "launch": {"device": "cpu", "collective_timeout": 60.0},
+}
+LAYOUTS = {
+    "DDP": {"replicate": 2},
+    "FSDP2": {"replicate": 2, "shard": "parameters"},
+    "tensor parallel": {"replicate": 1, "tensor": 2},
+    "FSDP2 and tensor parallel": {"replicate": 2, "shard": "gradients", "tensor": 2},
+}
+
+
+def train_example(
+    folder, layout: dict, parallel_spec: ParallelSpec | None = example.PARALLEL_SPEC, **overrides
+) -> nn.Module:
+    torch.manual_seed(0)
+    model = example.Residual(width=8, depth=2).double()
+    config = config_from_dict(SETTINGS | {"layout": layout} | overrides)
+    train(
+        config,
+        model=model,
+        loss=example.squares,
+        source=example.Waves(),
+        parallel_spec=parallel_spec,
+        run=folder,
+        quiet=True,
+    )
+    return model
+
+
+@pytest.fixture(scope="module")
+def single_process(tmp_path_factory) -> dict[str, torch.Tensor]:
+    return train_example(tmp_path_factory.mktemp("single_process") / "run", {"replicate": 1}).state_dict()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parallel_training_of_own_model_gives_the_weights_of_one_process(layout, single_process, tmp_path):
+    state = train_example(tmp_path / "run", LAYOUTS[layout]).state_dict()
+    for name, expected in single_process.items():
+        assert torch.allclose(state[name], expected, rtol=1e-10, atol=1e-12), name
+
+
+def test_activation_checkpointing_of_own_model_is_bitwise_equal(single_process, tmp_path):
+    state = train_example(tmp_path / "run", {"replicate": 1}, activation_checkpoint={"mode": "full"}).state_dict()
+    assert all(torch.equal(state[name], expected) for name, expected in single_process.items())
+
+
+@pytest.mark.parametrize(
+    ("layout", "overrides", "parallel_spec", "message"),
+    [
+        ({"replicate": 2, "shard": "parameters"}, {}, None, "no ParallelSpec names the blocks of the model"),
+        ({"replicate": 1, "tensor": 2}, {}, None, "layout.tensor = 2 works block by block"),
+        (
+            {"replicate": 1},
+            {"activation_checkpoint": {"mode": "full"}},
+            None,
+            "activation_checkpoint.mode = full works block by block",
+        ),
+        ({"replicate": 1}, {"compile": {"enabled": True}}, None, "compile.enabled = true works block by block"),
+        ({"replicate": 1, "tensor": 2}, {}, ParallelSpec(blocks="blocks.*"), "ParallelSpec.tp_plan is empty"),
+        (
+            {"replicate": 2, "shard": "parameters"},
+            {},
+            ParallelSpec(blocks="layers.*"),
+            "ParallelSpec.blocks = layers.\\* matches no module",
+        ),
+        (
+            {"replicate": 1},
+            {"activation_checkpoint": {"mode": "full", "segment": 2}},
+            example.PARALLEL_SPEC,
+            "needs a model with a BlockStack",
+        ),
+    ],
+)
+def test_settings_that_need_a_parallel_spec_raise_without_one(layout, overrides, parallel_spec, message, tmp_path):
+    with pytest.raises(Exception, match=message):
+        train_example(tmp_path / "run", layout, parallel_spec, **overrides)
+
+
+def test_fsdp_blocks_that_share_a_parameter_raise(tmp_path):
+    torch.manual_seed(0)
+    model = example.Residual(width=8, depth=2)
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    config = config_from_dict(SETTINGS | {"layout": {"replicate": 2, "shard": "parameters"}})
+    with pytest.raises(Exception, match="shares a parameter"):
+        train(
+            config, model=model, loss=example.squares, source=example.Waves(), parallel_spec=example.PARALLEL_SPEC,
+            run=tmp_path / "run", quiet=True,
+        )  # fmt: skip
+
+
+def test_decoder_only_rules_do_not_apply_to_own_model(tmp_path):
+    """The heads of the preset are not divisible by 3, which does not matter here."""
+    train_example(tmp_path / "run", {"replicate": 3, "shard": "parameters"}, batch={"global": 6})
+    with pytest.raises(ConfigError, match="is not divisible by the data-parallel degree 3"):
+        train_example(tmp_path / "other", {"replicate": 3, "shard": "parameters"}, batch={"global": 8})
+
+
+class Branching(example.Residual):
+    """Which of two matrices a sample uses depends on the sample, so ranks may use different ones."""
+
+    def __init__(self) -> None:
+        super().__init__(width=8, depth=1)
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        x = self.one(x) if float(x.detach().sum()) > 0 else self.other(x)
+        return self.leave(self.blocks[0](x)).squeeze(-1)
+
+
+def train_branching(folder, layout: dict, unused: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Branching().double()
+    settings = SETTINGS | {
+        "batch": {"global": 8, "micro": 1},
+        "layout": layout,
+        "ddp": {"find_unused_parameters": unused},
+    }
+    train(
+        config_from_dict(settings),
+        model=model,
+        loss=example.squares,
+        source=example.Waves(),
+        parallel_spec=ParallelSpec(blocks="blocks.*"),
+        run=folder,
+        quiet=True,
+    )
+    return model.state_dict()
+
+
+def test_find_unused_parameters_allows_ranks_to_use_different_parameters(tmp_path):
+    expected = train_branching(tmp_path / "single_process", {"replicate": 1}, False)
+    state = train_branching(tmp_path / "sharded", {"replicate": 4, "shard": "parameters"}, True)
+    for name, value in expected.items():
+        assert torch.allclose(state[name], value, rtol=1e-10, atol=1e-12), name
+
+
+def test_ranks_that_use_different_parameters_fail_without_find_unused_parameters(tmp_path):
+    with pytest.raises(Exception, match=r"ranks used different parameters.*try ddp.find_unused_parameters = true"):
+        train_branching(tmp_path / "sharded", {"replicate": 4, "shard": "parameters"}, False)
+    assert not list((tmp_path / "sharded").glob("checkpoints/*/manifest.json"))
+
+
+class WithBatchNorm(example.Residual):
+    def __init__(self) -> None:
+        super().__init__(width=8, depth=1)
+        self.batch_norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.leave(self.blocks[0](self.batch_norm(self.enter(x)))).squeeze(-1)
+
+
+def test_fsdp_broadcasts_buffers_as_ddp_does(tmp_path):
+    state = {}
+    for name, layout in (("ddp", {"replicate": 2}), ("fsdp", {"replicate": 2, "shard": "parameters"})):
+        torch.manual_seed(0)
+        model = WithBatchNorm().double()
+        settings = config_from_dict(SETTINGS | {"layout": layout, "eval": {"holdout": 0.1, "every": 3, "samples": 6}})
+        result = train(
+            settings, model=model, loss=example.squares, source=example.Waves(), parallel_spec=example.PARALLEL_SPEC,
+            run=tmp_path / name, quiet=True,
+        )  # fmt: skip
+        state[name] = (model.batch_norm.running_mean, result.evaluations)
+    assert torch.allclose(state["ddp"][0], state["fsdp"][0], rtol=1e-10)
+    assert state["ddp"][1][0][1] == pytest.approx(state["fsdp"][1][0][1], rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("parallel_spec", "message"),
+    [
+        (ParallelSpec(blocks="blocks.*", outer_modules=(("entry",),)), "names entry, and the model has no such module"),
+        (
+            ParallelSpec(blocks="blocks.*", tp_plan=lambda: {"blocks.*.upp": example.ColwiseParallel()}),
+            "names blocks.*.upp, and the model",
+        ),
+    ],
+)
+def test_parallel_spec_with_an_unknown_module_name_raises(parallel_spec, message, tmp_path):
+    layout = {"replicate": 2, "shard": "parameters"} if parallel_spec.outer_modules else {"replicate": 1, "tensor": 2}
+    with pytest.raises(Exception, match=message.replace("*", r"\*")):
+        train_example(tmp_path / "run", layout, parallel_spec)
+
+
+@pytest.mark.parametrize(
+    ("share", "message"),
+    [
+        (lambda model: setattr(model.blocks[1], "up", model.blocks[0].up), "shares a parameter"),
+        (lambda model: setattr(model, "leave_norm", model.blocks[0].norm), "shares a parameter"),
+        (lambda model: model.blocks.append(model.blocks[0]), ""),
+    ],
+)
+def test_fsdp_units_find_modules_with_several_names(share, message):
+    model = example.Residual(width=8, depth=2)
+    share(model)
+    if not message:
+        assert len(fsdp_units(model, example.PARALLEL_SPEC)[0]) == 2
+        return
+    with pytest.raises(ConfigError, match=message):
+        fsdp_units(model, example.PARALLEL_SPEC)
+
+
+def test_outer_modules_must_not_contain_a_block():
+    with pytest.raises(ConfigError, match="outer_modules contains a block"):
+        fsdp_units(
+            example.Residual(width=8, depth=2), ParallelSpec(blocks="blocks.*", outer_modules=(("enter", "blocks.0"),))
+        )
