@@ -15,14 +15,14 @@ def report(
     json: Json = False,
 ) -> None:
     """Report: show measured step time, memory and communication next to their predictions, with the errors."""
-    from meshwright.observe.report_text import as_json, show
+    from meshwright.observe.report_text import report_json, show_report
     from meshwright.observe.run_report import build_report
     from meshwright.telemetry.run_folder import RunFolder
 
     result = build_report(RunFolder(run))
     if json:
-        emit_json(as_json(result))
+        emit_json(report_json(result))
     else:
-        show(result)
-    if strict and result.broken:
+        show_report(result)
+    if strict and result.mismatches:
         raise SystemExit(1)

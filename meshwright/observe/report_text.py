@@ -1,4 +1,4 @@
-"""A run's report on the terminal: the verdict, then every figure with its twin. Torch-free."""
+"""The report of a run on the terminal: the verdict, then every figure next to its prediction. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.io import format_bytes, format_count, format_percent, format_seconds, printable
+from meshwright.observe.console import make_console
 from meshwright.observe.run_report import Report, ReportRow
 from meshwright.observe.terminal import format_ranks
 from meshwright.planner.exact.compare import VolumeComparison
 
-BROKEN = "bold red"
-FAR = 0.2
-"""Errors beyond this stand out."""
+MISMATCH_STYLE = "bold red"
+LARGE_ERROR = 0.2
+"""Errors beyond this fraction are highlighted."""
+WIDE = 110
+"""The width from which on notes have a column of their own; on narrower terminals they follow their row."""
 UNITS: dict[str, Callable[[float], str]] = {
     "s": format_seconds,
     "B": format_bytes,
@@ -27,74 +30,81 @@ UNITS: dict[str, Callable[[float], str]] = {
 }
 
 
-def show(report: Report, console: Console | None = None) -> None:
-    console = console or Console(highlight=False)
-    style = BROKEN if report.broken else "yellow" if report.inside is False else "bold green"
-    console.print(Text(printable(report.verdict), style), soft_wrap=True)
-    of = f"; medians of {report.steps:,} steps" if report.steps else ""
-    console.print(Text(printable(f"{report.run}: {report.status}{of}"), "dim"), soft_wrap=True)
+def show_report(report: Report, console: Console | None = None) -> None:
+    console = console or make_console()
+    style = MISMATCH_STYLE if report.mismatches else "yellow" if report.within_interval is False else "bold green"
+    console.print(Text(printable(report.verdict), style))
+    medians = f"; medians of {report.steps:,} steps" if report.steps else ""
+    console.print(Text(printable(f"{report.run}: {report.status}{medians}"), "dim"))
     if report.rows:
-        console.print(figures(report.rows))
-    if report.traffic:
-        console.print(Text("\nsent a step, bytes of messages", "bold"))
-        console.print(traffic(report.traffic))
+        console.print()
+        console.print(figure_table(report.rows, console.width))
+    if report.communication:
+        console.print(Text("\nCommunication volume per step, message bytes", "bold"))
+        console.print(communication_table(report.communication))
     for note in report.notes:
-        console.print(Text(printable(note), "yellow"), soft_wrap=True)
+        console.print(Text(printable(f"note: {note}"), "yellow"))
 
 
-def figures(twins: list[ReportRow]) -> Table:
+def figure_table(rows: list[ReportRow], width: int) -> Table:
+    """Builds the table of figures; its notes are a column of their own if the terminal is wide enough."""
+    headings = ["", "", "measured", "predicted", "error"] + (["includes"] if width >= WIDE else [])
     table = Table(box=None, pad_edge=False)
-    for name in ("", "", "measured", "predicted", "error", "of"):
-        table.add_column(name, justify="left" if name in ("", "of") else "right", overflow="fold")
-    before = ""
-    for twin in twins:
-        form = UNITS[twin.unit]
-        measured = form(twin.measured) if twin.measured is not None else "not measured"
-        predicted = form(twin.predicted) if twin.predicted is not None else "-"
-        far = twin.error is not None and abs(twin.error) > FAR
-        table.add_row(
-            Text("" if twin.section == before else twin.section, "bold"),
-            Text(printable(twin.figure)),
-            Text(measured, "" if twin.measured is not None else "dim"),
-            predicted,
-            Text(format_percent(twin.error, 1, signed=True), "yellow" if far else ""),
-            Text(printable(twin.note), "dim"),
-        )
-        before = twin.section
+    for position, name in enumerate(headings):
+        table.add_column(name, justify="right" if 2 <= position <= 4 else "left", overflow="fold")
+    section = ""
+    for row in rows:
+        form = UNITS[row.unit]
+        measured = form(row.measured) if row.measured is not None else "not measured"
+        predicted = form(row.predicted) if row.predicted is not None else "-"
+        large = row.error is not None and abs(row.error) > LARGE_ERROR
+        figure, note = Text(printable(row.figure)), Text(printable(row.note), "dim")
+        cells = [
+            Text("" if row.section == section else row.section, "bold"),
+            figure if width >= WIDE or not row.note else figure.append("\n").append_text(note),
+            Text(measured, "" if row.measured is not None else "dim"),
+            Text(predicted),
+            Text(format_percent(row.error, 1, signed=True), "yellow" if large else ""),
+        ]
+        table.add_row(*cells, *([note] if width >= WIDE else []))
+        section = row.section
     return table
 
 
-def traffic(pairs: list[VolumeComparison]) -> Table:
-    """Ranks with the same figures in one row; what is not equal in red."""
-    alike: dict[tuple[Any, ...], list[VolumeComparison]] = {}
-    for pair in pairs:
-        alike.setdefault((not pair.equal, pair.axis, pair.collective, *told(pair), len(pair.ranks)), []).append(pair)
+def communication_table(comparisons: list[VolumeComparison]) -> Table:
+    """Builds a table in which ranks with the same figures share a row; mismatches are red."""
+    groups: dict[tuple[Any, ...], list[VolumeComparison]] = {}
+    for row in comparisons:
+        key = (not row.equal, row.axis, row.collective, *message_bytes(row), len(row.ranks))
+        groups.setdefault(key, []).append(row)
     table = Table(box=None, pad_edge=False)
-    for name in ("axis", "collective", "counted", "by the formula", "", "ranks"):
-        table.add_column(name, justify="right" if name in ("counted", "by the formula") else "left", overflow="fold")
-    for (broken, axis, collective, found, expected, _), same in alike.items():
-        ranks = format_ranks(sorted(rank for pair in same for rank in pair.ranks))
-        together = " (sums of those that share experts)" if len(same[0].ranks) > 1 else ""
-        words = (axis, collective, found, expected, "BROKEN" if broken else "equal", ranks + together)
-        table.add_row(*(Text(printable(each)) for each in words), style=BROKEN if broken else "")
+    for name in ("axis", "collective", "measured", "predicted", "", "ranks"):
+        table.add_column(name, justify="right" if name in ("measured", "predicted") else "left", overflow="fold")
+    for (differs, axis, collective, measured, predicted, _), rows in groups.items():
+        ranks = format_ranks(sorted(rank for row in rows for rank in row.ranks))
+        summed = " (sum over the expert group)" if len(rows[0].ranks) > 1 else ""
+        cells = (axis, collective, measured, predicted, "DIFFERENT" if differs else "equal", ranks + summed)
+        table.add_row(*(Text(printable(cell)) for cell in cells), style=MISMATCH_STYLE if differs else "")
     return table
 
 
-def told(pair: VolumeComparison) -> tuple[str, str]:
-    found, expected = (f"{row.message_bytes:,}" if row else "nothing" for row in (pair.measured, pair.predicted))
-    return found, expected
+def message_bytes(row: VolumeComparison) -> tuple[str, str]:
+    measured, predicted = (
+        f"{volume.message_bytes:,}" if volume else "none" for volume in (row.measured, row.predicted)
+    )
+    return measured, predicted
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def report_json(report: Report) -> dict[str, Any]:
     return {
         "verdict": report.verdict,
         "run": report.run,
         "status": report.status,
         "attempt": report.attempt,
         "steps": report.steps,
-        "inside": report.inside,
-        "bytes_equal": not report.broken if report.traffic else None,
-        "figures": [asdict(twin) | {"error": twin.error} for twin in report.rows],
-        "traffic": [asdict(pair) | {"equal": pair.equal} for pair in report.traffic],
+        "within_interval": report.within_interval,
+        "bytes_equal": not report.mismatches if report.communication else None,
+        "figures": [asdict(row) | {"error": row.error} for row in report.rows],
+        "communication": [asdict(row) | {"equal": row.equal} for row in report.communication],
         "notes": report.notes,
     }

@@ -1,13 +1,13 @@
-"""A run's measured figures beside the predicted ones, with the error of each. Torch-free.
+"""The report of a run: every measured figure next to its prediction, with the error. Torch-free.
 
-| measured | predicted phases |
+| measured phase | predicted phases |
 |---|---|
-| forward + backward | forward, backward, recompute, contention, and the messages that are waited for inside passes |
-| sync | under a pipeline bubble and pipeline; of whole copies by DDP replicate |
+| forward + backward | forward, backward, recompute, contention, and communication exposed inside them |
+| sync | with a pipeline: bubble and pipeline; with DDP: replicate |
 | update | update |
 | fetch + copy | other |
 
-The error is predicted / measured - 1: below zero where the prediction was too small.
+The error is predicted / measured - 1: it is negative if the prediction was too small.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import uses_ddp
 
 MAX_RANKS = 1 << 16
-"""Ranks of a layout whose bytes are compared."""
+"""The largest layout whose communication volume is compared."""
 MAX_NOTES = 16
+"""The notes of a prediction, and the ranks of a pipeline, that a report shows."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class ReportRow:
     section: str
     figure: str
     unit: str
-    """s, B, /s, share or count"""
+    """s, B, /s, share or count."""
     measured: float | None
     predicted: float | None
     note: str = ""
@@ -66,89 +67,96 @@ class Report:
     status: str
     attempt: int
     steps: int
-    """that the median is of"""
+    """The steps over which medians are taken."""
     verdict: str = ""
-    inside: bool | None = None
-    """whether the step lies in its interval"""
+    within_interval: bool | None = None
+    """Whether the measured step time lies in its 80% interval."""
     rows: list[ReportRow] = field(default_factory=list)
-    traffic: list[VolumeComparison] = field(default_factory=list)
-    """of every rank that counted; those that are not equal are broken"""
+    communication: list[VolumeComparison] = field(default_factory=list)
+    """The predicted and the measured communication volume of every rank with counters."""
     notes: list[str] = field(default_factory=list)
 
     @property
-    def broken(self) -> list[VolumeComparison]:
-        return [pair for pair in self.traffic if not pair.equal]
+    def mismatches(self) -> list[VolumeComparison]:
+        """The rows whose communication volume differs from the prediction."""
+        return [row for row in self.communication if not row.equal]
 
     def row(self, section: str, figure: str) -> ReportRow | None:
-        return next((twin for twin in self.rows if (twin.section, twin.figure) == (section, figure)), None)
+        return next((row for row in self.rows if (row.section, row.figure) == (section, figure)), None)
 
 
 def build_report(folder: RunFolder) -> Report:
+    """Builds the report of a run that is in progress, has ended, or failed."""
     if not any((folder.root / name).exists() for name in ("run.toml", "events", "attempts")):
-        raise ConfigError(f"{folder.root} is no run folder", "allowed: a folder that meshwright train has written")
-    found, (plan, notes) = read_measurements(folder), read_plan(folder)
-    if found is None:
+        raise ConfigError(f"{folder.root} is not a run folder", "expected a folder that meshwright train wrote")
+    measurements, (plan, notes) = read_measurements(folder), read_plan(folder)
+    if measurements is None:
         return with_verdict(Report(str(folder.root), run_status(folder, None), 0, 0, notes=notes), {}, False)
-    steps = found.first.timed_steps()
-    if natural_number(plan.get("attempt")) not in (None, found.first.attempt):
-        notes.append(f"the prediction is of attempt {plan['attempt']}")
-    layout, why = predicted_layout(plan, found)
-    pairs: list[VolumeComparison] = []
+    steps = measurements.first.timed_steps()
+    attempt = measurements.first.attempt
+    if natural_number(plan.get("attempt")) not in (None, attempt):
+        notes.append(f"the prediction was made for attempt {plan['attempt']}")
+    layout, reason = predicted_layout(plan, measurements)
+    communication: list[VolumeComparison] = []
     if layout is not None:
-        pairs, more = compare_bytes(plan, found, layout)
-        notes += more
+        communication, excluded = compare_communication(plan, measurements, layout)
+        notes += excluded
     elif plan.get("communication_exact"):
-        notes.append(f"bytes are not compared: {why}")
-    twins = [
-        *step_rows(steps, plan),
-        *phase_rows(steps, plan, layout),
-        *memory_rows(found, plan),
-        *pipeline_rows(found),
-        *expert_rows(steps),
-    ]
-    if found.unread:
-        notes.append(f"{found.unread:,} more ranks were not read")
-    status = run_status(folder, found)
-    whole_report = Report(
-        str(folder.root), status, found.first.attempt, len(steps), rows=twins, traffic=pairs, notes=notes
+        notes.append(f"communication volume is not compared: {reason}")
+    if measurements.unread:
+        notes.append(f"the records of {measurements.unread:,} more ranks were not read")
+    report = Report(
+        str(folder.root),
+        run_status(folder, measurements),
+        attempt,
+        len(steps),
+        rows=[
+            *step_rows(steps, plan),
+            *phase_rows(steps, plan, layout),
+            *memory_rows(measurements, plan),
+            *pipeline_rows(measurements),
+            *expert_rows(steps),
+        ],
+        communication=communication,
+        notes=notes,
     )
-    return with_verdict(whole_report, plan, any(seen.counters for seen in found.ranks.values()))
+    return with_verdict(report, plan, any(records.counters for records in measurements.ranks.values()))
 
 
 def read_plan(folder: RunFolder) -> tuple[dict[str, Any], list[str]]:
-    """plan.json, checked where it is used, and what it notes."""
+    """Returns plan.json, whose values are validated where they are used, and its notes."""
     try:
         plan = bounded_object(read_json_file(folder.plan_file))
     except ConfigError as error:
-        return {}, [f"nothing was predicted: {error.message}"]
-    given = plan.get("notes")
-    return plan, [str(note)[:300] for note in given[:MAX_NOTES]] if isinstance(given, list) else []
+        return {}, [f"there is no prediction: {error.message}"]
+    notes = plan.get("notes")
+    return plan, [str(note)[:300] for note in notes[:MAX_NOTES]] if isinstance(notes, list) else []
 
 
 def read_json_file(path: Path) -> Any:
-    """Whoever opens something else than a file may wait for ever."""
+    """Reads a regular file only: opening a pipe could block forever."""
     if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is no file", "give a run folder")
+        raise ConfigError(f"{path} is not a regular file", "expected a file that meshwright train wrote")
     return read_json(path)
 
 
-def run_status(folder: RunFolder, found: RunMeasurements | None) -> str:
-    """How far the run is, and how its last attempt ended."""
-    attempt = found.first.attempt if found else folder.last_attempt()
+def run_status(folder: RunFolder, measurements: RunMeasurements | None) -> str:
+    """Says how many steps the run has done, and how its last attempt ended."""
+    attempt = measurements.first.attempt if measurements else folder.last_attempt()
     if attempt == 0:
         return "nothing was recorded"
-    made = found.first.steps() if found else []
-    wanted = natural_number(found.first.start.get("steps")) if found else None
-    done = f"{made[-1].step + 1:,} of {wanted:,} steps" if made and wanted is not None else "no step"
-    name = f"attempt {attempt}, {done}"
-    if found and found.first.ended:
-        return f"{name}, complete"
+    steps = measurements.first.steps() if measurements else []
+    total = natural_number(measurements.first.start.get("steps")) if measurements else None
+    done = f"{steps[-1].step + 1:,} of {total:,} steps done" if steps and total is not None else "no step done"
+    progress = f"attempt {attempt}, {done}"
+    if measurements and measurements.first.ended:
+        return f"{progress}, complete"
     try:
         incident = bounded_object(read_json_file(folder.incident(attempt)))
     except ConfigError:
-        return f"{name}, no end on record: in progress, or lost"
+        return f"{progress}, no end recorded: in progress or killed"
     lines = str(incident.get("message", ""))[:300].splitlines()
-    return f"{name}, {str(incident.get('outcome'))[:40]}" + (f": {lines[0]}" if lines else "")
+    return f"{progress}, {str(incident.get('outcome'))[:40]}" + (f": {lines[0]}" if lines else "")
 
 
 def median_of(steps: Iterable[RecordedStep], figure: Callable[[RecordedStep], float | None]) -> float | None:
@@ -159,83 +167,81 @@ def median_of(steps: Iterable[RecordedStep], figure: Callable[[RecordedStep], fl
 def step_rows(steps: list[RecordedStep], plan: Mapping[str, Any]) -> list[ReportRow]:
     seconds = median_of(steps, lambda step: step.seconds)
     flops, peak = finite_number(plan.get("flops")), finite_number(plan.get("peak_flops"))
-    used = flops / seconds / peak if seconds and flops and peak else None
+    mfu = flops / seconds / peak if seconds and flops and peak else None
     rate = median_of(steps, lambda step: step.tokens / step.seconds)
-    note = "" if peak or not plan.get("plan") else "the device's peak is not known"
+    no_step = "" if steps else "no timed step yet"
+    no_peak = "" if peak or not plan.get("plan") else "the device's peak FLOP/s is unknown"
     return [
-        ReportRow(
-            "step", "step", "s", seconds, finite_number(plan.get("seconds")), "" if steps else "no step to measure yet"
-        ),
+        ReportRow("step", "step time", "s", seconds, finite_number(plan.get("seconds")), no_step),
         ReportRow("step", "tokens/s", "/s", rate, finite_number(plan.get("tokens_per_second"))),
-        ReportRow("step", "of peak (MFU)", "share", used, finite_number(plan.get("mfu")), note),
+        ReportRow("step", "MFU", "share", mfu, finite_number(plan.get("mfu")), no_peak),
     ]
 
 
 def phase_rows(steps: list[RecordedStep], plan: Mapping[str, Any], layout: Layout | None) -> list[ReportRow]:
-    """See the table above."""
-    given = {
+    """Compares phases as the table of this module maps them."""
+    predicted = {
         phase: value
         for phase, item in bounded_object(plan.get("phases")).items()
         if (value := finite_number(item)) is not None
     }
-    waited = {"bubble", "pipeline"} | ({"replicate"} if layout is not None and uses_ddp(layout) else set())
-    passes = [phase for phase in given if phase not in waited | {"update", "other"}]
+    sync_phases = {"bubble", "pipeline"} | ({"replicate"} if layout is not None and uses_ddp(layout) else set())
+    compute_phases = [phase for phase in predicted if phase not in sync_phases | {"update", "other"}]
 
-    def twin(name: str, phases: tuple[str, ...], meaning: Iterable[str]) -> ReportRow:
-        spent = median_of(steps, lambda step: sum(step.phases.get(phase, 0.0) for phase in phases))
-        names = [phase for phase in meaning if phase in given]
-        return ReportRow(
-            "phases", name, "s", spent, sum(given[phase] for phase in names) if given else None, ", ".join(names)
-        )
+    def row(name: str, measured_phases: tuple[str, ...], predicted_phases: Iterable[str]) -> ReportRow:
+        measured = median_of(steps, lambda step: sum(step.phases.get(phase, 0.0) for phase in measured_phases))
+        names = [phase for phase in predicted_phases if phase in predicted]
+        total = sum(predicted[phase] for phase in names) if predicted else None
+        return ReportRow("phases", name, "s", measured, total, ", ".join(names) if names != [name] else "")
 
-    found = [twin("forward + backward", ("forward", "backward"), passes)]
-    inside = [phase for phase in passes if phase not in ("forward", "backward", "recompute")]
-    if inside:
-        note = f"{', '.join(inside)}: waited for inside passes, and measured with them"
-        found.append(ReportRow("phases", "exposed in passes", "s", None, sum(given[phase] for phase in inside), note))
+    rows = [row("forward + backward", ("forward", "backward"), compute_phases)]
+    exposed = [phase for phase in compute_phases if phase not in ("forward", "backward", "recompute")]
+    if exposed:
+        total = sum(predicted[phase] for phase in exposed)
+        note = f"{', '.join(exposed)}; measured as part of forward + backward"
+        rows.append(ReportRow("phases", "exposed inside them", "s", None, total, note))
     else:
-        found += [twin("forward", ("forward",), ("forward",)), twin("backward", ("backward",), passes[1:])]
+        rows += [row("forward", ("forward",), ("forward",)), row("backward", ("backward",), compute_phases[1:])]
     return [
-        *found,
-        twin("exposed (sync)", ("sync",), sorted(waited)),
-        twin("update", ("update",), ("update",)),
-        twin("fetch + copy", ("fetch", "copy"), ("other",)),
+        *rows,
+        row("exposed comm (sync)", ("sync",), sorted(sync_phases)),
+        row("update", ("update",), ("update",)),
+        row("fetch + copy", ("fetch", "copy"), ("other",)),
     ]
 
 
-def memory_rows(found: RunMeasurements, plan: Mapping[str, Any]) -> list[ReportRow]:
-    """Of the rank that held most."""
-    counted = {rank: seen.counters for rank, seen in found.ranks.items() if seen.counters is not None}
+def memory_rows(measurements: RunMeasurements, plan: Mapping[str, Any]) -> list[ReportRow]:
+    """Compares the memory of the rank with the highest peak."""
+    counted = {rank: records.counters for rank, records in measurements.ranks.items() if records.counters is not None}
     predicted = {key: finite_number(value) for key, value in bounded_object(plan.get("memory")).items()}
     if not counted:
-        return [ReportRow("memory", "tensors", "B", None, predicted.get("tensors"), "no step was counted")]
-    rank = max(counted, key=lambda one: (counted[one].peak_total, -one))
-    heaviest = counted[rank]
-    note = f"rank {rank} at its peak in step {heaviest.step}, which held most of {len(counted)}"
-    twins = [ReportRow("memory", "tensors", "B", heaviest.peak_total, predicted.get("tensors"), note)]
-    for name, (ours, theirs) in COMPARED_CLASSES.items():
-        held = sum(heaviest.at_peak.get(each, 0) for each in ours)
-        meant = sum(predicted.get(each) or 0.0 for each in theirs) if predicted else None
-        if max(held, meant or 0.0) > heaviest.peak_total / 1000:
-            twins.append(
-                ReportRow("memory", name, "B", held, meant, ", ".join(each for each in theirs if predicted.get(each)))
-            )
-    return [*twins, *exact_peaks(counted, plan)]
+        return [ReportRow("memory", "tensors", "B", None, predicted.get("tensors"), "no step had counters")]
+    rank = max(counted, key=lambda each: (counted[each].peak_total, -each))
+    counters = counted[rank]
+    note = f"peak of rank {rank} in step {counters.step}, the highest of {len(counted)} ranks"
+    rows = [ReportRow("memory", "tensors", "B", counters.peak_total, predicted.get("tensors"), note)]
+    for name, (measured_classes, predicted_classes) in COMPARED_CLASSES.items():
+        measured = sum(counters.at_peak.get(each, 0) for each in measured_classes)
+        total = sum(predicted.get(each) or 0.0 for each in predicted_classes) if predicted else None
+        if max(measured, total or 0.0) > counters.peak_total / 1000:
+            parts = ", ".join(each for each in predicted_classes if predicted.get(each))
+            rows.append(ReportRow("memory", name, "B", measured, total, parts))
+    return [*rows, *exact_peaks(counted, plan)]
 
 
 def exact_peaks(counted: Mapping[int, RecordedCounters], plan: Mapping[str, Any]) -> list[ReportRow]:
-    """The peaks that classes of state have each by itself, of the first rank; exact on CPU."""
-    exact, first = byte_counts(bounded_object(plan.get("state_memory_exact")).get("0")), counted.get(0)
-    if first is None:
+    """Compares the individual peak of each class of model state on rank 0; the prediction is exact on CPU."""
+    exact, counters = byte_counts(bounded_object(plan.get("state_memory_exact")).get("0")), counted.get(0)
+    if counters is None:
         return []
     return [
-        ReportRow("memory", f"{name}, own peak of rank 0", "B", first.peak.get(name), size)
+        ReportRow("memory", f"{name}, rank 0", "B", counters.peak.get(name), size, "individual peak")
         for name, size in exact.items()
     ]
 
 
-def predicted_layout(plan: Mapping[str, Any], found: RunMeasurements) -> tuple[Layout | None, str]:
-    """The layout that was predicted, where it can be and is the run's; else why not."""
+def predicted_layout(plan: Mapping[str, Any], measurements: RunMeasurements) -> tuple[Layout | None, str]:
+    """Returns the layout of the prediction if it is valid and has the ranks of the run, otherwise the reason."""
     given = bounded_object(bounded_object(plan.get("plan")).get("layout"))
     degrees = {axis: natural_number(given.get(axis)) for axis in ALL_AXES}
     if not all(degree and degree <= MAX_RANKS for degree in degrees.values()):
@@ -243,61 +249,58 @@ def predicted_layout(plan: Mapping[str, Any], found: RunMeasurements) -> tuple[L
     layout = Layout(**{axis: degree or 1 for axis, degree in degrees.items()})
     if prod(layout.degrees) > MAX_RANKS or layout.expert_axes_size % layout.expert:
         return None, "the predicted layout is out of range"
-    if layout.ranks != natural_number(found.first.start.get("ranks")):
+    if layout.ranks != natural_number(measurements.first.start.get("ranks")):
         return None, "the prediction is for another number of ranks"
     return layout, ""
 
 
-def compare_bytes(
-    plan: Mapping[str, Any], found: RunMeasurements, layout: Layout
+def compare_communication(
+    plan: Mapping[str, Any], measurements: RunMeasurements, layout: Layout
 ) -> tuple[list[VolumeComparison], list[str]]:
-    """Every counted row beside that of the formula, and what could not be compared."""
-    exact, untold = (
-        bounded_object(plan.get("communication_exact")),
-        bounded_object(plan.get("communication_data_dependent")),
-    )
-    counted = {
-        rank: [CollectiveVolume(*row) for row in seen.counters.communication]
-        for rank, seen in found.ranks.items()
-        if seen.counters is not None
+    """Returns every measured row next to the exact prediction, and notes on what cannot be compared."""
+    exact = bounded_object(plan.get("communication_exact"))
+    data_dependent = bounded_object(plan.get("communication_data_dependent"))
+    measured = {
+        rank: [CollectiveVolume(*row) for row in records.counters.communication]
+        for rank, records in measurements.ranks.items()
+        if records.counters is not None
     }
-    expected, notes = {}, [f"{axis} is not compared: {str(why)[:200]}" for axis, why in untold.items()]
-    for rank in counted:
+    predicted: dict[int, list[CollectiveVolume]] = {}
+    for rank in measured:
         stride = layout.stride("pipeline")
         rows = exact.get(str(rank // stride * stride))
         if isinstance(rows, list):
-            expected[rank] = [
-                CollectiveVolume(*sent) for row in rows[:256] if (sent := parse_communication_row(row)) is not None
-            ]
-    if left := counted.keys() - expected.keys():
-        notes.append(f"bytes of {len(left)} ranks were not predicted")
-    return list(compare_volumes(layout, expected, counted, untold)), notes
+            parsed = (parse_communication_row(row) for row in rows[:256])
+            predicted[rank] = [CollectiveVolume(*row) for row in parsed if row is not None]
+    notes = [f"{axis} is not compared: {str(why)[:200]}" for axis, why in data_dependent.items()]
+    if missing := measured.keys() - predicted.keys():
+        notes.append(f"the communication volume of {len(missing)} ranks was not predicted")
+    return list(compare_volumes(layout, predicted, measured, data_dependent)), notes
 
 
-def pipeline_rows(found: RunMeasurements) -> list[ReportRow]:
-    """What every rank's schedule promised, and what it measured."""
-    twins: list[ReportRow] = []
-    idle: list[float] = []
-    promised = None
-    for rank, seen in found.ranks.items():
-        pipe = bounded_object(seen.start.get("pipeline"))
-        if not pipe:
+def pipeline_rows(measurements: RunMeasurements) -> list[ReportRow]:
+    """Compares the micro-batches in flight and the bubble of every rank with those of its schedule."""
+    rows: list[ReportRow] = []
+    idle_fractions: list[float] = []
+    bubble = None
+    for rank, records in measurements.ranks.items():
+        pipeline = bounded_object(records.start.get("pipeline"))
+        if not pipeline:
             continue
-        steps = seen.timed_steps()
-        promised = finite_number(pipe.get("bubble"))
-        live = max((step.live for step in steps if step.live is not None), default=None)
-        if len(twins) < MAX_NOTES or live != finite_number(pipe.get("live")):
-            twins.append(
-                ReportRow(
-                    "pipeline", f"live micro-batches, rank {rank}", "count", live, finite_number(pipe.get("live"))
-                )
+        steps = records.timed_steps()
+        bubble, predicted = finite_number(pipeline.get("bubble")), finite_number(pipeline.get("live"))
+        in_flight = max((step.live for step in steps if step.live is not None), default=None)
+        if len(rows) < MAX_NOTES or in_flight != predicted:
+            rows.append(
+                ReportRow("pipeline", f"in flight, rank {rank}", "count", in_flight, predicted, "micro-batches")
             )
-        if (waiting := median_of(steps, lambda step: step.idle)) is not None:
-            idle.append(waiting)
-    if twins:
-        note = "by the schedule alone; the mean over ranks"
-        twins.append(ReportRow("pipeline", "idle", "share", sum(idle) / len(idle) if idle else None, promised, note))
-    return twins
+        if (idle := median_of(steps, lambda step: step.idle)) is not None:
+            idle_fractions.append(idle)
+    if rows:
+        mean = sum(idle_fractions) / len(idle_fractions) if idle_fractions else None
+        note = "mean over ranks; the prediction is the bubble of the schedule alone"
+        rows.append(ReportRow("pipeline", "idle", "share", mean, bubble, note))
+    return rows
 
 
 def expert_rows(steps: list[RecordedStep]) -> list[ReportRow]:
@@ -305,37 +308,36 @@ def expert_rows(steps: list[RecordedStep]) -> list[ReportRow]:
     if imbalance is None:
         return []
     dropped = median_of(steps, lambda step: step.dropped)
-    note = "the fullest expert as a multiple of an even share, which is what plans are made for"
+    note = "load of the fullest expert relative to the mean; predictions assume a uniform load"
     return [
         ReportRow("experts", "imbalance", "count", imbalance, 1.0, note),
-        ReportRow("experts", "dropped visits", "count", dropped, None, "a step"),
+        ReportRow("experts", "dropped tokens", "count", dropped, None, "per step"),
     ]
 
 
-def with_verdict(report: Report, plan: Mapping[str, Any], counted: bool) -> Report:
-    """With its verdict in one line."""
+def with_verdict(report: Report, plan: Mapping[str, Any], has_counters: bool) -> Report:
+    """Adds the verdict, one line on step time, communication and memory."""
     low, high = finite_number(plan.get("low")), finite_number(plan.get("high"))
-    step, held = report.row("step", "step"), report.row("memory", "tensors")
-    inside = None
+    step, memory = report.row("step", "step time"), report.row("memory", "tensors")
+    within_interval = None
     if step is None or step.measured is None:
-        words = ["no step measured"]
+        time = "no step measured"
     elif step.predicted is None:
-        words = [f"step {format_seconds(step.measured)}, no seconds predicted"]
+        time = f"step time {format_seconds(step.measured)}, not predicted"
     else:
-        words = [
-            f"step {format_seconds(step.measured)}, predicted {format_seconds(step.predicted)} "
-            f"({format_percent(step.error, 1, signed=True)})"
-        ]
+        error = format_percent(step.error, 1, signed=True)
+        time = f"step time {format_seconds(step.measured)}, predicted {format_seconds(step.predicted)} ({error})"
         if low is not None and high is not None:
-            inside = low <= step.measured <= high
-            words.append(
-                "inside its interval" if inside else f"outside of {format_seconds(low)} to {format_seconds(high)}"
-            )
-    spent = ", ".join(words)
-    if report.broken:
-        sent = f"BYTES DIFFER in {len(report.broken)} of {len(report.traffic)} rows, first {report.broken[0]}"
+            within_interval = low <= step.measured <= high
+            interval = f"the 80% interval {format_seconds(low)} to {format_seconds(high)}"
+            time += f", {'within' if within_interval else 'outside'} {interval}"
+    if report.mismatches:
+        rows = f"{len(report.mismatches)} of {len(report.communication)} rows"
+        communication = f"BYTES DIFFER in {rows}, first: {report.mismatches[0]}"
+    elif report.communication:
+        communication = "bytes equal"
     else:
-        sent = "bytes equal" if report.traffic else "bytes not predicted" if counted else "bytes not counted"
-    error = held.error if held is not None else None
-    weight = f"memory {format_percent(error, 1, signed=True)}" if error is not None else "memory not compared"
-    return replace(report, inside=inside, verdict=f"{spent}; {sent}; {weight}")
+        communication = "bytes not predicted" if has_counters else "bytes not counted"
+    memory_error = memory.error if memory is not None else None
+    peak = "memory not compared" if memory_error is None else f"memory {format_percent(memory_error, 1, signed=True)}"
+    return replace(report, within_interval=within_interval, verdict=f"{time}; {communication}; {peak}")

@@ -1,4 +1,4 @@
-"""A report: real runs send what was predicted to the byte, one byte off is found, and no folder brings it down."""
+"""Tests of `meshwright report`: real runs match the predicted bytes, one byte off is found, any folder is safe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from small_run import small_config
 from meshwright import train
 from meshwright.cli import main
 from meshwright.errors import ConfigError
-from meshwright.observe.report_text import show
+from meshwright.observe.report_text import show_report
 from meshwright.observe.run_report import build_report
 from meshwright.telemetry import run_measurements
 from meshwright.telemetry.run_folder import RunFolder
@@ -35,7 +35,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run of every layout on a machine that was measured."""
+    """One run per layout, on a machine with a measurement."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MESHWRIGHT_HOME", str(home))
@@ -48,7 +48,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture
 def run(runs, tmp_path):
-    """One to spoil."""
+    """A copy of a run that a test may change."""
     shutil.copytree(runs / "copies", tmp_path / "run")
     return tmp_path / "run"
 
@@ -59,7 +59,7 @@ def report(folder):
 
 def shown(folder, width=140):
     text = io.StringIO()
-    show(report(folder), Console(file=text, width=width, highlight=False))
+    show_report(report(folder), Console(file=text, width=width, highlight=False))
     return text.getvalue()
 
 
@@ -74,7 +74,7 @@ def append(folder, *records, rank=0):
 
 
 def change(folder, kind, alter, rank=0):
-    """Every record of a kind, altered."""
+    """Alters every record of a kind."""
     lines = [json.loads(line) for line in events(folder, rank).read_text().splitlines()]
     for line in lines:
         if line["kind"] == kind:
@@ -83,59 +83,61 @@ def change(folder, kind, alter, rank=0):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_real_run_sends_what_was_predicted(name, runs):
+def test_counted_bytes_of_a_run_equal_the_prediction(name, runs):
     found = report(runs / name)
-    assert found.broken == []
-    assert {rank for pair in found.traffic for rank in pair.ranks} == {0, 1}
-    assert {pair.axis for pair in found.traffic} - {"control"}
+    assert found.mismatches == []
+    assert {rank for pair in found.communication for rank in pair.ranks} == {0, 1}
+    assert {pair.axis for pair in found.communication} - {"control"}
     assert "bytes equal" in found.verdict
-    assert found.status == "attempt 1, 6 of 6 steps, complete"
+    assert found.status == "attempt 1, 6 of 6 steps done, complete"
     assert found.steps == 4  # the first one and the counted one are left out
     held = found.row("memory", "tensors")
     assert held.predicted == pytest.approx(held.measured, rel=0.1)
     for state in ("parameter", "gradient", "optimizer"):
-        twin = found.row("memory", f"{state}, own peak of rank 0")
-        assert twin.measured == twin.predicted
+        row = found.row("memory", f"{state}, rank 0")
+        assert row.measured == row.predicted
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_figure_is_there_beside_its_twin(name, runs):
+def test_every_figure_has_a_prediction_and_an_error(name, runs):
     found = report(runs / name)
-    for figure in ("step", "tokens/s", "of peak (MFU)"):
-        twin = found.row("step", figure)
-        assert twin.error == pytest.approx(twin.predicted / twin.measured - 1)
+    for figure in ("step time", "tokens/s", "MFU"):
+        row = found.row("step", figure)
+        assert row.error == pytest.approx(row.predicted / row.measured - 1)
     assert found.row("phases", "forward + backward").error is not None
-    parts = [found.row("phases", phase) for phase in ("forward + backward", "exposed (sync)", "update", "fetch + copy")]
-    assert sum(part.predicted for part in parts) == pytest.approx(found.row("step", "step").predicted)
-    assert found.inside in (True, False)
+    parts = [
+        found.row("phases", phase) for phase in ("forward + backward", "exposed comm (sync)", "update", "fetch + copy")
+    ]
+    assert sum(part.predicted for part in parts) == pytest.approx(found.row("step", "step time").predicted)
+    assert found.within_interval in (True, False)
     text = shown(runs / name)
-    assert text.startswith(f"step {found.verdict.split()[1]}")
-    assert "BROKEN" not in text
+    assert text.startswith("step time ")
+    assert "DIFFERENT" not in text
 
 
-def test_a_pipeline_is_held_against_its_schedule(runs):
+def test_pipeline_is_compared_with_its_schedule(runs):
     found = report(runs / "stages")
-    live = [twin for twin in found.rows if twin.figure.startswith("live")]
-    assert [(twin.measured, twin.predicted) for twin in live] == [(2, 2), (1, 1)]
+    live = [row for row in found.rows if row.figure.startswith("in flight")]
+    assert [(row.measured, row.predicted) for row in live] == [(2, 2), (1, 1)]
     assert found.row("pipeline", "idle").predicted == pytest.approx(1 / 9, abs=1e-4)  # 8 micro-batches through 2 stages
     assert found.row("experts", "imbalance") is None
 
 
-def test_experts_say_how_even_their_load_was(runs):
+def test_expert_imbalance_is_reported(runs):
     assert report(runs / "experts").row("experts", "imbalance").measured >= 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_byte_off_is_found(rank, run, capsys):
+def test_one_byte_of_difference_is_found(rank, run, capsys):
     main(["report", str(run), "--strict"])
 
     def alter(record):
         next(row for row in record["communication"] if row["axis"] == "replicate")["message_bytes"] += 1
 
     change(run, "counters", alter, rank)
-    [broken] = report(run).broken
-    assert str(broken).startswith(f"rank {rank}: replicate all_reduce: ")
-    assert "BROKEN" in shown(run)
+    [mismatch] = report(run).mismatches
+    assert str(mismatch).startswith(f"rank {rank}: replicate all_reduce: ")
+    assert "DIFFERENT" in shown(run)
     main(["report", str(run)])
     with pytest.raises(SystemExit) as ended:
         main(["report", str(run), "--strict"])
@@ -143,71 +145,71 @@ def test_one_byte_off_is_found(rank, run, capsys):
     assert "BYTES DIFFER in 1 of 4 rows" in capsys.readouterr().out
 
 
-def test_one_byte_off_among_experts_is_found(runs, tmp_path):
+def test_one_byte_of_difference_in_expert_all_to_all_is_found(runs, tmp_path):
     shutil.copytree(runs / "experts", tmp_path / "run")
 
     def alter(record):
         next(row for row in record["communication"] if row["axis"] == "expert")["message_bytes"] -= 1
 
     change(tmp_path / "run", "counters", alter, 1)
-    [broken] = report(tmp_path / "run").broken
-    assert str(broken).startswith("ranks 0, 1 together: expert all_to_all: ")
+    [mismatch] = report(tmp_path / "run").mismatches
+    assert str(mismatch).startswith("ranks 0, 1 together: expert all_to_all: ")
 
 
-def test_json_has_every_figure(runs, capsys):
+def test_report_json_has_every_figure(runs, capsys):
     main(["report", str(runs / "copies"), "--json"])
     answer = json.loads(capsys.readouterr().out)
     assert answer["bytes_equal"] is True
-    assert {row["figure"] for row in answer["figures"]} >= {"step", "tokens/s", "tensors", "exposed (sync)"}
-    assert answer["traffic"][0]["equal"] is True
+    assert {row["figure"] for row in answer["figures"]} >= {"step time", "tokens/s", "tensors", "exposed comm (sync)"}
+    assert answer["communication"][0]["equal"] is True
 
 
 @pytest.mark.parametrize("make", [lambda path: None, Path.mkdir, Path.touch], ids=["nothing", "empty", "file"])
-def test_what_is_no_run_is_refused_in_one_line(make, tmp_path, capsys):
+def test_report_of_something_else_than_a_run_folder_is_one_line(make, tmp_path, capsys):
     make(tmp_path / "thing")
     with pytest.raises(SystemExit) as ended:
         main(["report", str(tmp_path / "thing")])
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
-        f"meshwright: {tmp_path}/thing is no run folder; allowed: a folder that meshwright train has written\n"
+        f"meshwright: {tmp_path}/thing is not a run folder; expected a folder that meshwright train wrote\n"
     )
 
 
-def test_a_run_that_came_to_no_step_says_so(run):
+def test_report_of_a_run_without_a_step(run):
     shutil.rmtree(run / "events")
     found = report(run)
     assert found.verdict == "no step measured; bytes not counted; memory not compared"
-    assert found.status.startswith("attempt 1, no step, complete")
+    assert found.status.startswith("attempt 1, no step done, complete")
     assert shown(run)
 
 
-def test_a_run_in_progress_is_reported_as_far_as_it_is(run):
+def test_report_of_a_run_in_progress(run):
     kept = [line for line in events(run).read_text().splitlines() if '"step":4' not in line and '"step":5' not in line]
     events(run).write_text("\n".join(line for line in kept if '"kind":"end"' not in line) + '\n{"kind":"st')
     (run / "attempts" / "0001" / "incident.json").unlink()
     found = report(run)
-    assert found.status == "attempt 1, 4 of 6 steps, no end on record: in progress, or lost"
+    assert found.status == "attempt 1, 4 of 6 steps done, no end recorded: in progress or killed"
     assert found.steps == 2
     events(run).write_text("\n".join(kept[:2]) + "\n")
     assert report(run).verdict.startswith("no step measured; bytes equal")  # as the other rank counted them
 
 
-def test_a_run_that_broke_says_where(run):
+def test_report_of_a_failed_run_has_its_incident(run):
     change(run, "end", lambda record: record.update(kind="other"))
     incident = {"attempt": 1, "outcome": "failed", "message": "rank 1 was ended by signal 9\nmore"}
     (run / "attempts" / "0001" / "incident.json").write_text(json.dumps(incident))
-    assert report(run).status == "attempt 1, 6 of 6 steps, failed: rank 1 was ended by signal 9"
+    assert report(run).status == "attempt 1, 6 of 6 steps done, failed: rank 1 was ended by signal 9"
 
 
-def test_of_several_attempts_the_last_counts(run):
+def test_report_uses_the_last_attempt(run):
     start = json.loads(events(run).read_text().splitlines()[0])
     made = [json.loads(line) for line in events(run).read_text().splitlines() if '"kind":"step"' in line][-1]
     steps = [made | {"attempt": 2, "step": step, "seconds": 2.0, "counted": step == 5} for step in range(4, 9)]
     append(run, start | {"attempt": 2}, {"kind": "restored", "attempt": 2, "step": 4}, *steps)
     found = report(run)
-    assert (found.attempt, found.steps, found.row("step", "step").measured) == (2, 3, 2.0)
-    assert "the prediction is of attempt 1" in found.notes
-    assert found.traffic == []  # nothing of this attempt was counted
+    assert (found.attempt, found.steps, found.row("step", "step time").measured) == (2, 3, 2.0)
+    assert "the prediction was made for attempt 1" in found.notes
+    assert found.communication == []  # nothing of this attempt was counted
     assert "bytes not counted" in found.verdict
 
 
@@ -225,18 +227,18 @@ def test_of_several_attempts_the_last_counts(run):
         ('{"notes": "x", "phases": [], "state_memory_exact": {"0": 7}, "low": 1e999, "high": NaN}', ""),
     ],
 )
-def test_a_prediction_that_is_none_leaves_what_was_measured(run, text, note):
+def test_report_without_a_valid_prediction_has_the_measurements(run, text, note):
     (run / "plan.json").unlink()
     if text is not None:
         (run / "plan.json").write_text(text)
     found = report(run)
     assert note in " ".join(found.notes)
-    assert found.row("step", "step").measured > 0
-    assert "no seconds predicted; bytes not predicted" in found.verdict
+    assert found.row("step", "step time").measured > 0
+    assert "not predicted; bytes not predicted" in found.verdict
     assert shown(run)
 
 
-def test_a_layout_beyond_all_bounds_is_not_walked_through(run):
+def test_predicted_layout_out_of_range_is_not_compared(run):
     plan = json.loads((run / "plan.json").read_text())
     for degrees in (
         {"replicate": 1 << 60},
@@ -246,11 +248,11 @@ def test_a_layout_beyond_all_bounds_is_not_walked_through(run):
     ):
         (run / "plan.json").write_text(json.dumps(plan | {"plan": {"layout": plan["plan"]["layout"] | degrees}}))
         found = report(run)
-        assert found.traffic == []
-        assert "bytes are not compared" in " ".join(found.notes)
+        assert found.communication == []
+        assert "communication volume is not compared" in " ".join(found.notes)
 
 
-def test_a_strangers_records_are_read_within_bounds(run, monkeypatch):
+def test_untrusted_records_are_read_within_bounds(run, monkeypatch):
     change(run, "end", lambda record: record.update(kind="other"))
     for bad in (
         {"kind": "step", "step": 9, "seconds": "soon"},
@@ -258,12 +260,7 @@ def test_a_strangers_records_are_read_within_bounds(run, monkeypatch):
         {"kind": "step", "step": 9, "seconds": float("inf")},
         {"kind": "step", "step": 9, "seconds": 1.0, "phases": [1], "pipeline": 3, "experts": {"imbalance": "x"}},
         {"kind": "counters", "step": 9, "communication": [{}] * 5000, "memory": {}},
-        {
-            "kind": "counters",
-            "step": 9,
-            "communication": [3, {"message_bytes": "x"}],
-            "memory": {"peak_total": 1, "peak": 3},
-        },
+        {"kind": "counters", "step": 9, "communication": [3, {"message_bytes": "x"}], "memory": {"peak_total": 1, "peak": 3}},
         {"kind": "restored", "step": [1]},
     ):  # fmt: skip
         append(run, bad)
@@ -277,19 +274,19 @@ def test_a_strangers_records_are_read_within_bounds(run, monkeypatch):
     for path in (run / "plan.json", run / "attempts" / "0001" / "incident.json"):
         path.unlink()
         os.mkfifo(path)
-    assert "plan.json is no file" in shown(run)
+    assert "plan.json is not a regular file" in shown(run)
     monkeypatch.setattr(run_measurements, "MAX_FILE_BYTES", 2000)
     assert report(run).verdict.startswith("no step measured")
 
 
-def test_no_letter_of_a_strangers_reaches_the_terminal_unseen(run):
+def test_control_characters_in_records_do_not_reach_the_terminal(run):
     change(run, "counters", lambda record: record["communication"][0].update(axis="\x1b[2J[red]x"))
     text = shown(run)
     assert "\x1b" not in text
     assert "?[2J[red]x" in text
 
 
-def test_memory_does_not_grow_with_the_records(run):
+def test_report_memory_does_not_grow_with_the_records(run):
     step = [line for line in events(run).read_text().splitlines() if '"kind":"step"' in line][-1]
     with open(events(run), "a") as file:
         for _ in range(20):
@@ -307,7 +304,7 @@ class Twice(torch.nn.Module):
         return self.factor * x
 
 
-def test_of_a_model_of_ones_own_nothing_is_predicted(tmp_path):
+def test_custom_model_has_no_prediction(tmp_path):
     data = [(torch.ones(1).numpy() * x, torch.ones(1).numpy() * 2 * x) for x in range(1, 65)]
     config = small_config("--eval.holdout=0", steps=4)
     train(
@@ -315,16 +312,25 @@ def test_of_a_model_of_ones_own_nothing_is_predicted(tmp_path):
     )
     found = report(tmp_path / "r")
     assert found.notes == ["custom model: the planner has no formulas for it"]
-    assert "no seconds predicted; bytes not predicted" in found.verdict
+    assert "not predicted; bytes not predicted" in found.verdict
 
 
-def test_a_report_imports_no_torch(runs):
+def test_report_imports_no_torch(runs):
     code = f"import sys; from meshwright.cli import main; main(['report', {str(runs / 'copies')!r}])\n"
     code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_a_link_to_nowhere_is_no_run(tmp_path):
+def test_report_of_a_dangling_link_raises(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "gone")
-    with pytest.raises(ConfigError, match="is no run folder"):
+    with pytest.raises(ConfigError, match="is not a run folder"):
         report(tmp_path / "link")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("width", [80, 120])
+def test_report_tables_fit_the_terminal_without_ellipsis(name, width, runs):
+    text = shown(runs / name, width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    assert "forward + backward" in text
