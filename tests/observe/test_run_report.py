@@ -24,6 +24,7 @@ from meshwright.observe.run_report import build_report
 from meshwright.telemetry import run_measurements
 from meshwright.telemetry.run_folder import RunFolder
 
+COUNTED = {"peak_total": 1, "peak": 3}
 PIPED = ("--layout.pipeline=2", "--batch.micro=2", "--model.layers=4")
 LAYOUTS = {
     "copies": (),
@@ -260,7 +261,7 @@ def test_untrusted_records_are_read_within_bounds(run, monkeypatch):
         {"kind": "step", "step": 9, "seconds": float("inf")},
         {"kind": "step", "step": 9, "seconds": 1.0, "phases": [1], "pipeline": 3, "experts": {"imbalance": "x"}},
         {"kind": "counters", "step": 9, "communication": [{}] * 5000, "memory": {}},
-        {"kind": "counters", "step": 9, "communication": [3, {"message_bytes": "x"}], "memory": {"peak_total": 1, "peak": 3}},
+        {"kind": "counters", "step": 9, "communication": [3, {"message_bytes": "x"}], "memory": COUNTED},
         {"kind": "restored", "step": [1]},
     ):  # fmt: skip
         append(run, bad)
