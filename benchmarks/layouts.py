@@ -45,9 +45,12 @@ LAYOUTS: dict[str, tuple[LayoutConfig, Callable[[LoopInputs], RunSteps]]] = {
     "replicate 2 (DDP)": (LayoutConfig(2), torch_layout_loops.ddp),
     "shard optimizer 2 (FSDP2, reshard_after_forward=False)": (
         LayoutConfig(2, "optimizer"),
-        partial(torch_layout_loops.fsdp, reshard=False),
+        partial(torch_layout_loops.fsdp, reshard_after_forward=False),
     ),
-    "shard parameters 2 (FSDP2)": (LayoutConfig(2, "parameters"), partial(torch_layout_loops.fsdp, reshard=True)),
+    "shard parameters 2 (FSDP2)": (
+        LayoutConfig(2, "parameters"),
+        partial(torch_layout_loops.fsdp, reshard_after_forward=True),
+    ),
     "tensor 2 (DTensor, sequence parallel)": (LayoutConfig(1, tensor=2), torch_layout_loops.tensor),
 }
 """Each layout, and the torch loop for it."""

@@ -138,11 +138,11 @@ class TrainingProcess:
             self.kill()
         readings = [read_heartbeat(path) for path in self.folder.root.glob("attempts/*/heartbeat-*")]
         deadline = time.monotonic() + 10.0
-        while any(reading and process_start(reading.pid) == reading.started for reading in readings):
+        while any(reading and process_start(reading.pid) == reading.process_started for reading in readings):
             if time.monotonic() > deadline:
                 for reading in readings:
                     with suppress(ProcessLookupError):
-                        if reading and process_start(reading.pid) == reading.started:
+                        if reading and process_start(reading.pid) == reading.process_started:
                             os.kill(reading.pid, signal.SIGKILL)
                 return
             time.sleep(POLL_SECONDS)
