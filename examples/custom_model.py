@@ -1,4 +1,4 @@
-"""A model, a loss and a dataset of your own, trained on two processes by the same code as the built-in decoder.
+"""Trains your own model, loss and dataset on two processes with the code that trains the built-in decoder.
 
 python examples/custom_model.py            two ranks on this host
 torchrun --nproc-per-node 2 examples/custom_model.py
@@ -15,20 +15,20 @@ from meshwright.config import BatchConfig, EvalConfig, OptimizerConfig
 
 
 class Spirals:
-    """Points on two interleaved spirals; sample i is a pure function of i."""
+    """A map-style dataset of points on two interleaved spirals. A sample depends only on its index."""
 
     def __len__(self) -> int:
         return 4096
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         label = index % 2
-        turn = 3 * math.pi * math.sqrt((index // 2 + 0.5) / 2048)
-        point = torch.tensor([math.cos(turn + math.pi * label), math.sin(turn + math.pi * label)])
-        return point * turn / 10, label
+        angle = 3 * math.pi * math.sqrt((index // 2 + 0.5) / 2048)
+        point = torch.tensor([math.cos(angle + math.pi * label), math.sin(angle + math.pi * label)])
+        return point * angle / 10, label
 
 
-def sum_of_losses(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The sum, not the mean: Meshwright divides once, by the count over all ranks and micro-steps."""
+def summed_cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The sum, not the mean: Meshwright divides once by the number of targets over all ranks and micro-steps."""
     return F.cross_entropy(outputs, targets, reduction="sum")
 
 
@@ -42,9 +42,9 @@ if __name__ == "__main__":
         eval=EvalConfig(holdout=0.1, every=100, samples=409),
         log_every=50,
     )
-    result = train(config, model=model, loss=sum_of_losses, source=Spirals(), run="runs/spirals")
+    result = train(config, model=model, loss=summed_cross_entropy, source=Spirals(), run="runs/spirals")
     spirals = Spirals()
     points = torch.stack([spirals[i][0] for i in range(len(spirals))])
     labels = torch.arange(len(spirals)) % 2
-    right = (model(points).argmax(dim=1) == labels).float().mean()
-    print(f"{right:.1%} of all points on the right spiral after {result.steps} steps")
+    accuracy = (model(points).argmax(dim=1) == labels).float().mean()
+    print(f"{accuracy:.1%} of all points on the right spiral after {result.steps} steps")

@@ -1,4 +1,4 @@
-"""A model of your own, sharded over two ranks and its matrices cut over two more: four processes, one description.
+"""Trains your own model on four processes, with FSDP over two ranks and tensor parallelism over two.
 
 python examples/custom_parallel_spec.py
 """
@@ -12,7 +12,7 @@ from meshwright import ParallelSpec, RunConfig, train
 from meshwright.config import BatchConfig, EvalConfig, LayoutConfig
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -23,22 +23,22 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
 
-class Residual(nn.Module):
+class ResidualMLP(nn.Module):
     def __init__(self, width: int = 32, depth: int = 4) -> None:
         super().__init__()
-        self.enter = nn.Linear(8, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.leave = nn.Linear(width, 1)
+        self.embed = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(depth))
+        self.head = nn.Linear(width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
+        x = self.embed(x)
         for block in self.blocks:
             x = block(x)
-        return self.leave(x).squeeze(-1)  # type: ignore[no-any-return]
+        return self.head(x).squeeze(-1)  # type: ignore[no-any-return]
 
 
-class Waves:
-    """Eight numbers, and the sine of their sum; sample i is a pure function of i."""
+class SineDataset:
+    """Eight numbers and the sine of their sum. A sample depends only on its index."""
 
     def __len__(self) -> int:
         return 4096
@@ -48,21 +48,20 @@ class Waves:
         return x, torch.sin(x.sum())
 
 
-def squares(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The sum, not the mean: Meshwright divides once, by the count over all ranks and micro-steps."""
+def summed_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The sum, not the mean: Meshwright divides once by the number of targets over all ranks and micro-steps."""
     return F.mse_loss(outputs, targets, reduction="sum")
 
 
-def cuts() -> dict[str, ParallelStyle]:
-    """The first matrix of a block by columns, the second by rows: one sum over ranks at its end."""
+def tp_plan() -> dict[str, ParallelStyle]:
+    """The first matrix of a block is column-parallel and the second row-parallel: one all-reduce per block."""
     return {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
 
 
-PARALLEL_SPEC = ParallelSpec(blocks="blocks.*", tp_plan=cuts)
+PARALLEL_SPEC = ParallelSpec(blocks="blocks.*", tp_plan=tp_plan)
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    model = Residual()
     config = RunConfig(
         steps=100,
         batch=BatchConfig(global_=64),
@@ -70,4 +69,11 @@ if __name__ == "__main__":
         eval=EvalConfig(holdout=0.1, every=50, samples=409),
         log_every=25,
     )
-    train(config, model=model, loss=squares, source=Waves(), parallel_spec=PARALLEL_SPEC, run="runs/waves")
+    train(
+        config,
+        model=ResidualMLP(),
+        loss=summed_squared_error,
+        source=SineDataset(),
+        parallel_spec=PARALLEL_SPEC,
+        run="runs/sine",
+    )

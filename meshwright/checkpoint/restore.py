@@ -119,7 +119,7 @@ def gather_mismatches(state: CheckpointState, tensors: dict[str, TensorRecord], 
 
 def first_damage_on_any_rank(world: World, damage: list[Damage]) -> Damage | None:
     """The first damage that any rank has found, on every rank: either all ranks load a checkpoint or none does."""
-    ranks = [rank for rank, row in enumerate(world.all_gather_ints(len(damage), name="number of damages")) if row[0]]
+    ranks = [rank for rank, row in enumerate(world.all_gather_ints(len(damage), name="damage count")) if row[0]]
     if not ranks:
         return None
     return Damage(**world.broadcast_object(damage[0].to_json() if damage else None, "damage", ranks[0]))

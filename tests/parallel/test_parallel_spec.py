@@ -41,13 +41,13 @@ def train_example(
     folder, layout: dict, parallel_spec: ParallelSpec | None = example.PARALLEL_SPEC, **overrides
 ) -> nn.Module:
     torch.manual_seed(0)
-    model = example.Residual(width=8, depth=2).double()
+    model = example.ResidualMLP(width=8, depth=2).double()
     config = config_from_dict(SETTINGS | {"layout": layout} | overrides)
     train(
         config,
         model=model,
-        loss=example.squares,
-        source=example.Waves(),
+        loss=example.summed_squared_error,
+        source=example.SineDataset(),
         parallel_spec=parallel_spec,
         run=folder,
         quiet=True,
@@ -106,13 +106,13 @@ def test_settings_that_need_a_parallel_spec_raise_without_one(layout, overrides,
 
 def test_fsdp_blocks_that_share_a_parameter_raise(tmp_path):
     torch.manual_seed(0)
-    model = example.Residual(width=8, depth=2)
+    model = example.ResidualMLP(width=8, depth=2)
     model.blocks[1].up.weight = model.blocks[0].up.weight
     config = config_from_dict(SETTINGS | {"layout": {"replicate": 2, "shard": "parameters"}})
     with pytest.raises(Exception, match="shares a parameter"):
         train(
-            config, model=model, loss=example.squares, source=example.Waves(), parallel_spec=example.PARALLEL_SPEC,
-            run=tmp_path / "run", quiet=True,
+            config, model=model, loss=example.summed_squared_error, source=example.SineDataset(),
+            parallel_spec=example.PARALLEL_SPEC, run=tmp_path / "run", quiet=True,
         )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def test_decoder_only_rules_do_not_apply_to_own_model(tmp_path):
         train_example(tmp_path / "other", {"replicate": 3, "shard": "parameters"}, batch={"global": 8})
 
 
-class Branching(example.Residual):
+class Branching(example.ResidualMLP):
     """Which of two matrices a sample uses depends on the sample, so ranks may use different ones."""
 
     def __init__(self) -> None:
@@ -131,9 +131,9 @@ class Branching(example.Residual):
         self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.enter(x)
+        x = self.embed(x)
         x = self.one(x) if float(x.detach().sum()) > 0 else self.other(x)
-        return self.leave(self.blocks[0](x)).squeeze(-1)
+        return self.head(self.blocks[0](x)).squeeze(-1)
 
 
 def train_branching(folder, layout: dict, unused: bool) -> dict[str, torch.Tensor]:
@@ -147,8 +147,8 @@ def train_branching(folder, layout: dict, unused: bool) -> dict[str, torch.Tenso
     train(
         config_from_dict(settings),
         model=model,
-        loss=example.squares,
-        source=example.Waves(),
+        loss=example.summed_squared_error,
+        source=example.SineDataset(),
         parallel_spec=ParallelSpec(blocks="blocks.*"),
         run=folder,
         quiet=True,
@@ -169,13 +169,13 @@ def test_ranks_that_use_different_parameters_fail_without_find_unused_parameters
     assert not list((tmp_path / "sharded").glob("checkpoints/*/manifest.json"))
 
 
-class WithBatchNorm(example.Residual):
+class WithBatchNorm(example.ResidualMLP):
     def __init__(self) -> None:
         super().__init__(width=8, depth=1)
         self.batch_norm = nn.BatchNorm1d(8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.leave(self.blocks[0](self.batch_norm(self.enter(x)))).squeeze(-1)
+        return self.head(self.blocks[0](self.batch_norm(self.embed(x)))).squeeze(-1)
 
 
 def test_fsdp_broadcasts_buffers_as_ddp_does(tmp_path):
@@ -185,8 +185,8 @@ def test_fsdp_broadcasts_buffers_as_ddp_does(tmp_path):
         model = WithBatchNorm().double()
         settings = config_from_dict(SETTINGS | {"layout": layout, "eval": {"holdout": 0.1, "every": 3, "samples": 6}})
         result = train(
-            settings, model=model, loss=example.squares, source=example.Waves(), parallel_spec=example.PARALLEL_SPEC,
-            run=tmp_path / name, quiet=True,
+            settings, model=model, loss=example.summed_squared_error, source=example.SineDataset(),
+            parallel_spec=example.PARALLEL_SPEC, run=tmp_path / name, quiet=True,
         )  # fmt: skip
         state[name] = (model.batch_norm.running_mean, result.evaluations)
     assert torch.allclose(state["ddp"][0], state["fsdp"][0], rtol=1e-10)
@@ -213,12 +213,12 @@ def test_parallel_spec_with_an_unknown_module_name_raises(parallel_spec, message
     ("share", "message"),
     [
         (lambda model: setattr(model.blocks[1], "up", model.blocks[0].up), "shares a parameter"),
-        (lambda model: setattr(model, "leave_norm", model.blocks[0].norm), "shares a parameter"),
+        (lambda model: setattr(model, "head_norm", model.blocks[0].norm), "shares a parameter"),
         (lambda model: model.blocks.append(model.blocks[0]), ""),
     ],
 )
 def test_fsdp_units_find_modules_with_several_names(share, message):
-    model = example.Residual(width=8, depth=2)
+    model = example.ResidualMLP(width=8, depth=2)
     share(model)
     if not message:
         assert len(fsdp_units(model, example.PARALLEL_SPEC)[0]) == 2
@@ -230,5 +230,5 @@ def test_fsdp_units_find_modules_with_several_names(share, message):
 def test_outer_modules_must_not_contain_a_block():
     with pytest.raises(ConfigError, match="outer_modules contains a block"):
         fsdp_units(
-            example.Residual(width=8, depth=2), ParallelSpec(blocks="blocks.*", outer_modules=(("enter", "blocks.0"),))
+            example.ResidualMLP(width=8, depth=2), ParallelSpec(blocks="blocks.*", outer_modules=(("embed", "blocks.0"),))
         )
