@@ -230,5 +230,6 @@ def test_fsdp_units_find_modules_with_several_names(share, message):
 def test_outer_modules_must_not_contain_a_block():
     with pytest.raises(ConfigError, match="outer_modules contains a block"):
         fsdp_units(
-            example.ResidualMLP(width=8, depth=2), ParallelSpec(blocks="blocks.*", outer_modules=(("embed", "blocks.0"),))
+            example.ResidualMLP(width=8, depth=2),
+            ParallelSpec(blocks="blocks.*", outer_modules=(("embed", "blocks.0"),)),
         )
