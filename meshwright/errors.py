@@ -131,6 +131,7 @@ PYTHON_SPELLING = {
     r"--fresh\b": "fresh=True",
     r"--fork\b": "fork=True",
     r"--no-fallback\b": "fallback=False",
+    r"--steps (\d+)": r"steps=\1",
     r"--([a-z_]+(\.[a-z_]+)+)=(\S+)": r"\1 = \3",
 }
 """Command-line options in hints -> keyword arguments of `meshwright.train`, and config keys."""

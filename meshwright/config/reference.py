@@ -8,11 +8,12 @@ import inspect
 import json
 import textwrap
 import types
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from meshwright.config.fingerprint import placement
 from meshwright.config.run_config import RunConfig
 
 TYPE_NAMES = {int: "INT", float: "FLOAT", bool: "BOOL", str: "TEXT"}
@@ -29,6 +30,8 @@ class KeyDescription:
     default: str
     """default of the tiny preset, or "unset\""""
     help: str
+    identity: bool
+    """whether the key changes the numbers of a run"""
 
 
 @dataclass(frozen=True)
@@ -44,16 +47,23 @@ class SectionDescription:
 def describe_config() -> list[SectionDescription]:
     """Describes the sections of a run file, those at the top level first."""
     config = RunConfig()
+    placement_keys = placement(config)
     nested = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     sections = {name: value for name, value in nested.items() if dataclasses.is_dataclass(value)}
-    top_level = SectionDescription("", inspect.getdoc(RunConfig) or "", list(describe_keys(config, "", set(sections))))
+    top_level = SectionDescription(
+        "", inspect.getdoc(RunConfig) or "", list(describe_keys(config, "", set(sections), placement_keys))
+    )
     return [top_level] + [
-        SectionDescription(name, inspect.getdoc(type(value)) or "", list(describe_keys(value, f"{name}.", set())))
+        SectionDescription(
+            name, inspect.getdoc(type(value)) or "", list(describe_keys(value, f"{name}.", set(), placement_keys))
+        )
         for name, value in sections.items()
     ]
 
 
-def describe_keys(config: Any, prefix: str, skipped: set[str]) -> Iterator[KeyDescription]:
+def describe_keys(
+    config: Any, prefix: str, skipped: set[str], placement_keys: Container[str]
+) -> Iterator[KeyDescription]:
     """Describes the keys of one config class, except the fields in `skipped`."""
     hints, docs = get_type_hints(type(config), include_extras=True), field_docstrings(type(config))
     for field in dataclasses.fields(config):
@@ -61,7 +71,9 @@ def describe_keys(config: Any, prefix: str, skipped: set[str]) -> Iterator[KeyDe
             value = getattr(config, field.name)
             default = "unset" if value is None else json.dumps(value)
             key = prefix + field.name.rstrip("_")
-            yield KeyDescription(key, type_name(hints[field.name]), default, docs[field.name])
+            yield KeyDescription(
+                key, type_name(hints[field.name]), default, docs[field.name], key not in placement_keys
+            )
 
 
 def field_docstrings(cls: type) -> dict[str, str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 from meshwright.config import RunConfig, config_to_dict
 from meshwright.config.reference import describe_config
 
@@ -25,3 +28,17 @@ def test_type_and_default_are_spelled_as_in_a_run_file():
 
 def test_every_section_has_a_description():
     assert all(section.help for section in describe_config())
+
+
+def test_config_page_is_up_to_date():
+    """If this fails, run `python docs/write_config_reference.py`."""
+    docs = Path(__file__).parents[2] / "docs"
+    script = runpy.run_path(str(docs / "write_config_reference.py"))
+    assert (docs / "config.md").read_text() == script["config_reference"]()
+
+
+def test_identity_and_placement_of_a_key_match_the_fingerprint():
+    described = {key.key: key.identity for section in describe_config() for key in section.keys}
+    assert described["optimizer.lr"]
+    assert not described["layout.tensor"]
+    assert not described["checkpoint.keep"]
