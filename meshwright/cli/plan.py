@@ -56,7 +56,7 @@ def plan(
 
     from meshwright import api
     from meshwright.io import output_file, write_output
-    from meshwright.observe.plan_text import show
+    from meshwright.observe.plan_text import show_plan
     from meshwright.planner.calibration.prediction import prediction_record
     from meshwright.planner.search.plan_result import plan_json, plan_toml
 
@@ -91,13 +91,13 @@ def plan(
         write_output(out, plan_toml(result), "--out")
         write_output(out.with_suffix(".json"), dumps(prediction_record(result.chosen), indent=1) + "\n", "--out")
     if html is not None:
-        from meshwright.observe.plan_page import page
+        from meshwright.observe.plan_page import render_plan_page
 
-        write_output(html, page(result, top), "--html")
+        write_output(html, render_plan_page(result, top), "--html")
     if json:
         emit_json(plan_json(result, top))
         return
-    show(result, top, explained=explain is not None)
+    show_plan(result, top, explained=explain is not None)
     for path, _ in written:
         if path is not None:
             emit_text(f"written: {path}")

@@ -1,4 +1,4 @@
-"""A plan on the terminal: what it is, memory and step as bars, the list, the ladder, the reasons. Torch-free."""
+"""A plan on the terminal: the chosen plan with its memory and time, the ranked list, the ladder and the explanation."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.io import format_bytes, format_count, format_percent, format_seconds, printable
+from meshwright.observe.console import make_console
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import (
     describe_execution,
@@ -15,11 +16,12 @@ from meshwright.planner.describe import (
     describe_plan,
     exposed_seconds,
     memory_by_class,
+    phase_label,
 )
 from meshwright.planner.search.plan_result import PlanResult
 from meshwright.planner.search.scaling import ScalingRow, ScalingTable
 
-MEMORY = {
+MEMORY_COLORS = {
     "parameters": "blue",
     "gradients": "cyan",
     "optimizer": "magenta",
@@ -30,208 +32,204 @@ MEMORY = {
     "slack": "white",
     "context": "bright_black",
 }
-TIME = {"forward": "blue", "backward": "cyan", "recompute": "magenta", "bubble": "yellow", "update": "green"}
-WAITING = "red"
-"""The colour of time that is spent on messages, and of what is not arithmetic."""
-LABELS = {"context": "device's own", "slack": "allocator's slack"}
-"""of classes of memory, where their names say too little; the axis called context has its seconds in red"""
-WIDEST = 100
-"""Letters that a bar has at most."""
+PHASE_COLORS = {"forward": "blue", "backward": "cyan", "recompute": "magenta", "bubble": "yellow", "update": "green"}
+OTHER_COLOR = "red"
+"""The color of exposed communication and of other time without compute."""
+MEMORY_LABELS = {"context": "device context", "slack": "allocator overhead", "unsharded": "unsharded parameters"}
+"""The labels of classes of memory whose names say too little."""
+MAX_BAR_WIDTH = 100
+LABEL_WIDTH = 12
+"""The columns that labels and margins take beside a bar."""
 FULL, EMPTY = "█", "░"
 
 
-def show(whole: PlanResult, top: int, explained: bool = False, console: Console | None = None) -> None:
-    console = console or Console(highlight=False)
-    console.print(Text(printable(title(whole)), "bold"))
-    console.print(facts([*head(whole), *bars(whole.chosen, console.width)]))
+def show_plan(result: PlanResult, top: int, explained: bool = False, console: Console | None = None) -> None:
+    console = console or make_console()
+    console.print(Text(printable(title(result)), "bold"))
+    console.print(labelled([*summary(result), *bars(result.chosen, console.width)]))
     console.print()
-    console.print(ranking(whole, top, console.width))
-    console.print(Text(found_told(whole), "dim"))
+    console.print(ranking(result, top))
+    console.print(Text(describe_search(result), "dim"))
     console.print(Text("\nFrom DDP to the plan", "bold"))
-    console.print(ladder(whole))
-    console.print(Padding(Text(whole.ladder_summary), (0, 0, 0, 2), expand=False))
+    show_ladder(result, console)
     if explained:
-        show_reasons(whole, console)
-    if whole.scaling is not None:
-        show_scale(whole.scaling, whole.workload.tokens_per_step, console)
+        show_explanation(result, console)
+    if result.scaling is not None:
+        show_scaling(result.scaling, result.workload.tokens_per_step, console)
 
 
-def title(whole: PlanResult) -> str:
-    cluster = whole.cluster
+def title(result: PlanResult) -> str:
+    cluster = result.cluster
     nodes = f" in {cluster.nodes:,} nodes of {cluster.devices_per_node}" if cluster.nodes > 1 else ""
-    return f"{whole.workload.model.name} on {cluster.device_count:,} {cluster.device.name}{nodes}"
+    return f"{result.workload.model.name} on {cluster.device_count:,} {cluster.device.name}{nodes}"
 
 
-def facts(rows: list[tuple[str, Text]]) -> Table:
+def labelled(rows: list[tuple[str, Text]], indent: int = 2) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(min_width=8)
+    table.add_column(min_width=LABEL_WIDTH - 4, no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in rows:
-        table.add_row(f"  {name}", text)
+        table.add_row(f"{' ' * indent}{name}", text)
     return table
 
 
-def head(whole: PlanResult) -> list[tuple[str, Text]]:
-    """What was asked, and the answer."""
-    work, chosen, model, job = whole.workload, whole.chosen, whole.workload.model, whole.chosen.job
+def summary(result: PlanResult) -> list[tuple[str, Text]]:
+    """Describes the workload and the chosen plan."""
+    work, plan, model, job = result.workload, result.chosen, result.workload.model, result.chosen.job
     active = f" ({format_count(model.active_parameters)} active)" if model.experts else ""
-    step = f"{work.global_batch:,} x {work.sequence:,} tokens a step"
-    nth = f" [plan {whole.position} of the list]" if whole.position > 1 else ""
-    rate = f"{format_count(chosen.tokens_per_second)} tokens/s, {chosen.mfu:.1%} of peak"
-    limits = f"{format_seconds(chosen.interval_low)} to {format_seconds(chosen.interval_high)}"
-    interval = f"  ({limits} in 4 of 5 cases; most doubt: {chosen.main_uncertainty})"
+    step = f"{work.global_batch:,} samples x {work.sequence:,} tokens per step"
+    position = f" [plan {result.position} of the list]" if result.position > 1 else ""
+    interval = f"{format_seconds(plan.interval_low)} to {format_seconds(plan.interval_high)}"
+    uncertainty = f"80% interval {interval}; largest source of uncertainty: {plan.main_uncertainty}"
+    layout = Text(describe_layout(job), "bold green")
+    rate = f"{format_count(plan.tokens_per_second)} tokens/s, MFU {plan.mfu:.1%}"
     return [
         ("model", Text(f"{format_count(model.parameters)} parameters{active}, {step}, {work.precision}")),
-        (
-            "plan",
-            Text(describe_layout(job), "bold green").append(f"; {describe_execution(job)}{nth}", "default not bold"),
-        ),
-        ("step", Text(f"{format_seconds(chosen.seconds)}, {rate}").append(interval, "dim")),
-        *(("note", Text(printable(note), "yellow")) for note in (*work.notes, *chosen.notes)),
+        ("plan", layout.append(f"; {describe_execution(job)}{position}", "default not bold")),
+        ("step", Text(f"{format_seconds(plan.seconds)}, {rate}")),
+        ("", Text(uncertainty, "dim")),
+        *(("note", Text(printable(note), "yellow")) for note in (*work.notes, *plan.notes)),
     ]
 
 
-def bars(estimate: Estimate, width: int) -> list[tuple[str, Text]]:
-    """Memory of the heaviest rank against what the device has, and the step by what it is spent on."""
-    cells = max(10, min(WIDEST, width - 12))
-    held, capacity = memory_by_class(estimate.peak_memory), estimate.job.cluster.device.memory
-    total, phases = estimate.peak_memory.total, estimate.phases
-    where = (
-        f" on rank {estimate.memory_by_rank.index(estimate.peak_memory)} of the pipeline"
-        if len(estimate.memory_by_rank) > 1
-        else ""
-    )
+def bars(plan: Estimate, width: int) -> list[tuple[str, Text]]:
+    """Draws the peak memory of a rank within the device's memory, and the step time by phase."""
+    cells = max(10, min(MAX_BAR_WIDTH, width - LABEL_WIDTH))
+    memory, capacity = memory_by_class(plan.peak_memory), plan.job.cluster.device.memory
+    total = plan.peak_memory.total
+    stage = f" on pipeline rank {plan.memory_by_rank.index(plan.peak_memory)}" if len(plan.memory_by_rank) > 1 else ""
+    used = f"{format_bytes(total)} of {format_bytes(capacity)}, {format_percent(total / capacity)}{stage}"
+    sizes = {MEMORY_LABELS.get(name, name): (size, format_bytes(size), name) for name, size in memory.items()}
+    times = {phase_label(phase): (spent, format_seconds(spent), phase) for phase, spent in plan.phases.items()}
     return [
         ("", Text()),
-        ("memory", bar(held, capacity, cells, MEMORY)),
-        ("", Text(f"{format_bytes(total)} of {format_bytes(capacity)}, {format_percent(total / capacity)}{where}")),
-        ("", legend({name: (part, format_bytes(part)) for name, part in held.items()}, total, MEMORY, width - 12)),
-        ("time", bar(phases, estimate.seconds, cells, TIME)),
-        (
-            "",
-            legend(
-                {name: (part, format_seconds(part)) for name, part in phases.items()},
-                estimate.seconds,
-                TIME,
-                width - 12,
-            ),
-        ),
+        ("memory", bar(memory, capacity, cells, MEMORY_COLORS)),
+        ("", Text(used)),
+        ("", legend(sizes, total, MEMORY_COLORS, width - LABEL_WIDTH)),
+        ("time", bar(plan.phases, plan.seconds, cells, PHASE_COLORS)),
+        ("", legend(times, plan.seconds, PHASE_COLORS, width - LABEL_WIDTH)),
     ]
 
 
-def bar(values: dict[str, float], whole: float, cells: int, colours: dict[str, str]) -> Text:
-    """Every part to its cell by rounding the sums, so that the bar is as long as the whole."""
-    text, done, sum_ = Text(), 0, 0.0
+def bar(values: dict[str, float], total: float, cells: int, colors: dict[str, str]) -> Text:
+    """Draws values as parts of a bar; cumulative sums are rounded, so that the parts fill exactly their share."""
+    text, drawn, cumulative = Text(), 0, 0.0
     for name, value in values.items():
-        sum_ += value
-        until = min(cells, round(sum_ / whole * cells))
-        text.append(FULL * (until - done), colours.get(name, WAITING))
-        done = max(done, until)
-    return text.append(EMPTY * (cells - done), "bright_black")
+        cumulative += value
+        end = min(cells, round(cumulative / total * cells))
+        text.append(FULL * (end - drawn), colors.get(name, OTHER_COLOR))
+        drawn = max(drawn, end)
+    return text.append(EMPTY * (cells - drawn), "bright_black")
 
 
-def legend(values: dict[str, tuple[float, str]], whole: float, colours: dict[str, str], width: int) -> Text:
-    """The parts of a hundredth or more, largest first; no part is torn between lines."""
-    text, at = Text(), 0
-    for name, (value, told) in sorted(values.items(), key=lambda row: -row[1][0]):
-        if value < whole / 100:
+def legend(values: dict[str, tuple[float, str, str]], total: float, colors: dict[str, str], width: int) -> Text:
+    """Lists (value, text, color name) by label, from the largest value down to 1% of the total, without breaking a
+    label between lines.
+    """
+    text, column = Text(), 0
+    for name, (value, formatted, color) in sorted(values.items(), key=lambda row: -row[1][0]):
+        if value < total / 100:
             continue
-        label = f"{LABELS.get(name, name)} {told}"
-        if at and at + len(label) + 2 > width:
+        label = f"{name} {formatted}"
+        if column and column + len(label) + 2 > width:
             text.append("\n")
-            at = 0
-        text.append("■ ", colours.get(name, WAITING)).append(label + "   ")
-        at += len(label) + 5
+            column = 0
+        text.append("■ ", colors.get(color, OTHER_COLOR)).append(label + "   ")
+        column += len(label) + 5
     text.rstrip()
     return text
 
 
-def ranking(whole: PlanResult, top: int, width: int) -> Table:
-    """The first plans. The plan is of the fewest parts of those within a hundredth of the quickest."""
-    table = Table(box=None, pad_edge=False, width=min(width, 140))
-    for name in ("", "layout", "passes", "step", "of peak", "memory", "exposed", "bubble"):
-        table.add_column(name, justify="left" if name in ("layout", "passes") else "right", overflow="fold")
-    for place, each in enumerate(whole.search.ranked[:top], 1):
+def ranking(result: PlanResult, top: int) -> Table:
+    """Lists the first plans, each on two lines: the layout, and the rest of the plan."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "plan", "step", "MFU", "memory", "exposed\ncomm", "bubble"):
+        table.add_column(name, justify="left" if name == "plan" else "right", vertical="bottom", overflow="fold")
+    for position, plan in enumerate(result.search.ranked[:top], 1):
         table.add_row(
-            str(place),
-            describe_layout(each.job),
-            describe_execution(each.job),
-            format_seconds(each.seconds),
-            f"{each.mfu:.0%}",
-            format_bytes(each.peak_memory.total),
-            format_percent(exposed_seconds(each) / each.seconds),
-            format_percent(each.phases.get("bubble", 0.0) / each.seconds),
-            style="bold" if place == whole.position else "",
+            str(position),
+            f"{describe_layout(plan.job)}\n{describe_execution(plan.job)}",
+            format_seconds(plan.seconds),
+            f"{plan.mfu:.0%}",
+            format_bytes(plan.peak_memory.total),
+            format_percent(exposed_seconds(plan) / plan.seconds),
+            format_percent(plan.phases.get("bubble", 0.0) / plan.seconds),
+            style="bold" if position == result.position else "",
         )
+    for column in table.columns:
+        column.vertical = "top"
     return table
 
 
-def found_told(whole: PlanResult) -> str:
-    found = whole.search
-    light = found.pareto_front[-1]
+def describe_search(result: PlanResult) -> str:
+    search = result.search
+    smallest = search.pareto_front[-1]
     return (
-        f"{len(found.ranked):,} layouts fit; {found.timed:,} plans timed, {found.memory_estimates:,} weighed; "
-        f"lightest: {format_bytes(light.peak_memory.total)} at {format_seconds(light.seconds)} ({describe_plan(light.job)})"  # noqa: E501
+        f"{len(search.ranked):,} layouts fit; {search.timed:,} candidates timed, memory estimated for "
+        f"{search.memory_estimates:,}; least memory: {format_bytes(smallest.peak_memory.total)} at "
+        f"{format_seconds(smallest.seconds)} ({describe_plan(smallest.job)})"
     )
 
 
-def ladder(whole: PlanResult) -> Table:
-    """From DDP to the plan."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for _ in range(3):
-        table.add_column(overflow="fold")
-    for rung in whole.ladder:
-        table.add_row(Text(f"  {rung.name}", "bold"), "plan", Text(describe_plan(rung.estimate.job), "green"))
-        if rung.resolved:
-            table.add_row("", "removed", rung.resolved)
-            table.add_row("", "price", rung.cost)
-        style = "green" if rung.bottleneck.kind == "none" else "yellow"
-        table.add_row("", "binds", Text(rung.bottleneck.message, style))
-        for told in rung.rejected:
-            table.add_row("", Text("not", "dim"), Text(told, "dim"))
-    return table
+def show_ladder(result: PlanResult, console: Console) -> None:
+    for step in result.ladder:
+        console.print(Text(f"  {step.name}", "bold"))
+        rows = [("plan", Text(describe_plan(step.estimate.job), "green"))]
+        if step.resolved:
+            rows += [("effect", Text(step.resolved)), ("cost", Text(step.cost))]
+        rows.append(
+            ("bottleneck", Text(step.bottleneck.message, "green" if step.bottleneck.kind == "none" else "yellow"))
+        )
+        rows += [("rejected", Text(alternative, "dim")) for alternative in step.rejected]
+        console.print(labelled(rows, indent=4))
+    console.print(Padding(Text(result.ladder_summary), (0, 0, 0, 2), expand=False))
 
 
-def show_reasons(whole: PlanResult, console: Console) -> None:
-    """Five parts, then the questions that anybody would ask."""
-    parts = vars(whole.explanation).copy()
-    questions = parts.pop("questions")
-    for name, told in [*parts.items(), *((question, [told]) for question, told in questions.items())]:
+def show_explanation(result: PlanResult, console: Console) -> None:
+    """Prints the five parts, then the questions and answers."""
+    parts = vars(result.explanation).copy()
+    questions: dict[str, str] = parts.pop("questions")
+    for name, sentences in [*parts.items(), *((question, [answer]) for question, answer in questions.items())]:
         console.print(Text(f"\n{name[0].upper()}{name[1:]}", "bold"))
-        for sentence in told:
+        for sentence in sentences:
             console.print(Padding(Text(printable(sentence)), (0, 0, 0, 2), expand=False))
 
 
-def show_scale(scale: ScalingTable, tokens: int, console: Console) -> None:
-    for title, rows in (("The same batch on more devices", scale.strong), ("A batch that grows along", scale.weak)):
-        console.print(Text(f"\n{title}", "bold"))
-        console.print(scale_table(rows))
-    console.print(
-        Text(
-            f"Amdahl: {scale.serial_fraction:.1%} of the first row's step does not get shorter on more devices\n"
-            f"batch: {format_count(tokens)} tokens a step, {tokens / scale.critical_batch:.2g} of the critical "
-            f"batch; a token "
-            f"counts for {1 / (1 + tokens / scale.critical_batch):.0%} of one in a small batch"
-        )
-    )
-    console.print(Text(scale.assumption, "dim"))
+def show_scaling(table: ScalingTable, tokens: int, console: Console) -> None:
+    strong, weak = "Strong scaling: the same batch on more devices", "Weak scaling: the batch grows with the devices"
+    for name, rows in ((strong, table.strong), (weak, table.weak)):
+        console.print(Text(f"\n{name}", "bold"))
+        console.print(scaling_rows(rows))
+        for row in rows:
+            if row.estimate is not None and not row.same_layout:
+                new = Text(f"new plan at {row.factor}x: {describe_plan(row.estimate.job)}", "dim")
+                console.print(Padding(new, (0, 0, 0, 2), expand=False))
+    share = 1 / (1 + tokens / table.critical_batch)
+    for line in (
+        f"Amdahl's law: {table.serial_fraction:.1%} of the first row's step does not get shorter on more devices",
+        f"batch: {format_count(tokens)} tokens per step, {tokens / table.critical_batch:.2g} of the critical batch; a "
+        f"token is worth {share:.0%} of a token in a small batch",
+    ):
+        console.print(Text(line))
+    console.print(Text(table.assumption, "dim"))
 
 
-def scale_table(rows: list[ScalingRow]) -> Table:
+def scaling_rows(rows: list[ScalingRow]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in ("", "devices", "batch", "step", "tokens/s", "efficiency", "exposed", "useful tokens/s", "layout"):
-        table.add_column(name, justify="left" if name == "layout" else "right")
+    for name in ("", "devices", "batch", "step", "tokens/s", "efficiency", "exposed\ncomm", "useful\ntokens/s", "plan"):
+        table.add_column(name, justify="right", vertical="bottom", overflow="fold")
     for row in rows:
         start = (f"{row.factor}x", f"{row.devices:,}", f"{row.batch:,}")
         if row.estimate is None:
-            table.add_row(*start, "-", "-", "-", "-", "-", "none divides and fits")
+            table.add_row(*start, "-", "-", "-", "-", "-", "none fits")
             continue
-        figures = (
+        table.add_row(
+            *start,
             format_seconds(row.estimate.seconds),
             format_count(row.estimate.tokens_per_second),
             f"{row.efficiency:.0%}",
             f"{row.exposed_share:.1%}",
             format_count(row.useful_tokens_per_second),
+            "same" if row.same_layout else "new",
         )
-        table.add_row(*start, *figures, describe_layout(row.estimate.job) + ("" if row.same_layout else " (new)"))
     return table

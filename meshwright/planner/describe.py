@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 from meshwright.planner.cost.estimate import CollectiveCost, Estimate, MemoryEstimate
 from meshwright.planner.workload.planned_job import PlannedJob
+from meshwright.topology.axes import ALL_AXES
 from meshwright.topology.collectives import wire_bytes
 
 MEMORY_CLASSES = tuple(field.name for field in fields(MemoryEstimate))
@@ -35,6 +36,11 @@ def describe_execution(job: PlannedJob) -> str:
 
 def describe_plan(job: PlannedJob) -> str:
     return f"{describe_layout(job)}; {describe_execution(job)}"
+
+
+def phase_label(phase: str) -> str:
+    """Returns the name of a phase; the phases named after an axis are the exposed communication of that axis."""
+    return f"{phase} communication" if phase in ALL_AXES else phase
 
 
 def memory_by_class(memory: MemoryEstimate) -> dict[str, float]:

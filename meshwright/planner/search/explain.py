@@ -15,6 +15,7 @@ from meshwright.planner.describe import (
     describe_plan,
     exposed_seconds,
     merged_calls,
+    phase_label,
     recompute_seconds,
     sync_seconds,
     wire_bytes_per_step,
@@ -155,7 +156,7 @@ def compare_plans(plan: Estimate, other: Estimate) -> str:
     else:
         speed = f"{format_seconds(-slower)} faster, but more complex"
     memory = f"{format_bytes(abs(more_memory))} {'more' if more_memory > 0 else 'less'} memory"
-    because = f": {phase} takes {format_seconds(by)} more" if by > 0 and slower > 0 and not tied else ""
+    because = f": {phase_label(phase)} takes {format_seconds(by)} more" if by > 0 and slower > 0 and not tied else ""
     return f"Rejected: {describe_plan(other.job)}: {speed}, {memory}{because}."
 
 
@@ -244,7 +245,7 @@ def scaling_limits(plan: Estimate, cache: CostCache) -> list[str]:
         sentences.append(
             f"{batch} {devices}, a step takes {format_seconds(scaled.seconds)}{layout}; ideal is "
             f"{format_seconds(ideal)} ({format_percent(ideal / scaled.seconds)} efficiency). The phase that grows most "
-            f"is {phase}, by {format_seconds(by)}."
+            f"is {phase_label(phase)}, by {format_seconds(by)}."
         )
     return sentences
 

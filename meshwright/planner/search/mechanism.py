@@ -96,7 +96,7 @@ def sharded(plan: Estimate) -> str:
     job, memory, layout = plan.job, plan.peak_memory, plan.job.layout
     parts = []
     if layout.shard > 1:
-        parts.append(f"{' and '.join(SHARDED_STATE[job.sharding])} over {layout.shard * layout.context:,} ranks")
+        parts.append(f"{', '.join(SHARDED_STATE[job.sharding])} over {layout.shard * layout.context:,} ranks")
     if layout.tensor > 1:
         parts.append(f"weight matrices over {layout.tensor} ranks")
     if layout.pipeline > 1:

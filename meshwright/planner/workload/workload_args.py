@@ -58,7 +58,7 @@ def build_workload(
     config = config_from_dict(tree)
     trainable = precision is None or precision in COMPUTE_BYTES
     if not trainable:
-        notes.append(f"{precision} is only estimated: Meshwright trains in {', '.join(COMPUTE_BYTES)}")
+        notes.append(f"{precision} can be planned but not trained: Meshwright trains in {', '.join(COMPUTE_BYTES)}")
     return Workload(
         resolved.architecture,
         config.batch.global_,
