@@ -143,7 +143,9 @@ def run(config: RunConfig, folder: RunFolder) -> None:
     def start(attempt: int, restart: int) -> RunningRanks:
         return start_ranks(job.as_attempt(attempt, restart, fork=False))
 
-    supervise(folder, config.launch, start, lambda _attempt: NullViewer(), report=lambda _text: None)
+    supervise(
+        folder, config.launch, start, lambda _attempt: NullViewer(), report=lambda _text: None, raise_on_signal=True
+    )
 
 
 def newest_checkpoint(folder: RunFolder) -> CheckpointEntry:

@@ -73,9 +73,11 @@ def supervise(
     *,
     fresh: bool = False,
     report: Callable[[str], None] | None = None,
+    raise_on_signal: bool = False,
 ) -> Any:
     """Runs a job to its end and returns its summary. After a failure the whole job restarts from the newest checkpoint,
-    at most `launch.restarts` times in a row without publishing a new checkpoint.
+    at most `launch.restarts` times in a row without publishing a new checkpoint. A job that completes in spite of a
+    signal returns, unless `raise_on_signal` is set.
     """
     if fresh:
         raise_if_held(folder)
@@ -89,7 +91,6 @@ def supervise(
         try:
             summary = attempt.run(restart)
             Incident(lease.attempt, "complete", checkpoint_step=newest_checkpoint_step(folder)).write(folder)
-            return summary
         except RanksFailed as failed:
             incident = attempt.record_incident(failed, history)
             history.append(incident)
@@ -109,6 +110,10 @@ def supervise(
             ended = Incident(lease.attempt, outcome, message=str(error), exit_code=error.exit_code)
             replace(ended, checkpoint_step=newest_checkpoint_step(folder)).write(folder)
             raise
+        else:
+            if raise_on_signal and attempt.signal_number:
+                raise StoppedBySignal(attempt.signal_number, newest_checkpoint_step(folder))
+            return summary
 
 
 def raise_if_final(failed: RanksFailed, incident: Incident, restarts_without_progress: int, max_restarts: int) -> None:

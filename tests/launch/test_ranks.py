@@ -1,4 +1,4 @@
-"""Ranks are forked, compared, blamed in the right order, and leave nothing behind."""
+"""Ranks are forked and joined in a process group; a failed, missing or differing rank is named."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshwright.testing import run_ranks
 SHORT = LaunchConfig(rendezvous_timeout=3.0, collective_timeout=30.0, device="cpu")
 
 
-def test_ranks_give_their_values_in_order_tensors_too():
+def test_run_ranks_returns_values_and_tensors_in_rank_order():
     values = run_ranks(lambda world, x: (world.rank, x * world.all_reduce(torch.ones(3)).wait()), 3, 2.0)
     assert [rank for rank, _ in values] == [0, 1, 2]
     assert all(torch.equal(v, torch.full((3,), 6.0)) for _, v in values)
@@ -43,8 +43,8 @@ def failing(world):
     world.all_reduce(torch.ones(1)).wait()
 
 
-def test_the_rank_that_failed_is_on_top_and_a_rank_that_lost_its_peer_is_never_blamed():
-    for _ in range(3):  # a race between the cause and its witnesses, in any order
+def test_ranks_failed_starts_with_the_root_cause_not_with_a_rank_that_lost_its_peer():
+    for _ in range(3):  # the cause and the ranks that lose their peer may report in any order
         with pytest.raises(RanksFailed) as failed:
             run_ranks(failing, 3)
         assert (failed.value.first.rank, failed.value.first.error_type) == (1, "ZeroDivisionError")
@@ -53,7 +53,7 @@ def test_the_rank_that_failed_is_on_top_and_a_rank_that_lost_its_peer_is_never_b
         assert failed.value.exit_code == 1
 
 
-def test_a_rank_killed_from_outside_is_named_with_its_signal():
+def test_killed_rank_is_reported_with_its_signal():
     def work(world):
         if world.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -65,20 +65,20 @@ def test_a_rank_killed_from_outside_is_named_with_its_signal():
     assert "SIGKILL" in str(failed.value)
 
 
-def test_past_the_timeout_every_rank_is_gone():
+def test_run_ranks_kills_every_rank_after_the_timeout():
     pids = []
 
     def work(_world):
         time.sleep(60)
 
-    class Spy(Ranks):
+    class RecordingRanks(Ranks):
         def __init__(self, *args):
             super().__init__(*args)
             pids.extend(p.pid for p in self._processes)
 
     from meshwright.launch import ranks as module
 
-    original, module.Ranks = module.Ranks, Spy
+    original, module.Ranks = module.Ranks, RecordingRanks
     try:
         with pytest.raises(TimeoutError):
             run_ranks(work, 2, timeout=2.0)
@@ -88,7 +88,7 @@ def test_past_the_timeout_every_rank_is_gone():
     assert not any(alive(pid) for pid in pids)
 
 
-def test_a_pool_leaves_no_folder_behind(tmp_path, monkeypatch):
+def test_run_ranks_removes_its_temporary_folder(tmp_path, monkeypatch):
     import tempfile
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -96,29 +96,29 @@ def test_a_pool_leaves_no_folder_behind(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ranks_that_differ_name_the_ranks_and_the_values(tmp_path):
+def test_rendezvous_names_ranks_whose_facts_differ(tmp_path):
     store = str(tmp_path / "store")
 
     def work(world):
-        place = RendezvousInfo(world.rank, 3, world.rank, store_file=store)
+        rendezvous = RendezvousInfo(world.rank, 3, world.rank, store_file=store)
         try:
-            join_process_group(place, SHORT, {"config": "same", "dtype": "bf16" if world.rank == 1 else "fp32"})
+            join_process_group(rendezvous, SHORT, {"config": "same", "dtype": "bf16" if world.rank == 1 else "fp32"})
         except IdentityError as error:
             return str(error)
         finally:
             leave_process_group()
 
-    said = run_ranks(outside_any_group, 3, work)
-    assert all("dtype is fp32 on rank(s) 0, 2, bf16 on rank(s) 1" in s for s in said)
+    messages = run_ranks(without_process_group, 3, work)
+    assert all("dtype is fp32 on rank(s) 0, 2, bf16 on rank(s) 1" in message for message in messages)
 
 
-def outside_any_group(world, work):
-    """The pool has joined its ranks already; what is tested here is joining itself."""
+def without_process_group(world, work):
+    """Leaves the process group of `run_ranks`, because the test joins one itself."""
     dist.destroy_process_group()
     return work(world)
 
 
-def test_a_rank_that_never_comes_is_named_within_the_bound(tmp_path):
+def test_rendezvous_names_a_missing_rank_within_the_timeout(tmp_path):
     store = str(tmp_path / "store")
 
     def work(world):
@@ -128,12 +128,12 @@ def test_a_rank_that_never_comes_is_named_within_the_bound(tmp_path):
         except PeerError as error:
             return str(error), time.monotonic() - start
 
-    for said, seconds in run_ranks(outside_any_group, 2, work):
-        assert "rank(s) 2 of 3 did not join within 3 s" in said
+    for message, seconds in run_ranks(without_process_group, 2, work):
+        assert "rank(s) 2 of 3 did not join within 3 s" in message
         assert seconds < 12
 
 
-def test_a_world_size_that_differs_is_named(tmp_path):
+def test_rendezvous_names_differing_world_sizes(tmp_path):
     store = str(tmp_path / "store")
 
     def work(world):
@@ -142,15 +142,18 @@ def test_a_world_size_that_differs_is_named(tmp_path):
         except IdentityError as error:
             return str(error)
 
-    assert all("world size is 2 on rank(s) 0, 3 on rank(s) 1" in said for said in run_ranks(outside_any_group, 2, work))
+    assert all(
+        "world size is 2 on rank(s) 0, 3 on rank(s) 1" in message
+        for message in run_ranks(without_process_group, 2, work)
+    )
 
 
-def test_a_name_that_does_not_resolve_is_named():
+def test_rendezvous_names_a_master_addr_that_does_not_resolve():
     with pytest.raises(PeerError, match=r"the name 'no-such-host\.invalid' does not resolve"):
         join_process_group(RendezvousInfo(1, 2, 1, master_addr="no-such-host.invalid", master_port=29500), SHORT, {})
 
 
-def test_a_port_in_use_is_named():
+def test_rendezvous_names_a_master_port_in_use():
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
@@ -161,7 +164,7 @@ def test_a_port_in_use_is_named():
             )
 
 
-def test_a_host_that_does_not_answer_is_named_within_the_bound():
+def test_rendezvous_names_a_host_that_does_not_answer():
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -171,18 +174,18 @@ def test_a_host_that_does_not_answer_is_named_within_the_bound():
     assert time.monotonic() - start < 15
 
 
-def test_torchruns_variables_make_a_place():
-    place = RendezvousInfo.from_environment(
+def test_rendezvous_info_is_read_from_torchrun_variables():
+    rendezvous = RendezvousInfo.from_environment(
         {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
     )
-    assert place == RendezvousInfo(3, 4, 1, "", "a", 7, False)
+    assert rendezvous == RendezvousInfo(3, 4, 1, "", "a", 7, False)
     assert RendezvousInfo.from_environment({}) is None
     for wrong in ({"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}):
         with pytest.raises(ConfigError):
             RendezvousInfo.from_environment(wrong)
 
 
-def test_failures_are_ordered_by_cause_then_time():
+def test_failures_are_ordered_by_root_cause_then_time():
     late = Failure(0, "ValueError", "late", 1, 9.0)
     early = Failure(2, "ValueError", "early", 1, 5.0)
     lost = Failure.from_exception(
@@ -203,20 +206,20 @@ GUARD train(config, run="r", quiet=True)
 
 
 @pytest.mark.parametrize(
-    ("guard", "code", "said"),
+    ("guard", "code", "message"),
     [
         ("if __name__ == '__main__':", 0, ""),
         pytest.param("if True:", 1, "put the call under if __name__", marks=pytest.mark.long),
     ],
 )
-def test_where_cuda_has_started_ranks_are_spawned_and_an_unguarded_script_is_told(tmp_path, guard, code, said):
+def test_ranks_are_spawned_after_cuda_initialisation_and_an_unguarded_script_is_refused(tmp_path, guard, code, message):
     (tmp_path / "script.py").write_text(SPAWNED.replace("GUARD", guard))
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == code, done.stderr
-    assert said in done.stderr
+    assert message in done.stderr
 
 
-def test_what_cannot_be_given_to_a_spawned_rank_is_named(monkeypatch):
+def test_arguments_of_spawned_ranks_that_cannot_be_pickled_are_refused(monkeypatch):
     from meshwright.launch import ranks as module
 
     monkeypatch.setattr(module, "cuda_started", lambda: True)

@@ -1,4 +1,4 @@
-"""A proof's small size is legal for every legal layout, on at most eight ranks, and keeps what there is to prove."""
+"""Scaled-down configs are valid for every valid layout, run on at most eight ranks, and keep every axis."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ from meshwright.topology.unsupported import min_shard_group_size, validate
 
 
 @st.composite
-def legal(draw):
-    """A config over all axes that is not refused."""
+def valid_configs(draw):
+    """A valid config over all axes."""
     layout = {axis: draw(st.sampled_from([1, 2, 3, 4, 8, 16])) for axis in ("replicate", "pipeline", "context")}
     layout["tensor"] = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
-    kind, method = draw(st.sampled_from(tuple(SCHEDULES))), draw(st.sampled_from(["ring", "all-to-all"]))
+    schedule, method = draw(st.sampled_from(tuple(SCHEDULES))), draw(st.sampled_from(["ring", "all-to-all"]))
     barred = {"gradients"} if layout["pipeline"] > 1 else set()
-    barred |= {"parameters"} if layout["pipeline"] > 1 and SCHEDULES[kind].splits_backward else set()
+    barred |= {"parameters"} if layout["pipeline"] > 1 and SCHEDULES[schedule].splits_backward else set()
     shard = draw(st.sampled_from(sorted({"none", "optimizer", "gradients", "parameters"} - barred)))
     degree = draw(st.sampled_from([None, 2, 3, 4, 16])) if shard != "none" else None
     config = load_config()
-    spread = Layout.from_config(replace(config.layout, **layout, shard=shard, shard_degree=degree))
-    layout["expert"] = draw(st.sampled_from([n for n in range(1, spread.fold + 1) if spread.fold % n == 0]))
-    apart = layout["pipeline"] > 1 or layout["tensor"] > 1
-    shared = min_shard_group_size(replace(spread, expert=layout["expert"]))
-    keeps = [True, False] if apart or shared < 2 else [True, False, shared]
-    stages = draw(st.integers(SCHEDULES[kind].min_stages, SCHEDULES[kind].max_stages or 4))
+    mesh = Layout.from_config(replace(config.layout, **layout, shard=shard, shard_degree=degree))
+    layout["expert"] = draw(
+        st.sampled_from([n for n in range(1, mesh.expert_axes_size + 1) if mesh.expert_axes_size % n == 0])
+    )
+    replicates_shards = layout["pipeline"] > 1 or layout["tensor"] > 1
+    shared = min_shard_group_size(replace(mesh, expert=layout["expert"]))
+    keeps = [True, False] if replicates_shards or shared < 2 else [True, False, shared]
+    stages = draw(st.integers(SCHEDULES[schedule].min_stages, SCHEDULES[schedule].max_stages or 4))
     tensor, context = layout["tensor"], layout["context"]
     kv_heads = tensor * draw(st.sampled_from([1, 2, 3]))
     heads = lcm(kv_heads, tensor * (context if method == "all-to-all" else 1)) * draw(st.sampled_from([1, 2, 8]))
@@ -56,17 +58,17 @@ def legal(draw):
         config,
         model=model,
         layout=replace(config.layout, **layout, shard=shard, shard_degree=degree),
-        pipeline=replace(config.pipeline, schedule=kind, stages=stages),
+        pipeline=replace(config.pipeline, schedule=schedule, stages=stages),
         context=replace(config.context, method=method),
         data=replace(config.data, sequence=2 * tensor * context * draw(st.integers(1, 9))),
-        batch=replace(config.batch, global_=spread.data_degree * 2 * layout["pipeline"], micro=1),
+        batch=replace(config.batch, global_=mesh.data_degree * 2 * layout["pipeline"], micro=1),
         fsdp=replace(config.fsdp, reshard_after_forward=draw(st.sampled_from(keeps))),
     )
 
 
 @settings(max_examples=400)
-@given(legal())
-def test_a_proof_is_legal_on_eight_ranks_and_keeps_every_axis_that_they_allow(config):
+@given(valid_configs())
+def test_proof_configs_are_valid_on_eight_ranks_and_keep_the_axes(config):
     layout, _ = validate(config)
     proofs, _ = proof_configs(config)
     assert len(proofs) == 3
@@ -82,41 +84,41 @@ def test_a_proof_is_legal_on_eight_ranks_and_keeps_every_axis_that_they_allow(co
 
 
 @settings(max_examples=200)
-@given(legal())
-def test_a_run_that_is_to_be_killed_is_legal_on_four_ranks(config):
+@given(valid_configs())
+def test_recovery_config_is_valid_on_four_ranks(config):
     layout, _ = scale_layout(config.layout, MAX_RECOVERY_RANKS)
     proof, _ = scale_config(config, layout, steps=5)
     assert 2 <= validate(proof)[0].ranks <= MAX_RECOVERY_RANKS
 
 
 LARGE = {
-    "experts by eight in a pipeline of four": (
+    "expert 8, pipeline 4": (
         "mixtral-8x7b",
         "--layout.expert=8 --layout.pipeline=4 --layout.shard=parameters --layout.replicate=16",
         Layout(pipeline=2, shard=4, expert=2),
     ),
-    "experts by eight on eight shards": (
+    "expert 8, shard 8": (
         "mixtral-8x7b",
         "--layout.expert=8 --layout.shard=parameters --layout.replicate=8 --layout.tensor=2 --layout.context=2",
         Layout(shard=2, context=2, tensor=2, expert=2),
     ),
-    "four stages a rank of eight": (
+    "four stages per rank, pipeline 8": (
         "llama-70b",
         "--layout.pipeline=8 --pipeline.schedule=interleaved --pipeline.stages=4 --layout.replicate=4",
         Layout(pipeline=2, replicate=2),
     ),
-    "sixteen pieces": (
+    "context 16": (
         "llama-70b",
         "--layout.replicate=1 --layout.context=16 --context.method=all-to-all",
         Layout(context=2),
     ),
-    "all axes of the dense model": (
+    "all axes of a dense model": (
         "llama-405b",
         "--layout.replicate=2 --layout.shard=parameters --layout.shard_degree=8 --layout.pipeline=16 --layout.context=8"
         " --layout.tensor=8",
         Layout(pipeline=2, context=2, tensor=2),
     ),
-    "shards and no copies, all other axes": (
+    "all axes but replicate": (
         "llama-405b",
         "--layout.replicate=1 --layout.shard=parameters --layout.shard_degree=8 --layout.pipeline=16 --layout.context=8"
         " --layout.tensor=8",
@@ -126,24 +128,24 @@ LARGE = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_a_large_layout_becomes_a_small_one_of_the_same_axes(name):
-    preset, words, expected = LARGE[name]
-    proofs, note = proof_configs(load_config(overrides=[f"--preset={preset}", *words.split()]))
+def test_large_layout_is_scaled_down_on_the_same_axes(name):
+    preset, options, expected = LARGE[name]
+    proofs, note = proof_configs(load_config(overrides=[f"--preset={preset}", *options.split()]))
     assert {validate(proof)[0] for proof in proofs} == {expected}
-    assert "layout " in note
+    assert "layout scaled down" in note
 
 
-def test_key_heads_stay_fewer_than_the_ranks_that_attend():
-    words = ["--layout.replicate=1", "--layout.context=4", "--context.method=all-to-all", "--model.heads=8"]
-    proofs, _ = proof_configs(load_config(overrides=words))
+def test_model_with_few_kv_heads_keeps_fewer_kv_heads_than_attention_ranks():
+    options = ["--layout.replicate=1", "--layout.context=4", "--context.method=all-to-all", "--model.heads=8"]
+    proofs, _ = proof_configs(load_config(overrides=options))
     assert (proofs[0].model.heads, proofs[0].model.kv_heads) == (4, 2)
-    proofs, _ = proof_configs(load_config(overrides=[*words, "--model.kv_heads=8"]))
+    proofs, _ = proof_configs(load_config(overrides=[*options, "--model.kv_heads=8"]))
     assert (proofs[0].model.heads, proofs[0].model.kv_heads) == (4, 4)
 
 
-@pytest.mark.parametrize("words", ["--layout.tensor=3 --model.kv_heads=3 --model.heads=3", "--layout.context=3"])
-def test_a_sequence_divides_over_three(words):
-    more = ["--layout.replicate=1", "--model.width=192", "--model.vocab=258", "--model.ffn=360", "--data.sequence=96"]
-    proofs, _ = proof_configs(load_config(overrides=[*more, *words.split()]))
+@pytest.mark.parametrize("options", ["--layout.tensor=3 --model.kv_heads=3 --model.heads=3", "--layout.context=3"])
+def test_scaled_sequence_divides_over_three_ranks(options):
+    model = ["--layout.replicate=1", "--model.width=192", "--model.vocab=258", "--model.ffn=360", "--data.sequence=96"]
+    proofs, _ = proof_configs(load_config(overrides=[*model, *options.split()]))
     assert proofs[0].data.sequence == 18
     assert validate(proofs[0])[0].ranks == 3
