@@ -43,7 +43,7 @@ def title(result: RankResult) -> str:
     if not result.in_flight:
         return name
     stages = ", ".join(f"stage {stage} with {count} blocks" for stage, count in result.blocks.items())
-    return f"{name}: {stages}, up to {result.max_in_flight} micro-batches in flight"
+    return f"{name}: {stages}, peak micro-batches in flight {result.max_in_flight}"
 
 
 def communication_table(result: RankResult) -> Table:

@@ -148,4 +148,4 @@ def test_prove_reports_a_wrong_formula(monkeypatch):
 def test_proof_configs_keep_the_axes_of_the_layout():
     proofs, note = proof_configs(load_config(overrides=["--layout.shard=zero-3", "--layout.shard_degree=16"], ranks=64))
     assert Layout.from_config(proofs[0].layout) == Layout(replicate=2, shard=2)
-    assert "layout replicate 4 to 2, shard_degree 16 to 2" in note
+    assert "replicate 4 to 2, shard_degree 16 to 2" in note
