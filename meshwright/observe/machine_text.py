@@ -10,13 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.io import format_si, printable
+from meshwright.observe.console import make_console
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.hardware.resolve_cluster import machine_file
 
 
 def show_machine(cluster: Cluster, remarks: Sequence[str], file: Path, console: Console | None = None) -> None:
     """Prints the measurement that was written to `file`; it is readable on a terminal of 80 columns."""
-    console = console or Console(highlight=False)
+    console = console or make_console()
     device = cluster.device
     title = f"{cluster.devices_per_node} x {printable(device.name)}, {format_si(device.memory)}B of memory each"
     console.print(title, style="bold", markup=False)

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.io import format_percent, printable
+from meshwright.observe.console import make_console
 
 MAX_SOURCE_LENGTH = 60
 TOTALS = ("fully stated", "all")
@@ -27,7 +28,7 @@ MEMORY_CAPTION = (
 
 def show_replay(replayed: dict[str, Any], console: Console | None = None) -> None:
     """Prints the scores of `replay`; they are readable on a terminal of 80 columns."""
-    console = console or Console(highlight=False)
+    console = console or make_console()
     scores = replayed["scores"]
     console.print(time_table(scores))
     console.print()

@@ -137,7 +137,9 @@ def draw_timeline(timeline: Timeline, width: int) -> list[Text]:
 def show_schedule(timeline: Timeline, costs: ActionCosts, console: Console | None = None) -> None:
     console = console or make_console()
     head = [Text(title(timeline), "bold"), legend(timeline), *filter(None, [Text(legend_notes(timeline), "dim")])]
-    for line in [*head, Text(), *draw_timeline(timeline, console.width)]:
+    for line in head:
+        console.print(line)
+    for line in [Text(), *draw_timeline(timeline, console.width)]:
         line.rstrip()
         console.print(line, soft_wrap=True)
     for sentence in describe_timeline(timeline, costs):

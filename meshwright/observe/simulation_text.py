@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from meshwright.io import format_bytes
+from meshwright.observe.console import make_console
 from meshwright.observe.schedule_text import ends_of
 
 if TYPE_CHECKING:
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def show(simulation: Simulation) -> None:
-    console = Console()
+    console = make_console()
     if not console.is_terminal:
-        console = Console(width=140)
+        console = make_console(width=140)
     out = console.print
     out(f"{simulation.layout} = {simulation.ranks:,} ranks; {simulation.parameters:,} parameters", highlight=False)
     out(simulation.batch, highlight=False)
