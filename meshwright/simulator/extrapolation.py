@@ -91,17 +91,19 @@ def match_phases(
     because the second one is the first to find gradients to accumulate into.
     """
     extra, middle = len(large) - len(small), len(small) // 2
+    if extra < 0:
+        raise ExtrapolationError("a larger simulated step has fewer phases than a smaller one")
 
     def mismatches(split: int) -> tuple[int, int, int]:
-        names = lengths = 0
+        names = allocations = 0
         for index, (phase, entries) in enumerate(small):
             other, others = large[index if index < split else index + extra]
             names += phase != other
-            lengths += [key for key, _ in entries] != [key for key, _ in others]
-        return names, lengths, abs(split - middle)
+            allocations += [key for key, _ in entries] != [key for key, _ in others]
+        return names, allocations, abs(split - middle)
 
     split = min(range(len(small) + 1), key=mismatches)
-    if extra < 0 or mismatches(split)[0]:
+    if mismatches(split)[0]:
         raise ExtrapolationError("the phases of two simulated steps do not match")
     for index, item in enumerate(small):
         yield item, large[index if index < split else index + extra]
