@@ -1,4 +1,4 @@
-"""The undisturbed run, made once for all tests of this room."""
+"""Fixtures of the recovery tests: the undisturbed run, created once per number of ranks."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from recovering import Runs, config
+from recovery_runs import Runs, config
 
 from meshwright import train
 
 
 @pytest.fixture(scope="session")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """An undisturbed run on so many ranks, made once."""
-    made: dict[int, Path] = {}
+    """Returns the folder of an undisturbed run on a number of ranks, created once."""
+    created: dict[int, Path] = {}
 
     def get(ranks: int) -> Path:
-        if ranks not in made:
+        if ranks not in created:
             fault = os.environ.pop("MESHWRIGHT_FAULT", None)
-            made[ranks] = tmp_path_factory.mktemp("golden") / "run"
-            train(config(ranks=ranks), run=made[ranks], quiet=True)
+            created[ranks] = tmp_path_factory.mktemp("golden") / "run"
+            train(config(ranks=ranks), run=created[ranks], quiet=True)
             if fault is not None:
                 os.environ["MESHWRIGHT_FAULT"] = fault
-        return made[ranks]
+        return created[ranks]
 
     return get
 

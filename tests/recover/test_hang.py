@@ -1,9 +1,9 @@
-"""A rank that stops, spins, leaves or is slow is named, with its step, its phase and its stack (S1 to S7)."""
+"""The supervisor names a rank that stops, hangs, exits or is slow, with its step, phase and stack."""
 
 from __future__ import annotations
 
 import pytest
-from recovering import STEPS
+from recovery_runs import STEPS
 
 from meshwright.errors import MeshwrightError
 
@@ -13,26 +13,25 @@ WATCHED = ("--launch.hang_timeout=3",)
 @pytest.mark.parametrize(
     ("fault", "state", "phase"),
     [
-        ("step.forward:rank1:stop@step7", "its process is stopped", "forward"),  # S3
-        ("step.backward:rank1:spin@step7", "its process is busy", "backward"),  # S4
-        ("step.update:rank1:lock@step7", "its process sleeps", "update"),  # S4: native code that keeps the lock
+        ("step.forward:rank1:stop@step7", "its process is stopped", "forward"),
+        ("step.backward:rank1:spin@step7", "its process is busy", "backward"),
+        ("step.update:rank1:lock@step7", "its process sleeps", "update"),  # native code that holds the GIL
         ("step.fetch:rank1:hang@step7", "its process sleeps", "fetch"),
     ],
 )
-def test_a_hung_rank_is_named_with_its_phase_and_stack_and_the_job_recovers(runs, fault, state, phase):
+def test_hung_rank_is_named_with_phase_and_stack_and_the_job_restarts(runs, fault, state, phase):
     runs.run(fault, *WATCHED)
     hang = runs.incidents[0]
     assert (hang.outcome, hang.rank, hang.step, hang.phase) == ("hang", 1, 7, phase)
-    assert "rank 1 has made no progress for" in hang.message
+    assert "rank 1 has created no progress for" in hang.message
     assert state in hang.message
     assert "the other ranks wait in" in hang.message
     assert "in train_rank" in hang.stack
     assert runs.supervisor_events("hang")[0]["rank"] == 1
-    runs.assert_as_if_undisturbed()
+    runs.assert_equals_undisturbed_run()
 
 
-def test_a_slow_rank_is_named_with_its_phase_and_nothing_else_happens(runs, tmp_path):
-    # S5
+def test_straggler_is_named_with_its_phase_and_the_run_continues(runs, tmp_path):
     from small_run import small_config
 
     from meshwright import train
@@ -48,35 +47,33 @@ def test_a_slow_rank_is_named_with_its_phase_and_nothing_else_happens(runs, tmp_
     assert [incident.outcome for incident in runs.incidents] == ["complete"]
 
 
-def test_ranks_in_different_collectives_are_named_with_what_each_entered(runs):
-    # S6
+def test_ranks_in_different_collectives_are_named(runs):
     runs.run("step.collective:rank1:desync@step7", *WATCHED)
-    said = runs.incidents[0].message
-    assert "ranks entered different collectives" in said
-    assert "'a stray sum' on rank 1" in said
-    assert "'control sum' on rank(s) 0" in said
-    runs.assert_as_if_undisturbed()
+    message = runs.incidents[0].message
+    assert "ranks entered different collectives" in message
+    assert "'a stray sum' on rank 1" in message
+    assert "'control sum' on rank(s) 0" in message
+    runs.assert_equals_undisturbed_run()
 
 
-def test_a_rank_that_leaves_early_fails_the_job(runs):
-    # S7
+def test_rank_that_exits_early_fails_the_job(runs):
     with pytest.raises(MeshwrightError, match="rank 1 exited with status 0 and no report") as failed:
         runs.run("step.forward:rank1:exit@step7", "--launch.restarts=0")
     assert failed.value.exit_code == 1
     runs.run()
-    runs.assert_as_if_undisturbed()
+    runs.assert_equals_undisturbed_run()
 
 
 @pytest.mark.parametrize(
     "fault",
     [
-        "step.forward:rank1:term@step7",  # S1: one rank alone is told
-        "evaluate:rank1:term@step4",  # S2
-        "step.fetch:rank0:slow=0.5@step7,step.sync:rank1:term@step6",  # S2: told while it waits for another
-        "save.stage:rank0:term@step6",  # S2
+        "step.forward:rank1:term@step7",  # only one rank receives the signal
+        "evaluate:rank1:term@step4",
+        "step.fetch:rank0:slow=0.5@step7,step.sync:rank1:term@step6",  # while it waits for another rank
+        "save.stage:rank0:term@step6",
     ],
 )
-def test_a_signal_to_one_rank_saves_a_checkpoint_agreed_by_all(runs, fault):
+def test_sigterm_to_one_rank_saves_a_checkpoint_on_all_ranks(runs, fault):
     with pytest.raises(MeshwrightError, match="stopped by signal 15 before step") as stopped:
         runs.run(fault)
     assert stopped.value.exit_code == 143
@@ -85,11 +82,11 @@ def test_a_signal_to_one_rank_saves_a_checkpoint_agreed_by_all(runs, fault):
     assert newest.step == int(str(stopped.value).split("before step ")[1].split(",")[0])
     runs.run()
     assert runs.events("restored")[0]["step"] == newest.step < STEPS
-    runs.assert_as_if_undisturbed()
+    runs.assert_equals_undisturbed_run()
 
 
-def test_where_the_grace_is_too_short_nothing_partial_is_published(runs):
-    # S1, S2: rank 0 does not come to the next step, so nobody agrees; the last periodic checkpoint stands.
+def test_expired_grace_period_publishes_no_partial_checkpoint(runs):
+    # Rank 0 never reaches the next step, so the ranks do not agree on a step; the last periodic checkpoint remains.
     from meshwright.recover.supervisor import GracePeriodExpired
 
     fault = "step.forward:rank1:term@step7,step.fetch:rank0:hang@step8"
@@ -100,26 +97,26 @@ def test_where_the_grace_is_too_short_nothing_partial_is_published(runs):
     assert over.value.exit_code == 143
     assert [entry.step for entry in runs.published()] == [6, 3]
     runs.run()
-    runs.assert_as_if_undisturbed()
+    runs.assert_equals_undisturbed_run()
 
 
-def test_a_job_that_was_told_to_stop_does_not_come_back_when_it_then_fails(runs):
+def test_job_that_fails_after_sigterm_does_not_restart(runs):
     with pytest.raises(MeshwrightError) as failed:
         runs.run("step.forward:rank0:term@step6,save.stage:rank1:raise@step7")
     assert failed.value.exit_code == 143
     assert len(runs.incidents) == 1
     runs.run()
-    runs.assert_as_if_undisturbed()
+    runs.assert_equals_undisturbed_run()
 
 
 @pytest.mark.parametrize("fault", ["save.begin:rank1:kill@step12", "save.after_shard:rank1:kill@step12"])
-def test_a_rank_lost_in_the_last_save_is_the_one_to_blame_and_the_job_goes_on(runs, fault):
+def test_rank_killed_in_the_last_save_is_the_root_cause_and_the_job_restarts(runs, fault):
     runs.run(fault)
     assert (runs.incidents[0].rank, runs.incidents[0].error_type) == (1, "Killed")
-    runs.assert_as_if_undisturbed()
+    runs.assert_equals_undisturbed_run()
 
 
-def test_a_save_that_does_not_move_while_training_goes_on_is_told(runs):
+def test_stuck_async_save_is_reported_while_training_continues(runs):
     from small_run import small_config
 
     from meshwright import train
@@ -131,14 +128,14 @@ def test_a_save_that_does_not_move_while_training_goes_on_is_told(runs):
     assert [incident.outcome for incident in runs.incidents] == ["complete"]
 
 
-def test_in_a_save_the_rank_that_hangs_is_named_and_not_those_that_wait_for_it(runs):
+def test_rank_that_hangs_in_a_save_is_named(runs):
     runs.run("save.after_shard:rank1:hang@step6", *WATCHED)
     assert (runs.incidents[0].rank, runs.incidents[0].phase) == (1, "save")
-    runs.assert_as_if_undisturbed()
+    runs.assert_equals_undisturbed_run()
 
 
 @pytest.mark.long
-def test_a_rank_whose_share_of_a_save_is_slow_is_no_hang_and_neither_is_who_waits_for_it(runs):
+def test_slow_save_on_one_rank_is_not_a_hang(runs):
     runs.run("save.write:rank1:slow=0.4@step6", *WATCHED)
     assert [incident.outcome for incident in runs.incidents] == ["complete"]
-    runs.assert_as_if_undisturbed()
+    runs.assert_equals_undisturbed_run()

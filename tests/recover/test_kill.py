@@ -1,4 +1,4 @@
-"""Killed at any phase of a run, once or twenty times, it ends as if nothing had happened (K1 to K12)."""
+"""A run that is killed at any phase, once or many times, ends bitwise equal to an undisturbed run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from recovering import config, final_digest, losses
+from recovery_runs import config, final_digest, losses
 
 from meshwright import train
 from meshwright.errors import MeshwrightError, RestartsExhausted
 
-STEP_POINTS = [  # K1, K2
+STEP_POINTS = [
     "step.fetch:rank1:kill@step7",
     "step.copy:rank0:kill@step7",
     "step.forward:rank1:kill@step7",
@@ -25,7 +25,7 @@ STEP_POINTS = [  # K1, K2
     "evaluate:rank1:kill@step4",
     "end:rank0:kill",
 ]
-SAVE_POINTS = [  # K3, K4, K5, K6, K7, K9
+SAVE_POINTS = [
     "save.stage:rank1:kill@step6",
     "save.begin:rank0:kill@step6",
     "save.write:rank1:kill@step6",
@@ -38,54 +38,52 @@ SAVE_POINTS = [  # K3, K4, K5, K6, K7, K9
 
 
 @pytest.mark.parametrize("fault", STEP_POINTS + SAVE_POINTS)
-def test_a_rank_killed_at_any_point_does_not_change_the_result(runs, fault):
+def test_rank_killed_at_any_fail_point_does_not_change_the_result(runs, fault):
     overrides = ("--checkpoint.keep=1",) if "retain" in fault else ()
     runs.run(fault, *overrides)
     first, *_ = runs.incidents
     assert (first.outcome, first.error_type) == ("failed", "Killed")
     assert f"rank{first.rank}:" in fault
     assert runs.incidents[-1].outcome == "complete"
-    runs.assert_as_if_undisturbed()
+    runs.assert_equals_undisturbed_run()
 
 
 @pytest.mark.parametrize("fault", ["start.restore:rank0:killx2", "start.restored:rank1:killx2"])
-def test_a_kill_during_the_load_changes_nothing_on_disk(runs, fault):
-    # K8: the first launch has nothing to load; its restart is killed in the load, and the next one loads the same.
+def test_kill_while_restoring_changes_nothing_on_disk(runs, fault):
+    # The first attempt has nothing to restore; the second is killed while restoring, and the third restores the same.
     runs.run(f"step.forward:rank1:kill@step7,{fault}")
     assert [incident.checkpoint_step for incident in runs.incidents] == [6, 6, 12]
     assert runs.incidents[1].phase == "restore"
-    runs.assert_as_if_undisturbed()
+    runs.assert_equals_undisturbed_run()
 
 
-def test_a_run_killed_in_every_recovery_stops_loudly_and_resumes_when_it_is_let(runs):
-    # K11
+def test_restarts_exhausted_ends_the_job_and_the_next_launch_resumes(runs):
     with pytest.raises(RestartsExhausted, match=r"3 restart\(s\) got no further than step 6") as stopped:
         runs.run("step.forward:rank1:kill@step7,start.restored:rank0:killx50", "--launch.restarts=3")
     assert stopped.value.exit_code == 5
-    assert len(runs.incidents) == 4  # the first failure had got to step 6; three restarts got no further
+    assert len(runs.incidents) == 4  # the first attempt reached step 6; three restarts got no further
     runs.run()
-    runs.assert_as_if_undisturbed()
+    runs.assert_equals_undisturbed_run()
 
 
 @pytest.mark.long
-def test_twenty_kills_in_a_row_during_recovery_are_survived(runs):
-    # K11
+def test_twenty_kills_in_a_row_while_starting_are_recovered(runs):
     runs.run("step.forward:rank1:kill@step7,start.begin:rank0:killx21", "--launch.restarts=30")
     assert len(runs.incidents) == 22
-    runs.assert_as_if_undisturbed()
+    runs.assert_equals_undisturbed_run()
 
 
-def test_without_restarts_a_killed_rank_ends_the_job_and_the_next_launch_resumes(runs):
+def test_killed_rank_without_restarts_ends_the_job_and_the_next_launch_resumes(runs):
     with pytest.raises(MeshwrightError, match="rank 1 was ended by signal 9") as failed:
         runs.run("step.forward:rank1:kill@step7", "--launch.restarts=0")
     assert failed.value.exit_code == 8
     runs.run()
     assert runs.events("restored")[0]["step"] == 6
-    runs.assert_as_if_undisturbed()
+    runs.assert_equals_undisturbed_run()
 
 
-def test_three_ranks_resume_bitwise_though_ddp_would_have_other_buckets(runs):
-    # Three summands make the order of a sum visible in its bits.
+def test_ddp_on_three_ranks_resumes_bitwise(runs):
+    # With three summands the order of a sum is visible in its bits.
     runs.run("step.backward:rank2:kill@step7", "--batch.global=24", ranks=3)
     disturbed = runs.folder
     runs.folder = disturbed.with_name("undisturbed")
@@ -94,8 +92,8 @@ def test_three_ranks_resume_bitwise_though_ddp_would_have_other_buckets(runs):
     assert final_digest(disturbed) == final_digest(runs.folder)
 
 
-class KillsItsWorker:
-    """A source that ends, once, the worker that decodes for it."""
+class WorkerKillingSource:
+    """A source that kills, once, the data worker that reads from it."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -111,8 +109,7 @@ class KillsItsWorker:
         return tokens[:-1], tokens[1:]
 
 
-def test_a_killed_data_worker_fails_its_rank_and_the_restart_reads_the_same(runs, tmp_path):
-    # K12
+def test_killed_data_worker_fails_its_rank_and_the_restart_reads_the_same_samples(runs, tmp_path):
     def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(out.flatten(0, 1), y.flatten(), reduction="sum")
 
@@ -120,7 +117,7 @@ def test_a_killed_data_worker_fails_its_rank_and_the_restart_reads_the_same(runs
         torch.manual_seed(1)
         model = torch.nn.Sequential(torch.nn.Embedding(256, 16), torch.nn.Linear(16, 256))
         workers = ("--data.workers=2", "--data.worker_kind=process")
-        given = {"model": model, "loss": loss, "source": KillsItsWorker(mark)}
+        given = {"model": model, "loss": loss, "source": WorkerKillingSource(mark)}
         return train(config(*workers), run=tmp_path / name, quiet=True, **given).parameters_digest
 
     done = tmp_path / "done"

@@ -1,4 +1,4 @@
-"""One writer a run: a second is refused, a dead one taken over, what it still writes never listed (L1, L2, L4)."""
+"""The lease: a second writer is refused, a dead one is taken over, and its late checkpoints are never listed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder(tmp_path):
 
 
 def rewrite(folder, attempt, **changes):
-    """The lease as another process would have written it."""
+    """Rewrites the lease as another process would have written it."""
     values = read_lease(open_run_store(folder), attempt) | changes
     path = folder.attempt(attempt) / "lease.json"
     path.write_text(json.dumps(values | {"digest": canonical_digest(values)}))
@@ -47,8 +47,7 @@ def publish(folder, step, attempt):
     assert open_run_store(folder).publish_if_absent(name, manifest(step, attempt).encode())
 
 
-def test_a_second_job_is_refused_at_once_naming_host_process_and_start(folder):
-    # L1
+def test_second_job_is_refused_with_host_and_pid_of_the_lease_holder(folder):
     code = "import sys,time; from meshwright.telemetry.run_folder import RunFolder; from pathlib import Path\n"
     code += "from meshwright.recover.lease import acquire_lease\n"
     code += "acquire_lease(RunFolder(Path(sys.argv[1]))); print('held', flush=True)\n"
@@ -59,17 +58,16 @@ def test_a_second_job_is_refused_at_once_naming_host_process_and_start(folder):
         lease = read_lease(open_run_store(folder), 1)
         with pytest.raises(BusyError) as refused:
             acquire_lease(folder)
-        said = str(refused.value)
-        assert f"process {holder.pid} on {lease['host']} since {lease['since']}" in said
+        message = str(refused.value)
+        assert f"process {holder.pid} on {lease['host']} since {lease['since']}" in message
         assert refused.value.exit_code == 9
     finally:
         holder.kill()
         holder.wait()
-    assert acquire_lease(folder).attempt == 2  # L2: dead, so taken over by the next epoch
+    assert acquire_lease(folder).attempt == 2  # the holder is dead, so the next attempt takes over
 
 
-def test_of_many_that_come_at_once_one_gets_the_run(folder):
-    # L1
+def test_one_of_many_concurrent_jobs_acquires_the_lease(folder):
     acquire_lease(folder)
     Incident(1, "complete").write(folder)
     results = []
@@ -90,7 +88,7 @@ def test_of_many_that_come_at_once_one_gets_the_run(folder):
     for job in jobs:
         job.stdin.write(b"\n")
         job.stdin.flush()
-    for job in jobs:  # whoever holds it holds it until all have been told
+    for job in jobs:  # the holder keeps the lease until all jobs have an answer
         results.append(job.stdout.readline().strip() or job.stderr.read().splitlines()[-1])
     for job in jobs:
         job.communicate(timeout=60)
@@ -101,19 +99,19 @@ def test_of_many_that_come_at_once_one_gets_the_run(folder):
 @pytest.mark.parametrize(
     "change",
     [
-        {"started": 1},  # L4: the number belongs to another process by now
+        {"started": 1},  # the pid belongs to another process by now
         {"pid": 1 << 22},
     ],
 )
-def test_a_holder_is_its_process_and_not_the_number_of_one(folder, change):
+def test_lease_of_a_dead_process_is_taken_over_though_its_pid_is_reused(folder, change):
     acquire_lease(folder)
     rewrite(folder, 1, token="another", **change)
     assert acquire_lease(folder).attempt == 2
 
 
 @pytest.mark.parametrize("change", [{"boot": "another"}, {"namespace": "pid:[1]"}, {"host": "elsewhere", "boot": "x"}])
-def test_a_holder_elsewhere_lives_while_its_beat_moves(folder, change):
-    # L4, L2: another boot, another container, another host; its pid means nothing here
+def test_lease_holder_on_another_host_is_alive_while_its_heartbeat_advances(folder, change):
+    # another boot, another container, another host; its pid has no meaning here
     acquire_lease(folder)
     rewrite(folder, 1, token="another", **change)
     page = Heartbeat(folder.heartbeat(1, 0))
@@ -134,13 +132,12 @@ def test_a_holder_elsewhere_lives_while_its_beat_moves(folder, change):
     assert acquire_lease(folder, observe=0.5).attempt == 2
 
 
-def test_what_an_old_holder_publishes_after_it_was_taken_over_is_never_listed(folder):
-    # L2
+def test_checkpoint_of_a_fenced_attempt_is_never_listed(folder):
     acquire_lease(folder)
     publish(folder, 10, 1)
     rewrite(folder, 1, token="another", started=1)
     acquire_lease(folder)
-    publish(folder, 20, 1)  # the old holder comes back
+    publish(folder, 20, 1)  # the fenced holder continues
     publish(folder, 15, 2)
     store = open_run_store(folder)
     assert [entry.name for entry in list_published(store)] == ["step-00000015.a0002", "step-00000010.a0001"]
@@ -149,11 +146,11 @@ def test_what_an_old_holder_publishes_after_it_was_taken_over_is_never_listed(fo
     assert "published by attempt 1 after attempt 2 had taken over the run" in late.problem
     rewrite(folder, 2, token="another", started=1)
     acquire_lease(folder)
-    assert [entry.step for entry in list_published(store)] == [15, 10]  # nor does a later holder inherit it
+    assert [entry.step for entry in list_published(store)] == [15, 10]  # a later holder does not inherit it either
 
 
-def test_an_old_holder_that_comes_back_cannot_save(folder):
-    # L2: it notices by itself, before readers have to ignore it
+def test_fenced_attempt_cannot_save_a_checkpoint(folder):
+    # the saver notices it before readers have to ignore the checkpoint
     import torch
 
     from meshwright.checkpoint.listing import RunLineage
@@ -178,16 +175,16 @@ def test_an_old_holder_that_comes_back_cannot_save(folder):
     assert [entry.step for entry in list_published(open_run_store(folder))] == [1]
 
 
-def test_an_attempt_that_said_its_end_is_free_at_once(folder):
+def test_lease_of_an_ended_attempt_is_free_at_once(folder):
     acquire_lease(folder)
     rewrite(folder, 1, token="another", boot="another")
     Incident(1, "complete").write(folder)
     start = time.monotonic()
     assert acquire_lease(folder).attempt == 2
-    assert time.monotonic() - start < 3  # nobody was watched
+    assert time.monotonic() - start < 3  # without observing the beat counter
 
 
-def test_a_torn_lease_was_never_taken(folder):
+def test_truncated_lease_is_not_listed(folder):
     acquire_lease(folder)
     (folder.attempt(1) / "lease.json").write_text('{"pid": 1')
     assert list_leases(open_run_store(folder)) == []
@@ -195,5 +192,5 @@ def test_a_torn_lease_was_never_taken(folder):
     assert acquire_lease(folder).attempt == 1
 
 
-def test_who_holds_a_run_is_told_by_more_than_a_number():
+def test_lease_identifies_its_process_by_more_than_a_pid():
     assert {"host", "pid", "started", "boot", "namespace", "token"} <= process_identity().keys()

@@ -1,4 +1,4 @@
-"""kill -9 at random instants, of a rank, all ranks, the supervisor, everything: it ends as if undisturbed (K10)."""
+"""SIGKILL at random times, to a rank, all ranks, the supervisor or all processes, does not change the result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from recovering import ledger, losses
+from recovery_runs import losses, step_records
 from small_run import SMALL
 
 from meshwright.checkpoint.listing import list_published, open_run_store
@@ -29,15 +29,15 @@ def start(folder: Path, steps: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen([*COMMAND, f"--steps={steps}", "--run", str(folder)], stdout=log, stderr=log)
 
 
-def ranks_of(folder: Path) -> list[int]:
-    """The pids of the newest attempt's ranks that live."""
+def live_rank_pids(folder: Path) -> list[int]:
+    """The pids of the live ranks of the newest attempt."""
     run = RunFolder(folder)
     pages = read_heartbeats(run, run.last_attempt()).values()
     return [page.pid for page in pages if page.is_alive]
 
 
 def below(pid: int) -> list[int]:
-    """A process's children, and theirs."""
+    """The descendants of a process."""
     try:
         text = "".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
     except OSError:
@@ -49,8 +49,8 @@ def newest(folder: Path) -> int:
     return next((entry.step for entry in list_published(open_run_store(RunFolder(folder)))), -1)
 
 
-def strike(kind: str, job: subprocess.Popen[bytes], folder: Path, rng: random.Random) -> None:
-    ranks = ranks_of(folder)
+def kill(kind: str, job: subprocess.Popen[bytes], folder: Path, rng: random.Random) -> None:
+    ranks = live_rank_pids(folder)
     match kind:
         case "rank":
             victims = [rng.choice(ranks)] if ranks else []
@@ -67,9 +67,9 @@ def strike(kind: str, job: subprocess.Popen[bytes], folder: Path, rng: random.Ra
             continue
 
 
-def killed_run(folder: Path, steps: int, kills: int, seed: int) -> list[str]:
-    """A run that is struck so often, each time after it has got a little further or at a random instant."""
-    rng, struck = random.Random(seed), []
+def run_with_kills(folder: Path, steps: int, kills: int, seed: int) -> list[str]:
+    """A run that is killed `kills` times, each time after a new checkpoint and a random delay."""
+    rng, kills_done = random.Random(seed), []
     job = start(folder, steps)
     try:
         while True:
@@ -80,12 +80,12 @@ def killed_run(folder: Path, steps: int, kills: int, seed: int) -> list[str]:
             time.sleep(wait)
             if job.poll() is not None and job.returncode >= 0:
                 assert job.returncode == 0, folder.with_suffix(".log").read_text()[-3000:]
-                return struck
-            if len(struck) < kills:
+                return kills_done
+            if len(kills_done) < kills:
                 kind = rng.choice(["rank", "ranks", "supervisor", "all"])
                 children = below(job.pid)
-                strike(kind, job, folder, rng)
-                struck.append(kind)
+                kill(kind, job, folder, rng)
+                kills_done.append(kind)
                 if kind in ("supervisor", "all"):
                     job.wait(timeout=10)
                     assert gone(children), f"seed {seed}: {kind} left a process behind"
@@ -96,7 +96,7 @@ def killed_run(folder: Path, steps: int, kills: int, seed: int) -> list[str]:
 
 
 def gone(pids: list[int]) -> bool:
-    """Within seconds, the kernel ends what its parent left."""
+    """Whether the kernel ends the processes within seconds of their parent."""
     end = time.monotonic() + 10
     while any(Path(f"/proc/{pid}/stat").exists() and "Z" not in state(pid) for pid in pids):
         if time.monotonic() > end:
@@ -115,10 +115,10 @@ def state(pid: int) -> str:
 def check(tmp_path: Path, steps: int, kills: int, seed: int) -> None:
     disturbed, undisturbed = tmp_path / "disturbed", tmp_path / "undisturbed"
     assert start(undisturbed, steps).wait(timeout=200) == 0
-    struck = killed_run(disturbed, steps, kills, seed)
-    assert len(struck) == kills, f"seed {seed}: it was done after {struck}"
+    kills_done = run_with_kills(disturbed, steps, kills, seed)
+    assert len(kills_done) == kills, f"seed {seed}: the run ended after {kills_done}"
     assert losses(disturbed) == losses(undisturbed), f"seed {seed}"
-    assert sorted(ledger(disturbed)) == list(range(steps)), f"seed {seed}"
+    assert sorted(step_records(disturbed)) == list(range(steps)), f"seed {seed}"
     digests = []
     for folder in (disturbed, undisturbed):
         entries = list_published(open_run_store(RunFolder(folder)))
@@ -132,11 +132,11 @@ def check(tmp_path: Path, steps: int, kills: int, seed: int) -> None:
 
 
 @pytest.mark.long
-def test_ten_random_kills_change_neither_result_nor_ledger(tmp_path):
+def test_ten_random_kills_change_neither_result_nor_events(tmp_path):
     check(tmp_path, 400, 10, seed=20)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-def test_fifty_random_kills_change_neither_result_nor_ledger(tmp_path):
+def test_fifty_random_kills_change_neither_result_nor_events(tmp_path):
     check(tmp_path, 2000, 50, seed=21)

@@ -1,4 +1,4 @@
-"""Where a run goes on, on how many ranks, and what it refuses to go on with (C1 to C7, D1, D11, D12, N5)."""
+"""Resume: at any step, on any number of ranks, as a fork, and what is refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from recovering import STEPS, config, final_digest, ledger, losses
+from recovery_runs import STEPS, config, final_digest, losses, step_records
 
 from meshwright.checkpoint.listing import list_published, open_run_store
 from meshwright.checkpoint.state import dtype_name, tensor_bytes
@@ -29,17 +29,17 @@ def stopped_at(runs, step: int, *overrides: str, ranks: int = 2) -> None:
 
 
 @pytest.mark.parametrize("step", [0, 1, 5, STEPS - 1])
-def test_a_run_resumes_at_any_step_also_twice_in_a_row(runs, step):
-    # C7: at step 0, in the middle, at the last step
+def test_run_resumes_at_any_step_also_twice_in_a_row(runs, step):
+    # at step 0, in the middle, at the last step
     stopped_at(runs, step)
     stopped_at(runs, step)
     runs.run()
     assert [event["step"] for event in runs.events("restored")] == [step, step]
-    runs.assert_as_if_undisturbed()
+    runs.assert_equals_undisturbed_run()
 
 
-def test_a_run_resumes_exactly_at_the_end_of_an_epoch(runs):
-    # C7: 56 samples, none held out, 8 a step: step 7 begins the second epoch.
+def test_run_resumes_at_the_end_of_an_epoch(runs):
+    # 56 samples, none held out, 8 a step: step 7 begins the second epoch.
     epoch = ("--data.samples=56", "--batch.global=8", "--eval.holdout=0")
     stopped_at(runs, 7, *epoch)
     runs.run("", *epoch)
@@ -49,8 +49,7 @@ def test_a_run_resumes_exactly_at_the_end_of_an_epoch(runs):
     assert final_digest(disturbed) == final_digest(runs.folder)
 
 
-def test_a_complete_run_is_complete_and_makes_no_step(runs):
-    # C7
+def test_complete_run_runs_no_further_step(runs):
     first = runs.run()
     before = {path: path.stat().st_mtime_ns for path in runs.folder.glob("checkpoints/*/*")}
     again = runs.run()
@@ -70,8 +69,8 @@ def unsharded(world, job):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(8, marks=pytest.mark.long)])
-def test_a_checkpoint_of_four_ranks_loads_bitwise_on_any_number_and_goes_on_in_the_same_order(runs, ranks):
-    # C6: 24 samples a step divide over 1, 2, 3, 4 and 8 ranks
+def test_checkpoint_of_four_ranks_loads_bitwise_on_any_rank_count_and_keeps_the_sample_order(runs, ranks):
+    # 24 samples a step divide over 1, 2, 3, 4 and 8 ranks
     batch = ("--batch.global=24", "--precision.compute=fp64")
     stopped_at(runs, 6, *batch, ranks=4)
     entry = runs.published()[0]
@@ -81,9 +80,11 @@ def test_a_checkpoint_of_four_ranks_loads_bitwise_on_any_number_and_goes_on_in_t
     runs.run("", *batch, ranks=ranks)
     resharded, runs.folder = runs.folder, runs.folder.with_name("undisturbed")
     runs.run("", *batch, ranks=4)
-    curves = [[record["loss"] for _, record in sorted(ledger(folder).items())] for folder in (resharded, runs.folder)]
-    assert sorted(ledger(resharded)) == list(range(STEPS))
-    assert np.allclose(*curves, rtol=1e-10)  # float64: the sums' order is all that differs
+    curves = [
+        [record["loss"] for _, record in sorted(step_records(folder).items())] for folder in (resharded, runs.folder)
+    ]
+    assert sorted(step_records(resharded)) == list(range(STEPS))
+    assert np.allclose(*curves, rtol=1e-10)  # in float64 only the order of the sums differs
     changes = runs_events(resharded, "restored")[-1]["changes"]
     assert any("replicate was 4 and is" in change for change in changes)
 
@@ -92,8 +93,7 @@ def runs_events(folder, kind):
     return [e for e in read_events(RunFolder(folder).events(0)) if e["kind"] == kind]
 
 
-def test_a_batch_that_does_not_divide_is_refused_with_the_degrees_that_do(runs):
-    # C6
+def test_global_batch_that_the_new_rank_count_does_not_divide_is_refused(runs):
     from meshwright.errors import ConfigError
 
     stopped_at(runs, 6)
@@ -102,29 +102,29 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_degrees_that_do(runs):
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
-        ("--seed=7", "seed was 0 and is 7"),  # C1
-        ("--data.samples=501", "data.samples was 500 and is 501"),  # C2
-        ("--model.width=64", "model.width was 32 and is 64"),  # C3
-        ("--model.tie=true", "model.tie was False and is True"),  # C3
-        ("--precision.compute=fp64", "precision.compute was 'fp32' and is 'fp64'"),  # C3
-        ("--schedule.kind=linear", "schedule.kind was 'cosine' and is 'linear'"),  # C4
-        ("--optimizer.lr=0.001", "optimizer.lr was 0.003 and is 0.001"),  # C4
-        ("--batch.global=8", "batch.global was 16 and is 8"),  # C4
+        ("--seed=7", "seed was 0 and is 7"),
+        ("--data.samples=501", "data.samples was 500 and is 501"),
+        ("--model.width=64", "model.width was 32 and is 64"),
+        ("--model.tie=true", "model.tie was False and is True"),
+        ("--precision.compute=fp64", "precision.compute was 'fp32' and is 'fp64'"),
+        ("--schedule.kind=linear", "schedule.kind was 'cosine' and is 'linear'"),
+        ("--optimizer.lr=0.001", "optimizer.lr was 0.003 and is 0.001"),
+        ("--batch.global=8", "batch.global was 16 and is 8"),
     ],
 )
-def test_another_identity_is_refused_with_both_values(runs, override, said):
+def test_resume_with_another_identity_is_refused_with_both_values(runs, override, message):
     stopped_at(runs, 6)
     with pytest.raises(MeshwrightError) as refused:
         runs.run("", override)
     assert refused.value.exit_code == 3
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert [entry.step for entry in runs.published()] == [6, 3]
 
 
-def test_a_manifest_of_another_run_is_refused_even_where_the_folder_does_not_tell(runs):
-    # C1, C4: somebody has put another run's identity file there
+def test_manifest_of_another_run_is_refused_though_identity_json_matches(runs):
+    # The identity file of another run is in the folder.
     stopped_at(runs, 6)
     path = runs.folder / "identity.json"
     known = json.loads(path.read_text())
@@ -136,8 +136,7 @@ def test_a_manifest_of_another_run_is_refused_even_where_the_folder_does_not_tel
     assert refused.value.exit_code == 3
 
 
-def test_a_fork_goes_on_as_a_new_timeline_and_its_restarts_stay_on_it(runs):
-    # C1, C4
+def test_fork_continues_as_a_new_timeline_and_its_restarts_stay_on_it(runs):
     stopped_at(runs, 6)
     runs.run("step.forward:rank1:kill@step10", "--optimizer.lr=0.001", fork=True)
     restored = [(event["step"], event["checkpoint"]) for event in runs.events("restored")]
@@ -149,14 +148,14 @@ def test_a_fork_goes_on_as_a_new_timeline_and_its_restarts_stay_on_it(runs):
     assert newest.identity["optimizer.lr"] == 0.001
 
 
-def test_a_fork_that_is_killed_before_it_began_is_still_made_and_made_once(runs):
+def test_fork_killed_at_its_start_is_made_exactly_once(runs):
     stopped_at(runs, 6)
     runs.run("start.begin:rank0:kill#0,start.restored:rank1:kill#1", "--optimizer.lr=0.001", fork=True)
     assert json.loads((runs.folder / "identity.json").read_text())["timeline"] == 2
     assert runs.published()[0].manifest.timeline == 2
 
 
-def test_a_fork_does_not_see_what_its_parent_did_after_it(runs):
+def test_fork_ignores_later_checkpoints_of_its_parent(runs):
     runs.run("", "--checkpoint.keep=10")
     for step in (9, 12):
         shutil.rmtree(runs.folder / "checkpoints" / f"step-{step:08d}.a0001")
@@ -165,16 +164,14 @@ def test_a_fork_does_not_see_what_its_parent_did_after_it(runs):
     assert json.loads((runs.folder / "identity.json").read_text())["until"] == {"1": 6}
 
 
-def test_a_fork_into_another_shape_is_refused_before_any_tensor_is_touched(runs):
-    # C3
+def test_fork_with_another_model_shape_is_refused(runs):
     stopped_at(runs, 6)
     with pytest.raises(MeshwrightError, match="is of another model") as refused:
         runs.run("", "--model.width=64", fork=True)
     assert refused.value.exit_code == 3
 
 
-def test_another_torch_or_code_is_allowed_and_said(runs, monkeypatch):
-    # C5
+def test_resume_with_another_torch_or_code_is_recorded(runs, monkeypatch):
     stopped_at(runs, 6)
     monkeypatch.setattr("meshwright.trainer.resume.code_fingerprint", lambda: "another")
     runs.run()
@@ -182,8 +179,7 @@ def test_another_torch_or_code_is_allowed_and_said(runs, monkeypatch):
     assert any(change.startswith("code was ") and change.endswith("is another") for change in restored["changes"])
 
 
-def test_data_that_changed_under_the_run_is_refused_and_named(runs, tmp_path):
-    # C2, N5
+def test_resume_with_changed_data_is_refused(runs, tmp_path):
     file = tmp_path / "tokens.bin"
     tokens = np.arange(20_000, dtype=np.uint16) % 256
     tokens.tofile(file)
@@ -201,10 +197,10 @@ def test_data_that_changed_under_the_run_is_refused_and_named(runs, tmp_path):
     tokens[12_345] ^= 1
     tokens.tofile(file)
     runs.run("", *data)
-    assert sorted(ledger(runs.folder)) == list(range(STEPS))
+    assert sorted(step_records(runs.folder)) == list(range(STEPS))
 
 
-def test_a_damaged_checkpoint_is_named_and_an_older_one_used_and_said(runs):
+def test_damaged_checkpoint_is_named_and_an_older_one_is_loaded(runs):
     stopped_at(runs, 6)
     shard = runs.folder / "checkpoints" / "step-00000006.a0001" / "rank-00001.shard"
     spoilt = bytearray(shard.read_bytes())
@@ -220,7 +216,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_used_and_said(runs):
     assert final_digest(runs.folder) == final_digest(runs.golden(2))
 
 
-def test_without_an_intact_checkpoint_nothing_starts_from_scratch(runs):
+def test_run_without_an_intact_checkpoint_does_not_start_from_scratch(runs):
     stopped_at(runs, 6)
     for manifest in runs.folder.glob("checkpoints/*/manifest.json"):
         manifest.write_text("{}")
@@ -231,38 +227,35 @@ def test_without_an_intact_checkpoint_nothing_starts_from_scratch(runs):
 
 
 @pytest.mark.parametrize("action", ["enospc", "eio"])
-def test_a_disk_that_is_full_or_broken_costs_a_save_and_nothing_else(runs, action):
-    # D1, D2
+def test_full_or_broken_disk_only_loses_the_save(runs, action):
     runs.run(f"save.write:rank1:{action}@step6")
     (failed,) = runs.events("save_failed")
     assert failed["step"] == 6
     assert "rank 1: checkpoints/step-00000006.a0001 was not saved" in failed["message"]
     assert [incident.outcome for incident in runs.incidents] == ["complete"]
     assert [entry.step for entry in runs.published()] == [12, 9, 3]
-    runs.assert_as_if_undisturbed()
+    runs.assert_equals_undisturbed_run()
 
 
-def test_a_failed_save_stops_the_run_where_the_policy_says_so(runs):
-    # D1
+def test_on_failure_stop_ends_the_run_after_a_failed_save(runs):
     with pytest.raises(MeshwrightError, match="was not saved: No space left on device") as stopped:
         runs.run("save.write:rank1:enospc@step6", "--checkpoint.on_failure=stop")
     assert stopped.value.exit_code == 4
     runs.run()
-    runs.assert_as_if_undisturbed()
+    runs.assert_equals_undisturbed_run()
 
 
-def test_a_run_whose_last_save_fails_is_not_done(runs):
-    # D11: the folder is taken away under the run
+def test_run_whose_last_save_fails_is_not_complete(runs):
+    # The run folder disappears during the run.
     with pytest.raises(MeshwrightError, match=r"step-00000012.a0001 was not saved") as stopped:
         runs.run("save.before_manifest:rank0:eio@step12")
     assert stopped.value.exit_code == 4
     assert [entry.step for entry in runs.published()] == [9, 6, 3]
     runs.run()
-    runs.assert_as_if_undisturbed()
+    runs.assert_equals_undisturbed_run()
 
 
-def test_a_slow_disk_skips_saves_and_never_has_two_in_flight(runs):
-    # D12
+def test_slow_disk_skips_saves_and_has_one_in_flight(runs):
     runs.run("save.begin:slow=0.4", "--checkpoint.mode=async", "--checkpoint.every=1")
     saves = runs.events("checkpoint")
     assert sum(save["skipped"] for save in saves) > 0
@@ -271,7 +264,7 @@ def test_a_slow_disk_skips_saves_and_never_has_two_in_flight(runs):
     assert final_digest(runs.folder) == final_digest(runs.golden(2))
 
 
-def test_a_checkpoint_that_was_saved_while_training_went_on_is_that_of_its_own_step(runs):
+def test_async_checkpoint_has_the_state_of_its_own_step(runs):
     runs.run("", "--checkpoint.mode=async", "--checkpoint.every=1", "--checkpoint.keep=100")
     sync, runs.folder = runs.folder, runs.folder.with_name("sync")
     runs.run("", "--checkpoint.every=1", "--checkpoint.keep=100")
@@ -280,7 +273,7 @@ def test_a_checkpoint_that_was_saved_while_training_went_on_is_that_of_its_own_s
         assert state_digest(entry) == exact[entry.step]
 
 
-def test_checkpoints_without_their_identity_are_not_silently_left_behind(runs):
+def test_checkpoints_without_identity_json_are_refused(runs):
     stopped_at(runs, 6)
     (runs.folder / "identity.json").unlink()
     with pytest.raises(MeshwrightError, match=r"none of 2 checkpoint\(s\) belongs to this run") as ended:
@@ -288,7 +281,7 @@ def test_checkpoints_without_their_identity_are_not_silently_left_behind(runs):
     assert ended.value.exit_code == 4
 
 
-def test_a_read_error_while_the_run_is_taken_over_costs_no_checkpoint(runs, monkeypatch):
+def test_read_error_while_acquiring_the_lease_loses_no_checkpoint(runs, monkeypatch):
     stopped_at(runs, 6)
     from meshwright.recover.lease import acquire_lease
     from meshwright.store.posix import PosixCalls
@@ -306,7 +299,7 @@ def test_a_read_error_while_the_run_is_taken_over_costs_no_checkpoint(runs, monk
     assert [entry.step for entry in runs.published()] == [6, 3]
 
 
-def test_a_record_older_than_a_setting_is_of_a_run_with_its_default():
+def test_identity_without_a_newer_setting_matches_its_default():
     now = identity(RunConfig())
     before = {key: value for key, value in now.items() if not key.startswith("model.experts")}
     assert describe_differences(before, now) == ""

@@ -1,4 +1,4 @@
-"""Whom the watchdog suspects, and how it comes by a stack."""
+"""The watchdog picks the right suspect, finds stragglers, and dumps stacks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def seen(folder, count):
     return {rank: read_heartbeat(folder.heartbeat(1, rank)) for rank in range(count)}
 
 
-def test_a_rank_that_waits_is_never_the_suspect(folder):
+def test_waiting_rank_is_never_the_suspect(folder):
     waiting, busy, late = pages(folder, 3)
     waiting.enter("sync", 5)
     busy.enter("forward", 5)
@@ -47,7 +47,7 @@ def test_a_rank_that_waits_is_never_the_suspect(folder):
     assert pick_suspect(seen(folder, 3), [0, 1, 2], {0, 2}) == 1
 
 
-def test_where_all_wait_the_one_furthest_behind_is_the_suspect(folder):
+def test_rank_with_the_fewest_collectives_is_the_suspect_if_all_wait(folder):
     for rank, page in enumerate(pages(folder, 3)):
         for _ in range(3 - (rank == 2)):
             page.collective("sum")
@@ -55,7 +55,7 @@ def test_where_all_wait_the_one_furthest_behind_is_the_suspect(folder):
     assert pick_suspect(seen(folder, 3), [0, 1, 2], {0, 1, 2}) == 2
 
 
-def test_the_first_collective_that_differs_is_found_though_ranks_went_on(folder):
+def test_first_mismatched_collective_is_found(folder):
     for rank, page in enumerate(pages(folder, 3)):
         for number in range(10):
             page.collective("stray" if (rank, number) == (1, 6) else f"sum {number}")
@@ -65,12 +65,12 @@ def test_the_first_collective_that_differs_is_found_though_ranks_went_on(folder)
     assert find_collective_mismatch(seen(folder, 3))[0] == 1
 
 
-def test_a_slow_rank_is_named_with_the_phase_that_makes_it_slow_and_waiting_is_not_slowness(folder):
-    made = pages(folder, 3)
+def test_straggler_is_named_with_its_phase_and_waiting_does_not_count(folder):
+    created = pages(folder, 3)
     dog = Watchdog(folder, 1, hang_timeout=100, straggler_ratio=1.5)
 
     def work(steps):
-        for rank, page in enumerate(made):
+        for rank, page in enumerate(created):
             for _ in range(steps):
                 own = {"fetch": 0.3 if rank == 2 else 0.01, "forward": 0.1, "sync": 0.0 if rank == 2 else 0.29}
                 page.complete_step(own)
@@ -78,7 +78,7 @@ def test_a_slow_rank_is_named_with_the_phase_that_makes_it_slow_and_waiting_is_n
 
     dog.check()
     work(STRAGGLER_WINDOW)
-    assert dog.check()[1] == []  # the first window holds start-up
+    assert dog.check()[1] == []  # the first window includes start-up
     work(STRAGGLER_WINDOW)
     (straggler,) = dog.check()[1]
     assert (straggler.rank, straggler.phase) == (2, "fetch")
@@ -86,7 +86,7 @@ def test_a_slow_rank_is_named_with_the_phase_that_makes_it_slow_and_waiting_is_n
     assert "rank 2 is slow: 3.6 times the others" in str(straggler)
 
 
-def test_a_stack_comes_from_py_spy_where_it_is(folder, tmp_path, monkeypatch):
+def test_dump_stack_uses_py_spy_if_installed(folder, tmp_path, monkeypatch):
     spy = tmp_path / "py-spy"
     spy.write_text('#!/bin/sh\necho "stack of $4"\n')
     spy.chmod(spy.stat().st_mode | stat.S_IEXEC)
@@ -95,7 +95,7 @@ def test_a_stack_comes_from_py_spy_where_it_is(folder, tmp_path, monkeypatch):
     assert dump_stack(seen(folder, 1)[0], tmp_path / "log") == f"stack of {os.getpid()}\n"
 
 
-def test_a_process_that_has_taken_a_dead_rank_s_number_is_not_touched(folder, tmp_path):
+def test_dump_stack_ignores_a_process_with_a_reused_pid(folder, tmp_path):
     from dataclasses import replace
 
     pages(folder, 1)
@@ -103,7 +103,7 @@ def test_a_process_that_has_taken_a_dead_rank_s_number_is_not_touched(folder, tm
     assert dump_stack(stranger, tmp_path / "log") == ""
 
 
-def test_what_a_killed_launch_left_in_the_temporary_folder_is_removed_by_the_next(tmp_path, monkeypatch):
+def test_temporary_folder_of_a_killed_launch_is_removed_by_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
@@ -128,28 +128,28 @@ FRAME = '  File "/site/{}.py", line 7 in {}'
 SPY = "    {1} ({0}.py:7)"
 TRANSFER_WAIT = f"{PendingTransfer.wait.__code__.co_filename.removesuffix('.py')} {PendingTransfer.wait.__name__}"
 STACKS = {
-    "a pipeline's receive": (
+    "receive of a pipeline stage": (
         True,
         ["torch/distributed/pipelining/schedules _wait_batch_p2p", "meshwright/train/step run"],
     ),
-    "a gather in backward": (
+    "FSDP all-gather in backward": (
         True,
         ["torch/distributed/fsdp/_fully_shard/_fsdp_collectives wait", "torch/autograd/graph _engine_run_backward"],
     ),
-    "a ring's next keys": (True, [TRANSFER_WAIT, "meshwright/parallel/context_parallel/ring visits"]),
-    "rows on their way to experts": (
+    "transfer of ring attention": (True, [TRANSFER_WAIT, "meshwright/parallel/context_parallel/ring visits"]),
+    "all-to-all of expert dispatch": (
         True,
         ["torch/distributed/distributed_c10d all_to_all_single", "meshwright/parallel/expert sent"],
     ),
-    "a kernel in a stage's backward": (
+    "kernel in the backward of a stage": (
         False,
         ["torch/autograd/graph _engine_run_backward", "torch/distributed/pipelining/_backward stage_backward"],
     ),
-    "a kernel between two messages of a ring": (
+    "kernel between two transfers of ring attention": (
         False,
         ["meshwright/parallel/attention attend_block", "meshwright/parallel/context forward"],
     ),
-    "a kernel in a stage's forward": (
+    "kernel in the forward of a stage": (
         False,
         ["torch/nn/modules/linear forward", "meshwright/model/decoder forward", "torch/distributed/pipelining/stage f"],
     ),
@@ -160,12 +160,12 @@ STACKS = {
 @pytest.mark.parametrize(
     ("head", "frame"), [("Current thread 0x1 (most recent call first):", FRAME), ("MainThread", SPY)]
 )
-def test_a_stack_tells_whether_a_rank_waits_for_a_message(what, head, frame):
+def test_in_collective_recognises_a_rank_that_waits(what, head, frame):
     waits, frames = STACKS[what]
     assert in_collective("\n".join([head, *(frame.format(*each.split()) for each in frames)])) == waits
 
 
-def test_where_all_are_between_two_passes_the_one_whose_stack_waits_for_nothing_is_named(folder, monkeypatch):
+def test_rank_whose_stack_does_not_wait_is_the_suspect_between_two_passes(folder, monkeypatch):
     for page in pages(folder, 3):
         page.enter("sync", 5)
     dog = Watchdog(folder, 1, hang_timeout=0.0, straggler_ratio=1.5)

@@ -1,4 +1,4 @@
-"""A small run that is never disturbed, and the oracles that hold every disturbed one against it."""
+"""Small runs under injected faults, and the comparison with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def config(*overrides: str, ranks: int = 2) -> Any:
     return small_config(*PATIENT, *overrides, steps=STEPS, ranks=ranks)
 
 
-def ledger(folder: Path, rank: int = 0) -> dict[int, dict[str, Any]]:
-    """The record of every step: where several attempts made it, the last counts."""
+def step_records(folder: Path, rank: int = 0) -> dict[int, dict[str, Any]]:
+    """The record of every step; if several attempts completed a step, the last one counts."""
     return events.completed_steps(RunFolder(folder).events(rank))
 
 
 def losses(folder: Path) -> list[str]:
-    """Bit for bit."""
-    return [float(record["loss"]).hex() for _, record in sorted(ledger(folder).items())]
+    """The loss of every step, as exact hexadecimal numbers."""
+    return [float(record["loss"]).hex() for _, record in sorted(step_records(folder).items())]
 
 
 def final_digest(folder: Path) -> str:
@@ -53,14 +53,14 @@ def final_digest(folder: Path) -> str:
 
 
 class Runs:
-    """Runs under faults, judged against the undisturbed one of as many ranks."""
+    """Runs with injected faults, compared with an undisturbed run on the same number of ranks."""
 
     def __init__(self, base: Path, monkeypatch: pytest.MonkeyPatch, golden: Callable[[int], Path]) -> None:
         self.folder, self.monkeypatch, self.golden = base / "run", monkeypatch, golden
 
-    def run(self, fault: str = "", *overrides: str, ranks: int = 2, **words: Any) -> TrainResult:
+    def run(self, fault: str = "", *overrides: str, ranks: int = 2, **options: Any) -> TrainResult:
         self.monkeypatch.setenv("MESHWRIGHT_FAULT", fault)
-        return train(config(*overrides, ranks=ranks), run=self.folder, quiet=True, **words)
+        return train(config(*overrides, ranks=ranks), run=self.folder, quiet=True, **options)
 
     @property
     def incidents(self) -> list[Incident]:
@@ -75,28 +75,30 @@ class Runs:
     def published(self) -> list[Any]:
         return list_published(open_run_store(RunFolder(self.folder)))
 
-    def assert_as_if_undisturbed(self, ranks: int = 2) -> None:
-        """O1 bitwise, O2 ledger, O3 one truth, O5 nothing left behind."""
+    def assert_equals_undisturbed_run(self, ranks: int = 2) -> None:
+        """The final state and the losses are bitwise equal, every step is recorded once, every checkpoint verifies, and
+        no process is left.
+        """
         golden = self.golden(ranks)
         assert final_digest(self.folder) == final_digest(golden)
         assert losses(self.folder) == losses(golden)
-        assert sorted(ledger(self.folder)) == list(range(STEPS))
-        assert all(record["samples"] == 16 for record in ledger(self.folder).values())
+        assert sorted(step_records(self.folder)) == list(range(STEPS))
+        assert all(record["samples"] == 16 for record in step_records(self.folder).values())
         for entry in self.published():
             assert find_damage(entry) == []
         assert not children(), "a process was left behind"
 
 
 def children() -> list[int]:
-    """This process's children that still run."""
+    """The child processes that still run."""
     found = []
     for task in Path("/proc/self/task").iterdir():
         found += [int(pid) for pid in (task / "children").read_text().split()]
     return [pid for pid in found if "resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
-class Poisoned:
-    """A source in which some samples raise, or never come."""
+class FaultySource:
+    """A source in which some samples raise, hang or crash."""
 
     def __init__(self, bad: dict[int, str]) -> None:
         self.bad = bad

@@ -1,9 +1,9 @@
-"""What goes wrong without a word in a pipeline, in pieces of sequences and among divided experts."""
+"""Silent errors in pipeline, context and expert parallel runs."""
 
 from __future__ import annotations
 
 import pytest
-from recovering import Poisoned, config
+from recovery_runs import FaultySource, config
 
 from meshwright import train
 from meshwright.data.sample_lookup import open_sample_lookup
@@ -26,38 +26,38 @@ RANKS = {"pipeline x experts": 4, "pipeline x ring": 4}
 @pytest.mark.parametrize(
     "layout", [*list(LAYOUTS)[:3], *(pytest.param(n, marks=pytest.mark.long) for n in list(LAYOUTS)[3:])]
 )
-def test_where_a_number_stopped_being_finite_is_found_by_all_ranks_together(layout, runs):
-    """After one update at such a rate the products of queries and keys overflow."""
+def test_first_nonfinite_module_is_found(layout, runs):
+    """After one update with such a learning rate the products of queries and keys overflow."""
     with pytest.raises(
         MeshwrightError, match=r"step [123]: loss nan or its gradient is not finite, first in "
     ) as stopped:
         runs.run("", *LAYOUTS[layout], *WILD, ranks=RANKS.get(layout, 2))
     assert stopped.value.exit_code == 7
-    told = [event for rank in range(RANKS.get(layout, 2)) for event in runs.events("nonfinite", rank)]
-    assert len(told) == RANKS.get(layout, 2)
-    assert any("decoder." in (event["module"] or "") for event in told), told
+    messages = [event for rank in range(RANKS.get(layout, 2)) for event in runs.events("nonfinite", rank)]
+    assert len(messages) == RANKS.get(layout, 2)
+    assert any("decoder." in (event["module"] or "") for event in messages), messages
 
 
-@pytest.mark.parametrize("words", [EXPERTS[:1], pytest.param(EXPERTS, marks=pytest.mark.long)])
-def test_looking_for_what_is_not_finite_counts_for_no_expert(words, runs):
-    """Every step from the second on is skipped, and looked into by a pass of its own."""
+@pytest.mark.parametrize("options", [EXPERTS[:1], pytest.param(EXPERTS, marks=pytest.mark.long)])
+def test_search_for_nonfinite_modules_does_not_count_expert_loads(options, runs):
+    """Every step from the second on is skipped and searched for the non-finite module in an extra pass."""
     wild = (*WILD, "--numerics.on_nonfinite=skip", "--numerics.skip_budget=100", "--log_every=1")
-    assert runs.run("", *words, *wild).skipped > 5
+    assert runs.run("", *options, *wild).skipped > 5
     loads = [event["loads"] for event in runs.events("experts")]
-    assert {sum(block) for step in loads for block in step} == {16 * 16 * 2}  # each token visits two
+    assert {sum(block) for step in loads for block in step} == {16 * 16 * 2}  # each token is routed to two experts
 
 
 @pytest.mark.parametrize("layout", ["pipeline", "ring", pytest.param("pipeline x ring", marks=pytest.mark.long)])
-def test_a_sample_that_cannot_be_decoded_is_met_by_all_that_read_it(layout, runs):
+def test_bad_sample_is_reported_by_every_rank_that_reads_it(layout, runs):
     ranks = RANKS.get(layout, 2)
 
     def go(bad: int, policy: str):
         asked = config(*LAYOUTS[layout], "--eval.every=0", f"--data.on_bad_sample={policy}", ranks=ranks)
-        return train(asked, run=runs.folder, quiet=True, source=Poisoned({bad: "raises"}))
+        return train(asked, run=runs.folder, quiet=True, source=FaultySource({bad: "raises"}))
 
     go(-1, "stop")
     shown = [[int(s) for s in open_sample_lookup(runs.folder).show(7, rank)["samples"]] for rank in range(ranks)]
-    assert all(samples == shown[0] for samples in shown)  # stages and pieces read the same
+    assert all(samples == shown[0] for samples in shown)  # stages and sequence chunks read the same samples
     bad = shown[0][5]
     runs.folder = runs.folder.with_name("poisoned")
     with pytest.raises(MeshwrightError, match=rf"step 7.*sample {bad}\b.*no such encoding") as stopped:
@@ -69,29 +69,29 @@ def test_a_sample_that_cannot_be_decoded_is_met_by_all_that_read_it(layout, runs
     for rank in range(ranks):
         assert [(e["step"], e["sample"]) for e in runs.events("bad_sample", rank)] == [(7, bad)]
         records = {e["step"]: e["tokens"] for e in runs.events("step", rank)}
-        assert records[7] == records[6] - 16  # counted once, whoever reads it
+        assert records[7] == records[6] - 16  # on a counted step once, whoever reads it
 
 
 @pytest.mark.parametrize(
-    ("words", "rank", "ranks"),
+    ("options", "rank", "ranks"),
     [
-        ((*PIPELINE, "--batch.global=24"), 4, 6),  # the second stage of the second of three copies
+        ((*PIPELINE, "--batch.global=24"), 4, 6),  # the second stage of the second of three replicas
         pytest.param(EXPERTS, 2, 4, marks=pytest.mark.long),
         pytest.param((*PIPELINE, *EXPERTS), 3, 4, marks=pytest.mark.long),
     ],
 )
-def test_a_flipped_bit_names_the_odd_rank(words, rank, ranks, runs):
+def test_flipped_bit_names_the_differing_rank(options, rank, ranks, runs):
     with pytest.raises(MeshwrightError, match="replicas hold different parameters"):
         runs.run(
             f"step.fetch:rank{rank}:flip@step2",
-            *words,
+            *options,
             "--numerics.compare_every=1",
             "--launch.restarts=0",
             ranks=ranks,
         )
     incident = runs.incidents[0]
-    alike = 3 if ranks == 6 else 4 if "--layout.pipeline=2" not in words else 2
+    alike = 3 if ranks == 6 else 4 if "--layout.pipeline=2" not in options else 2
     assert (incident.error_type, incident.step) == ("ReplicaError", 2)
-    said = f"rank {rank} differs from the {alike} replicas" if alike > 2 else "all differ among the 2 replicas"
-    assert said in incident.message
+    message = f"rank {rank} differs from the {alike} replicas" if alike > 2 else "all differ among the 2 replicas"
+    assert message in incident.message
     assert "first in decoder." in incident.message

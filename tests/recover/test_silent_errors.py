@@ -1,38 +1,37 @@
-"""What goes wrong without a word: a flipped bit, a number that is none, full memory, a poisoned sample (N1 to N4)."""
+"""Silent errors: flipped bits, non-finite values, out of memory, and bad samples."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from recovering import Poisoned, config, final_digest
+from recovery_runs import FaultySource, config, final_digest
 
 from meshwright import train
 from meshwright.checkpoint.unsharded import read_full_tensor, to_float64
 from meshwright.errors import MeshwrightError
 
 
-def test_a_loss_that_is_no_number_stops_all_ranks_at_one_step_and_is_never_published(runs):
-    # N1
+def test_nan_loss_stops_all_ranks_at_one_step_and_is_never_published(runs):
     with pytest.raises(MeshwrightError, match=r"step 7: loss nan") as stopped:
         runs.run("step.backward:rank1:nan@step7")
     assert stopped.value.exit_code == 7
-    assert len(runs.incidents) == 1  # another attempt would meet it again
+    assert len(runs.incidents) == 1  # a restart would fail again
     assert [entry.step for entry in runs.published()] == [6, 3]
     for entry in runs.published():
         for name, record in entry.manifest.tensors.items():
             assert np.isfinite(to_float64(read_full_tensor(entry, name), record.dtype)).all()
     runs.run()
-    runs.assert_as_if_undisturbed()
+    runs.assert_equals_undisturbed_run()
 
 
-def test_a_state_that_is_not_finite_is_never_published(runs, small, tmp_path):
-    # N1: whatever put it there, beside the policies on losses.
+def test_nonfinite_state_is_never_published(runs, small, tmp_path):
+    # Independent of the policy for non-finite losses.
     from meshwright.launch.ranks import run_ranks
 
-    told = run_ranks(save_with_nan, 2, tmp_path)
-    assert all("is not finite, and was not published" in said for said in told)
-    assert any("model/b" in said for said in told)  # by the rank that keeps it
+    messages = run_ranks(save_with_nan, 2, tmp_path)
+    assert all("is not finite, and was not published" in message for message in messages)
+    assert any("model/b" in message for message in messages)  # on the rank that saves it
     assert not list(tmp_path.rglob("manifest.json"))
 
 
@@ -54,17 +53,15 @@ def save_with_nan(world, folder):
     return str(saved.error)
 
 
-def test_memory_that_is_full_on_one_rank_names_it_and_the_job_goes_on(runs):
-    # N2
+def test_out_of_memory_on_one_rank_is_named_and_the_job_restarts(runs):
     runs.run("step.forward:rank1:oom@step7")
     incident = runs.incidents[0]
     assert (incident.rank, incident.error_type, incident.phase) == (1, "MemoryError", "forward")
     assert "MemoryError" in incident.stack
-    runs.assert_as_if_undisturbed()
+    runs.assert_equals_undisturbed_run()
 
 
-def test_a_flipped_bit_names_the_odd_replica_and_is_never_published(runs):
-    # N3
+def test_flipped_bit_names_the_differing_replica_and_is_never_published(runs):
     runs.run("step.fetch:rank1:flip@step7", "--numerics.compare_every=1", "--batch.global=24", ranks=3)
     incident = runs.incidents[0]
     assert (incident.rank, incident.error_type, incident.step) == (1, "ReplicaError", 7)
@@ -75,12 +72,12 @@ def test_a_flipped_bit_names_the_odd_replica_and_is_never_published(runs):
     assert final_digest(disturbed) == final_digest(runs.folder)
 
 
-def test_a_flipped_bit_is_found_before_a_checkpoint_even_where_nobody_compares(runs):
-    # N3: two replicas cannot tell which of them is right; that they differ is enough to publish nothing.
+def test_flipped_bit_is_found_before_a_checkpoint_without_compare_every(runs):
+    # If two replicas differ, Meshwright reports both; it cannot tell which one is wrong. It publishes neither.
     runs.run("step.fetch:rank1:flip@step7", "--numerics.compare_every=0")
     assert "replicas hold different parameters" in runs.incidents[0].message
     assert runs.incidents[0].checkpoint_step == 6
-    runs.assert_as_if_undisturbed()
+    runs.assert_equals_undisturbed_run()
 
 
 def go(runs, bad: dict[int, str], *overrides: str):
@@ -90,12 +87,12 @@ def go(runs, bad: dict[int, str], *overrides: str):
     def loss(out, y):
         return torch.nn.functional.cross_entropy(out.flatten(0, 1), y.flatten(), reduction="sum", ignore_index=-100)
 
-    given = {"model": model, "loss": loss, "source": Poisoned(bad)}
+    given = {"model": model, "loss": loss, "source": FaultySource(bad)}
     return train(config("--eval.every=0", *overrides), run=runs.folder, quiet=True, **given)
 
 
 def victim(runs, step: int) -> tuple[int, list[int]]:
-    """The first sample of rank 1 in a step, and all that it has there."""
+    """The first sample of rank 1 in a step, and all of its samples in that step."""
     from meshwright.data.sample_lookup import open_sample_lookup
 
     go(runs, {})
@@ -105,8 +102,7 @@ def victim(runs, step: int) -> tuple[int, list[int]]:
 
 
 @pytest.mark.parametrize("how", ["hangs", "crashes"])
-def test_a_sample_that_hangs_or_crashes_twice_stops_the_job_as_data_dependent_and_is_named(runs, how):
-    # N4
+def test_sample_that_hangs_or_crashes_twice_stops_the_job_as_data_dependent(runs, how):
     sample, samples = victim(runs, 7)
     with pytest.raises(
         MeshwrightError, match=rf"data-dependent: failed again at step 7; inspect samples {sample}, "
@@ -118,8 +114,8 @@ def test_a_sample_that_hangs_or_crashes_twice_stops_the_job_as_data_dependent_an
     assert (second.rank, second.step, second.phase, second.verdict) == (1, 7, "fetch", "data-dependent")
 
 
-def test_a_quarantined_sample_costs_the_same_budget_after_a_restart(runs):
-    # N4: the rule is the same on every rank and resume, and what was counted stays counted.
+def test_quarantined_sample_counts_once_after_a_restart(runs):
+    # The rule is the same on every rank and after a resume, and the counter is part of the checkpoint.
     sample, _ = victim(runs, 2)
     other = sample + 1 if sample % 2 == 0 else sample - 1
     quarantine = ("--data.on_bad_sample=quarantine", "--data.bad_sample_budget=5")
@@ -136,7 +132,7 @@ def test_a_quarantined_sample_costs_the_same_budget_after_a_restart(runs):
 
 
 class Stateful(torch.nn.Module):
-    """A model with statistics of its own: BatchNorm over the tokens of a rank."""
+    """A model with stateful buffers: BatchNorm over the tokens of a rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,14 +146,14 @@ class Stateful(torch.nn.Module):
 
 
 @pytest.mark.parametrize("fault", ["step.forward:rank1:kill@step7", "step.forward:rank0:term@step7"])
-def test_buffers_that_a_forward_changes_resume_bitwise_after_a_kill_and_after_a_signal(runs, fault):
+def test_batchnorm_buffers_resume_bitwise_after_a_kill_and_after_a_signal(runs, fault):
     def run():
         torch.manual_seed(1)
 
         def loss(out, y):
             return torch.nn.functional.cross_entropy(out.flatten(0, 1), y.flatten(), reduction="sum")
 
-        given = {"model": Stateful(), "loss": loss, "source": Poisoned({})}
+        given = {"model": Stateful(), "loss": loss, "source": FaultySource({})}
         return train(config("--eval.every=0"), run=runs.folder, quiet=True, **given)
 
     run()

@@ -1,4 +1,4 @@
-"""What repeats is in the data or in the program; what wanders is in the machines."""
+"""Verdicts of incidents, and the root cause among failed ranks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def verdict(now: Incident, *before: Incident) -> str:
     return assign_verdict(now, list(before)).verdict
 
 
-def test_the_same_step_twice_on_the_same_samples_is_data_dependent_and_names_them():
+def test_same_step_and_samples_twice_is_data_dependent():
     judged = assign_verdict(ERROR, [replace(ERROR, attempt=1)])
     assert judged.verdict == "data-dependent"
     assert "samples 4, 5" in judged.recommendation
 
 
-def test_the_same_step_twice_on_other_samples_is_deterministic():
+def test_same_step_twice_on_other_samples_is_deterministic():
     assert verdict(ERROR, replace(ERROR, samples=[8, 9], rank=0)) == "deterministic"
 
 
-def test_a_phase_that_touches_no_samples_is_deterministic():
+def test_repeated_failure_in_a_phase_without_samples_is_deterministic():
     assert (
         verdict(replace(ERROR, phase="update", samples=[]), replace(ERROR, phase="update", samples=[]))
         == "deterministic"
@@ -51,43 +51,43 @@ def test_failure_before_the_first_step_is_described_without_a_step_number():
     assert describe_location(ERROR) == "rank 1, at step 20, forward"
 
 
-def test_other_steps_each_time_are_infrastructure():
+def test_failures_at_changing_steps_are_infrastructure():
     assert verdict(ERROR, replace(ERROR, step=7)) == "infrastructure"
     assert verdict(ERROR, replace(ERROR), replace(ERROR, step=7)) == "infrastructure"
 
 
-def test_a_kill_from_outside_must_come_three_times_at_one_step_before_the_data_is_blamed():
+def test_external_kill_is_data_dependent_after_three_times_at_one_step():
     assert verdict(KILLED, KILLED) == "first failure"
     assert verdict(KILLED, KILLED, KILLED) == "data-dependent"
     restoring = replace(KILLED, phase="restore", samples=[])
     assert verdict(restoring, restoring, restoring) == "first failure"
 
 
-def test_attempts_that_did_not_fail_are_no_evidence():
+def test_stopped_attempts_do_not_count_as_failures():
     assert verdict(ERROR, replace(ERROR, outcome="stopped")) == "first failure"
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_rank_that_only_lost_its_connection_is_never_blamed(order):
-    said = "[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242"
-    witness = Failure.from_exception(0, RuntimeError(said))
+def test_rank_that_lost_its_peer_is_never_the_root_cause(order):
+    message = "[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242"
+    secondary = Failure.from_exception(0, RuntimeError(message))
     cause = Failure.from_exit_status(1, -11)
-    failures = [(witness, cause)[index] for index in order]
+    failures = [(secondary, cause)[index] for index in order]
     assert RanksFailed(failures).first.rank == 1
 
 
-def test_a_users_own_error_about_a_connection_is_an_error_and_keeps_its_stack():
+def test_connection_error_of_user_code_is_a_root_cause_with_traceback():
     failure = Failure.from_exception(0, RuntimeError("database: Connection refused"))
     assert (failure.secondary, failure.exit_code) == (False, 1)
     assert "RuntimeError: database: Connection refused" in failure.traceback
 
 
-def test_an_error_that_says_nothing_is_known_by_its_name():
+def test_exception_without_message_is_reported_by_its_class():
     assert Failure.from_exception(0, AssertionError()).message == "AssertionError"
     assert Failure.from_exit_status(0, -40).message == "rank 0 was ended by signal 40 (SIG40)"
 
 
-def test_an_error_of_the_program_in_the_same_step_stops_the_job_with_the_verdict(runs):
+def test_repeated_error_at_one_step_stops_the_job_with_the_verdict(runs):
     with pytest.raises(MeshwrightError, match="data-dependent: failed again at step 7") as failed:
         runs.run("step.forward:rank1:raise@step7x9")
     assert failed.value.exit_code == 1
@@ -95,10 +95,10 @@ def test_an_error_of_the_program_in_the_same_step_stops_the_job_with_the_verdict
     assert runs.incidents[1].samples
 
 
-def test_an_error_that_does_not_come_back_is_survived(runs):
+def test_error_that_does_not_repeat_is_recovered(runs):
     runs.run("step.update:rank0:raise@step7")
     assert "InjectedFault" in runs.incidents[0].stack
-    runs.assert_as_if_undisturbed()
+    runs.assert_equals_undisturbed_run()
 
 
 def test_ranks_failed_rebuilds_the_error_class_that_a_rank_raised():
