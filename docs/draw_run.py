@@ -11,7 +11,7 @@ from meshwright.observe.terminal import RATE_WINDOW, Terminal, live_line
 from meshwright.telemetry.events import read_events
 from meshwright.telemetry.run_folder import RunFolder
 
-WIDTH = 150
+WIDTH = 160
 SHOWN = ("counters", "eval", "checkpoint")
 
 

@@ -48,7 +48,7 @@ def show_report(report: Report, console: Console | None = None) -> None:
 
 def figure_table(rows: list[ReportRow], width: int) -> Table:
     """Builds the table of figures; its notes are a column of their own if the terminal is wide enough."""
-    headings = ["", "", "measured", "predicted", "error"] + (["includes"] if width >= WIDE else [])
+    headings = ["", "", "measured", "predicted", "error"] + (["note"] if width >= WIDE else [])
     table = Table(box=None, pad_edge=False)
     for position, name in enumerate(headings):
         table.add_column(name, justify="right" if 2 <= position <= 4 else "left", overflow="fold")

@@ -192,7 +192,7 @@ def phase_rows(steps: list[RecordedStep], plan: Mapping[str, Any], layout: Layou
         measured = median_of(steps, lambda step: sum(step.phases.get(phase, 0.0) for phase in measured_phases))
         names = [phase for phase in predicted_phases if phase in predicted]
         total = sum(predicted[phase] for phase in names) if predicted else None
-        return ReportRow("phases", name, "s", measured, total, ", ".join(names) if names != [name] else "")
+        return ReportRow("phases", name, "s", measured, total, ", ".join(names) if len(names) > 1 else "")
 
     rows = [row("forward + backward", ("forward", "backward"), compute_phases)]
     exposed = [phase for phase in compute_phases if phase not in ("forward", "backward", "recompute")]
@@ -224,8 +224,8 @@ def memory_rows(measurements: RunMeasurements, plan: Mapping[str, Any]) -> list[
         measured = sum(counters.at_peak.get(each, 0) for each in measured_classes)
         total = sum(predicted.get(each) or 0.0 for each in predicted_classes) if predicted else None
         if max(measured, total or 0.0) > counters.peak_total / 1000:
-            parts = ", ".join(each for each in predicted_classes if predicted.get(each))
-            rows.append(ReportRow("memory", name, "B", measured, total, parts))
+            parts = [each for each in predicted_classes if predicted.get(each)]
+            rows.append(ReportRow("memory", name, "B", measured, total, ", ".join(parts) if len(parts) > 1 else ""))
     return [*rows, *exact_peaks(counted, plan)]
 
 
