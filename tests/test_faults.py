@@ -1,4 +1,4 @@
-"""Fail points: spelled once, refused when misspelt, off unless asked for, and the same again from the same seed."""
+"""Fault injection: parsing, arming by rank, step and restart, and reproducible probabilities."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def arm(text, rank=0, restart=0, seed="0"):
     faults.arm(rank, restart, {"MESHWRIGHT_FAULT": text, "MESHWRIGHT_FAULT_SEED": seed})
 
 
-def test_the_spelling_of_the_handbook():
+def test_fault_parse():
     assert Fault.parse("save.after_shard:rank1:kill@step20") == Fault("save.after_shard", "kill", 1, 20)
     assert Fault.parse("step.forward:slow=0.5@25%x3") == Fault("step.forward", "slow", chance=25.0, value=0.5, times=3)
     assert Fault.parse("end:raise#4") == Fault("end", "raise", restart=4)
@@ -28,7 +28,7 @@ def test_the_spelling_of_the_handbook():
 @pytest.mark.parametrize(
     "text", ["", " , ", "step.forwards:kill", "step.forward:explode", "step.forward", "kill@step20", "a b", ":::"]
 )
-def test_a_misspelt_fault_is_refused_with_what_is_allowed(text):
+def test_misspelt_fault_is_refused_with_the_expected_values(text):
     if not text.strip(" ,"):
         assert faults.parse_faults(text) == []
         return
@@ -36,36 +36,36 @@ def test_a_misspelt_fault_is_refused_with_what_is_allowed(text):
         faults.parse_faults(text)
 
 
-def test_nothing_happens_unless_it_is_asked_for():
+def test_fail_points_do_nothing_by_default():
     arm("")
     assert all(faults.fail_point(point, 3) == "" for point in FAIL_POINTS)
 
 
-def test_a_fault_strikes_its_rank_its_step_and_its_launch_alone():
-    for rank, restart, step, strikes in [(1, 0, 5, True), (0, 0, 5, False), (1, 1, 5, False), (1, 0, 6, False)]:
+def test_fault_applies_to_its_rank_step_and_attempt_only():
+    for rank, restart, step, applies in [(1, 0, 5, True), (0, 0, 5, False), (1, 1, 5, False), (1, 0, 6, False)]:
         arm("step.update:rank1:raise@step5", rank, restart)
-        if strikes:
+        if applies:
             with pytest.raises(InjectedFault, match=r"injected at step.update, rank 1, step 5"):
                 faults.fail_point("step.update", step)
         else:
             assert faults.fail_point("step.update", step) == ""
 
 
-def test_times_and_restart_say_on_which_launches():
+def test_times_and_restart_select_the_attempts():
     assert [Fault.parse("end:killx3").is_armed(0, restart) for restart in range(5)] == [True, True, True, False, False]
     assert [Fault.parse("end:kill#2").is_armed(0, restart) for restart in range(4)] == [False, False, True, False]
 
 
-def test_a_chance_is_drawn_from_the_seed_and_the_place_alone():
-    def struck(seed):
+def test_probability_is_drawn_from_the_seed():
+    def flipped(seed):
         arm("step.fetch:flip@30%", seed=seed)
         return [faults.fail_point("step.fetch", step) == "flip" for step in range(2000)]
 
-    assert struck("1") == struck("1") != struck("2")
-    assert 500 < sum(struck("1")) < 700
+    assert flipped("1") == flipped("1") != flipped("2")
+    assert 500 < sum(flipped("1")) < 700
 
 
-def test_every_action_that_can_be_survived_does_what_it_says():
+def test_actions_that_do_not_end_the_process():
     for action, error in {"raise": InjectedFault, "oom": MemoryError, "enospc": OSError, "eio": OSError}.items():
         arm(f"end:{action}")
         with pytest.raises(error):

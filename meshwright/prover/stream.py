@@ -78,14 +78,14 @@ def check_epochs(stream: Stream) -> Iterator[tuple[str, bool, str]]:
 def first_of_source(stream: Stream, index: int, count: int) -> Positions:
     """The first ids that the stream draws from one source: at most `count`, within MAX_POSITIONS positions."""
     start = sum(part.samples for part in stream.sources[:index])
-    part, found, position = stream.sources[index], np.empty(0, np.uint64), 0
+    part, drawn, position = stream.sources[index], np.empty(0, np.uint64), 0
     # A source of three samples has thousands of epochs within few positions, so the positions are bounded too.
     end = min(MAX_POSITIONS, 5000 * min(part.trained for part in stream.sources)) if len(stream.sources) > 1 else count
-    while len(found) < count and position < end:
+    while len(drawn) < count and position < end:
         ids = stream.sample_ids(np.arange(position, min(end, position + max(1000, count)), dtype=np.uint64))
-        found = np.concatenate([found, ids[(ids >= start) & (ids < start + part.samples)]])
+        drawn = np.concatenate([drawn, ids[(ids >= start) & (ids < start + part.samples)]])
         position += len(ids)
-    return found[:count]
+    return drawn[:count]
 
 
 def check_reshuffling(stream: Stream) -> tuple[str, bool, str]:

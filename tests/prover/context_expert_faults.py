@@ -85,10 +85,10 @@ def ring_attention_rotates_the_wrong_way(patch):
 
     def wrong(self, tensor, tag):
         rank, ranks = self.chunks.rank, self.chunks.ranks
-        coming = torch.empty_like(tensor)
+        incoming = torch.empty_like(tensor)
         send = dist.P2POp(dist.isend, tensor, group=self.group, tag=tag, group_peer=(rank - 1) % ranks)
-        receive = dist.P2POp(dist.irecv, coming, group=self.group, tag=tag, group_peer=(rank + 1) % ranks)
-        return ring_attention.PendingTransfer(tensor, coming, dist.batch_isend_irecv([send, receive]))
+        receive = dist.P2POp(dist.irecv, incoming, group=self.group, tag=tag, group_peer=(rank + 1) % ranks)
+        return ring_attention.PendingTransfer(tensor, incoming, dist.batch_isend_irecv([send, receive]))
 
     patch.setattr(ring_attention.Ring, "send_to_next", wrong)
 
@@ -193,11 +193,11 @@ def patch_dispatch(patch, **parts):
         meant = torch.empty_like(patch_norm_counting)
         dist.all_to_all_single(meant, patch_norm_counting.contiguous(), group=self.group)
         both = torch.stack((patch_norm_counting, meant)).view(2, self.group.size(), -1)
-        going, coming = both.sum(dim=2).tolist()
-        here = there(rows, self.group, going, coming)
-        order = expert_parallel.expert_sort_order(both[1], sum(coming))
+        outgoing, incoming = both.sum(dim=2).tolist()
+        here = there(rows, self.group, outgoing, incoming)
+        order = expert_parallel.expert_sort_order(both[1], sum(incoming))
         made = bank(here.index_select(0, order), both[1].sum(dim=0))
-        return expert_parallel.all_to_all(put_back(made, order), self.group, coming, going)
+        return expert_parallel.all_to_all(put_back(made, order), self.group, incoming, outgoing)
 
     patch.setattr(expert_parallel.AllToAllDispatch, "forward", wrong)
 
@@ -217,9 +217,9 @@ def token_counts_of_ranks_are_swapped(patch):
     """As many tokens, in another order of the ranks."""
     right = all_to_all.exchange_rows
 
-    def wrong(rows, group, going, coming):
-        came = right(rows, group, going, coming)
-        return torch.cat(came.split(coming)[::-1])
+    def wrong(rows, group, outgoing, incoming):
+        came = right(rows, group, outgoing, incoming)
+        return torch.cat(came.split(incoming)[::-1])
 
     patch.setattr(all_to_all, "exchange_rows", wrong)
 

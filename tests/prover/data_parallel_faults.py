@@ -47,7 +47,7 @@ def divide_loss_by(patch, count_tokens):
         patch,
         Step,
         "_read_control",
-        lambda agreed, _self, _step, batches, _sums: replace(agreed, tokens=count_tokens(agreed.tokens, batches)),
+        lambda control, _self, _step, batches, _sums: replace(control, tokens=count_tokens(control.tokens, batches)),
     )
 
 
@@ -236,8 +236,8 @@ def gradients_are_clipped_twice(patch):
 @fault(SHARD_PARAMETERS, "loss of step 1", UPDATE)
 def each_rank_clips_by_its_local_norm(patch):
     def wrong(right, self, lr, _norm, *rest):
-        own = torch.stack([gradient.square().sum() for gradient, _ in self.gradients()]).sum().sqrt()
-        right(self, lr, own, *rest)
+        local_norm = torch.stack([gradient.square().sum() for gradient, _ in self.gradients()]).sum().sqrt()
+        right(self, lr, local_norm, *rest)
 
     wrap(patch, AdamW, "update", wrong)
 

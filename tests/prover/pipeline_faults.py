@@ -116,8 +116,8 @@ def gradient_norm_is_of_one_stage(patch):
 @fault(PIPELINE, "loss of step 1", UPDATE, LOCAL_NORM)
 def stage_clips_by_its_local_norm(patch):
     def wrong(right, self, lr, _norm, *rest):
-        own = torch.stack([gradient.square().sum() for gradient, _ in self.gradients()]).sum().sqrt()
-        right(self, lr, own, *rest)
+        local_norm = torch.stack([gradient.square().sum() for gradient, _ in self.gradients()]).sum().sqrt()
+        right(self, lr, local_norm, *rest)
 
     wrap(patch, AdamW, "update", wrong)
 

@@ -77,6 +77,6 @@ def test_sigterm_stops_all_ranks_at_one_step_after_a_checkpoint(layout, runs, un
 
 def test_flipped_bit_in_a_replicated_shard_is_found(runs):
     """The first parameter is sharded; with hybrid sharding two ranks have the same shard."""
-    copies = ("--layout.shard=parameters", "--layout.shard_degree=2", "--launch.restarts=0")
+    hybrid_shard = ("--layout.shard=parameters", "--layout.shard_degree=2", "--launch.restarts=0")
     with pytest.raises(MeshwrightError, match=r"rank 3 differs|differ among the 2 replicas"):
-        runs.run("step.fetch:rank3:flip@step4", *copies, "--numerics.compare_every=1", ranks=4)
+        runs.run("step.fetch:rank3:flip@step4", *hybrid_shard, "--numerics.compare_every=1", ranks=4)

@@ -52,8 +52,8 @@ def test_bad_sample_is_reported_by_every_rank_that_reads_it(layout, runs):
     ranks = RANKS.get(layout, 2)
 
     def go(bad: int, policy: str):
-        asked = config(*LAYOUTS[layout], "--eval.every=0", f"--data.on_bad_sample={policy}", ranks=ranks)
-        return train(asked, run=runs.folder, quiet=True, source=FaultySource({bad: "raises"}))
+        run_config = config(*LAYOUTS[layout], "--eval.every=0", f"--data.on_bad_sample={policy}", ranks=ranks)
+        return train(run_config, run=runs.folder, quiet=True, source=FaultySource({bad: "raises"}))
 
     go(-1, "stop")
     shown = [[int(s) for s in open_sample_lookup(runs.folder).show(7, rank)["samples"]] for rank in range(ranks)]
@@ -69,7 +69,7 @@ def test_bad_sample_is_reported_by_every_rank_that_reads_it(layout, runs):
     for rank in range(ranks):
         assert [(e["step"], e["sample"]) for e in runs.events("bad_sample", rank)] == [(7, bad)]
         records = {e["step"]: e["tokens"] for e in runs.events("step", rank)}
-        assert records[7] == records[6] - 16  # on a counted step once, whoever reads it
+        assert records[7] == records[6] - 16  # counted once, however many ranks read it
 
 
 @pytest.mark.parametrize(

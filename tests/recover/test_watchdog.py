@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -30,57 +31,58 @@ def folder(tmp_path):
     return folder
 
 
-def pages(folder, count):
+def write_heartbeats(folder, count):
     return [Heartbeat(folder.heartbeat(1, rank)) for rank in range(count)]
 
 
-def seen(folder, count):
+def read_back(folder, count):
     return {rank: read_heartbeat(folder.heartbeat(1, rank)) for rank in range(count)}
 
 
 def test_waiting_rank_is_never_the_suspect(folder):
-    waiting, busy, late = pages(folder, 3)
+    waiting, busy, late = write_heartbeats(folder, 3)
     waiting.enter("sync", 5)
     busy.enter("forward", 5)
     late.enter("fetch", 6)
     late.set_waiting(True)
-    assert pick_suspect(seen(folder, 3), [0, 1, 2], {0, 2}) == 1
+    assert pick_suspect(read_back(folder, 3), [0, 1, 2], {0, 2}) == 1
 
 
 def test_rank_with_the_fewest_collectives_is_the_suspect_if_all_wait(folder):
-    for rank, page in enumerate(pages(folder, 3)):
+    for rank, heartbeat in enumerate(write_heartbeats(folder, 3)):
         for _ in range(3 - (rank == 2)):
-            page.collective("sum")
-        page.enter("sync", 5)
-    assert pick_suspect(seen(folder, 3), [0, 1, 2], {0, 1, 2}) == 2
+            heartbeat.collective("sum")
+        heartbeat.enter("sync", 5)
+    assert pick_suspect(read_back(folder, 3), [0, 1, 2], {0, 1, 2}) == 2
 
 
 def test_first_mismatched_collective_is_found(folder):
-    for rank, page in enumerate(pages(folder, 3)):
+    for rank, heartbeat in enumerate(write_heartbeats(folder, 3)):
         for number in range(10):
-            page.collective("stray" if (rank, number) == (1, 6) else f"sum {number}")
+            heartbeat.collective("stray" if (rank, number) == (1, 6) else f"sum {number}")
     assert (
-        "collective 7 is 'stray' on rank 1 and 'sum 6' on rank(s) 0, 2" in find_collective_mismatch(seen(folder, 3))[1]
+        "collective 7 is 'stray' on rank 1 and 'sum 6' on rank(s) 0, 2"
+        in find_collective_mismatch(read_back(folder, 3))[1]
     )
-    assert find_collective_mismatch(seen(folder, 3))[0] == 1
+    assert find_collective_mismatch(read_back(folder, 3))[0] == 1
 
 
 def test_straggler_is_named_with_its_phase_and_waiting_does_not_count(folder):
-    created = pages(folder, 3)
-    dog = Watchdog(folder, 1, hang_timeout=100, straggler_ratio=1.5)
+    created = write_heartbeats(folder, 3)
+    watchdog = Watchdog(folder, 1, hang_timeout=100, straggler_ratio=1.5)
 
     def work(steps):
-        for rank, page in enumerate(created):
+        for rank, heartbeat in enumerate(created):
             for _ in range(steps):
                 own = {"fetch": 0.3 if rank == 2 else 0.01, "forward": 0.1, "sync": 0.0 if rank == 2 else 0.29}
-                page.complete_step(own)
-                page.enter("update", page.completed_steps)
+                heartbeat.complete_step(own)
+                heartbeat.enter("update", heartbeat.completed_steps)
 
-    dog.check()
+    watchdog.check()
     work(STRAGGLER_WINDOW)
-    assert dog.check()[1] == []  # the first window includes start-up
+    assert watchdog.check()[1] == []  # the first window includes start-up
     work(STRAGGLER_WINDOW)
-    (straggler,) = dog.check()[1]
+    (straggler,) = watchdog.check()[1]
     assert (straggler.rank, straggler.phase) == (2, "fetch")
     assert 3.4 < straggler.factor < 3.8
     assert "rank 2 is slow: 3.6 times the others" in str(straggler)
@@ -91,16 +93,16 @@ def test_dump_stack_uses_py_spy_if_installed(folder, tmp_path, monkeypatch):
     spy.write_text('#!/bin/sh\necho "stack of $4"\n')
     spy.chmod(spy.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    pages(folder, 1)
-    assert dump_stack(seen(folder, 1)[0], tmp_path / "log") == f"stack of {os.getpid()}\n"
+    write_heartbeats(folder, 1)
+    assert dump_stack(read_back(folder, 1)[0], tmp_path / "log") == f"stack of {os.getpid()}\n"
 
 
 def test_dump_stack_ignores_a_process_with_a_reused_pid(folder, tmp_path):
     from dataclasses import replace
 
-    pages(folder, 1)
-    stranger = replace(seen(folder, 1)[0], process_started=1)
-    assert dump_stack(stranger, tmp_path / "log") == ""
+    write_heartbeats(folder, 1)
+    reused = replace(read_back(folder, 1)[0], process_started=1)
+    assert dump_stack(reused, tmp_path / "log") == ""
 
 
 def test_temporary_folder_of_a_killed_launch_is_removed_by_the_next(tmp_path, monkeypatch):
@@ -109,16 +111,16 @@ def test_temporary_folder_of_a_killed_launch_is_removed_by_the_next(tmp_path, mo
     dead.wait()
     left, own = (
         tmp_path / f"{FOLDER_PREFIX}{dead.pid}-12345-abc",
-        tmp_path / f"{FOLDER_PREFIX}{os.getpid()}-{seen_start()}-abc",
+        tmp_path / f"{FOLDER_PREFIX}{os.getpid()}-{own_start_time()}-abc",
     )
     other = tmp_path / "meshwright-something-else"
-    for each in (left, own, other):
-        each.mkdir()
+    for path in (left, own, other):
+        path.mkdir()
     remove_stale_folders()
     assert (left.exists(), own.exists(), other.exists()) == (False, True, True)
 
 
-def seen_start():
+def own_start_time():
     from meshwright.telemetry.heartbeat import process_start
 
     return process_start(os.getpid())
@@ -162,14 +164,30 @@ STACKS = {
 )
 def test_in_collective_recognises_a_rank_that_waits(what, head, frame):
     waits, frames = STACKS[what]
-    assert in_collective("\n".join([head, *(frame.format(*each.split()) for each in frames)])) == waits
+    assert in_collective("\n".join([head, *(frame.format(*entry.split()) for entry in frames)])) == waits
 
 
 def test_rank_whose_stack_does_not_wait_is_the_suspect_between_two_passes(folder, monkeypatch):
-    for page in pages(folder, 3):
-        page.enter("sync", 5)
-    dog = Watchdog(folder, 1, hang_timeout=0.0, straggler_ratio=1.5)
+    for heartbeat in write_heartbeats(folder, 3):
+        heartbeat.enter("sync", 5)
+    watchdog = Watchdog(folder, 1, hang_timeout=0.0, straggler_ratio=1.5)
     monkeypatch.setattr(Watchdog, "waits_inside", lambda _self, rank, *_: rank != 1)
     monkeypatch.setattr("meshwright.recover.watchdog.dump_stack", lambda *_: "")
-    dog.check()
-    assert dog.check()[0].rank == 1
+    watchdog.check()
+    assert watchdog.check()[0].rank == 1
+
+
+def test_stopped_launcher_without_ranks_is_a_hang_after_the_start_timeout(folder):
+    launcher = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        watchdog = Watchdog(folder, 1, 100.0, 1.5, launcher.pid, start_timeout=0.0)
+        assert watchdog.check()[0] is None  # a launcher that is not stopped may still import torch
+        os.kill(launcher.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, launcher.pid, os.WSTOPPED | os.WNOWAIT)
+        hang = watchdog.check()[0]
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert hang.rank == -1
+    assert hang.message.startswith("the fork server has not started a rank within")
+    assert f"its process {launcher.pid} is stopped" in hang.message
