@@ -1,4 +1,4 @@
-"""Pipeline schedules in one table: which stages a rank has, what a schedule requires, and its bubble. Torch-free.
+"""Pipeline schedules in one table: the stages of each rank, the requirements and the bubble. Torch-free.
 
 P is the number of pipeline ranks, M the number of micro-batches per step, V the number of stages per rank. Stages are
 placed in a loop (rank r has stages r, P + r, 2P + r, ...) or in a V (the second half runs back, so that rank 0 has the
