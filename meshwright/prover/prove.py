@@ -26,6 +26,7 @@ from meshwright.prover.layouts import check_layouts
 from meshwright.prover.recovery import check_recovery
 from meshwright.prover.stream import check_stream
 from meshwright.recover.failures import RanksFailed
+from meshwright.topology.unused_settings import unused_settings
 from meshwright.trainer.identity import code_fingerprint
 from meshwright.version import __version__
 
@@ -99,6 +100,8 @@ def prove(config: RunConfig, out: Path, as_json: bool = False) -> bool:
         print(json.dumps(certificate))
     else:
         print_table(console, results, out)
+        for note in certificate["notes"]:
+            console.print(f"note: {note}", highlight=False, soft_wrap=True)
     return bool(certificate["passed"])
 
 
@@ -119,6 +122,7 @@ def build_certificate(config: RunConfig, results: list[CheckResult]) -> dict[str
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "passed": bool(results) and all(result.passed for result in results),
         "checks": [asdict(result) for result in results],
+        "notes": unused_settings(config),
     }
     certificate["digest"] = hashlib.sha256(json.dumps(certificate, sort_keys=True).encode()).hexdigest()
     return certificate

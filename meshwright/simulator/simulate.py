@@ -32,6 +32,7 @@ from meshwright.topology.parameter_shards import pipeline_placement, uses_ddp
 from meshwright.topology.schedule_timeline import peak_in_flight
 from meshwright.topology.schedules import SCHEDULES
 from meshwright.topology.unsupported import validate
+from meshwright.topology.unused_settings import unused_settings
 
 MIN_BLOCKS = 4
 """The first two blocks and the last two. With only one block between the first and the last, it may not be possible to
@@ -60,7 +61,7 @@ def simulate(config: RunConfig, ranks: Sequence[int] | None = None) -> Simulatio
         config.pipeline.schedule if layout.pipeline > 1 else "",
         [peak_in_flight(order) for order in orders],
         results,
-        assumptions(config, layout),
+        [*assumptions(config, layout), *unused_settings(config)],
         round(time.monotonic() - start, 3),
     )
 

@@ -66,6 +66,11 @@ def show(*events, config: RunConfig | None = None) -> str:
     return stream.getvalue()
 
 
+def test_header_lists_settings_without_an_effect():
+    note = "pipeline.schedule = zbv has no effect: layout.pipeline = 1"
+    assert f"  note    {note}" in show({**START, "notes": [note]})
+
+
 def test_run_without_a_terminal_prints_a_header_and_a_line_per_log_every_steps():
     evaluation = {"kind": "eval", "attempt": 1, "step": 20, "loss": 2.0, "tokens": 99}
     text = show(START, *(step(n) for n in range(21)), evaluation, END)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from meshwright import train
 from meshwright.config import load_config
 from meshwright.config.presets import PRESETS
+from meshwright.simulator.simulate import simulate
+from meshwright.telemetry.events import read_events
 from meshwright.topology.unused_settings import UNUSED_SETTINGS, changed_settings, unused_settings
 
 
@@ -75,3 +78,23 @@ def test_keys_of_the_table_are_settings():
 def test_presets_have_no_unused_settings(preset):
     config = load_config(overrides=[f"--preset={preset}"])
     assert unused_settings(config) == [], changed_settings(config)
+
+
+def test_simulate_reports_settings_without_an_effect():
+    simulation = simulate(load_config(overrides=["--pipeline.schedule=zbv", "--model.layers=1"]))
+    assert "pipeline.schedule = zbv has no effect: layout.pipeline = 1" in simulation.notes
+
+
+def test_start_event_has_settings_without_an_effect(tmp_path):
+    config = load_config(
+        overrides=[
+            "--steps=1",
+            "--pipeline.schedule=zbv",
+            "--model.layers=1",
+            "--layout.replicate=1",
+            "--eval.holdout=0",
+        ]
+    )
+    train(config, run=tmp_path / "run", quiet=True)
+    [start] = [e for e in read_events(tmp_path / "run" / "events" / "rank-00000.jsonl") if e["kind"] == "start"]
+    assert start["notes"] == ["pipeline.schedule = zbv has no effect: layout.pipeline = 1"]
