@@ -15,12 +15,14 @@ class Axis:
     description: str
     reads_different_samples: bool = False
     """whether ranks that differ on this axis read different samples of the global batch"""
+    needs_decoder: bool = False
+    """whether it needs to know the modules of the model, so that only the built-in decoder supports it"""
     has_own_ranks: bool = True
     """whether the axis multiplies the number of ranks; expert parallelism reuses the ranks of other axes"""
 
 
 AXIS_TABLE = (
-    Axis("pipeline", "layout.pipeline", "consecutive blocks are divided into stages"),
+    Axis("pipeline", "layout.pipeline", "consecutive blocks are divided into stages", needs_decoder=True),
     Axis("replicate", "layout.replicate", "every rank holds a full replica", reads_different_samples=True),
     Axis(
         "shard",
@@ -28,9 +30,15 @@ AXIS_TABLE = (
         "optimizer state, gradients or parameters are sharded (ZeRO-1, 2, 3)",
         reads_different_samples=True,
     ),
-    Axis("context", "layout.context", "every sequence is divided into chunks"),
+    Axis("context", "layout.context", "every sequence is divided into chunks", needs_decoder=True),
     Axis("tensor", "layout.tensor", "every weight matrix is divided, and the sequence between matrices"),
-    Axis("expert", "layout.expert", "the experts of every mixture-of-experts layer are divided", has_own_ranks=False),
+    Axis(
+        "expert",
+        "layout.expert",
+        "the experts of every mixture-of-experts layer are divided",
+        needs_decoder=True,
+        has_own_ranks=False,
+    ),
 )
 """The outermost axis comes first. Consecutive ranks are neighbours on the innermost axis with ranks of its own, so the
 axis that communicates most has the fastest links.
@@ -44,3 +52,6 @@ ALL_AXES = tuple(axis.name for axis in AXIS_TABLE)
 
 DATA_AXES = tuple(axis.name for axis in AXIS_TABLE if axis.reads_different_samples)
 """Axes that split the global batch."""
+
+DECODER_ONLY_AXES = tuple(axis.name for axis in AXIS_TABLE if axis.needs_decoder)
+"""Axes that a user's model cannot use."""

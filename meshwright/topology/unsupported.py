@@ -9,6 +9,7 @@ from math import gcd, lcm
 from meshwright.config import Batch, RunConfig, derive_batch
 from meshwright.config.constraints import nearest_multiples, nearest_values
 from meshwright.errors import ConfigError
+from meshwright.topology.axes import DECODER_ONLY_AXES
 from meshwright.topology.layout import Layout, stages_per_rank
 from meshwright.topology.schedules import UNSPLIT_BACKWARD, find_schedule, validate_schedule
 
@@ -237,9 +238,6 @@ UNSUPPORTED = (
     ),
 )
 """All unsupported combinations; docs/layouts.md has the same table."""
-
-DECODER_ONLY_AXES = ("pipeline", "context", "expert")
-"""Axes that need to know the modules of the model, so that a user's model cannot use them."""
 
 
 def min_shard_group_size(layout: Layout) -> int:
