@@ -1,13 +1,13 @@
 """Meshwright: distributed training on PyTorch that plans itself, recovers exactly, explains itself and proves it.
 
-train       train a model on one or many ranks, and resume exactly
-plan        search for the fastest layout of a model on a cluster
-simulate    count communication and memory of a step on any number of ranks
-prove       check the contracts of a config on this machine
-RunConfig   the settings of a run
-ParallelSpec  how to parallelize a model of your own
-errors      the exceptions
-testing     run a function on several ranks, in your own tests
+- train: train a model on one or many ranks, and resume exactly
+- plan: search for the fastest layout of a model on a cluster
+- simulate: count communication and memory of a step on any number of ranks
+- prove: check the contracts of a config on this machine
+- RunConfig: the settings of a run
+- ParallelSpec: how to parallelize a model of your own
+- errors: the exceptions
+- testing: run a function on several ranks, in your own tests
 """
 
 from __future__ import annotations
