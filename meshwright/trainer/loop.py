@@ -198,8 +198,8 @@ class Training:
     def _restore(self) -> int:
         """Restores the newest intact checkpoint and returns the number of steps it has done; 0 without one."""
 
-        def report_damage(name: str, found: list[Damage]) -> None:
-            self.log.write("damaged", checkpoint=name, damage=[damage.to_json() for damage in found])
+        def report_damage(name: str, damage: list[Damage]) -> None:
+            self.log.write("damaged", checkpoint=name, damage=[item.to_json() for item in damage])
 
         restored = restore(
             self.store,

@@ -60,12 +60,12 @@ def first_nonfinite(
     stop early, and gradients are not computed.
     """
     model, collective = parallel_model.module, parallel_model.forward_is_collective
-    found: list[str] = []
+    modules: list[str] = []
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if not found and not all_finite(output):
-                found.append(name)
+            if not modules and not all_finite(output):
+                modules.append(name)
 
         return hook
 
@@ -78,8 +78,8 @@ def first_nonfinite(
                 total = parallel_model.forward_loss(*(t.to(device) for t in parallel_model.shard_inputs(batch.tensors)))
                 if collective:
                     continue
-                if found:
-                    return found[0]
+                if modules:
+                    return modules[0]
                 names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
                 gradients = torch.autograd.grad(total, parameters, allow_unused=True)  # leaves .grad untouched
                 bad = [name for name, gradient in zip(names, gradients, strict=True) if not all_finite(gradient)]
@@ -92,7 +92,7 @@ def first_nonfinite(
             if isinstance(module, Experts):
                 module.take_load()  # this pass belongs to no step
     parallel_model.reshard()
-    return found[0] if found else None
+    return modules[0] if modules else None
 
 
 def all_finite(value: Any) -> bool:

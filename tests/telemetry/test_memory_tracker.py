@@ -111,16 +111,16 @@ def test_model_without_parallelism_is_counted_to_the_byte():
 
 def test_views_count_once_and_resized_storages_at_their_size():
     with MemoryTracker(nn.Module()) as tracker:
-        whole = torch.zeros(100)
-        parts = [whole[:50], whole.view(10, 10).t(), whole.detach()]
+        tensor = torch.zeros(100)
+        views = [tensor[:50], tensor.view(10, 10).t(), tensor.detach()]
         assert tracker.total == 400
-        whole.untyped_storage().resize_(0)
+        tensor.untyped_storage().resize_(0)
         assert tracker.total == 0
-        whole.untyped_storage().resize_(800)
+        tensor.untyped_storage().resize_(800)
         assert tracker.current_bytes["activation"] == 800
-        tracker.assign_class("optimizer", parts)
+        tracker.assign_class("optimizer", views)
         assert (tracker.current_bytes["activation"], tracker.current_bytes["optimizer"]) == (0, 800)
-        del whole, parts
+        del tensor, views
         assert tracker.total == 0
 
 

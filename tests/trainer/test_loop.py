@@ -57,8 +57,8 @@ def test_every_rank_writes_the_documented_events_and_step_record_keys(tmp_path, 
         step = events[2]
         keys = {"kind", "attempt", "rank", "step", "loss", "grad_norm", "lr", "tokens", "samples", "phases"}
         assert step.keys() >= keys
-        found = (step["rank"], step["attempt"], step["step"], step["samples"], step["tokens"])
-        assert found == (rank, 1, 1, 16, 16 * 16)
+        values = (step["rank"], step["attempt"], step["step"], step["samples"], step["tokens"])
+        assert values == (rank, 1, 1, 16, 16 * 16)
         assert step["phases"].keys() == set(STEP_PHASES)
         assert step["communication"]["exposed_seconds"] == step["phases"]["sync"]
         assert step["communication"]["message_bytes"] > 0
