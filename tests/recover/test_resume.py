@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import json
+import re
 import shutil
 
 import numpy as np
@@ -177,7 +177,9 @@ def test_resume_with_another_torch_or_code_is_recorded(runs, monkeypatch):
     monkeypatch.setattr("meshwright.trainer.resume.code_fingerprint", lambda: "another")
     runs.run()
     (restored,) = runs.events("restored")
-    assert any(re.fullmatch(r"the source code of Meshwright changed \(hash \w{8} -> another\)", c) for c in restored["changes"])
+    assert any(
+        re.fullmatch(r"the source code of Meshwright changed \(hash \w{8} -> another\)", c) for c in restored["changes"]
+    )
 
 
 def test_resume_with_changed_data_is_refused(runs, tmp_path):
