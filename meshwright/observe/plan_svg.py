@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from html import escape
 
 from meshwright.io import format_bytes, format_seconds
-from meshwright.observe.plan_text import MEMORY_LABELS
 from meshwright.observe.schedule_text import OPS
 from meshwright.planner.cost.estimate import Estimate
-from meshwright.planner.describe import describe_plan, memory_by_class, merged_calls, phase_label
+from meshwright.planner.describe import describe_plan, memory_by_class, memory_label, merged_calls, phase_label
 from meshwright.planner.search.plan_result import PlanResult
 from meshwright.topology.schedule_timeline import Timeline, build_timeline
 
@@ -50,7 +49,7 @@ def memory_picture(plan: Estimate) -> str:
     parts, start = [], 0.0
     for row, (name, size) in enumerate(memory.items()):
         y = 8 + row * ROW
-        label = MEMORY_LABELS.get(name, name)
+        label = memory_label(name)
         parts.append(text(LEFT - 8, y + 13, label, "end"))
         parts.append(box(LEFT + start * scale, y, size * scale, f"m-{name}", f"{label}: {format_bytes(size)}"))
         start += size

@@ -16,6 +16,7 @@ from meshwright.planner.describe import (
     describe_plan,
     exposed_seconds,
     memory_by_class,
+    memory_label,
     phase_label,
 )
 from meshwright.planner.search.plan_result import PlanResult
@@ -35,8 +36,6 @@ MEMORY_COLORS = {
 PHASE_COLORS = {"forward": "blue", "backward": "cyan", "recompute": "magenta", "bubble": "yellow", "update": "green"}
 OTHER_COLOR = "red"
 """The color of exposed communication and of other time without compute."""
-MEMORY_LABELS = {"context": "device context", "slack": "allocator overhead", "unsharded": "unsharded parameters"}
-"""The labels of classes of memory whose names say too little."""
 MAX_BAR_WIDTH = 100
 LABEL_WIDTH = 12
 """The columns that labels and margins take beside a bar."""
@@ -99,7 +98,7 @@ def bars(plan: Estimate, width: int) -> list[tuple[str, Text]]:
     total = plan.peak_memory.total
     stage = f" on pipeline rank {plan.memory_by_rank.index(plan.peak_memory)}" if len(plan.memory_by_rank) > 1 else ""
     used = f"{format_bytes(total)} of {format_bytes(capacity)}, {format_percent(total / capacity)}{stage}"
-    sizes = {MEMORY_LABELS.get(name, name): (size, format_bytes(size), name) for name, size in memory.items()}
+    sizes = {memory_label(name): (size, format_bytes(size), name) for name, size in memory.items()}
     times = {phase_label(phase): (spent, format_seconds(spent), phase) for phase, spent in plan.phases.items()}
     return [
         ("", Text()),

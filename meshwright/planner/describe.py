@@ -11,6 +11,13 @@ from meshwright.topology.collectives import wire_bytes
 
 MEMORY_CLASSES = tuple(field.name for field in fields(MemoryEstimate))
 """The classes of a memory estimate, in the order in which they are shown."""
+MEMORY_LABELS = {
+    "optimizer": "optimizer state",
+    "unsharded": "unsharded parameters",
+    "slack": "allocator overhead",
+    "context": "device context",
+}
+"""The labels of classes of memory whose names say too little."""
 
 
 def describe_layout(job: PlannedJob) -> str:
@@ -41,6 +48,10 @@ def describe_plan(job: PlannedJob) -> str:
 def phase_label(phase: str) -> str:
     """Returns the name of a phase; the phases named after an axis are the exposed communication of that axis."""
     return f"{phase} communication" if phase in ALL_AXES else phase
+
+
+def memory_label(name: str) -> str:
+    return MEMORY_LABELS.get(name, name)
 
 
 def memory_by_class(memory: MemoryEstimate) -> dict[str, float]:

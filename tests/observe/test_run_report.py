@@ -1,4 +1,4 @@
-"""Tests of `meshwright report`: real runs match the predicted bytes, one byte off is found, any folder is safe."""
+"""Tests of `meshwright report`: real runs match the predicted bytes, one byte off is result, any folder is safe."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from meshwright.telemetry.run_folder import RunFolder
 COUNTED = {"peak_total": 1, "peak": 3}
 PIPED = ("--layout.pipeline=2", "--batch.micro=2", "--model.layers=4")
 LAYOUTS = {
-    "copies": (),
-    "shards": ("--layout.shard=parameters",),
-    "stages": PIPED,
+    "ddp": (),
+    "fsdp": ("--layout.shard=parameters",),
+    "pipeline": PIPED,
     "experts": ("--layout.expert=2", "--model.experts=4"),
 }
 
@@ -42,15 +42,15 @@ def runs(tmp_path_factory):
         patch.setenv("MESHWRIGHT_HOME", str(home))
         write_machine(home)
         folder = tmp_path_factory.mktemp("runs")
-        for name, words in LAYOUTS.items():
-            train(small_config(*words, steps=6), run=folder / name, quiet=True)
+        for name, overrides in LAYOUTS.items():
+            train(small_config(*overrides, steps=6), run=folder / name, quiet=True)
     return folder
 
 
 @pytest.fixture
 def run(runs, tmp_path):
     """A copy of a run that a test may change."""
-    shutil.copytree(runs / "copies", tmp_path / "run")
+    shutil.copytree(runs / "ddp", tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -85,43 +85,45 @@ def change(folder, kind, alter, rank=0):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_counted_bytes_of_a_run_equal_the_prediction(name, runs):
-    found = report(runs / name)
-    assert found.mismatches == []
-    assert {rank for pair in found.communication for rank in pair.ranks} == {0, 1}
-    assert {pair.axis for pair in found.communication} - {"control"}
-    assert "bytes equal" in found.verdict
-    assert found.status == "attempt 1, 6 of 6 steps done, complete"
-    assert found.steps == 4  # the first one and the counted one are left out
-    held = found.row("memory", "tensors")
+    result = report(runs / name)
+    assert result.mismatches == []
+    assert {rank for pair in result.communication for rank in pair.ranks} == {0, 1}
+    assert {pair.axis for pair in result.communication} - {"control"}
+    assert "bytes equal" in result.verdict
+    assert result.status == "attempt 1, 6 of 6 steps done, complete"
+    assert result.steps == 4  # the first one and the counted one are left out
+    held = result.row("memory", "tensors")
     assert held.predicted == pytest.approx(held.measured, rel=0.1)
     for state in ("parameter", "gradient", "optimizer"):
-        row = found.row("memory", f"{state}, rank 0")
+        row = result.row("memory", f"{state}, rank 0")
         assert row.measured == row.predicted
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_figure_has_a_prediction_and_an_error(name, runs):
-    found = report(runs / name)
+    result = report(runs / name)
     for figure in ("step time", "tokens/s", "MFU"):
-        row = found.row("step", figure)
+        row = result.row("step", figure)
         assert row.error == pytest.approx(row.predicted / row.measured - 1)
-    assert found.row("phases", "forward + backward").error is not None
+    assert result.row("phases", "forward + backward").error is not None
     parts = [
-        found.row("phases", phase) for phase in ("forward + backward", "exposed comm (sync)", "update", "fetch + copy")
+        result.row("phases", phase) for phase in ("forward + backward", "exposed comm (sync)", "update", "fetch + copy")
     ]
-    assert sum(part.predicted for part in parts) == pytest.approx(found.row("step", "step time").predicted)
-    assert found.within_interval in (True, False)
+    assert sum(part.predicted for part in parts) == pytest.approx(result.row("step", "step time").predicted)
+    assert result.within_interval in (True, False)
     text = shown(runs / name)
     assert text.startswith("step time ")
     assert "DIFFERENT" not in text
 
 
 def test_pipeline_is_compared_with_its_schedule(runs):
-    found = report(runs / "stages")
-    live = [row for row in found.rows if row.figure.startswith("in flight")]
+    result = report(runs / "pipeline")
+    live = [row for row in result.rows if row.figure.startswith("in flight")]
     assert [(row.measured, row.predicted) for row in live] == [(2, 2), (1, 1)]
-    assert found.row("pipeline", "idle").predicted == pytest.approx(1 / 9, abs=1e-4)  # 8 micro-batches through 2 stages
-    assert found.row("experts", "imbalance") is None
+    assert result.row("pipeline", "idle").predicted == pytest.approx(
+        1 / 9, abs=1e-4
+    )  # 8 micro-batches through 2 stages
+    assert result.row("experts", "imbalance") is None
 
 
 def test_expert_imbalance_is_reported(runs):
@@ -158,7 +160,7 @@ def test_one_byte_of_difference_in_expert_all_to_all_is_found(runs, tmp_path):
 
 
 def test_report_json_has_every_figure(runs, capsys):
-    main(["report", str(runs / "copies"), "--json"])
+    main(["report", str(runs / "ddp"), "--json"])
     answer = json.loads(capsys.readouterr().out)
     assert answer["bytes_equal"] is True
     assert {row["figure"] for row in answer["figures"]} >= {"step time", "tokens/s", "tensors", "exposed comm (sync)"}
@@ -178,9 +180,9 @@ def test_report_of_something_else_than_a_run_folder_is_one_line(make, tmp_path, 
 
 def test_report_of_a_run_without_a_step(run):
     shutil.rmtree(run / "events")
-    found = report(run)
-    assert found.verdict == "no step measured; bytes not counted; memory not compared"
-    assert found.status.startswith("attempt 1, no step done, complete")
+    result = report(run)
+    assert result.verdict == "no step measured; bytes not counted; memory not compared"
+    assert result.status.startswith("attempt 1, no step done, complete")
     assert shown(run)
 
 
@@ -188,9 +190,9 @@ def test_report_of_a_run_in_progress(run):
     kept = [line for line in events(run).read_text().splitlines() if '"step":4' not in line and '"step":5' not in line]
     events(run).write_text("\n".join(line for line in kept if '"kind":"end"' not in line) + '\n{"kind":"st')
     (run / "attempts" / "0001" / "incident.json").unlink()
-    found = report(run)
-    assert found.status == "attempt 1, 4 of 6 steps done, no end recorded: in progress or killed"
-    assert found.steps == 2
+    result = report(run)
+    assert result.status == "attempt 1, 4 of 6 steps done, no end recorded: in progress or killed"
+    assert result.steps == 2
     events(run).write_text("\n".join(kept[:2]) + "\n")
     assert report(run).verdict.startswith("no step measured; bytes equal")  # as the other rank counted them
 
@@ -207,11 +209,11 @@ def test_report_uses_the_last_attempt(run):
     made = [json.loads(line) for line in events(run).read_text().splitlines() if '"kind":"step"' in line][-1]
     steps = [made | {"attempt": 2, "step": step, "seconds": 2.0, "counted": step == 5} for step in range(4, 9)]
     append(run, start | {"attempt": 2}, {"kind": "restored", "attempt": 2, "step": 4}, *steps)
-    found = report(run)
-    assert (found.attempt, found.steps, found.row("step", "step time").measured) == (2, 3, 2.0)
-    assert "the prediction was made for attempt 1" in found.notes
-    assert found.communication == []  # nothing of this attempt was counted
-    assert "bytes not counted" in found.verdict
+    result = report(run)
+    assert (result.attempt, result.steps, result.row("step", "step time").measured) == (2, 3, 2.0)
+    assert "the prediction was made for attempt 1" in result.notes
+    assert result.communication == []  # nothing of this attempt was counted
+    assert "bytes not counted" in result.verdict
 
 
 @pytest.mark.parametrize(
@@ -232,10 +234,10 @@ def test_report_without_a_valid_prediction_has_the_measurements(run, text, note)
     (run / "plan.json").unlink()
     if text is not None:
         (run / "plan.json").write_text(text)
-    found = report(run)
-    assert note in " ".join(found.notes)
-    assert found.row("step", "step time").measured > 0
-    assert "not predicted; bytes not predicted" in found.verdict
+    result = report(run)
+    assert note in " ".join(result.notes)
+    assert result.row("step", "step time").measured > 0
+    assert "not predicted; bytes not predicted" in result.verdict
     assert shown(run)
 
 
@@ -248,9 +250,9 @@ def test_predicted_layout_out_of_range_is_not_compared(run):
         dict.fromkeys(("tensor", "shard"), 60_000),
     ):
         (run / "plan.json").write_text(json.dumps(plan | {"plan": {"layout": plan["plan"]["layout"] | degrees}}))
-        found = report(run)
-        assert found.communication == []
-        assert "communication volume is not compared" in " ".join(found.notes)
+        result = report(run)
+        assert result.communication == []
+        assert "communication volume is not compared" in " ".join(result.notes)
 
 
 def test_untrusted_records_are_read_within_bounds(run, monkeypatch):
@@ -296,7 +298,7 @@ def test_report_memory_does_not_grow_with_the_records(run):
     assert len(seen.lines) == run_measurements.MAX_STEPS
 
 
-class Twice(torch.nn.Module):
+class ScaledInput(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.factor = torch.nn.Parameter(torch.zeros(1))
@@ -309,15 +311,20 @@ def test_custom_model_has_no_prediction(tmp_path):
     data = [(torch.ones(1).numpy() * x, torch.ones(1).numpy() * 2 * x) for x in range(1, 65)]
     config = small_config("--eval.holdout=0", steps=4)
     train(
-        config, model=Twice(), loss=lambda out, y: ((out - y) ** 2).sum(), source=data, run=tmp_path / "r", quiet=True
+        config,
+        model=ScaledInput(),
+        loss=lambda out, y: ((out - y) ** 2).sum(),
+        source=data,
+        run=tmp_path / "r",
+        quiet=True,
     )
-    found = report(tmp_path / "r")
-    assert found.notes == ["custom model: the planner has no formulas for it"]
-    assert "not predicted; bytes not predicted" in found.verdict
+    result = report(tmp_path / "r")
+    assert result.notes == ["custom model: the planner has no formulas for it"]
+    assert "not predicted; bytes not predicted" in result.verdict
 
 
 def test_report_imports_no_torch(runs):
-    code = f"import sys; from meshwright.cli import main; main(['report', {str(runs / 'copies')!r}])\n"
+    code = f"import sys; from meshwright.cli import main; main(['report', {str(runs / 'ddp')!r}])\n"
     code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 

@@ -11,7 +11,14 @@ from dataclasses import dataclass, replace
 
 from meshwright.io import format_bytes, format_percent, format_seconds
 from meshwright.planner.cost.estimate import Estimate
-from meshwright.planner.describe import describe_plan, lost_seconds, memory_by_class, merged_calls, wire_bytes_per_step
+from meshwright.planner.describe import (
+    describe_plan,
+    lost_seconds,
+    memory_by_class,
+    memory_label,
+    merged_calls,
+    wire_bytes_per_step,
+)
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.search import min_memory_candidate, search
@@ -126,7 +133,7 @@ def find_bottleneck(plan: Estimate, idle_devices: int = 0) -> Bottleneck:
         excess = memory.total - capacity
         message = (
             f"memory: {format_bytes(memory.total)} needed, {format_bytes(capacity)} available, {format_bytes(excess)} "
-            f"over; the largest part is {name}, {format_bytes(largest)}"
+            f"over; the largest part is {memory_label(name)}, {format_bytes(largest)}"
         )
         return Bottleneck("memory", excess, message)
     kind, lost = max(lost_seconds(plan).items(), key=lambda row: row[1])

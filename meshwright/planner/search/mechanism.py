@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshwright.io import format_bytes, format_count
 from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.describe import memory_label
 
 SHARDED_STATE = {
     "none": (),
@@ -29,7 +30,8 @@ def mechanism(plan: Estimate) -> list[str]:
         sentences.append(f"replicate {layout.replicate}: each replica processes {samples_per_step(plan)}.")
     if layout.shard > 1:
         remaining = ", ".join(
-            f"{name} ({format_bytes(getattr(memory, name))} per rank)" for name in SHARDED_STATE[job.sharding]
+            f"{memory_label(name)} ({format_bytes(getattr(memory, name))} per rank)"
+            for name in SHARDED_STATE[job.sharding]
         )
         ranks = layout.shard * layout.context
         sentences.append(
@@ -83,7 +85,7 @@ def replicated(plan: Estimate) -> str:
     classes = [name for name in ("parameters", "gradients", "optimizer") if name not in sharded_classes]
     if classes:
         ranks = job.layout.data_degree * job.layout.context
-        sizes = ", ".join(f"{name} {format_bytes(resident_bytes(plan, name))}" for name in classes)
+        sizes = ", ".join(f"{memory_label(name)} {format_bytes(resident_bytes(plan, name))}" for name in classes)
         if ranks > 1:
             return f"Replicated over {ranks:,} ranks: {sizes}."
         return f"Nothing: there is one replica ({sizes})."
@@ -96,7 +98,9 @@ def sharded(plan: Estimate) -> str:
     job, memory, layout = plan.job, plan.peak_memory, plan.job.layout
     parts = []
     if layout.shard > 1:
-        parts.append(f"{', '.join(SHARDED_STATE[job.sharding])} over {layout.shard * layout.context:,} ranks")
+        parts.append(
+            f"{', '.join(map(memory_label, SHARDED_STATE[job.sharding]))} over {layout.shard * layout.context:,} ranks"
+        )
     if layout.tensor > 1:
         parts.append(f"weight matrices over {layout.tensor} ranks")
     if layout.pipeline > 1:

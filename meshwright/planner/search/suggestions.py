@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.errors import ConfigError
 from meshwright.io import format_bytes
-from meshwright.planner.describe import describe_plan, memory_by_class
+from meshwright.planner.describe import describe_plan, memory_by_class, memory_label
 from meshwright.planner.hardware.cluster import NODE_TYPES, Cluster
 from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.search import min_memory_candidate
@@ -31,8 +31,8 @@ def infeasible_error(cache: CostCache) -> ConfigError:
     largest_class, largest = max(memory_by_class(memory).items(), key=lambda row: row[1])
     message = (
         f"{name} does not fit: the plan with the least memory ({describe_plan(cache.estimate(smallest).job)}) needs "
-        f"{format_bytes(memory.total)} of {format_bytes(cluster.device.memory)} per device, of which {largest_class} "
-        f"are {format_bytes(largest)}"
+        f"{format_bytes(memory.total)} per device, and {format_bytes(cluster.device.memory)} are available; the "
+        f"largest part is {memory_label(largest_class)}, {format_bytes(largest)}"
     )
     return ConfigError(message, f"try {', or '.join(feasible_changes(work, cluster)) or 'a smaller model'}")
 
