@@ -34,14 +34,14 @@ LONG = {
     " --activation_checkpoint.mode=selective --context.method=all-to-all",
     "expert parallel": "--layout.replicate=2 --layout.shard=parameters --layout.expert=2 --model.experts=4"
     " --model.layers=6 --batch.micro=2 --model.tie=true",
-    "zbv": "--layout.replicate=1 --layout.pipeline=2 --pipeline.schedule=zbv --model.layers=23 --batch.global=20"
+    "zbv": "--layout.replicate=1 --layout.pipeline=2 --pipeline.schedule=zbv --model.layers=24 --batch.global=16"
     " --batch.micro=1 --model.tie=true",
-    "interleaved": "--layout.replicate=2 --layout.shard=parameters --layout.pipeline=2 --model.layers=22"
-    " --pipeline.schedule=interleaved --batch.global=40 --batch.micro=1",
+    "interleaved": "--layout.replicate=2 --layout.shard=parameters --layout.pipeline=2 --model.layers=24"
+    " --pipeline.schedule=interleaved --batch.global=32 --batch.micro=1",
     "dualpipev": "--layout.replicate=1 --layout.tensor=2 --layout.pipeline=2 --pipeline.schedule=dualpipev"
-    " --model.layers=22 --batch.global=20 --batch.micro=1",
+    " --model.layers=24 --batch.global=16 --batch.micro=1",
     "zero-bubble": "--layout.replicate=2 --layout.shard=optimizer --layout.pipeline=2 --pipeline.schedule=zero-bubble"
-    " --model.layers=22 --batch.global=40 --batch.micro=1",
+    " --model.layers=24 --batch.global=32 --batch.micro=1",
     "gpipe": "--layout.replicate=2 --layout.pipeline=2 --pipeline.schedule=gpipe --model.layers=13 --batch.global=24"
     " --batch.micro=1",
     "sharded gradients": "--layout.replicate=2 --layout.shard=gradients --layout.tensor=2 --model.layers=7"
