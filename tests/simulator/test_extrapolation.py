@@ -47,10 +47,10 @@ LONG = {
     "sharded gradients": "--layout.replicate=2 --layout.shard=gradients --layout.tensor=2 --model.layers=7"
     " --batch.global=20 --batch.micro=1",
     "bf16": "--layout.replicate=2 --layout.shard=parameters --model.layers=8 --activation_checkpoint.mode=full"
-    " --batch.global=20 --batch.micro=1 --precision.compute=bf16",
+    " --batch.global=14 --batch.micro=1 --precision.compute=bf16",
     "bf16 with sharded gradients": "--layout.replicate=2 --layout.shard=gradients --model.layers=5 --batch.global=24"
     " --batch.micro=1 --precision.compute=bf16",
-    "bf16 with sharded optimizer": "--layout.replicate=2 --layout.shard=optimizer --model.layers=6 --batch.global=64"
+    "bf16 with sharded optimizer": "--layout.replicate=2 --layout.shard=optimizer --model.layers=6 --batch.global=32"
     " --batch.micro=1 --precision.compute=bf16",
 }
 
