@@ -195,7 +195,7 @@ class CheckpointSaver:
         if stalled < self.stall_timeout:
             return ""
         self.last_progress = (self.last_progress[0], now)
-        return f"the save that began {now - self.begin_time:.0f} s ago has made no progress for {stalled:.0f} s"
+        return f"the save in flight has made no progress for {stalled:.0f} s"
 
     def _has_progressed(self) -> bool:
         """Whether bytes were written or verified since the last call."""

@@ -13,11 +13,11 @@ from meshwright.prover.stream import check_stream
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("bucket_mb", [25.0, 0.01])
-def test_every_preset_with_ddp_equals_single_process(preset, ranks, bucket_mb):
+@pytest.mark.parametrize("bucket_cap_mb", [25.0, 0.01])
+def test_every_preset_with_ddp_equals_single_process(preset, ranks, bucket_cap_mb):
     batch = {"global": 12 * ranks}
     config = config_from_dict(
-        {"preset": preset, "batch": batch, "layout": {"replicate": ranks}, "ddp": {"bucket_cap_mb": bucket_mb}}
+        {"preset": preset, "batch": batch, "layout": {"replicate": ranks}, "ddp": {"bucket_cap_mb": bucket_cap_mb}}
     )
     assert failed_claims(check_layouts(config)) == []
 

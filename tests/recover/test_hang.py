@@ -23,7 +23,7 @@ def test_hung_rank_is_named_with_phase_and_stack_and_the_job_restarts(runs, faul
     runs.run(fault, *WATCHED)
     hang = runs.incidents[0]
     assert (hang.outcome, hang.rank, hang.step, hang.phase) == ("hang", 1, 7, phase)
-    assert "rank 1 has created no progress for" in hang.message
+    assert "rank 1 has made no progress for" in hang.message
     assert state in hang.message
     assert "the other ranks wait in" in hang.message
     assert "in train_rank" in hang.stack
@@ -124,7 +124,7 @@ def test_stuck_async_save_is_reported_while_training_continues(runs):
     saving = ("--checkpoint.every=2", "--checkpoint.seconds=0", "--launch.hang_timeout=2")
     runs.monkeypatch.setenv("MESHWRIGHT_FAULT", "save.begin:rank0:slow=5@step2,step.update:slow=0.05")
     train(small_config(*saving, steps=150), run=runs.folder, quiet=True)
-    assert "has not moved for" in runs.events("save_failed")[0]["message"]
+    assert "the save in flight has made no progress for" in runs.events("save_failed")[0]["message"]
     assert [incident.outcome for incident in runs.incidents] == ["complete"]
 
 

@@ -71,7 +71,7 @@ def unsharded(world, job):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(8, marks=pytest.mark.long)])
 def test_checkpoint_of_four_ranks_loads_bitwise_on_any_rank_count_and_keeps_the_sample_order(runs, ranks):
-    # 24 samples a step divide over 1, 2, 3, 4 and 8 ranks
+    # 24 samples per step divide over 1, 2, 3, 4 and 8 ranks
     batch = ("--batch.global=24", "--precision.compute=fp64")
     stopped_at(runs, 6, *batch, ranks=4)
     entry = runs.published()[0]
@@ -98,7 +98,7 @@ def test_global_batch_that_the_new_rank_count_does_not_divide_is_refused(runs):
     from meshwright.errors import ConfigError
 
     stopped_at(runs, 6)
-    with pytest.raises(ConfigError, match=r"does not divide over data-parallel degree 3.*degree 1, 2, 4, 8"):
+    with pytest.raises(ConfigError, match=r"is not divisible by the data-parallel degree 3.*degree of 1, 2, 4, 8"):
         runs.run(ranks=3)
 
 

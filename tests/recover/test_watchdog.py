@@ -138,10 +138,10 @@ STACKS = {
         True,
         ["torch/distributed/fsdp/_fully_shard/_fsdp_collectives wait", "torch/autograd/graph _engine_run_backward"],
     ),
-    "transfer of ring attention": (True, [TRANSFER_WAIT, "meshwright/parallel/context_parallel/ring visits"]),
+    "transfer of ring attention": (True, [TRANSFER_WAIT, "meshwright/parallel/context_parallel/ring_attention visits"]),
     "all-to-all of expert dispatch": (
         True,
-        ["torch/distributed/distributed_c10d all_to_all_single", "meshwright/parallel/expert sent"],
+        ["torch/distributed/distributed_c10d all_to_all_single", "meshwright/parallel/expert_parallel forward"],
     ),
     "kernel in the backward of a stage": (
         False,
@@ -149,11 +149,14 @@ STACKS = {
     ),
     "kernel between two transfers of ring attention": (
         False,
-        ["meshwright/parallel/attention attend_block", "meshwright/parallel/context forward"],
+        [
+            "meshwright/parallel/context_parallel/blockwise_attention block_attention",
+            "meshwright/parallel/context_parallel/ring_attention forward",
+        ],
     ),
     "kernel in the forward of a stage": (
         False,
-        ["torch/nn/modules/linear forward", "meshwright/model/decoder forward", "torch/distributed/pipelining/stage f"],
+        ["torch/nn/modules/linear forward", "meshwright/models/decoder forward", "torch/distributed/pipelining/stage f"],
     ),
 }
 

@@ -94,7 +94,7 @@ def test_shortening_a_run_is_refused_with_the_smallest_legal_value(tmp_path, sma
     with pytest.raises(IdentityError) as failed:
         run(tmp_path / "r", small(steps=2, ranks=1))
     assert "steps was 3 and is 2" in str(failed.value)
-    assert "--steps 3 or more" in str(failed.value)
+    assert "steps=3 or more" in str(failed.value)
     assert (tmp_path / "r" / "identity.json").read_bytes() == before
     assert run(tmp_path / "r", small(steps=3, ranks=1)).steps == 3  # complete already
 
