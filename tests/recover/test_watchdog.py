@@ -156,7 +156,11 @@ STACKS = {
     ),
     "kernel in the forward of a stage": (
         False,
-        ["torch/nn/modules/linear forward", "meshwright/models/decoder forward", "torch/distributed/pipelining/stage f"],
+        [
+            "torch/nn/modules/linear forward",
+            "meshwright/models/decoder forward",
+            "torch/distributed/pipelining/stage f",
+        ],
     ),
 }
 
