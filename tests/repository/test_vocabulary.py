@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
-from retired_terms import IDENTIFIERS, PHRASES
 
 ROOT = Path(__file__).parents[2]
 SUFFIXES = (".py", ".md", ".toml", ".html", ".svg", ".yml", ".yaml")
 FOLDERS = ("meshwright", "tests", "benchmarks", "examples", "docs", ".github")
-EXEMPT = ("retired_terms.py", "CHANGELOG.md")
+TERMS = tomllib.loads(Path(__file__).with_name("retired_terms.toml").read_text())
+IDENTIFIERS, PHRASES = TERMS["identifiers"], TERMS["phrases"]
+EXEMPT = ("retired_terms.toml", "CHANGELOG.md")
 """The table itself, and the page that lists what was renamed."""
 
 
