@@ -91,7 +91,9 @@ class StoppedBeforeStart(MeshwrightError):
     """A signal stopped the launch before its ranks were ready."""
 
     def __init__(self, signal_number: int) -> None:
-        super().__init__(f"stopped by signal {signal_number} before step 1 of this launch; checkpoints are unchanged")
+        super().__init__(
+            f"stopped by signal {signal_number} before the first step of this launch; checkpoints are unchanged"
+        )
         self.exit_code = 128 + signal_number
         self.args = (signal_number,)
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from meshwright.errors import ConfigError
 
 FAIL_POINTS = {
-    "start.begin": "after the process group is initialised, before the model is built",
+    "start.begin": "after the process group is initialized, before the model is built",
     "start.restore": "before a checkpoint's tensors are copied in",
     "start.restored": "after a checkpoint's tensors were copied in",
     "step.fetch": "before a step's samples are fetched",

@@ -28,7 +28,7 @@ def test_fault_parse():
 @pytest.mark.parametrize(
     "text", ["", " , ", "step.forwards:kill", "step.forward:explode", "step.forward", "kill@step20", "a b", ":::"]
 )
-def test_misspelt_fault_is_refused_with_the_expected_values(text):
+def test_misspelled_fault_is_refused_with_the_expected_values(text):
     if not text.strip(" ,"):
         assert faults.parse_faults(text) == []
         return

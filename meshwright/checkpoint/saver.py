@@ -300,7 +300,7 @@ class CheckpointSaver:
             tensor = nonfinite if self.world.rank == failed[0] else "its state"
             raise NumericsError(
                 f"rank {failed[0]} step {step}: {tensor} is not finite, and nothing was published",
-                "try the records of the steps before in events/",
+                "try the records of earlier steps in events/",
             )
         if mismatch := stager.replicas.find_mismatch([row[2:] for row in rows]):
             raise mismatch.error(self.world.rank, step)
@@ -359,4 +359,4 @@ def to_save_error(error: BaseException, folder: str) -> MeshwrightError:
         return PeerError(f"{folder} was not saved: another rank was lost ({str(error).splitlines()[0][:120]})")
     reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
     prefix = f"rank {rank}: " if rank is not None else ""
-    return CheckpointError(f"{prefix}{folder} was not saved: {reason}", "earlier checkpoints are intact")
+    return CheckpointError(f"{prefix}{folder} was not saved: {reason}; earlier checkpoints are intact")

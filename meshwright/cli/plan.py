@@ -128,7 +128,7 @@ def plan_schedule(
     svg: Annotated[Path | None, option("FILE", "also write the drawing as an SVG file")] = None,
     json: Json = False,
 ) -> None:
-    """Plan schedule: draw a pipeline schedule with its bubble and live micro-batches per rank, or compare all."""
+    """Plan schedule: draw a pipeline schedule with its bubble and micro-batches in flight per rank, or compare all."""
     from meshwright.observe import schedule_text
     from meshwright.observe.schedule_svg import write_svg
     from meshwright.topology.schedule_timeline import build_timeline, compare_schedules
@@ -154,7 +154,8 @@ def plan_schedule(
 
 def plan_measure(
     out: Annotated[
-        Path | None, option("FILE", "cluster file to write (default: ~/.meshwright/machine.toml, used by here)")
+        Path | None,
+        option("FILE", "cluster file to write (default: ~/.meshwright/machine.toml, which --cluster here reads)"),
     ] = None,
     seconds: Annotated[float, option("N", "approximate duration of the measurement")] = 30.0,
     ranks: Annotated[

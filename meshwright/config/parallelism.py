@@ -105,7 +105,7 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class ContextConfig:
-    """Context parallelism: each sequence is divided into chunks, one per rank."""
+    """Context parallelism: every rank has chunks of each sequence (two with ring, one with all-to-all)."""
 
     method: Annotated[Literal["ring", "all-to-all"], PLACEMENT] = "ring"
     """ring passes keys and values from rank to rank, overlapped with attention (ring attention); all-to-all exchanges
@@ -118,7 +118,9 @@ class ActivationCheckpointConfig:
     """Activation checkpointing: backward recomputes activations instead of reading them from memory."""
 
     mode: Annotated[Literal["none", "full", "selective"], PLACEMENT] = "none"
-    """full recomputes every block; selective recomputes everything in a block except matrix products and attention"""
+    """full recomputes every block; selective recomputes everything in a block except matmuls, attention
+    and reduce-scatters
+    """
     segment: Annotated[PositiveInt, PLACEMENT] = 1
     """with mode = full: number of consecutive blocks that are recomputed together; peak memory is lowest near
     sqrt(layers x input bytes / block activation bytes)

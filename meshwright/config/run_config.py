@@ -39,7 +39,7 @@ class SourceConfig:
 
     kind: Literal["stdlib", "tokens", "text", "jsonl", "synthetic"] = "stdlib"
     """stdlib: source code of the Python standard library; tokens: binary files of token ids; text, jsonl: files to
-    tokenize; synthetic: token ids that are hashed from their position
+    tokenize; synthetic: random token ids, seeded by the index of the sample
     """
     path: Annotated[str, PLACEMENT] = ""
     """file, folder or glob pattern of a tokens, text or jsonl source"""

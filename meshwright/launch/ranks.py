@@ -1,6 +1,6 @@
 """Ranks forked from this process: torch is imported once, not once per rank.
 
-The parent must not have a process group. If the parent has initialised CUDA, the ranks are spawned instead, which is
+The parent must not have a process group. If the parent has initialized CUDA, the ranks are spawned instead, which is
 slower and requires that their function and arguments can be pickled.
 """
 
@@ -103,9 +103,9 @@ class Ranks:
             Path(path).write_bytes(ForkingPickler.dumps(task))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(
-                "this process has initialised CUDA, so the ranks are spawned, and their arguments cannot be pickled: "
+                "this process has initialized CUDA, so the ranks are spawned, and their arguments cannot be pickled: "
                 f"{error}",
-                "try to call it before anything initialises CUDA (autograd does), or define the arguments in a module",
+                "try to call it before anything initializes CUDA (autograd does), or define the arguments in a module",
             ) from None
         return path
 
@@ -178,8 +178,8 @@ def remove_stale_folders() -> None:
 
 
 def cuda_started() -> bool:
-    """Whether this process has initialised the CUDA driver, which does not survive a fork. `torch.cuda.is_initialized`
-    only knows about torch's own initialisation.
+    """Whether this process has initialized the CUDA driver, which does not survive a fork. `torch.cuda.is_initialized`
+    only knows about torch's own initialization.
     """
     if torch.version.cuda is None:
         return False
@@ -187,8 +187,8 @@ def cuda_started() -> bool:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return False
-    not_initialised = 3  # CUDA_ERROR_NOT_INITIALIZED; the query does not initialise the driver
-    return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) != not_initialised
+    not_initialized = 3  # CUDA_ERROR_NOT_INITIALIZED; the query does not initialize the driver
+    return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) != not_initialized
 
 
 def raise_if_spawning() -> None:

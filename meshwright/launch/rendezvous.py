@@ -170,7 +170,7 @@ def check_facts_agree(store: dist.Store, rendezvous: RendezvousInfo, facts: dict
         comparison = store.get("comparison").decode()
     except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
         raise PeerError(
-            f"rank {rendezvous.rank}: rank 0 did not compare the ranks within {timeout:g} s", "see the log of rank 0"
+            f"rank {rendezvous.rank}: rank 0 did not compare the ranks within {timeout:g} s", "try the log of rank 0"
         ) from None
     if comparison:
         kind, _, message = comparison.partition(" ")

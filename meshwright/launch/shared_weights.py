@@ -31,7 +31,7 @@ def share_weights(modules: Iterable[nn.Module], spawned: bool) -> None:
         raise ConfigError(
             f"the weights of the model need {needed / 1e6:.0f} MB of shared memory, and {SHARED_MEMORY} has "
             f"{free / 1e6:.0f} MB free",
-            "try docker run --shm-size=..., or call train before anything initialises CUDA: it then needs none",
+            "try docker run --shm-size=..., or call train before anything initializes CUDA: it then needs none",
         )
     for module in modules:
         module.share_memory()

@@ -1,1 +1,1 @@
-"""What people look at: the terminal, and pictures."""
+"""Output for people: terminal views, the HTML plan page and the run report."""

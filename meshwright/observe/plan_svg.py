@@ -12,7 +12,7 @@ from meshwright.planner.describe import describe_plan, memory_by_class, memory_l
 from meshwright.planner.search.plan_result import PlanResult
 from meshwright.topology.schedule_timeline import Timeline, build_timeline
 
-WIDTH, LEFT, RIGHT, ROW = 1000, 150, 110, 26
+WIDTH, LEFT, RIGHT, ROW = 1000, 170, 110, 26
 """The width of a picture, the margins left and right of its bars, and the height of a row."""
 SPAN = WIDTH - LEFT - RIGHT
 MAX_CELLS = 6000

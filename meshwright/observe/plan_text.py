@@ -45,7 +45,7 @@ FULL, EMPTY = "█", "░"
 def show_plan(result: PlanResult, top: int, explained: bool = False, console: Console | None = None) -> None:
     console = console or make_console()
     console.print(Text(printable(title(result)), "bold"))
-    console.print(labelled([*summary(result), *bars(result.chosen, console.width)]))
+    console.print(labeled([*summary(result), *bars(result.chosen, console.width)]))
     console.print()
     console.print(ranking(result, top))
     console.print(Text(describe_search(result), "dim"))
@@ -63,7 +63,7 @@ def title(result: PlanResult) -> str:
     return f"{result.workload.model.name} on {cluster.device_count:,} {cluster.device.name}{nodes}"
 
 
-def labelled(rows: list[tuple[str, Text]], indent: int = 2) -> Table:
+def labeled(rows: list[tuple[str, Text]], indent: int = 2) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(min_width=LABEL_WIDTH - 4, no_wrap=True)
     table.add_column(overflow="fold")
@@ -175,12 +175,12 @@ def show_ladder(result: PlanResult, console: Console) -> None:
         console.print(Text(f"  {step.name}", "bold"))
         rows = [("plan", Text(describe_plan(step.estimate.job), "green"))]
         if step.resolved:
-            rows += [("effect", Text(step.resolved)), ("cost", Text(step.cost))]
+            rows += [("effect", Text(step.resolved)), ("change", Text(step.cost))]
         rows.append(
             ("bottleneck", Text(step.bottleneck.message, "green" if step.bottleneck.kind == "none" else "yellow"))
         )
         rows += [("rejected", Text(alternative, "dim")) for alternative in step.rejected]
-        console.print(labelled(rows, indent=4))
+        console.print(labeled(rows, indent=4))
     console.print(Padding(Text(result.ladder_summary), (0, 0, 0, 2), expand=False))
 
 

@@ -43,7 +43,7 @@ def show_replay(replayed: dict[str, Any], console: Console | None = None) -> Non
 def time_table(scores: list[dict[str, Any]]) -> Table:
     """Builds the table of step-time errors."""
     headings = (
-        "runs",
+        "timed\nruns",
         "median\nerror",
         "90th\npercentile",
         "mean\nerror",

@@ -1,1 +1,1 @@
-"""The control plane: predicts memory, communication and step time of layouts, and searches them. Torch-free."""
+"""The planner: predicts memory, communication and step time of layouts, and searches for the best one. Torch-free."""

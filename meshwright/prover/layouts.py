@@ -32,7 +32,7 @@ MICRO = 2
 def check_layouts(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
     """Compares the layout with a single process, for every proof config."""
     proofs, note = proof_configs(config)
-    # The reference runs in its own process too: autograd here would initialise CUDA, which does not survive a fork.
+    # The reference runs in its own process too: autograd here would initialize CUDA, which does not survive a fork.
     [expected] = run_ranks(run_single_process, 1, proofs, launch=proofs[0].launch)
     layout = Layout.from_config(proofs[0].layout)
     results = run_ranks(run_parallel, layout.ranks, proofs, launch=proofs[0].launch, timeout=300.0)
@@ -85,7 +85,7 @@ def limit_stages(config: RunConfig) -> PipelineConfig:
 
 def accumulation_steps(config: RunConfig, layout: Layout) -> int:
     """The smallest number of micro-batches above one that the pipeline schedule supports. DDP with static_graph cannot
-    skip the synchronisation of its first backward, so such a config does not accumulate.
+    skip the synchronization of its first backward, so such a config does not accumulate.
     """
     if layout.pipeline == 1:
         return 1 if config.ddp.static_graph else ACCUMULATION

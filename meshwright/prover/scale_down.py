@@ -12,6 +12,8 @@ from meshwright.topology.layout import Layout, stages_per_rank
 
 MAX_RANKS = 8
 """The most processes that a check starts."""
+DROP_ORDER = ("replicate", "shard", "pipeline", "context", "tensor")
+"""The axes in the order in which a layout with too many of them loses them."""
 
 
 def scale_model(config: RunConfig, layout: Layout) -> tuple[ModelConfig, str]:
@@ -49,19 +51,20 @@ def scale_sequence(config: RunConfig, layout: Layout, min_tokens: int) -> int:
 
 def scale_layout(config: LayoutConfig, max_ranks: int = MAX_RANKS) -> tuple[LayoutConfig, str]:
     """The layout on at most `max_ranks` ranks, and a description of the changes. Every axis has degree two; with
-    too many axes, the outer ones are dropped. A single rank becomes two replicas, since one rank has nothing to check.
+    too many axes, those that come first in `DROP_ORDER` are dropped. A single rank becomes two replicas, since one rank
+    has nothing to check.
     """
     layout = Layout.from_config(config)
     small: dict[str, Any] = {}
     if layout.ranks > max_ranks:
-        used = [axis for axis in ("replicate", "shard", "pipeline", "context", "tensor") if getattr(layout, axis) > 1]
+        used = [axis for axis in DROP_ORDER if getattr(layout, axis) > 1]
         kept = used[-(max_ranks.bit_length() - 1) :]
         degree = {axis: 2 if axis in kept else 1 for axis in ALL_AXES}
-        folded = [axis for axis in ("shard", "replicate", "context") if degree[axis] > 1]
-        if layout.expert > 1 and folded:
+        reused_axes = [axis for axis in ("shard", "replicate", "context") if degree[axis] > 1]
+        if layout.expert > 1 and reused_axes:
             degree["expert"] = 2
             if layout.expert_axes_size > layout.expert and 2 ** len(kept) < max_ranks:
-                degree[folded[0]] = 4  # so that several ranks have the same experts
+                degree[reused_axes[0]] = 4  # so that several ranks have the same experts
         small = {axis: degree[axis] for axis in ("pipeline", "context", "tensor", "expert")}
         if "shard" in kept and config.shard_degree is None:
             small["replicate"] = degree["shard"]

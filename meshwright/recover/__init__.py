@@ -1,1 +1,1 @@
-"""The failure plane: supervisor, watchdog, lease, incidents. Decides; never opens a device."""
+"""Failure handling: supervisor, watchdog, lease and incidents. This package never opens a device."""

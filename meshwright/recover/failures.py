@@ -54,7 +54,7 @@ class Failure:
         """The failure of a process that ended without a report."""
         if exit_status < 0:
             name = signal_name(-exit_status)
-            return cls(rank, "Killed", f"rank {rank} was ended by signal {-exit_status} ({name})", 8, time.monotonic())
+            return cls(rank, "Killed", f"rank {rank} was killed by signal {-exit_status} ({name})", 8, time.monotonic())
         message = f"rank {rank} exited with status {exit_status} and no report"
         return cls(rank, "Exited", message, 1, time.monotonic())
 

@@ -13,9 +13,10 @@ from meshwright.errors import MeshwrightError
 from meshwright.io import read_json, write_json
 from meshwright.recover.failures import Failure
 from meshwright.telemetry.heartbeat import HeartbeatReading, read_heartbeat
+from meshwright.telemetry.phases import PHASES, STEP_PHASES
 from meshwright.telemetry.run_folder import RunFolder
 
-PHASES_WITHOUT_SAMPLES = ("start", "restore", "warmup", "update", "save", "evaluate", "end")
+PHASES_WITHOUT_SAMPLES = tuple(phase for phase in PHASES if phase not in STEP_PHASES or phase == "update")
 """Phases whose outcome does not depend on the samples of the step."""
 
 

@@ -129,7 +129,7 @@ def raise_if_final(failed: RanksFailed, incident: Incident, restarts_without_pro
         raise RestartsExhausted(
             f"{max_restarts} restart(s) got no further than step {max(0, incident.checkpoint_step)}; the last failure, "
             f"{describe_location(incident)}: {incident.message}",
-            f"see attempts/*/incident.json ({incident.verdict})",
+            f"try attempts/*/incident.json for the causes ({incident.verdict})",
         )
 
 

@@ -25,7 +25,7 @@ from meshwright.telemetry.run_folder import RunFolder
 LOCAL_PHASES = tuple(phase for phase in (*STEP_PHASES, "save") if phase != "sync")
 """Phases whose duration depends on the rank itself; in `sync` the rank waits for others."""
 STARTUP_FACTOR = 10
-"""A rank may take this many times the hang timeout until its first step."""
+"""A rank may take this many times the hang timeout to build the model and to run the warm-up backward."""
 STRAGGLER_WINDOW = 20
 """Steps over which the ranks are compared."""
 FORK_SERVER = -1
@@ -183,7 +183,7 @@ class Watchdog:
         cpu_seconds = (int(stat["ticks"]) - cpu_ticks) / os.sysconf("SC_CLK_TCK")
         if cpu_seconds > 0.5 * self.hang_timeout:
             return f"its process is busy (used {cpu_seconds:.1f} s of processor time)"
-        return "its process sleeps"
+        return "its process is sleeping"
 
     def find_stragglers(self, heartbeats: dict[int, HeartbeatReading]) -> list[Straggler]:
         """The ranks whose local phases took much longer than those of the others over the last window of steps."""
@@ -224,7 +224,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def is_starting(heartbeat: HeartbeatReading) -> bool:
-    """Whether the rank builds or loads the model, which may take long; a stopped process does neither."""
+    """Whether the rank builds the model or runs the warm-up backward, which take long; a stopped process does not."""
     return heartbeat.phase in ("start", "warmup") and not is_stopped(heartbeat.pid)
 
 

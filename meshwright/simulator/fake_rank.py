@@ -92,7 +92,9 @@ class FakeOptimizer(AdamW):
 def fake_world(rank: int, ranks: int) -> Iterator[World]:
     """Makes this process one rank of a fake process group."""
     if dist.is_available() and dist.is_initialized():
-        raise ConfigError("this process already belongs to a process group", "try simulate in a separate process")
+        raise ConfigError(
+            "this process already belongs to a process group", "try to call simulate in a separate process"
+        )
     if ranks > 1:
         init_fake_process_group(rank, ranks)
     try:
@@ -131,7 +133,7 @@ def parallelize_fake_model(
 
 
 def skip_init(_shard: LocalShard, _name: str) -> None:
-    """Initialises a fake parameter: there is nothing to write."""
+    """Initializes a fake parameter: there is nothing to write."""
 
 
 def shrink_stages(plan: StagePlan, size: StepSize) -> StagePlan:

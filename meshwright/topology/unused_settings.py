@@ -121,10 +121,8 @@ def unused_settings(config: RunConfig, own_model: bool = False) -> list[str]:
     """One line per setting that differs from its default and has no effect; `own_model` if the user passes a model."""
     layout = Layout.from_config(config.layout)
     changed = changed_settings(config)
-    if own_model:
-        reasons = {key: "the run trains a model of its own" for key in changed if key.startswith("model.")}
-    else:
-        reasons = {}
+    unused = [key for key in changed if own_model and key.startswith("model.")]
+    reasons = dict.fromkeys(unused, "the run trains a custom model")
     for rule in UNUSED_SETTINGS:
         if reason := rule.reason(config, layout):
             reasons |= {key: reason for key in rule.keys if key not in reasons}

@@ -167,10 +167,10 @@ class Step:
         self._seed(step)
         self.expert_balancer.begin_step(self.precision.scale, self.precision.weights)
         if faults.fail_point("step.collective", step) == "desync":
-            self.world.all_reduce(torch.zeros(7), "a stray sum").wait()
+            self.world.all_reduce(torch.zeros(7), "injected all-reduce").wait()
         # The step control vector is summed while the forward pass runs. Where a forward pass may not be abandoned
         # (stateful buffers, pipelines) or cannot start (bad samples), its sum is read first.
-        control_sum = self.world.all_reduce_ints(*self._control_vector(step, batches), name="control sum")
+        control_sum = self.world.all_reduce_ints(*self._control_vector(step, batches), name="step control vector")
         control: StepControl | None = None
         if (
             self.has_stateful_buffers

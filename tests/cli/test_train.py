@@ -127,7 +127,7 @@ def test_killed_rank_ends_the_run_with_exit_code_8_and_is_reported(tmp_path):
     os.kill(below[-1], signal.SIGKILL)
     _, err = job.communicate(timeout=30)
     assert job.returncode == 8
-    assert re.search(r"rank [01] was ended by signal 9 \(SIGKILL\)", err.splitlines()[0])
+    assert re.search(r"rank [01] was killed by signal 9 \(SIGKILL\)", err.splitlines()[0])
     assert all_ended(below)
 
 

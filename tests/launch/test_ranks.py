@@ -212,7 +212,7 @@ GUARD train(config, run="r", quiet=True)
         pytest.param("if True:", 1, "put the call under if __name__", marks=pytest.mark.long),
     ],
 )
-def test_ranks_are_spawned_after_cuda_initialisation_and_an_unguarded_script_is_refused(tmp_path, guard, code, message):
+def test_ranks_are_spawned_after_cuda_initialization_and_an_unguarded_script_is_refused(tmp_path, guard, code, message):
     (tmp_path / "script.py").write_text(SPAWNED.replace("GUARD", guard))
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == code, done.stderr

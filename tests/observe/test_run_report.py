@@ -1,4 +1,4 @@
-"""Tests of `meshwright report`: real runs match the predicted bytes, one byte off is result, any folder is safe."""
+"""Tests of `meshwright report`: bytes match the prediction, one byte of difference is reported, any folder is safe."""
 
 from __future__ import annotations
 
@@ -199,9 +199,9 @@ def test_report_of_a_run_in_progress(run):
 
 def test_report_of_a_failed_run_has_its_incident(run):
     change(run, "end", lambda record: record.update(kind="other"))
-    incident = {"attempt": 1, "outcome": "failed", "message": "rank 1 was ended by signal 9\nmore"}
+    incident = {"attempt": 1, "outcome": "failed", "message": "rank 1 was killed by signal 9\nmore"}
     (run / "attempts" / "0001" / "incident.json").write_text(json.dumps(incident))
-    assert report(run).status == "attempt 1, 6 of 6 steps done, failed: rank 1 was ended by signal 9"
+    assert report(run).status == "attempt 1, 6 of 6 steps done, failed: rank 1 was killed by signal 9"
 
 
 def test_report_uses_the_last_attempt(run):

@@ -165,8 +165,8 @@ def tokens_are_counted_by_every_chunk(patch):
 def every_rank_counts_evaluation_tokens(patch):
     """Makes every rank count its evaluation tokens."""
 
-    def wrong(right, self, spread, precision, world, _counts_tokens, reports_loss):
-        return right(self, spread, precision, world, True, reports_loss)
+    def wrong(right, self, parallel_model, precision, world, _counts_tokens, reports_loss):
+        return right(self, parallel_model, precision, world, True, reports_loss)
 
     wrap(patch, Evaluation, "run", wrong)
 
@@ -227,19 +227,19 @@ def token_counts_of_ranks_are_swapped(patch):
 # Gradients of expert weights.
 
 
-def patch_expert_gradients(patch, spread, wrong):
-    """Calls `wrong(gradient)` on every expert weight map_result the last micro-batch."""
-    right = spread.micro_step
+def patch_expert_gradients(patch, model_class, wrong):
+    """Calls `wrong(gradient)` on the gradient of every expert weight after the last micro-batch."""
+    right = model_class.micro_step
 
     @contextmanager
     def micro_step(self, last):
         with right(self, last):
             yield
-        for p in (p for bank in expert_parallel.find_expert_weights(self.module) for p in bank.parameters()):
+        for p in (p for weights in expert_parallel.find_expert_weights(self.module) for p in weights.parameters()):
             if last and p.grad is not None:
                 wrong(local_tensor(p.grad))
 
-    patch.setattr(spread, "micro_step", micro_step)
+    patch.setattr(model_class, "micro_step", micro_step)
 
 
 @fault(EXPERT_SHARDS, "gradient of decoder.blocks.0.ffn.bank", "(factor 0.5)", EXPERT_GROUP)
@@ -291,12 +291,11 @@ def balance_loss_is_weighted_twice(patch):
 
 
 def patch_norm_counting(patch, rule):
-    """Decides by `rule(name, counted)` which gradients a rank patch_norm_counting in the norm."""
+    """Decides by `rule(name, counted)` which gradients a rank counts in the norm."""
 
     def wrong(self, *_):
         self.counts_in_norm = [
-            rule(name, patch_norm_counting)
-            for name, patch_norm_counting in zip(self.names, self.counts_in_norm, strict=True)
+            rule(name, counted) for name, counted in zip(self.names, self.counts_in_norm, strict=True)
         ]
 
     after_init(patch, AdamW, wrong)

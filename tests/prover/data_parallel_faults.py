@@ -1,4 +1,4 @@
-"""Seeded faults of DDP and FSDP: normalisation, synchronisation, gradient norm and optimizer update."""
+"""Seeded faults of DDP and FSDP: normalization, synchronization, gradient norm and optimizer update."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def divide_loss_by(patch, count_tokens):
     )
 
 
-# Normalisation of gradients.
+# Normalization of gradients.
 
 
 @fault(REPLICATE, "gradient of", "(factor 0.5): averaged over the replicate axis (2)", proofs=(FP64, FP32))
-def ddp_averages_gradients_of_a_normalised_loss(patch):  # torchtitan PR#2323
+def ddp_averages_gradients_of_a_normalized_loss(patch):  # torchtitan PR#2323
     right = ddp.reduce_bucket
     patch.setattr(
         ddp, "reduce_bucket", lambda state, bucket: right(state, bucket).then(lambda done: done.value().div_(2))
@@ -114,16 +114,16 @@ def reported_loss_is_averaged_twice(patch):  # torchtitan#3329
     replace_all_reduce(patch, "loss sum", lambda world, right, total: right(total / 2))
 
 
-# Synchronisation of gradients.
+# Synchronization of gradients.
 
 
 @fault(REPLICATE, "gradient of", INCOMPLETE)
-def ddp_synchronises_every_micro_batch(patch):
+def ddp_synchronizes_every_micro_batch(patch):
     patch.setattr(DDPModel, "micro_step", lambda self, last: nullcontext())
 
 
 @fault(REPLICATE, "gradient of", INCOMPLETE)
-def ddp_never_synchronises(patch):
+def ddp_never_synchronizes(patch):
     patch.setattr(DDPModel, "micro_step", lambda self, last: self.ddp.no_sync())
 
 

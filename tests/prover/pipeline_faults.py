@@ -38,7 +38,7 @@ LOCAL_NORM = "a stage that does not clip by the global norm (pipeline)"
 
 
 @fault(PIPELINE, "gradient of", "(factor 0.3333): averaged over the 3 micro-batches of the pipeline once too often")
-def pipeline_schedule_averages_gradients_of_a_normalised_loss(patch):  # torch's default, scale_grads
+def pipeline_schedule_averages_gradients_of_a_normalized_loss(patch):  # torch's default, scale_grads
     class Averaging(pipelining.Schedule1F1B):
         def __init__(self, *args, **options):
             super().__init__(*args, **options | {"scale_grads": True})

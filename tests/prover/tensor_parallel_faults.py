@@ -60,7 +60,7 @@ def tensor_ranks_read_different_samples(patch):
 
 
 @fault(TENSOR, "loss of step 0", WRONG_INPUT)
-def every_shard_is_initialised_from_row_zero(patch):
+def every_shard_is_initialized_from_row_zero(patch):
     def wrong(right, local, name, shape, offset, *rest):
         right(local, name, shape, [0] * len(offset), *rest)
 

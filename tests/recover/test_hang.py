@@ -15,8 +15,8 @@ WATCHED = ("--launch.hang_timeout=3",)
     [
         ("step.forward:rank1:stop@step7", "its process is stopped", "forward"),
         ("step.backward:rank1:spin@step7", "its process is busy", "backward"),
-        ("step.update:rank1:lock@step7", "its process sleeps", "update"),  # native code that holds the GIL
-        ("step.fetch:rank1:hang@step7", "its process sleeps", "fetch"),
+        ("step.update:rank1:lock@step7", "its process is sleeping", "update"),  # native code that holds the GIL
+        ("step.fetch:rank1:hang@step7", "its process is sleeping", "fetch"),
     ],
 )
 def test_hung_rank_is_named_with_phase_and_stack_and_the_job_restarts(runs, fault, state, phase):
@@ -51,8 +51,8 @@ def test_ranks_in_different_collectives_are_named(runs):
     runs.run("step.collective:rank1:desync@step7", *WATCHED)
     message = runs.incidents[0].message
     assert "ranks entered different collectives" in message
-    assert "'a stray sum' on rank 1" in message
-    assert "'control sum' on rank(s) 0" in message
+    assert "'injected all-reduce' on rank 1" in message
+    assert "'step control vector' on rank(s) 0" in message
     runs.assert_equals_undisturbed_run()
 
 

@@ -13,7 +13,7 @@ from meshwright.recover.incidents import Incident, assign_verdict
 from meshwright.recover.supervisor import describe_location, raise_if_final
 
 ERROR = Incident(2, "failed", 1, 20, "forward", 1, "ValueError", "no", samples=[4, 5])
-KILLED = replace(ERROR, error_type="Killed", message="rank 1 was ended by signal 9 (SIGKILL)")
+KILLED = replace(ERROR, error_type="Killed", message="rank 1 was killed by signal 9 (SIGKILL)")
 
 
 def verdict(now: Incident, *before: Incident) -> str:
@@ -84,7 +84,7 @@ def test_connection_error_of_user_code_is_a_root_cause_with_traceback():
 
 def test_exception_without_message_is_reported_by_its_class():
     assert Failure.from_exception(0, AssertionError()).message == "AssertionError"
-    assert Failure.from_exit_status(0, -40).message == "rank 0 was ended by signal 40 (SIG40)"
+    assert Failure.from_exit_status(0, -40).message == "rank 0 was killed by signal 40 (SIG40)"
 
 
 def test_repeated_error_at_one_step_stops_the_job_with_the_verdict(runs):
@@ -118,4 +118,4 @@ def test_ranks_failed_names_rank_step_and_class_of_a_foreign_exception():
     assert (str(cause), cause.exit_code) == ("rank 1, step 3: ZeroDivisionError: division by zero", 1)
     assert "Traceback" in cause.__notes__[0] or "ZeroDivisionError" in cause.__notes__[0]
     killed = RanksFailed([Failure.from_exit_status(2, -9)]).cause()
-    assert (str(killed), killed.exit_code) == ("rank 2 was ended by signal 9 (SIGKILL)", 8)
+    assert (str(killed), killed.exit_code) == ("rank 2 was killed by signal 9 (SIGKILL)", 8)

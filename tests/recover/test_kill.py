@@ -74,7 +74,7 @@ def test_twenty_kills_in_a_row_while_starting_are_recovered(runs):
 
 
 def test_killed_rank_without_restarts_ends_the_job_and_the_next_launch_resumes(runs):
-    with pytest.raises(MeshwrightError, match="rank 1 was ended by signal 9") as failed:
+    with pytest.raises(MeshwrightError, match="rank 1 was killed by signal 9") as failed:
         runs.run("step.forward:rank1:kill@step7", "--launch.restarts=0")
     assert failed.value.exit_code == 8
     runs.run()

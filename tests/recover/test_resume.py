@@ -40,7 +40,7 @@ def test_run_resumes_at_any_step_also_twice_in_a_row(runs, step):
 
 
 def test_run_resumes_at_the_end_of_an_epoch(runs):
-    # 56 samples, none held out, 8 a step: step 7 begins the second epoch.
+    # 56 samples, none held out, 8 per step: step 7 begins the second epoch.
     epoch = ("--data.samples=56", "--batch.global=8", "--eval.holdout=0")
     stopped_at(runs, 7, *epoch)
     runs.run("", *epoch)

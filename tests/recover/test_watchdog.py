@@ -169,7 +169,7 @@ STACKS = {
 @pytest.mark.parametrize(
     ("head", "frame"), [("Current thread 0x1 (most recent call first):", FRAME), ("MainThread", SPY)]
 )
-def test_in_collective_recognises_a_rank_that_waits(what, head, frame):
+def test_in_collective_recognizes_a_rank_that_waits(what, head, frame):
     waits, frames = STACKS[what]
     assert in_collective("\n".join([head, *(frame.format(*entry.split()) for entry in frames)])) == waits
 

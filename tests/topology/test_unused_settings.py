@@ -61,9 +61,7 @@ def test_settings_without_effect_are_noted(overrides, notes):
 def test_own_model_ignores_the_model_section():
     config = load_config(overrides=["--model.width=256"])
     assert unused_settings(config) == []
-    assert unused_settings(config, own_model=True) == [
-        "model.width = 256 has no effect: the run trains a model of its own"
-    ]
+    assert unused_settings(config, own_model=True) == ["model.width = 256 has no effect: the run trains a custom model"]
 
 
 def test_keys_of_the_table_are_settings():

@@ -122,5 +122,5 @@ def replica_error(rank: int, step: int, minority: list[int], size: int, paramete
     where = f", first in {parameter}" if parameter else ""
     what = f"step {step}: replicas hold different parameters: {who} the {size} replicas{where}"
     if rank in minority:
-        return ReplicaError(what, "look for faulty memory or a faulty device on that rank")
+        return ReplicaError(what, "try to find the faulty memory or device of that rank")
     return PeerError(what)

@@ -1,14 +1,16 @@
 """Message bytes of activations and their gradients that one rank communicates in a step, by axis and collective.
 
 B is the number of samples per micro-step, S the tokens of a sequence on one context rank, W the width, e the bytes per
-element. The messages are those of one block and one micro-step; activation checkpointing repeats those of forward.
+element, w those of a gradient element, C the context-parallel degree, H the query heads, K the key and value heads, D
+the head dimension, E the experts. The messages are those of one block and one micro-step; activation checkpointing
+repeats those of forward.
 
 | axis | forward | backward |
 |---|---|---|
 | tensor | all-gather and reduce-scatter of B S W e, around attention and around the dense feed-forward | the same |
 | tensor, embedding and head | reduce-scatter and all-gather | all-gather and reduce-scatter |
 | tensor, loss | three all-reduces of one number per token | |
-| tensor, per block | all-gather and reduce-scatter of B S W e, around attention and the dense feed-forward | the same |
+| context, ring | C - 1 sends of 2 B K S D e | C - 1 sends of 2 B K S D e, and C - 1 of 2 B K S D w |
 | context, all-to-all | B (H + 2 K') S D e and B H S D e, with K' = lcm(K, C) | the same |
 | expert | 8 E bytes of token counts; tokens to the experts and back | tokens to the experts and back |
 | context+tensor | 8 B E: expert choices of full sequences, if the load-balancing loss has a weight | |

@@ -56,7 +56,7 @@ class CostCache:
         return self._optimistic[candidate]
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        """The step time and the memory, with the corrections learnt from runs on this cluster."""
+        """The step time and the memory, with the corrections learned from runs on this cluster."""
         if candidate not in self._estimates:
             job = candidate_job(self.work, self.cluster, candidate)
             self._estimates[candidate] = self.corrections.correct_estimate(

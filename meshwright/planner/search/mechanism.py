@@ -34,14 +34,15 @@ def mechanism(plan: Estimate) -> list[str]:
             for name in SHARDED_STATE[job.sharding]
         )
         ranks = layout.shard * layout.context
+        product = f" (shard {layout.shard} x context {layout.context})" if layout.context > 1 else ""
         sentences.append(
-            f"shard {layout.shard}: {remaining} sharded over {ranks} ranks; each rank processes "
+            f"shard {layout.shard}: {remaining} sharded over {ranks} ranks{product}; each rank processes "
             f"{samples_per_step(plan)}."
         )
     if layout.context > 1:
         sentences.append(
-            f"context {layout.context}: each sequence of {job.sequence:,} tokens is split into chunks of "
-            f"{job.sequence // layout.context:,}; attention uses {job.context_method}."
+            f"context {layout.context}: each rank has {job.sequence // layout.context:,} of the {job.sequence:,} tokens "
+            f"of each sequence; {job.context_method} attention."
         )
     if layout.tensor > 1:
         columns = ffn_width(plan)
