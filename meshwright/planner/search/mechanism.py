@@ -41,8 +41,8 @@ def mechanism(plan: Estimate) -> list[str]:
         )
     if layout.context > 1:
         sentences.append(
-            f"context {layout.context}: each rank has {job.sequence // layout.context:,} of the {job.sequence:,} tokens "
-            f"of each sequence; {job.context_method} attention."
+            f"context {layout.context}: each rank has {job.sequence // layout.context:,} of the {job.sequence:,} "
+            f"tokens of each sequence; {job.context_method} attention."
         )
     if layout.tensor > 1:
         columns = ffn_width(plan)
