@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import os
 import sys
@@ -78,7 +79,11 @@ def dispatch(args: list[str]) -> None:
         if group and args[1:2] in (["-h"], ["--help"]):
             print("\n".join(summaries(group)))
             return
-        raise ConfigError(f"unknown verb {' '.join(args[:2])!r}", f"expected one of {', '.join(group or VERBS)}")
+        close = difflib.get_close_matches(args[0], [verb.split()[0] for verb in VERBS], n=1)
+        suggestion = f"did you mean {close[0]}? " if close and not group else ""
+        raise ConfigError(
+            f"unknown verb {' '.join(args[:2])!r}", f"{suggestion}expected one of {', '.join(group or VERBS)}"
+        )
     verb = VERBS[name]
     verb(**parse(verb, name, args[len(name.split()) :]))
 

@@ -43,7 +43,7 @@ def derive_batch(batch: BatchConfig, replicas: int) -> Batch:
         raise ConfigError(
             f"batch.global = {total} is not divisible by the data-parallel degree {replicas}",
             f"expected batch.global = {nearest_multiples(total, replicas)}, "
-            f"or a data-parallel degree of {nearest_values(degrees, replicas)}",
+            f"or a data-parallel degree (layout.replicate or --ranks) of {nearest_values(degrees, replicas)}",
         )
     local = total // replicas
     micro = batch.micro or local

@@ -152,7 +152,7 @@ def build_dataclass(cls: type, tree: Any, path: str) -> Any:
         where = f"{path}.{key}" if path else key
         if key not in fields:
             close = difflib.get_close_matches(str(key), fields, n=1)
-            suggestion = f"did you mean {close[0]}? " if close else ""
+            suggestion = f"did you mean {path + '.' if path else ''}{close[0]}? " if close else ""
             raise ConfigError(
                 f"unknown key {where} = {format_value(value)}", f"{suggestion}expected one of {', '.join(fields)}"
             )

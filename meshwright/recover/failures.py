@@ -11,6 +11,9 @@ from typing import Any
 
 from meshwright.errors import ConfigError, MeshwrightError, PeerError, StoppedBySignal, is_peer_loss
 
+FINAL_EXIT_CODES = (2, 3, 4, 6, 7, 9)
+"""Exit codes of errors that every further attempt would raise again."""
+
 
 @dataclass(frozen=True)
 class Failure:

@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.data.sample_lookup import open_sample_lookup
 from meshwright.errors import MeshwrightError
 from meshwright.io import read_json, write_json
-from meshwright.recover.failures import Failure
+from meshwright.recover.failures import FINAL_EXIT_CODES, Failure
 from meshwright.telemetry.heartbeat import HeartbeatReading, read_heartbeat
 from meshwright.telemetry.phases import PHASES, STEP_PHASES
 from meshwright.telemetry.run_folder import RunFolder
@@ -144,7 +144,11 @@ def assign_verdict(incident: Incident, history: list[Incident]) -> Incident:
         verdict = (
             "infrastructure" if any(previous.step != incident.step for previous in failed[-1:]) else "first failure"
         )
-        recommendation = "the job restarts from the newest checkpoint"
+        recommendation = (
+            "repeat the command after the error is corrected"
+            if incident.exit_code in FINAL_EXIT_CODES
+            else "the job restarts from the newest checkpoint"
+        )
     elif incident.samples and all(previous.samples == incident.samples for previous in previous_failures):
         verdict = "data-dependent"
         recommendation = f"inspect samples {format_samples(incident.samples)} with `meshwright data find`"

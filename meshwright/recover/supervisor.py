@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from meshwright.checkpoint.listing import list_leases, list_published, open_run_store
 from meshwright.config import LaunchConfig
 from meshwright.errors import KilledBySignal, MeshwrightError, RestartsExhausted, StoppedBeforeStart, StoppedBySignal
-from meshwright.recover.failures import RanksFailed
+from meshwright.recover.failures import FINAL_EXIT_CODES, RanksFailed
 from meshwright.recover.incidents import Incident, assign_verdict, build_incident, read_heartbeats
 from meshwright.recover.lease import Lease, acquire_lease, raise_if_held
 from meshwright.recover.watchdog import Hang, Watchdog, find_collective_mismatch
@@ -27,8 +27,6 @@ from meshwright.telemetry.events import EventLog
 from meshwright.telemetry.heartbeat import HeartbeatReading
 from meshwright.telemetry.run_folder import RunFolder
 
-FINAL_EXIT_CODES = (2, 3, 4, 6, 7, 9)
-"""Exit codes of errors that every further attempt would raise again."""
 CHECK_INTERVAL = 0.5
 """Seconds between two checks of the heartbeats."""
 SECONDS_AFTER_HANG = 20.0

@@ -268,7 +268,10 @@ def validate(config: RunConfig, own_model: bool = False) -> tuple[Layout, Batch]
             validate_schedule(config.pipeline.schedule, layout.pipeline, batch.accumulation, stages_per_rank(config))
         except ConfigError as error:
             origin = f"a rank has {batch.local} samples per step, divided by batch.micro = {batch.micro}"
-            raise ConfigError(f"layout {layout} is unsupported: {error.message}", f"{error.hint} ({origin})") from None
+            raise ConfigError(
+                f"layout {layout} is unsupported: {error.message}",
+                f"{error.hint} ({origin}; try a smaller batch.micro)",
+            ) from None
     if config.ddp.static_graph and batch.accumulation > 1:
         raise ConfigError(
             f"ddp.static_graph = true is unsupported with {batch.accumulation} accumulation steps: DDP fails if its "

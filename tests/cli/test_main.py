@@ -13,7 +13,7 @@ from meshwright.cli.plan import plan
 from meshwright.cli.train import train
 
 INVALID_ARGUMENTS = {
-    "--model.layer=3": "unknown key model.layer = 3; did you mean layers?",
+    "--model.layer=3": "unknown key model.layer = 3; did you mean model.layers?",
     "--model.layers=many": "model.layers = many has the wrong type; expected an integer",
     "--batch.micro=3": "batch.micro = 3 does not divide the 8 samples of a rank",
     "--batch.global=15": "batch.global = 15 is not divisible by the data-parallel degree 2; expected batch.global = 14",

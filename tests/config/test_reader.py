@@ -10,7 +10,7 @@ from meshwright.config import PRESETS, RunConfig, config_from_dict, config_to_to
 from meshwright.errors import ConfigError
 
 INVALID_OVERRIDES = {
-    "--model.layer=3": "unknown key model.layer = 3; did you mean layers? expected one of vocab, width",
+    "--model.layer=3": "unknown key model.layer = 3; did you mean model.layers? expected one of vocab, width",
     "--modle.layers=3": "unknown key modle",
     "--model.layers=many": "model.layers = many has the wrong type; expected an integer",
     "--model.layers=2.5": "model.layers = 2.5 has the wrong type",

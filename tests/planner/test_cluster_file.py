@@ -161,7 +161,7 @@ def test_cluster_file_can_name_a_known_device(write_file):
         ("nods = 2", "unknown key nods = 2; did you mean nodes?"),
         (
             CUSTOM.replace(INTRA, "bandwidth_gps = 20"),
-            "unknown key intra_node.bandwidth_gps = 20; did you mean bandwidth_gbs?",
+            "unknown key intra_node.bandwidth_gps = 20; did you mean intra_node.bandwidth_gbs?",
         ),
         (CUSTOM.replace("bf16", "bf61"), "unknown key device.peak_tflops.bf61 = 5"),
         (CUSTOM.replace("devices_per_node = 2", ""), "devices_per_node is missing"),

@@ -164,14 +164,18 @@ def measurement(plan: Estimate, file: str) -> list[str]:
     memory, calls = plan.peak_memory, merged_calls(plan)
     low, high = format_seconds(plan.interval_low), format_seconds(plan.interval_high)
     if plan.job.run_config is not None:
-        first = f"Run meshwright train {file} --steps 20, then meshwright report. The prediction is wrong if"
+        first = (
+            f"Write the plan with --out {file}, run meshwright train {file} --steps 20 --run DIR, then "
+            "meshwright report DIR. The prediction is wrong if"
+        )
     else:
         first = "Train 20 steps. The prediction is wrong if"
+    where = f" on pipeline rank {peak_stage(plan)}" if plan.job.layout.pipeline > 1 else ""
     sentences = [
         first,
         f"the median step time from the third step on is outside {low} to {high};",
         f"phases.sync is far from {format_seconds(sync_seconds(plan))}, the exposed time outside forward and backward;",
-        f"reserved memory exceeds {format_bytes(memory.reserved)} on pipeline rank {peak_stage(plan)};",
+        f"reserved memory, without the device context, exceeds {format_bytes(memory.reserved)}{where};",
     ]
     if (row := largest_transfer(plan)) is not None:
         sentences.append(
