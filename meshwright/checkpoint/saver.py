@@ -359,4 +359,4 @@ def to_save_error(error: BaseException, folder: str) -> MeshwrightError:
         return PeerError(f"{folder} was not saved: another rank was lost ({str(error).splitlines()[0][:120]})")
     reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
     prefix = f"rank {rank}: " if rank is not None else ""
-    return CheckpointError(f"{prefix}{folder} was not saved: {reason}; earlier checkpoints are intact")
+    return CheckpointError(f"{prefix}{folder} was not saved: {reason}; earlier checkpoints, if any, are intact")

@@ -178,6 +178,13 @@ def convert(kind: Any, value: Any, where: str) -> Any:
         is_bool_text = isinstance(value, CommandLineValue) and value.lower() in ("true", "false")
         if bool in args and (isinstance(value, bool) or is_bool_text):
             return convert_scalar(bool, value, where)
+        if bool in args and type(None) not in args:
+            try:
+                return convert(next(a for a in args if a is not bool), value, where)
+            except ConfigError as error:
+                raise ConfigError(
+                    error.message, error.hint.replace("expected", "expected true, false, or", 1)
+                ) from None
         args = tuple(a for a in args if a is not bool)
         if value is None or (isinstance(value, CommandLineValue) and value in ("none", "")):
             return None

@@ -117,14 +117,16 @@ def run_in_this_process(
 
 
 def check_world_size(job: Job, world_size: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Refuses a world size that does not fit the layout; under torchrun, torchrun decides the number of ranks."""
+    """Raises a ConfigError if the world size does not fit the layout; torchrun decides the number of ranks."""
     ranks = job.layout.ranks
     if world_size == ranks:
         return
     nodes = max(1, world_size // int(environment.get("LOCAL_WORLD_SIZE", world_size)))
     options = [f"torchrun --nproc-per-node {ranks // nodes}"] if ranks % nodes == 0 else [f"{ranks} ranks in total"]
     try:
-        options.append(f"--layout.replicate={job.config.layout.with_ranks(world_size).replicate}")
+        layout = job.config.layout.with_ranks(world_size)
+        validate(replace(job.config, layout=layout), job.model is not None)
+        options.append(f"--layout.replicate={layout.replicate}")
     except ConfigError as error:
         options.append(f"a layout that fits {world_size} ranks ({error.message})")
     raise ConfigError(

@@ -66,6 +66,12 @@ def check_run_folder(
     before = read_json(folder.identity_file)
     lineage = {key: before.get(key, value) for key, value in lineage.items()}
     if fork:
+        if record["identity"]["steps"] < newest:
+            raise IdentityError(
+                f"run folder {folder.root}: the newest checkpoint has {newest} steps, and steps = "
+                f"{record['identity']['steps']} ends before it",
+                f"try --steps {newest} or more",
+            )
         if lineage["forked_by"] != fork:
             until = lineage["until"] | {str(lineage["timeline"]): newest}
             lineage |= {"timeline": lineage["timeline"] + 1, "until": until, "forked_by": fork}

@@ -11,6 +11,8 @@ from meshwright.errors import ConfigError
 
 INVALID_OVERRIDES = {
     "--model.layer=3": "unknown key model.layer = 3; did you mean model.layers? expected one of vocab, width",
+    "--fsdp.reshard_after_forward=maybe": "has the wrong type; expected true, false, or an integer",
+    "--fsdp.reshard_after_forward=1": "is out of range; expected true, false, or at least 2",
     "--modle.layers=3": "unknown key modle",
     "--model.layers=many": "model.layers = many has the wrong type; expected an integer",
     "--model.layers=2.5": "model.layers = 2.5 has the wrong type",

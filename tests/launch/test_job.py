@@ -16,6 +16,7 @@ SMALL = ["--data.kind=synthetic", "--batch.global=16"]
     ("options", "world_size", "environment", "hint"),
     [
         (["--layout.replicate=2"], 4, {}, "try torchrun --nproc-per-node 2 or --layout.replicate=4"),
+        (["--layout.replicate=2"], 3, {}, "or a layout that fits 3 ranks (batch.global = 16 is not divisible"),
         (
             ["--layout.replicate=4"],
             2,

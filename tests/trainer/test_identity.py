@@ -108,6 +108,14 @@ def test_fork_onto_a_checkpoint_of_another_model_leaves_identity_json_as_it_is(t
     assert run(tmp_path / "r", small(steps=2, ranks=1)).steps == 2
 
 
+def test_fork_with_fewer_steps_than_the_checkpoint_is_refused(tmp_path, small):
+    run(tmp_path / "r", small(steps=3, ranks=1))
+    before = (tmp_path / "r" / "identity.json").read_bytes()
+    with pytest.raises(IdentityError, match=r"newest checkpoint has 3 steps, and steps = 2 ends before it.*3 or more"):
+        run(tmp_path / "r", small(steps=2, ranks=1), fork=True)
+    assert (tmp_path / "r" / "identity.json").read_bytes() == before
+
+
 def test_differences_show_key_and_both_values_and_content_hashes_in_words():
     before = {"seed": 0, "source[0].fingerprint": "a" * 64, "model": "1" * 16}
     now = {"seed": 5, "source[0].fingerprint": "b" * 64, "model": "2" * 16}
