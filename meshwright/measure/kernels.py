@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from meshwright.config.dtypes import COMPUTE_BYTES, TORCH_NAMES
 from meshwright.measure.timing import TimeBudget, TimingGroup, fits_budget
 from meshwright.planner.hardware.cluster import MatmulRate
 from meshwright.torch_private import scaled_mm
@@ -18,7 +19,8 @@ MATMUL_SHAPES: dict[str, list[MatmulShape]] = {
     "cuda": [(1024, 1024, 1024), (4096, 4096, 4096), (16384, 4096, 1024), (2048, 4096, 14336), (8192, 8192, 8192)],
 }
 """Small, tall, wide and large products by device type. The smallest is first: it predicts the time of the others."""
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+TORCH_DTYPES = {precision: getattr(torch, TORCH_NAMES[precision]) for precision in COMPUTE_BYTES}
+"""Precision that a run can train in -> dtype of torch."""
 COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 """Size of the copied tensor by device type; larger than the caches."""
 LAUNCH_ELEMENTS = 64
@@ -30,7 +32,7 @@ def measure_matmuls(group: TimingGroup, budget: float) -> list[MatmulRate]:
 
     A product that is too slow for its share of the budget is skipped, except for the smallest of each precision.
     """
-    precisions = [*DTYPES, *(["fp8"] if supports_fp8(group.device) else [])]
+    precisions = [*TORCH_DTYPES, *(["fp8"] if supports_fp8(group.device) else [])]
     shapes = MATMUL_SHAPES[group.device.type]
     shares = TimeBudget(group, budget, len(precisions) * len(shapes))
     rates = []
@@ -53,7 +55,7 @@ def prepare_matmul(precision: str, shape: MatmulShape, device: torch.device) -> 
         left, right = (torch.randn(size, device=device).to(torch.float8_e4m3fn) for size in ((m, k), (n, k)))
         scale = torch.ones((), device=device)
         return partial(scaled_mm, left, right.t(), scale, scale, torch.bfloat16)
-    left, right = (torch.randn(size, device=device).to(DTYPES[precision]) for size in ((m, k), (k, n)))
+    left, right = (torch.randn(size, device=device).to(TORCH_DTYPES[precision]) for size in ((m, k), (k, n)))
     out = torch.empty(m, n, dtype=left.dtype, device=device)
     return partial(torch.mm, left, right, out=out)
 

@@ -38,7 +38,7 @@ class ParameterShape:
     name: str
     shape: tuple[int, ...]
     unit: str
-    """the FSDP unit: a block, `embedding`, `head`, or `whole` for the root unit"""
+    """the FSDP unit: a block, `embedding`, `head`, or `root`"""
     tp_dim: int | None
     """the dimension that tensor parallelism shards; None: replicated on all tensor-parallel ranks"""
 
@@ -61,7 +61,7 @@ def decoder_parameter_shapes(model: ModelConfig) -> list[ParameterShape]:
     the root FSDP unit.
     """
     width, kv_width = model.width, model.kv_heads * (model.width // model.heads)
-    first_unit, last_unit = ("whole", "whole") if model.tie else ("embedding", "head")
+    first_unit, last_unit = ("root", "root") if model.tie else ("embedding", "head")
     shapes = [ParameterShape("decoder.embedding.weight", (model.vocab, width), first_unit, 0)]
     for layer in range(model.layers):
         block = f"decoder.blocks.{layer}"

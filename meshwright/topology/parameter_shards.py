@@ -138,7 +138,7 @@ def parameter_shards(config: RunConfig, layout: Layout, rank: int = 0) -> list[P
     # The last pipeline stage has a head of its own; a tied head is a copy of the embedding.
     shapes = decoder_parameter_shapes(replace(model, tie=False) if layout.pipeline > 1 else model)
     stage_of_unit = {f"decoder.blocks.{block}": stage for stage, blocks in placement.stages.items() for block in blocks}
-    stage_of_unit["whole"] = 0
+    stage_of_unit["root"] = 0
     if placement.has_first_stage:
         stage_of_unit["embedding"] = 0
     if placement.has_last_stage:

@@ -17,7 +17,7 @@ from meshwright.cli import main
 from meshwright.errors import ConfigError
 from meshwright.io import format_si
 from meshwright.measure.collectives import COLLECTIVES, MESSAGE_BYTES, bus_factor
-from meshwright.measure.kernels import DTYPES, MATMUL_SHAPES
+from meshwright.measure.kernels import MATMUL_SHAPES, TORCH_DTYPES
 from meshwright.measure.machine import MachineMeasurement, measure, measured_cluster
 from meshwright.measure.timing import MAX_CALLS, MIN_BATCHES, TimeBudget, TimingGroup, fits_budget
 from meshwright.observe.machine_text import show_machine
@@ -47,8 +47,8 @@ def test_measurement_has_matmuls_memory_launch_and_collectives(measured):
     assert device["memory_bandwidth"] > 0
     assert answer["launch_seconds"] > 0
     shapes = {(row["precision"], row["m"], row["k"], row["n"]) for row in device["measured_matmuls"]}
-    assert shapes >= {(precision, *MATMUL_SHAPES["cpu"][0]) for precision in DTYPES}
-    for precision in DTYPES:
+    assert shapes >= {(precision, *MATMUL_SHAPES["cpu"][0]) for precision in TORCH_DTYPES}
+    for precision in TORCH_DTYPES:
         rates = [row["flops_per_second"] for row in device["measured_matmuls"] if row["precision"] == precision]
         assert device["peak_flops"][precision] == max(rates) > 0
     assert [(row["collective"], row["ranks"]) for row in link["collective_curves"]] == [
@@ -95,7 +95,7 @@ def test_machine_view_shows_matmuls_and_collectives(measured):
 
 def test_machine_view_fits_eighty_columns():
     """The widest measurement: every precision, every collective, and a different message size per group size."""
-    matmuls = [MatmulRate(precision, 16384, 4096, 14336, 123.4e12) for precision in (*DTYPES, "fp8")]
+    matmuls = [MatmulRate(precision, 16384, 4096, 14336, 123.4e12) for precision in (*TORCH_DTYPES, "fp8")]
     curves = [
         BandwidthCurve(name, ranks, tuple((size // 4 * 4.0 * ranks, 123.4e9) for size in MESSAGE_BYTES["cuda"]))
         for ranks in (2, 4, 6)

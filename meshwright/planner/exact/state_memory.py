@@ -62,7 +62,7 @@ def peak_unsharded(config: RunConfig, layout: Layout, units: Units) -> int:
     ranks = ranks_after_forward(config, dense_shard_group(layout, 0))
     if config.layout.shard in ("optimizer", "gradients") or ranks == 1:
         return sum(sizes.values())
-    root = sizes.pop("whole", 0)  # the root unit is unsharded throughout the step
+    root = sizes.pop("root", 0)  # the root unit is unsharded throughout the step
     if ranks:
         return root + peak_resharded(config, units, sizes)
     segment = config.activation_checkpoint.segment if config.activation_checkpoint.mode == "full" else 1
@@ -128,20 +128,20 @@ def peak_gradients(config: RunConfig, batch: Batch, units: Units) -> int:
             timeline.shards = dict(timeline.shard_bytes)
         else:
             timeline.unsharded = dict(timeline.unsharded_bytes)
-    if "whole" in units:  # backward begins with the final norm, which is in the root unit; a tied weight comes last
-        norm = sum(parameter.numel for parameter in units["whole"][1:]) * weight_bytes(config)
-        timeline.unsharded["whole"] = max(timeline.unsharded["whole"], norm)
+    if "root" in units:  # backward begins with the final norm, which is in the root unit; a tied weight comes last
+        norm = sum(parameter.numel for parameter in units["root"][1:]) * weight_bytes(config)
+        timeline.unsharded["root"] = max(timeline.unsharded["root"], norm)
     timeline.update_peak()
-    for nest in reversed(nest_units(unit for unit in units if unit != "whole")):
+    for nest in reversed(nest_units(unit for unit in units if unit != "root")):
         if len(nest) > 1:  # shared experts run last in the block, so their gradients come first
             shared = sum(p.numel for p in units[nest[0]] if ".shared." in p.name) * weight_bytes(config)
             timeline.unsharded[nest[0]] = max(timeline.unsharded[nest[0]], shared)
         for unit in reversed(nest):
             timeline.compute(unit)
             timeline.reduce(unit)
-    if "whole" in units:
-        timeline.compute("whole")
-        timeline.reduce("whole")
+    if "root" in units:
+        timeline.compute("root")
+        timeline.reduce("root")
     return timeline.peak
 
 
