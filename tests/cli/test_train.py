@@ -107,7 +107,7 @@ def test_signal_during_startup_stops_the_run(tmp_path, delay):
     job.send_signal(signal.SIGINT)
     _, err = job.communicate(timeout=30)
     assert job.returncode == 130, err
-    assert "meshwright: stopped by signal 2 before step" in err
+    assert "meshwright: stopped by signal 2 before" in err
     assert all_ended(below)
 
 
