@@ -13,14 +13,13 @@ from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any
 
+from meshwright.config import BLOCK_SIZES
 from meshwright.config.dtypes import TENSOR_BYTES
 
 FORMAT = 1
 """The version of the manifest's keys. A change of a key needs a new version and a new fixture in tests/checkpoint."""
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 256 << 20
-DIGEST_CHUNK_BYTES = 8 << 20
-"""The number of bytes that one digest covers."""
 MAX_DIMENSIONS = 64
 """The largest number of dimensions of a tensor."""
 
@@ -56,7 +55,7 @@ class FileRecord:
 
     size: int
     chunks: tuple[str, ...]
-    """The xxh3-128 digest of each DIGEST_CHUNK_BYTES bytes."""
+    """The xxh3-128 digest of each `Manifest.chunk` bytes."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class Manifest:
     tensors: dict[str, TensorRecord]
     """The tensors, by name."""
     format: int = FORMAT
-    chunk: int = DIGEST_CHUNK_BYTES
+    chunk: int = BLOCK_SIZES.digest_bytes
     """The number of bytes that one digest covers."""
     digest: str = field(default="", compare=False)
     """The digest of the manifest itself."""

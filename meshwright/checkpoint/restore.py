@@ -17,6 +17,7 @@ from meshwright.checkpoint.manifest import Manifest, TensorRecord
 from meshwright.checkpoint.shards import ShardReader
 from meshwright.checkpoint.state import CheckpointState
 from meshwright.checkpoint.verify import WHOLE_FILE, Damage, find_damage
+from meshwright.config import BLOCK_SIZES, BlockSizes
 from meshwright.errors import CheckpointError, IdentityError
 from meshwright.parallel.world import World
 from meshwright.store.interface import Store
@@ -44,6 +45,7 @@ def restore(
     *,
     fallback: bool,
     on_damaged: Callable[[str, list[Damage]], None],
+    block_sizes: BlockSizes = BLOCK_SIZES,
 ) -> RestoreResult | None:
     """Load the newest intact checkpoint into `state`, in place; None if the run has no checkpoint.
 
@@ -60,14 +62,15 @@ def restore(
         entry = read_entry(store, folder, step, attempt)
         # The ranks share the verification of all files before any rank copies. Each rank then verifies what it reads.
         local_files = sorted(entry.manifest.files)[world.rank :: world.size] if entry.manifest is not None else None
-        damage = first_damage_on_any_rank(world, find_damage(entry, local_files, world.heartbeat.beat))
+        found = find_damage(entry, local_files, world.heartbeat.beat, block_sizes.io_bytes)
+        damage = first_damage_on_any_rank(world, found)
         if damage is None:
             assert entry.manifest is not None
             validate(entry.manifest)
             check_tensors(entry, state, world)
             faults.fail_point("start.restore", step)
             try:
-                load_tensors(entry, state, world)
+                load_tensors(entry, state, world, block_sizes.io_bytes)
             except CheckpointReadError as error:  # raised on every rank
                 damage = error.damage
             else:
@@ -125,13 +128,13 @@ def first_damage_on_any_rank(world: World, damage: list[Damage]) -> Damage | Non
     return Damage(**world.broadcast_object(damage[0].to_json() if damage else None, "damage", ranks[0]))
 
 
-def load_tensors(entry: CheckpointEntry, state: CheckpointState, world: World) -> None:
+def load_tensors(entry: CheckpointEntry, state: CheckpointState, world: World, io_bytes: int) -> None:
     """Copy the tensors of a checkpoint into `state`; DCP reshards them."""
     try:
         with torch.no_grad():
             dcp.load(
                 as_planner_state(state),
-                storage_reader=ShardReader(entry, world.heartbeat.beat),
+                storage_reader=ShardReader(entry, world.heartbeat.beat, io_bytes),
                 planner=LocalShardLoadPlanner(),
                 no_dist=world.size == 1,
             )

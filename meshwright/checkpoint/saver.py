@@ -29,7 +29,7 @@ from meshwright.checkpoint.shards import ShardWriter
 from meshwright.checkpoint.stager import HostStager, is_finite
 from meshwright.checkpoint.state import CheckpointState
 from meshwright.checkpoint.verify import shard_header, verify_file
-from meshwright.config import CheckpointConfig
+from meshwright.config import BLOCK_SIZES, BlockSizes, CheckpointConfig
 from meshwright.errors import BusyError, CheckpointError, MeshwrightError, NumericsError, PeerError, is_peer_loss
 from meshwright.parallel.local_shard import LocalShard
 from meshwright.parallel.world import World
@@ -101,6 +101,7 @@ class CheckpointSaver:
         state: Callable[[], CheckpointState],
         stall_timeout: float = 300.0,
         layout: Layout | None = None,
+        block_sizes: BlockSizes = BLOCK_SIZES,
     ) -> None:
         """`attempt_fields` are the manifest fields layout, identity and made_by. `stall_warning` reports a save without
         progress for `stall_timeout` seconds. Without a `layout` every rank has a replica of the full state.
@@ -108,6 +109,7 @@ class CheckpointSaver:
         self.config, self.store, self.world, self.state = config, store, world, state
         self.lineage, self.attempt, self.attempt_fields = lineage, attempt, attempt_fields
         self.group = dist.new_group(backend="gloo") if world.size > 1 else None
+        self.block_sizes = block_sizes
         self.retention = RetentionPolicy(store, attempt, config.keep, config.keep_every, lineage)
         layout = layout or Layout(replicate=world.size)
         self.stager = HostStager(state(), layout, world.rank) if config.mode != "off" else None
@@ -228,7 +230,8 @@ class CheckpointSaver:
                 shard_header(run, timeline, metadata.step, self.attempt, self.world.rank),
                 (metadata.owner, metadata.owner_state),
                 lambda files, tensors, owners: self._publish(metadata, result, files, tensors, owners),
-                on_written=self._wait_for_ranks,
+                self.block_sizes,
+                self._wait_for_ranks,
             )
             dcp.save(
                 as_planner_state(state),
@@ -256,7 +259,8 @@ class CheckpointSaver:
     def _verify_written(self, folder: str, writer: ShardWriter) -> None:
         """Every rank reads its own shard back. Only after that may retention delete older checkpoints."""
         path = f"{folder}/{writer.file}"
-        damage = next(verify_file(self.store, path, writer.record, writer.chunk, self._count_progress), None)
+        chunk, io_bytes = self.block_sizes.digest_bytes, self.block_sizes.io_bytes
+        damage = next(verify_file(self.store, path, writer.record, chunk, self._count_progress, io_bytes), None)
         damaged = [rank for rank, (flag,) in enumerate(self._all_gather(damage is not None)) if flag]
         if damaged:
             raise CheckpointError(
@@ -330,6 +334,7 @@ class CheckpointSaver:
             owners=owners,
             files=files,
             tensors=tensors,
+            chunk=self.block_sizes.digest_bytes,
             **self.attempt_fields,
             **metadata.shared_fields,
         )

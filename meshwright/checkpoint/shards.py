@@ -23,9 +23,10 @@ from torch.futures import Future
 
 from meshwright import faults
 from meshwright.checkpoint.listing import CheckpointEntry
-from meshwright.checkpoint.manifest import DIGEST_CHUNK_BYTES, MANIFEST_FILE, FileRecord, TensorRecord, TensorRegion
+from meshwright.checkpoint.manifest import MANIFEST_FILE, FileRecord, TensorRecord, TensorRegion
 from meshwright.checkpoint.state import tensor_bytes
-from meshwright.checkpoint.verify import IO_BLOCK_BYTES, DigestingSink
+from meshwright.checkpoint.verify import DigestingSink
+from meshwright.config import BLOCK_SIZES, BlockSizes
 from meshwright.errors import CheckpointError
 from meshwright.store.interface import Store
 
@@ -57,13 +58,13 @@ class ShardWriter(StorageWriter):
         header: bytes,
         owner: tuple[str, dict[str, Any]],
         publish: PublishManifest,
-        chunk: int = DIGEST_CHUNK_BYTES,
+        block_sizes: BlockSizes = BLOCK_SIZES,
         on_written: Callable[[], None] = lambda: None,
     ) -> None:
         """`publish` runs on the coordinator; `on_written` runs once the file of this rank is durable."""
         self.store, self.folder, self.step, self.header = store, folder, step, header
         self.file = f"rank-{rank:05d}.shard"
-        self.owner, self.publish, self.on_written, self.chunk = owner, publish, on_written, chunk
+        self.owner, self.publish, self.on_written, self.block_sizes = owner, publish, on_written, block_sizes
         self.written_bytes = 0
         self.record = FileRecord(0, ())
 
@@ -84,7 +85,7 @@ class ShardWriter(StorageWriter):
         path = f"{self.folder}/{self.file}"
         if self.store.size(path) is not None and self.store.size(f"{self.folder}/{MANIFEST_FILE}") is None:
             self.store.remove(path)  # an earlier save of this step has failed
-        sink = DigestingSink(self.store.create(path), self.chunk)
+        sink = DigestingSink(self.store.create(path), self.block_sizes)
         results = []
         try:
             sink.write(self.header)
@@ -141,8 +142,10 @@ class ShardWriter(StorageWriter):
 class ShardReader(StorageReader):
     """Copies the regions of a checkpoint into local shards of any layout. Every chunk is verified as it is read."""
 
-    def __init__(self, entry: CheckpointEntry, progress: Callable[[], None]) -> None:
-        self.entry, self.progress = entry, progress
+    def __init__(
+        self, entry: CheckpointEntry, progress: Callable[[], None], io_bytes: int = BLOCK_SIZES.io_bytes
+    ) -> None:
+        self.entry, self.progress, self.io_bytes = entry, progress, io_bytes
         assert entry.manifest is not None
         self.manifest, self.tensors = entry.manifest, entry.manifest.tensors
         self.regions = {(n, region.offset): region for n, record in self.tensors.items() for region in record.regions}
@@ -207,11 +210,11 @@ class ShardReader(StorageReader):
             size, state, filled = self.manifest.chunk, xxhash.xxh3_128(), 0
             path, expected = f"{self.entry.folder}/{file}", self.manifest.files[file].chunks[index]
             while filled < size:  # in blocks that remain in the CPU cache between the read and the hash
-                content = self.entry.store.read(path, index * size + filled, min(IO_BLOCK_BYTES, size - filled))
+                content = self.entry.store.read(path, index * size + filled, min(self.io_bytes, size - filled))
                 self.buffer[filled : filled + len(content)] = content
                 state.update(content)
                 filled += len(content)
-                if len(content) < IO_BLOCK_BYTES:
+                if len(content) < self.io_bytes:
                     break
             if (found := state.hexdigest()) != expected:
                 raise CheckpointError(

@@ -11,13 +11,12 @@ import xxhash
 
 from meshwright.checkpoint.listing import CheckpointEntry
 from meshwright.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest
+from meshwright.config import BLOCK_SIZES, BlockSizes
 from meshwright.store.interface import Buffer, Sink, Store
 
 SHARD_HEADER_BYTES = 4096
 """A shard begins with a header that names its run, step, attempt and rank: a misplaced file can then be identified."""
 SHARD_MAGIC = b"meshwright shard "
-IO_BLOCK_BYTES = 1 << 20
-"""Bytes that are copied and then hashed at a time: few enough to remain in the CPU cache in between."""
 WHOLE_FILE = -1
 """The `chunk` of a damage that concerns the complete file."""
 
@@ -44,15 +43,15 @@ class DigestingSink:
     storage is then always detected.
     """
 
-    def __init__(self, sink: Sink, chunk: int) -> None:
-        self.sink, self.chunk, self.size = sink, chunk, 0
+    def __init__(self, sink: Sink, block_sizes: BlockSizes = BLOCK_SIZES) -> None:
+        self.sink, self.chunk, self.io_bytes, self.size = sink, block_sizes.digest_bytes, block_sizes.io_bytes, 0
         self.chunks: list[str] = []
         self.hash = xxhash.xxh3_128()
 
     def write(self, content: Buffer) -> None:
         view = memoryview(content).cast("B")
         while view:
-            block = view[: min(IO_BLOCK_BYTES, self.chunk - self.size % self.chunk)]
+            block = view[: min(self.io_bytes, self.chunk - self.size % self.chunk)]
             self.sink.write(block)
             self.hash.update(block)
             self.size += len(block)
@@ -88,13 +87,16 @@ def describe_shard(store: Store, path: str) -> str:
 
 
 def find_damage(
-    entry: CheckpointEntry, files: list[str] | None = None, progress: Callable[[], None] = lambda: None
+    entry: CheckpointEntry,
+    files: list[str] | None = None,
+    progress: Callable[[], None] = lambda: None,
+    io_bytes: int = BLOCK_SIZES.io_bytes,
 ) -> list[Damage]:
     """Every damage of a published checkpoint, or of some of its files; an intact checkpoint has none."""
     if entry.manifest is None:
         return [Damage(MANIFEST_FILE, WHOLE_FILE, "a valid manifest", entry.problem)]
     names = list(entry.manifest.files) if files is None else files
-    damage = [found for name in names for found in find_file_damage(entry, name, progress)]
+    damage = [found for name in names for found in find_file_damage(entry, name, progress, io_bytes)]
     known = {*entry.manifest.files, MANIFEST_FILE}
     for name in entry.store.list_names(entry.folder):
         if name not in known and not name.startswith("."):
@@ -102,16 +104,18 @@ def find_damage(
     return damage
 
 
-def find_file_damage(entry: CheckpointEntry, name: str, progress: Callable[[], None]) -> Iterator[Damage]:
+def find_file_damage(
+    entry: CheckpointEntry, name: str, progress: Callable[[], None], io_bytes: int
+) -> Iterator[Damage]:
     manifest = entry.manifest
     assert manifest is not None
     path = f"{entry.folder}/{name}"
-    for damage in verify_file(entry.store, path, manifest.files[name], manifest.chunk, progress):
+    for damage in verify_file(entry.store, path, manifest.files[name], manifest.chunk, progress, io_bytes):
         yield replace(damage, found=damage.found + misplaced_shard_note(entry, manifest, path))
 
 
 def verify_file(
-    store: Store, path: str, record: FileRecord, chunk: int, progress: Callable[[], None] = lambda: None
+    store: Store, path: str, record: FileRecord, chunk: int, progress: Callable[[], None], io_bytes: int
 ) -> Iterator[Damage]:
     """Compare a file with its record: first the size, then the digest of every chunk."""
     name = path.rpartition("/")[2]
@@ -126,20 +130,20 @@ def verify_file(
     for index, expected in enumerate(record.chunks):
         progress()
         try:
-            found = digest_range(store, path, index * chunk, chunk)
+            found = digest_range(store, path, index * chunk, chunk, io_bytes)
         except OSError as error:
             found = f"a read error ({error.strerror})"
         if found != expected:
             yield Damage(name, index, expected, found)
 
 
-def digest_range(store: Store, path: str, start: int, length: int) -> str:
+def digest_range(store: Store, path: str, start: int, length: int, io_bytes: int) -> str:
     """The digest of a byte range of a file, up to the end of the file."""
     state = xxhash.xxh3_128()
-    for offset in range(start, start + length, IO_BLOCK_BYTES):
-        content = store.read(path, offset, min(IO_BLOCK_BYTES, start + length - offset))
+    for offset in range(start, start + length, io_bytes):
+        content = store.read(path, offset, min(io_bytes, start + length - offset))
         state.update(content)
-        if len(content) < IO_BLOCK_BYTES:
+        if len(content) < io_bytes:
             break
     return str(state.hexdigest())
 

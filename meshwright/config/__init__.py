@@ -1,6 +1,7 @@
 """The settings of a run: frozen dataclasses, read from TOML and the command line, with batch sizes and fingerprints."""
 
 from meshwright.config.batch import Batch, derive_batch
+from meshwright.config.block_sizes import BLOCK_SIZES, BlockSizes
 from meshwright.config.constraints import IGNORE_INDEX, MAX_GLOBAL_BATCH
 from meshwright.config.fingerprint import fingerprint, identity, placement
 from meshwright.config.model import ModelConfig
@@ -30,12 +31,14 @@ from meshwright.config.run_config import (
 )
 
 __all__ = [
+    "BLOCK_SIZES",
     "IGNORE_INDEX",
     "MAX_GLOBAL_BATCH",
     "PRESETS",
     "ActivationCheckpointConfig",
     "Batch",
     "BatchConfig",
+    "BlockSizes",
     "CheckpointConfig",
     "CompileConfig",
     "ContextConfig",

@@ -20,15 +20,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from meshwright.config import IGNORE_INDEX, Batch, DataConfig
+from meshwright.config import BLOCK_SIZES, IGNORE_INDEX, Batch, BlockSizes, DataConfig
 from meshwright.data.permutation import Positions
 from meshwright.data.source import ConcatenatedSource
 from meshwright.data.stream import Stream
 from meshwright.errors import DataError
 from meshwright.parent_death import exit_with_parent
-
-POSITIONS_PER_CALL = 4096
-"""Positions permuted in one call: a vectorized permutation costs about the same for 16 positions as for 1000."""
 
 SHARED_MEMORY = "/dev/shm"
 """The file system in which torch places the tensors that a worker process sends to the training process."""
@@ -140,9 +137,16 @@ class Loader:
     """The micro-batches of one data-parallel rank, from any step."""
 
     def __init__(
-        self, source: ConcatenatedSource, stream: Stream, batch: Batch, data_rank: int, config: DataConfig
+        self,
+        source: ConcatenatedSource,
+        stream: Stream,
+        batch: Batch,
+        data_rank: int,
+        config: DataConfig,
+        block_sizes: BlockSizes = BLOCK_SIZES,
     ) -> None:
         self.stream, self.batch, self.data_rank, self.config = stream, batch, data_rank, config
+        self.block_sizes = block_sizes
         self.dataset = MicroBatchDataset(source, config.on_bad_sample == "quarantine")
 
     def steps(self, first: int, end: int) -> Iterator[list[MicroBatch]]:
@@ -157,7 +161,7 @@ class Loader:
 
     def _micro_batch_ids(self, first: int, end: int) -> Iterator[Positions]:
         """The sample ids of each micro-batch, permuted for many steps at a time."""
-        steps_per_call = max(1, POSITIONS_PER_CALL // self.batch.local)
+        steps_per_call = max(1, self.block_sizes.loader_positions // self.batch.local)
         local = np.arange(self.batch.local, dtype=np.uint64) + np.uint64(self.data_rank * self.batch.local)
         for start in range(first, end, steps_per_call):
             steps = np.arange(start, min(start + steps_per_call, end), dtype=np.uint64)

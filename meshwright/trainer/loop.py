@@ -15,7 +15,7 @@ from meshwright.checkpoint.restore import restore
 from meshwright.checkpoint.saver import CheckpointMetadata, CheckpointSaver, SaveResult
 from meshwright.checkpoint.state import collect_state, digest_parallel_parameters
 from meshwright.checkpoint.verify import Damage
-from meshwright.config import Batch, RunConfig
+from meshwright.config import BLOCK_SIZES, Batch, BlockSizes, RunConfig
 from meshwright.data.loader import Loader
 from meshwright.data.sample_lookup import build_stream
 from meshwright.data.source import ConcatenatedSource, Source
@@ -71,6 +71,7 @@ class Job:
     cluster: str | None = None
     """the cluster that the step time is predicted for; by default this machine, if it was measured"""
     listener: Callable[[Event], None] | None = None
+    block_sizes: BlockSizes = BLOCK_SIZES
 
     def as_attempt(self, attempt: int, restart: int, fork: bool) -> Job:
         """Returns this job as its next attempt. A fork is identified by the job's first attempt, so it happens once."""
@@ -137,7 +138,7 @@ class Training:
         self.step = self._build_step()
 
         source, coordinate = ConcatenatedSource(job.sources), self.step.context.data_coordinate
-        loader = Loader(source, self.stream, job.batch, coordinate, self.config.data)
+        loader = Loader(source, self.stream, job.batch, coordinate, self.config.data, job.block_sizes)
         self.evaluation = Evaluation(source, self.stream, self.config.eval.samples, job.batch, coordinate)
         self.step.warmup_backward(loader.first)
 
@@ -184,6 +185,7 @@ class Training:
             self.state,
             self.config.launch.hang_timeout,
             self.job.layout,
+            self.job.block_sizes,
         )
 
     def _build_step(self) -> Step:
@@ -209,6 +211,7 @@ class Training:
             self.resume.validate,
             fallback=self.job.fallback,
             on_damaged=report_damage,
+            block_sizes=self.job.block_sizes,
         )
         if restored is None:
             self._record_extension(0, self._steps_before())

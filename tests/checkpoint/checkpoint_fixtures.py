@@ -9,13 +9,12 @@ from thread_scheduler import ThreadScheduler
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from meshwright.checkpoint.listing import CheckpointEntry, RunLineage, checkpoint_folder, list_published
-from meshwright.checkpoint.manifest import DIGEST_CHUNK_BYTES
 from meshwright.checkpoint.saver import CheckpointMetadata, CheckpointSaver, SaveResult
 from meshwright.checkpoint.shards import ShardWriter
 from meshwright.checkpoint.state import CheckpointState, parameters_digest
 from meshwright.checkpoint.unsharded import state_digest
 from meshwright.checkpoint.verify import find_damage, shard_header
-from meshwright.config import CheckpointConfig
+from meshwright.config import BLOCK_SIZES, BlockSizes, CheckpointConfig
 from meshwright.parallel.world import World
 from meshwright.store.posix import PosixStore
 
@@ -44,10 +43,19 @@ def metadata_at(step: int) -> CheckpointMetadata:
 
 
 def saver_at(
-    step: int, store, attempt: int = 1, keep: int = 1, every: int = 0, lineage=LINEAGE, **fields
+    step: int,
+    store,
+    attempt: int = 1,
+    keep: int = 1,
+    every: int = 0,
+    lineage=LINEAGE,
+    block_sizes: BlockSizes = BLOCK_SIZES,
+    **fields,
 ) -> CheckpointSaver:
     config = CheckpointConfig(mode="sync", keep=keep, keep_every=every)
-    return CheckpointSaver(config, store, World(), lineage, attempt, ATTEMPT_FIELDS | fields, lambda: state_at(step))
+    fields = ATTEMPT_FIELDS | fields
+    state = lambda: state_at(step)  # noqa: E731
+    return CheckpointSaver(config, store, World(), lineage, attempt, fields, state, block_sizes=block_sizes)
 
 
 def save(step: int, store, parent: CheckpointEntry | None = None, **options) -> SaveResult:
@@ -65,10 +73,10 @@ def save(step: int, store, parent: CheckpointEntry | None = None, **options) -> 
 
 
 def save_on_two_ranks(
-    step: int, store, attempt: int = 1, seed: int = 0, chunk: int = DIGEST_CHUNK_BYTES, **options
+    step: int, store, attempt: int = 1, seed: int = 0, block_sizes: BlockSizes = BLOCK_SIZES, **options
 ) -> SaveResult:
     """Write the shards of two ranks, their system calls interleaved by `seed`; rank 0 publishes."""
-    saver = saver_at(step, store, attempt, chunk=chunk, **options)
+    saver = saver_at(step, store, attempt, block_sizes=block_sizes, **options)
     saver.close()
     metadata, saved = metadata_at(step), SaveResult(step, checkpoint_folder(step, attempt))
     planners = [DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False) for _ in range(2)]
@@ -84,7 +92,7 @@ def save_on_two_ranks(
             shard_header(saver.lineage.run, saver.lineage.timeline, step, attempt, rank),
             (str(rank), metadata.owner_state),
             lambda *records: saver._publish(metadata, saved, *records),
-            chunk,
+            block_sizes,
         )
         for rank in range(2)
     ]

@@ -14,6 +14,7 @@ from meshwright.checkpoint.manifest import InvalidManifest, Manifest, canonical_
 from meshwright.checkpoint.restore import restore
 from meshwright.checkpoint.state import parameters_digest
 from meshwright.checkpoint.verify import find_damage
+from meshwright.config import BlockSizes
 from meshwright.parallel.world import World
 from meshwright.store.posix import PosixStore
 
@@ -24,7 +25,7 @@ SHARD = "rank-00000.shard"
 def intact(tmp_path_factory):
     root = tmp_path_factory.mktemp("forged")
     for step in (1, 2):
-        save_on_two_ranks(step, PosixStore(root), chunk=512, keep=9)
+        save_on_two_ranks(step, PosixStore(root), block_sizes=BlockSizes(digest_bytes=512), keep=9)
     return root
 
 

@@ -15,6 +15,7 @@ from meshwright.checkpoint.manifest import MAX_MANIFEST_BYTES, InvalidManifest, 
 from meshwright.checkpoint.restore import RestoreResult, restore
 from meshwright.checkpoint.state import CheckpointState, parameters_digest
 from meshwright.checkpoint.verify import Damage, find_damage
+from meshwright.config import BlockSizes
 from meshwright.errors import CheckpointError, IdentityError
 from meshwright.parallel.world import World
 from meshwright.store.posix import PosixStore
@@ -30,7 +31,13 @@ def intact(tmp_path_factory):
     for name, lineage in (("run", LINEAGE), ("other", RunLineage("ffff0000", 1, {}))):
         (root / name).mkdir()
         for step in (1, 2):
-            save_on_two_ranks(step, PosixStore(root / name), chunk=CHUNK, keep=9, lineage=lineage)
+            save_on_two_ranks(
+                step,
+                PosixStore(root / name),
+                block_sizes=BlockSizes(io_bytes=100, digest_bytes=CHUNK),
+                keep=9,
+                lineage=lineage,
+            )
     return root
 
 
@@ -118,7 +125,7 @@ def test_flipped_bit_in_any_byte_of_a_manifest_is_detected(newest, bit):
 def test_appended_byte_is_detected_in_a_file_that_ends_with_a_chunk(tmp_path, newest):
     store, size = PosixStore(tmp_path / "exact"), (newest / SHARDS[0]).stat().st_size
     os.mkdir(store.root)
-    save_on_two_ranks(2, store, chunk=size)
+    save_on_two_ranks(2, store, block_sizes=BlockSizes(digest_bytes=size))
     assert damage_of(store.root) == []
     with open(store.path(f"checkpoints/{newest.name}/{SHARDS[0]}"), "ab") as file:
         file.write(b"\0")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.config import Batch, BatchConfig, DataConfig, derive_batch
+from meshwright.config import Batch, BatchConfig, BlockSizes, DataConfig, derive_batch
 from meshwright.data import loader as loader_module
 from meshwright.data.loader import Loader, fits_shared_memory
 from meshwright.data.source import ConcatenatedSource, IndexableSource
@@ -56,6 +56,14 @@ def test_sample_order_is_independent_of_workers_and_ranks(workers, data_degree):
     by_rank = [load_ids(IndexDataset(), batch, rank, 2, 9, **workers) for rank in range(data_degree)]
     by_step = [sum((rank[i] for rank in by_rank), []) for i in range(7)]
     assert by_step == [STREAM.step(step).tolist() for step in range(2, 9)]
+
+
+@pytest.mark.parametrize("positions", [1, 7, 24])
+def test_sample_order_is_independent_of_the_block_size(positions):
+    batch, source = Batch(12, 4, 1, 3), ConcatenatedSource([IndexableSource(IndexDataset(), "dataset")])
+    loader = Loader(source, STREAM, batch, 0, DataConfig(), BlockSizes(loader_positions=positions))
+    loaded = [[int(i) for micro in step for i in micro.tensors[0][:, 0]] for step in loader.steps(2, 9)]
+    assert loaded == [STREAM.step(step).tolist() for step in range(2, 9)]
 
 
 @pytest.mark.parametrize("workers", [INLINE, THREADS, PROCESSES])
