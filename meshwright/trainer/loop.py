@@ -34,6 +34,7 @@ from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
 from meshwright.trainer.evaluate import Evaluation
 from meshwright.trainer.identity import build_identity, check_run_folder, write_run_folder
+from meshwright.trainer.observer import TrainingObserver
 from meshwright.trainer.plan_recorder import PlanRecorder
 from meshwright.trainer.precision import Precision, set_determinism
 from meshwright.trainer.resume import ResumeState
@@ -72,6 +73,8 @@ class Job:
     """the cluster that the step time is predicted for; by default this machine, if it was measured"""
     listener: Callable[[Event], None] | None = None
     block_sizes: BlockSizes = BLOCK_SIZES
+    observer: TrainingObserver = field(default_factory=TrainingObserver)
+    """sees every step on every rank"""
 
     def as_attempt(self, attempt: int, restart: int, fork: bool) -> Job:
         """Returns this job as its next attempt. A fork is identified by the job's first attempt, so it happens once."""
@@ -148,6 +151,7 @@ class Training:
                 job.folder, self.config, self.identity
             )  # after every check, or a refused run would change it
         self.batches = loader.steps(self.done, self.config.steps)
+        job.observer.on_start(self)
 
     def _check_identity(self) -> Event:
         """Checks on rank 0 that the run folder belongs to this run, and returns its identity record on every rank."""
@@ -193,6 +197,7 @@ class Training:
             self.config, self.job.layout, self.world, self.parallel_model, self.optimizer, self.precision
         )
         context.signal_seen = self.signals.received
+        context.on_gradient = self.job.observer.on_gradient
         if self.world.rank == 0:
             context.save_state = self.saver.poll
         return Step(context)
@@ -262,6 +267,7 @@ class Training:
         else:
             outcome = self.step.run(self.done, lr, self.batches)
             self.recorder.add(outcome)
+        self.job.observer.on_step(outcome)
         faults.fail_point("step.updated", self.done)
         self.done += 1
         self.control = outcome.control
@@ -298,6 +304,7 @@ class Training:
             self.parallel_model, self.precision, self.world, context.counts_tokens, context.reports_loss
         )
         self.recorder.add_evaluation(self.done - 1, *result)
+        self.job.observer.on_evaluation(self.done - 1, result[0], result[1])
 
     def checkpoint_metadata(self) -> CheckpointMetadata:
         return self.resume.metadata(self.done, self.recorder, self.precision, self.optimizer.used_parameters)
@@ -345,6 +352,7 @@ class Training:
         complete = self.first_step == self.done > 0
         self.log.write("end", **asdict(summary) | {"loss": finite_or_none(summary.loss), "was_complete": complete})
         self.log.close()
+        self.job.observer.on_finish()
         if isinstance(self.module, Objective):
             write = self.world.rank == 0 or not self.job.supervised  # forked ranks share the modules, torchrun's do not
             copy_trained_weights(self.module, user_modules(self.job), write)

@@ -54,6 +54,8 @@ class StepContext:
     """the number of the signal that this rank has received, or 0"""
     save_state: Callable[[int], tuple[bool, bool]] = lambda _done: (False, False)
     """for a number of completed steps: (a checkpoint is due, the previous save has finished)"""
+    on_gradient: Callable[[int, list[MicroBatch]], None] = lambda _step, _batches: None
+    """called with the step and its micro-batches once every parameter has its gradient"""
 
     @classmethod
     def for_rank(
@@ -140,6 +142,8 @@ class Step:
         batches = next(batches_by_step)
 
         control, loss = self.gradient(step, batches, clock)  # copy, forward, backward, sync
+
+        self.context.on_gradient(step, batches)
 
         clock.enter("update")
         scale = self.precision.scale
