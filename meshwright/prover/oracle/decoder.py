@@ -74,8 +74,8 @@ class Decoder:
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """x / sqrt(mean of squares + eps) * weight."""
         wide = at_least_float32(x)
-        mean_square = (wide * wide).mean(dim=-1, keepdim=True)
-        return (wide / (mean_square + self.config.norm_eps).sqrt()).to(x.dtype) * weight
+        mean_square = torch.linalg.vecdot(wide, wide)[..., None] / wide.shape[-1]
+        return (wide * (mean_square + self.config.norm_eps).rsqrt()).to(x.dtype) * weight
 
     def attention(self, block: Parameters, x: Tensor, mask: Tensor) -> Tensor:
         heads, kv_heads = self.config.heads, self.config.kv_heads

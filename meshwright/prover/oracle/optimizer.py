@@ -38,12 +38,11 @@ def adamw(
     """One update (arXiv:1711.05101, algorithm 2); weight decay applies to matrices only."""
     decay = config.weight_decay if parameter.ndim >= 2 else 0.0
     time = moments.updates + 1
-    first = config.beta1 * moments.first + (1 - config.beta1) * gradient
-    second = config.beta2 * moments.second + (1 - config.beta2) * gradient * gradient
-    unbiased_first = first / (1 - config.beta1**time)
-    unbiased_second = second / (1 - config.beta2**time)
-    direction = unbiased_first / (unbiased_second.sqrt() + config.eps) + decay * parameter
-    return parameter - lr * direction, Moments(first, second, time)
+    first = (config.beta1 * moments.first).add_(gradient, alpha=1 - config.beta1)
+    second = (config.beta2 * moments.second).addcmul_(gradient, gradient, value=1 - config.beta2)
+    denominator = (second / (1 - config.beta2**time)).sqrt_().add_(config.eps)
+    direction = (first / (1 - config.beta1**time)).div_(denominator).add_(parameter, alpha=decay)
+    return parameter.sub(direction, alpha=lr), Moments(first, second, time)
 
 
 def router_bias(bias: Tensor, load: Tensor, rate: float) -> Tensor:

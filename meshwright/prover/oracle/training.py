@@ -149,7 +149,8 @@ class ReferenceModel:
         `router_aux_loss`. `scale` is the loss scale, which the gradient no longer has.
         """
         leaves = {n: p.detach().requires_grad_() for n, p in parameters.items() if not n.endswith("router.bias")}
-        total, gradients = 0.0, {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+        total = 0.0
+        gradients: dict[str, Tensor] = {}
         loads: dict[str, Tensor] = {}
         valid = max(1, int((labels != IGNORE_INDEX).sum()))
         for samples in self.training_passes(len(tokens)):
@@ -158,7 +159,7 @@ class ReferenceModel:
             balance = self.config.model.router_aux_loss * result.balance.sum() / len(tokens)
             parts = torch.autograd.grad((mean + balance) * scale, list(leaves.values()), materialize_grads=True)
             for name, part in zip(leaves, parts, strict=True):
-                gradients[name] += part
+                gradients[name] = gradients[name] + part if name in gradients else part
             total += float(mean.detach())
             for name, load in result.loads.items():
                 loads[name] = loads.get(name, torch.zeros_like(load)) + load
