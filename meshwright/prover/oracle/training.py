@@ -15,6 +15,7 @@ from torch import Tensor
 from meshwright.config import IGNORE_INDEX, RunConfig
 from meshwright.errors import ConfigError
 from meshwright.prover.oracle.decoder import Decoder, Parameters
+from meshwright.prover.oracle.equivalent_model import equivalent_parameters
 from meshwright.prover.oracle.initial_values import initial_values
 from meshwright.prover.oracle.optimizer import (
     LossScale,
@@ -44,7 +45,7 @@ class Passes:
     replicas: int = 1
     """data-parallel degree: an evaluation gives every replica each `replicas`-th sample"""
     permute: bool = False
-    """computes the samples and sums the features in another order, which changes results by rounding only"""
+    """computes the samples in another order and with an equivalent model, which changes results by rounding only"""
 
 
 def train(
@@ -67,7 +68,8 @@ def train(
     `dtype` is that of parameters and optimizer state, `autocast` that of matrix products. A `poisoned` step has a loss
     that is not a number, so its update is skipped. With a capacity, `pass_samples` (samples per forward pass of a rank)
     and `replicas` (data-parallel degree) decide which tokens are dropped. `low_precision_units`: FSDP2 unshards every
-    parameter in the autocast dtype, except for the unit with the embedding.
+    parameter in the autocast dtype, except for the unit with the embedding. `permute` changes the results by rounding
+    only, to measure its size.
     """
     if config.model.experts and config.model.capacity_factor and pass_samples is None:
         raise ConfigError(
@@ -188,29 +190,14 @@ class ReferenceModel:
             yield from torch.arange(samples)[replica :: self.passes.replicas].split(self.passes.samples)
 
     def as_used(self, parameters: Parameters) -> Parameters:
-        """The parameters as a forward pass uses them: rounded as FSDP2 unshards them, and permuted."""
-        if self.unit_dtype is not None:
-            kept = ("embedding.weight", "router.bias", *(["decoder.norm.weight"] if self.config.model.tie else []))
-            parameters = {
-                name: value if name.endswith(kept) else value.to(self.unit_dtype) for name, value in parameters.items()
-            }
-        if not self.passes.permute:
+        """The parameters as a forward pass uses them: those of an equivalent model, and rounded as FSDP2 does."""
+        tie = self.config.model.tie
+        if self.passes.permute:
+            parameters = equivalent_parameters(parameters, tie)
+        if self.unit_dtype is None:
             return parameters
-        return {name: permute_features(name, value) for name, value in parameters.items()}
-
-
-def permute_features(name: str, value: Tensor) -> Tensor:
-    """The parameter with its residual and inner features in reversed order: the model computes the same function, and
-    sums in another order.
-    """
-    parts = name.split(".")
-    if parts[-1] == "bias":
-        return value
-    projects_into_residual = "out" in parts or "down" in parts
-    value = value.flip(-2 if projects_into_residual else -1)
-    if {"gate", "up"} & set(parts):
-        return value.flip(-2)
-    return value.flip(-1) if "down" in parts else value
+        kept = ("embedding.weight", "router.bias", *(["decoder.norm.weight"] if tie else []))
+        return {name: p if name.endswith(kept) else p.to(self.unit_dtype) for name, p in parameters.items()}
 
 
 def samples_per_pass(config: RunConfig) -> int:
