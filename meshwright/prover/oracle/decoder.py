@@ -74,7 +74,7 @@ class Decoder:
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """x / sqrt(mean of squares + eps) * weight."""
         wide = at_least_float32(x)
-        mean_square = torch.linalg.vecdot(wide, wide)[..., None] / wide.shape[-1]
+        mean_square = wide.square().mean(dim=-1, keepdim=True)
         return (wide * (mean_square + self.config.norm_eps).rsqrt()).to(x.dtype) * weight
 
     def attention(self, block: Parameters, x: Tensor, mask: Tensor) -> Tensor:
