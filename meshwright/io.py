@@ -74,14 +74,19 @@ def atomic_write(path: Path, content: str | Iterable[str]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+def sync_folder(path: Path) -> None:
+    """Makes the names in a folder durable."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -47,14 +47,17 @@ def open_source(source: SourceConfig, data: DataConfig, vocab: int, separator: i
         dtype = np.dtype("u1")
     else:
         skip_budget = data.bad_sample_budget if data.on_bad_sample == "quarantine" else 0
-        return TokenSource(tokenize_files(source, files, skip_budget, separator), sequence, vocab, source.path)
-    opened: list[Source] = [TokenSource(map_file(file, dtype), sequence, vocab, str(file)) for file in files]
+        ids, cached, notes = tokenize_files(source, files, skip_budget, separator)
+        return TokenSource(ids, sequence, vocab, source.path, cached, notes)
+    opened: list[Source] = [TokenSource(map_file(file, dtype), sequence, vocab, str(file), file) for file in files]
     return opened[0] if len(opened) == 1 else ConcatenatedSource(opened)
 
 
 def find_files(path: str) -> list[Path]:
     """The file, the files of the folder, or the matches of the glob, sorted by name."""
     root = Path(path)
+    if root.exists() and not root.is_file() and not root.is_dir():
+        raise DataError(f"data.path = {path!r} is not a regular file", "expected a file, a folder or a glob")
     files = (
         [root]
         if root.is_file()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.source import Sample, content_digest, masked_tokens
+from meshwright.data.source import ConcatenatedSource, Sample, Source, content_digest, masked_tokens
 from meshwright.errors import DataError
+from meshwright.io import open_regular_file
 
 MAX_FULL_SCAN_BYTES = 256 << 20
 """Files up to this size are fingerprinted and validated completely; of larger files, the size and 64 blocks."""
@@ -19,11 +21,45 @@ SEPARATOR_BYTE = 0
 """The byte that ends every document of a byte-level corpus."""
 
 
-class TokenSource:
-    """One array of token ids, split into samples of `sequence` tokens. The label of a token is the next token."""
+class FileStatus(NamedTuple):
+    """What the file system says about a file; every change of the file changes it."""
 
-    def __init__(self, ids: NDArray[Any], sequence: int, vocab: int, name: str) -> None:
+    device: int
+    inode: int
+    size: int
+    modified: int
+    """nanoseconds"""
+    status_changed: int
+    """nanoseconds"""
+
+    @classmethod
+    def read(cls, file: Path) -> FileStatus | None:
+        """The status of a file, or None if it is gone."""
+        try:
+            status = file.stat()
+        except OSError:
+            return None
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+class TokenSource:
+    """One array of token ids, split into samples of `sequence` tokens. The label of a token is the next token.
+
+    `file` is the file that `ids` is mapped from, if it is; `notes` are what the user should know about the source.
+    """
+
+    def __init__(
+        self,
+        ids: NDArray[Any],
+        sequence: int,
+        vocab: int,
+        name: str,
+        file: Path | None = None,
+        notes: Iterable[str] = (),
+    ) -> None:
         self.ids, self.sequence, self.vocab, self.name = ids, sequence, vocab, name
+        self.file, self.notes = file, tuple(notes)
+        self.status = FileStatus.read(file) if file is not None else None
         if len(ids) <= sequence:
             raise DataError(
                 f"source {name} is empty: it has {len(ids)} token(s), and one sample needs {sequence + 1}",
@@ -48,9 +84,33 @@ class TokenSource:
             raise ValueError(f"token id {int(tokens.max())} is out of range for model.vocab = {self.vocab}")
         return tokens[:-1], tokens[1:]
 
+    @cached_property
+    def content(self) -> str:
+        """A digest of the token ids when it was first read: the content of a mapped file may change."""
+        return self.digest(self.ids)
+
+    def digest(self, ids: NDArray[Any]) -> str:
+        return content_digest("tokens", ids.dtype, len(ids), self.sequence, *(b.tobytes() for b in scan_blocks(ids)))
+
     def fingerprint(self) -> str:
-        blocks = (block.tobytes() for block in scan_blocks(self.ids))
-        return content_digest("tokens", self.ids.dtype, len(self.ids), self.sequence, *blocks)
+        return self.content
+
+    def raise_if_changed(self) -> None:
+        """Raises DataError if the file has other content than at the start. A file is read only if its inode, size or
+        times differ; a deleted file keeps its content for this run.
+        """
+        if self.file is None or self.status is None:
+            return
+        status = FileStatus.read(self.file)
+        if status is None or status == self.status:
+            return
+        now = map_file(self.file, self.ids.dtype)[: len(self.ids)] if status.size == self.status.size else self.ids[:0]
+        if self.digest(now) != self.content:
+            raise DataError(
+                f"data file {self.file} changed during the run",
+                "try to restore its content and to repeat the command: no checkpoint contains the changed data",
+            )
+        self.status = status
 
     def masked_sample(self) -> Sample:
         return masked_tokens(self.sequence)
@@ -67,9 +127,30 @@ def map_file(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
             )
         if size == 0:
             raise DataError(f"source {file} is empty: 0 bytes", "expected a file with data")
-        return np.memmap(file, dtype=dtype, mode="r")
+        with open_regular_file(file) as opened:
+            return np.memmap(opened, dtype=dtype, mode="r")
     except OSError as error:
         raise DataError(f"source {file} cannot be read: {error.strerror}", "try another data.path") from None
+
+
+def token_sources(sources: Iterable[Source]) -> Iterator[TokenSource]:
+    """Every token source in a list of sources, also the parts of concatenated ones."""
+    for source in sources:
+        if isinstance(source, TokenSource):
+            yield source
+        elif isinstance(source, ConcatenatedSource):
+            yield from token_sources(source.sources)
+
+
+def raise_if_changed(sources: Iterable[Source]) -> None:
+    """Raises DataError if a data file has changed since its source was opened. Costs one stat per file."""
+    for source in token_sources(sources):
+        source.raise_if_changed()
+
+
+def source_notes(sources: Iterable[Source]) -> list[str]:
+    """What the user should know about the sources."""
+    return [note for source in token_sources(sources) for note in source.notes]
 
 
 def scan_blocks(ids: NDArray[Any]) -> Iterator[NDArray[Any]]:

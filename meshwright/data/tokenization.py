@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +13,16 @@ from numpy.typing import NDArray
 
 from meshwright.config import SourceConfig
 from meshwright.data.source import content_digest
-from meshwright.data.token_files import SEPARATOR_BYTE, map_file, scan_blocks
-from meshwright.errors import DataError
+from meshwright.data.token_cache import cache_folder, open_token_cache, write_token_cache
+from meshwright.data.token_files import MAX_FULL_SCAN_BYTES, SEPARATOR_BYTE, map_file, scan_blocks
+from meshwright.errors import ConfigError, DataError
+from meshwright.io import read_regular_file
 
 MAX_LINE_BYTES = 64 << 20
 """A longer line is rejected, because a line is decoded in memory."""
+
+MAX_TOKENIZER_BYTES = 256 << 20
+"""Size limit of a tokenizer.json."""
 
 END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "[SEP]")
 """Names by which a tokenizer.json usually declares its end-of-text token, in order of preference."""
@@ -45,37 +48,39 @@ class Encoder:
 
 def tokenize_files(
     source: SourceConfig, files: list[Path], skip_budget: int, separator: int | None
-) -> NDArray[np.uint32]:
-    """The token ids of text or JSONL files, from the cache if the same content was tokenized before.
+) -> tuple[NDArray[np.uint32], Path, list[str]]:
+    """The token ids of text or JSONL files, the cache file that they are mapped from, and notes for the user.
 
-    The cache key is a digest of the content, the tokenizer and the settings that change the ids.
+    The cache key is a digest of the content, the tokenizer and the settings that change the ids. A cache file that is
+    damaged is written again.
     """
     encoder = open_encoder(source, separator)
-    contents = [
-        content_digest(file.stat().st_size, *(block.tobytes() for block in scan_blocks(map_file(file, np.dtype("u1")))))
-        for file in files
-    ]
     field = source.field if source.kind == "jsonl" else ""
+    contents = map(file_digest, files)
     key = content_digest(source.kind, field, encoder.digest, encoder.end_of_document, skip_budget, *contents)
-    cache = Path(os.environ.get("MESHWRIGHT_CACHE") or Path.home() / ".cache" / "meshwright")
-    cached = cache / f"{key}.u32"
-    if not cached.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        # A temporary file and a rename: several ranks may tokenize at once, and a crash leaves no partial cache entry.
-        with tempfile.NamedTemporaryFile(dir=cache, suffix=".part", delete=False) as temporary:
-            try:
-                for ids in encode_documents(source, files, skip_budget, encoder):
-                    temporary.write(np.asarray(ids, dtype="<u4").tobytes())
-                temporary.close()
-                os.replace(temporary.name, cached)
-            except BaseException:
-                os.unlink(temporary.name)
-                raise
-    if not cached.stat().st_size:
+    cached = cache_folder() / f"{key}.tokens"
+    notes = []
+    try:
+        ids = open_token_cache(cached) if cached.exists() else None
+    except DataError as damage:
+        ids, notes = None, [f"{damage.message}; it was written again"]
+    if ids is None:
+        write_token_cache(cached, encode_documents(source, files, skip_budget, encoder))
+        ids = open_token_cache(cached)
+    if not len(ids):
         raise DataError(
             f"source {source.path} is empty: no line could be decoded", "try another data.path or data.field"
         )
-    return map_file(cached, np.dtype("<u4"))
+    return ids, cached, notes
+
+
+def file_digest(file: Path) -> str:
+    """A digest of a file's content. A file that is too large to be read completely also counts as changed if its
+    modification time differs.
+    """
+    content = map_file(file, np.dtype("u1"))
+    modified = file.stat().st_mtime_ns if content.nbytes > MAX_FULL_SCAN_BYTES else 0
+    return content_digest(content.nbytes, modified, *(block.tobytes() for block in scan_blocks(content)))
 
 
 def encode_documents(
@@ -140,11 +145,12 @@ def open_encoder(source: SourceConfig, separator: int | None) -> Encoder:
             f"data.tokenizer = {source.tokenizer!r} needs the tokenizers package", "try pip install 'meshwright[text]'"
         ) from None
     try:
-        raw = Path(source.tokenizer).read_bytes()
+        raw = read_regular_file(Path(source.tokenizer), MAX_TOKENIZER_BYTES, "it", "a tokenizer.json file")
         tokenizer = Tokenizer.from_buffer(raw)
     except Exception as error:  # noqa: BLE001  the library raises bare Exceptions
+        reason = error.message if isinstance(error, ConfigError) else error
         raise DataError(
-            f"tokenizer {source.tokenizer} cannot be read: {error}", "expected a tokenizer.json file"
+            f"tokenizer {source.tokenizer} cannot be read: {reason}", "expected a tokenizer.json file"
         ) from None
     return Encoder(
         lambda text, special: list(tokenizer.encode(text, add_special_tokens=special).ids),

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import select
+import signal
 import subprocess
 import sys
+import tempfile
+from contextlib import suppress
 from typing import Any
 
 from meshwright.config import RunConfig, config_to_dict
 from meshwright.errors import StoppedBeforeStart
+from meshwright.launch.descendants import MARK, end_descendants, with_mark
 from meshwright.recover.failures import Failure, RanksFailed
 from meshwright.telemetry.run_folder import RunFolder
 
@@ -48,20 +53,24 @@ class ForkServer:
     def _start_server(self) -> None:
         self.close()
         self._reader, writer = os.pipe()
+        self._mark = secrets.token_hex(8)
         environment = os.environ | {"OMP_NUM_THREADS": str(self._config.launch.threads), "PYTHONUNBUFFERED": "1"}
-        with open(self._log, "ab") as log:
+        job = {"config": config_to_dict(self._config), "folder": str(self._folder.root.resolve())}
+        # The job is passed in a file: a pipe has room for 64 KiB, and a stopped server would block this process.
+        with open(self._log, "ab") as log, tempfile.TemporaryFile("w+") as job_file:
+            json.dump(job | {"parent": os.getpid(), **self._options}, job_file)
+            job_file.seek(0)
+            files = (writer, job_file.fileno())
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "meshwright.launch.fork_server_process", str(writer)],
+                [sys.executable, "-m", "meshwright.launch.fork_server_process", *map(str, files)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                pass_fds=[writer],
+                pass_fds=files,
                 start_new_session=True,  # the terminal's Ctrl-C reaches this process only, which forwards it once
-                env=environment,
+                env=environment | {MARK: with_mark(self._mark)},
             )
         os.close(writer)
-        job = {"config": config_to_dict(self._config), "folder": str(self._folder.root.resolve())}
-        self._send(job | {"parent": os.getpid(), **self._options})
 
     def _send(self, request: dict[str, Any]) -> None:
         assert self._process is not None
@@ -75,13 +84,17 @@ class ForkServer:
     def poll(self, seconds: float) -> bool:
         """Waits at most `seconds` for the result of the attempt; True once it is there or the server has ended."""
         assert self._process is not None
-        if select.select([self._reader], [], [], seconds)[0]:
+        has_ended = self._process.poll() is not None
+        if select.select([self._reader], [], [], 0 if has_ended else seconds)[0]:
             block = os.read(self._reader, 1 << 16)
             self._result += block
             if not block:
                 self._process.wait()
                 self._busy = False
                 return True
+        elif has_ended:  # a process that a rank has started keeps the pipe open
+            self._busy = False
+            return True
         self._busy = not self._result.endswith(b"\n")  # a truncated line is not a result
         return not self._busy
 
@@ -90,20 +103,27 @@ class ForkServer:
         self._sent_signal = number
         if self._process.poll() is None:
             self._process.send_signal(number)
+            self._process.send_signal(signal.SIGCONT)  # a stopped process handles a signal once it continues
 
     def kill(self) -> None:
         assert self._process is not None
         if self._process.poll() is None:
             self._process.kill()  # the ranks are killed with their parent
             self._process.wait()
+        end_descendants(self._mark)
 
     def close(self) -> None:
-        """Ends the server: it exits when its standard input is closed, and is killed if an attempt still runs."""
+        """Ends the server: it exits when its standard input is closed. It is killed if an attempt still runs, or if it
+        does not exit within the grace period, for example because it is stopped.
+        """
         if self._process is not None and self._process.stdin is not None:
             if self._busy:
                 self.kill()
-            self._process.stdin.close()
-            self._process.wait()
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(self._config.launch.grace_period)
+            self.kill()
             os.close(self._reader)
             self._process = None
 
@@ -111,7 +131,7 @@ class ForkServer:
         """The summary of the attempt; raises RanksFailed, or the error that the server reported."""
         assert self._process is not None
         self._result = self._result if self._result.endswith(b"\n") else b""
-        if not self._result and self._sent_signal:
+        if not self._result and self._sent_signal and self._process.returncode == -self._sent_signal:
             raise StoppedBeforeStart(self._sent_signal)  # the server did not handle signals yet
         if not self._result:
             log_tail = self._log.read_text(errors="replace").splitlines()[-15:] if self._log.exists() else []

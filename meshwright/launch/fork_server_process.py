@@ -1,8 +1,8 @@
 """The fork server: a process that imports torch once, opens the data once, and forks the ranks of every attempt.
 
-It runs as `python -m meshwright.launch.fork_server_process FD`. The job arrives as one line of JSON on standard input,
-followed by one line per attempt. The result of each attempt is written to FD as one line of JSON. The parent process
-never imports torch.
+It runs as `python -m meshwright.launch.fork_server_process RESULTS JOB`, with two file descriptors. The job is read
+from JOB as JSON, and each attempt arrives as one line of JSON on standard input. The result of each attempt is written
+to RESULTS as one line of JSON. The parent process never imports torch.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ class ForkServerProcess:
         return dataclasses.asdict(ranks.results()[0])
 
 
-def main(result_file: int) -> None:
+def main(result_file: int, job_file: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until ranks exist, a signal simply ends this process
-    server = ForkServerProcess(json.loads(sys.stdin.readline()))
+    with os.fdopen(job_file) as file:
+        server = ForkServerProcess(json.load(file))
     exit_with_parent(server.request["parent"])
     with os.fdopen(result_file, "w") as out:
         for line in sys.stdin:
@@ -72,4 +73,4 @@ def attempt_result(server: ForkServerProcess, options: dict[str, Any]) -> dict[s
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -15,6 +15,7 @@ from torch import nn
 from meshwright.config import RunConfig, fingerprint, identity, placement
 from meshwright.data.file_sources import open_sources
 from meshwright.data.source import IndexableSource
+from meshwright.data.token_files import raise_if_changed
 from meshwright.errors import BusyError, ConfigError, MeshwrightError, PeerError, StoppedBySignal
 from meshwright.launch.host_memory import require_host_memory
 from meshwright.launch.ranks import Ranks, cuda_started, raise_if_spawning
@@ -70,11 +71,12 @@ def make_job(
 
 def is_source(value: Any) -> bool:
     """Whether a user's object implements `meshwright.data.source.Source`; other objects are indexed."""
-    return all(hasattr(value, name) for name in ("name", "blank", "fingerprint", "__len__", "__getitem__"))
+    return all(hasattr(value, name) for name in ("name", "masked_sample", "fingerprint", "__len__", "__getitem__"))
 
 
 def start_ranks(job: Job) -> Ranks:
-    """Forks the ranks of an attempt from this process."""
+    """Forks the ranks of an attempt from this process. The data may have changed since an earlier attempt."""
+    raise_if_changed(job.sources)
     share_weights(user_modules(job), spawned=cuda_started())
     ranks = range(job.layout.ranks)
     logs = [job.folder.log(job.attempt, rank) for rank in ranks]

@@ -11,10 +11,9 @@ import faulthandler
 import multiprocessing as mp
 import os
 import pickle
-import shutil
+import secrets
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -29,16 +28,17 @@ import torch
 
 from meshwright.config import LaunchConfig
 from meshwright.errors import ConfigError
+from meshwright.launch.descendants import end_descendants, lead_session
 from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, leave_process_group
+from meshwright.launch.scratch_folder import ScratchFolder, remove_stale_folders
 from meshwright.parallel.world import World
 from meshwright.parent_death import exit_with_parent
 from meshwright.recover.failures import Failure, RanksFailed
-from meshwright.telemetry.heartbeat import Heartbeat, process_start
+from meshwright.telemetry.heartbeat import Heartbeat
 
 Task = tuple[Callable[..., Any], tuple[Any, ...]]
 """The function that a rank runs, and its arguments after `world`."""
 
-FOLDER_PREFIX = "meshwright-ranks-"
 PEER_LOSS_GRACE = 10.0
 """Seconds that the ranks have to end by themselves after one of them reports that it lost a peer."""
 ROOT_CAUSE_GRACE = 2.0
@@ -60,8 +60,8 @@ class Ranks:
     ) -> None:
         preload_optimizer()
         remove_stale_folders()
-        prefix = f"{FOLDER_PREFIX}{os.getpid()}-{process_start(os.getpid())}-"
-        self._folder = tempfile.TemporaryDirectory(prefix=prefix)
+        self._folder = ScratchFolder()
+        self._mark = secrets.token_hex(8)
         context: Any = mp.get_context("spawn" if cuda_started() else "fork")
         self._values: dict[int, Any] = {}
         self._failures: dict[int, Failure] = {}
@@ -75,7 +75,7 @@ class Ranks:
         sys.stderr.flush()
         for rank in range(count):
             reader, writer = context.Pipe(duplex=False)
-            rendezvous = RendezvousInfo(rank, count, rank, store_file=os.path.join(self._folder.name, "store"))
+            rendezvous = RendezvousInfo(rank, count, rank, store_file=str(self._folder.path / "store"))
             target_args = (
                 payload,
                 rendezvous,
@@ -85,6 +85,7 @@ class Ranks:
                 str(logs[rank]) if logs else "",
                 heartbeats[rank] if heartbeats else None,
                 os.getpid(),
+                f"{self._mark}-{rank}",
             )
             process = context.Process(target=_rank_main, args=target_args, name=f"rank {rank}")
             process.start()
@@ -98,25 +99,26 @@ class Ranks:
 
     def _write_task(self, task: Task) -> str:
         """Pickles the task of spawned ranks to a file; with a pipe, a rank that dies early would block this process."""
-        path = os.path.join(self._folder.name, "task")
+        path = self._folder.path / "task"
         try:
-            Path(path).write_bytes(ForkingPickler.dumps(task))
+            path.write_bytes(ForkingPickler.dumps(task))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(
                 "this process has initialized CUDA, so the ranks are spawned, and their arguments cannot be pickled: "
                 f"{error}",
                 "try to call it before anything initializes CUDA (autograd does), or define the arguments in a module",
             ) from None
-        return path
+        return str(path)
 
     def poll(self, seconds: float) -> bool:
         """Waits at most `seconds` for a rank to report or end; True once every rank has ended."""
         if self._sent_signal:
             self._send_signal(self._sent_signal)
-        # A rank reports through its pipe or simply ends; its data workers may keep the pipe open after that.
+        # A rank reports through its pipe or simply ends; processes that it has started may keep both files open.
         sources: dict[Any, int] = {pipe: rank for rank, pipe in self._pipes.items()}
         sources |= {self._processes[rank].sentinel: rank for rank in self._pipes}
-        for rank in sorted({sources[ready] for ready in wait(list(sources), seconds)}):
+        ended = {rank for rank in self._pipes if not self._processes[rank].is_alive()}
+        for rank in sorted(ended | {sources[ready] for ready in wait(list(sources), 0 if ended else seconds)}):
             self._collect(rank)
         now = time.monotonic()
         if self._failures:
@@ -128,17 +130,21 @@ class Ranks:
         return not self._pipes
 
     def _collect(self, rank: int) -> None:
-        """Takes the report of a rank, or its exit status if it left none."""
-        pipe = self._pipes.pop(rank)
+        """Takes the report of a rank, or its exit status if it left none, and ends the processes that it started."""
+        pipe, process = self._pipes.pop(rank), self._processes[rank]
+        if ended := not process.is_alive():
+            end_descendants(f"{self._mark}-{rank}", process.pid)  # one of them might keep an incomplete report open
         try:
             if pipe.poll(0):
                 kind, value = pickle.loads(pipe.recv_bytes())
                 (self._values if kind == "value" else self._failures)[rank] = value
         except (EOFError, OSError):
             pass
-        self._processes[rank].join(PEER_LOSS_GRACE)
+        if not ended:
+            process.join(PEER_LOSS_GRACE)
+            end_descendants(f"{self._mark}-{rank}", process.pid)
         if rank not in self._values and rank not in self._failures:
-            self._failures[rank] = Failure.from_exit_status(rank, self._processes[rank].exitcode or 0)
+            self._failures[rank] = Failure.from_exit_status(rank, process.exitcode or 0)
         pipe.close()
 
     def signal(self, number: int) -> None:
@@ -150,6 +156,7 @@ class Ranks:
         for process in self._processes:
             if process.is_alive():
                 os.kill(process.pid, number)
+                os.kill(process.pid, signal.SIGCONT)  # a stopped process handles a signal once it continues
 
     def kill(self) -> None:
         """Kills the ranks that still run; their failures are secondary, never the root cause."""
@@ -163,18 +170,10 @@ class Ranks:
 
     def results(self) -> list[Any]:
         """The return values in the order of the ranks, or RanksFailed. Removes the temporary folder."""
-        self._folder.cleanup()
+        self._folder.remove()
         if self._failures:
             raise RanksFailed(list(self._failures.values()))
         return [self._values[rank] for rank in sorted(self._values)]
-
-
-def remove_stale_folders() -> None:
-    """Removes the temporary folders of launches that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*-*-*"):
-        pid, start, *_ = folder.name.removeprefix(FOLDER_PREFIX).split("-")
-        if pid.isdigit() and start.isdigit() and process_start(int(pid)) != int(start):
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def cuda_started() -> bool:
@@ -240,9 +239,11 @@ def _rank_main(
     log: str,
     heartbeat_path: Path | None,
     parent: int,
+    mark: str,
 ) -> None:
     """The main function of a rank's process."""
     exit_with_parent(parent)
+    lead_session(mark)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # until the function installs its own handlers
     if log:

@@ -19,6 +19,7 @@ from meshwright.config import BLOCK_SIZES, Batch, BlockSizes, RunConfig
 from meshwright.data.loader import Loader
 from meshwright.data.sample_lookup import build_stream
 from meshwright.data.source import ConcatenatedSource, Source
+from meshwright.data.token_files import raise_if_changed
 from meshwright.errors import CheckpointError, StoppedBySignal
 from meshwright.models.init import build_on_meta, init_shard
 from meshwright.optim.adamw import AdamW
@@ -312,6 +313,7 @@ class Training:
     def save_if_due(self) -> None:
         """Starts a save if the step control vector asked for one, and records the result of the previous save."""
         if self.control.save_due:
+            raise_if_changed(self.job.sources)
             self.recorder.flush()
             self._record_saves(self.saver.save(self.checkpoint_metadata()))
         elif self.control.save_finished:
@@ -322,6 +324,7 @@ class Training:
     def save_now(self) -> None:
         """Saves a checkpoint after this step, and waits for it."""
         self.world.heartbeat.enter("save")
+        raise_if_changed(self.job.sources)
         self._record_saves(self.saver.wait())
         if self.saver.newest_step != self.done and self.config.checkpoint.mode != "off":
             self._record_saves(self.saver.save(self.checkpoint_metadata(), wait=True), required=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshwright.data.stream import Stream
+from meshwright.data.token_files import source_notes
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
 from meshwright.telemetry.events import Event
@@ -40,7 +41,7 @@ def start_record(
         "decoder": job.model is None,
         "layout": str(job.layout),
         "shard": job.config.layout.shard,
-        "notes": unused_settings(job.config, own_model=job.model is not None),
+        "notes": unused_settings(job.config, own_model=job.model is not None) + source_notes(job.sources),
         "pipeline": pipeline_record(job, world.rank),
         "groups": {axis: list(islice(job.layout.groups(axis), MAX_GROUPS)) for axis in job.layout.active_axes},
         "hosts": world.hosts,

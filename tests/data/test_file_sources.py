@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from meshwright.config import DataConfig, SourceConfig, load_config
 from meshwright.data import token_files
 from meshwright.data.file_sources import open_sources
 from meshwright.data.source import ConcatenatedSource
-from meshwright.data.token_files import TokenSource
+from meshwright.data.token_files import TokenSource, raise_if_changed
 from meshwright.errors import DataError
 
 
@@ -105,3 +107,53 @@ def test_mixture_opens_every_source(tmp_path):
     assert [len(source) for source in sources] == [4, 5]
     assert concatenated.locate(4) == (sources[1], 0)
     assert np.array_equal(concatenated[6][0], sources[1][2][0])
+
+
+def test_changed_data_file_is_reported_by_name(tmp_path):
+    for name in "ab":
+        np.arange(90, dtype=np.uint16).tofile(tmp_path / name)
+    sources = open_sources(DataConfig(sequence=4, kind="tokens", path=str(tmp_path)), 256, None)
+    fingerprint = sources[0].fingerprint()
+    raise_if_changed(sources)
+    os.utime(tmp_path / "a")  # the content is the same
+    raise_if_changed(sources)
+    with (tmp_path / "b").open("r+b") as file:
+        file.write(b"\1")
+    with pytest.raises(DataError, match=r"data file .*/b changed during the run"):
+        raise_if_changed(sources)
+    assert sources[0].fingerprint() == fingerprint  # the identity of the run stays that of its start
+
+
+def test_data_file_that_has_grown_was_replaced_or_was_deleted(tmp_path):
+    def opened(name):
+        np.arange(90, dtype=np.uint16).tofile(tmp_path / name)
+        source = open_one(kind="tokens", path=str(tmp_path / name))
+        source.fingerprint()
+        return source
+
+    grown, replaced, deleted = opened("grown"), opened("replaced"), opened("deleted")
+    with (tmp_path / "grown").open("ab") as file:
+        file.write(b"12")
+    np.arange(1, 91, dtype=np.uint16).tofile(tmp_path / "new")
+    os.replace(tmp_path / "new", tmp_path / "replaced")
+    (tmp_path / "deleted").unlink()
+    for source in (grown, replaced):
+        with pytest.raises(DataError, match="changed during the run"):
+            raise_if_changed([source])
+    raise_if_changed([deleted])  # the memory map keeps the content
+
+
+def test_unchanged_data_file_is_not_read_again(tmp_path, monkeypatch):
+    np.arange(90, dtype=np.uint16).tofile(tmp_path / "t")
+    source = open_one(kind="tokens", path=str(tmp_path / "t"))
+    source.fingerprint()
+    monkeypatch.setattr(TokenSource, "digest", lambda *_: pytest.fail("the content was read"))
+    raise_if_changed([source])
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens", "jsonl"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/zero", path)])
+def test_data_path_that_is_not_a_regular_file_is_an_error(tmp_path, kind, make):
+    make(tmp_path / "t")
+    with pytest.raises(DataError, match="is not a regular file"):
+        open_one(kind=kind, path=str(tmp_path / "t"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from meshwright.config import DataConfig, SourceConfig
 from meshwright.data.file_sources import open_sources
+from meshwright.data.tokenization import file_digest
 from meshwright.errors import DataError
 
 WORDS = ["[UNK]", "the", "cat", "sat", "on", "mat"]
@@ -159,3 +162,84 @@ def test_invalid_tokenizer_file_is_an_error(tmp_path):
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(DataError, match=r"tokenizer .*bad\.json cannot be read"):
         open_one(kind="text", path=str(tmp_path / "t.txt"), tokenizer=str(tmp_path / "bad.json"))
+
+
+def damage_half(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 8 * 4])
+
+
+def damage_one_byte(file):
+    content = bytearray(file.read_bytes())
+    content[1] ^= 1
+    file.write_bytes(content)
+
+
+def damage_trailer(file):
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+
+
+def damage_type(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [damage_half, damage_one_byte, damage_trailer, damage_type, lambda file: file.write_bytes(b"")],
+)
+def test_damaged_cache_is_written_again_with_a_note(tmp_path, cache, damage):
+    path = write_jsonl(tmp_path / "t.jsonl", "abcdefgh", "ijklmnop")
+    source = open_one(kind="jsonl", path=path)
+    assert source.notes == ()
+    fingerprint = source.fingerprint()
+    [file] = cache.iterdir()
+    damage(file)
+    repaired = open_one(kind="jsonl", path=path)
+    assert repaired.fingerprint() == fingerprint
+    assert bytes(repaired.ids.astype(np.uint8)) == b"abcdefgh\0ijklmnop\0"
+    [note] = repaired.notes
+    assert "written again" in note
+    assert open_one(kind="jsonl", path=path).notes == ()
+
+
+def test_cache_is_durable_before_it_has_its_name(tmp_path, monkeypatch):
+    calls = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, name=name, real=real: (calls.append(name), real(*args))[1])
+    open_one(kind="jsonl", path=write_jsonl(tmp_path / "t.jsonl", "abcdefgh"))
+    assert calls == ["fsync", "replace", "fsync"]  # the file, its name, the folder
+
+
+def test_two_processes_that_tokenize_at_once_both_succeed(tmp_path, cache):
+    path = write_jsonl(tmp_path / "t.jsonl", *["abcdefgh"] * 2000)
+    context = multiprocessing.get_context("fork")
+    with context.Pool(4) as pool:
+        assert len(set(pool.map(fingerprint_of, [path] * 4, chunksize=1))) == 1
+    assert [file.suffix for file in cache.iterdir()] == [".tokens"]
+
+
+def fingerprint_of(path):
+    return open_one(kind="jsonl", path=path).fingerprint()
+
+
+def test_cache_of_a_large_file_is_not_used_after_the_file_was_written_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("meshwright.data.token_files.MAX_FULL_SCAN_BYTES", 0)
+    monkeypatch.setattr("meshwright.data.tokenization.MAX_FULL_SCAN_BYTES", 0)
+    path = tmp_path / "t.jsonl"
+    line = json.dumps({"text": "x" * 100}) + "\n"
+    path.write_text(line * 300_000)  # larger than 64 blocks of 64 KiB
+    before = file_digest(path)
+    with path.open("r+b") as file:
+        file.seek(100_000)
+        file.write(b"y")
+    os.utime(path, ns=(0, 0))
+    assert file_digest(path) != before
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/zero", path)])
+def test_tokenizer_that_is_not_a_regular_file_is_an_error(tmp_path, make):
+    (tmp_path / "t.txt").write_text("hello")
+    make(tmp_path / "tokenizer.json")
+    with pytest.raises(DataError, match=r"tokenizer\.json cannot be read: .*not a regular file"):
+        open_one(kind="text", path=str(tmp_path / "t.txt"), tokenizer=str(tmp_path / "tokenizer.json"))

@@ -10,7 +10,6 @@ import sys
 
 import pytest
 
-from meshwright.launch.ranks import FOLDER_PREFIX, remove_stale_folders
 from meshwright.parallel.context_parallel.ring_attention import PendingTransfer
 from meshwright.recover.watchdog import (
     STRAGGLER_WINDOW,
@@ -103,27 +102,6 @@ def test_dump_stack_ignores_a_process_with_a_reused_pid(folder, tmp_path):
     write_heartbeats(folder, 1)
     reused = replace(read_back(folder, 1)[0], process_started=1)
     assert dump_stack(reused, tmp_path / "log") == ""
-
-
-def test_temporary_folder_of_a_killed_launch_is_removed_by_the_next(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    left, own = (
-        tmp_path / f"{FOLDER_PREFIX}{dead.pid}-12345-abc",
-        tmp_path / f"{FOLDER_PREFIX}{os.getpid()}-{own_start_time()}-abc",
-    )
-    other = tmp_path / "meshwright-something-else"
-    for path in (left, own, other):
-        path.mkdir()
-    remove_stale_folders()
-    assert (left.exists(), own.exists(), other.exists()) == (False, True, True)
-
-
-def own_start_time():
-    from meshwright.telemetry.heartbeat import process_start
-
-    return process_start(os.getpid())
 
 
 FRAME = '  File "/site/{}.py", line 7 in {}'

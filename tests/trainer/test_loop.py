@@ -20,6 +20,7 @@ from meshwright.config import (
 from meshwright.errors import ConfigError, DataError, IdentityError
 from meshwright.telemetry.events import read_events
 from meshwright.telemetry.phases import STEP_PHASES
+from meshwright.trainer.loop import Training
 
 
 def test_losses_are_equal_on_1_2_and_4_ranks_with_0_and_3_data_workers(tmp_path, small):
@@ -195,3 +196,23 @@ def test_item_that_is_not_numeric_is_named_by_its_sample(tmp_path, item):
 def test_run_config_built_in_python_is_validated_like_a_file(tmp_path, wrong):
     with pytest.raises(ConfigError):
         train(RunConfig(**wrong), run=tmp_path / "r", quiet=True)
+
+
+def test_data_file_that_changes_during_the_run_stops_it_before_the_next_checkpoint(tmp_path, small, monkeypatch):
+    file, real = tmp_path / "tokens", Training.run_step
+    np.arange(20_000, dtype=np.uint16).astype(np.uint8).astype(np.uint16).tofile(file)
+
+    def run_step(training):
+        real(training)
+        if training.done == 3 and training.world.rank == 0:
+            with file.open("r+b") as opened:
+                opened.write(b"\7")
+
+    monkeypatch.setattr(Training, "run_step", run_step)
+    data = ("--data.kind=tokens", f"--data.path={file}")
+    saves = ("--checkpoint.mode=sync", "--checkpoint.every=2", "--checkpoint.seconds=0")
+    with pytest.raises(DataError, match=r"data file .*/tokens changed during the run") as error:
+        train(small(*data, *saves, steps=8), run=tmp_path / "run", quiet=True)
+    assert error.value.exit_code == 6
+    published = {path.parent.name for path in (tmp_path / "run" / "checkpoints").glob("*/manifest.json")}
+    assert published == {"step-00000002.a0001"}

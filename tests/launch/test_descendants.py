@@ -1,0 +1,81 @@
+"""Processes that a rank has started end with it, however it ends, and no other process does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from meshwright.launch.descendants import MARK, end_descendants, with_mark
+from meshwright.launch.ranks import Ranks
+from meshwright.recover.failures import RanksFailed
+
+START = {
+    "program": lambda: subprocess.Popen(["sleep", "1000"]).pid,
+    "session": lambda: subprocess.Popen(["sleep", "1000"], start_new_session=True).pid,
+    "fork": lambda: os.fork() or time.sleep(1000),
+    "orphan": lambda: int(subprocess.check_output(["sh", "-c", "sleep 1000 >/dev/null & echo $!"])),
+}
+"""The ways in which a model or a dataset may start a process."""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def start_all(_world, end: str, path: str):
+    with open(path, "w") as file:
+        for start in START.values():
+            print(start(), file=file)
+    os.replace(path, f"{path}.done")
+    if end == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif end == "fail":
+        raise ValueError("the model fails")
+    elif end == "stopped":
+        time.sleep(1000)
+
+
+@pytest.mark.parametrize("end", ["return", "fail", "kill", "stopped"])
+def test_processes_that_a_rank_has_started_end_with_it(tmp_path, end):
+    bystander = subprocess.Popen(["sleep", "1000"])
+    try:
+        ranks = Ranks(start_all, 1, (end, str(tmp_path / "pids")))
+        deadline = time.monotonic() + 60
+        while not ranks.poll(0.1):
+            assert time.monotonic() < deadline
+            if end == "stopped" and (tmp_path / "pids.done").exists():
+                ranks.kill()  # as after a second Ctrl-C
+        if end == "return":
+            ranks.results()
+        else:
+            with pytest.raises(RanksFailed):
+                ranks.results()
+        pids = [int(line) for line in (tmp_path / "pids.done").read_text().split()]
+        assert len(pids) == len(START)
+        assert not [pid for pid in pids if is_running(pid)]
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_only_processes_with_the_mark_are_ended():
+    marked, other = (
+        subprocess.Popen(["sleep", "1000"], env=os.environ | {MARK: with_mark(mark)}) for mark in ("a-1", "a-10")
+    )
+    try:
+        end_descendants("a-1")
+        assert marked.wait(10) == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        for process in (marked, other):
+            process.kill()
+            process.wait()
