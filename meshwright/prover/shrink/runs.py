@@ -1,0 +1,217 @@
+"""The proof runs of a config: as configured, in float64, with other shapes, at the real sequence length, and resumed on
+another layout. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.config import BatchConfig, LayoutConfig, RunConfig
+from meshwright.config.fingerprint import flatten
+from meshwright.errors import ConfigError
+from meshwright.prover.shrink.layouts import (
+    layouts_after_resume,
+    layouts_with_degree_three,
+    small_layouts,
+)
+from meshwright.prover.shrink.sizes import (
+    CADENCE,
+    SMALL,
+    UNLIMITED,
+    Limits,
+    fit_accumulation,
+    fit_reshard_degree,
+    shrink,
+    small_batch,
+    user_accumulation,
+)
+from meshwright.topology.layout import Layout, stages_per_rank
+from meshwright.topology.unsupported import validate
+
+MAX_SEQUENCE = 16_384
+"""The longest sequence that is proven by default."""
+MAX_RANKS_OF_LONG_SEQUENCES = 4
+VARIATION = Limits(vocab=31)
+"""With few tokens in the vocabulary, every sequence has separators, and so several documents."""
+LONG_SEQUENCE = Limits(kv_heads=1, heads=2, width=16, head_size=8, ffn=16, micro=1, sequence=MAX_SEQUENCE)
+ACCUMULATION = 3
+HELD_OUT = 0.05
+"""The fraction that the variation holds out for evaluation if the user's config holds out nothing."""
+
+
+@dataclass(frozen=True)
+class ProofRun:
+    """A run that is compared with the reference."""
+
+    name: str
+    config: RunConfig
+    """what runs"""
+    changes: tuple[str, ...]
+    """every setting that differs from the user's: "model.width 4096 to 64\""""
+    resume_layout: RunConfig | None = None
+    """if set, the run of `config` is continued from its middle checkpoint with these settings"""
+    masked_labels: bool = False
+    """whether the labels of each sample are masked after a random length, so that ranks have different numbers of valid
+    tokens
+    """
+
+
+def proof_runs(config: RunConfig, full: bool = False) -> list[ProofRun]:
+    """The proof runs of a valid config. With `full`, only the number of steps and the cadences shrink, and layouts of
+    more than eight ranks.
+    """
+    limits = UNLIMITED if full else SMALL
+    layouts = small_layouts(config.layout)
+    configured = [shrink(config, layout, limits) for layout in layouts]
+    if config.precision.compute == "fp64":
+        float64 = configured
+        runs = named_runs(config, "as configured", configured)
+    else:
+        float64 = [as_float64(run) for run in configured]
+        runs = named_runs(config, "as configured", configured) + named_runs(config, "float64", float64)
+    runs += named_runs(config, "variation", variations(config), masked_labels=True)
+    if config.data.sequence > configured[0].data.sequence:
+        long_sequence = at_full_length(config, full)
+        runs.append(ProofRun("long sequence", long_sequence, changes(config, long_sequence)))
+    runs += resumed_on_another_layout(config, as_float64(float64[0]))
+    return runs
+
+
+def named_runs(
+    config: RunConfig, name: str, proofs: Iterable[RunConfig], masked_labels: bool = False
+) -> list[ProofRun]:
+    """The first run has the name, the others the name and their layout."""
+    return [
+        ProofRun(
+            name if index == 0 else f"{name} on {Layout.from_config(proof.layout)}",
+            proof,
+            changes(config, proof),
+            masked_labels=masked_labels,
+        )
+        for index, proof in enumerate(proofs)
+    ]
+
+
+def as_float64(config: RunConfig) -> RunConfig:
+    """The same run in float64 on CPU, whose rounding hides no error, and without gradient compression, which rounds. It
+    always saves checkpoints.
+    """
+    mode = "sync" if config.checkpoint.mode == "off" else config.checkpoint.mode
+    return replace(
+        config,
+        precision=replace(config.precision, compute="fp64"),
+        launch=replace(config.launch, device="cpu"),
+        ddp=replace(config.ddp, comm_hook="none"),
+        checkpoint=replace(config.checkpoint, mode=mode),
+    )
+
+
+def variations(config: RunConfig) -> list[RunConfig]:
+    """What the user's shapes do not exercise: an axis of degree three, uneven pipeline stages, another number of
+    micro-batches, tied weights if they are untied and the reverse, documents, an epsilon so large that AdamW depends on
+    the scale of the gradient, a clip norm that is exceeded in every step, and updates that are skipped.
+
+    A layout of three axes or more is varied with degree two on three axes, and with degree three on two of them.
+    """
+    with_three = next(
+        proof for layout in layouts_with_degree_three(config.layout) if is_valid(proof := vary(config, layout))
+    )
+    axes = Layout.from_config(config.layout).active_mesh_axes
+    if len(axes) < 3:
+        return [with_three]
+    return [vary(config, small_layouts(config.layout)[0]), with_three]
+
+
+def vary(config: RunConfig, layout_config: LayoutConfig) -> RunConfig:
+    layout = Layout.from_config(layout_config)
+    proof = as_float64(shrink(config, layout_config, VARIATION))
+    wanted = 1 if user_accumulation(config) == ACCUMULATION else ACCUMULATION
+    accumulation = fit_accumulation(config, layout, wanted)
+    model, numerics, evaluation = proof.model, proof.numerics, proof.eval
+    return replace(
+        proof,
+        model=replace(
+            model,
+            layers=2 * layout.pipeline * stages_per_rank(config) + 1 if layout.pipeline > 1 else 3,
+            tie=not model.tie,
+            separator=0 if model.separator is None else model.separator,
+        ),
+        batch=BatchConfig(layout.data_degree * accumulation * 2, 2),
+        optimizer=replace(config.optimizer, eps=1e-4, clip=0.1, weight_decay=0.1),
+        numerics=replace(numerics, on_nonfinite="skip", skip_budget=max(numerics.skip_budget, 1)),
+        eval=replace(evaluation, every=CADENCE, holdout=evaluation.holdout or HELD_OUT),
+    )
+
+
+def at_full_length(config: RunConfig, full: bool) -> RunConfig:
+    """One step with the user's sequence length, of as few blocks, heads and samples as the layout allows."""
+    limits = replace(LONG_SEQUENCE, sequence=config.data.sequence) if full else LONG_SEQUENCE
+    layout_config = small_layouts(config.layout, MAX_RANKS_OF_LONG_SEQUENCES)[0]
+    layout = Layout.from_config(layout_config)
+    proof = as_float64(shrink(config, layout_config, limits))
+    stages = layout.pipeline * stages_per_rank(config) if layout.pipeline > 1 else 1
+    return replace(
+        proof,
+        steps=1,
+        model=replace(proof.model, layers=max(stages, min(2, config.model.layers))),
+        batch=small_batch(config, layout, fit_accumulation(config, layout, 1), limits.micro),
+        eval=replace(proof.eval, every=0),
+        checkpoint=replace(proof.checkpoint, mode="off"),
+    )
+
+
+def resumed_on_another_layout(config: RunConfig, proof: RunConfig) -> list[ProofRun]:
+    """The run and the settings with which it continues from its middle checkpoint: another layout, the same identity.
+    None if tokens are dropped, which makes results depend on the layout.
+    """
+    if proof.model.experts and proof.model.capacity_factor:
+        return []
+    for layout_config in layouts_after_resume(proof.layout):
+        resumed = place(proof, layout_config)
+        if resumed is not None:
+            return [ProofRun("another layout", proof, changes(config, proof), resume_layout=resumed)]
+    return []
+
+
+def place(config: RunConfig, layout_config: LayoutConfig) -> RunConfig | None:
+    """The same run on another layout, with the smallest micro-batch; None if the layout does not support it."""
+    layout = Layout.from_config(layout_config)
+    local, remainder = divmod(config.batch.global_, layout.data_degree)
+    if remainder:
+        return None
+    for micro in (m for m in range(1, local + 1) if local % m == 0):
+        resumed = replace(
+            config,
+            layout=layout_config,
+            batch=replace(config.batch, micro=micro),
+            fsdp=fit_reshard_degree(config.fsdp, layout),
+            ddp=replace(config.ddp, static_graph=False),
+        )
+        if is_valid(resumed):
+            return resumed
+    return None
+
+
+def is_valid(config: RunConfig) -> bool:
+    try:
+        validate(config)
+    except ConfigError:
+        return False
+    return True
+
+
+def changes(before: RunConfig, after: RunConfig) -> tuple[str, ...]:
+    """Every setting that differs: "model.width 4096 to 64"."""
+    values = {key: value for key, value, _ in flatten(after)}
+    return tuple(
+        f"{key} {as_text(value)} to {as_text(values[key])}"
+        for key, value, _ in flatten(before)
+        if values[key] != value or type(values[key]) is not type(value)
+    )
+
+
+def as_text(value: Any) -> str:
+    """A value as a run file writes it, without quotes."""
+    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
