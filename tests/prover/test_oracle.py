@@ -1,0 +1,409 @@
+"""The oracle equals transformers, torch.optim and hand-computed values, and so may judge the package."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_run import small_config
+from torch import nn
+
+from meshwright.config import IGNORE_INDEX, ModelConfig, OptimizerConfig, PrecisionConfig, ScheduleConfig
+from meshwright.data.stream import Stream
+from meshwright.errors import ConfigError
+from meshwright.models.init import build_model
+from meshwright.optim import schedule
+from meshwright.prover.oracle.decoder import Decoder
+from meshwright.prover.oracle.equivalent_model import equivalent_parameters
+from meshwright.prover.oracle.initial_values import initial_values, parameter_shapes
+from meshwright.prover.oracle.optimizer import (
+    LossScale,
+    Moments,
+    ReferenceState,
+    adamw,
+    clip_factor,
+    learning_rate,
+    router_bias,
+    step_seed,
+)
+from meshwright.prover.oracle.sampler import CYCLE, Sampler, permute, quotas
+from meshwright.prover.oracle.training import train
+from meshwright.trainer import step as trainer_step
+
+EXACT = 1e-10
+"""Float64 leaves this much between two formulations of the same function."""
+
+MODEL = ModelConfig(vocab=61, width=48, layers=3, heads=6, kv_heads=2, ffn=40, rope_theta=256.0)
+"""The frequencies 256^(-i / 4) are powers of two, which float32 represents exactly."""
+
+
+def random_parameters(model: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Parameters of order one, so that no part of the model is negligible."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = parameter_shapes(model)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64) * (0.3 if len(shape) > 1 else 1.0)
+        for name, shape in shapes.items()
+    }
+
+
+def tokens_and_labels(model: ModelConfig, batch: int = 3, sequence: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(model.vocab, (batch, sequence), generator=torch.Generator().manual_seed(1))
+    labels = tokens.roll(-1, dims=1)
+    labels[:, -1] = IGNORE_INDEX
+    return tokens, labels
+
+
+def in_float64(huggingface: nn.Module, model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """transformers computes norms, rotary angles, routing and the loss in float32; here they are float64."""
+    huggingface = huggingface.double().eval()
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    for name, module in list(huggingface.named_modules()):
+        if type(module).__name__.endswith("RMSNorm"):
+            norm = nn.RMSNorm(model.width, eps=model.norm_eps, dtype=torch.float64)
+            huggingface.get_submodule(name.rpartition(".")[0]).__setattr__(name.rpartition(".")[2], norm)
+    return huggingface
+
+
+def huggingface_settings(model: ModelConfig) -> dict[str, object]:
+    return {
+        "vocab_size": model.vocab,
+        "hidden_size": model.width,
+        "intermediate_size": model.ffn,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "rms_norm_eps": model.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "tie_word_embeddings": model.tie,
+        "attn_implementation": "sdpa",
+    }
+
+
+def common_weights(parameters: dict[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
+    """Embedding, norms, attention and head under their names in Llama checkpoints."""
+    weights = {
+        "model.embed_tokens.weight": parameters["decoder.embedding.weight"],
+        "model.norm.weight": parameters["decoder.norm.weight"],
+        "lm_head.weight": parameters["decoder.embedding.weight" if model.tie else "head.weight"],
+    }
+    for index in range(model.layers):
+        ours, theirs = f"decoder.blocks.{index}", f"model.layers.{index}"
+        weights[f"{theirs}.input_layernorm.weight"] = parameters[f"{ours}.attention_norm.weight"]
+        weights[f"{theirs}.post_attention_layernorm.weight"] = parameters[f"{ours}.ffn_norm.weight"]
+        for a, b in {"q": "q", "k": "k", "v": "v", "out": "o"}.items():
+            weights[f"{theirs}.self_attn.{b}_proj.weight"] = parameters[f"{ours}.attention.{a}.weight"]
+    return weights
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_dense_decoder_equals_llama_of_transformers(tie, monkeypatch):
+    model = replace(MODEL, tie=tie)
+    parameters, (tokens, labels) = random_parameters(model), tokens_and_labels(model)
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**huggingface_settings(model)))
+    weights = common_weights(parameters, model)
+    for index in range(model.layers):
+        for name in ("gate", "up", "down"):
+            weights[f"model.layers.{index}.mlp.{name}_proj.weight"] = parameters[
+                f"decoder.blocks.{index}.ffn.{name}.weight"
+            ]
+    llama = in_float64(llama, model, monkeypatch)
+    llama.load_state_dict(weights, strict=True)
+    with torch.no_grad():
+        expected = llama(tokens, labels=tokens)
+        ours = Decoder(model).forward(parameters, tokens, labels)
+    assert (ours.logits - expected.logits).abs().max() < EXACT
+    mean = ours.token_losses.sum() / (labels != IGNORE_INDEX).sum()
+    assert abs(mean - expected.loss) < EXACT
+
+
+def test_experts_equal_mixtral_of_transformers(monkeypatch):
+    model = replace(MODEL, experts=5, experts_active=2)
+    parameters, (tokens, labels) = random_parameters(model), tokens_and_labels(model)
+    keys = {"num_local_experts": model.experts, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+    mixtral = transformers.MixtralForCausalLM(transformers.MixtralConfig(**huggingface_settings(model), **keys))
+    weights = common_weights(parameters, model)
+    for index in range(model.layers):
+        bank, mlp = f"decoder.blocks.{index}.ffn.bank", f"model.layers.{index}.mlp"
+        parameters[f"decoder.blocks.{index}.ffn.router.bias"].zero_()
+        weights[f"{mlp}.gate.weight"] = parameters[f"decoder.blocks.{index}.ffn.router.weight"]
+        weights[f"{mlp}.experts.gate_up_proj"] = torch.cat([parameters[f"{bank}.gate"], parameters[f"{bank}.up"]], 1)
+        weights[f"{mlp}.experts.down_proj"] = parameters[f"{bank}.down"]
+    mixtral = in_float64(mixtral, model, monkeypatch)
+    mixtral.load_state_dict(weights, strict=True)
+    with torch.no_grad():
+        expected = mixtral(tokens, labels=tokens)
+        ours = Decoder(model).forward(parameters, tokens, labels)
+    assert (ours.logits - expected.logits).abs().max() < EXACT
+
+
+def test_documents_are_computed_as_if_they_were_alone():
+    """A document that starts a sequence gives the logits that it gives without what follows; a later one, those of a
+    sequence in which other documents precede it.
+    """
+    model = replace(MODEL, separator=7)
+    parameters, (tokens, labels) = random_parameters(model), tokens_and_labels(model, batch=1, sequence=12)
+    tokens[tokens == 7] = 8
+    tokens[0, 4] = 7
+    other = tokens.clone()
+    other[0, :4] = torch.tensor([1, 2, 3, 4])
+    decoder = Decoder(model)
+    first, second = (decoder.forward(parameters, t, labels).logits for t in (tokens, other))
+    assert (first[0, 5:] - second[0, 5:]).abs().max() < EXACT
+    assert (first[0, 4] - second[0, 4]).abs().max() > 1e-3  # the separator belongs to the document that it ends
+    alone = decoder.forward(parameters, tokens[:, :5], labels[:, :5]).logits
+    assert (first[0, :5] - alone[0]).abs().max() < EXACT
+
+
+def test_long_sequences_by_query_blocks_equal_one_block(monkeypatch):
+    model = replace(MODEL, separator=7)
+    parameters, batch = random_parameters(model), tokens_and_labels(model)
+    whole = Decoder(model).forward(parameters, *batch).logits
+    monkeypatch.setattr("meshwright.prover.oracle.decoder.LONG_SEQUENCE", 10)
+    monkeypatch.setattr("meshwright.prover.oracle.decoder.QUERY_BLOCK", 7)
+    assert (Decoder(model).forward(parameters, *batch).logits - whole).abs().max() < EXACT
+
+
+def test_equivalent_parameters_compute_the_same_function():
+    for model in (MODEL, replace(MODEL, tie=True), replace(MODEL, experts=4, experts_shared=1)):
+        parameters, batch = random_parameters(model), tokens_and_labels(model)
+        decoder = Decoder(model)
+        changed = equivalent_parameters(parameters, model.tie)
+        assert any(not torch.equal(changed[name], parameters[name]) for name in parameters)
+        logits = [decoder.forward(values, *batch).logits for values in (parameters, changed)]
+        assert (logits[0] - logits[1]).abs().max() < EXACT
+
+
+def test_expert_of_a_single_choice_is_weighted_by_its_probability():
+    model = replace(MODEL, experts=3, experts_active=1)
+    block = {
+        name.removeprefix("decoder.blocks.0."): value
+        for name, value in random_parameters(model).items()
+        if "blocks.0." in name
+    }
+    x = torch.randn(1, 4, model.width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    decoder = Decoder(model)
+    out, balance, load = decoder.experts(block, x)
+    scores = x[0] @ block["ffn.router.weight"].mT
+    expected = torch.zeros_like(x[0])
+    for token, row in enumerate(scores):
+        expert = int((row + block["ffn.router.bias"]).argmax())
+        matrices = (block[f"ffn.bank.{name}"][expert] for name in ("gate", "up", "down"))
+        expected[token] = row.softmax(0)[expert] * decoder.swiglu(x[0, token], *matrices)
+    assert (out[0] - expected).abs().max() < EXACT
+    frequency = 3 * load / 4
+    assert abs(balance[0] - (frequency * scores.softmax(1).mean(0)).sum()) < EXACT
+
+
+def test_capacity_drops_the_last_tokens_of_an_expert():
+    model = replace(MODEL, experts=2, experts_active=1, capacity_factor=0.5)
+    chosen = torch.tensor([[0], [0], [1], [0], [0], [0], [0], [1]])
+    is_chosen = torch.arange(2) == chosen
+    accepted = Decoder(model).accept(chosen, is_chosen)  # ceil(0.5 x 8 / 2) = 2 tokens per expert
+    assert accepted.nonzero().tolist() == [[0, 0], [1, 0], [2, 1], [7, 1]]
+
+
+def test_capacity_without_the_samples_of_a_pass_is_refused():
+    config = small_config("--model.experts=4", "--model.capacity_factor=1.0")
+    with pytest.raises(ConfigError, match="pass_samples"):
+        train(config, read_sample, [500], steps=range(1))
+
+
+def read_sample(sample: int) -> tuple[np.ndarray, np.ndarray]:
+    """A sample whose labels are masked after a length that differs from sample to sample."""
+    tokens = np.random.Generator(np.random.Philox(key=sample)).integers(0, 256, 17)
+    labels = tokens[1:].copy()
+    labels[sample % 17 :] = IGNORE_INDEX
+    return tokens[:-1], labels
+
+
+@pytest.mark.parametrize("overrides", [(), ("--model.experts=4", "--model.router_aux_loss=0.5")])
+def test_gradient_equals_finite_differences_of_the_loss(overrides):
+    config = small_config(*overrides)
+    trace = train(config, read_sample, [500], steps=range(1))
+    step, change = trace.steps[0], 1e-4
+    for name in ("decoder.blocks.1.attention.k.weight", "decoder.blocks.0.ffn_norm.weight", "decoder.embedding.weight"):
+        place = tuple(step.gradients[name].abs().flatten().argmax().unsqueeze(0).tolist())
+        losses = []
+        for sign in (1, -1):
+            parameters = {key: value.clone() for key, value in trace.initial.items()}
+            parameters[name].view(-1)[place[0]] += sign * change
+            result = Decoder(config.model).forward(parameters, step.inputs, step.labels)
+            mean = result.token_losses.sum() / step.tokens
+            losses.append(float(mean + config.model.router_aux_loss * result.balance.mean() * bool(overrides)))
+        slope = (losses[0] - losses[1]) / (2 * change)
+        assert slope == pytest.approx(float(step.gradients[name].flatten()[place[0]]), rel=1e-5)
+
+
+def test_loss_is_the_mean_over_valid_tokens_and_passes_do_not_matter(monkeypatch):
+    config = small_config("--optimizer.clip=0")
+    whole = train(config, read_sample, [500], steps=range(2))
+    step = whole.steps[0]
+    result = Decoder(config.model).forward(whole.initial, step.inputs, step.labels)
+    assert step.tokens == int((step.labels != IGNORE_INDEX).sum()) == int((result.token_losses > 0).sum())
+    assert step.loss == pytest.approx(float(result.token_losses.sum()) / step.tokens, rel=1e-12)
+    monkeypatch.setattr("meshwright.prover.oracle.training.ELEMENTS_PER_PASS", 1)
+    by_sample = train(config, read_sample, [500], steps=range(2), permute=True)
+    for a, b in zip(whole.steps, by_sample.steps, strict=True):
+        assert all((a.parameters[name] - b.parameters[name]).abs().max() < EXACT for name in a.parameters)
+
+
+def test_run_continues_from_a_state_as_if_it_had_not_stopped():
+    config = small_config("--model.experts=4", "--eval.every=2")
+    whole = train(config, read_sample, [500], steps=range(4))
+    first = train(config, read_sample, [500], steps=range(2))
+    moments = {
+        name: Moments(
+            first.moments[f"{name}/exp_avg"], first.moments[f"{name}/exp_avg_sq"], int(first.moments[f"{name}/step"])
+        )
+        for name in first.steps[0].gradients
+    }
+    start = ReferenceState(first.steps[-1].parameters, moments)
+    second = train(config, read_sample, [500], steps=range(2, 4), start=start)
+    assert [step for step, *_ in whole.evaluations] == [1, 3]
+    assert whole.evaluations == first.evaluations + second.evaluations
+    for name, value in whole.steps[-1].parameters.items():
+        assert torch.equal(value, second.steps[-1].parameters[name])
+
+
+def test_poisoned_step_changes_nothing():
+    config = small_config("--model.experts=4")
+    trace = train(config, read_sample, [500], steps=range(3), poisoned=frozenset({1}))
+    assert math.isnan(trace.steps[1].loss)
+    assert all(torch.equal(trace.steps[1].parameters[n], value) for n, value in trace.steps[0].parameters.items())
+    assert not torch.equal(
+        trace.steps[2].parameters["decoder.norm.weight"], trace.steps[1].parameters["decoder.norm.weight"]
+    )
+    assert float(trace.moments["decoder.norm.weight/step"]) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_differs_from_float64_by_its_rounding(dtype):
+    compute = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    config = small_config(f"--precision.compute={compute}", "--precision.loss_scale=1024")
+    low = train(config, read_sample, [500], steps=range(1), dtype=torch.float32, autocast=dtype).steps[0]
+    exact = train(config, read_sample, [500], steps=range(1)).steps[0]
+    resolution = torch.finfo(dtype).eps
+    for name, gradient in exact.gradients.items():
+        error = float((low.gradients[name].double() - gradient).norm() / gradient.norm())
+        assert 0.01 * resolution < error < 4 * resolution, name
+
+
+def test_adamw_equals_torch():
+    config = OptimizerConfig(lr=0.02, weight_decay=0.3, eps=1e-3)
+    generator = torch.Generator().manual_seed(0)
+    for shape, decay in (((3, 4), 0.3), ((5,), 0.0)):
+        value = torch.randn(shape, generator=generator, dtype=torch.float64)
+        parameter = nn.Parameter(value.clone())
+        torch_adamw = torch.optim.AdamW([parameter], lr=0.02, betas=(0.9, 0.95), eps=1e-3, weight_decay=decay)
+        moments = Moments(torch.zeros_like(value), torch.zeros_like(value))
+        for _ in range(4):
+            parameter.grad = torch.randn(shape, generator=generator, dtype=torch.float64)
+            value, moments = adamw(value, parameter.grad, moments, 0.02, config)
+            torch_adamw.step()
+        assert (value - parameter.detach()).abs().max() < 1e-14
+
+
+def test_clipping_limits_the_norm_and_zero_disables_it():
+    assert clip_factor(4.0, 1.0) == 0.25
+    assert clip_factor(0.5, 1.0) == clip_factor(4.0, 0.0) == 1.0
+
+
+def test_router_bias_moves_against_the_load():
+    bias = router_bias(torch.zeros(4, dtype=torch.float64), torch.tensor([3, 5, 4, 4]), 0.1)
+    assert bias.tolist() == [0.1, -0.1, 0.0, 0.0]
+
+
+def test_loss_scale_halves_after_an_overflow_and_doubles_after_finite_steps():
+    scale = LossScale.from_config(PrecisionConfig(compute="fp16", loss_scale=8.0, scale_interval=2))
+    scales = []
+    for finite in (True, False, True, True, True, True):
+        scale = scale.after(finite)
+        scales.append(scale.scale)
+    assert scales == [8, 4, 4, 8, 8, 16]
+    assert LossScale.from_config(PrecisionConfig()).after(False).scale == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "points"),
+    [
+        ({"kind": "constant", "warmup": 4}, {0: 0.25, 3: 1.0, 4: 1.0, 99: 1.0}),
+        ({"kind": "linear", "warmup": 0, "floor": 0.0}, {0: 1.0, 33: 2 / 3, 99: 0.0}),
+        ({"kind": "cosine", "warmup": 1, "floor": 0.2}, {0: 1.0, 1: 1.0, 50: 0.6, 99: 0.2, 120: 0.2}),
+        ({"kind": "wsd", "warmup": 10, "floor": 0.1, "decay": 0.2}, {9: 1.0, 80: 1.0, 99: 0.1}),
+    ],
+)
+def test_learning_rate_at_hand_computed_points(keys, points):
+    config = ScheduleConfig(**keys)
+    for step, fraction in points.items():
+        assert learning_rate(step, 100, 2.0, config) == pytest.approx(2 * fraction, rel=1e-12)
+    for step in range(110):
+        assert learning_rate(step, 100, 2.0, config) == pytest.approx(
+            schedule.learning_rate(step, 100, 2.0, config), rel=1e-12
+        )
+
+
+def test_step_seed_is_that_of_the_trainer():
+    assert all(step_seed(5, step, c) == trainer_step.step_seed(5, step, c) for step in (0, 7) for c in (0, 3))
+
+
+def test_initial_values_are_those_of_the_package():
+    for overrides in (
+        ("--model.vocab=1500",),
+        ("--model.tie=true",),
+        ("--model.experts=3", "--model.experts_shared=2"),
+    ):
+        config = small_config(*overrides, "--seed=3")
+        model = build_model(config.model, config.seed)
+        expected = dict(model.named_parameters()) | dict(model.named_buffers())
+        values = initial_values(config)
+        assert values.keys() == expected.keys()
+        assert all(torch.equal(values[name], value) for name, value in expected.items())
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 300), st.text(max_size=5))
+def test_permutation_is_one_to_one(n, key):
+    assert sorted(permute(key, n, value) for value in range(n)) == list(range(n))
+
+
+def test_quotas_follow_the_weights():
+    assert quotas([1, 1, 1]) == [3334, 3333, 3333]
+    assert quotas([0.7, 0.2, 0.1]) == [7000, 2000, 1000]
+
+
+MIXTURE = Sampler(seed=3, global_batch=32, lengths=(70, 1000, 41), weights=(1.0, 2.5, 0.5), holdout=0.05)
+
+
+def test_epochs_are_complete_and_evaluation_reads_other_samples():
+    sampler = replace(MIXTURE, lengths=(130,), weights=(1.0,))
+    held_out = sampler.evaluated(100)
+    assert len(held_out) == 6
+    epochs = [[sampler.sample(124 * epoch + i) for i in range(124)] for epoch in range(3)]
+    assert all(sorted(epoch + held_out) == list(range(130)) for epoch in epochs)
+    assert all(a != b for a, b in pairwise(epochs))
+
+
+def test_mixture_has_its_quotas_in_every_cycle():
+    for cycle in (0, 5):
+        sources = [MIXTURE.place(cycle * CYCLE + position)[0] for position in range(CYCLE)]
+        assert [sources.count(source) for source in range(3)] == quotas(MIXTURE.weights) == [2500, 6250, 1250]
+    held_out = set(MIXTURE.evaluated(10_000))
+    assert len(held_out) == 3 + 50 + 2
+    assert not held_out & {MIXTURE.sample(position) for position in range(3000)}
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**50), st.sampled_from([MIXTURE, replace(MIXTURE, lengths=(10**12,), weights=(1.0,), seed=9)]))
+def test_sample_order_is_that_of_the_package_at_any_position(position, sampler):
+    stream = Stream.from_lengths(sampler.seed, sampler.global_batch, sampler.lengths, sampler.weights, sampler.holdout)
+    step = position // sampler.global_batch
+    assert sampler.step(step) == stream.step(step).tolist()
+    assert sampler.evaluated(50) == stream.held_out_samples(50).tolist()
