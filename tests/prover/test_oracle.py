@@ -4,38 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from small_run import small_config
 from torch import nn
 
-from meshwright.config import IGNORE_INDEX, ModelConfig, OptimizerConfig, PrecisionConfig, ScheduleConfig
-from meshwright.data.stream import Stream
+from meshwright.config import IGNORE_INDEX, ModelConfig
 from meshwright.errors import ConfigError
 from meshwright.models.init import build_model
-from meshwright.optim import schedule
 from meshwright.prover.oracle.decoder import Decoder
 from meshwright.prover.oracle.equivalent_model import equivalent_parameters
 from meshwright.prover.oracle.initial_values import initial_values, parameter_shapes
 from meshwright.prover.oracle.optimizer import (
-    LossScale,
     Moments,
     ReferenceState,
-    adamw,
-    clip_factor,
-    learning_rate,
-    router_bias,
-    step_seed,
 )
-from meshwright.prover.oracle.sampler import CYCLE, Sampler, permute, quotas
 from meshwright.prover.oracle.training import train
-from meshwright.trainer import step as trainer_step
 
 EXACT = 1e-10
 """Float64 leaves this much between two formulations of the same function."""
@@ -296,64 +283,6 @@ def test_low_precision_differs_from_float64_by_its_rounding(dtype):
         assert 0.01 * resolution < error < 4 * resolution, name
 
 
-def test_adamw_equals_torch():
-    config = OptimizerConfig(lr=0.02, weight_decay=0.3, eps=1e-3)
-    generator = torch.Generator().manual_seed(0)
-    for shape, decay in (((3, 4), 0.3), ((5,), 0.0)):
-        value = torch.randn(shape, generator=generator, dtype=torch.float64)
-        parameter = nn.Parameter(value.clone())
-        torch_adamw = torch.optim.AdamW([parameter], lr=0.02, betas=(0.9, 0.95), eps=1e-3, weight_decay=decay)
-        moments = Moments(torch.zeros_like(value), torch.zeros_like(value))
-        for _ in range(4):
-            parameter.grad = torch.randn(shape, generator=generator, dtype=torch.float64)
-            value, moments = adamw(value, parameter.grad, moments, 0.02, config)
-            torch_adamw.step()
-        assert (value - parameter.detach()).abs().max() < 1e-14
-
-
-def test_clipping_limits_the_norm_and_zero_disables_it():
-    assert clip_factor(4.0, 1.0) == 0.25
-    assert clip_factor(0.5, 1.0) == clip_factor(4.0, 0.0) == 1.0
-
-
-def test_router_bias_moves_against_the_load():
-    bias = router_bias(torch.zeros(4, dtype=torch.float64), torch.tensor([3, 5, 4, 4]), 0.1)
-    assert bias.tolist() == [0.1, -0.1, 0.0, 0.0]
-
-
-def test_loss_scale_halves_after_an_overflow_and_doubles_after_finite_steps():
-    scale = LossScale.from_config(PrecisionConfig(compute="fp16", loss_scale=8.0, scale_interval=2))
-    scales = []
-    for finite in (True, False, True, True, True, True):
-        scale = scale.after(finite)
-        scales.append(scale.scale)
-    assert scales == [8, 4, 4, 8, 8, 16]
-    assert LossScale.from_config(PrecisionConfig()).after(False).scale == 1
-
-
-@pytest.mark.parametrize(
-    ("keys", "points"),
-    [
-        ({"kind": "constant", "warmup": 4}, {0: 0.25, 3: 1.0, 4: 1.0, 99: 1.0}),
-        ({"kind": "linear", "warmup": 0, "floor": 0.0}, {0: 1.0, 33: 2 / 3, 99: 0.0}),
-        ({"kind": "cosine", "warmup": 1, "floor": 0.2}, {0: 1.0, 1: 1.0, 50: 0.6, 99: 0.2, 120: 0.2}),
-        ({"kind": "wsd", "warmup": 10, "floor": 0.1, "decay": 0.2}, {9: 1.0, 80: 1.0, 99: 0.1}),
-    ],
-)
-def test_learning_rate_at_hand_computed_points(keys, points):
-    config = ScheduleConfig(**keys)
-    for step, fraction in points.items():
-        assert learning_rate(step, 100, 2.0, config) == pytest.approx(2 * fraction, rel=1e-12)
-    for step in range(110):
-        assert learning_rate(step, 100, 2.0, config) == pytest.approx(
-            schedule.learning_rate(step, 100, 2.0, config), rel=1e-12
-        )
-
-
-def test_step_seed_is_that_of_the_trainer():
-    assert all(step_seed(5, step, c) == trainer_step.step_seed(5, step, c) for step in (0, 7) for c in (0, 3))
-
-
 def test_initial_values_are_those_of_the_package():
     for overrides in (
         ("--model.vocab=1500",),
@@ -366,44 +295,3 @@ def test_initial_values_are_those_of_the_package():
         values = initial_values(config)
         assert values.keys() == expected.keys()
         assert all(torch.equal(values[name], value) for name, value in expected.items())
-
-
-@settings(max_examples=20)
-@given(st.integers(1, 300), st.text(max_size=5))
-def test_permutation_is_one_to_one(n, key):
-    assert sorted(permute(key, n, value) for value in range(n)) == list(range(n))
-
-
-def test_quotas_follow_the_weights():
-    assert quotas([1, 1, 1]) == [3334, 3333, 3333]
-    assert quotas([0.7, 0.2, 0.1]) == [7000, 2000, 1000]
-
-
-MIXTURE = Sampler(seed=3, global_batch=32, lengths=(70, 1000, 41), weights=(1.0, 2.5, 0.5), holdout=0.05)
-
-
-def test_epochs_are_complete_and_evaluation_reads_other_samples():
-    sampler = replace(MIXTURE, lengths=(130,), weights=(1.0,))
-    held_out = sampler.evaluated(100)
-    assert len(held_out) == 6
-    epochs = [[sampler.sample(124 * epoch + i) for i in range(124)] for epoch in range(3)]
-    assert all(sorted(epoch + held_out) == list(range(130)) for epoch in epochs)
-    assert all(a != b for a, b in pairwise(epochs))
-
-
-def test_mixture_has_its_quotas_in_every_cycle():
-    for cycle in (0, 5):
-        sources = [MIXTURE.place(cycle * CYCLE + position)[0] for position in range(CYCLE)]
-        assert [sources.count(source) for source in range(3)] == quotas(MIXTURE.weights) == [2500, 6250, 1250]
-    held_out = set(MIXTURE.evaluated(10_000))
-    assert len(held_out) == 3 + 50 + 2
-    assert not held_out & {MIXTURE.sample(position) for position in range(3000)}
-
-
-@settings(max_examples=20)
-@given(st.integers(0, 2**50), st.sampled_from([MIXTURE, replace(MIXTURE, lengths=(10**12,), weights=(1.0,), seed=9)]))
-def test_sample_order_is_that_of_the_package_at_any_position(position, sampler):
-    stream = Stream.from_lengths(sampler.seed, sampler.global_batch, sampler.lengths, sampler.weights, sampler.holdout)
-    step = position // sampler.global_batch
-    assert sampler.step(step) == stream.step(step).tolist()
-    assert sampler.evaluated(50) == stream.held_out_samples(50).tolist()
