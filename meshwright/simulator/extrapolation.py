@@ -34,7 +34,7 @@ class ExtrapolationError(ValueError):
 
 
 @dataclass(frozen=True)
-class StepTrace:
+class SimulatedStep:
     """The collectives and the memory timeline of one step."""
 
     collectives: CollectiveSums
@@ -65,7 +65,7 @@ class Extrapolation:
         return cls(target - strides * stride, stride, strides)
 
 
-def extrapolate(traces: Sequence[StepTrace], strides: int) -> StepTrace:
+def extrapolate(traces: Sequence[SimulatedStep], strides: int) -> SimulatedStep:
     """Returns a single trace as it is, and extends the line through two traces by this many strides."""
     if len(traces) == 1:
         return traces[0]
@@ -80,7 +80,7 @@ def extrapolate(traces: Sequence[StepTrace], strides: int) -> StepTrace:
         timeline.append(
             (phase, [(allocation, linear_bytes(a, b, strides)) for (allocation, a), (_, b) in matches])
         )  # fmt: skip
-    return StepTrace(collectives, timeline)
+    return SimulatedStep(collectives, timeline)
 
 
 def match_phases(

@@ -25,7 +25,7 @@ from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.pipeline_parallel.stages import StagePlan, stage_plan
 from meshwright.parallel.tensor_parallel import decoder_parallel_spec
 from meshwright.parallel.world import World
-from meshwright.simulator.extrapolation import MemoryTimeline, StepTrace
+from meshwright.simulator.extrapolation import MemoryTimeline, SimulatedStep
 from meshwright.simulator.fake_ddp import FakeDDP
 from meshwright.simulator.uniform_routing import route_uniformly
 from meshwright.telemetry.memory_classes import TENSOR_CLASSES
@@ -106,7 +106,7 @@ def fake_world(rank: int, ranks: int) -> Iterator[World]:
 
 def run_second_step(
     config: RunConfig, layout: Layout, batch: Batch, world: World, size: StepSize
-) -> tuple[StepTrace, InFlightTracker | None]:
+) -> tuple[SimulatedStep, InFlightTracker | None]:
     """Runs two steps and traces the second, because the first one allocates what is allocated once per run."""
     fake_tensors = FakeTensors()
     clear_dtensor_cache()
@@ -150,7 +150,7 @@ def shrink_stages(plan: StagePlan, size: StepSize) -> StagePlan:
 
 def trace_second_step(
     config: RunConfig, layout: Layout, batch: Batch, world: World, model: ParallelModel
-) -> tuple[StepTrace, InFlightTracker | None]:
+) -> tuple[SimulatedStep, InFlightTracker | None]:
     optimizer = FakeOptimizer(model.parameters(), config.optimizer, layout, world, config.optimizer.cpu_offload)
     precision = Precision(config.precision, world.device)
     step = FakeStep(StepContext.for_rank(config, layout, world, model, optimizer, precision))
@@ -160,7 +160,7 @@ def trace_second_step(
         outcome = step.run(1, LR, batches, counters.enter)
     assert isinstance(counters.memory, MemoryTimelineTracker)
     collectives = {(row.axis, row.collective, row.ranks): (row.calls, row.message_bytes) for row in counters.rows()}
-    return StepTrace(collectives, counters.memory.timeline), outcome.in_flight
+    return SimulatedStep(collectives, counters.memory.timeline), outcome.in_flight
 
 
 def micro_batches(batch: Batch, sequence: int) -> Iterator[list[MicroBatch]]:

@@ -15,7 +15,7 @@ from meshwright.simulator.extrapolation import (
     ClassBytes,
     Extrapolation,
     ExtrapolationError,
-    StepTrace,
+    SimulatedStep,
     extrapolate,
     peaks,
 )
@@ -111,7 +111,7 @@ class StepSimulator:
         self.config, self.layout, self.batch, self.world, self.blocks = config, layout, batch, world, blocks
         self.in_flight: InFlightTracker | None = None
 
-    def extrapolate(self, blocks: Extrapolation, micro_steps: Extrapolation) -> StepTrace:
+    def extrapolate(self, blocks: Extrapolation, micro_steps: Extrapolation) -> SimulatedStep:
         """Extrapolates over blocks first, then over micro-steps. All stages grow by the same number of blocks."""
         by_micro_steps = []
         for micro_count in micro_steps.simulated_counts:
@@ -119,7 +119,7 @@ class StepSimulator:
             by_micro_steps.append(extrapolate(by_blocks, blocks.strides))
         return extrapolate(by_micro_steps, micro_steps.strides)
 
-    def run(self, blocks: int, micro_steps: int, target_blocks: int) -> StepTrace:
+    def run(self, blocks: int, micro_steps: int, target_blocks: int) -> SimulatedStep:
         size = StepSize(tuple(count - (target_blocks - blocks) for count in self.blocks), micro_steps)
         try:
             trace, self.in_flight = run_second_step(self.config, self.layout, self.batch, self.world, size)
@@ -167,7 +167,7 @@ def describe(blocks: Extrapolation, micro_steps: Extrapolation) -> list[str]:
     return lines
 
 
-def collective_totals(trace: StepTrace) -> list[CollectiveTotal]:
+def collective_totals(trace: SimulatedStep) -> list[CollectiveTotal]:
     """The rows that a `CommCounter` would report."""
     rows = [
         CollectiveTotal(axis, collective, calls, message_bytes, wire_bytes(collective, message_bytes, ranks), ranks)

@@ -15,7 +15,7 @@ from torch import nn
 from meshwright.config import IGNORE_INDEX, ModelConfig
 from meshwright.errors import ConfigError
 from meshwright.models.init import build_model
-from meshwright.prover.oracle.decoder import Decoder
+from meshwright.prover.oracle.decoder import ReferenceDecoder
 from meshwright.prover.oracle.equivalent_model import equivalent_parameters
 from meshwright.prover.oracle.initial_values import initial_values, parameter_shapes
 from meshwright.prover.oracle.optimizer import (
@@ -105,7 +105,7 @@ def test_dense_decoder_equals_llama_of_transformers(tie, monkeypatch):
     llama.load_state_dict(weights, strict=True)
     with torch.no_grad():
         expected = llama(tokens, labels=tokens)
-        ours = Decoder(model).forward(parameters, tokens, labels)
+        ours = ReferenceDecoder(model).forward(parameters, tokens, labels)
     assert (ours.logits - expected.logits).abs().max() < EXACT
     mean = ours.token_losses.sum() / (labels != IGNORE_INDEX).sum()
     assert abs(mean - expected.loss) < EXACT
@@ -127,7 +127,7 @@ def test_experts_equal_mixtral_of_transformers(monkeypatch):
     mixtral.load_state_dict(weights, strict=True)
     with torch.no_grad():
         expected = mixtral(tokens, labels=tokens)
-        ours = Decoder(model).forward(parameters, tokens, labels)
+        ours = ReferenceDecoder(model).forward(parameters, tokens, labels)
     assert (ours.logits - expected.logits).abs().max() < EXACT
 
 
@@ -141,7 +141,7 @@ def test_documents_are_computed_as_if_they_were_alone():
     tokens[0, 4] = 7
     other = tokens.clone()
     other[0, :4] = torch.tensor([1, 2, 3, 4])
-    decoder = Decoder(model)
+    decoder = ReferenceDecoder(model)
     first, second = (decoder.forward(parameters, t, labels).logits for t in (tokens, other))
     assert (first[0, 5:] - second[0, 5:]).abs().max() < EXACT
     assert (first[0, 4] - second[0, 4]).abs().max() > 1e-3  # the separator belongs to the document that it ends
@@ -152,16 +152,16 @@ def test_documents_are_computed_as_if_they_were_alone():
 def test_long_sequences_by_query_blocks_equal_one_block(monkeypatch):
     model = replace(MODEL, separator=7)
     parameters, batch = random_parameters(model), tokens_and_labels(model)
-    whole = Decoder(model).forward(parameters, *batch).logits
+    whole = ReferenceDecoder(model).forward(parameters, *batch).logits
     monkeypatch.setattr("meshwright.prover.oracle.decoder.LONG_SEQUENCE", 10)
     monkeypatch.setattr("meshwright.prover.oracle.decoder.QUERY_BLOCK", 7)
-    assert (Decoder(model).forward(parameters, *batch).logits - whole).abs().max() < EXACT
+    assert (ReferenceDecoder(model).forward(parameters, *batch).logits - whole).abs().max() < EXACT
 
 
 def test_equivalent_parameters_compute_the_same_function():
     for model in (MODEL, replace(MODEL, tie=True), replace(MODEL, experts=4, experts_shared=1)):
         parameters, batch = random_parameters(model), tokens_and_labels(model)
-        decoder = Decoder(model)
+        decoder = ReferenceDecoder(model)
         changed = equivalent_parameters(parameters, model.tie)
         assert any(not torch.equal(changed[name], parameters[name]) for name in parameters)
         logits = [decoder.forward(values, *batch).logits for values in (parameters, changed)]
@@ -176,7 +176,7 @@ def test_expert_of_a_single_choice_is_weighted_by_its_probability():
         if "blocks.0." in name
     }
     x = torch.randn(1, 4, model.width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    decoder = Decoder(model)
+    decoder = ReferenceDecoder(model)
     out, balance, load = decoder.experts(block, x)
     scores = x[0] @ block["ffn.router.weight"].mT
     expected = torch.zeros_like(x[0])
@@ -193,7 +193,7 @@ def test_capacity_drops_the_last_tokens_of_an_expert():
     model = replace(MODEL, experts=2, experts_active=1, capacity_factor=0.5)
     chosen = torch.tensor([[0], [0], [1], [0], [0], [0], [0], [1]])
     is_chosen = torch.arange(2) == chosen
-    accepted = Decoder(model).accept(chosen, is_chosen)  # ceil(0.5 x 8 / 2) = 2 tokens per expert
+    accepted = ReferenceDecoder(model).accept(chosen, is_chosen)  # ceil(0.5 x 8 / 2) = 2 tokens per expert
     assert accepted.nonzero().tolist() == [[0, 0], [1, 0], [2, 1], [7, 1]]
 
 
@@ -222,7 +222,7 @@ def test_gradient_equals_finite_differences_of_the_loss(overrides):
         for sign in (1, -1):
             parameters = {key: value.clone() for key, value in trace.initial.items()}
             parameters[name].view(-1)[place[0]] += sign * change
-            result = Decoder(config.model).forward(parameters, step.inputs, step.labels)
+            result = ReferenceDecoder(config.model).forward(parameters, step.inputs, step.labels)
             mean = result.token_losses.sum() / step.tokens
             losses.append(float(mean + config.model.router_aux_loss * result.balance.mean() * bool(overrides)))
         slope = (losses[0] - losses[1]) / (2 * change)
@@ -233,7 +233,7 @@ def test_loss_is_the_mean_over_valid_tokens_and_passes_do_not_matter(monkeypatch
     config = small_config("--optimizer.clip=0")
     whole = train(config, read_sample, [500], steps=range(2))
     step = whole.steps[0]
-    result = Decoder(config.model).forward(whole.initial, step.inputs, step.labels)
+    result = ReferenceDecoder(config.model).forward(whole.initial, step.inputs, step.labels)
     assert step.tokens == int((step.labels != IGNORE_INDEX).sum()) == int((result.token_losses > 0).sum())
     assert step.loss == pytest.approx(float(result.token_losses.sum()) / step.tokens, rel=1e-12)
     monkeypatch.setattr("meshwright.prover.oracle.training.ELEMENTS_PER_PASS", 1)

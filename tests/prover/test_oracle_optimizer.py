@@ -9,8 +9,8 @@ from torch import nn
 from meshwright.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from meshwright.optim import schedule
 from meshwright.prover.oracle.optimizer import (
-    LossScale,
     Moments,
+    ReferenceLossScale,
     adamw,
     clip_factor,
     learning_rate,
@@ -46,13 +46,13 @@ def test_router_bias_moves_against_the_load():
 
 
 def test_loss_scale_halves_after_an_overflow_and_doubles_after_finite_steps():
-    scale = LossScale.from_config(PrecisionConfig(compute="fp16", loss_scale=8.0, scale_interval=2))
+    scale = ReferenceLossScale.from_config(PrecisionConfig(compute="fp16", loss_scale=8.0, scale_interval=2))
     scales = []
     for finite in (True, False, True, True, True, True):
         scale = scale.after(finite)
         scales.append(scale.scale)
     assert scales == [8, 4, 4, 8, 8, 16]
-    assert LossScale.from_config(PrecisionConfig()).after(False).scale == 1
+    assert ReferenceLossScale.from_config(PrecisionConfig()).after(False).scale == 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from meshwright.simulator import simulate
 from meshwright.simulator.extrapolation import (
     Extrapolation,
     ExtrapolationError,
-    StepTrace,
+    SimulatedStep,
     extrapolate,
     match_entries,
     match_phases,
@@ -96,7 +96,7 @@ def test_simulated_counts_are_two_small_ones_or_the_target():
     assert Extrapolation.plan(19, 4, 2).target == 19
 
 
-def trace_of(blocks: int) -> StepTrace:
+def trace_of(blocks: int) -> SimulatedStep:
     """Each block adds 10 bytes in forward, and allocates 30 and frees 35 in backward; embedding and head take 5."""
     used, forward, backward = 5 + 100 * blocks, [], []
     forward.append((("end", 5), (used,)))
@@ -106,7 +106,7 @@ def trace_of(blocks: int) -> StepTrace:
         backward.append((("temporary", 30), (used := used + 30,)))
         backward.append((("freed", -35), (used := used - 35,)))
     collectives = {("tensor", "all_gather", 2): (blocks, 7 * blocks)}
-    return StepTrace(collectives, [("forward", forward), ("backward", backward)])
+    return SimulatedStep(collectives, [("forward", forward), ("backward", backward)])
 
 
 def test_extrapolate_collectives_and_peaks():

@@ -38,7 +38,7 @@ class ForwardPass:
     """by the name of a router's bias: the number of tokens that chose each expert"""
 
 
-class Decoder:
+class ReferenceDecoder:
     """The functions of a decoder of one config. `low` is the dtype of matrix products, or None."""
 
     def __init__(self, config: ModelConfig, low: torch.dtype | None = None) -> None:

@@ -74,7 +74,7 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
 
 
 @dataclass(frozen=True)
-class LossScale:
+class ReferenceLossScale:
     """fp16's loss scale: halved after a step that is not finite, doubled after `interval` finite steps in a row."""
 
     scale: float = 1.0
@@ -83,10 +83,10 @@ class LossScale:
     finite_steps: int = 0
 
     @classmethod
-    def from_config(cls, config: PrecisionConfig) -> LossScale:
+    def from_config(cls, config: PrecisionConfig) -> ReferenceLossScale:
         return cls(config.loss_scale, config.scale_interval) if config.compute == "fp16" else cls()
 
-    def after(self, finite: bool) -> LossScale:
+    def after(self, finite: bool) -> ReferenceLossScale:
         if not self.interval:
             return self
         if not finite:
@@ -104,7 +104,7 @@ class ReferenceState:
     """parameters and router biases"""
     moments: dict[str, Moments] = field(default_factory=dict)
     """by parameter; a parameter without an entry has not been updated yet"""
-    loss_scale: LossScale | None = None
+    loss_scale: ReferenceLossScale | None = None
     """None: that of the config at the start of a run"""
 
 

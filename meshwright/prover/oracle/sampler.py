@@ -13,7 +13,7 @@ from meshwright.config import RunConfig
 CYCLE = 10_000
 """Positions after which the shares of a mixture are exact."""
 ROUNDS = 8
-SMALLEST_SIDE = 8
+LEAST_SIDE = 8
 WORD = (1 << 64) - 1
 
 
@@ -27,8 +27,8 @@ def permute(key: str, n: int, value: int) -> int:
     """The value's place in the permutation of range(n) that a key selects: a Feistel network over range(a) x range(b),
     applied until the result is below n.
     """
-    a = max(SMALLEST_SIDE, isqrt(n - 1) + 1)
-    b = max(SMALLEST_SIDE, (n + a - 1) // a)
+    a = max(LEAST_SIDE, isqrt(n - 1) + 1)
+    b = max(LEAST_SIDE, (n + a - 1) // a)
     keys = round_keys(key, n)
     while True:
         high, low = value // b, value % b

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from meshwright.config import IGNORE_INDEX, RunConfig
 from meshwright.errors import ConfigError
-from meshwright.prover.oracle.decoder import Decoder, Parameters
+from meshwright.prover.oracle.decoder import Parameters, ReferenceDecoder
 from meshwright.prover.oracle.equivalent_model import equivalent_parameters
 from meshwright.prover.oracle.initial_values import initial_values
 from meshwright.prover.oracle.optimizer import (
-    LossScale,
     Moments,
+    ReferenceLossScale,
     ReferenceState,
     adamw,
     clip_factor,
@@ -83,7 +83,7 @@ def train(
     state = replace(
         state,
         parameters={name: value.detach().to(dtype) for name, value in state.parameters.items()},
-        loss_scale=state.loss_scale or LossScale.from_config(config.precision),
+        loss_scale=state.loss_scale or ReferenceLossScale.from_config(config.precision),
     )
     trace = Trace(dict(state.parameters))
     held_out = sampler.evaluated(config.eval.samples) if config.eval.every else []
@@ -140,7 +140,7 @@ class ReferenceModel:
         self, config: RunConfig, autocast: torch.dtype | None, passes: Passes, low_precision_units: bool = False
     ) -> None:
         self.config, self.passes = config, passes
-        self.decoder = Decoder(config.model, autocast)
+        self.decoder = ReferenceDecoder(config.model, autocast)
         self.unit_dtype = autocast if low_precision_units else None
 
     def gradient(
