@@ -107,6 +107,23 @@ class KilledBySignal(MeshwrightError):
         self.args = (signal_number,)
 
 
+MAX_MESSAGE = 4096
+"""Characters of an exception's text that are kept: it may contain a whole tensor or file."""
+
+
+def cut_text(text: str, limit: int = MAX_MESSAGE) -> str:
+    """Cuts text that is longer than `limit` characters, and says how much is missing."""
+    return text if len(text) <= limit else f"{text[:limit]} ... {len(text) - limit:,} characters cut"
+
+
+def describe_exception(error: BaseException) -> str:
+    """The text of an exception, cut if it is long, or the name of its class if the text is empty."""
+    try:
+        return cut_text(str(error).strip()) or type(error).__name__
+    except Exception:  # noqa: BLE001  the __str__ of a user's exception may itself fail
+        return type(error).__name__
+
+
 PEER_LOSS_MESSAGES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -121,7 +138,7 @@ PEER_LOSS_MESSAGES = (
 
 def is_peer_loss(error: BaseException) -> bool:
     """Tells whether an exception of Gloo or NCCL reports that another rank has left; it is never the root cause."""
-    text = str(error)
+    text = describe_exception(error)
     from_torch = type(error).__name__.startswith("Dist") or any(
         name in text.lower() for name in ("gloo", "nccl", "c10d")
     )

@@ -136,6 +136,7 @@ def test_train_can_be_called_twice_in_one_torchrun_process(tmp_path):
 
 
 HUNG = """
+import os
 import time
 import torch
 from meshwright import RunConfig, train
@@ -145,8 +146,10 @@ class Sleepy:
     def __len__(self):
         return 32
     def __getitem__(self, index):
-        print("reading", flush=True)
-        time.sleep(100)
+        if os.path.exists("hung/attempts"):  # the ranks have started
+            print("reading", flush=True)
+            time.sleep(100)
+        return torch.zeros(2), torch.zeros(2)
 
 data = DataConfig(workers=1, worker_kind="process")
 config = RunConfig(batch=BatchConfig(global_=8), eval=EvalConfig(holdout=0.0), data=data)

@@ -24,7 +24,7 @@ from meshwright.config import BLOCK_SIZES, IGNORE_INDEX, Batch, BlockSizes, Data
 from meshwright.data.permutation import Positions
 from meshwright.data.source import ConcatenatedSource
 from meshwright.data.stream import Stream
-from meshwright.errors import DataError
+from meshwright.errors import DataError, describe_exception
 from meshwright.parent_death import exit_with_parent
 
 SHARED_MEMORY = "/dev/shm"
@@ -77,7 +77,9 @@ class MicroBatchDataset(Dataset[MicroBatch]):
                 decoded.append(arrays)
             except Exception as error:  # noqa: BLE001  a user's source may raise anything
                 source, index = self.source.locate(sample)
-                bad_samples.append(BadSample(sample, source.name, index, f"{type(error).__name__}: {error}"))
+                bad_samples.append(
+                    BadSample(sample, source.name, index, f"{type(error).__name__}: {describe_exception(error)}")
+                )
                 decoded.append(())
         if bad_samples and not self.quarantine:
             return MicroBatch((), 0, tuple(bad_samples))

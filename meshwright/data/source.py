@@ -19,6 +19,9 @@ Sample = tuple[NDArray[Any], ...]
 FINGERPRINT_SAMPLES = 64
 """Samples of a user's dataset that its fingerprint covers."""
 
+REPEATED_SAMPLES = 8
+"""Samples that are read twice before the first step."""
+
 MASKED_SAMPLE_SEARCH = 1000
 """Samples that `IndexableSource.masked_sample` tries to decode before it gives up."""
 
@@ -133,9 +136,9 @@ class IndexableSource:
         if defined is not None:
             return str(defined() if callable(defined) else defined)
         content: list[Any] = [len(self)]
-        for index in np.unique(np.linspace(0, len(self) - 1, FINGERPRINT_SAMPLES).astype(np.int64)):
+        for index in spaced_indices(len(self), FINGERPRINT_SAMPLES):
             try:
-                content.extend(array.tobytes() for array in self[int(index)])
+                content.extend(array.tobytes() for array in self[index])
             except Exception as error:  # noqa: BLE001  the loader reports a bad sample when the stream reaches it
                 content.append(type(error).__name__)
         return content_digest(*content)
@@ -157,6 +160,44 @@ class IndexableSource:
             f"source {self.name}: none of the first {MASKED_SAMPLE_SEARCH} samples can be decoded",
             "try to read the dataset outside of Meshwright",
         )
+
+
+class FingerprintedSource:
+    """A source whose fingerprint was computed before, in another process."""
+
+    def __init__(self, source: Source, fingerprint: str) -> None:
+        self.source, self.name, self.known_fingerprint = source, source.name, fingerprint
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.source[index]
+
+    def fingerprint(self) -> str:
+        return self.known_fingerprint
+
+    def masked_sample(self) -> Sample:
+        return self.source.masked_sample()
+
+
+def spaced_indices(length: int, count: int) -> list[int]:
+    """At most `count` evenly spaced indices, the first and the last included."""
+    return [int(index) for index in np.unique(np.linspace(0, length - 1, count).astype(np.int64))] if length else []
+
+
+def raise_if_not_repeatable(source: Source) -> None:
+    """Raises DataError if a sample differs between two reads. The loader reports a sample that cannot be decoded."""
+    for index in spaced_indices(len(source), REPEATED_SAMPLES):
+        try:
+            first, second = ([(a.shape, a.dtype, a.tobytes()) for a in source[index]] for _ in range(2))
+        except Exception:  # noqa: BLE001  a user's source may raise anything
+            continue
+        if first != second:
+            raise DataError(
+                f"source {source.name}, index {index}: two reads of the sample differ, so a run could not be repeated",
+                "try to make the sample depend on the index alone, for example seed an augmentation with the index",
+            )
 
 
 def masked_tokens(sequence: int) -> Sample:

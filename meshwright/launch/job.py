@@ -16,11 +16,19 @@ from meshwright.config import RunConfig, fingerprint, identity, placement
 from meshwright.data.file_sources import open_sources
 from meshwright.data.source import IndexableSource
 from meshwright.data.token_files import raise_if_changed
-from meshwright.errors import BusyError, ConfigError, MeshwrightError, PeerError, StoppedBySignal
+from meshwright.errors import (
+    BusyError,
+    ConfigError,
+    MeshwrightError,
+    PeerError,
+    StoppedBySignal,
+    describe_exception,
+)
 from meshwright.launch.host_memory import require_host_memory
 from meshwright.launch.ranks import Ranks, cuda_started, raise_if_spawning
 from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, leave_process_group, torchrun_restart_count
 from meshwright.launch.shared_weights import share_weights
+from meshwright.launch.source_check import check_source
 from meshwright.parallel.compile import require_compiler
 from meshwright.parallel.materialize import require_materialized
 from meshwright.parallel.parallel_spec import ParallelSpec
@@ -64,7 +72,7 @@ def make_job(
     if source is None:
         sources = open_sources(config.data, config.model.vocab, config.model.separator)
     else:
-        sources = [source if is_source(source) else IndexableSource(source)]
+        sources = [check_source(source if is_source(source) else IndexableSource(source), config.launch)]
     job = Job(config, batch, layout, sources, folder, fallback=fallback, cluster=cluster)
     return replace(job, model=model, loss=loss, parallel_spec=parallel_spec)
 
@@ -158,10 +166,10 @@ def recording_outcome(lease: Lease) -> Iterator[None]:
             yield
     except MeshwrightError as error:
         outcome = "stopped" if isinstance(error, StoppedBySignal) else "failed"
-        Incident(attempt, outcome, message=str(error), exit_code=error.exit_code).write(folder)
+        Incident(attempt, outcome, message=describe_exception(error), exit_code=error.exit_code).write(folder)
         raise
     except Exception as error:
-        Incident(attempt, "failed", message=str(error), exit_code=1).write(folder)
+        Incident(attempt, "failed", message=describe_exception(error), exit_code=1).write(folder)
         raise
     Incident(attempt, "complete", checkpoint_step=newest_checkpoint_step(folder)).write(folder)
 

@@ -9,8 +9,18 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from meshwright.errors import ConfigError, MeshwrightError, PeerError, StoppedBySignal, is_peer_loss
+from meshwright.errors import (
+    ConfigError,
+    MeshwrightError,
+    PeerError,
+    StoppedBySignal,
+    cut_text,
+    describe_exception,
+    is_peer_loss,
+)
 
+MAX_TRACEBACK = 1 << 16
+"""Characters of a traceback that are kept."""
 FINAL_EXIT_CODES = (2, 3, 4, 6, 7, 9)
 """Exit codes of errors that every further attempt would raise again."""
 
@@ -36,7 +46,7 @@ class Failure:
 
     @classmethod
     def from_exception(cls, rank: int, error: BaseException, step: int | None = None) -> Failure:
-        message = error_message(error)
+        message = describe_exception(error)
         lost_peer = is_peer_loss(error)
         secondary = isinstance(error, PeerError) or lost_peer
         known = isinstance(error, MeshwrightError)
@@ -47,7 +57,7 @@ class Failure:
             error.exit_code if isinstance(error, MeshwrightError) else 8 if secondary else 1,
             time.monotonic(),
             secondary,
-            "" if known else "".join(tracebacks.format_exception(error)),
+            "" if known else format_traceback(error),
             step,
             plain_args(error) if known else None,
         )
@@ -70,17 +80,20 @@ class Failure:
         return asdict(self)
 
 
-def error_message(error: BaseException) -> str:
-    """The text of an exception, or the name of its class where the text is empty."""
-    try:
-        return str(error).strip() or type(error).__name__
-    except Exception:  # noqa: BLE001  the __str__ of a user's exception may itself fail
-        return type(error).__name__
-
-
 def plain_args(error: BaseException) -> tuple[Any, ...] | None:
-    """The arguments of an exception if JSON can carry them, else None."""
-    return error.args if all(isinstance(value, str | int | float) for value in error.args) else None
+    """The arguments of an exception if JSON can carry them, else None. Long text is cut."""
+    if not all(isinstance(value, str | int | float) for value in error.args):
+        return None
+    return tuple(cut_text(value) if isinstance(value, str) else value for value in error.args)
+
+
+def format_traceback(error: BaseException) -> str:
+    """The traceback of an exception, in which each entry and the whole are cut if they are long."""
+    return cut_text("".join(map(cut_entry, tracebacks.format_exception(error))), MAX_TRACEBACK)
+
+
+def cut_entry(entry: str) -> str:
+    return cut_text(entry.rstrip("\n")) + "\n"
 
 
 def signal_name(number: int) -> str:

@@ -127,3 +127,12 @@ def test_worker_processes_avoid_shared_memory_that_is_too_small(monkeypatch, fre
         STREAM.step(step).tolist() for step in range(3)
     ]
     assert all(micro.tensors[0].is_shared() == (free > 1 << 20) for step in steps for micro in step)
+
+
+def test_long_reason_of_a_bad_sample_is_cut():
+    class Verbose(IndexDataset):
+        def __getitem__(self, index):
+            raise ValueError("x" * 1_000_000)
+
+    [[micro_batch]] = make_loader(Verbose(), Batch(2, 2, 1, 1)).steps(0, 1)
+    assert all(len(bad.reason) < 5000 for bad in micro_batch.bad_samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.config import LaunchConfig
-from meshwright.errors import ConfigError, IdentityError, PeerError
+from meshwright.errors import ConfigError, DataError, IdentityError, PeerError
 from meshwright.launch.ranks import Ranks
 from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, leave_process_group
 from meshwright.recover.failures import Failure, RanksFailed
@@ -225,3 +226,30 @@ def test_arguments_of_spawned_ranks_that_cannot_be_pickled_are_refused(monkeypat
     monkeypatch.setattr(module, "cuda_started", lambda: True)
     with pytest.raises(ConfigError, match="ranks are spawned, and their arguments cannot be pickled"):
         run_ranks(lambda world: world.rank, 2)
+
+
+@pytest.mark.parametrize("error_class", [ValueError, DataError])
+def test_long_text_of_an_exception_is_cut(error_class):
+    def work(_world):
+        raise error_class("x" * 5_000_000)
+
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(work, 1)
+    first = failed.value.first
+    assert first.message.startswith("x" * 4096 + " ... ")
+    assert "characters cut" in str(failed.value)
+    assert len(pickle.dumps(first)) < 20_000
+    assert len(str(failed.value)) < 20_000
+    assert len(str(failed.value.cause())) < 20_000
+
+
+def test_exception_whose_text_cannot_be_formatted_is_reported_by_its_class():
+    class Unprintable(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    def work(_world):
+        raise Unprintable
+
+    with pytest.raises(RanksFailed, match="Unprintable"):
+        run_ranks(work, 1)
