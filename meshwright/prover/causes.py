@@ -1,0 +1,204 @@
+"""The likely cause of a difference from the reference, and the next move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isclose
+
+from meshwright.prover.discrepancy import Difference, equal_within
+from meshwright.prover.trace import Trace
+from meshwright.topology.layout import Layout
+
+ROUNDED = "complete but rounded: a reduction or a matmul in lower precision"
+MAX_ROUNDING = 0.02
+"""The largest relative error that a single operation in lower precision explains."""
+
+NEXT_MOVES = {
+    "start": "compare with `meshwright prove --layout.replicate=1`, then add one axis at a time",
+    "fetch": "look at the samples with `meshwright data show --step {step} --rank {rank}`",
+    "forward": "run `meshwright prove` with one axis at a time, starting with --layout.replicate=1",
+    "backward": "run `meshwright prove` with one axis at a time; `gradient of` names the first wrong parameter",
+    "sync": "run `meshwright prove` with one axis at a time",
+    "update": "compare optimizer and schedule settings with the learning rate and the norm in the step events",
+    "evaluate": "run `meshwright prove --eval.samples=N` for several N",
+}
+"""Phase -> what to do next."""
+
+
+def likely_cause(
+    differences: list[Difference],
+    expected: Trace,
+    measured: Trace,
+    layout: Layout,
+    accumulation: int,
+    stale_loss: Callable[[], float],
+) -> str:
+    """The usual cause of a pattern of differences, which are in the order of computation; '' if it is not known.
+    `stale_loss` computes the loss that step 1 has if step 0 updates nothing.
+    """
+    first = differences[0]
+    quantity, names = first.quantity, list(expected.steps[0].gradients)
+    # What comes later follows from the first difference, except for differences of the same step.
+    same_step = [found for found in differences if found.quantity.step == quantity.step]
+    gradients = [found for found in same_step if found.quantity.kind == "gradient"]
+    traits = layout_traits(layout, names)
+    match quantity.kind:
+        case "initial":
+            return "the initial weights do not follow from the seed and the name of the parameter"
+        case "inputs":
+            return inputs_cause(quantity.name, quantity.step, expected, measured)
+        case "tokens":
+            return "valid tokens are not counted exactly once over all ranks and micro-batches"
+        case "lr":
+            return "the learning-rate schedule does not give this rate for the step"
+        case "evaluation" | "evaluated tokens":
+            return "training is correct, but evaluation does not count every token of the held-out samples exactly once"
+        case "moments":
+            return "parameters are correct, but the optimizer state is not"
+        case "norm":
+            return norm_cause(first)
+        case "update":
+            return update_cause(same_step, traits)
+    if quantity.step == 1 and isclose(measured.steps[1].loss, stale_loss(), rel_tol=1e-6):
+        return "stale parameters: the update did not reach the unsharded parameters"
+    if gradients:
+        return gradient_cause(gradients, first, layout, accumulation, names)
+    factor = describe_factor(first.factor, layout, accumulation)
+    return f"only the reported loss is wrong: {factor or 'it is not summed over all ranks'}"
+
+
+def inputs_cause(what: str, step: int, expected: Trace, measured: Trace) -> str:
+    """Which samples of the global batch are not those of the stream."""
+    right, found = (
+        next(getattr(s, "inputs" if what == "tokens" else "labels") for s in trace.steps if s.step == step)
+        for trace in (expected, measured)
+    )
+    if right.shape != found.shape:
+        return f"the ranks read {tuple(found.shape)} in all, the global batch is {tuple(right.shape)}"
+    wrong = (right != found).flatten(1).any(dim=1).nonzero().flatten().tolist()
+    known = {tuple(row.tolist()): index for index, row in enumerate(right)}
+    moved = [known.get(tuple(found[index].tolist())) for index in wrong]
+    if all(index is not None for index in moved):
+        return f"the ranks read the right samples in another order: sample {wrong[0]} of the batch is sample {moved[0]}"
+    return f"{len(wrong)} of {len(right)} samples are not those of the stream, first sample {wrong[0]} of the batch"
+
+
+def norm_cause(found: Difference) -> str:
+    if found.factor_error < 1e-3:
+        return "the norm is rounded: it is summed in lower precision"
+    if found.factor > 1:
+        return "replicated weights are counted more than once"
+    return "the contribution of some ranks is missing"
+
+
+def update_cause(differences: list[Difference], traits: set[str]) -> str:
+    names = [found.quantity.name for found in differences if found.quantity.kind == "update"]
+    if names and all("router.bias" in name for name in names):
+        return "only the router biases are wrong: the expert loads are not summed over all ranks"
+    if all(found.error < MAX_ROUNDING and found.factor_error < MAX_ROUNDING / 10 for found in differences):
+        return "gradients and norm are correct, the update is rounded: a parameter or moment in lower precision"
+    cause = "gradients and norm are correct, the update is not: clipping, weight decay or moments"
+    return with_hints(cause, UPDATE_HINTS, traits)
+
+
+FORWARD_HINTS = {
+    "context": "positions, masks or labels of the sequence chunks (context)",
+    "pipeline": "the order of the stages, or activations and labels of different micro-batches (pipeline)",
+    "experts": "tokens that reach the wrong expert or return in the wrong order (experts)",
+}
+GRADIENT_HINTS = {
+    "context": "gradients are not summed over the sequence chunks (context)",
+    "pipeline": "a stage lacks the weight gradients of a micro-batch (pipeline)",
+}
+UPDATE_HINTS = {
+    "pipeline": "a stage that does not clip by the global norm (pipeline)",
+    "tied": "the head's copy of a tied weight is not updated (pipeline)",
+    "experts": "router biases that follow the load of some ranks only, or that enter the routing weights (experts)",
+}
+"""Causes that exist only for a layout or model with the given trait, in addition to the general one."""
+
+
+def layout_traits(layout: Layout, names: list[str]) -> set[str]:
+    """The axes of a layout, "tied" for a pipeline with tied weights, and "experts" for a mixture of experts."""
+    tied = layout.pipeline > 1 and not any(name.startswith("head") for name in names)
+    experts = any(".router." in name for name in names)
+    return set(layout.active_axes) | ({"tied"} if tied else set()) | ({"experts"} if experts else set())
+
+
+def with_hints(cause: str, hints: dict[str, str], traits: set[str]) -> str:
+    return "; or ".join([cause, *(hint for trait, hint in hints.items() if trait in traits)])
+
+
+def gradient_cause(
+    gradients: list[Difference], first: Difference, layout: Layout, accumulation: int, names: list[str]
+) -> str:
+    """The cause of wrong gradients. `names` are all parameters, in the order in which the forward pass uses them."""
+    factors = [found.factor for found in gradients]
+    wrong = [found.quantity.name for found in gradients]
+    traits = layout_traits(layout, names)
+    if wrong == names and all(equal_within(factor, factors[0]) for factor in factors):
+        factor = describe_factor(factors[0], layout, accumulation)
+        if factor:
+            return factor
+    if all("norm" in name for name in wrong) and layout.tensor > 1:
+        return "gradients of norm weights are not summed over the sequence chunks (tensor)"
+    if all(found.error < MAX_ROUNDING and found.factor_error < MAX_ROUNDING / 2 for found in [first, *gradients]):
+        return ROUNDED
+    if first.quantity.kind == "loss":
+        cause = "forward and backward are wrong: samples, rows, positions or masks, or tokens with unequal weights"
+        return with_hints(cause, FORWARD_HINTS, traits)
+    in_block = block_cause(wrong, names, traits)
+    if in_block:
+        return in_block
+    tied = not any(name.startswith("head") for name in names)
+    if all(name.startswith(("decoder.embedding", "head")) for name in wrong) and (tied or layout.tensor > 1):
+        if layout.pipeline > 1 and tied:
+            return "the head's gradient of a tied weight is missing, or not added exactly once (pipeline)"
+        return "the gradients of the two uses of a tied weight, or of the vocabulary shards, are not combined"
+    if wrong == names[: len(wrong)] and len(wrong) < len(names):
+        last_correct = names[len(wrong)]
+        return (
+            f"backward is correct down to {last_correct} and wrong below: a bucket, activation checkpointing or a "
+            "reduction over the tensor axis"
+        )
+    return with_hints("gradients of some ranks or micro-batches are missing or counted twice", GRADIENT_HINTS, traits)
+
+
+def block_cause(wrong: list[str], names: list[str], traits: set[str]) -> str:
+    """The cause inside the last block whose gradients are wrong; '' if the pattern is not known."""
+    if all(is_expert_weight(name) for name in wrong):
+        return "only expert weights are wrong: gradients are averaged or summed over the wrong process group"
+    last = wrong[-1]
+    if "context" in traits and last.endswith("attention.v.weight"):
+        if last.replace(".v.", ".q.") not in wrong:
+            return "gradients of keys and values do not return from other ranks (context)"
+        return "gradients do not flow through attention to the tokens of other ranks (context)"
+    if "experts" in traits and last.endswith("ffn.router.weight"):
+        return "gradient of the balance loss: not of full sequences, or not weighted once over the batch (experts)"
+    if "experts" in traits and last.endswith("ffn_norm.weight") and wrong == names[: len(wrong)]:
+        return "gradients of the tokens that experts processed do not return (experts)"
+    return ""
+
+
+def is_expert_weight(name: str) -> bool:
+    return ".bank." in name
+
+
+def describe_factor(factor: float, layout: Layout, accumulation: int) -> str:
+    """Which average or sum a factor comes from; '' if none fits."""
+    if layout.pipeline > 1 and accumulation > 1 and equal_within(factor * accumulation, 1):
+        return f"averaged over the {accumulation} micro-batches of the pipeline once too often"
+    # Stages share no gradients, so the pipeline axis is tried last.
+    axes = sorted(layout.active_mesh_axes, key=lambda axis: axis == "pipeline")
+    degrees = {f"the {axis} axis ({getattr(layout, axis)})": getattr(layout, axis) for axis in axes}
+    degrees |= {f"the {layout.data_degree} data-parallel ranks": layout.data_degree} if layout.data_degree > 1 else {}
+    for name, degree in degrees.items():
+        if equal_within(factor * degree, 1):
+            return f"averaged over {name} once too often"
+        if equal_within(factor, degree):
+            return f"summed over {name} once too often"
+    if accumulation > 1 and equal_within(factor * accumulation, 1):
+        return f"divided by the {accumulation} micro-batches"
+    if accumulation > 1 and equal_within(factor, accumulation):
+        return f"not divided by the {accumulation} micro-batches"
+    return ""

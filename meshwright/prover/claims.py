@@ -1,0 +1,84 @@
+"""What the checks have in common: the claim that a check yields, and how it runs a job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from meshwright.config import RunConfig
+from meshwright.launch.job import start_ranks
+from meshwright.recover.supervisor import RunningRanks, supervise
+from meshwright.topology.layout import stages_per_rank
+from meshwright.trainer.loop import Job
+
+
+class Claim(NamedTuple):
+    """A claim, whether it holds, and what was measured."""
+
+    claim: str
+    passed: bool
+    measured: str
+    changes: tuple[str, ...] = ()
+    """The settings of the run that was checked which differ from the user's."""
+
+
+def describe_settings(config: RunConfig) -> str:
+    """The settings that the degrees of a layout do not show, in parentheses."""
+    settings: list[str] = [f"sharded {config.layout.shard}"] if config.layout.shard != "none" else []
+    if config.layout.pipeline > 1:
+        stages = stages_per_rank(config)
+        settings.append(config.pipeline.schedule + (f", {stages} stages per rank" if stages > 1 else ""))
+    if config.layout.context > 1:
+        settings.append(f"context parallelism by {config.context.method}")
+    if config.activation_checkpoint.mode != "none":
+        segment = config.activation_checkpoint.segment
+        blocks = f" in segments of {segment} blocks" if segment > 1 else ""
+        settings.append(f"activation checkpointing {config.activation_checkpoint.mode}{blocks}")
+    settings += ["compiled"] if config.compile.enabled else []
+    settings += ["optimizer state on CPU"] if config.optimizer.cpu_offload else []
+    return f" ({', '.join(settings)})" if settings else ""
+
+
+def supervise_quietly(job: Job) -> Any:
+    """Runs a job to its end as `meshwright train` does, without output; returns its summary."""
+
+    def start(attempt: int, restart: int) -> RunningRanks:
+        return start_ranks(job.as_attempt(attempt, restart, fork=False))
+
+    return supervise(
+        job.folder,
+        job.config.launch,
+        start,
+        lambda _attempt: NullViewer(),
+        report=lambda _text: None,
+        raise_on_signal=True,
+    )
+
+
+@contextmanager
+def fault_environment(faults: str) -> Iterator[None]:
+    """Injects these faults into the ranks that are started inside."""
+    previous = os.environ.get("MESHWRIGHT_FAULT")
+    os.environ["MESHWRIGHT_FAULT"] = faults
+    try:
+        yield
+    finally:
+        if previous is None:
+            del os.environ["MESHWRIGHT_FAULT"]
+        else:
+            os.environ["MESHWRIGHT_FAULT"] = previous
+
+
+class NullViewer:
+    """A viewer that shows nothing."""
+
+    def tick(self) -> None:
+        pass
+
+    def show(self, event: dict[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

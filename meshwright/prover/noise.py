@@ -1,0 +1,64 @@
+"""Tolerances from measured rounding noise: the reference computed again with other rounding, over several seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+
+from meshwright.prover.discrepancy import EXACT, LR_TOLERANCE, Difference, Quantity
+
+MARGIN = {"fp64": 100.0, "fp32": 12.0, "bf16": 5.0, "fp16": 5.0}
+"""How much more than the measured noise a run may differ: ranks sum in another order, and in more parts."""
+MIN_NOISE = {
+    "fp64": 4 * torch.finfo(torch.float64).eps,
+    "fp32": 4 * torch.finfo(torch.float32).eps,
+    "bf16": torch.finfo(torch.bfloat16).eps / 16,
+    "fp16": torch.finfo(torch.float16).eps / 16,
+}
+"""Noise that a single seed may happen not to show."""
+MAX_FACTOR_NOISE = 0.25
+"""A precision whose noise hides a factor of 1.25 proves nothing about this quantity."""
+
+
+@dataclass
+class Tolerances:
+    """The largest error and the largest deviation of the factor from 1 that rounding explains, by quantity."""
+
+    precision: str
+    errors: dict[Quantity, float] = field(default_factory=dict)
+    factors: dict[Quantity, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_noise(cls, precision: str, repetitions: Iterable[Iterable[Difference]]) -> Tolerances:
+        """`repetitions` compare a perturbed reference with the exact one, each under another seed."""
+        noise: dict[Quantity, tuple[float, float]] = {}
+        for differences in repetitions:
+            for found in differences:
+                error, factor = noise.get(found.quantity, (0.0, 0.0))
+                noise[found.quantity] = (max(error, found.error), max(factor, found.factor_error))
+        typical: dict[tuple[str, int], list[tuple[float, float]]] = {}
+        for quantity, values in noise.items():
+            typical.setdefault((quantity.kind, quantity.step), []).append(values)
+        tolerances = cls(precision)
+        for quantity, values in noise.items():
+            others = typical[quantity.kind, quantity.step]
+            floor, margin = MIN_NOISE[precision], MARGIN[precision]
+            tolerances.errors[quantity] = margin * max(values[0], median(error for error, _ in others), floor)
+            tolerances.factors[quantity] = margin * max(values[1], median(factor for _, factor in others), floor)
+        return tolerances
+
+    def accepts(self, found: Difference) -> bool:
+        """Whether rounding explains a difference."""
+        if found.quantity.kind in EXACT:
+            return found.error == 0
+        if found.quantity.kind == "lr":
+            return found.error <= LR_TOLERANCE
+        error, factor = self.errors.get(found.quantity, 0.0), self.factors.get(found.quantity, 0.0)
+        return found.error <= error and found.factor_error <= factor
+
+    def too_noisy(self) -> list[Quantity]:
+        """The quantities about which this precision proves nothing."""
+        return [quantity for quantity, factor in self.factors.items() if factor > MAX_FACTOR_NOISE]

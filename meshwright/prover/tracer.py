@@ -1,0 +1,225 @@
+"""Records what the trainer's own loop does: every rank writes its local shards, and the launcher assembles them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from types import EllipsisType
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshwright.data.loader import MicroBatch
+from meshwright.parallel.local_shard import LocalShard, local_shard, local_tensor
+from meshwright.parallel.parallel_model import router_biases
+from meshwright.prover.trace import StepTrace, Trace
+from meshwright.topology.layout import Layout
+from meshwright.trainer.loop import Training
+from meshwright.trainer.observer import TrainingObserver
+from meshwright.trainer.step import StepOutcome
+
+
+Index = tuple[slice | EllipsisType, ...]
+
+
+@dataclass(frozen=True)
+class Region:
+    """The values that one rank has of a tensor."""
+
+    shape: tuple[int, ...]
+    """The shape of the full tensor."""
+    offset: tuple[int, ...]
+    values: NDArray[np.generic]
+
+    @property
+    def where(self) -> Index:
+        """The index of the region in the full tensor; the ellipsis makes it a view for scalars, too."""
+        return (*(slice(o, o + s) for o, s in zip(self.offset, self.values.shape, strict=True)), ...)
+
+
+Regions = dict[str, Region]
+
+
+@dataclass
+class RankStep:
+    """One step as one rank saw it."""
+
+    step: int
+    seed: int
+    """The seed of torch's generator in this step."""
+    inputs: list[NDArray[np.generic]]
+    """The tokens and the labels of the rank's samples."""
+    gradients: Regions
+    loss: float = float("nan")
+    grad_norm: float = float("nan")
+    lr: float = float("nan")
+    tokens: int = 0
+    parameters: Regions = field(default_factory=dict)
+
+
+@dataclass
+class RankTrace:
+    """A whole attempt as one rank saw it."""
+
+    rank: int
+    initial: Regions = field(default_factory=dict)
+    steps: list[RankStep] = field(default_factory=list)
+    evaluations: list[tuple[int, float, int]] = field(default_factory=list)
+    moments: Regions = field(default_factory=dict)
+
+
+class Tracer(TrainingObserver):
+    """Records a run on one rank and writes it to `folder` when the run ends. It communicates nothing and allocates no
+    tensor, so that it changes neither the results nor the counters of a step.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_start(self, training: Training) -> None:
+        self.training, self.trace = training, RankTrace(training.world.rank, self._state(training))
+
+    def on_gradient(self, step: int, batches: list[MicroBatch]) -> None:
+        scale = float(self.training.precision.scale)
+        gradients = {}
+        for name, parameter in self.training.parameters.items():
+            if parameter.grad is not None:
+                # The local shard as the optimizer reads it: a gradient that still is a partial sum must be visible.
+                shard = local_shard(parameter).with_local(local_tensor(parameter.grad))
+                gradients[name] = region(shard, 1.0 / scale)
+        columns = zip(*(batch.tensors for batch in batches), strict=True)
+        inputs = [np.concatenate([tensor.numpy() for tensor in column]) for column in columns]
+        self.trace.steps.append(RankStep(step, torch.initial_seed(), inputs, gradients))
+
+    def on_step(self, outcome: StepOutcome) -> None:
+        outcome.clock.wait()
+        record = self.trace.steps[-1]
+        record.loss, record.grad_norm, *_ = outcome.numbers.tolist()
+        record.lr, record.tokens = outcome.lr, outcome.control.tokens
+        record.parameters = self._state(self.training)
+
+    def on_evaluation(self, step: int, loss: float, tokens: int) -> None:
+        self.trace.evaluations.append((step, loss, tokens))
+
+    def on_finish(self) -> None:
+        self.trace.moments = {name: region(shard) for name, shard in self.training.optimizer.moments().items()}
+        torch.save(self.trace, self.folder / f"trace-{self.trace.rank:05d}.pt")
+
+    @staticmethod
+    def _state(training: Training) -> Regions:
+        tensors: Iterator[tuple[str, Tensor]] = chain(training.parameters.items(), router_biases(training.module))
+        return {name: region(local_shard(tensor)) for name, tensor in tensors}
+
+
+def region(shard: LocalShard, factor: float = 1.0) -> Region:
+    """A copy of a local shard in host memory."""
+    values = shard.local.cpu().numpy()
+    return Region(shard.shape, shard.offset, values * factor if factor != 1.0 else values.copy())
+
+
+def read_traces(folder: Path, layout: Layout) -> list[RankTrace]:
+    """The traces that the ranks of a run wrote; the folder belongs to this process."""
+    return [torch.load(folder / f"trace-{rank:05d}.pt", weights_only=False) for rank in range(layout.ranks)]
+
+
+@dataclass
+class AssembledTrace:
+    """The trace of a run, assembled from those of its ranks, and where the ranks contradict each other."""
+
+    trace: Trace
+    seeds: list[dict[int, set[int]]]
+    """For every step, the seeds that the ranks of each data coordinate used."""
+    contradictions: list[str]
+    """Sentences: values that must be equal on all ranks that have them, and are not."""
+    owners: dict[str, list[tuple[Index, int]]]
+    """For every tensor, its regions and the rank that has each."""
+
+    def owner(self, name: str, element: tuple[int, ...]) -> int:
+        """The first rank that has an element of a tensor; 0 if there is none."""
+        name = name.split("/")[0]
+        for where, rank in self.owners.get(name, ()):
+            if all(isinstance(s, slice) and s.start <= i < s.stop for s, i in zip(where, element, strict=False)):
+                return rank
+        return 0
+
+
+def assemble(ranks: list[RankTrace], layout: Layout) -> AssembledTrace:
+    """Combines the local shards of all ranks into full tensors."""
+    contradictions: list[str] = []
+
+    def combine(what: str, regions: Mapping[int, Regions]) -> dict[str, Tensor]:
+        return combine_regions(what, regions, contradictions)
+
+    initial = combine("the initial value", {trace.rank: trace.initial for trace in ranks})
+    steps, seeds = [], []
+    for index, first in enumerate(ranks[0].steps):
+        records = {trace.rank: trace.steps[index] for trace in ranks}
+        for rank, record in records.items():
+            reported = [("loss", record.loss, first.loss), ("gradient norm", record.grad_norm, first.grad_norm)]
+            reported += [("learning rate", record.lr, first.lr), ("token count", record.tokens, first.tokens)]
+            contradictions += [
+                f"rank {rank} step {first.step}: the {name} is {value!r}, on rank 0 it is {right!r}"
+                for name, value, right in reported
+                if value != right and not (value != value and right != right)
+            ]
+        inputs = combine_inputs(records, layout, contradictions)
+        of_coordinate: dict[int, set[int]] = {}
+        for rank, record in records.items():
+            of_coordinate.setdefault(layout.data_coordinate(rank), set()).add(record.seed)
+        seeds.append(of_coordinate)
+        steps.append(
+            StepTrace(
+                first.step,
+                first.loss,
+                first.grad_norm,
+                first.lr,
+                first.tokens,
+                inputs[0],
+                inputs[-1],
+                combine(f"step {first.step}: the gradient", {r: record.gradients for r, record in records.items()}),
+                combine(f"step {first.step}: the parameter", {r: record.parameters for r, record in records.items()}),
+            )
+        )
+    for trace in ranks[1:]:
+        if trace.evaluations != ranks[0].evaluations:
+            contradictions.append(
+                f"rank {trace.rank}: evaluations {trace.evaluations}, on rank 0 {ranks[0].evaluations}"
+            )
+    moments = combine("optimizer state", {trace.rank: trace.moments for trace in ranks})
+    owners: dict[str, list[tuple[Index, int]]] = {}
+    for trace in ranks:
+        for name, part in trace.initial.items():
+            owners.setdefault(name, []).append((part.where, trace.rank))
+    return AssembledTrace(Trace(initial, steps, ranks[0].evaluations, moments), seeds, contradictions, owners)
+
+
+def combine_regions(what: str, ranks: Mapping[int, Regions], contradictions: list[str]) -> dict[str, Tensor]:
+    """Full tensors; elements that no rank has are NaN."""
+    combined: dict[str, NDArray[np.generic]] = {}
+    filled: dict[str, NDArray[np.bool_]] = {}
+    for rank, regions in ranks.items():
+        for name, part in regions.items():
+            if name not in combined:
+                combined[name] = np.full(part.shape, np.nan, part.values.dtype)
+                filled[name] = np.zeros(part.shape, bool)
+            known, present = combined[name][part.where], filled[name][part.where]
+            if present.any() and not np.array_equal(known[present], part.values[present], equal_nan=True):
+                contradictions.append(f"rank {rank}: {what} of {name} differs from that of another rank with the shard")
+                continue
+            combined[name][part.where], filled[name][part.where] = part.values, True
+    return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in combined.items()}
+
+
+def combine_inputs(records: Mapping[int, RankStep], layout: Layout, contradictions: list[str]) -> list[Tensor]:
+    """The inputs of the global batch in global order: those of one rank per data coordinate."""
+    by_coordinate: dict[int, list[NDArray[np.generic]]] = {}
+    for rank, record in records.items():
+        known = by_coordinate.setdefault(layout.data_coordinate(rank), record.inputs)
+        if len(known) != len(record.inputs) or not all(map(np.array_equal, known, record.inputs)):
+            contradictions.append(f"rank {rank} step {record.step}: reads other samples than the ranks of its slice")
+    columns = zip(*(by_coordinate[c] for c in sorted(by_coordinate)), strict=True)
+    return [torch.from_numpy(np.concatenate(column)) for column in columns]
