@@ -72,11 +72,13 @@ class Difference:
 
     quantity: Quantity
     error: float
-    """The largest error relative to the largest entry; infinite if the quantity is missing or not finite."""
+    """The norm of the error relative to the norm of the reference; infinite if the quantity is missing or not finite."""
     factor: float
     """The projection of the run's value on the reference's: 1 if they are equal."""
     element: tuple[int, ...] = ()
     """The index of the largest error."""
+    resolution: float = 0.0
+    """The error that the rounding of stored parameters alone explains."""
 
     @property
     def factor_error(self) -> float:
@@ -125,10 +127,12 @@ def compare_step(
     for name, after in right.parameters.items():
         change = after.double() - before[name].double()
         found = step.parameters.get(name)
-        found_change = None if found is None else found.double() - measured_before[name].double()
-        # A parameter that hardly changes is compared in units of its own rounding.
-        scale = max(float(change.abs().max()), 1e-8 * float(after.abs().max()))
-        yield compare_tensors(Quantity("update", number, name), change, found_change, scale)
+        if found is None:
+            yield Difference(Quantity("update", number, name), float("inf"), float("nan"))
+            continue
+        found_change = found.double() - measured_before[name].double()
+        resolution = torch.finfo(found.dtype).eps * float(found.double().norm())
+        yield compare_tensors(Quantity("update", number, name), change, found_change, resolution)
 
 
 def compare_evaluations(step: int, expected: Trace, measured: Trace) -> Iterator[Difference]:
@@ -152,21 +156,25 @@ def compare_numbers(quantity: Quantity, right: float, measured: float) -> Differ
 
 
 def compare_tensors(
-    quantity: Quantity, right: Tensor, measured: Tensor | None, scale: float | None = None
+    quantity: Quantity, right: Tensor, measured: Tensor | None, resolution: float = 0.0
 ) -> Difference:
+    """Compares in the Euclidean norm: AdamW turns the rounding of a gradient near zero into a full-size update of one
+    element, which says nothing about the tensor.
+    """
     if measured is None or measured.shape != right.shape:
         return Difference(quantity, float("inf"), float("nan"))
     if not right.numel():
         return Difference(quantity, 0.0, 1.0)
     right, measured = right.double(), measured.double()
-    errors = (measured - right).abs()
-    scale = float(right.abs().max()) if scale is None else scale
-    largest = int(errors.argmax())
-    error = float(errors.flatten()[largest]) / max(scale, TINY)
-    square = float((right * right).sum())
-    factor = float((measured * right).sum()) / square if square > TINY else 1.0
-    element = tuple(int(i) for i in torch.unravel_index(torch.tensor(largest), right.shape)) if right.ndim else ()
-    return Difference(quantity, float("inf") if isnan(error) else error, factor, element)
+    wrong = measured - right
+    size, distance = float(right.norm()), float(wrong.norm())
+    error = distance / max(size, TINY) if distance != 0 else 0.0
+    factor = float((measured * right).sum()) / size**2 if size > TINY else 1.0
+    largest = torch.tensor(int(wrong.abs().argmax()))
+    element = tuple(int(i) for i in torch.unravel_index(largest, right.shape)) if right.ndim else ()
+    return Difference(
+        quantity, float("inf") if isnan(error) else error, factor, element, resolution / max(size, TINY)
+    )
 
 
 def equal_within(one: float, other: float) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from meshwright.prover.discrepancy import EXACT, LR_TOLERANCE, Difference, Quantity
 
-MARGIN = {"fp64": 100.0, "fp32": 12.0, "bf16": 5.0, "fp16": 5.0}
+MARGIN = {"fp64": 1000.0, "fp32": 12.0, "bf16": 5.0, "fp16": 5.0}
 """How much more than the measured noise a run may differ: ranks sum in another order, and in more parts."""
 MIN_NOISE = {
     "fp64": 4 * torch.finfo(torch.float64).eps,
@@ -57,7 +57,7 @@ class Tolerances:
         if found.quantity.kind == "lr":
             return found.error <= LR_TOLERANCE
         error, factor = self.errors.get(found.quantity, 0.0), self.factors.get(found.quantity, 0.0)
-        return found.error <= error and found.factor_error <= factor
+        return found.error <= error + found.resolution and found.factor_error <= factor + found.resolution
 
     def too_noisy(self) -> list[Quantity]:
         """The quantities about which this precision proves nothing."""

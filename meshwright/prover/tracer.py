@@ -211,7 +211,7 @@ def combine_regions(what: str, ranks: Mapping[int, Regions], contradictions: lis
                 contradictions.append(f"rank {rank}: {what} of {name} differs from that of another rank with the shard")
                 continue
             combined[name][part.where], filled[name][part.where] = part.values, True
-    return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in combined.items()}
+    return {name: torch.from_numpy(values) for name, values in combined.items()}
 
 
 def combine_inputs(records: Mapping[int, RankStep], layout: Layout, contradictions: list[str]) -> list[Tensor]:
