@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from meshwright.cli.args import Json, Ranks, RunFile, option
+from meshwright.cli.args import Json, Ranks, RunFile, flag, option
 
 
 def prove(
     file: RunFile = None,
     out: Annotated[Path, option("FILE", "file to write the certificate to")] = Path("certificate.json"),
     ranks: Ranks = None,
+    full: Annotated[bool, flag("shrink no size except the number of steps")] = False,
     json: Json = False,
     *,
     overrides: tuple[str, ...] = (),
@@ -26,5 +27,5 @@ def prove(
     output_file(out, "--out")
     from meshwright.prover.prove import prove as prove_config
 
-    if not prove_config(config, out, as_json=json):
+    if not prove_config(config, out, as_json=json, full=full):
         raise SystemExit(1)

@@ -22,6 +22,8 @@ class Claim(NamedTuple):
     measured: str
     changes: tuple[str, ...] = ()
     """The settings of the run that was checked which differ from the user's."""
+    check: str = ""
+    """The name of the check, if it is not that of the function that yields the claim."""
 
 
 def describe_settings(config: RunConfig) -> str:

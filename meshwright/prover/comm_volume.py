@@ -1,88 +1,57 @@
-"""Checks that the bytes counted on a real step, communicated and resident, equal the planner's formulas exactly."""
+"""Checks that the bytes that a real run counted, communicated and resident, equal the planner's formulas exactly."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from meshwright.config import DataConfig, RunConfig
-from meshwright.data.loader import Loader
-from meshwright.data.source import ConcatenatedSource
-from meshwright.launch.ranks import run_ranks
-from meshwright.parallel.world import World
 from meshwright.planner.exact.activation_messages import data_dependent_axes
 from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
 from meshwright.planner.exact.compare import compare_volumes
-from meshwright.planner.exact.state_memory import StateMemory, state_memory
-from meshwright.prover.layouts import describe_settings, proof_configs
-from meshwright.prover.reference import LR, build_step, proof_source, proof_stream
+from meshwright.planner.exact.state_memory import state_memory
+from meshwright.prover.claims import Claim, describe_settings
+from meshwright.telemetry.run_measurements import RecordedCounters, read_measurements
 from meshwright.topology.layout import Layout
-from meshwright.topology.unsupported import validate
-from meshwright.trainer.step_counters import StepCounters, count_step
+from meshwright.trainer.loop import Job
 
-StepBytes = tuple[list[CollectiveVolume], StateMemory]
-"""What one rank communicated in a step, and the peak memory of its model state."""
+MEMORY_CLASSES = ("parameter", "gradient", "optimizer")
 
 
-def check_communication(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
-    """Counts the third step of the proof config in float32, the precision of a real run."""
-    proofs, note = proof_configs(config)
-    proof = next(proof for proof in proofs if proof.precision.compute == "fp32")
-    layout, batch = validate(proof)
-    counted: list[StepBytes] = run_ranks(count_step_bytes, layout.ranks, proof, launch=proof.launch)
-    predicted = [comm_volume(proof, layout, batch, rank) for rank in range(layout.ranks)]
-    excluded = data_dependent_axes(proof, layout)
-    differences = list(all_differences(layout, predicted, [volumes for volumes, _ in counted], excluded))
+def check_communication(job: Job, changes: tuple[str, ...]) -> Iterator[Claim]:
+    """Compares the counters that the ranks of a finished run wrote with the formulas."""
+    config, layout, batch = job.config, job.layout, job.batch
+    counters = read_counters(job)
+    where = f"{layout}{describe_settings(config)}"
+    claim = f"{where}: communication volume of a real step equals the formulas exactly"
+    if len(counters) < layout.ranks:
+        missing = sorted(set(range(layout.ranks)) - counters.keys())
+        yield Claim(claim, False, f"ranks {missing} counted no step", changes)
+        return
+    predicted = [comm_volume(config, layout, batch, rank) for rank in range(layout.ranks)]
+    counted = [[CollectiveVolume(*row) for row in counters[rank].communication] for rank in range(layout.ranks)]
+    excluded = data_dependent_axes(config, layout)
+    differences = list(all_differences(layout, predicted, counted, excluded))
     total = sum(row.wire_bytes for row in predicted[0])
-    rows = ", ".join(
-        f"{row.axis} {row.collective} {row.message_bytes:,}" for row in predicted[0] if row.axis != "control"
-    )
-    yield (
-        f"{layout}{describe_settings(proof)}: communication volume of a real step equals the formulas exactly",
-        not differences,
-        "; ".join(differences)
-        if differences
-        else f"rank 0: {rows}; {total:,} wire bytes per step{note}{describe_excluded(excluded)}",
-    )
+    rows = ", ".join(f"{row.axis} {row.collective} {row.message_bytes:,}" for row in predicted[0])
+    measured = f"rank 0: {rows or 'no collective'}; {total:,} wire bytes per step{describe_excluded(excluded)}"
+    yield Claim(claim, not differences, "; ".join(differences) or measured, changes)
     wrong = [
-        f"rank {rank}: peak {name} memory is {getattr(measured, name):,} bytes, the formula gives "
+        f"rank {rank}: peak {name} memory is {counters[rank].peak.get(name, 0):,} bytes, the formula gives "
         f"{getattr(expected, name):,}"
-        for rank, (_, measured) in enumerate(counted)
-        for expected in [state_memory(proof, layout, batch, rank)]
-        for name in ("parameter", "gradient", "optimizer")
-        if getattr(measured, name) != getattr(expected, name)
+        for rank in range(layout.ranks)
+        for expected in [state_memory(config, layout, batch, rank)]
+        for name in MEMORY_CLASSES
+        if counters[rank].peak.get(name, 0) != getattr(expected, name)
     ]
-    first = counted[0][1]
-    yield (
-        f"{layout}{describe_settings(proof)}: peak memory of parameters, gradients and optimizer state equals the "
-        "formulas exactly",
-        not wrong,
-        "; ".join(wrong)
-        if wrong
-        else f"rank 0: parameters {first.parameter:,}, gradients {first.gradient:,}, optimizer state "
-        f"{first.optimizer:,} bytes{note}",
-    )
+    peaks = ", ".join(f"{name} {counters[0].peak.get(name, 0):,}" for name in MEMORY_CLASSES)
+    claim = f"{where}: peak memory of parameters, gradients and optimizer state equals the formulas exactly"
+    yield Claim(claim, not wrong, "; ".join(wrong) or f"rank 0: {peaks} bytes", changes)
 
 
-def count_step_bytes(world: World, config: RunConfig) -> StepBytes:
-    counters = count_third_step(world, config)
-    volumes = [CollectiveVolume(row.axis, row.collective, row.message_bytes, row.wire_bytes) for row in counters.rows()]
-    peak = counters.memory.peak
-    return volumes, StateMemory(peak["parameter"], peak["gradient"], peak["optimizer"])
-
-
-def count_third_step(world: World, config: RunConfig) -> StepCounters:
-    """Counts the third step of a run: everything that is allocated once exists by then."""
-    layout, batch = validate(config)
-    step = build_step(world, config, layout)
-    source, coordinate = ConcatenatedSource([proof_source(config)]), layout.data_coordinate(world.rank)
-    loader = Loader(source, proof_stream(config), batch, coordinate, DataConfig(workers=0))
-    step.warmup_backward(loader.first)
-    batches = loader.steps(0, 3)
-    for number in range(2):
-        step.run(number, LR, batches)
-    with count_step(step.parallel_model, step.optimizer) as counters:
-        step.run(2, LR, batches, counters.enter)
-    return counters
+def read_counters(job: Job) -> dict[int, RecordedCounters]:
+    """The newest counters of every rank."""
+    measurements = read_measurements(job.folder)
+    ranks = measurements.ranks if measurements is not None else {}
+    return {rank: records.counters for rank, records in ranks.items() if records.counters is not None}
 
 
 def describe_excluded(excluded: dict[str, str]) -> str:

@@ -21,24 +21,29 @@ from rich.table import Table
 from meshwright.config import RunConfig, fingerprint, identity, placement
 from meshwright.errors import RestartsExhausted
 from meshwright.io import output_file, write_json
-from meshwright.prover.comm_volume import check_communication
-from meshwright.prover.layouts import check_layouts
+from meshwright.prover.claims import Claim
 from meshwright.prover.recovery import check_recovery
+from meshwright.prover.shrink import estimate_seconds, not_proven, proof_runs
 from meshwright.prover.stream import check_stream
+from meshwright.prover.training import check_training
 from meshwright.recover.failures import RanksFailed
+from meshwright.topology.unsupported import validate
 from meshwright.topology.unused_settings import unused_settings
 from meshwright.trainer.identity import code_fingerprint
 from meshwright.version import __version__
 
-Check = Callable[[RunConfig], Iterator[tuple[str, bool, str]]]
+Check = Callable[[RunConfig, bool], Iterator[tuple[Any, ...]]]
 
 CHECKS: dict[str, Check] = {
-    "stream": check_stream,
-    "layout": check_layouts,
-    "communication": check_communication,
-    "recovery": check_recovery,
+    "stream": lambda config, _full: check_stream(config),
+    "training": check_training,
+    "recovery": lambda config, _full: check_recovery(config),
 }
-"""Name -> check. A check yields (claim, passed, measured) for each claim; a check whose ranks fail has failed."""
+"""Name -> check of a config, in full size or not. A check yields the fields of a `Claim`; a check whose ranks fail has
+failed."""
+
+QUICK = {"blocks": 16, "micro-batches": 8, "ranks": 4}
+"""Up to these sizes, and without compilation, all checks together take less than a minute on two cores."""
 
 
 @dataclass(frozen=True)
@@ -50,35 +55,54 @@ class CheckResult:
     passed: bool
     measured: str
     seconds: float = field(compare=False, default=0.0)
+    changes: tuple[str, ...] = ()
+    """The settings of the run that was checked which differ from the user's; they belong to the claim."""
 
 
-def run_checks(config: RunConfig) -> Iterator[CheckResult]:
+def run_checks(config: RunConfig, full: bool = False) -> Iterator[CheckResult]:
     """Runs the checks one after the other. A signal ends them: it says nothing about the contracts."""
     for name, check in CHECKS.items():
         start = time.monotonic()
         try:
-            for claim, passed, measured in check(config):
-                yield CheckResult(name, claim, bool(passed), measured, round(time.monotonic() - start, 3))
+            for fields in check(config, full):
+                claim, seconds = Claim(*fields), round(time.monotonic() - start, 3)
+                passed = bool(claim.passed)
+                yield CheckResult(claim.check or name, claim.claim, passed, claim.measured, seconds, claim.changes)
                 start = time.monotonic()
-        except (RanksFailed, RestartsExhausted) as error:
-            if error.exit_code > 128:
+        except (RanksFailed, RestartsExhausted, TimeoutError) as error:
+            if getattr(error, "exit_code", 1) > 128:
                 raise
             seconds = round(time.monotonic() - start, 3)
             yield CheckResult(name, "the check runs to its end", False, str(error), seconds)
 
 
-def certify(config: RunConfig, on_result: Callable[[CheckResult], None] | None = None) -> dict[str, Any]:
+def certify(
+    config: RunConfig, on_result: Callable[[CheckResult], None] | None = None, full: bool = False
+) -> dict[str, Any]:
     """Runs every check on this machine, passes each result to `on_result`, and returns the certificate."""
     torch.set_num_threads(config.launch.threads)
     results = []
-    for result in run_checks(config):
+    for result in run_checks(config, full):
         results.append(result)
         if on_result is not None:
             on_result(result)
-    return build_certificate(config, results)
+    return build_certificate(config, results, full)
 
 
-def prove(config: RunConfig, out: Path, as_json: bool = False) -> bool:
+def expected_duration(config: RunConfig, full: bool) -> str:
+    """What to expect of a config beyond `QUICK`, or ''."""
+    layout, batch = validate(config)
+    sizes = {"blocks": config.model.layers, "micro-batches": batch.accumulation, "ranks": layout.ranks}
+    beyond = [f"{sizes[name]} {name}" for name in sizes if sizes[name] > QUICK[name]]
+    beyond += ["compile.enabled"] if config.compile.enabled else []
+    beyond += ["--full"] if full else []
+    if not beyond:
+        return ""
+    seconds = estimate_seconds(proof_runs(config, full))
+    return f"the training check of {', '.join(beyond)} takes about {seconds:,.0f} s on this machine"
+
+
+def prove(config: RunConfig, out: Path, as_json: bool = False, full: bool = False) -> bool:
     """Runs every check, prints the results and writes the certificate; True if every claim holds. An `out` that cannot
     be written is refused before the first check.
     """
@@ -94,19 +118,24 @@ def prove(config: RunConfig, out: Path, as_json: bool = False) -> bool:
             status = "[green]PASS[/]" if result.passed else "[red]FAIL[/]"
             console.print(f"{status} {result.check}: {escape(result.claim)}", highlight=False)
 
-    certificate = certify(config, show)
+    if duration := expected_duration(config, full):
+        console.print(duration, highlight=False, soft_wrap=True)
+    certificate = certify(config, show, full)
     write_json(out, certificate)
     if as_json:
         print(json.dumps(certificate))
     else:
         print_table(console, results, out)
-        for note in certificate["notes"]:
-            console.print(f"note: {note}", highlight=False, soft_wrap=True)
+        for title in ("not_proven", "notes"):
+            for line in certificate[title]:
+                console.print(f"{title.replace('_', ' ').rstrip('s')}: {line}", highlight=False, soft_wrap=True)
     return bool(certificate["passed"])
 
 
-def build_certificate(config: RunConfig, results: list[CheckResult]) -> dict[str, Any]:
-    """The certificate: what was checked, of which code and config, on which machine, and a digest of all of it."""
+def build_certificate(config: RunConfig, results: list[CheckResult], full: bool = False) -> dict[str, Any]:
+    """The certificate: what was checked at what size, what was not, of which code and config, on which machine, and a
+    digest of all of it.
+    """
     certificate: dict[str, Any] = {
         "meshwright": __version__,
         "code": code_fingerprint(),
@@ -122,6 +151,7 @@ def build_certificate(config: RunConfig, results: list[CheckResult]) -> dict[str
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "passed": bool(results) and all(result.passed for result in results),
         "checks": [asdict(result) for result in results],
+        "not_proven": not_proven(config, proof_runs(config, full)),
         "notes": unused_settings(config),
     }
     certificate["digest"] = hashlib.sha256(json.dumps(certificate, sort_keys=True).encode()).hexdigest()
@@ -129,12 +159,20 @@ def build_certificate(config: RunConfig, results: list[CheckResult]) -> dict[str
 
 
 def print_table(console: Console, results: list[CheckResult], out: Path) -> None:
+    """The claims, then the settings that were changed, each list once with the numbers of its claims."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("check", "claim", "result", "measured", "seconds"):
-        table.add_column(column, overflow="fold", justify="right" if column == "seconds" else "left")
-    for result in results:
+    for column in ("", "check", "claim", "result", "measured", "seconds"):
+        table.add_column(column, overflow="fold", justify="right" if column in ("", "seconds") else "left")
+    changes: dict[tuple[str, ...], list[int]] = {}
+    for number, result in enumerate(results, 1):
         status = "[green]PASS[/]" if result.passed else "[bold red]FAIL[/]"
-        table.add_row(result.check, escape(result.claim), status, escape(result.measured), f"{result.seconds:.1f}")
+        seconds = f"{result.seconds:.1f}"
+        table.add_row(str(number), result.check, escape(result.claim), status, escape(result.measured), seconds)
+        if result.changes:
+            changes.setdefault(result.changes, []).append(number)
     console.print(table)
+    for settings, numbers in changes.items():
+        rows = ", ".join(map(str, numbers))
+        console.print(f"changed for {rows}: {', '.join(settings)}", highlight=False, soft_wrap=True, markup=False)
     passed = sum(result.passed for result in results)
     console.print(f"{passed} of {len(results)} claims hold; certificate in {out}", highlight=False, soft_wrap=True)

@@ -10,10 +10,12 @@ import torch
 from meshwright.config import RunConfig
 from meshwright.data.source import ConcatenatedSource, Source
 from meshwright.parallel.world import World
-from meshwright.prover.discrepancy import compare_traces
-from meshwright.prover.noise import Tolerances
+from meshwright.prover.compare.discrepancy import compare_traces
+from meshwright.prover.compare.noise import Tolerances
 from meshwright.prover.oracle.training import train
 from meshwright.prover.trace import Trace
+from meshwright.topology.layout import Layout
+from meshwright.topology.parameter_shards import uses_fsdp
 
 NOISE_SEEDS = 3
 """Seeds over which the rounding noise of a low precision is measured; float64 needs one."""
@@ -28,25 +30,33 @@ class ReferenceTask:
     poisoned: frozenset[int] = field(default_factory=frozenset)
     """Steps whose loss is not finite."""
     pass_samples: int | None = None
-    """Samples per forward pass in global order; only a capacity depends on it."""
+    """Samples per forward pass in global order; only a capacity depends on it and on `replicas`."""
+    replicas: int = 1
 
     def train(self, config: RunConfig | None = None, **options: Any) -> Trace:
         source = ConcatenatedSource(self.sources)
         config = config or self.config
         lengths = [len(part) for part in self.sources]
         steps = range(config.steps)
-        options = {"poisoned": self.poisoned, "pass_samples": self.pass_samples} | options
+        options = {
+            "poisoned": self.poisoned,
+            "pass_samples": self.pass_samples,
+            "replicas": self.replicas if self.pass_samples else 1,
+        } | options
         return train(config, source.__getitem__, lengths, steps=steps, **options)
 
     def rough_options(self) -> dict[str, Any]:
         """What makes the reference round as the run does."""
-        match self.config.precision.compute:
-            case "fp64":
-                return {"permute": True}
-            case "fp32":
-                return {"dtype": torch.float32}
-            case low:
-                return {"dtype": torch.float32, "autocast": torch.bfloat16 if low == "bf16" else torch.float16}
+        compute = self.config.precision.compute
+        if compute == "fp64":
+            return {"permute": True}
+        compressed = self.config.ddp.comm_hook == "bf16_compress"
+        options = {"dtype": torch.float32, "gradient_dtype": torch.bfloat16 if compressed else None}
+        if compute == "fp32":
+            return options
+        low = torch.bfloat16 if compute == "bf16" else torch.float16
+        sharded = uses_fsdp(Layout.from_config(self.config.layout))
+        return options | {"autocast": low, "low_precision_units": sharded}
 
     def run(self) -> tuple[Trace, Tolerances]:
         """The exact trace, and the tolerances that its rounding noise gives."""

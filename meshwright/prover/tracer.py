@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -21,7 +21,6 @@ from meshwright.topology.layout import Layout
 from meshwright.trainer.loop import Training
 from meshwright.trainer.observer import TrainingObserver
 from meshwright.trainer.step import StepOutcome
-
 
 Index = tuple[slice | EllipsisType, ...]
 
@@ -59,6 +58,7 @@ class RankStep:
     lr: float = float("nan")
     tokens: int = 0
     parameters: Regions = field(default_factory=dict)
+    moments: Regions = field(default_factory=dict)
 
 
 @dataclass
@@ -67,9 +67,9 @@ class RankTrace:
 
     rank: int
     initial: Regions = field(default_factory=dict)
+    initial_moments: Regions = field(default_factory=dict)
     steps: list[RankStep] = field(default_factory=list)
     evaluations: list[tuple[int, float, int]] = field(default_factory=list)
-    moments: Regions = field(default_factory=dict)
 
 
 class Tracer(TrainingObserver):
@@ -81,7 +81,8 @@ class Tracer(TrainingObserver):
         self.folder = folder
 
     def on_start(self, training: Training) -> None:
-        self.training, self.trace = training, RankTrace(training.world.rank, self._state(training))
+        self.training = training
+        self.trace = RankTrace(training.world.rank, self._parameters(), self._moments())
 
     def on_gradient(self, step: int, batches: list[MicroBatch]) -> None:
         scale = float(self.training.precision.scale)
@@ -100,19 +101,20 @@ class Tracer(TrainingObserver):
         record = self.trace.steps[-1]
         record.loss, record.grad_norm, *_ = outcome.numbers.tolist()
         record.lr, record.tokens = outcome.lr, outcome.control.tokens
-        record.parameters = self._state(self.training)
+        record.parameters, record.moments = self._parameters(), self._moments()
 
     def on_evaluation(self, step: int, loss: float, tokens: int) -> None:
         self.trace.evaluations.append((step, loss, tokens))
 
     def on_finish(self) -> None:
-        self.trace.moments = {name: region(shard) for name, shard in self.training.optimizer.moments().items()}
         torch.save(self.trace, self.folder / f"trace-{self.trace.rank:05d}.pt")
 
-    @staticmethod
-    def _state(training: Training) -> Regions:
-        tensors: Iterator[tuple[str, Tensor]] = chain(training.parameters.items(), router_biases(training.module))
+    def _parameters(self) -> Regions:
+        tensors = chain(self.training.parameters.items(), router_biases(self.training.module))
         return {name: region(local_shard(tensor)) for name, tensor in tensors}
+
+    def _moments(self) -> Regions:
+        return {name: region(shard) for name, shard in self.training.optimizer.moments().items()}
 
 
 def region(shard: LocalShard, factor: float = 1.0) -> Region:
@@ -131,6 +133,8 @@ class AssembledTrace:
     """The trace of a run, assembled from those of its ranks, and where the ranks contradict each other."""
 
     trace: Trace
+    moments: list[dict[str, Tensor]]
+    """The optimizer state before the first step, and after every step."""
     seeds: list[dict[int, set[int]]]
     """For every step, the seeds that the ranks of each data coordinate used."""
     contradictions: list[str]
@@ -155,6 +159,7 @@ def assemble(ranks: list[RankTrace], layout: Layout) -> AssembledTrace:
         return combine_regions(what, regions, contradictions)
 
     initial = combine("the initial value", {trace.rank: trace.initial for trace in ranks})
+    moments = [combine("the initial value", {trace.rank: trace.initial_moments for trace in ranks})]
     steps, seeds = [], []
     for index, first in enumerate(ranks[0].steps):
         records = {trace.rank: trace.steps[index] for trace in ranks}
@@ -184,17 +189,18 @@ def assemble(ranks: list[RankTrace], layout: Layout) -> AssembledTrace:
                 combine(f"step {first.step}: the parameter", {r: record.parameters for r, record in records.items()}),
             )
         )
-    for trace in ranks[1:]:
-        if trace.evaluations != ranks[0].evaluations:
-            contradictions.append(
-                f"rank {trace.rank}: evaluations {trace.evaluations}, on rank 0 {ranks[0].evaluations}"
-            )
-    moments = combine("optimizer state", {trace.rank: trace.moments for trace in ranks})
+        moments.append(combine(f"step {first.step}: the moment", {r: step.moments for r, step in records.items()}))
+    contradictions += [
+        f"rank {of_rank.rank}: the evaluations are {of_rank.evaluations}, on rank 0 they are {ranks[0].evaluations}"
+        for of_rank in ranks[1:]
+        if of_rank.evaluations != ranks[0].evaluations
+    ]
     owners: dict[str, list[tuple[Index, int]]] = {}
-    for trace in ranks:
-        for name, part in trace.initial.items():
-            owners.setdefault(name, []).append((part.where, trace.rank))
-    return AssembledTrace(Trace(initial, steps, ranks[0].evaluations, moments), seeds, contradictions, owners)
+    for of_rank in ranks:
+        for name, part in of_rank.initial.items():
+            owners.setdefault(name, []).append((part.where, of_rank.rank))
+    trace = Trace(initial, steps, ranks[0].evaluations, moments[-1])
+    return AssembledTrace(trace, moments, seeds, contradictions, owners)
 
 
 def combine_regions(what: str, ranks: Mapping[int, Regions], contradictions: list[str]) -> dict[str, Tensor]:

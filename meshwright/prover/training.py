@@ -1,26 +1,30 @@
-"""Checks that the trainer's own loop computes what the independent reference computes, on every proof run of a config."""
+"""Checks that the trainer's own loop computes what the independent reference does, on every proof run of a config."""
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshwright.config import BlockSizes, RunConfig
+import torch
+
+from meshwright.checkpoint.listing import list_published, open_run_store
+from meshwright.config import BlockSizes, LaunchConfig, RunConfig
 from meshwright.data.source import Source
 from meshwright.errors import MeshwrightError
-from meshwright.launch.job import start_ranks
 from meshwright.launch.ranks import Ranks, run_ranks
 from meshwright.parallel.compile import require_compiler
-from meshwright.prover.causes import NEXT_MOVES, likely_cause
 from meshwright.prover.claims import Claim, describe_settings, fault_environment, supervise_quietly
-from meshwright.prover.discrepancy import PHASES, Difference, compare_traces
-from meshwright.prover.noise import Tolerances
+from meshwright.prover.comm_volume import check_communication
+from meshwright.prover.compare.causes import NEXT_MOVES, likely_cause
+from meshwright.prover.compare.discrepancy import PHASES, Difference, compare_traces
+from meshwright.prover.compare.noise import Tolerances
 from meshwright.prover.oracle.optimizer import step_seed
-from meshwright.prover.proof_data import proof_sources
 from meshwright.prover.reference import ReferenceTask, compute_references, compute_stale_loss
-from meshwright.prover.shrink import ProofRun, proof_runs
+from meshwright.prover.shrink import ProofRun, open_proof_sources, proof_runs
+from meshwright.prover.shrink.runs import changes as layout_changes
 from meshwright.prover.trace import Trace
 from meshwright.prover.tracer import AssembledTrace, Tracer, assemble, read_traces
 from meshwright.telemetry.run_folder import RunFolder
@@ -35,7 +39,7 @@ POISONED_STEP = 1
 
 @dataclass
 class TracedRun:
-    """A proof run, its reference, and what the trainer did."""
+    """A proof run, its reference, and its job."""
 
     run: ProofRun
     task: ReferenceTask
@@ -43,41 +47,60 @@ class TracedRun:
 
     @property
     def faults(self) -> str:
-        return "".join(f"step.backward:rank0:nan@step{step}" for step in self.task.poisoned)
+        """A step with a loss that is not finite, and slow writers, so that a save overlaps with the next updates."""
+        poisoned = [f"step.backward:rank0:nan@step{step}" for step in self.task.poisoned]
+        return ",".join([*poisoned, "save.begin:slow=0.2"])
 
     def execute(self) -> AssembledTrace:
         """Trains as `meshwright train` does, and returns what the ranks recorded."""
-        self.job.folder.root.mkdir(parents=True, exist_ok=True)
         with fault_environment(self.faults):
             supervise_quietly(self.job)
         return assemble(read_traces(self.job.folder.root, self.job.layout), self.job.layout)
 
 
+Outcome = AssembledTrace | MeshwrightError
+"""What a run recorded, or why it failed."""
+
+
 def check_training(config: RunConfig, full: bool = False) -> Iterator[Claim]:
-    """Trains every proof run and compares it with the reference."""
+    """Trains every proof run and compares it with the reference, which is computed at the same time."""
+    proofs = proof_runs(config, full)
     with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as base:
-        runs = [prepare(config, run, Path(base)) for run in proof_runs(config, full)]
-        references = Ranks(compute_references, 1, ([run.task for run in runs],), runs[0].job.config.launch)
+        runs = [prepare(config, run, Path(base) / str(index)) for index, run in enumerate(proofs)]
+        straight = [traced for traced in runs if traced.run.resume_layout is None]
+        references = Ranks(compute_references, 1, ([traced.task for traced in straight],), reference_launch(config))
         try:
-            traces = [execute_or_failure(run) for run in runs]
+            outcomes = [execute_or_failure(traced) for traced in straight]
             while not references.poll(1.0):
                 pass
         except BaseException:
             references.kill()
             raise
         [expected] = references.results()
-        for traced, measured, (exact, tolerances) in zip(runs, traces, expected, strict=True):
-            yield compare_with_reference(traced, measured, exact, tolerances)
+        for traced, outcome, reference in zip(straight, outcomes, expected, strict=True):
+            yield compare_with_reference(traced, outcome, *reference)
+        for traced in runs:
+            if traced.run.resume_layout is not None:
+                index = [other.run.config for other in straight].index(traced.run.config)
+                yield check_resume(traced, straight[index], outcomes[index], *expected[index])
+        counted = next((i for i, t in enumerate(straight) if not t.run.config.compile.enabled), None)
+        if counted is not None and not isinstance(outcomes[counted], MeshwrightError):
+            for claim in check_communication(straight[counted].job, straight[counted].run.changes):
+                yield claim._replace(check="communication")
 
 
-def prepare(config: RunConfig, run: ProofRun, base: Path) -> TracedRun:
+def reference_launch(config: RunConfig) -> LaunchConfig:
+    return replace(config.launch, device="cpu")
+
+
+def prepare(config: RunConfig, run: ProofRun, folder: Path) -> TracedRun:
     """Opens the data of a proof run and builds its job."""
     proof = run.config
-    sources = proof_sources(config, proof, run.masked)
-    job = proof_job(proof, sources, RunFolder(base / run.name.replace(" ", "-")))
-    poisoned = frozenset({POISONED_STEP} if run.masked and proof.steps > POISONED_STEP + 1 else ())
+    sources = open_proof_sources(config, run)
+    job = proof_job(proof, sources, RunFolder(folder))
+    poisoned = frozenset({POISONED_STEP} if run.masked_labels and proof.steps > POISONED_STEP + 1 else ())
     pass_samples = job.batch.micro if proof.model.capacity_factor else None
-    return TracedRun(run, ReferenceTask(proof, sources, poisoned, pass_samples), job)
+    return TracedRun(run, ReferenceTask(proof, sources, poisoned, pass_samples, job.batch.replicas), job)
 
 
 def proof_job(config: RunConfig, sources: list[Source], folder: RunFolder) -> Job:
@@ -88,7 +111,7 @@ def proof_job(config: RunConfig, sources: list[Source], folder: RunFolder) -> Jo
     return Job(config, batch, layout, sources, folder, block_sizes=SMALL_BLOCKS, observer=Tracer(folder.root))
 
 
-def execute_or_failure(traced: TracedRun) -> AssembledTrace | MeshwrightError:
+def execute_or_failure(traced: TracedRun) -> Outcome:
     """A run that fails is a failed claim; a signal ends the proof."""
     try:
         return traced.execute()
@@ -96,6 +119,48 @@ def execute_or_failure(traced: TracedRun) -> AssembledTrace | MeshwrightError:
         if error.exit_code > 128:
             raise
         return error
+
+
+def check_resume(traced: TracedRun, first: TracedRun, outcome: Outcome, exact: Trace, tolerances: Tolerances) -> Claim:
+    """Continues a finished run from its first checkpoint on another layout: the restored state is bitwise that of the
+    first layout, and the following steps equal the reference.
+    """
+    assert traced.run.resume_layout is not None
+    resumed = replace(traced, job=proof_job(traced.run.resume_layout, first.job.sources, traced.job.folder))
+    claim = (
+        f"{traced.run.name}: a run on {first.job.layout}{describe_settings(first.job.config)} continues on "
+        f"{resumed.job.layout}{describe_settings(resumed.job.config)}, {first.job.config.model.layers} blocks: the "
+        "restored state is bitwise the same, and the following steps equal the reference"
+    )
+    changes = (*traced.run.changes, *layout_changes(first.job.config, resumed.job.config))
+    if isinstance(outcome, MeshwrightError):
+        return Claim(claim, False, f"the first run failed: {outcome}", changes)
+    shutil.copytree(first.job.folder.root, resumed.job.folder.root)
+    done = keep_first_checkpoint(resumed.job.folder)
+    if not done:
+        return Claim(claim, False, "the first run published no checkpoint", changes)
+    continued = execute_or_failure(resumed)
+    if isinstance(continued, MeshwrightError):
+        return Claim(claim, False, f"the resumed run failed: {continued}", changes)
+    before = outcome.trace.steps[done - 1].parameters
+    for name, right in (before | outcome.moments[done]).items():
+        found = (continued.trace.initial | continued.moments[0]).get(name)
+        if found is None or not torch.equal(found, right):
+            rank = continued.owner(name, ())
+            return Claim(claim, False, f"rank {rank}: {name} is not restored as it was after {done} steps", changes)
+    expected = Trace(
+        before, exact.steps[done:], [entry for entry in exact.evaluations if entry[0] >= done], exact.moments
+    )
+    passed, text = describe_comparison(resumed, continued, expected, tolerances)
+    return Claim(claim, passed, f"from step {done}: {text}", changes)
+
+
+def keep_first_checkpoint(folder: RunFolder) -> int:
+    """Deletes all checkpoints but the first, and returns its number of steps; 0 if there is none."""
+    entries = sorted(list_published(open_run_store(folder)), key=lambda entry: entry.step)
+    for entry in entries[1:]:
+        shutil.rmtree(folder.root / entry.folder)
+    return entries[0].step if entries else 0
 
 
 def compare_with_reference(
@@ -132,11 +197,11 @@ def describe_comparison(
     largest = max((found for found in differences if tolerances.errors.get(found.quantity)), key=lambda f: f.error)
     noisy = tolerances.too_noisy()
     doubt = f"; rounding hides errors in {len(noisy)} quantities, first {noisy[0]}" if noisy else ""
-    steps = exact.steps
+    steps, tolerance = exact.steps, tolerances.errors[largest.quantity]
     return True, (
         f"inputs, {len(steps)} losses, norms and learning rates, {sum(len(s.gradients) for s in steps)} gradients, "
-        f"{sum(len(s.parameters) for s in steps)} updates, {len(exact.evaluations)} evaluations: largest relative error "
-        f"{largest.error:.1e} ({largest.quantity}; rounding explains {tolerances.errors[largest.quantity]:.1e}){doubt}"
+        f"{sum(len(s.parameters) for s in steps)} updates, {len(exact.evaluations)} evaluations: largest relative "
+        f"error {largest.error:.1e} ({largest.quantity}; rounding explains {tolerance:.1e}){doubt}"
     )
 
 
@@ -157,7 +222,7 @@ def describe_finding(traced: TracedRun, wrong: list[Difference], exact: Trace, m
     first, job = wrong[0], traced.job
 
     def stale_loss() -> float:
-        [loss] = run_ranks(compute_stale_loss, 1, traced.task, launch=job.config.launch)
+        [loss] = run_ranks(compute_stale_loss, 1, traced.task, launch=reference_launch(job.config))
         return float(loss)
 
     cause = likely_cause(wrong, exact, measured.trace, job.layout, job.batch.accumulation, stale_loss)

@@ -62,6 +62,7 @@ def train(
     pass_samples: int | None = None,
     replicas: int = 1,
     low_precision_units: bool = False,
+    gradient_dtype: torch.dtype | None = None,
 ) -> Trace:
     """Trains for `steps`, from `start` or from the initial values, and evaluates as the config says.
 
@@ -79,6 +80,7 @@ def train(
     sampler = Sampler.from_config(config, lengths)
     per_pass = pass_samples if pass_samples and config.model.capacity_factor else samples_per_pass(config)
     model = ReferenceModel(config, autocast, Passes(per_pass, replicas, permute), low_precision_units)
+    model.gradient_dtype = gradient_dtype
     state = start or ReferenceState(initial_values(config))
     state = replace(
         state,
@@ -142,6 +144,7 @@ class ReferenceModel:
         self.config, self.passes = config, passes
         self.decoder = ReferenceDecoder(config.model, autocast)
         self.unit_dtype = autocast if low_precision_units else None
+        self.gradient_dtype: torch.dtype | None = None
 
     def gradient(
         self, parameters: Parameters, tokens: Tensor, labels: Tensor, scale: float
@@ -165,6 +168,8 @@ class ReferenceModel:
             total += float(mean.detach())
             for name, load in result.loads.items():
                 loads[name] = loads.get(name, torch.zeros_like(load)) + load
+        if self.gradient_dtype is not None:
+            gradients = {name: gradient.to(self.gradient_dtype).to(gradient) for name, gradient in gradients.items()}
         return total, {name: gradient / scale for name, gradient in gradients.items()}, loads
 
     @torch.no_grad()

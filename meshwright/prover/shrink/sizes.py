@@ -87,7 +87,7 @@ def shrink(config: RunConfig, layout_config: LayoutConfig, limits: Limits = SMAL
         checkpoint=small_checkpoint(config.checkpoint),
         fsdp=fit_reshard_degree(config.fsdp, layout),
         ddp=small_buckets(config, model, layout),
-        count_bytes_every=min(config.count_bytes_every, STEPS - 1),
+        count_bytes_every=STEPS - 1,
     )
 
 

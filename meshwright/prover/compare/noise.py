@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from meshwright.prover.discrepancy import EXACT, LR_TOLERANCE, Difference, Quantity
+from meshwright.prover.compare.discrepancy import EXACT, LR_TOLERANCE, Difference, Quantity
 
 MARGIN = {"fp64": 1000.0, "fp32": 12.0, "bf16": 5.0, "fp16": 5.0}
 """How much more than the measured noise a run may differ: ranks sum in another order, and in more parts."""

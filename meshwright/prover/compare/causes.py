@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import isclose
 
-from meshwright.prover.discrepancy import Difference, equal_within
+from meshwright.prover.compare.discrepancy import Difference, equal_within
 from meshwright.prover.trace import Trace
 from meshwright.topology.layout import Layout
 

@@ -72,7 +72,7 @@ class Difference:
 
     quantity: Quantity
     error: float
-    """The norm of the error relative to the norm of the reference; infinite if the quantity is missing or not finite."""
+    """The norm of the error relative to that of the reference; infinite if the quantity is missing or not finite."""
     factor: float
     """The projection of the run's value on the reference's: 1 if they are equal."""
     element: tuple[int, ...] = ()
@@ -155,9 +155,7 @@ def compare_numbers(quantity: Quantity, right: float, measured: float) -> Differ
     return Difference(quantity, abs(measured - right) / abs(right), measured / right)
 
 
-def compare_tensors(
-    quantity: Quantity, right: Tensor, measured: Tensor | None, resolution: float = 0.0
-) -> Difference:
+def compare_tensors(quantity: Quantity, right: Tensor, measured: Tensor | None, resolution: float = 0.0) -> Difference:
     """Compares in the Euclidean norm: AdamW turns the rounding of a gradient near zero into a full-size update of one
     element, which says nothing about the tensor.
     """
@@ -172,9 +170,7 @@ def compare_tensors(
     factor = float((measured * right).sum()) / size**2 if size > TINY else 1.0
     largest = torch.tensor(int(wrong.abs().argmax()))
     element = tuple(int(i) for i in torch.unravel_index(largest, right.shape)) if right.ndim else ()
-    return Difference(
-        quantity, float("inf") if isnan(error) else error, factor, element, resolution / max(size, TINY)
-    )
+    return Difference(quantity, float("inf") if isnan(error) else error, factor, element, resolution / max(size, TINY))
 
 
 def equal_within(one: float, other: float) -> bool:

@@ -1,0 +1,1 @@
+"""Compares the trace of a run with that of the reference: differences, rounding noise, likely causes."""
