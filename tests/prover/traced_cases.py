@@ -69,7 +69,7 @@ def train_cases(world, cases: list[Case], folder: Path) -> list[RankTrace | str]
             try:
                 train_rank(job, world)
                 results.append(job.observer.trace)
-            except Exception as error:  # every rank fails at the same place, or the launch times out
+            except Exception as error:  # noqa: BLE001  every rank fails at the same place, or the launch times out
                 results.append(f"{type(error).__name__}: {error}")
             finally:
                 faults.ARMED_FAULTS.clear()
