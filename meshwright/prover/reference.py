@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from meshwright.config import RunConfig
 from meshwright.data.source import ConcatenatedSource, Source
@@ -35,6 +36,11 @@ class ReferenceTask:
 
     def train(self, config: RunConfig | None = None, **options: Any) -> Trace:
         source = ConcatenatedSource(self.sources)
+
+        def read(sample: int) -> tuple[NDArray[Any], NDArray[Any]]:
+            tokens, labels = source[sample]
+            return tokens, labels
+
         config = config or self.config
         lengths = [len(part) for part in self.sources]
         steps = range(config.steps)
@@ -43,7 +49,7 @@ class ReferenceTask:
             "pass_samples": self.pass_samples,
             "replicas": self.replicas if self.pass_samples else 1,
         } | options
-        return train(config, source.__getitem__, lengths, steps=steps, **options)
+        return train(config, read, lengths, steps=steps, **options)
 
     def rough_options(self) -> dict[str, Any]:
         """What makes the reference round as the run does."""
