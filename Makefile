@@ -7,7 +7,7 @@ export OMP_NUM_THREADS := 1
 # Two test processes, whole files each: many tests wait for a timeout or for ranks to start. PYTEST_ARGS adds options.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --package-durations $(PYTEST_ARGS)
 
-.PHONY: venv train prove check test test-all test-wheel bench clean
+.PHONY: venv train prove check test test-all test-wheel fuzz bench clean
 
 venv: .venv/.run
 
@@ -46,6 +46,10 @@ test-all: .venv/.dev
 # Builds the wheel, installs it into an empty environment outside the checkout, and uses it there.
 test-wheel: .venv/.run
 	$(BIN)/python tests/repository/check_wheel.py
+
+# Random episodes for 20 minutes; FUZZ_ARGS="--seed 7 --minutes 60" changes that.
+fuzz: .venv/.dev
+	$(BIN)/python -m fuzz $(FUZZ_ARGS)
 
 bench: .venv/.bench
 	$(BIN)/python -m benchmarks

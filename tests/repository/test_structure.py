@@ -19,7 +19,7 @@ import pytest
 import meshwright
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("meshwright", "tests", "benchmarks", "examples")
+FOLDERS = ("meshwright", "tests", "benchmarks", "fuzz", "examples")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 PACKAGE = [path for path in FILES if path.is_relative_to(ROOT / "meshwright")]
 MESHWRIGHT = str(Path(sys.executable).with_name("meshwright"))
