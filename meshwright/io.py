@@ -17,6 +17,10 @@ from meshwright.errors import ConfigError
 
 MAX_JSON_BYTES = 16 << 20
 """Size limit of a JSON file in a run folder."""
+MAX_JSON_VALUES = 1 << 20
+"""Limit of the values in a JSON file: a value of two bytes in a file takes a hundred in memory."""
+MAX_JSON_DEPTH = 64
+"""Limit of nested lists and objects in a JSON file."""
 
 
 def open_regular_file(path: Path) -> BinaryIO:
@@ -52,11 +56,35 @@ def read_regular_file(path: Path, max_bytes: int, name: str, expected: str) -> b
 
 def read_json(path: Path, expected: str = "a file that Meshwright wrote into a run folder") -> Any:
     """Reads an untrusted JSON file of at most MAX_JSON_BYTES."""
-    content = read_regular_file(path, MAX_JSON_BYTES, str(path), expected)
+    return parse_json(read_regular_file(path, MAX_JSON_BYTES, str(path), expected), str(path), expected)
+
+
+def parse_json(content: bytes, name: str, expected: str) -> Any:
+    """Parses untrusted JSON of at most MAX_JSON_VALUES values and MAX_JSON_DEPTH levels.
+
+    `name` and `expected` are those of `read_regular_file`. The limits bound the memory of the result, and the recursion
+    of whoever reads it.
+    """
+    if sum(map(content.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
+        raise ConfigError(f"{name} has more than {MAX_JSON_VALUES:,} values", f"expected {expected}")
+    too_deep = ConfigError(f"{name} has more than {MAX_JSON_DEPTH} levels of nesting", f"expected {expected}")
     try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}", f"expected {expected}") from None
+        value = json.loads(content.decode())
+    except RecursionError:
+        raise too_deep from None
+    except ValueError as error:
+        raise ConfigError(f"{name} is not JSON: {error}", f"expected {expected}") from None
+    level, depth = [value], 0
+    while level := [
+        item
+        for parent in level
+        if isinstance(parent, dict | list)
+        for item in (parent.values() if isinstance(parent, dict) else parent)
+    ]:
+        depth += 1
+        if depth > MAX_JSON_DEPTH:
+            raise too_deep
+    return value
 
 
 def atomic_write(path: Path, content: str | Iterable[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import re
 import tomllib
 import types
 from collections.abc import Mapping, Sequence
@@ -23,10 +24,14 @@ from meshwright.config.run_config import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.io import read_regular_file
 
-MAX_TOML_BYTES = 1 << 20
+MAX_TOML_BYTES = 256 << 10
 """Size limit of a TOML file: a run file is a page of settings."""
-MAX_DOTS = 4096
-"""Limit of dots in one line of TOML: the time to parse dotted keys is quadratic in their length."""
+MAX_KEY_COST = 1 << 20
+"""Limit of the sum, over the lines of a TOML file, of the squared number of dots: the parser stores every prefix of
+every dotted key, so its time and memory are quadratic in their length.
+"""
+NUMBER = re.compile(rb"(?<![\w.\-\"'])[+-]?\d+\.\d+(?:[eE][+-]?\d+)?(?![\w.\-\"'])")
+"""A number with a dot, which cannot be a part of a dotted key of more than two parts."""
 ALIASES = {"zero-0": "none", "zero-1": "optimizer", "zero-2": "gradients", "zero-3": "parameters"}
 """Other spellings of a value: ZeRO stages for `layout.shard`."""
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
@@ -102,12 +107,19 @@ def read_toml(path: Path, description: str = "run file") -> dict[str, Any]:
     """Reads an untrusted TOML file; `description` says in errors what kind of file it is."""
     name = f"{description} {path}"
     content = read_regular_file(path, MAX_TOML_BYTES, name, "a TOML file of settings")
-    if any(line.count(b".") > MAX_DOTS for line in content.splitlines()):
-        raise ConfigError(f"{name} has a line with more than {MAX_DOTS:,} dots", "expected a TOML file of settings")
+    if key_cost(content) > MAX_KEY_COST:
+        raise ConfigError(f"{name} has too many long dotted keys", "expected a TOML file of settings")
     try:
         return tomllib.loads(content.decode())
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
+    except RecursionError:
+        raise ConfigError(f"{name} has too many levels of nesting", "expected a TOML file of settings") from None
+    except ValueError as error:  # TOMLDecodeError is a ValueError
         raise ConfigError(f"{name} is not TOML: {error}", "expected a TOML file of settings") from None
+
+
+def key_cost(content: bytes) -> int:
+    """The sum over all lines of the squared number of dots that may belong to dotted keys; see MAX_KEY_COST."""
+    return sum(NUMBER.sub(b"", line).count(b".") ** 2 for line in content.splitlines())
 
 
 def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
@@ -117,7 +129,7 @@ def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
         child = tree.setdefault(parent, {})
         if not isinstance(child, dict):
             raise ConfigError(
-                f"{key} = {format_value(value)} is below {parent}, which is a value and not a table",
+                f"{shorten(key)} = {format_value(value)} is below {shorten(parent)}, which is a value and not a table",
                 "expected a key of the config",
             )
         tree = child
@@ -149,12 +161,13 @@ def build_dataclass(cls: type, tree: Any, path: str) -> Any:
     fields = {f.name.rstrip("_"): f.name for f in dataclasses.fields(cls)}
     values = {}
     for key, value in tree.items():
-        where = f"{path}.{key}" if path else key
+        where = f"{path}.{key}" if path else str(key)
         if key not in fields:
             close = difflib.get_close_matches(str(key), fields, n=1)
             suggestion = f"did you mean {path + '.' if path else ''}{close[0]}? " if close else ""
             raise ConfigError(
-                f"unknown key {where} = {format_value(value)}", f"{suggestion}expected one of {', '.join(fields)}"
+                f"unknown key {shorten(where)} = {format_value(value)}",
+                f"{suggestion}expected one of {', '.join(fields)}",
             )
         values[fields[key]] = convert(key_types(cls)[key], value, where)
     try:
@@ -232,9 +245,11 @@ def convert_scalar(kind: type, value: Any, where: str) -> Any:
 
 def parse_toml_value(text: str) -> Any:
     """Parses text as one TOML value; text that is not TOML is returned as it is."""
+    if key_cost(text.encode(errors="replace")) > MAX_KEY_COST:
+        return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # TOMLDecodeError is a ValueError
         return text
 
 
@@ -244,4 +259,9 @@ def format_value(value: Any) -> str:
         text = str(value) if isinstance(value, CommandLineValue) else json.dumps(value, default=str)
     except (ValueError, RecursionError):  # a number of thousands of digits, a table of thousands of levels
         text = f"a {type(value).__name__} too large to show"
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shorten(text)
+
+
+def shorten(text: str, limit: int = 60) -> str:
+    """Shortens text from an untrusted file for a message."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -114,7 +114,7 @@ def parse_lines(lines: list[bytes]) -> Iterator[Event]:
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # a torn line that no later attempt has truncated yet
         if isinstance(record, dict):
             yield record

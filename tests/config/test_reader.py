@@ -7,6 +7,7 @@ import tomllib
 import pytest
 
 from meshwright.config import PRESETS, RunConfig, config_from_dict, config_to_toml, load_config
+from meshwright.config.reader import read_toml
 from meshwright.errors import ConfigError
 
 INVALID_OVERRIDES = {
@@ -62,7 +63,7 @@ def test_value_in_place_of_a_table_raises_config_error():
         ("surprise = 1", "unknown key surprise"),
         ("steps = 1_000_000_000_000_000_000_000", "steps = 1000000000000000000000 is out of range"),
         ("optimizer.lr = 1" + "0" * 400, "has the wrong type"),
-        ("x = " + "[" * 5000 + "]" * 5000, "is not TOML"),
+        ("x = " + "[" * 5000 + "]" * 5000, "has too many levels of nesting"),
         ("steps = " + "9" * 5000, "is not TOML"),
         ("[model]\nwidth = 2147483647\nheads = 3", "does not divide"),
         ("[batch]\nglobal = 1_000_000_000_000_000", "batch.global = 1000000000000000 is out of range"),
@@ -120,3 +121,46 @@ def test_text_with_quotes_and_newlines_survives_a_round_trip_through_toml():
 
 def test_default_config_is_the_tiny_preset():
     assert load_config() == RunConfig()
+
+
+CHAIN = "a" + ".a" * 4000
+HOSTILE_TOML = {
+    "many long dotted keys": "".join(f"k{i}.{CHAIN} = 1\n" for i in range(30)),
+    "long dotted headers": "".join(f"[k{i}.{CHAIN}]\n" for i in range(30)),
+    "quoted parts": "".join(f"k{i}" + '."="' * 1500 + " = 1\n" for i in range(30)),
+    "parts of digits": "".join(f"k{i}{'.1' * 3000} = 1\n" for i in range(30)),
+    "inline tables": f"x = [{', '.join('{' + 'a.' * 1000 + 'a = 1}' for _ in range(100))}]",
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE_TOML.values(), ids=HOSTILE_TOML)
+def test_toml_whose_parsing_needs_quadratic_memory_is_refused_before_it_is_parsed(tmp_path, monkeypatch, content):
+    (tmp_path / "run.toml").write_text(content)
+    monkeypatch.setattr("tomllib.loads", lambda _: pytest.fail("the file was parsed"))
+    with pytest.raises(ConfigError, match=r"run\.toml (has too many long dotted keys|is larger than 262,144 bytes)"):
+        load_config(tmp_path / "run.toml")
+
+
+def test_large_toml_of_numbers_and_paths_is_read(tmp_path):
+    rows = ", ".join("[1.5, -2.5e3]" for _ in range(2000))
+    (tmp_path / "run.toml").write_text(f'curve = [{rows}]\npath = "../../a.b/c.d"\n' + "# a. b. c.\n" * 1000)
+    assert len(read_toml(tmp_path / "run.toml")["curve"]) == 2000
+
+
+@pytest.mark.parametrize("content", ["x = " + "[" * 50_000, "x = " + "{a=" * 50_000])
+def test_deeply_nested_toml_is_one_error(tmp_path, content):
+    (tmp_path / "run.toml").write_text(content)
+    with pytest.raises(ConfigError, match=r"run\.toml has too many levels of nesting"):
+        load_config(tmp_path / "run.toml")
+
+
+@pytest.mark.parametrize("value", ["[" * 50_000, "[{" + "a." * 50_000 + "a = 1}]"])
+def test_hostile_value_on_the_command_line_is_one_error(value):
+    with pytest.raises(ConfigError, match=r"data\.mixture = .{57}\.\.\. is not a list"):
+        load_config(overrides=[f"--data.mixture={value}"])
+
+
+def test_long_unknown_key_is_shortened(tmp_path):
+    (tmp_path / "run.toml").write_text("x" * 100_000 + " = 1")
+    with pytest.raises(ConfigError, match=r"^unknown key x{57}\.\.\. = 1"):
+        load_config(tmp_path / "run.toml")

@@ -192,7 +192,7 @@ def test_cluster_file_can_name_a_known_device(write_file):
         (CUSTOM + "[[inter_node.collectives]]\ncollective = 'send'", "inter_node.collectives[0].ranks is missing"),
         (CUSTOM + "[[device.matmuls]]\nm = 3", "device.matmuls[0].precision is missing"),
         ("device = 3", "device = 3 is a value"),
-        ("#" * (1 << 20) + "\n#", "is larger than 1,048,576 bytes"),
+        ("#" * (1 << 18) + "\n#", "is larger than 262,144 bytes"),
     ],
 )
 def test_cluster_file_error_names_file_and_key_in_one_line(write_file, text, message):

@@ -163,7 +163,7 @@ def test_unsupported_order_of_moe_layers_is_rejected(change, message):
     ("content", "message"),
     [
         (b"{", "is not JSON"),
-        (b"[" * 100_000, "is not JSON"),
+        (b"[" * 100_000, "has more than 64 levels of nesting"),
         (b"\xff\xfe", "is not JSON"),
         (b'{"hidden_size": ' + b"9" * 10_000 + b"}", "is not JSON"),
         (b"[1]", "contains [1]"),

@@ -6,7 +6,6 @@ is recorded.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from meshwright.config import Batch
 from meshwright.errors import ConfigError
-from meshwright.io import read_regular_file
+from meshwright.io import parse_json, read_regular_file
 from meshwright.planner.hardware.cluster import GB, NODE_TYPES, Cluster, preset_cluster
 from meshwright.planner.workload.architecture import Architecture, LatentAttention
 from meshwright.planner.workload.planned_job import PlannedJob
@@ -98,10 +97,7 @@ def read_published_runs(path: Path) -> tuple[list[PublishedRun], dict[str, str]]
     """Reads a file of runs; returns those that the planner can estimate, and the reason for each excluded one."""
     expected = "a JSON list of runs"
     content = read_regular_file(path, MAX_FILE_BYTES, f"file of runs {path}", expected)
-    try:
-        rows = json.loads(content.decode())
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"file of runs {path} is not JSON: {error}", f"expected {expected}") from None
+    rows = parse_json(content, f"file of runs {path}", expected)
     if not isinstance(rows, list) or len(rows) > MAX_RUNS:
         raise ConfigError(f"{path} is not a list of at most {MAX_RUNS:,} runs", f"expected {expected}")
     runs, excluded = [], {}

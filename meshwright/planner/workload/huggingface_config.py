@@ -6,7 +6,6 @@ the models' own code, which tests check. To add a model family, add one function
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Annotated, Any
 from meshwright.config.constraints import PositiveFloat, Range
 from meshwright.config.reader import convert, format_value
 from meshwright.errors import ConfigError
-from meshwright.io import read_regular_file
+from meshwright.io import parse_json, read_regular_file
 from meshwright.planner.workload.architecture import Architecture, LatentAttention
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -58,11 +57,8 @@ def read_huggingface_config(path: Path) -> HuggingFaceConfig:
 
 def read_config(file: Path) -> Any:
     """Reads the untrusted JSON file."""
-    content = read_regular_file(file, MAX_CONFIG_BYTES, str(file), "a model's config.json")
-    try:
-        return json.loads(content.decode())
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is not JSON: {error}", "expected a model's config.json") from None
+    expected = "a model's config.json"
+    return parse_json(read_regular_file(file, MAX_CONFIG_BYTES, str(file), expected), str(file), expected)
 
 
 def parse_huggingface_config(tree: Any, file: str, name: str = "") -> HuggingFaceConfig:
