@@ -238,7 +238,7 @@ def prove(
 
     config = validated(config, ranks)
     validate(config)
-    file = output_file(Path(out), "out") if out is not None else None
+    file = output_file(given_path(out, "out"), "out") if out is not None else None
     certificate = certify(config, full=full)
     if file is not None:
         write_json(file, certificate)
@@ -340,9 +340,17 @@ def train_with_fork_server(
 
 def run_folder(run: str | Path | None, config: RunConfig) -> RunFolder:
     """Resolves the run folder once, so that a later change of a link or of the working directory has no effect."""
-    if run is not None and not str(run):
-        raise ConfigError("the run folder is empty text", "expected --run DIR")
-    return RunFolder((Path(run) if run is not None else Path("runs") / config.preset).resolve())
+    try:
+        return RunFolder((given_path(run, "run") if run is not None else Path("runs") / config.preset).resolve())
+    except (OSError, ValueError, RuntimeError) as error:  # a loop of symbolic links, a name with a null character
+        raise ConfigError(f"run {run!s} is not a folder: {error}", "expected --run DIR") from None
+
+
+def given_path(path: str | Path, name: str) -> Path:
+    """Returns a path argument; empty text would be the current folder."""
+    if not str(path).strip():
+        raise ConfigError(f"{name} is an empty path", f"expected {name}=PATH")
+    return Path(path)
 
 
 def relative_path(folder: RunFolder) -> Path:

@@ -23,19 +23,46 @@ MAX_JSON_DEPTH = 64
 """Limit of nested lists and objects in a JSON file."""
 
 
-def open_regular_file(path: Path) -> BinaryIO:
-    """Opens a regular file for reading; raises OSError for anything else.
+def open_descriptor(path: str | Path, flags: int, *, follow: bool = False) -> int:
+    """Opens a regular file and returns its descriptor; raises OSError for anything else.
 
-    Opening a pipe could block for ever, and reading a device might never end.
+    Opening a pipe could block for ever, and reading a device might never end. A file of a run folder is opened without
+    `follow`: the folder may come from somebody else, and a symbolic link in it could lead to any file of the user.
     """
-    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # noqa: SIM115 - the caller closes it
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    try:
+        file = os.open(path, flags | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW), 0o644)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a symbolic link, or a pipe that nobody reads
+            raise OSError(error.errno, "not a regular file", str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return file
 
 
-def read_regular_file(path: Path, max_bytes: int, name: str, expected: str) -> bytes:
+def open_regular_file(path: Path, *, follow: bool = False) -> BinaryIO:
+    """Opens a regular file for reading; see `open_descriptor`."""
+    return open(open_descriptor(path, os.O_RDONLY, follow=follow), "rb")
+
+
+def create_file(path: Path, flags: int = os.O_WRONLY) -> int:
+    """Creates a new file of a run folder and returns its descriptor; raises ConfigError if that is not possible."""
+    try:
+        return open_descriptor(path, flags | os.O_CREAT | os.O_EXCL)
+    except OSError as error:
+        raise write_error(path, error) from None
+
+
+def write_error(path: Path, error: OSError) -> ConfigError:
+    """Returns the error that reports a file of a run folder that cannot be written."""
+    return ConfigError(
+        f"{path} cannot be written: {error.strerror}",
+        "try --run DIR with a writable folder, and the limits of ulimit -a",
+    )
+
+
+def read_regular_file(path: Path, max_bytes: int, name: str, expected: str, *, follow: bool = True) -> bytes:
     """Reads an untrusted file of at most `max_bytes` bytes.
 
     Args:
@@ -43,9 +70,10 @@ def read_regular_file(path: Path, max_bytes: int, name: str, expected: str) -> b
         max_bytes: size limit; nothing beyond it is read into memory.
         name: what the file is called in an error message, including its path.
         expected: what the file should be, for the hint of the error.
+        follow: whether the file may be a symbolic link. False for a file of a run folder.
     """
     try:
-        with open_regular_file(path) as file:
+        with open_regular_file(path, follow=follow) as file:
             content = file.read(max_bytes + 1)
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror}", f"expected {expected}") from None
@@ -54,9 +82,12 @@ def read_regular_file(path: Path, max_bytes: int, name: str, expected: str) -> b
     return content
 
 
-def read_json(path: Path, expected: str = "a file that Meshwright wrote into a run folder") -> Any:
+def read_json(
+    path: Path, expected: str = "a file that Meshwright wrote into a run folder", *, follow: bool = False
+) -> Any:
     """Reads an untrusted JSON file of at most MAX_JSON_BYTES."""
-    return parse_json(read_regular_file(path, MAX_JSON_BYTES, str(path), expected), str(path), expected)
+    content = read_regular_file(path, MAX_JSON_BYTES, str(path), expected, follow=follow)
+    return parse_json(content, str(path), expected)
 
 
 def parse_json(content: bytes, name: str, expected: str) -> Any:
@@ -88,13 +119,11 @@ def parse_json(content: bytes, name: str, expected: str) -> Any:
 
 
 def atomic_write(path: Path, content: str | Iterable[str]) -> None:
-    """Replaces a text file atomically and durably, and creates its folder if it is missing.
+    """Replaces a text file atomically and durably.
 
-    A reader sees either the old file or the new one, also after a power loss. If `path` is a symbolic link, the file
-    that it points to is replaced, not the link.
+    A reader sees either the old file or the new one, also after a power loss. The folder must exist: a run folder that
+    was deleted does not come back. If `path` is a symbolic link, the link is replaced, not the file that it points to.
     """
-    path = path.resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         with temporary.open("x", encoding="utf-8") as file:

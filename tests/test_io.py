@@ -9,12 +9,14 @@ import pytest
 from meshwright.errors import ConfigError
 from meshwright.io import (
     atomic_write,
+    create_file,
     finite,
     format_bytes,
     format_clock,
     format_count,
     format_percent,
     format_seconds,
+    open_descriptor,
     output_file,
     printable,
     read_json,
@@ -24,7 +26,7 @@ from meshwright.io import (
 
 
 def test_atomic_write_replaces_the_file_and_leaves_no_temporary_file(tmp_path):
-    file = tmp_path / "new" / "file.txt"
+    file = tmp_path / "file.txt"
     atomic_write(file, "one")
     atomic_write(file, ["t", "wo"])
     assert file.read_text() == "two"
@@ -45,11 +47,39 @@ def test_atomic_write_that_fails_keeps_the_old_file(tmp_path):
     assert os.listdir(tmp_path) == ["file.txt"]
 
 
-def test_atomic_write_through_a_symbolic_link_replaces_its_target(tmp_path):
-    (tmp_path / "link").symlink_to(tmp_path / "target")
-    atomic_write(tmp_path / "link", "text")
-    assert (tmp_path / "link").is_symlink()
+def test_atomic_write_does_not_create_a_folder_that_is_gone(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        atomic_write(tmp_path / "gone" / "file.txt", "text")
+    assert os.listdir(tmp_path) == []
+
+
+def test_symbolic_link_of_a_run_folder_is_replaced_and_one_that_the_user_names_is_followed(tmp_path):
+    (tmp_path / "target").write_text("outside")
+    for name in ("run", "user"):
+        (tmp_path / name).symlink_to(tmp_path / "target")
+    atomic_write(tmp_path / "run", "text")
+    assert not (tmp_path / "run").is_symlink()
+    assert (tmp_path / "target").read_text() == "outside"
+    write_output(tmp_path / "user", "text", "--out")
+    assert (tmp_path / "user").is_symlink()
     assert (tmp_path / "target").read_text() == "text"
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_file_of_a_run_folder_is_opened_only_if_it_is_regular(tmp_path, kind):
+    path = tmp_path / "file"
+    (tmp_path / "target").write_text("outside")
+    {"link": lambda: path.symlink_to(tmp_path / "target"), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[
+        kind
+    ]()
+    for flags in (os.O_RDONLY, os.O_RDWR | os.O_CREAT, os.O_WRONLY | os.O_APPEND):
+        with pytest.raises(OSError, match=r"not a regular file|Is a directory"):
+            open_descriptor(path, flags)
+    with pytest.raises(ConfigError, match="file cannot be written: File exists"):
+        create_file(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_json(path)
+    assert (tmp_path / "target").read_text() == "outside"
 
 
 def test_untrusted_file_that_is_a_pipe_or_too_large_raises_config_error(tmp_path):

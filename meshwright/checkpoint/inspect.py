@@ -17,16 +17,19 @@ from meshwright.checkpoint.unsharded import compare_checkpoints, state_digest
 from meshwright.checkpoint.verify import find_damage
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.store.posix import PosixStore
+from meshwright.telemetry.run_folder import RunFolder
 
 
 def find_entries(path: Path) -> list[CheckpointEntry]:
     """Every checkpoint of a run folder, newest first, or the single one of a checkpoint folder."""
     resolved = path.resolve()
     if (match := NAME_PATTERN.fullmatch(resolved.name)) and len(resolved.parents) > 1:
+        RunFolder(resolved.parents[1]).require_own_folders()
         store = PosixStore(resolved.parents[1])
         return [read_entry(store, f"{CHECKPOINTS_FOLDER}/{match[0]}", int(match[1]), int(match[2]))]
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder", "expected a run folder, or a folder under its checkpoints/")
+    RunFolder(path).require_own_folders()
     return list_checkpoint_folders(PosixStore(path))
 
 

@@ -22,11 +22,12 @@ from meshwright.checkpoint.manifest import (
 from meshwright.io import MAX_JSON_BYTES
 from meshwright.store.interface import Store
 from meshwright.store.posix import PosixStore
-from meshwright.telemetry.run_folder import RunFolder
+from meshwright.telemetry.run_folder import RunFolder, parse_attempt
 
 CHECKPOINTS_FOLDER = "checkpoints"
 LEASE_FILE = "lease.json"
-NAME_PATTERN = re.compile(r"step-(\d{8,18})\.a(\d{4,9})")
+NAME_PATTERN = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})\.a([0-9]{4}|[1-9][0-9]{4,8})")
+"""The names that `checkpoint_folder` gives, and no others: a number has one spelling."""
 
 
 def checkpoint_folder(step: int, attempt: int) -> str:
@@ -146,8 +147,7 @@ def list_leases(store: Store) -> list[tuple[int, dict[str, Any]]]:
 
 def list_attempts(store: Store) -> list[int]:
     """The numbers of the attempts that have a folder, newest first."""
-    names = store.list_names("attempts")
-    return sorted((int(name) for name in names if re.fullmatch(r"[0-9]{4,9}", name)), reverse=True)
+    return sorted(filter(None, map(parse_attempt, store.list_names("attempts"))), reverse=True)
 
 
 def read_lease(store: Store, attempt: int) -> dict[str, Any] | None:
@@ -156,6 +156,7 @@ def read_lease(store: Store, attempt: int) -> dict[str, Any] | None:
         lease = json.loads(store.read(f"attempts/{attempt:04d}/{LEASE_FILE}", 0, MAX_JSON_BYTES))
         recorded = lease.pop("digest")
         valid = isinstance(lease["inherited"], dict) and type(lease["pid"]) is int and lease["pid"] > 0
+        valid = valid and lease["attempt"] == attempt  # a copy of another attempt's folder is not an attempt
         return lease if valid and canonical_digest(lease) == recorded else None
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return None

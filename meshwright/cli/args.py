@@ -111,6 +111,7 @@ def add_argument(parser: Parser, name: str, hint: Any, default: Any) -> None:
         kind = next(part for part in get_args(kind) if part is not type(None))
     many = get_origin(kind) is tuple
     value_type = get_args(kind)[0] if many else kind
+    value_type = parse_path if value_type is Path else value_type
     if argument.positional:
         add(name, metavar=argument.metavar, type=value_type, nargs=None if required else "?")
         return
@@ -128,6 +129,13 @@ def add_argument(parser: Parser, name: str, hint: Any, default: Any) -> None:
             required=required,
             default=None if required else default,
         )
+
+
+def parse_path(text: str) -> Path:
+    """Parses a path. Empty text, the value of a shell variable that is not set, would be the current folder."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(text)
 
 
 def split_overrides(args: Sequence[str], options: set[str]) -> tuple[list[str], tuple[str, ...]]:

@@ -18,6 +18,7 @@ from meshwright.cli.report import report
 from meshwright.cli.simulate import simulate
 from meshwright.cli.train import train
 from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.io import printable
 
 VERBS: dict[str, Verb] = {
     "train": train,
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         dispatch(list(sys.argv[1:] if argv is None else argv))
     except MeshwrightError as error:
-        print(f"meshwright: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        print(printable(f"meshwright: {' '.join(str(error).splitlines())}"), file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

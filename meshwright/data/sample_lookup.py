@@ -75,6 +75,7 @@ class SampleLookup:
 def open_sample_lookup(run: Path) -> SampleLookup:
     """The lookup for a run folder, from its identity.json, or for a run file, from the data that it names."""
     if run.is_dir():
+        RunFolder(run).require_own_folders()
         return lookup_from_identity(RunFolder(run).identity_file)
     if not run.exists():
         raise ConfigError(f"{run} does not exist", "expected a run folder or a run file")

@@ -15,8 +15,10 @@ from typing import Any
 
 from meshwright.config import RunConfig, config_to_dict
 from meshwright.errors import StoppedBeforeStart
+from meshwright.io import create_file
 from meshwright.launch.descendants import MARK, end_descendants, with_mark
 from meshwright.recover.failures import Failure, RanksFailed
+from meshwright.recover.incidents import tail_lines
 from meshwright.telemetry.run_folder import RunFolder
 
 
@@ -56,8 +58,9 @@ class ForkServer:
         self._mark = secrets.token_hex(8)
         environment = os.environ | {"OMP_NUM_THREADS": str(self._config.launch.threads), "PYTHONUNBUFFERED": "1"}
         job = {"config": config_to_dict(self._config), "folder": str(self._folder.root.resolve())}
+        log_file = create_file(self._log, os.O_WRONLY | os.O_APPEND)
         # The job is passed in a file: a pipe has room for 64 KiB, and a stopped server would block this process.
-        with open(self._log, "ab") as log, tempfile.TemporaryFile("w+") as job_file:
+        with open(log_file, "ab") as log, tempfile.TemporaryFile("w+") as job_file:
             json.dump(job | {"parent": os.getpid(), **self._options}, job_file)
             job_file.seek(0)
             files = (writer, job_file.fileno())
@@ -134,10 +137,11 @@ class ForkServer:
         if not self._result and self._sent_signal and self._process.returncode == -self._sent_signal:
             raise StoppedBeforeStart(self._sent_signal)  # the server did not handle signals yet
         if not self._result:
-            log_tail = self._log.read_text(errors="replace").splitlines()[-15:] if self._log.exists() else []
             ended = Failure.from_exit_status(0, self._process.returncode)
             message = ended.message.replace("rank 0", "the fork server", 1)
-            raise RanksFailed([Failure(-1, ended.error_type, message, 1, 0.0, traceback="\n".join(log_tail))])
+            raise RanksFailed(
+                [Failure(-1, ended.error_type, message, 1, 0.0, traceback="\n".join(tail_lines(self._log)))]
+            )
         result = json.loads(self._result)
         if "error" in result:
             raise RanksFailed([Failure.from_json(result["error"])]).cause()

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +17,7 @@ from meshwright.config import RunConfig, fingerprint, identity, placement
 from meshwright.data.file_sources import open_sources
 from meshwright.data.source import IndexableSource
 from meshwright.data.token_files import raise_if_changed
-from meshwright.errors import (
-    BusyError,
-    ConfigError,
-    MeshwrightError,
-    PeerError,
-    StoppedBySignal,
-    describe_exception,
-)
+from meshwright.errors import ConfigError, MeshwrightError, PeerError, StoppedBySignal, describe_exception
 from meshwright.launch.host_memory import require_host_memory
 from meshwright.launch.ranks import Ranks, cuda_started, raise_if_spawning
 from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, leave_process_group, torchrun_restart_count
@@ -34,7 +28,7 @@ from meshwright.parallel.materialize import require_materialized
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.parallelize import require_spec
 from meshwright.recover.incidents import Incident
-from meshwright.recover.lease import Lease, acquire_lease, raise_if_held
+from meshwright.recover.lease import Lease, acquire_lease
 from meshwright.recover.supervisor import newest_checkpoint_step, record_lost_attempts
 from meshwright.telemetry.events import Event
 from meshwright.telemetry.heartbeat import Heartbeat
@@ -108,10 +102,10 @@ def run_in_this_process(
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     try:
         restarts = int(torchrun_restart_count())
-        lease = acquire_lease_or_reason(job.folder, fresh and not restarts) if world.rank == 0 else None
-        attempt = world.broadcast_object(lease.attempt if isinstance(lease, Lease) else lease, "attempt")
+        lease = acquire_lease_or_error(job.folder, fresh and not restarts) if world.rank == 0 else None
+        attempt = world.broadcast_object(lease.attempt if isinstance(lease, Lease) else str(lease), "attempt")
         if isinstance(attempt, str):
-            raise BusyError(attempt) if world.rank == 0 else PeerError(attempt)
+            raise lease if isinstance(lease, MeshwrightError) else PeerError(attempt)
         world = replace(world, heartbeat=Heartbeat(job.folder.heartbeat(attempt, world.rank)))
         listener = make_listener(attempt) if world.rank == 0 else None
         job = job.as_attempt(attempt, restarts, fork)
@@ -144,17 +138,14 @@ def check_world_size(job: Job, world_size: int, environment: Mapping[str, str] =
     )
 
 
-def acquire_lease_or_reason(folder: RunFolder, fresh: bool) -> Lease | str:
-    """The lease of the next attempt, or the reason why another job holds the run, which rank 0 tells the others."""
+def acquire_lease_or_error(folder: RunFolder, fresh: bool) -> Lease | MeshwrightError:
+    """The lease of the next attempt, or the reason why there is none, which rank 0 tells the others."""
     try:
-        if fresh:
-            raise_if_held(folder)
-            folder.set_aside()
-        lease = acquire_lease(folder)
+        lease = acquire_lease(folder, fresh=fresh)
         record_lost_attempts(folder, lease.attempt)
         return lease
-    except BusyError as held:
-        return str(held)
+    except MeshwrightError as error:
+        return error
 
 
 @contextmanager
@@ -162,13 +153,17 @@ def recording_outcome(lease: Lease) -> Iterator[None]:
     """Under torchrun, rank 0 holds the lease and records how the attempt ended, as far as rank 0 can see it."""
     folder, attempt = lease.folder, lease.attempt
     try:
-        with lease.keep_alive():
+        # A run folder that is gone stops all ranks at the same step, as a signal does.
+        with lease.keep_alive(on_lost=partial(os.kill, os.getpid(), signal.SIGTERM)):
             yield
+        lease.raise_if_lost()
     except MeshwrightError as error:
+        lease.raise_if_lost()
         outcome = "stopped" if isinstance(error, StoppedBySignal) else "failed"
         Incident(attempt, outcome, message=describe_exception(error), exit_code=error.exit_code).write(folder)
         raise
     except Exception as error:
+        lease.raise_if_lost()
         Incident(attempt, "failed", message=describe_exception(error), exit_code=1).write(folder)
         raise
     Incident(attempt, "complete", checkpoint_step=newest_checkpoint_step(folder)).write(folder)

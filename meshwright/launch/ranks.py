@@ -28,6 +28,7 @@ import torch
 
 from meshwright.config import LaunchConfig
 from meshwright.errors import ConfigError
+from meshwright.io import create_file
 from meshwright.launch.descendants import end_descendants, lead_session
 from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, leave_process_group
 from meshwright.launch.scratch_folder import ScratchFolder, remove_stale_folders
@@ -82,7 +83,7 @@ class Ranks:
                 launch or LaunchConfig(),
                 dict(facts or {}),
                 writer,
-                str(logs[rank]) if logs else "",
+                logs[rank] if logs else None,
                 heartbeats[rank] if heartbeats else None,
                 os.getpid(),
                 f"{self._mark}-{rank}",
@@ -236,7 +237,7 @@ def _rank_main(
     launch: LaunchConfig,
     facts: dict[str, Any],
     writer: Connection,
-    log: str,
+    log: Path | None,
     heartbeat_path: Path | None,
     parent: int,
     mark: str,
@@ -246,12 +247,12 @@ def _rank_main(
     lead_session(mark)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # until the function installs its own handlers
-    if log:
-        redirect_output(log)
-        faulthandler.register(signal.SIGUSR1)  # for the watchdog; it works even while another thread has the GIL
     status = 0
     heartbeat = Heartbeat()
     try:
+        if log is not None:
+            redirect_output(log)
+            faulthandler.register(signal.SIGUSR1)  # for the watchdog; it works even while another thread has the GIL
         heartbeat = Heartbeat(heartbeat_path)
         torch.set_num_threads(launch.threads)
         function, args = pickle.loads(Path(payload).read_bytes()) if isinstance(payload, str) else payload
@@ -271,9 +272,9 @@ def _rank_main(
     os._exit(status)  # a forked process must not run its parent's exit handlers
 
 
-def redirect_output(log: str) -> None:
+def redirect_output(log: Path) -> None:
     """Sends standard output and error to the rank's log, including what native code prints."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    file = create_file(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)

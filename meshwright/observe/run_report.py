@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -89,6 +88,7 @@ def build_report(folder: RunFolder) -> Report:
     """Builds the report of a run that is in progress, has ended, or failed."""
     if not any((folder.root / name).exists() for name in ("run.toml", "events", "attempts")):
         raise ConfigError(f"{folder.root} is not a run folder", "expected a folder that meshwright train wrote")
+    folder.require_own_folders()
     measurements, (plan, notes) = read_measurements(folder), read_plan(folder)
     if measurements is None:
         return with_verdict(Report(str(folder.root), run_status(folder, None), 0, 0, notes=notes), {}, False)
@@ -126,18 +126,11 @@ def build_report(folder: RunFolder) -> Report:
 def read_plan(folder: RunFolder) -> tuple[dict[str, Any], list[str]]:
     """Returns plan.json, whose values are validated where they are used, and its notes."""
     try:
-        plan = bounded_object(read_json_file(folder.plan_file))
+        plan = bounded_object(read_json(folder.plan_file))
     except ConfigError as error:
         return {}, [f"there is no prediction: {error.message}"]
     notes = plan.get("notes")
     return plan, [str(note)[:300] for note in notes[:MAX_NOTES]] if isinstance(notes, list) else []
-
-
-def read_json_file(path: Path) -> Any:
-    """Reads a regular file only: opening a pipe could block forever."""
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is not a regular file", "expected a file that meshwright train wrote")
-    return read_json(path)
 
 
 def run_status(folder: RunFolder, measurements: RunMeasurements | None) -> str:
@@ -152,7 +145,7 @@ def run_status(folder: RunFolder, measurements: RunMeasurements | None) -> str:
     if measurements and measurements.first.ended:
         return f"{progress}, complete"
     try:
-        incident = bounded_object(read_json_file(folder.incident(attempt)))
+        incident = bounded_object(read_json(folder.incident(attempt)))
     except ConfigError:
         return f"{progress}, no end recorded: in progress or killed"
     lines = str(incident.get("message", ""))[:300].splitlines()

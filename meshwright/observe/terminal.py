@@ -122,6 +122,9 @@ class Terminal:
     def _straggler(self, event: Event) -> None:
         self.print_step(event, event["message"], "yellow")
 
+    def _events_lost(self, event: Event) -> None:
+        self.print(event["message"], "bold red")
+
     def _hang(self, event: Event) -> None:
         self.print(f"HANG: {event['message']}", "bold red")
 

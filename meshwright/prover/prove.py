@@ -106,7 +106,7 @@ def prove(config: RunConfig, out: Path, as_json: bool = False, full: bool = Fals
     """Runs every check, prints the results and writes the certificate; True if every claim holds. An `out` that cannot
     be written is refused before the first check.
     """
-    output_file(out, "--out")
+    file = output_file(out, "--out")
     console = Console(stderr=as_json)
     if not console.is_terminal:
         console = Console(stderr=as_json, width=140)
@@ -121,7 +121,7 @@ def prove(config: RunConfig, out: Path, as_json: bool = False, full: bool = Fals
     if duration := expected_duration(config, full):
         console.print(duration, highlight=False, soft_wrap=True)
     certificate = certify(config, show, full)
-    write_json(out, certificate)
+    write_json(file, certificate)
     if as_json:
         print(json.dumps(certificate))
     else:

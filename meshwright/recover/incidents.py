@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from meshwright.data.sample_lookup import open_sample_lookup
 from meshwright.errors import MeshwrightError
-from meshwright.io import read_json, write_json
+from meshwright.io import open_regular_file, read_json, write_json
 from meshwright.recover.failures import FINAL_EXIT_CODES, Failure
 from meshwright.telemetry.heartbeat import HeartbeatReading, read_heartbeat
 from meshwright.telemetry.phases import PHASES, STEP_PHASES
@@ -56,7 +57,9 @@ class Incident:
         return self.outcome == "failed" and ("(SIGKILL)" in self.message or "(SIGTERM)" in self.message)
 
     def write(self, folder: RunFolder) -> None:
-        write_json(folder.incident(self.attempt), dataclasses.asdict(self))
+        """Writes the incident; on a full disk the outcome is still reported to the user."""
+        with suppress(OSError):
+            write_json(folder.incident(self.attempt), dataclasses.asdict(self))
 
 
 def read_incidents(folder: RunFolder) -> list[Incident]:
@@ -110,7 +113,7 @@ def build_incident(
 def tail_lines(log: Path, count: int = 15) -> list[str]:
     """The last lines of a log file."""
     try:
-        with open(log, "rb") as file:
+        with open_regular_file(log) as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - 8192))
             return file.read().decode(errors="replace").splitlines()[-count:]

@@ -8,13 +8,15 @@ holder is alive while its beat counter advances. No decision reads a wall clock 
 from __future__ import annotations
 
 import datetime
+import errno
+import fcntl
 import json
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -28,13 +30,16 @@ from meshwright.checkpoint.listing import (
     list_leases,
     list_published,
     open_run_store,
+    read_lease,
 )
 from meshwright.checkpoint.manifest import canonical_digest
-from meshwright.errors import BusyError, ConfigError
+from meshwright.errors import BusyError, CheckpointError, ConfigError
+from meshwright.io import open_descriptor, open_regular_file
+from meshwright.recover.incidents import Incident
 from meshwright.store.interface import Store
 from meshwright.store.posix import PosixCalls
 from meshwright.telemetry.heartbeat import process_start, read_heartbeat
-from meshwright.telemetry.run_folder import RunFolder
+from meshwright.telemetry.run_folder import MAX_ATTEMPT, RunFolder
 
 BEAT_INTERVAL = 1.0
 OBSERVATION_SECONDS = 6.0
@@ -49,16 +54,19 @@ class Lease:
     attempt: int
 
     @contextmanager
-    def keep_alive(self) -> Iterator[None]:
-        """Advances the beat counter for other hosts. A thread does it: the lease states that this process runs, not
-        that training makes progress.
+    def keep_alive(self, on_lost: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Advances the beat counter for other hosts, and calls `on_lost` once if the lease is gone. A thread does it:
+        the lease states that this process runs, not that training makes progress.
         """
         done = threading.Event()
 
         def beat() -> None:
             for beats in count():
+                if self.is_lost:
+                    on_lost()
+                    return
                 with suppress(OSError):  # saving a checkpoint reports a full disk
-                    (self.folder.attempt(self.attempt) / "beat").write_text(str(beats))
+                    write_text(self.folder.attempt(self.attempt) / "beat", str(beats))
                 if done.wait(BEAT_INTERVAL):
                     return
 
@@ -70,21 +78,88 @@ class Lease:
             done.set()
             thread.join()
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the lease is gone, or one of another process is in its place: the run folder was deleted or moved."""
+        store = open_run_store(self.folder)
+        try:
+            if store.size(f"attempts/{self.attempt:04d}/{LEASE_FILE}") is None:
+                return True
+        except OSError as error:
+            return error.errno == errno.ESTALE
+        lease = read_lease(store, self.attempt)
+        return lease is not None and lease.get("token") != process_token()
 
-def acquire_lease(folder: RunFolder, observe: float = OBSERVATION_SECONDS) -> Lease:
-    """Acquires the lease of the next attempt; raises BusyError if another live process holds the run."""
+    def raise_if_lost(self) -> None:
+        """Raises a CheckpointError if the run folder was deleted or moved; nothing creates it again."""
+        if self.is_lost:
+            raise CheckpointError(
+                f"run folder {self.folder.root} was deleted, moved or replaced while attempt {self.attempt} used it",
+                "try to put it back and to repeat the command, which resumes from its newest checkpoint",
+            )
+
+
+def acquire_lease(folder: RunFolder, observe: float = OBSERVATION_SECONDS, *, fresh: bool = False) -> Lease:
+    """Acquires the lease of the next attempt of a job, and creates the run folder if it does not exist.
+
+    With `fresh`, an existing run is set aside first. This process then holds the lease of the old folder until it holds
+    that of the new one, so that no other job can start in between.
+
+    Raises:
+        BusyError: another live process holds the run.
+        ConfigError: the folder cannot be written, or it has other files and no run.
+    """
     try:
-        folder.root.mkdir(parents=True, exist_ok=True)
+        folder.root.parent.mkdir(parents=True, exist_ok=True)
+        with exclusive_start(folder):
+            folder.require_usable()
+            if fresh and folder.has_run:
+                old = publish_lease(folder, observe)
+                aside = folder.set_aside()
+                Incident(old.attempt, "stopped", message="--fresh has set the run aside").write(aside)
+            folder.root.mkdir(exist_ok=True)
+            PosixCalls().sync_folder(str(folder.root.resolve().parent))
+            return publish_lease(folder, observe)
     except OSError as error:
         raise ConfigError(
-            f"cannot create the run folder {folder.root}: {error.strerror}",
-            "try --run DIR with a writable folder",
+            f"cannot create the run folder {folder.root}: {error.strerror}", "try --run DIR with a writable folder"
         ) from None
+
+
+def acquire_next_lease(lease: Lease, observe: float = OBSERVATION_SECONDS) -> Lease:
+    """Acquires the lease of the next attempt of the same job, in the folder of the previous one."""
+    lease.raise_if_lost()
+    with exclusive_start(lease.folder):
+        lease.raise_if_lost()  # another job may have set the run aside while this one waited
+        return publish_lease(lease.folder, observe)
+
+
+@contextmanager
+def exclusive_start(folder: RunFolder) -> Iterator[None]:
+    """Lets one job at a time start beside this folder, so that none finds the name free while `fresh` renames a folder.
+
+    The lease alone decides who holds a run. File systems that cannot lock a folder (NFS) lack this lock only.
+    """
+    parent = os.open(folder.root.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(parent, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(parent)
+
+
+def publish_lease(folder: RunFolder, observe: float) -> Lease:
+    """Publishes the lease of the next attempt; raises BusyError if another live process holds the run."""
     store = open_run_store(folder)
-    PosixCalls().sync_folder(str(folder.root.resolve().parent))
     while True:
         raise_if_held(folder, observe)
         attempt = newest_attempt(store) + 1
+        if attempt > MAX_ATTEMPT:
+            raise ConfigError(
+                f"run folder {folder.root} has an attempt {MAX_ATTEMPT}, the largest number",
+                "try --fresh in a copy, or remove the attempt or the checkpoint of that number",
+            )
         values = {
             **process_identity(),
             "attempt": attempt,
@@ -103,10 +178,14 @@ def acquire_lease(folder: RunFolder, observe: float = OBSERVATION_SECONDS) -> Le
 
 
 def newest_attempt(store: Store) -> int:
-    """The newest attempt that has a lease. A damaged lease counts too: its attempt number has been used."""
-    leased = [n for n in list_attempts(store) if store.size(f"attempts/{n:04d}/{LEASE_FILE}") is not None]
+    """The newest attempt whose number has been used: its folder has a lease, damaged or not, or any other file."""
+    used = [
+        n
+        for n in list_attempts(store)
+        if any(not name.startswith(".") for name in store.list_names(f"attempts/{n:04d}"))
+    ]
     saved = [entry.attempt for entry in list_checkpoint_folders(store)]  # the attempt's own folder may be gone
-    return max([*leased, *saved], default=0)
+    return max([*used, *saved], default=0)
 
 
 def raise_if_held(folder: RunFolder, observe: float = OBSERVATION_SECONDS) -> None:
@@ -165,10 +244,18 @@ def progress_counters(attempt: Path) -> list[Any]:
 
 def read_text(path: str) -> str:
     try:
-        with open(path) as file:
-            return file.read(256).strip()
+        with open_regular_file(Path(path)) as file:
+            return file.read(256).decode(errors="replace").strip()
     except OSError:
         return ""
+
+
+def write_text(path: Path, text: str) -> None:
+    file = open_descriptor(path, os.O_WRONLY | os.O_CREAT)
+    try:
+        os.pwrite(file, text.encode(), 0)
+    finally:
+        os.close(file)
 
 
 def pid_namespace() -> str:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from meshwright.checkpoint.listing import list_leases, list_published, open_run_store
@@ -21,7 +21,7 @@ from meshwright.config import LaunchConfig
 from meshwright.errors import KilledBySignal, MeshwrightError, RestartsExhausted, StoppedBeforeStart, StoppedBySignal
 from meshwright.recover.failures import FINAL_EXIT_CODES, RanksFailed
 from meshwright.recover.incidents import Incident, assign_verdict, build_incident, read_heartbeats
-from meshwright.recover.lease import Lease, acquire_lease, raise_if_held
+from meshwright.recover.lease import Lease, acquire_lease, acquire_next_lease
 from meshwright.recover.watchdog import Hang, Watchdog, find_collective_mismatch
 from meshwright.telemetry.events import EventLog
 from meshwright.telemetry.heartbeat import HeartbeatReading
@@ -77,19 +77,18 @@ def supervise(
     at most `launch.restarts` times in a row without publishing a new checkpoint. A job that completes in spite of a
     signal returns, unless `raise_on_signal` is set.
     """
-    if fresh:
-        raise_if_held(folder)
-        folder.set_aside()
+    lease = acquire_lease(folder, fresh=fresh)
     restart = restarts_without_progress = 0
     history: list[Incident] = []
     while True:
-        lease = acquire_lease(folder)
         record_lost_attempts(folder, lease.attempt)
         attempt = Attempt(folder, launch, lease, start, make_viewer)
         try:
             summary = attempt.run(restart)
+            lease.raise_if_lost()
             Incident(lease.attempt, "complete", checkpoint_step=newest_checkpoint_step(folder)).write(folder)
         except RanksFailed as failed:
+            lease.raise_if_lost()
             incident = attempt.record_incident(failed, history)
             history.append(incident)
             if attempt.signal_number:  # the job was asked to stop: it does not restart, even if it failed on the way
@@ -102,7 +101,9 @@ def supervise(
             step = incident.checkpoint_step
             resume_point = f"from step {step}" if step >= 0 else "from the beginning"
             (report or warn)(f"attempt {lease.attempt} failed, {reason}; restart {restart}, {resume_point}")
+            lease = acquire_next_lease(lease)
         except MeshwrightError as error:
+            lease.raise_if_lost()
             stopped = isinstance(error, (StoppedBySignal, StoppedBeforeStart, KilledBySignal, GracePeriodExpired))
             outcome = "stopped" if stopped else "failed"
             ended = Incident(lease.attempt, outcome, message=str(error), exit_code=error.exit_code)
@@ -145,6 +146,8 @@ class Attempt:
     """The signal that asked the job to stop, or 0."""
     grace_deadline: float = float("inf")
     """When the ranks are killed after a signal (monotonic clock)."""
+    reported_ranks: set[int] = field(default_factory=set)
+    """The ranks whose lost events have been reported."""
     hang_deadline: float = float("inf")
     """When the ranks that still run after a hang are killed (monotonic clock)."""
 
@@ -215,24 +218,30 @@ class Attempt:
             self.signal_number, self.grace_deadline = number, time.monotonic() + self.launch.grace_period
 
     def check_ranks(self) -> None:
-        """Reads the heartbeats: records stragglers, and kills a rank that hangs."""
+        """Reads the heartbeats: records stragglers, and kills a rank that hangs. Raises if the run folder is gone."""
+        self.lease.raise_if_lost()
         if self.hang is not None:
             return
         self.hang, stragglers, signal_number = self.watchdog.check()
+        self.report_lost_events()
         for straggler in stragglers:
-            self.write_event("straggler", **vars(straggler), message=str(straggler))
+            self.log.write("straggler", **vars(straggler), message=str(straggler))
         if signal_number:
             self.begin_grace_period(signal_number)
         if self.hang is not None:
-            self.write_event("hang", rank=self.hang.rank, message=self.hang.message)
+            self.log.write("hang", rank=self.hang.rank, message=self.hang.message)
             self.hang_deadline = time.monotonic()
             if self.hang.rank in self.hang.heartbeats:
                 kill_rank(self.hang.heartbeats[self.hang.rank])  # the other ranks then lose their peer and end
                 self.hang_deadline += SECONDS_AFTER_HANG
 
-    def write_event(self, kind: str, **fields: Any) -> None:
-        with suppress(OSError):  # a full disk must not end the run
-            self.log.write(kind, **fields)
+    def report_lost_events(self) -> None:
+        """Reports every rank that cannot write its events, once per attempt."""
+        for rank, heartbeat in self.watchdog.heartbeats.items():
+            if heartbeat.lost_events and rank not in self.reported_ranks:
+                self.reported_ranks.add(rank)
+                message = f"rank {rank} cannot write its events (is the disk full?); the training continues"
+                self.log.write("events_lost", rank=rank, count=heartbeat.lost_events, message=message)
 
     def made_progress(self) -> bool:
         """Whether this attempt published a checkpoint, which is always newer than the one that it started from."""
@@ -262,8 +271,7 @@ class Attempt:
                 self.begin_grace_period(heartbeat.signal)
         stopped = cause.error_type == StoppedBySignal.__name__
         incident = replace(incident, outcome="stopped") if stopped else assign_verdict(incident, history)
-        with suppress(OSError):  # on a full disk the failure itself is still reported
-            incident.write(self.folder)
+        incident.write(self.folder)
         return incident
 
 

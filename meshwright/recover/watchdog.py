@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from pathlib import Path
 
+from meshwright.io import open_regular_file
 from meshwright.recover.incidents import read_heartbeats
 from meshwright.telemetry.heartbeat import HeartbeatReading, process_stat
 from meshwright.telemetry.phases import STEP_PHASES
@@ -86,11 +87,14 @@ class Watchdog:
         self.stack_checks: dict[int, tuple[int, float, bool]] = {}
         """rank -> (beat counter, when the stack was dumped, whether the stack ends in a collective)"""
         self.window_start: dict[int, HeartbeatReading] = {}
+        self.heartbeats: dict[int, HeartbeatReading] = {}
+        """the heartbeats that the last check has read"""
         self.all_ended_since = float("inf")
 
     def check(self) -> tuple[Hang | None, list[Straggler], int]:
         """Returns the hang, the stragglers, and the number of a signal that a rank has received (0 if none)."""
-        heartbeats, now = read_heartbeats(self.folder, self.attempt), time.monotonic()
+        self.heartbeats = heartbeats = read_heartbeats(self.folder, self.attempt)
+        now = time.monotonic()
         running = {rank: heartbeat for rank, heartbeat in heartbeats.items() if heartbeat.phase != "end"}
         self.all_ended_since = min(self.all_ended_since, now) if heartbeats and not running else float("inf")
         if not heartbeats:
@@ -304,7 +308,7 @@ def dump_stack(heartbeat: HeartbeatReading, log: Path, patience: float = 2.0, st
         time.sleep(0.02)  # until the last lines are written
         if stop_after:
             os.kill(heartbeat.pid, signal.SIGSTOP)
-        with open(log, "rb") as file:
+        with open_regular_file(log) as file:
             file.seek(size_before)
             return file.read(65536).decode(errors="replace")
     except (ProcessLookupError, OSError):

@@ -9,12 +9,12 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from meshwright.errors import CheckpointError
+from meshwright.io import open_descriptor
 from meshwright.store.interface import Buffer, Sink
 
 
@@ -56,14 +56,11 @@ class PosixCalls:
         return os.listdir(path)
 
     def size(self, path: str) -> int:
-        return os.stat(path).st_size
+        return os.lstat(path).st_size
 
     def read(self, path: str, start: int, length: int) -> bytes:
-        # An untrusted folder may contain a FIFO, which would block, or a symbolic link out of the folder.
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        file = open_descriptor(path, os.O_RDONLY)
         try:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", path)
             blocks = []
             while length > 0 and (block := os.pread(file, length, start)):  # one call may return less than requested
                 blocks.append(block)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from meshwright.io import open_descriptor, open_regular_file, write_error
 
 Event = dict[str, Any]
 
@@ -27,6 +32,7 @@ EVENT_KINDS = (
     "end",
     "straggler",
     "hang",
+    "events_lost",
 )
 """Every kind of event that a run writes; `docs/records.md` lists their fields."""
 
@@ -35,31 +41,101 @@ MAX_LINE_BYTES = 1 << 20
 
 
 class EventLog:
-    """Appends records. A torn last line, which a killed attempt left behind, is truncated first."""
+    """Appends records. A torn last line, which a killed attempt left behind, is truncated first.
 
-    def __init__(self, path: Path, attempt: int, rank: int, listener: Callable[[Event], None] | None = None) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    A record that cannot be written, on a full disk for example, is lost and never ends the training. The first lost
+    record is reported on standard error; the first record that can be written again follows an `events_lost` record.
+
+    Args:
+        path: the event file, in a folder that exists or in the folder `events` of a run folder that exists.
+        attempt: the number of the attempt.
+        rank: the rank that writes, or -1 for the supervisor.
+        listener: called with every record, lost ones included.
+        on_lost: called with the number of records that are lost and not yet on record.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        attempt: int,
+        rank: int,
+        listener: Callable[[Event], None] | None = None,
+        on_lost: Callable[[int], None] | None = None,
+    ) -> None:
+        self._path, self._listener, self._on_lost = path, listener, on_lost
         self._common: Event = {"attempt": attempt, "rank": rank}
-        self._listener = listener
-        truncate_torn_line(self._file)
+        self._file: int | None = None
+        self._size = self._lost = 0
+        try:
+            self._open()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise write_error(path, error) from None
+
+    def _open(self) -> int:
+        if self._file is None:
+            with suppress(FileExistsError):
+                self._path.parent.mkdir()
+            self._file = open_descriptor(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            self._size = truncate_torn_line(self._file)
+        return self._file
 
     def write(self, kind: str, **fields: Any) -> None:
         """Appends one record of a kind in `EVENT_KINDS`, in a single system call."""
         record = {"kind": kind, **self._common, **fields}
-        os.write(self._file, (json.dumps(record, separators=(",", ":")) + "\n").encode())
+        lines = [record]
+        if self._lost:
+            message = f"{self._lost} event(s) of rank {self._common['rank']} could not be written before this one"
+            lines.insert(0, {"kind": "events_lost", **self._common, "count": self._lost, "message": message})
+        try:
+            self._append("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode())
+        except OSError as error:
+            self._lose(error)
+        else:
+            self._set_lost(0)
         if self._listener is not None:
             self._listener(record)
 
+    def _append(self, content: bytes) -> None:
+        file = self._open()
+        try:
+            if os.write(file, content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._size += len(content)
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(file, self._size)  # nothing but complete lines
+            raise
+
+    def _lose(self, error: OSError) -> None:
+        self._set_lost(self._lost + 1)
+        if self._lost == 1:
+            with suppress(OSError, ValueError):  # standard error may be a file on the same disk
+                print(
+                    f"meshwright: {self._path} cannot be written: {error.strerror}; the training continues, and events "
+                    "are lost until it can be written again",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def _set_lost(self, count: int) -> None:
+        if count != self._lost:
+            self._lost = count
+            if self._on_lost is not None:
+                self._on_lost(count)
+
     def close(self) -> None:
-        os.close(self._file)
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
-def truncate_torn_line(file: int) -> None:
-    """Truncates a file after its last line end."""
+def truncate_torn_line(file: int) -> int:
+    """Truncates a file after its last line end, and returns its size."""
     complete = complete_bytes(file)
     if complete != os.fstat(file).st_size:
         os.ftruncate(file, complete)
+    return complete
 
 
 def complete_bytes(file: int) -> int:
@@ -80,14 +156,14 @@ class EventFollower:
     def __init__(self, path: Path, only_new: bool = False) -> None:
         self._path = path
         self._offset = 0
-        if only_new and path.exists():
-            with open(path, "rb") as file:
+        if only_new:
+            with suppress(OSError), open_regular_file(path) as file:
                 self._offset = complete_bytes(file.fileno())
         self._partial = b""
 
     def new_events(self) -> Iterator[Event]:
         try:
-            with open(self._path, "rb") as file:
+            with open_regular_file(self._path) as file:
                 file.seek(self._offset)
                 while block := file.read(MAX_LINE_BYTES):
                     self._offset += len(block)
@@ -95,7 +171,7 @@ class EventFollower:
                     yield from parse_lines(lines)
                     if len(self._partial) > MAX_LINE_BYTES:
                         self._partial = b""
-        except FileNotFoundError:
+        except OSError:  # no file yet, or something else than a regular file
             return
 
 

@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.io import create_file, open_regular_file, write_error
 from meshwright.telemetry.phases import TIMED_PHASES
 
 MAGIC = b"MESHBEAT"
@@ -23,7 +24,7 @@ RECENT_COLLECTIVES = 32
 
 HEAD = struct.Struct("<8sIIQ")  # magic, version, pid, the process's start in kernel ticks
 NOW = struct.Struct("<qQQ16s")  # step, beats, nanoseconds of phase entry (this host's monotonic clock), phase
-FLAGS = struct.Struct("<II")  # signal received, waiting for other ranks
+FLAGS = struct.Struct("<III")  # signal received, waiting for other ranks, events that could not be written
 CALLS = struct.Struct("<Q40s")  # number of collectives, name of the last
 SECONDS = struct.Struct("<Q" + "d" * len(TIMED_PHASES))  # completed steps, seconds by phase
 AT_NOW, AT_FLAGS, AT_CALLS, AT_SECONDS, AT_RING = 32, 80, 96, 160, 512
@@ -35,10 +36,14 @@ class Heartbeat:
     def __init__(self, path: Path | None = None) -> None:
         self.memory: bytearray | mmap.mmap = bytearray(SIZE)
         if path is not None:
-            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            os.posix_fallocate(file, 0, SIZE)  # a later write on a full disk would end the process with SIGBUS
-            self.memory = mmap.mmap(file, SIZE)
-            os.close(file)
+            file = create_file(path, os.O_RDWR)
+            try:
+                os.posix_fallocate(file, 0, SIZE)  # a later write on a full disk would end the process with SIGBUS
+                self.memory = mmap.mmap(file, SIZE)
+            except OSError as error:
+                raise write_error(path, error) from None
+            finally:
+                os.close(file)
         self.beats = self.collective_count = self.completed_steps = 0
         self.step = -1
         self.phase_seconds = [0.0] * len(TIMED_PHASES)
@@ -73,6 +78,10 @@ class Heartbeat:
         """Records the signal that the rank has received."""
         struct.pack_into("<I", self.memory, AT_FLAGS, number)
 
+    def set_lost_events(self, count: int) -> None:
+        """Records how many events of the rank are lost because they cannot be written."""
+        struct.pack_into("<I", self.memory, AT_FLAGS + 8, count)
+
     def complete_step(self, phases: dict[str, float]) -> None:
         """Adds the phase seconds of a completed step."""
         self.completed_steps += 1
@@ -103,6 +112,8 @@ class HeartbeatReading:
     """the signal that the rank has received, or 0"""
     waiting: bool
     """whether the rank waits for other ranks in a collective"""
+    lost_events: int
+    """events that the rank cannot write, on a full disk for example; 0 once it can write again"""
     collective_count: int
     collective: str
     """the name of the last collective"""
@@ -126,7 +137,7 @@ class HeartbeatReading:
 def read_heartbeat(path: Path) -> HeartbeatReading | None:
     """Reads a heartbeat file; returns None if it does not exist yet or is something else."""
     try:
-        with open(path, "rb") as file:
+        with open_regular_file(path) as file:
             memory = file.read(SIZE)
     except OSError:
         return None
@@ -134,7 +145,7 @@ def read_heartbeat(path: Path) -> HeartbeatReading | None:
         return None
     _, _, pid, started = HEAD.unpack_from(memory, 0)
     step, beats, entered, phase = NOW.unpack_from(memory, AT_NOW)
-    signal, waiting = FLAGS.unpack_from(memory, AT_FLAGS)
+    signal, waiting, lost_events = FLAGS.unpack_from(memory, AT_FLAGS)
     calls, name = CALLS.unpack_from(memory, AT_CALLS)
     completed, *seconds = SECONDS.unpack_from(memory, AT_SECONDS)
     ring = [CALLS.unpack_from(memory, AT_RING + slot * CALLS.size) for slot in range(RECENT_COLLECTIVES)]
@@ -147,6 +158,7 @@ def read_heartbeat(path: Path) -> HeartbeatReading | None:
         phase=decode_text(phase),
         signal=signal,
         waiting=bool(waiting),
+        lost_events=lost_events,
         collective_count=calls,
         collective=decode_text(name),
         completed_steps=completed,
@@ -165,10 +177,17 @@ def process_start(pid: int) -> int:
 
 
 def process_stat(pid: int) -> dict[str, str | int]:
-    """Returns state (R, S, D, T, Z), processor ticks and start of a process; empty if it does not exist."""
+    """Returns state (R, S, D, T), processor ticks and start of a process; empty if it does not run.
+
+    A zombie does not run: it has ended, and only its parent has not asked for its exit status yet. Under a container's
+    init process that never asks, it stays for ever.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
-        return {"state": fields[0].decode(), "ticks": int(fields[11]) + int(fields[12]), "start": int(fields[19])}
+        state = fields[0].decode()
+        if state in ("Z", "X", "x"):
+            return {}
+        return {"state": state, "ticks": int(fields[11]) + int(fields[12]), "start": int(fields[19])}
     except (OSError, IndexError):
         return {}

@@ -4,8 +4,24 @@ from __future__ import annotations
 
 import os
 import re
+import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from meshwright.errors import ConfigError
+
+FILES = ("run.toml", "identity.json", "plan.json")
+FOLDERS = ("events", "attempts", "checkpoints")
+"""What a run folder contains."""
+KINDS: dict[Callable[[int], bool], str] = {
+    stat.S_ISLNK: "a symbolic link",
+    stat.S_ISDIR: "a folder",
+    stat.S_ISREG: "a regular file",
+    stat.S_ISFIFO: "a pipe",
+}
+MAX_ATTEMPT = 999_999_999
+"""The largest number of an attempt."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +70,95 @@ class RunFolder:
 
     def attempts(self) -> list[int]:
         """The numbers of the attempts that have a folder, in order."""
-        names = [path.name for path in (self.root / "attempts").glob("[0-9]*")]
-        return sorted(int(name) for name in names if re.fullmatch(r"[0-9]{4,9}", name))
+        return sorted(filter(None, map(parse_attempt, self._names("attempts"))))
 
-    def set_aside(self) -> None:
-        """Renames the folder to the first free NAME.old-K beside it; nothing is deleted."""
+    @property
+    def has_run(self) -> bool:
+        """Whether the folder has the records of a run. A run.toml alone may be a user's run file."""
+        checkpoints = (name for name in self._names("checkpoints") if name.startswith("step-"))
+        return os.path.lexists(self.identity_file) or bool(self.attempts()) or any(checkpoints)
+
+    def _names(self, folder: str = "") -> list[str]:
+        """The sorted names in a folder; none if it is absent."""
+        try:
+            return sorted(os.listdir(self.root / folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def require_usable(self) -> None:
+        """Raises a ConfigError unless a run can be in this folder: it has one, is empty, or does not exist."""
+        self.require_own_files()
+        if self.has_run:
+            return
+        names = [name for name in self._names() if name not in (*FILES, *FOLDERS) and not is_ignored(name)]
+        if names:
+            found = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise ConfigError(
+                f"{self.root} is not a run folder: it has other files ({found}), and no identity.json, attempts/ or "
+                "checkpoints/",
+                "expected --run DIR with a new or empty folder, or with the folder of a run",
+            )
+
+    def require_own_files(self) -> None:
+        """Raises a ConfigError if a part of the folder is a symbolic link, a pipe, or another kind of file than a run
+        writes. Checked before a run writes to a folder, which may come from somebody else.
+        """
+        self.require_own_folders()
+        for name in (*FILES, *(f"events/{inner}" for inner in self._names("events"))):
+            require_kind(self.root / name, stat.S_ISREG, "a regular file")
+
+    def require_own_folders(self) -> None:
+        """Raises a ConfigError if a folder in here is something else, such as a symbolic link to another folder.
+        Checked before anything is read; the files themselves are opened by `open_descriptor`.
+        """
+        for name in FOLDERS:
+            require_kind(self.root / name, stat.S_ISDIR, "a folder")
+        for name in ("attempts", "checkpoints"):
+            for inner in self._names(name):
+                require_kind(self.root / name / inner, is_file_or_folder, "a folder")
+
+    def set_aside(self) -> RunFolder:
+        """Renames the folder to the first free NAME.old-K beside it, and returns that; nothing is deleted."""
         root = self.root.resolve()
-        if root.exists():
-            number = 1
-            while (target := root.with_name(f"{root.name}.old-{number}")).exists():
-                number += 1
+        for name, inside in (("current", Path.cwd()), ("home", Path(os.path.expanduser("~")))):
+            if inside.resolve().is_relative_to(root):
+                raise ConfigError(
+                    f"--fresh would rename {root}, which contains the {name} folder",
+                    "try it from another folder, or use another --run DIR",
+                )
+        number = 1
+        while os.path.lexists(target := root.with_name(f"{root.name}.old-{number}")):
+            number += 1
+        try:
             os.rename(root, target)
+        except OSError as error:
+            raise ConfigError(
+                f"--fresh cannot rename {root} to {target.name}: {error.strerror}", "try another --run DIR"
+            ) from None
+        return RunFolder(target)
+
+
+def parse_attempt(name: str) -> int | None:
+    """The number of an attempt from the name of its folder; None for a name that no attempt has."""
+    number = int(name) if re.fullmatch(r"[0-9]{4,9}", name) else 0
+    return number if number and f"{number:04d}" == name else None
+
+
+def is_ignored(name: str) -> bool:
+    """Whether a file in an otherwise empty folder does not matter: a hidden one, and what mkfs creates."""
+    return name.startswith(".") or name == "lost+found"
+
+
+def is_file_or_folder(mode: int) -> bool:
+    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+
+
+def require_kind(path: Path, is_kind: Callable[[int], bool], expected: str) -> None:
+    """Raises a ConfigError if a path exists and is of another kind; symbolic links are not followed."""
+    try:
+        mode = os.lstat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if not is_kind(mode):
+        found = next((name for test, name in KINDS.items() if test(mode)), "a special file")
+        raise ConfigError(f"{path} is {found}", f"expected {expected}")

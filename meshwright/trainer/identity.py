@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import secrets
 from pathlib import Path
@@ -13,13 +14,15 @@ from torch import nn
 from meshwright.config import RunConfig, config_to_toml, fingerprint, identity, placement
 from meshwright.data.source import Source
 from meshwright.data.stream import Stream
-from meshwright.errors import IdentityError
-from meshwright.io import atomic_write, read_json, write_json
+from meshwright.errors import ConfigError, IdentityError
+from meshwright.io import atomic_write, read_json, write_error, write_json
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.version import __version__
 
 MAX_DIFFERENCES = 4
 """Differences that an error lists; the rest are counted."""
+MAX_VALUE_LENGTH = 100
+"""Characters of a value that an error shows."""
 SOURCE_CONTENT = re.compile(r"source\[(\d+)\]\.fingerprint")
 """The identity key of a data source's content hash."""
 
@@ -61,9 +64,9 @@ def check_run_folder(
         "forked_by": 0,
         "extensions": [],
     }
-    if not folder.identity_file.exists():
+    if not os.path.lexists(folder.identity_file):
         return record | lineage
-    before = read_json(folder.identity_file)
+    before = read_identity(folder)
     lineage = {key: before.get(key, value) for key, value in lineage.items()}
     if fork:
         if record["identity"]["steps"] < newest:
@@ -92,10 +95,39 @@ def check_run_folder(
     return record | lineage
 
 
+def read_identity(folder: RunFolder) -> dict[str, Any]:
+    """Reads identity.json as an untrusted file: what decides about a resume has the types that a run writes."""
+    record = read_json(folder.identity_file)
+    types = {"identity": dict, "run": str, "timeline": int, "until": dict, "forked_by": int, "extensions": list}
+    if not isinstance(record, dict) or "identity" not in record:
+        found = "it is not an object with the key identity"
+    elif wrong := [key for key, kind in types.items() if key in record and type(record[key]) is not kind]:
+        found = f"{wrong[0]} is a {type(record[wrong[0]]).__name__}, expected {types[wrong[0]].__name__}"
+    elif type(record["identity"].get("steps", 0)) is not int:
+        found = "identity.steps is not an integer"
+    elif not all(key.isdecimal() and type(step) is int for key, step in record.get("until", {}).items()):
+        found = "until is not a table of timelines and steps"
+    elif not all(is_extension(extension) for extension in record.get("extensions", [])):
+        found = "extensions is not a list of extensions"
+    else:
+        return record
+    raise ConfigError(
+        f"{folder.identity_file} is not a valid identity record: {found}",
+        "try to put the original file back, or --fresh to set the run aside",
+    )
+
+
+def is_extension(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(value.get(key)) is int for key in ("attempt", "step", "from", "to"))
+
+
 def write_run_folder(folder: RunFolder, config: RunConfig, record: dict[str, Any]) -> None:
     """Writes run.toml and identity.json."""
-    atomic_write(folder.run_file, config_to_toml(config))
-    write_json(folder.identity_file, record)
+    try:
+        atomic_write(folder.run_file, config_to_toml(config))
+        write_json(folder.identity_file, record)
+    except OSError as error:
+        raise write_error(folder.root, error) from None
 
 
 def describe_differences(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -125,7 +157,13 @@ def describe_difference(key: str, before: Any, now: Any) -> str:
         if before is None or now is None:
             return f"data source {match[1]} was {'added' if before is None else 'removed'}"
         return f"the content of data source {match[1]} (its files or its tokenizer) changed (hash {hashes})"
-    return f"{key} was {before!r} and is {now!r}"
+    return f"{key[:MAX_VALUE_LENGTH]} was {short_repr(before)} and is {short_repr(now)}"
+
+
+def short_repr(value: Any) -> str:
+    """Returns a value of an untrusted record as text for an error message."""
+    text = repr(value)
+    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}..."
 
 
 def code_fingerprint() -> str:

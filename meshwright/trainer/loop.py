@@ -167,7 +167,8 @@ class Training:
     def _open_log(self) -> EventLog:
         """Opens this rank's event log and writes the start record."""
         job, rank = self.job, self.world.rank
-        log = EventLog(job.folder.events(rank), job.attempt, rank, job.listener if rank == 0 else None)
+        listener = job.listener if rank == 0 else None
+        log = EventLog(job.folder.events(rank), job.attempt, rank, listener, self.world.heartbeat.set_lost_events)
         log.write("start", **start_record(job, self.parallel_model, self.stream, self.identity, self.world))
         return log
 

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from meshwright.cli import main
-from meshwright.cli.args import parse, split_overrides
+from meshwright.cli.args import build_parser, parse, parse_path, split_overrides
+from meshwright.cli.main import VERBS
 from meshwright.cli.plan import plan
 from meshwright.cli.train import train
 
@@ -33,6 +34,39 @@ def test_invalid_argument_is_one_line_on_stderr_with_exit_code_2(argument, capsy
     assert stop.value.code == 2
     assert stderr.count("\n") == 1
     assert INVALID_ARGUMENTS[argument] in stderr
+
+
+def path_arguments() -> list[tuple[str, list[str]]]:
+    """(verb, arguments) for every argument of every verb that is a path, with empty text in its place."""
+    found = []
+    for name, verb in VERBS.items():
+        parser = build_parser(verb, name)
+        required = [action for action in parser._actions if action.required]
+        for action in parser._actions:
+            if action.type is parse_path:
+                arguments = []
+                for other in {id(a): a for a in (*required, action)}.values():
+                    value = "" if other is action else "1"
+                    arguments += [f"{other.option_strings[0]}={value}"] if other.option_strings else [value]
+                found.append((name, arguments))
+    return found
+
+
+@pytest.mark.parametrize(("verb", "arguments"), path_arguments())
+def test_empty_path_is_refused_by_every_verb(verb, arguments, tmp_path, monkeypatch, capsys):
+    """Empty text is the value of a shell variable that is not set; as a path it would be the current folder."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main([*verb.split(), *arguments])
+    stderr = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert stderr.count("\n") == 1
+    assert "the path is empty; try meshwright" in stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_verb_with_a_folder_or_file_is_tested_with_an_empty_path():
+    assert {verb for verb, _ in path_arguments()} == set(VERBS)
 
 
 def test_missing_run_file_is_one_line_with_exit_code_2(tmp_path, capsys):

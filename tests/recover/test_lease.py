@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from meshwright.checkpoint.listing import (
+    list_attempts,
     list_checkpoint_folders,
     list_leases,
     list_published,
@@ -18,11 +23,34 @@ from meshwright.checkpoint.listing import (
     read_lease,
 )
 from meshwright.checkpoint.manifest import Manifest, canonical_digest
-from meshwright.errors import BusyError
-from meshwright.recover.incidents import Incident
+from meshwright.errors import BusyError, ConfigError
+from meshwright.launch.job import acquire_lease_or_error
+from meshwright.recover.incidents import Incident, read_incidents
 from meshwright.recover.lease import acquire_lease, process_identity
-from meshwright.telemetry.heartbeat import Heartbeat
+from meshwright.telemetry.heartbeat import Heartbeat, process_stat
 from meshwright.telemetry.run_folder import RunFolder
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from meshwright.recover.lease import acquire_lease
+from meshwright.telemetry.run_folder import RunFolder
+print(acquire_lease(RunFolder(Path(sys.argv[1]))).attempt, flush=True)
+time.sleep(60)
+"""
+"""A process that holds the lease of the run folder in its first argument."""
+HOLD_FRESH = HOLD.replace("]))).attempt", "])), fresh=True).attempt").replace(
+    "print(acquire",
+    """set_aside = RunFolder.set_aside
+def slow_set_aside(folder):
+    aside = set_aside(folder)
+    print("renamed", flush=True)
+    sys.stdin.readline()
+    return aside
+RunFolder.set_aside = slow_set_aside
+print(acquire""",
+)
+"""A process that sets the run aside, and waits for a line of input before it goes on."""
 
 
 @pytest.fixture
@@ -48,13 +76,9 @@ def publish(folder, step, attempt):
 
 
 def test_second_job_is_refused_with_host_and_pid_of_the_lease_holder(folder):
-    code = "import sys,time; from meshwright.telemetry.run_folder import RunFolder; from pathlib import Path\n"
-    code += "from meshwright.recover.lease import acquire_lease\n"
-    code += "acquire_lease(RunFolder(Path(sys.argv[1]))); print('held', flush=True)\n"
-    code += "time.sleep(60)"
-    holder = subprocess.Popen([sys.executable, "-c", code, str(folder.root)], stdout=subprocess.PIPE)
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder.root)], stdout=subprocess.PIPE)
     try:
-        assert holder.stdout.readline() == b"held\n"
+        assert holder.stdout.readline() == b"1\n"
         lease = read_lease(open_run_store(folder), 1)
         with pytest.raises(BusyError) as refused:
             acquire_lease(folder)
@@ -130,6 +154,115 @@ def test_lease_holder_on_another_host_is_alive_while_its_heartbeat_advances(fold
         stop.set()
         beating.join()
     assert acquire_lease(folder, observe=0.5).attempt == 2
+
+
+def test_killed_process_that_is_not_reaped_holds_no_lease(folder):
+    """Under a container's init process that does not reap, a killed supervisor stays a zombie for ever."""
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder.root)], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout.readline() == b"1\n"
+        os.kill(holder.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and remains a zombie
+        assert Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        assert process_stat(holder.pid) == {}
+        assert acquire_lease(folder).attempt == 2
+    finally:
+        holder.wait()
+
+
+def test_fresh_does_not_rename_a_run_that_is_held(folder):
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder.root)], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout.readline() == b"1\n"
+        with pytest.raises(BusyError, match=f"is held by process {holder.pid}"):
+            acquire_lease(folder, fresh=True)
+        assert isinstance(acquire_lease_or_error(folder, fresh=True), BusyError)
+    finally:
+        holder.kill()
+        holder.wait()
+    assert os.listdir(folder.root.parent) == ["run"]
+    assert acquire_lease(folder, fresh=True).attempt == 1
+    assert sorted(os.listdir(folder.root.parent)) == ["run", "run.old-1"]
+    assert read_incidents(RunFolder(folder.root.with_name("run.old-1")))[-1].outcome == "stopped"
+
+
+def test_job_that_resumes_while_fresh_renames_the_folder_is_refused(folder):
+    """The resuming job must neither find the folder free nor start from zero in its place."""
+    acquire_lease(folder)
+    publish(folder, 10, 1)
+    Incident(1, "complete").write(folder)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    fresh = subprocess.Popen([sys.executable, "-c", HOLD_FRESH, str(folder.root)], **pipes)
+    try:
+        assert fresh.stdout.readline() == b"renamed\n"
+        resume = subprocess.Popen([sys.executable, "-c", HOLD, str(folder.root)], **pipes)
+        with pytest.raises(subprocess.TimeoutExpired):
+            resume.wait(1.5)  # it waits for the job that renames the folder
+        fresh.stdin.write(b"\n")
+        fresh.stdin.flush()
+        assert fresh.stdout.readline() == b"1\n"
+        _, error = resume.communicate(timeout=30)
+        assert f"is held by process {fresh.pid}".encode() in error
+    finally:
+        for job in (fresh, resume):
+            job.kill()
+            job.communicate()
+    assert [entry.step for entry in list_published(open_run_store(RunFolder(folder.root.with_name("run.old-1"))))] == [
+        10
+    ]
+    assert list_published(open_run_store(folder)) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["99999999999999999999", "-001", "1", "00001", "0000", "abcd", "\u0663\u0663\u0663\u0663"]
+)
+def test_attempt_folder_with_another_name_is_ignored_everywhere(folder, name):
+    acquire_lease(folder)
+    publish(folder, 10, 1)
+    shutil.copytree(folder.attempt(1), folder.root / "attempts" / name)
+    store = open_run_store(folder)
+    assert folder.attempts() == list_attempts(store) == [1]
+    assert [attempt for attempt, _ in list_leases(store)] == [1]
+    assert [entry.step for entry in list_published(store)] == [10]
+    assert acquire_lease(folder).attempt == 2
+
+
+def test_copy_of_an_attempt_folder_under_another_number_hides_no_checkpoint(folder):
+    acquire_lease(folder)
+    publish(folder, 10, 1)
+    rewrite(folder, 1, token="another", started=1)
+    acquire_lease(folder)
+    publish(folder, 20, 2)
+    shutil.copytree(folder.attempt(1), folder.attempt(7))  # its lease inherits nothing
+    store = open_run_store(folder)
+    assert [entry.step for entry in list_published(store)] == [20, 10]
+    assert [attempt for attempt, _ in list_leases(store)] == [2, 1]
+    assert acquire_lease(folder).attempt == 8  # the number has been used
+
+
+@pytest.mark.parametrize(
+    "path", ["attempts/999999999/lease.json", "checkpoints/step-00000010.a999999999/manifest.json"]
+)
+def test_attempt_number_at_the_end_of_the_range_is_refused(folder, path):
+    (folder.root / path).parent.mkdir(parents=True)
+    (folder.root / path).write_text("{}")
+    with pytest.raises(ConfigError, match="has an attempt 999999999, the largest number"):
+        acquire_lease(folder)
+    assert not folder.attempt(1_000_000_000).exists()
+
+
+def test_checkpoint_name_with_another_spelling_of_its_number_is_not_listed(folder):
+    acquire_lease(folder)
+    for name in ("step-000000010.a0001", "step-00000010.a00001", "step-\u0663\u06630000010.a0001", "step-00000010.a1"):
+        (folder.root / "checkpoints" / name).mkdir(parents=True)
+    assert list_checkpoint_folders(open_run_store(folder)) == []
+
+
+def test_attempt_folder_with_files_of_somebody_else_is_not_used(folder):
+    acquire_lease(folder)
+    folder.attempt(2).mkdir()
+    (folder.attempt(2) / "rank-00000.log").write_text("another log")
+    assert acquire_lease(folder).attempt == 3
 
 
 def test_checkpoint_of_a_fenced_attempt_is_never_listed(folder):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import errno
 import json
+import os
 import re
 from pathlib import Path
 
@@ -77,6 +79,63 @@ def test_completed_steps_takes_the_last_attempt_of_each_step(tmp_path):
         log.write("eval", step=1)
         log.close()
     assert {step: event["attempt"] for step, event in completed_steps(path).items()} == {0: 1, 1: 2, 2: 2}
+
+
+def test_events_on_a_full_disk_are_counted_and_do_not_raise(tmp_path, monkeypatch, capsys):
+    """The file ends after a complete line throughout, also after a write that stored a part of a line."""
+    path, heard, lost = tmp_path / "events" / "e.jsonl", [], []
+    log = EventLog(path, 1, 0, heard.append, lost.append)
+    log.write("step", step=0)
+    write = os.write
+
+    def full_disk(file: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full_disk)
+    log.write("step", step=1)
+    monkeypatch.setattr(os, "write", lambda file, content: write(file, content[:10]))
+    log.write("step", step=2)
+    assert path.read_bytes().count(b"\n") == 1
+    assert path.read_bytes().endswith(b"\n")
+    monkeypatch.setattr(os, "write", write)
+    log.write("step", step=3)
+    log.write("step", step=4)
+    records = list(read_events(path))
+    assert [(e["kind"], e.get("step", e.get("count"))) for e in records] == [
+        ("step", 0), ("events_lost", 2), ("step", 3), ("step", 4),
+    ]  # fmt: skip
+    assert [event["step"] for event in heard] == [0, 1, 2, 3, 4]
+    assert lost == [1, 2, 0]
+    assert capsys.readouterr().err.count("cannot be written: No space left on device; the training continues") == 1
+
+
+def test_event_file_that_cannot_be_created_on_a_full_disk_is_created_later(tmp_path, monkeypatch):
+    def full_disk(path, flags, *, follow=False):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("meshwright.telemetry.events.open_descriptor", full_disk)
+        log = EventLog(tmp_path / "events" / "e.jsonl", 1, 0)
+        log.write("step", step=0)
+    log.write("step", step=1)
+    assert [e["kind"] for e in read_events(tmp_path / "events" / "e.jsonl")] == ["events_lost", "step"]
+
+
+def test_event_log_neither_follows_a_link_nor_creates_a_run_folder_that_is_gone(tmp_path):
+    (tmp_path / "outside").write_text("mine")
+    (tmp_path / "e.jsonl").symlink_to(tmp_path / "outside")
+    with pytest.raises(ConfigError, match=r"e\.jsonl cannot be written: not a regular file"):
+        EventLog(tmp_path / "e.jsonl", 1, 0)
+    assert list(read_events(tmp_path / "e.jsonl")) == []
+    assert (tmp_path / "outside").read_text() == "mine"
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        EventLog(tmp_path / "gone" / "events" / "e.jsonl", 1, 0)
+    assert not (tmp_path / "gone").exists()
+
+
+def test_event_file_that_is_a_pipe_has_no_events(tmp_path):
+    os.mkfifo(tmp_path / "e.jsonl")
+    assert list(EventFollower(tmp_path / "e.jsonl", only_new=True).new_events()) == []
 
 
 def test_run_folder_set_aside_deletes_nothing(tmp_path):

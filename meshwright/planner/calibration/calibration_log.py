@@ -21,7 +21,7 @@ from typing import Annotated, Any
 from meshwright.config.constraints import Range
 from meshwright.config.reader import build_dataclass
 from meshwright.errors import ConfigError
-from meshwright.io import open_regular_file
+from meshwright.io import open_descriptor, open_regular_file
 from meshwright.planner.hardware.resolve_cluster import meshwright_home
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology.layout import Layout
@@ -181,9 +181,10 @@ def append_record(record: CalibrationRecord, file: Path | None = None) -> None:
     with suppress(FileNotFoundError):  # there is no log yet, or another process has just rotated it
         if path.stat().st_size + len(line) > MAX_FILE_BYTES:
             os.replace(path, rotated_file(path))
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"calibration log {path} is not a regular file", "expected a regular file")
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
+    try:
+        descriptor = open_descriptor(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, follow=True)
+    except OSError as error:
+        raise ConfigError(f"calibration log {path}: {error.strerror}", "expected a regular file") from None
     try:
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # a process was killed while it wrote a line
@@ -209,7 +210,7 @@ def read_records(file: Path | None = None) -> tuple[list[CalibrationRecord], int
 def read_lines(path: Path) -> list[bytes]:
     """Reads at most the last MAX_FILE_BYTES of a log file; a missing or unreadable file has no lines."""
     try:
-        with open_regular_file(path) as file:
+        with open_regular_file(path, follow=True) as file:
             start = max(0, os.fstat(file.fileno()).st_size - MAX_FILE_BYTES)
             file.seek(start)
             lines = file.read(MAX_FILE_BYTES).split(b"\n")

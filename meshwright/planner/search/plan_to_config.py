@@ -178,6 +178,6 @@ def check_same_run(path: Path, planned: dict[str, Any], run: dict[str, Any]) -> 
 def prediction_beside(path: Path) -> dict[str, Any]:
     """Returns the prediction record in PLAN.json, or an empty dict if there is none."""
     try:
-        return bounded_object(read_json(path.with_suffix(".json")))
+        return bounded_object(read_json(path.with_suffix(".json"), follow=True))
     except ConfigError:
         return {}
