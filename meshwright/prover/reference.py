@@ -33,6 +33,7 @@ class ReferenceTask:
     pass_samples: int | None = None
     """Samples per forward pass in global order; only a capacity depends on it and on `replicas`."""
     replicas: int = 1
+    first_step: int = 0
 
     def train(self, config: RunConfig | None = None, **options: Any) -> Trace:
         source = ConcatenatedSource(self.sources)
@@ -43,7 +44,7 @@ class ReferenceTask:
 
         config = config or self.config
         lengths = [len(part) for part in self.sources]
-        steps = range(config.steps)
+        steps = range(self.first_step, config.steps)
         options = {
             "poisoned": self.poisoned,
             "pass_samples": self.pass_samples,
@@ -76,7 +77,7 @@ class ReferenceTask:
 
     def stale_loss(self) -> float:
         """The loss of step 1 if step 0 updates nothing."""
-        still = replace(self.config, steps=2, optimizer=replace(self.config.optimizer, lr=0.0))
+        still = replace(self.config, optimizer=replace(self.config.optimizer, lr=0.0))
         return self.train(still, poisoned=frozenset()).steps[1].loss
 
 

@@ -100,7 +100,8 @@ def prepare(config: RunConfig, run: ProofRun, folder: Path) -> TracedRun:
     job = proof_job(proof, sources, RunFolder(folder))
     poisoned = frozenset({POISONED_STEP} if run.masked_labels and proof.steps > POISONED_STEP + 1 else ())
     pass_samples = job.batch.micro if proof.model.capacity_factor else None
-    return TracedRun(run, ReferenceTask(proof, sources, poisoned, pass_samples, job.batch.replicas), job)
+    task = ReferenceTask(proof, sources, poisoned, pass_samples, job.batch.replicas, run.first_step)
+    return TracedRun(run, task, replace(job, first_step=run.first_step))
 
 
 def proof_job(config: RunConfig, sources: list[Source], folder: RunFolder) -> Job:
@@ -173,8 +174,8 @@ def compare_with_reference(
     settings += ["tied weights"] if model.tie else []
     settings += ["packed documents"] if model.separator is not None else []
     claim = (
-        f"{run.name}: {job.layout}{describe_settings(job.config)}, {', '.join(settings)}: {job.config.steps} steps of "
-        f"the training loop equal the reference ({job.config.precision.compute})"
+        f"{run.name}: {job.layout}{describe_settings(job.config)}, {', '.join(settings)}: steps {job.first_step} to "
+        f"{job.config.steps - 1} of the training loop equal the reference ({job.config.precision.compute})"
     )
     if isinstance(measured, MeshwrightError):
         return Claim(claim, False, f"the run failed: {measured}", run.changes)

@@ -74,6 +74,8 @@ class Job:
     """the cluster that the step time is predicted for; by default this machine, if it was measured"""
     listener: Callable[[Event], None] | None = None
     block_sizes: BlockSizes = BLOCK_SIZES
+    first_step: int = 0
+    """the step at which a run without a checkpoint starts; `prove` starts late in a run to see its last steps"""
     observer: TrainingObserver = field(default_factory=TrainingObserver)
     """sees every step on every rank"""
 
@@ -222,7 +224,7 @@ class Training:
         )
         if restored is None:
             self._record_extension(0, self._steps_before())
-            return 0
+            return self.job.first_step
         manifest = restored.manifest
         self.optimizer.refresh_offloaded()
         self.parallel_model.after_update()

@@ -37,6 +37,7 @@ VARIATION = Limits(vocab=31)
 """With few tokens in the vocabulary, every sequence has separators, and so several documents."""
 LONG_SEQUENCE = Limits(kv_heads=1, heads=2, width=16, head_size=8, ffn=16, micro=1, sequence=MAX_SEQUENCE)
 ACCUMULATION = 3
+LAST_STEPS = 3
 HELD_OUT = 0.05
 """The fraction that the variation holds out for evaluation if the user's config holds out nothing."""
 
@@ -56,6 +57,8 @@ class ProofRun:
     """whether the labels of each sample are masked after a random length, so that ranks have different numbers of valid
     tokens
     """
+    first_step: int = 0
+    """the first step that runs"""
 
 
 def proof_runs(config: RunConfig, full: bool = False) -> list[ProofRun]:
@@ -72,6 +75,7 @@ def proof_runs(config: RunConfig, full: bool = False) -> list[ProofRun]:
         float64 = [as_float64(run) for run in configured]
         runs = named_runs(config, "as configured", configured) + named_runs(config, "float64", float64)
     runs += named_runs(config, "variation", variations(config), masked_labels=True)
+    runs += last_steps(config)
     if config.data.sequence > configured[0].data.sequence:
         long_sequence = at_full_length(config, full)
         runs.append(ProofRun("long sequence", long_sequence, changes(config, long_sequence)))
@@ -143,6 +147,26 @@ def vary(config: RunConfig, layout_config: LayoutConfig) -> RunConfig:
         numerics=replace(numerics, on_nonfinite="skip", skip_budget=max(numerics.skip_budget, 1)),
         eval=replace(evaluation, every=CADENCE, holdout=evaluation.holdout or HELD_OUT),
     )
+
+
+def last_steps(config: RunConfig) -> list[ProofRun]:
+    """The last steps of the user's own run, at their positions of the stream and of the learning-rate schedule. None if
+    the run is as short as a proof run.
+    """
+    layout_config = small_layouts(config.layout, MAX_RANKS_OF_LONG_SEQUENCES)[0]
+    proof = as_float64(shrink(config, layout_config, SMALL))
+    if config.steps <= proof.steps:
+        return []
+    layout = Layout.from_config(layout_config)
+    stages = layout.pipeline * stages_per_rank(config) if layout.pipeline > 1 else 1
+    proof = replace(
+        proof,
+        steps=config.steps,
+        schedule=config.schedule,
+        model=replace(proof.model, layers=max(stages, min(2, config.model.layers))),
+        batch=small_batch(config, layout, fit_accumulation(config, layout, 2), SMALL.micro),
+    )
+    return [ProofRun("last steps", proof, changes(config, proof), first_step=config.steps - LAST_STEPS)]
 
 
 def at_full_length(config: RunConfig, full: bool) -> RunConfig:
