@@ -23,6 +23,7 @@ from meshwright.errors import RestartsExhausted
 from meshwright.io import output_file, write_json
 from meshwright.prover.claims import Claim
 from meshwright.prover.recovery import check_recovery
+from meshwright.prover.schedule import check_schedule
 from meshwright.prover.shrink import estimate_seconds, not_proven, proof_runs
 from meshwright.prover.stream import check_stream
 from meshwright.prover.training import check_training
@@ -36,6 +37,7 @@ Check = Callable[[RunConfig, bool], Iterator[tuple[Any, ...]]]
 
 CHECKS: dict[str, Check] = {
     "stream": lambda config, _full: check_stream(config),
+    "schedule": lambda config, _full: check_schedule(config),
     "training": check_training,
     "recovery": lambda config, _full: check_recovery(config),
 }
