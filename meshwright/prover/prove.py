@@ -26,7 +26,7 @@ from meshwright.prover.recovery import check_recovery
 from meshwright.prover.schedule import check_schedule
 from meshwright.prover.shrink import estimate_seconds, not_proven, proof_runs
 from meshwright.prover.stream import check_stream
-from meshwright.prover.training import check_training
+from meshwright.prover.training import check_training, cuda_devices
 from meshwright.recover.failures import RanksFailed
 from meshwright.topology.unsupported import validate
 from meshwright.topology.unused_settings import unused_settings
@@ -100,7 +100,7 @@ def expected_duration(config: RunConfig, full: bool) -> str:
     beyond += ["--full"] if full else []
     if not beyond:
         return ""
-    seconds = estimate_seconds(proof_runs(config, full))
+    seconds = estimate_seconds(proof_runs(config, full, cuda_devices(config)))
     return f"the training check of {', '.join(beyond)} takes about {seconds:,.0f} s on this machine"
 
 
@@ -153,7 +153,7 @@ def build_certificate(config: RunConfig, results: list[CheckResult], full: bool 
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "passed": bool(results) and all(result.passed for result in results),
         "checks": [asdict(result) for result in results],
-        "not_proven": not_proven(config, proof_runs(config, full)),
+        "not_proven": not_proven(config, proof_runs(config, full, devices := cuda_devices(config)), devices),
         "notes": unused_settings(config),
     }
     certificate["digest"] = hashlib.sha256(json.dumps(certificate, sort_keys=True).encode()).hexdigest()

@@ -16,6 +16,7 @@ from meshwright.data.source import Source
 from meshwright.errors import MeshwrightError
 from meshwright.launch.ranks import Ranks, run_ranks
 from meshwright.parallel.compile import require_compiler
+from meshwright.parallel.world import runs_on_cpu
 from meshwright.prover.claims import Claim, describe_settings, fault_environment, supervise_quietly
 from meshwright.prover.comm_volume import check_communication
 from meshwright.prover.compare.causes import NEXT_MOVES, likely_cause
@@ -64,7 +65,7 @@ Outcome = AssembledTrace | MeshwrightError
 
 def check_training(config: RunConfig, full: bool = False) -> Iterator[Claim]:
     """Trains every proof run and compares it with the reference, which is computed at the same time."""
-    proofs = proof_runs(config, full)
+    proofs = proof_runs(config, full, cuda_devices(config))
     with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as base:
         runs = [prepare(config, run, Path(base) / str(index)) for index, run in enumerate(proofs)]
         straight = [traced for traced in runs if traced.run.resume_layout is None]
@@ -89,6 +90,11 @@ def check_training(config: RunConfig, full: bool = False) -> Iterator[Claim]:
                 yield claim._replace(check="communication")
 
 
+def cuda_devices(config: RunConfig) -> int:
+    """The number of CUDA devices of this machine that the config uses."""
+    return 0 if runs_on_cpu(config.launch) else torch.cuda.device_count()
+
+
 def reference_launch(config: RunConfig) -> LaunchConfig:
     return replace(config.launch, device="cpu")
 
@@ -108,7 +114,6 @@ def proof_job(config: RunConfig, sources: list[Source], folder: RunFolder) -> Jo
     """The job of a proof run: that of `meshwright train`, with small blocks and a tracer."""
     layout, batch = validate(config)
     require_compiler(config)
-    config = replace(config, launch=replace(config.launch, restarts=0))
     return Job(config, batch, layout, sources, folder, block_sizes=SMALL_BLOCKS, observer=Tracer(folder.root))
 
 

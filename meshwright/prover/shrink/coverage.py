@@ -21,9 +21,11 @@ COMPILE_SECONDS = 20.0
 ATTENTION_PAIR_SECONDS = 2e-9
 
 
-def not_proven(config: RunConfig, runs: Sequence[ProofRun]) -> list[str]:
-    """One sentence for everything that no run covers."""
+def not_proven(config: RunConfig, runs: Sequence[ProofRun], devices: int = 0) -> list[str]:
+    """One sentence for everything that no run covers; `devices` is the number of CUDA devices of this machine."""
     return [
+        *([] if devices or config.launch.device == "cpu" else ["the kernels of CUDA: this machine has no CUDA device"]),
+        *(["communication and memory counters of compiled blocks"] if config.compile.enabled else []),
         *unproven_degrees(config, runs),
         *unproven_pairs(config, runs),
         *unproven_sizes(config, runs),

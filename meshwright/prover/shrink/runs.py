@@ -61,19 +61,23 @@ class ProofRun:
     """the first step that runs"""
 
 
-def proof_runs(config: RunConfig, full: bool = False) -> list[ProofRun]:
-    """The proof runs of a valid config. With `full`, only the number of steps and the cadences shrink, and layouts of
-    more than eight ranks.
+def proof_runs(config: RunConfig, full: bool = False, devices: int = 0) -> list[ProofRun]:
+    """The proof runs of a valid config on a machine with this number of CUDA devices that the config uses. With `full`,
+    only the number of steps and the cadences shrink, and layouts of more than eight ranks.
     """
     limits = UNLIMITED if full else SMALL
     layouts = small_layouts(config.layout)
     configured = [shrink(config, layout, limits) for layout in layouts]
-    if config.precision.compute == "fp64":
-        float64 = configured
-        runs = named_runs(config, "as configured", configured)
-    else:
-        float64 = [as_float64(run) for run in configured]
+    float64 = [as_float64(run) for run in configured]
+    if config.precision.compute == "fp64" and not devices:
+        runs = named_runs(config, "as configured", float64)
+    elif devices >= max(Layout.from_config(layout).ranks for layout in layouts) or not devices:
         runs = named_runs(config, "as configured", configured) + named_runs(config, "float64", float64)
+    else:
+        on_cpu = [replace(run, launch=replace(run.launch, device="cpu")) for run in configured]
+        on_device = [shrink(config, layout, limits) for layout in small_layouts(config.layout, devices)]
+        runs = named_runs(config, "as configured", on_cpu) + named_runs(config, "on the device", on_device)
+        runs += named_runs(config, "float64", float64)
     runs += named_runs(config, "variation", variations(config), masked_labels=True)
     runs += last_steps(config)
     if config.data.sequence > configured[0].data.sequence:

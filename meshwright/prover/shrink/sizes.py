@@ -16,6 +16,7 @@ from meshwright.config import (
     DDPConfig,
     EvalConfig,
     FSDPConfig,
+    LaunchConfig,
     LayoutConfig,
     ModelConfig,
     RunConfig,
@@ -29,6 +30,8 @@ from meshwright.topology.parameter_shards import uses_ddp
 from meshwright.topology.schedules import find_schedule
 from meshwright.topology.unsupported import min_shard_group_size
 
+HANG_TIMEOUT = 60.0
+"""Seconds after which a proof run without progress has failed."""
 STEPS = 5
 """The steps of a proof run: two of warm-up, then three of decay."""
 WARMUP = 2
@@ -88,6 +91,17 @@ def shrink(config: RunConfig, layout_config: LayoutConfig, limits: Limits = SMAL
         fsdp=fit_reshard_degree(config.fsdp, layout),
         ddp=small_buckets(config, model, layout),
         count_bytes_every=STEPS - 1,
+        launch=small_launch(config),
+    )
+
+
+def small_launch(config: RunConfig) -> LaunchConfig:
+    """A failed proof run is not restarted. Compilation may take as long as the user's timeout allows."""
+    hang_timeout = config.launch.hang_timeout
+    return replace(
+        config.launch,
+        restarts=0,
+        hang_timeout=hang_timeout if config.compile.enabled else min(hang_timeout, HANG_TIMEOUT),
     )
 
 
