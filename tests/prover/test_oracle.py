@@ -14,7 +14,7 @@ from torch import nn
 
 from meshwright.config import IGNORE_INDEX, ModelConfig
 from meshwright.errors import ConfigError
-from meshwright.models.init import build_model
+from meshwright.models.init import build_model, build_on_meta
 from meshwright.prover.oracle.decoder import ReferenceDecoder
 from meshwright.prover.oracle.equivalent_model import equivalent_parameters
 from meshwright.prover.oracle.initial_values import initial_values, parameter_shapes
@@ -129,6 +129,33 @@ def test_experts_equal_mixtral_of_transformers(monkeypatch):
         expected = mixtral(tokens, labels=tokens)
         ours = ReferenceDecoder(model).forward(parameters, tokens, labels)
     assert (ours.logits - expected.logits).abs().max() < EXACT
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope_theta": 10_000.0},
+        {"tie": True, "separator": 7},
+        {"experts": 4, "experts_active": 3, "experts_shared": 2, "separator": 7},
+        {"experts": 4, "experts_active": 1},
+        {"experts": 4, "experts_active": 2, "capacity_factor": 0.7},
+    ],
+)
+def test_loss_and_gradients_are_those_of_the_package(settings):
+    model = replace(MODEL, **settings)
+    parameters, (tokens, labels) = random_parameters(model), tokens_and_labels(model)
+    package = build_on_meta(model, torch.float64).to_empty(device="cpu")
+    if model.tie:
+        package.tie()
+    package.load_state_dict(parameters | ({"head.weight": parameters["decoder.embedding.weight"]} if model.tie else {}))
+    total, _ = package(tokens, labels)
+    total.backward()
+    leaves = {name: parameters[name].requires_grad_() for name, _ in package.named_parameters()}
+    loss = ReferenceDecoder(model).forward(parameters, tokens, labels).token_losses.sum()
+    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    assert abs(loss.detach() / total.detach() - 1) < EXACT
+    for (name, parameter), gradient in zip(package.named_parameters(), gradients, strict=True):
+        assert (parameter.grad - gradient).abs().max() < EXACT * gradient.abs().max(), name
 
 
 def test_documents_are_computed_as_if_they_were_alone():
