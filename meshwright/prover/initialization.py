@@ -91,7 +91,8 @@ def ranges_of(name: str, shape: tuple[int, ...], layout: Layout, choices: random
     for border in sorted(chosen):
         start, end = max(0, border - choices.randint(1, 9)), min(rows, border + choices.randint(1, 9))
         left = choices.randrange(columns)
-        offset, sizes = (start, left), (end - start, choices.randint(1, columns - left))
+        offset: tuple[int, ...] = (start, left)
+        sizes: tuple[int, ...] = (end - start, choices.randint(1, columns - left))
         if len(shape) == 3:
             expert = choices.randrange(shape[0])
             offset, sizes = (expert, *offset), (min(2, shape[0] - expert), *sizes)
