@@ -131,23 +131,29 @@ class EventLog:
 
 
 def truncate_torn_line(file: int) -> int:
-    """Truncates a file after its last line end, and returns its size."""
-    complete = complete_bytes(file)
-    if complete != os.fstat(file).st_size:
+    """Truncates a file after its last line end, and returns its size. What is too long for a torn line was not written
+    by Meshwright: it stays, and is ended.
+    """
+    complete, size = complete_bytes(file), os.fstat(file).st_size
+    if complete < size:
         os.ftruncate(file, complete)
+    elif size and os.pread(file, 1, size - 1) != b"\n":
+        complete += os.write(file, b"\n")
     return complete
 
 
 def complete_bytes(file: int) -> int:
-    """Returns the number of bytes of a file up to its last line end."""
-    end = os.fstat(file).st_size
-    while end > 0:
+    """Returns the number of bytes of a file up to its last line end, or all bytes if the last MAX_LINE_BYTES contain
+    no line end.
+    """
+    size = end = os.fstat(file).st_size
+    while end > max(0, size - MAX_LINE_BYTES):
         start = max(0, end - 65536)
         newline = os.pread(file, end - start, start).rfind(b"\n")
         if newline >= 0:
             return start + newline + 1
         end = start
-    return 0
+    return size if end else 0
 
 
 class EventFollower:

@@ -35,6 +35,17 @@ def test_torn_last_line_is_truncated_by_the_next_attempt(tmp_path, torn):
     assert [r["step"] for r in map(json.loads, path.read_text().splitlines())] == [0, 1]
 
 
+def test_huge_file_without_line_ends_is_not_scanned_and_records_follow_it(tmp_path):
+    path, size = tmp_path / "e.jsonl", 1 << 40
+    with path.open("wb") as file:
+        file.truncate(size)  # sparse; reading it would take minutes
+    log = EventLog(path, 1, 0)
+    follower = EventFollower(path, only_new=True)
+    log.write("step", step=0)
+    assert [event["step"] for event in follower.new_events()] == [0]
+    assert path.stat().st_size < size + 100
+
+
 def test_file_with_only_a_torn_line_becomes_empty(tmp_path):
     (tmp_path / "e.jsonl").write_bytes(b"half")
     EventLog(tmp_path / "e.jsonl", 1, 0)
