@@ -33,14 +33,14 @@ def draw_config(rng: random.Random, data: Path) -> Tree:
         "model": {
             "vocab": vocab,
             "width": heads * rng.choice([4, 8]),
-            "layers": rng.choice([1, 1, 2, 2, 2, 2, 4, 4, 8]),
+            "layers": rng.choice([1, 1, 1, 2, 2, 2, 2, 4, 4, 8]),
             "heads": heads,
             "kv_heads": rng.choice([1, 2, heads]),
             "ffn": rng.choice([8, 16, 24]),
             "tie": rng.random() < 0.3,
             "experts": experts,
         },
-        "data": draw_data(rng, data, vocab) | {"sequence": rng.choice([8, 16, 32])},
+        "data": draw_data(rng, data, vocab) | {"sequence": rng.choice([8, 8, 16])},
         "batch": {"global": rng.choice([4, 8, 8, 12])},
         "optimizer": {
             "lr": rng.choice([1e-3, 3e-3]),
@@ -124,7 +124,7 @@ def draw_layout(rng: random.Random, ranks: int) -> Tree:
         "pipeline": {"schedule": rng.choice(SCHEDULES)},
         "context": {"method": rng.choice(["ring", "all-to-all"])},
         "activation_checkpoint": {
-            "mode": rng.choice(["none"] * 5 + ["full"] * 3 + ["selective"]),
+            "mode": rng.choice(["none"] * 6 + ["full"] * 3 + ["selective"]),
             "segment": rng.choice([1, 1, 2]),
         },
     }

@@ -20,7 +20,7 @@ from fuzz.configs import Tree, describe, draw_config, write_data
 from fuzz.jobs import ROOT, Ended, Job, leftover_processes
 from fuzz.oracle import Finding, Outcome, check_ended, check_temporary_folder, expect, read_outcome
 
-TIMEOUT = 60.0
+TIMEOUT = 120.0
 """Seconds after which a job counts as hung."""
 CONFIGS = 24
 """Configs per seed that the episodes share, so that undisturbed runs are reused."""
