@@ -67,7 +67,7 @@ def two_at_once(episode: Episode) -> None:
     tree = episode.draw()
     reference = episode.reference(tree)
     args = episode.train_args(tree)
-    variant = rng.choice(["resume", "resume", "together", "fresh", "read"])
+    variant = rng.choice(["resume", "resume", "fresh", "read"])
     if rng.random() < 0.5 and variant != "fresh":
         step = rng.randrange(1, tree["steps"])
         episode.run(args, (0, 143), fault=f"step.fetch:rank0:term@step{step}")
@@ -76,8 +76,7 @@ def two_at_once(episode: Episode) -> None:
     if variant == "read":
         read_beside(episode, first, tree)
     else:
-        if variant != "together":
-            first.is_running(rng.uniform(0.0, 1.2 * reference.seconds))
+        first.is_running(rng.choice([0.0, rng.uniform(0.0, 0.2), rng.uniform(0.0, 1.2 * reference.seconds)]))
         second = episode.start([*args, "--fresh"] if variant == "fresh" else args, fault="step.fetch:slow=0.1")
         codes = second.wait(60.0).code, first.wait(60.0).code
         episode.result = f"{variant}: exit {codes[1]} and {codes[0]}"
