@@ -25,6 +25,7 @@ SIZES = {
     *(f"model.{name}" for name in ("vocab", "width", "heads", "kv_heads", "ffn", "experts", "experts_active")),
     *("model.separator", "model.capacity_factor", "schedule.warmup", "schedule.decay", "numerics.compare_every"),
     *("eval.every", "eval.samples", "checkpoint.seconds", "checkpoint.every", "checkpoint.keep", "ddp.bucket_cap_mb"),
+    *("launch.restarts", "launch.hang_timeout"),
 }
 """The settings that differ in the run "as configured" if the layout has at most eight ranks."""
 DEGREES = {
@@ -46,7 +47,10 @@ def check_properties(config):
     for run in runs:
         check_run(config, run)
     for run in configured:
-        assert changed_keys(config, run.config) <= SIZES | (DEGREES if user.ranks > MAX_RANKS else set())
+        allowed = SIZES | (DEGREES if user.ranks > MAX_RANKS else set())
+        if config.precision.compute == "fp64":
+            allowed |= {"launch.device", "ddp.comm_hook", "checkpoint.mode"}  # the run in float64 is the configured one
+        assert changed_keys(config, run.config) <= allowed
         accumulation = validate(run.config)[1].accumulation
         if user.ranks <= MAX_RANKS and batch.accumulation <= FULL_ACCUMULATION:
             assert accumulation == batch.accumulation

@@ -36,6 +36,9 @@ MAX_RANKS_OF_LONG_SEQUENCES = 4
 VARIATION = Limits(vocab=31)
 """With few tokens in the vocabulary, every sequence has separators, and so several documents."""
 LONG_SEQUENCE = Limits(kv_heads=1, heads=2, width=16, head_size=8, ffn=16, micro=1, sequence=MAX_SEQUENCE)
+DEVICE = Limits(vocab=512, ffn=256, heads=8, width=1024, head_size=128, sequence=256)
+"""Sizes at which a device runs the kernels of large models."""
+DEVICE_BLOCKS = 4
 ACCUMULATION = 3
 LAST_STEPS = 3
 HELD_OUT = 0.05
@@ -75,7 +78,7 @@ def proof_runs(config: RunConfig, full: bool = False, devices: int = 0) -> list[
         runs = named_runs(config, "as configured", configured) + named_runs(config, "float64", float64)
     else:
         on_cpu = [replace(run, launch=replace(run.launch, device="cpu")) for run in configured]
-        on_device = [shrink(config, layout, limits) for layout in small_layouts(config.layout, devices)]
+        on_device = [for_device(config, layout, full) for layout in small_layouts(config.layout, devices)]
         runs = named_runs(config, "as configured", on_cpu) + named_runs(config, "on the device", on_device)
         runs += named_runs(config, "float64", float64)
     runs += named_runs(config, "variation", variations(config), masked_labels=True)
@@ -100,6 +103,17 @@ def named_runs(
         )
         for index, proof in enumerate(proofs)
     ]
+
+
+def for_device(config: RunConfig, layout_config: LayoutConfig, full: bool) -> RunConfig:
+    """The run on as many ranks as there are devices: few blocks, and sizes that need the kernels of large models."""
+    if full:
+        return shrink(config, layout_config, UNLIMITED)
+    layout = Layout.from_config(layout_config)
+    stages = layout.pipeline * stages_per_rank(config) if layout.pipeline > 1 else 1
+    proof = shrink(config, layout_config, DEVICE)
+    blocks = max(stages, min(DEVICE_BLOCKS, config.model.layers))
+    return replace(proof, model=replace(proof.model, layers=blocks))
 
 
 def as_float64(config: RunConfig) -> RunConfig:

@@ -44,6 +44,8 @@ FULL_ACCUMULATION = 8
 """Up to this number, a proof run has as many micro-batches per step as the user's."""
 MAX_BLOCK_PASSES = 16_384
 """Beyond `FULL_ACCUMULATION`, the most passes of a micro-batch through a block that all ranks make per step."""
+ALIGNED_ROWS = 8
+"""Elements of a low precision in the 16 bytes to which the grouped kernel of experts needs rows aligned."""
 BUCKETS = 6
 """The gradients of a proof run fill about this many buckets of DDP."""
 
@@ -121,12 +123,20 @@ def small_model(config: RunConfig, layout: Layout, limits: Limits) -> ModelConfi
         width=heads * even_size,
         heads=heads,
         kv_heads=kv_heads,
-        ffn=uneven_size(model.ffn, limits.ffn, tensor, shards),
+        ffn=small_ffn(config, layout, limits, shards),
         experts=experts,
         experts_active=active,
         separator=None if model.separator is None else model.separator % vocab,
         capacity_factor=0.0 if layout.context * layout.tensor > 1 else model.capacity_factor,
     )
+
+
+def small_ffn(config: RunConfig, layout: Layout, limits: Limits, shards: int) -> int:
+    """The inner width. Experts of aligned rows run in one grouped kernel, so their rows stay aligned."""
+    model, aligned = config.model, ALIGNED_ROWS * layout.tensor
+    if model.experts and model.ffn % (ALIGNED_ROWS * config.layout.tensor) == 0 and model.ffn > limits.ffn:
+        return round_up(limits.ffn, aligned)
+    return uneven_size(model.ffn, limits.ffn, layout.tensor, shards)
 
 
 def small_heads(config: RunConfig, layout: Layout, limits: Limits) -> tuple[int, int]:
