@@ -2,10 +2,11 @@
 
     MESHWRIGHT_FAULT="save.after_shard:rank1:kill@step20"
 
-A fault is POINT[:rankN]:ACTION[@stepN][@P%][xTIMES][#RESTART]; several faults are separated by commas. Without a rank
-the fault applies to every rank, without a step to every step. A probability of P percent is drawn from
-MESHWRIGHT_FAULT_SEED, the point, the rank, the step and the restart, so that a failure can be repeated. A fault is
-active in the first attempt of a job only; `xTIMES` activates it in the first TIMES attempts, `#RESTART` in one restart.
+A fault is POINT[:rankN]:ACTION[@stepN[+]][@P%][xTIMES][#RESTART]; several faults are separated by commas. Without a
+rank the fault applies to every rank, without a step to every step; `@stepN+` means step N and every later one. A
+probability of P percent is drawn from MESHWRIGHT_FAULT_SEED, the point, the rank, the step and the restart, so that a
+failure can be repeated. A fault is active in the first attempt of a job only; `xTIMES` activates it in the first TIMES
+attempts, `#RESTART` in one restart.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ REQUIRED_POINT = {"nan": "step.backward", "flip": "step.fetch", "desync": "step.
 
 FAULT_PATTERN = re.compile(
     r"(?P<point>[a-z_.]+)(:rank(?P<rank>\d+))?:(?P<action>[a-z]+)(=(?P<value>\d+(\.\d+)?))?"
-    r"((@step(?P<step>\d+))|(@(?P<chance>\d+(\.\d+)?)%))?(x(?P<times>\d+))?(#(?P<restart>\d+))?"
+    r"((@step(?P<step>\d+)(?P<later>\+)?)|(@(?P<chance>\d+(\.\d+)?)%))?(x(?P<times>\d+))?(#(?P<restart>\d+))?"
 )
 
 
@@ -89,6 +90,11 @@ class Fault:
     value: float = 0.0
     times: int = 1
     restart: int | None = None
+    later: bool = False
+    """whether the fault applies to every step from `step` on"""
+
+    def applies_to(self, step: int) -> bool:
+        return self.step is None or (step >= self.step if self.later else step == self.step)
 
     def is_armed(self, rank: int, restart: int) -> bool:
         """Whether the fault is active on this rank in this attempt of the job."""
@@ -101,7 +107,7 @@ class Fault:
         if match is None:
             raise ConfigError(
                 f"MESHWRIGHT_FAULT: {text!r} cannot be parsed",
-                "expected POINT[:rankN]:ACTION[@stepN][@P%][xTIMES][#RESTART]",
+                "expected POINT[:rankN]:ACTION[@stepN[+]][@P%][xTIMES][#RESTART]",
             )
         if match["point"] not in FAIL_POINTS:
             raise ConfigError(
@@ -124,6 +130,7 @@ class Fault:
             float(match["value"] or 0.0),
             int(match["times"] or 1),
             int(match["restart"]) if match["restart"] else None,
+            match["later"] is not None,
         )
 
 
@@ -147,7 +154,7 @@ def fail_point(point: str, step: int) -> str:
     (nan, flip, desync), or ''.
     """
     for fault in ARMED_FAULTS:
-        if fault.point == point and fault.step in (None, step) and is_drawn(fault, step):
+        if fault.point == point and fault.applies_to(step) and is_drawn(fault, step):
             return perform(fault, step)
     return ""
 

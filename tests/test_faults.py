@@ -23,6 +23,7 @@ def test_fault_parse():
     assert Fault.parse("save.after_shard:rank1:kill@step20") == Fault("save.after_shard", "kill", 1, 20)
     assert Fault.parse("step.forward:slow=0.5@25%x3") == Fault("step.forward", "slow", chance=25.0, value=0.5, times=3)
     assert Fault.parse("end:raise#4") == Fault("end", "raise", restart=4)
+    assert Fault.parse("save.begin:kill@step7+#2") == Fault("save.begin", "kill", step=7, restart=2, later=True)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,11 @@ def test_fault_applies_to_its_rank_step_and_attempt_only():
                 faults.fail_point("step.update", step)
         else:
             assert faults.fail_point("step.update", step) == ""
+
+
+def test_step_with_a_plus_applies_to_later_steps_too():
+    assert [Fault.parse("evaluate:kill@step5+").applies_to(step) for step in (4, 5, 6)] == [False, True, True]
+    assert [Fault.parse("evaluate:kill@step5").applies_to(step) for step in (4, 5, 6)] == [False, True, False]
 
 
 def test_times_and_restart_select_the_attempts():

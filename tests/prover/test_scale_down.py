@@ -7,8 +7,7 @@ from hypothesis import given, settings
 
 from meshwright.config import load_config
 from meshwright.prover.layouts import proof_configs
-from meshwright.prover.recovery import MAX_RECOVERY_RANKS, scale_config
-from meshwright.prover.scale_down import MAX_RANKS, scale_layout
+from meshwright.prover.scale_down import MAX_RANKS
 from meshwright.topology.layout import Layout, stages_per_rank
 from meshwright.topology.unsupported import validate
 from tests.prover.valid_configs import valid_configs
@@ -29,14 +28,6 @@ def test_proof_configs_are_valid_on_eight_ranks_and_keep_the_axes(config):
         assert (small.expert > 1) == (layout.expert > 1)
         assert bool(proof.model.experts) == bool(config.model.experts)
         assert stages_per_rank(proof) == min(stages_per_rank(config), 2)
-
-
-@settings(max_examples=200)
-@given(valid_configs())
-def test_recovery_config_is_valid_on_four_ranks(config):
-    layout, _ = scale_layout(config.layout, MAX_RECOVERY_RANKS)
-    proof, _ = scale_config(config, layout, steps=5)
-    assert 2 <= validate(proof)[0].ranks <= MAX_RECOVERY_RANKS
 
 
 LARGE = {

@@ -1,0 +1,146 @@
+"""Checks that shards are written and read at the right offsets in files of several GiB, which are sparse on disk."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from meshwright.checkpoint.dcp_planner import LocalShardLoadPlanner, LocalShardSavePlanner, as_planner_state
+from meshwright.checkpoint.listing import CheckpointEntry
+from meshwright.checkpoint.manifest import FileRecord, Manifest, TensorRecord
+from meshwright.checkpoint.shards import ShardReader, ShardWriter
+from meshwright.checkpoint.state import CheckpointState
+from meshwright.checkpoint.verify import shard_header, verify_file
+from meshwright.config import BLOCK_SIZES, BlockSizes
+from meshwright.errors import CheckpointError
+from meshwright.store.interface import Buffer
+from meshwright.store.posix import PosixCalls, PosixStore
+
+HOLE_BYTES = 1 << 31
+"""The size of each of two tensors of zeros: what follows them is beyond 2^31 and beyond 2^32."""
+BOUNDARY_BLOCKS = BlockSizes(io_bytes=4096, digest_bytes=8192)
+
+
+class SparseCalls(PosixCalls):
+    """System calls that leave a hole in the file where a large block of zeros is written."""
+
+    def write(self, file: int, content: Buffer) -> int:
+        if len(content) < BLOCK_SIZES.io_bytes or np.frombuffer(content, np.uint64).any():
+            return super().write(file, content)
+        os.lseek(file, len(content), os.SEEK_CUR)
+        return len(content)
+
+
+def check_large_files() -> tuple[str, bool, str]:
+    """Writes and reads through the writer and the reader of checkpoints, with real file offsets beyond 2^32."""
+    with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as base:
+        problems = [problem for problem in (check_offsets(Path(base)), *check_file_ends(Path(base))) if problem]
+    return (
+        "shards are written and read at the right places in files of more than 2^31 and 2^32 bytes, and in files that "
+        "end before, at and after the end of a block",
+        not problems,
+        problems[0] if problems else "3 tensors between holes in a sparse file of 4 GiB, 3 files around a block's end",
+    )
+
+
+def check_offsets(base: Path) -> str:
+    hole = torch.from_numpy(np.zeros(HOLE_BYTES, np.uint8))  # pages that are only read take no memory
+    small = {name: torch.arange(1000, dtype=torch.float64) + place for place, name in enumerate("abc")}
+    tensors = {"a": small["a"], "hole 1": hole, "b": small["b"], "hole 2": hole, "c": small["c"]}
+    entry = write(base, "large", tensors, BLOCK_SIZES)
+    return read_back(entry, small) or find_undetected_flip(entry, small)
+
+
+def check_file_ends(base: Path) -> list[str]:
+    """Files that end one element before the end of a block, exactly there, and one element after it."""
+    problems = []
+    for extra in (-1, 0, 1):
+        tensor = torch.arange(3 * BOUNDARY_BLOCKS.io_bytes // 4 + extra, dtype=torch.int32)
+        entry = write(base, f"end{extra}", {"a": tensor}, BOUNDARY_BLOCKS)
+        problems.append(read_back(entry, {"a": tensor}))
+        assert entry.manifest is not None
+        [(file, record)] = entry.manifest.files.items()
+        path, chunk, io_bytes = f"{entry.folder}/{file}", BOUNDARY_BLOCKS.digest_bytes, BOUNDARY_BLOCKS.io_bytes
+        problems += map(str, verify_file(entry.store, path, record, chunk, lambda: None, io_bytes))
+    return problems
+
+
+def write(base: Path, folder: str, tensors: dict[str, Tensor], block_sizes: BlockSizes) -> CheckpointEntry:
+    """Writes a checkpoint of one rank."""
+    store = PosixStore(base, SparseCalls())
+    parts: list[tuple[dict[str, FileRecord], dict[str, TensorRecord]]] = []
+    header = shard_header("prove", 1, 1, 1, 0)
+    publish = lambda files, records, _owners: parts.append((files, records))  # noqa: E731
+    writer = ShardWriter(store, folder, 0, 1, header, ("data/0", {}), publish, block_sizes)
+    state: CheckpointState = dict(tensors)
+    dcp.save(as_planner_state(state), storage_writer=writer, planner=LocalShardSavePlanner(), no_dist=True)
+    [(files, records)] = parts
+    empty: dict[str, Any] = {}
+    tables = dict.fromkeys(
+        ("layout", "identity", "made_by", "data", "rng", "schedule", "scaler", "counters", "owners"), empty
+    )
+    manifest = Manifest(
+        run="prove",
+        timeline=1,
+        step=1,
+        attempt=1,
+        ordinal=0,
+        parent="",
+        files=files,
+        tensors=records,
+        chunk=block_sizes.digest_bytes,
+        **tables,
+    )
+    return CheckpointEntry(store, folder, 1, 1, Manifest.decode(manifest.encode()))
+
+
+def read_back(entry: CheckpointEntry, tensors: dict[str, Tensor]) -> str:
+    """What is wrong with tensors as the reader of checkpoints, and as plain system calls, read them; or ''."""
+    assert entry.manifest is not None
+    for name, tensor in tensors.items():
+        [region] = entry.manifest.tensors[name].regions
+        with open(Path(entry.store.path(entry.folder)) / region.file, "rb") as file:  # type: ignore[attr-defined]
+            file.seek(region.start)
+            if file.read(region.length) != tensor.numpy().tobytes():
+                return f"{name} is not at offset {region.start:,} of its file"
+    found: CheckpointState = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    try:
+        load(entry, found)
+    except CheckpointException as error:
+        return f"an intact file of {entry.manifest.total_bytes:,} bytes is refused: {error.failures[0][0]}"
+    wrong = [name for name, tensor in tensors.items() if not torch.equal(as_tensor(found[name]), tensor)]
+    return f"{wrong[0]} is read from a wrong place of a file of {entry.manifest.total_bytes:,} bytes" if wrong else ""
+
+
+def find_undetected_flip(entry: CheckpointEntry, tensors: dict[str, Tensor]) -> str:
+    """Flips a bit beyond 2^32: the reader must refuse the chunk."""
+    assert entry.manifest is not None
+    [region] = entry.manifest.tensors["c"].regions
+    with open(Path(entry.store.path(entry.folder)) / region.file, "r+b") as file:  # type: ignore[attr-defined]
+        file.seek(region.start)
+        value = file.read(1)[0]
+        file.seek(region.start)
+        file.write(bytes([value ^ 1]))
+    try:
+        load(entry, {"c": torch.zeros_like(tensors["c"])})
+    except CheckpointException as error:
+        return "" if isinstance(error.failures[0][0], CheckpointError) else str(error)
+    return f"a flipped bit at offset {region.start:,} is loaded"
+
+
+def load(entry: CheckpointEntry, state: CheckpointState) -> None:
+    reader, planner = ShardReader(entry, lambda: None), LocalShardLoadPlanner()
+    dcp.load(as_planner_state(state), storage_reader=reader, planner=planner, no_dist=True)
+
+
+def as_tensor(value: Any) -> Tensor:
+    assert isinstance(value, Tensor)
+    return value

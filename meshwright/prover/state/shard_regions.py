@@ -1,0 +1,205 @@
+"""Checks by arithmetic that the shards of the real layout partition every tensor, and that each one is saved once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import pairwise, product
+
+import torch
+
+from meshwright.checkpoint.shards import TENSOR_ALIGNMENT
+from meshwright.checkpoint.stager import assign_shards
+from meshwright.checkpoint.verify import SHARD_HEADER_BYTES
+from meshwright.config import RunConfig
+from meshwright.parallel.local_shard import LocalShard
+from meshwright.prover.state.checkpoint_content import CheckpointContent
+from meshwright.topology.layout import Layout
+from meshwright.topology.parameter_shapes import ParameterShape, decoder_parameter_shapes
+from meshwright.topology.parameter_shards import pipeline_placement
+
+Region = tuple[tuple[int, int], ...]
+"""(start, end) in every dimension."""
+
+MAX_COMPARED_RANKS = 64
+"""The most ranks whose assignment of shards to files is computed."""
+STATE_KEYS = ("exp_avg", "exp_avg_sq")
+
+
+def check_real_layout(config: RunConfig) -> tuple[str, bool, str]:
+    """The regions of all ranks of the user's own layout at the user's own sizes: nothing is run."""
+    layout = Layout.from_config(config.layout)
+    ranks = [rank for rank in range(layout.ranks) if layout.is_first_on(rank, ["replicate"])]
+    problems = list(misplaced_blocks(config, layout))
+    distinct = {(p.shape, p.tp_dim, p.is_expert_weight): p for p in decoder_parameter_shapes(config.model)}
+    for parameter in distinct.values():
+        regions = {shard_region(parameter, layout, rank) for rank in ranks}
+        if problem := find_gap(parameter.shape, regions):
+            problems.append(f"{parameter.name} {list(parameter.shape)}: {problem}")
+    compared = list(spread(layout.ranks, MAX_COMPARED_RANKS))
+    largest = 0
+    for rank in compared[:: max(1, len(compared) // 8)]:
+        size, problem = check_assignment(config, layout, rank)
+        largest = max(largest, size)
+        problems += [problem] if problem else []
+    parameters = len(decoder_parameter_shapes(config.model))
+    return (
+        f"on the real layout ({layout}) at the real sizes, the shards of all ranks partition every tensor, and each "
+        "shard is saved once",
+        not problems,
+        "; ".join(
+            [*problems[:2], f"{parameters} parameters, {layout.ranks} ranks, largest shard file {largest:,} bytes"]
+        ),
+    )
+
+
+def misplaced_blocks(config: RunConfig, layout: Layout) -> Iterator[str]:
+    """Blocks that do not belong to exactly one pipeline rank."""
+    owners: dict[int, list[int]] = {block: [] for block in range(config.model.layers)}
+    for coordinate in range(layout.pipeline):
+        placement = pipeline_placement(config, layout, coordinate * layout.stride("pipeline"))
+        for blocks in placement.stages.values():
+            for block in blocks:
+                owners[block].append(coordinate)
+    for block, coordinates in owners.items():
+        if len(coordinates) != 1:
+            yield f"block {block} is on pipeline ranks {coordinates}"
+
+
+def shard_region(parameter: ParameterShape, layout: Layout, rank: int) -> Region:
+    """The region of a parameter, and of its optimizer state, that a rank has between steps. Tensor and expert
+    parallelism divide a dimension evenly; FSDP2 then divides the rows of what is left, the last shards being shorter.
+    """
+    coordinates = layout.coordinates(rank)
+    region = [[0, size] for size in parameter.shape]
+    if parameter.tp_dim is not None:
+        divide(region[parameter.tp_dim], layout.tensor, coordinates["tensor"])
+    divides_experts = parameter.is_expert_weight and layout.expert > 1
+    if divides_experts:
+        divide(region[0], layout.expert, coordinates["expert"])
+    if layout.shard > 1:
+        shards = layout.shard * layout.context
+        index = coordinates["shard"] * layout.context + coordinates["context"]
+        if divides_experts:
+            shards, index = shards // layout.expert, coordinates["expert_shard"]
+        sizes = [end - start for start, end in region]
+        # With fewer experts than shards, FSDP2 divides the rows of each expert instead, if it can do so evenly.
+        dim = 1 if len(sizes) == 3 and sizes[0] < shards and sizes[1] % shards == 0 else 0
+        divide(region[dim], shards, index)
+    return tuple((start, end) for start, end in region)
+
+
+def divide(interval: list[int], parts: int, index: int) -> None:
+    """Shortens an interval to one of its parts: equal ones, except that the last may be shorter or empty."""
+    start, end = interval
+    part = -(-(end - start) // parts)
+    interval[:] = min(end, start + part * index), min(end, start + part * (index + 1))
+
+
+def find_gap(shape: tuple[int, ...], regions: Iterable[Region]) -> str:
+    """Why regions do not partition a tensor, or ''. They are a grid: all combinations of intervals that partition their
+    dimension.
+    """
+    present = filled(regions)
+    by_dim = [sorted({region[dim] for region in present}) for dim in range(len(shape))]
+    for dim, intervals in enumerate(by_dim):
+        edges = [0, *(edge for interval in intervals for edge in interval), shape[dim]]
+        if any(before != after for before, after in zip(edges[::2], edges[1::2], strict=True)):
+            return f"dimension {dim} is divided at {edges[1:-1]}"
+    missing = set(product(*by_dim)) - present
+    return f"no rank has {next(iter(missing))}" if missing else ""
+
+
+def filled(regions: Iterable[Region]) -> set[Region]:
+    """The regions with at least one element: with more ranks than rows, some ranks have none."""
+    return {region for region in regions if all(start < end for start, end in region)}
+
+
+def check_assignment(config: RunConfig, layout: Layout, rank: int) -> tuple[int, str]:
+    """(the size of the file of a rank, what is wrong): of the ranks with the same shard, exactly one saves it, and
+    aligned regions in the order of the file do not overlap.
+    """
+    shards = meta_shards(config, layout, rank)
+    savers: dict[str, list[int]] = {name: [] for name in shards}
+    for axes in {shard.sharded_axes for shard in shards.values()}:
+        group = layout.replica_group(rank, axes)
+        for member in list(group)[:MAX_COMPARED_RANKS]:
+            for name in assign_shards(shards, layout, member):
+                if shards[name].sharded_axes == axes:
+                    savers[name].append(member)
+        if len(group) <= MAX_COMPARED_RANKS:
+            wrong = [name for name, shard in shards.items() if shard.sharded_axes == axes and len(savers[name]) != 1]
+            if wrong:
+                return 0, f"{wrong[0]} is saved by ranks {savers[wrong[0]]} of {group}"
+    end, starts = SHARD_HEADER_BYTES, []
+    for name in assign_shards(shards, layout, rank):
+        local = shards[name].local
+        start = -(-end // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+        starts.append((start, end := start + local.numel() * local.element_size()))
+    overlapping = any(before[1] > after[0] for before, after in pairwise(starts))
+    return end, f"regions of rank {rank} overlap in its file" if overlapping or end >= 1 << 63 else ""
+
+
+def meta_shards(config: RunConfig, layout: Layout, rank: int) -> dict[str, LocalShard]:
+    """The local shards of a rank at real sizes, without memory."""
+    placement = pipeline_placement(config, layout, rank)
+    local_blocks = {block for blocks in placement.stages.values() for block in blocks}
+    dtype = torch.float64 if config.precision.compute == "fp64" else torch.float32
+    shards = {}
+    for parameter in decoder_parameter_shapes(config.model):
+        if not is_on_stage(parameter, local_blocks, placement.has_first_stage, placement.has_last_stage):
+            continue
+        region = shard_region(parameter, layout, rank)
+        offset = tuple(start for start, _ in region)
+        local = torch.empty([end - start for start, end in region], dtype=dtype, device="meta")
+        shard = LocalShard(local, parameter.shape, offset, sharded_axes(parameter, layout))
+        shards[f"model/{parameter.name}"] = shard
+        shards |= {f"optimizer/{parameter.name}/{key}": shard for key in STATE_KEYS}
+    return shards
+
+
+def is_on_stage(parameter: ParameterShape, blocks: set[int], first: bool, last: bool) -> bool:
+    """Whether a pipeline rank with these blocks has a parameter; a tied head belongs to the first stage."""
+    if parameter.name.startswith("decoder.blocks."):
+        return int(parameter.name.split(".")[2]) in blocks
+    return first if parameter.name == "decoder.embedding.weight" else last
+
+
+def sharded_axes(parameter: ParameterShape, layout: Layout) -> frozenset[str]:
+    axes = {"tensor"} if parameter.tp_dim is not None and layout.tensor > 1 else set()
+    if parameter.is_expert_weight and layout.expert > 1:
+        axes |= {"expert"} | ({"expert_shard"} if layout.shard > 1 else set())
+    elif layout.shard > 1:
+        axes |= {"shard", "context"} if layout.context > 1 else {"shard"}
+    return frozenset(axes)
+
+
+def spread(count: int, limit: int) -> Iterable[int]:
+    """At most `limit` of `count` ranks, evenly spread."""
+    return sorted({index * count // min(count, limit) for index in range(min(count, limit))})
+
+
+def compare_regions(content: CheckpointContent, config: RunConfig) -> Iterator[str]:
+    """Differences between the regions of a checkpoint and those that arithmetic predicts for its layout, and regions
+    that overlap or are not aligned in their files.
+    """
+    layout = Layout.from_config(config.layout)
+    tensors, files = content.manifest["tensors"], content.manifest["files"]
+    for parameter in decoder_parameter_shapes(config.model):
+        predicted = filled(shard_region(parameter, layout, rank) for rank in range(layout.ranks))
+        for name in (f"model/{parameter.name}", *(f"optimizer/{parameter.name}/{key}" for key in STATE_KEYS)):
+            pieces = tensors[name]["pieces"]
+            stored = {tuple((o, o + s) for o, s in zip(p["offset"], p["shape"], strict=True)) for p in pieces}
+            if stored != predicted or len(pieces) != len(stored):
+                yield f"{name} is stored as {sorted(stored)[:2]} ..., expected {sorted(predicted)[:2]} ..."
+    by_file: dict[str, list[tuple[int, int]]] = {file: [] for file in files}
+    for record in tensors.values():
+        for piece in record["pieces"]:
+            by_file[piece["file"]].append((piece["start"], piece["start"] + piece["length"]))
+    for file, ranges in by_file.items():
+        ranges.sort()
+        ends = [SHARD_HEADER_BYTES, *(end for _, end in ranges)]
+        if any(start % TENSOR_ALIGNMENT or start < end for (start, _), end in zip(ranges, ends, strict=False)):
+            yield f"regions in {file} overlap or are not aligned"
+        size = (content.folder / file).stat().st_size
+        if {size, files[file]["size"]} != {ends[-1]}:
+            yield f"{file} has {size} bytes ({files[file]['size']} in the manifest), its regions end at {ends[-1]}"
