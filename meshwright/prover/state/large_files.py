@@ -83,10 +83,10 @@ def write(base: Path, folder: str, tensors: dict[str, Tensor], block_sizes: Bloc
     state: CheckpointState = dict(tensors)
     dcp.save(as_planner_state(state), storage_writer=writer, planner=LocalShardSavePlanner(), no_dist=True)
     [(files, records)] = parts
-    empty: dict[str, Any] = {}
-    tables = dict.fromkeys(
-        ("layout", "identity", "made_by", "data", "rng", "schedule", "scaler", "counters", "owners"), empty
-    )
+    tables: dict[str, Any] = {
+        name: {}
+        for name in ("layout", "identity", "made_by", "data", "rng", "schedule", "scaler", "counters", "owners")
+    }
     manifest = Manifest(
         run="prove",
         timeline=1,
