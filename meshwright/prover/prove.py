@@ -22,7 +22,9 @@ from meshwright.config import RunConfig, fingerprint, identity, placement
 from meshwright.errors import RestartsExhausted
 from meshwright.io import output_file, write_json
 from meshwright.prover.claims import Claim
+from meshwright.prover.initialization import check_initialization
 from meshwright.prover.recovery import check_recovery
+from meshwright.prover.relations import check_relations_of_config
 from meshwright.prover.schedule import check_schedule
 from meshwright.prover.shrink import estimate_seconds, not_proven, proof_runs
 from meshwright.prover.stream import check_stream
@@ -37,12 +39,20 @@ Check = Callable[[RunConfig, bool], Iterator[tuple[Any, ...]]]
 
 CHECKS: dict[str, Check] = {
     "stream": lambda config, _full: check_stream(config),
+    "model": lambda config, _full: check_model(config),
     "schedule": lambda config, _full: check_schedule(config),
     "training": check_training,
     "recovery": lambda config, _full: check_recovery(config),
 }
 """Name -> check of a config, in full size or not. A check yields the fields of a `Claim`; a check whose ranks fail has
 failed."""
+
+
+def check_model(config: RunConfig) -> Iterator[tuple[Any, ...]]:
+    """The relations that hold for every decoder, and the initial weights."""
+    yield from check_relations_of_config(config)
+    yield from check_initialization(config)
+
 
 QUICK = {"blocks": 16, "micro-batches": 8, "ranks": 4}
 """Up to these sizes, and without compilation, all checks together take less than a minute on two cores."""
