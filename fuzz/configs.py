@@ -33,7 +33,7 @@ def draw_config(rng: random.Random, data: Path) -> Tree:
         "model": {
             "vocab": vocab,
             "width": heads * rng.choice([4, 8]),
-            "layers": rng.choice([1, 1, 1, 2, 2, 2, 2, 4, 4, 8]),
+            "layers": rng.choice([1] * 4 + [2] * 7 + [4] * 4 + [8]),
             "heads": heads,
             "kv_heads": rng.choice([1, 2, heads]),
             "ffn": rng.choice([8, 16, 24]),
@@ -91,17 +91,20 @@ def write_data(data: Path) -> None:
     (data / "documents.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def with_layout(rng: random.Random, tree: Tree, ranks: tuple[int, ...] = (1, 2, 2, 2, 2, 3, 4)) -> Tree:
+def with_layout(rng: random.Random, tree: Tree, ranks: tuple[int, ...] = (1, 1, 2, 2, 2, 2, 2, 3, 4, 4)) -> Tree:
     """The same run on another layout that is supported. Everything that changes is placement."""
+    count = tries = 0
     while True:
+        count = count if tries % 50 else rng.choice(ranks)  # three ranks, for example, do not fit every batch
+        tries += 1
         drawn = copy.deepcopy({key: value for key, value in tree.items() if key not in LAYOUT_SECTIONS})
-        drawn |= draw_layout(rng, rng.choice(ranks))
+        drawn |= draw_layout(rng, count, tree["model"]["experts"])
         drawn["batch"]["micro"] = rng.choice([1, 1, 2, 3, 4])
         if is_supported(drawn):
             return drawn
 
 
-def draw_layout(rng: random.Random, ranks: int) -> Tree:
+def draw_layout(rng: random.Random, ranks: int, experts: int) -> Tree:
     """Settings of the layout sections; they may be unsupported."""
     degrees = dict.fromkeys(AXES, 1)
     while ranks > 1:
@@ -109,9 +112,10 @@ def draw_layout(rng: random.Random, ranks: int) -> Tree:
         degrees[rng.choice(AXES)] *= factor
         ranks //= factor
     shard = rng.choice(["none", "none", "optimizer", "gradients", "parameters"])
-    layout: Tree = {**degrees, "shard": shard, "expert": rng.choice([1, 1, 2, 4])}
+    layout: Tree = {**degrees, "shard": shard, "expert": rng.choice([1, 2, 4]) if experts else 1}
     if shard != "none" and degrees["replicate"] == 4 and rng.random() < 0.5:
         layout |= {"replicate": 2, "shard_degree": 2}
+    checkpointing = rng.choice(["none"] * 6 + ["full"] * 3 + ["selective"])
     return {
         "layout": layout,
         "ddp": {
@@ -124,8 +128,8 @@ def draw_layout(rng: random.Random, ranks: int) -> Tree:
         "pipeline": {"schedule": rng.choice(SCHEDULES)},
         "context": {"method": rng.choice(["ring", "all-to-all"])},
         "activation_checkpoint": {
-            "mode": rng.choice(["none"] * 6 + ["full"] * 3 + ["selective"]),
-            "segment": rng.choice([1, 1, 2]),
+            "mode": checkpointing,
+            "segment": rng.choice([1, 2]) if checkpointing == "full" else 1,
         },
     }
 
@@ -143,6 +147,7 @@ def with_placement(rng: random.Random, tree: Tree) -> Tree:
     }
     drawn["eval"] |= {"every": rng.choice([0, 1, 2, 3]), "samples": rng.choice([1, 3, 8])}
     drawn["data"] |= {"workers": rng.choice([0, 0, 0, 1, 2]), "prefetch": rng.choice([1, 4])}
+    drawn["data"]["worker_kind"] = rng.choice(["thread"] * 9 + ["process"])
     drawn["numerics"] = {"compare_every": rng.choice([0, 1, 2])}
     return drawn
 

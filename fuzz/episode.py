@@ -18,7 +18,7 @@ import tomli_w
 
 from fuzz.configs import Tree, describe, draw_config, write_data
 from fuzz.jobs import ROOT, Ended, Job, leftover_processes
-from fuzz.oracle import Finding, Outcome, check_ended, check_temporary_folder, expect, read_outcome
+from fuzz.oracle import Outcome, check_ended, check_temporary_folder, expect, read_outcome
 
 TIMEOUT = 120.0
 """Seconds after which a job counts as hung."""
@@ -178,6 +178,3 @@ class Episode:
                 job.signal(9)
                 job.wait(5.0)
         leftover_processes([], 0.0)
-
-
-__all__ = ["Episode", "Finding", "Reference", "Workspace"]

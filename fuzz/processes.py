@@ -30,7 +30,9 @@ def kill(episode: Episode) -> None:
         job.is_running(rng.uniform(0.0, 1.1 * reference.seconds + (3.0 if cold else 0.0)))
         number = rng.choice(SIGNALS)
         target = rng.choice(["supervisor", "rank", "fork server"] if cold else ["supervisor", "rank"])
-        send(job, target, number, cold)
+        for _ in range(rng.choice([1, 1, 1, 2])):  # the second signal kills the ranks
+            send(job, target, number, cold)
+            job.is_running(rng.uniform(0.0, 0.3))
         started = RunFolder(episode.run_folder).last_attempt() > attempts
         episode.finish(job, kill_codes(target, number, started))
         episode.counts["kills"] += 1
