@@ -119,11 +119,9 @@ class Stream:
         """The sample id at each position."""
         source_at, ordinals = self._assign(positions)
         ids = np.empty_like(positions)
-        for index, share in enumerate(self.sources):
+        for index in np.unique(source_at).tolist():
             selected = np.flatnonzero(source_at == index)
-            if not selected.size:
-                continue
-            shuffled = self._shuffle(index, ordinals[selected]) + np.uint64(share.held_out)
+            shuffled = self._shuffle(index, ordinals[selected]) + np.uint64(self.sources[index].held_out)
             ids[selected] = self._split(index, shuffled) + np.uint64(self._offset(index))
         return ids
 
@@ -201,10 +199,10 @@ class Stream:
             in_cycle = cycles == cycle
             slots = cycle_sources(self.seed, tuple(share.quota for share in self.sources), int(cycle))
             source_at[in_cycle] = slots[within_cycle[in_cycle]]
-            for index, share in enumerate(self.sources):
+            for index in np.unique(source_at[in_cycle]).tolist():
                 preceding = np.cumsum(slots == index, dtype=np.uint64) - np.uint64(1)
                 selected = np.flatnonzero(in_cycle & (source_at == index))
-                ordinals[selected] = cycle * np.uint64(share.quota) + preceding[within_cycle[selected]]
+                ordinals[selected] = cycle * np.uint64(self.sources[index].quota) + preceding[within_cycle[selected]]
         return source_at, ordinals
 
     def _position(self, index: int, ordinal: int) -> int:

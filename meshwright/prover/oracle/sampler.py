@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import isqrt
 
 from meshwright.config import RunConfig
@@ -50,7 +50,8 @@ def scaled_hash(x: int, side: int) -> int:
 
 def quotas(weights: Sequence[float]) -> list[int]:
     """The positions of each source per CYCLE: weights rounded by the largest-remainder method."""
-    exact = [weight / sum(weights) * CYCLE for weight in weights]
+    total = sum(weights)
+    exact = [weight / total * CYCLE for weight in weights]
     shares = [int(share) for share in exact]
     while sum(shares) < CYCLE:
         remainders = [share - rounded for share, rounded in zip(exact, shares, strict=True)]
@@ -58,7 +59,7 @@ def quotas(weights: Sequence[float]) -> list[int]:
     return shares
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=32)
 def cycle_table(seed: int, shares: tuple[int, ...], cycle: int) -> list[tuple[int, int]]:
     """(source, the number of earlier positions of the cycle with this source) of every position of a cycle."""
     source_of_slot = [source for source, share in enumerate(shares) for _ in range(share)]
@@ -111,10 +112,14 @@ class Sampler:
         """(source, the number of earlier positions with this source)."""
         if len(self.lengths) == 1:
             return 0, position
-        shares = tuple(quotas(self.weights))
         cycle, within = divmod(position, CYCLE)
-        source, ordinal = cycle_table(self.seed, shares, cycle)[within]
-        return source, cycle * shares[source] + ordinal
+        source, ordinal = cycle_table(self.seed, self.shares, cycle)[within]
+        return source, cycle * self.shares[source] + ordinal
+
+    @cached_property
+    def shares(self) -> tuple[int, ...]:
+        """The positions of each source per CYCLE."""
+        return tuple(quotas(self.weights))
 
     def id_of(self, source: int, ordinal: int) -> int:
         """The sample id of an ordinal in the split of a source, which has the held-out samples first."""

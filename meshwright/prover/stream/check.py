@@ -1,0 +1,38 @@
+"""Checks the contract of the sample stream on the user's own config and data, over the whole length of the stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from meshwright.config import RunConfig
+from meshwright.prover.stream.checked_stream import CheckedStream, Difference
+from meshwright.prover.stream.epochs import check_epochs, check_held_out_samples
+from meshwright.prover.stream.loading import check_evaluation, check_loader_order, check_loader_tensors
+from meshwright.prover.stream.order import check_find_inverts_show, check_mixture, check_order, check_rank_slices
+from meshwright.prover.stream.sources import check_sources
+
+CLAIMS: dict[str, Callable[[CheckedStream], str]] = {
+    "the sample at a position is the one that the seed defines": check_order,
+    "an epoch contains each training sample once, and each epoch has its own order": check_epochs,
+    "the sources of a mixture have their configured shares": check_mixture,
+    "the slices of the ranks make up the global batch of a step": check_rank_slices,
+    "held-out samples are never trained on": check_held_out_samples,
+    "an evaluation reads each of its held-out samples once": check_evaluation,
+    "`data find` is the inverse of `data show`": check_find_inverts_show,
+    "a sample is what its source file contains": check_sources,
+    "a resume at any step, with any number of ranks and workers, loads the same samples": check_loader_order,
+    "the loader returns the tokens and labels of its samples": check_loader_tensors,
+}
+"""Claim -> check, which returns what was measured and raises `Difference` if the claim does not hold."""
+
+
+def check_stream(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
+    """Every sample's position is a pure function of the seed: no rank count, worker or restart changes it."""
+    checked = CheckedStream.open(config)
+    for claim, check in CLAIMS.items():
+        try:
+            yield claim, True, check(checked)
+        except Difference as difference:
+            yield claim, False, str(difference)
+        except Exception as error:  # noqa: BLE001  an error of the stream, of a source or of a worker
+            yield claim, False, f"{type(error).__name__}: {error}"

@@ -1,0 +1,44 @@
+"""Checks that the samples of every source are what its files contain."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.data.source import ConcatenatedSource
+from meshwright.prover.oracle.source_files import DocumentReader
+from meshwright.prover.stream.checked_stream import CheckedStream, Difference
+from meshwright.prover.stream.loading import compare_sample
+
+MAX_READ_TOKENS = 2 << 20
+"""Tokens that are read twice from all sources together."""
+MAX_READ_SAMPLES = 400
+"""Samples that are read from one source."""
+
+
+def check_sources(checked: CheckedStream) -> str:
+    together, sources = ConcatenatedSource(checked.sources), checked.some_sources()
+    budget = MAX_READ_TOKENS // checked.config.data.sequence // len(sources)
+    compared = 0
+    for number in sources:
+        source, reader = checked.sources[number], checked.readers[number]
+        known = isinstance(reader, DocumentReader) and not reader.complete
+        if (len(source) != reader.samples and not known) or len(source) < reader.samples:
+            raise Difference(f"source {source.name} has {len(source):,} samples, expected {reader.samples:,}")
+        borders = [0, 1, reader.samples - 1, *reader.borders[:64]]
+        near = {border + offset for border in borders for offset in (-1, 0)}
+        count = min(MAX_READ_SAMPLES, max(8, budget))
+        chosen = near | {checked.random.randrange(reader.samples) for _ in range(count)}
+        for index in sorted(index for index in chosen if 0 <= index < reader.samples):
+            sample = checked.starts[number] + index
+            try:
+                found = list(together[sample])
+            except ValueError as error:
+                if checked.read(sample)[1].max() < 0:  # a token that is out of range: the loader masks the sample
+                    continue
+                raise Difference(f"source {source.name}, index {index}: {error}") from error
+            compare_sample(checked, sample, found, "read from its source")
+            again = list(source[index])
+            if not all(np.array_equal(left, right) for left, right in zip(found, again, strict=True)):
+                raise Difference(f"source {source.name}, index {index}: a second read returns other values")
+            compared += 1
+    return f"{compared:,} samples of {len(sources)} of {len(checked.sources)} source(s) equal an independent reading"
