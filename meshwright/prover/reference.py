@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from meshwright.config import RunConfig
+from meshwright.config import IGNORE_INDEX, RunConfig
 from meshwright.data.source import ConcatenatedSource, Source
 from meshwright.parallel.world import World
 from meshwright.prover.compare.discrepancy import compare_traces
 from meshwright.prover.compare.noise import Tolerances
-from meshwright.prover.oracle.training import train
-from meshwright.prover.trace import Trace
+from meshwright.prover.oracle.training import Passes, ReferenceModel, train
+from meshwright.prover.trace import StepTrace, Trace
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import uses_fsdp
 
@@ -88,3 +89,25 @@ def compute_references(_world: World, tasks: list[ReferenceTask]) -> list[tuple[
 
 def compute_stale_loss(_world: World, task: ReferenceTask) -> float:
     return task.stale_loss()
+
+
+def fit_sample_weights(
+    _world: World, task: ReferenceTask, step: StepTrace, before: dict[str, Tensor], names: list[str], accumulation: int
+) -> tuple[Tensor, float]:
+    """The gradients of a step as a weighted sum of those of its micro-batches: the weights, (data-parallel rank,
+    micro-batch), and the relative error of the sum. All weights of a correct step are 1.
+    """
+    cells = task.replicas * accumulation
+    micro = len(step.inputs) // cells
+    model = ReferenceModel(task.config, None, Passes(micro))
+    parameters = {name: value.double() for name, value in before.items()}
+    valid = max(1, int((step.labels != IGNORE_INDEX).sum()))
+    columns = []
+    for tokens, labels in zip(step.inputs.split(micro), step.labels.split(micro), strict=True):
+        _, gradients, _ = model.gradient(parameters, tokens.long(), labels.long(), 1.0)
+        share = int((labels != IGNORE_INDEX).sum()) / valid
+        columns.append(share * torch.cat([gradients[name].flatten() for name in names]))
+    parts, found = torch.stack(columns, 1), torch.cat([step.gradients[name].double().flatten() for name in names])
+    weights = torch.linalg.lstsq(parts, found[:, None], driver="gelsd").solution
+    error = float((parts @ weights - found[:, None]).norm() / found.norm().clamp(min=1e-300))
+    return weights.view(task.replicas, accumulation), error

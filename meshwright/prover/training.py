@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
+from torch import Tensor
 
 from meshwright.checkpoint.listing import list_published, open_run_store
 from meshwright.config import BlockSizes, LaunchConfig, RunConfig
@@ -19,14 +21,14 @@ from meshwright.parallel.compile import require_compiler
 from meshwright.parallel.world import runs_on_cpu
 from meshwright.prover.claims import Claim, describe_settings, fault_environment, supervise_quietly
 from meshwright.prover.comm_volume import check_communication
-from meshwright.prover.compare.causes import NEXT_MOVES, likely_cause
+from meshwright.prover.compare.causes import NEXT_MOVES, Evidence, likely_cause
 from meshwright.prover.compare.discrepancy import PHASES, Difference, compare_traces
 from meshwright.prover.compare.noise import Tolerances
 from meshwright.prover.oracle.optimizer import step_seed
-from meshwright.prover.reference import ReferenceTask, compute_references, compute_stale_loss
+from meshwright.prover.reference import ReferenceTask, compute_references, compute_stale_loss, fit_sample_weights
 from meshwright.prover.shrink import ProofRun, open_proof_sources, proof_runs
 from meshwright.prover.shrink.runs import changes as layout_changes
-from meshwright.prover.trace import Trace
+from meshwright.prover.trace import StepTrace, Trace
 from meshwright.prover.tracer import AssembledTrace, Tracer, assemble, read_traces
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.unsupported import validate
@@ -231,7 +233,13 @@ def describe_finding(traced: TracedRun, wrong: list[Difference], exact: Trace, m
         [loss] = run_ranks(compute_stale_loss, 1, traced.task, launch=reference_launch(job.config))
         return float(loss)
 
-    cause = likely_cause(wrong, exact, measured.trace, job.layout, job.batch.accumulation, stale_loss)
+    def fit_weights(step: StepTrace, before: Mapping[str, Tensor], names: list[str]) -> tuple[Tensor, float]:
+        arguments = traced.task, step, dict(before), names, job.batch.accumulation
+        [fitted] = run_ranks(fit_sample_weights, 1, *arguments, launch=reference_launch(job.config))
+        return cast("tuple[Tensor, float]", fitted)
+
+    evidence = Evidence(job.config, exact, measured, job.layout, job.batch.accumulation, stale_loss, fit_weights)
+    cause = likely_cause(wrong, evidence)
     rank, phase = measured.owner(first.quantity.name, first.element), PHASES[first.quantity.kind]
     size = f"a relative error of {first.error:.1e} (factor {first.factor:.4g})"
     next_move = NEXT_MOVES[phase].format(step=max(0, first.quantity.step), rank=rank)

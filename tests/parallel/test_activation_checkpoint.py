@@ -8,12 +8,10 @@ from math import sqrt
 
 import pytest
 import torch
+from step_harness import LR, build_loader, build_step
 
 from meshwright.config import RunConfig, load_config
-from meshwright.data.loader import Loader
-from meshwright.data.source import ConcatenatedSource
 from meshwright.parallel.world import World
-from meshwright.prover.reference import LR, build_step, proof_source, proof_stream
 from meshwright.topology.unsupported import validate
 from meshwright.trainer.step_counters import count_step
 
@@ -41,11 +39,9 @@ class Measured:
 
 def measure_step(config: RunConfig) -> Measured:
     """Measures the second of two steps."""
-    world, (layout, batch) = World(), validate(config)
+    world, (layout, _) = World(), validate(config)
     step = build_step(world, config, layout)
-    batches = Loader(ConcatenatedSource([proof_source(config)]), proof_stream(config), batch, 0, config.data).steps(
-        0, 2
-    )
+    batches = build_loader(world, config).steps(0, 2)
     step.run(0, LR, batches)
     saved = {}
     with count_step(step.parallel_model, step.optimizer) as counted:

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from step_harness import build_step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -26,7 +27,6 @@ from meshwright.parallel.expert_parallel import (
 )
 from meshwright.parallel.local_shard import local_shard
 from meshwright.parallel.parallel_model import router_biases
-from meshwright.prover.reference import build_step
 from meshwright.topology.unsupported import validate
 
 WIDTH, INNER, COUNT, BATCH, SEQUENCE = 16, 24, 8, 2, 8

@@ -5,19 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from step_harness import LR, build_loader, build_step, count_third_step
 
 from meshwright.config import load_config
 from meshwright.parallel.pipeline_parallel.pipeline_model import TrackedStage
-from meshwright.prover.comm_volume import count_third_step
-from meshwright.prover.reference import (
-    LR,
-    ConcatenatedSource,
-    DataConfig,
-    Loader,
-    build_step,
-    proof_source,
-    proof_stream,
-)
 from meshwright.telemetry.step_clock import StepClock
 from meshwright.testing import run_ranks
 from meshwright.topology.schedule_timeline import build_timeline
@@ -41,10 +32,7 @@ def pipeline_config(schedule, ranks, micro_batches, *more):
 
 
 def build_step_and_loader(world, config):
-    layout, batch = validate(config)
-    step = build_step(world, config, layout)
-    loader = Loader(ConcatenatedSource([proof_source(config)]), proof_stream(config), batch, 0, DataConfig(workers=0))
-    return step, loader
+    return build_step(world, config, validate(config)[0]), build_loader(world, config)
 
 
 def in_flight_peaks(world, configs):

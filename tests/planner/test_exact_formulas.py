@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+from step_harness import count_step_bytes
 
 from meshwright.config import RunConfig, load_config
 from meshwright.models.init import build_model
 from meshwright.planner.exact.comm_volume import comm_volume
 from meshwright.planner.exact.state_memory import StateMemory, state_memory
-from meshwright.prover.comm_volume import count_step_bytes
-from meshwright.prover.layouts import proof_configs
 from meshwright.testing import run_ranks
-from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shapes import decoder_parameter_shapes, fsdp_shard_dim, padded_numel, shard_numel
 from meshwright.topology.unsupported import validate
 
@@ -130,22 +127,3 @@ def test_expert_weights_of_fewer_experts_than_shards_are_sharded_on_their_second
     assert padded_numel((4, 32, 16), 8) == 4 * 32 * 16
     assert [shard_numel((4, 32, 16), 8, c) for c in range(8)] == [4 * 4 * 16] * 8
     assert padded_numel((4, 30, 16), 8) == 8 * 30 * 16
-
-
-def test_prove_reports_a_wrong_formula(monkeypatch):
-    from meshwright.prover import comm_volume as prover
-
-    config = load_config(overrides=[*EVEN, "--layout.shard=parameters"])
-    original = prover.comm_volume
-    wrong = lambda *args: [replace(row, message_bytes=row.message_bytes - 4) for row in original(*args)]  # noqa: E731
-    monkeypatch.setattr(prover, "comm_volume", wrong)
-    (_, volume_holds, message), (_, memory_holds, _) = prover.check_communication(config)
-    assert not volume_holds
-    assert memory_holds
-    assert "rank 0: control all_reduce: " in message
-
-
-def test_proof_configs_keep_the_axes_of_the_layout():
-    proofs, note = proof_configs(load_config(overrides=["--layout.shard=zero-3", "--layout.shard_degree=16"], ranks=64))
-    assert Layout.from_config(proofs[0].layout) == Layout(replicate=2, shard=2)
-    assert "replicate 4 to 2, shard_degree 16 to 2" in note

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from step_harness import accumulating_config, count_step_bytes
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from meshwright.config import RunConfig, load_config
@@ -15,8 +16,7 @@ from meshwright.launch.ranks import run_ranks
 from meshwright.planner.exact.activation_messages import data_dependent_axes
 from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
 from meshwright.planner.exact.state_memory import state_memory
-from meshwright.prover.comm_volume import all_differences, check_communication, count_step_bytes
-from meshwright.prover.layouts import check_layouts, proof_configs
+from meshwright.prover.comm_volume import all_differences
 from meshwright.topology.layout import Layout
 from meshwright.topology.schedules import SCHEDULES
 from meshwright.topology.unsupported import validate
@@ -140,9 +140,7 @@ def proof_config(case: str) -> RunConfig:
             options.append(f"--model.{setting}" if "=" in setting else "--model.tie=true")
         elif name != "layers":
             options.append(f"--layout.{setting}")
-    return next(
-        proof for proof in proof_configs(load_config(overrides=options))[0] if proof.precision.compute == "fp32"
-    )
+    return accumulating_config(load_config(overrides=options))
 
 
 def count_steps(world, configs: list[RunConfig]):

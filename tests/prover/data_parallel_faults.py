@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from layout_checks import FP32, FP64, TIED
 from seeded_faults import (
     COUNTED_TWICE,
     HYBRID_SHARD,
@@ -18,6 +17,7 @@ from seeded_faults import (
     SHARD_OPTIMIZER,
     SHARD_PARAMETERS,
     STALE,
+    TIED,
     TIED_WEIGHT,
     UNEQUAL_WEIGHTS,
     UPDATE,
@@ -31,6 +31,7 @@ from seeded_faults import (
     wrap,
 )
 from torch.distributed.fsdp import FSDPModule
+from traced_cases import AS_CONFIGURED, FLOAT64
 
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel import parallel_spec
@@ -54,7 +55,7 @@ def divide_loss_by(patch, count_tokens):
 # Normalization of gradients.
 
 
-@fault(REPLICATE, "gradient of", "(factor 0.5): averaged over the replicate axis (2)", proofs=(FP64, FP32))
+@fault(REPLICATE, "gradient of", "(factor 0.5): averaged over the replicate axis (2)", runs=(FLOAT64, AS_CONFIGURED))
 def ddp_averages_gradients_of_a_normalized_loss(patch):  # torchtitan PR#2323
     right = ddp.reduce_bucket
     patch.setattr(
@@ -62,13 +63,13 @@ def ddp_averages_gradients_of_a_normalized_loss(patch):  # torchtitan PR#2323
     )
 
 
-@fault(SHARD_PARAMETERS, "gradient of", "(factor 0.5): averaged over the shard axis (2)", proofs=(FP64, FP32))
+@fault(SHARD_PARAMETERS, "gradient of", "(factor 0.5): averaged over the shard axis (2)", runs=(FLOAT64, AS_CONFIGURED))
 def fsdp_averages_gradients(patch):
     patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda *_: None)
     patch.setattr(FSDPModule, "set_force_sum_reduction_for_comms", lambda *_: None)
 
 
-@fault(SHARD_PARAMETERS, "gradient of", "(factor 0.5): averaged over the shard axis (2)", proofs=(FP64, FP32))
+@fault(SHARD_PARAMETERS, "gradient of", "(factor 0.5): averaged over the shard axis (2)", runs=(FLOAT64, AS_CONFIGURED))
 def fsdp_sums_and_then_divides_gradients(patch):
     patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda *_: None)
 
@@ -183,12 +184,12 @@ def hsdp_mesh_lacks_the_replicate_axis(patch):
     wrap(patch, fsdp, "fully_shard", lambda right, unit, mesh, **rest: right(unit, mesh=mesh["shard"], **rest))
 
 
-@fault(SHARD_PARAMETERS, "gradient of", "(factor 1): complete but rounded", proofs=(FP64, FP32))
+@fault(SHARD_PARAMETERS, "gradient of", "(factor 1): complete but rounded", runs=(FLOAT64, AS_CONFIGURED))
 def gradients_are_reduced_in_bf16(patch):
     map_result(patch, fsdp, "mixed_precision_policy", lambda policy, *_: replace(policy, reduce_dtype=torch.bfloat16))
 
 
-@fault(SHARD_PARAMETERS, "gradient of decoder.embedding.weight", TIED_WEIGHT, proofs=(TIED,))
+@fault((*SHARD_PARAMETERS, *TIED), "gradient of decoder.embedding.weight", TIED_WEIGHT)
 def tied_weight_is_in_two_fsdp_units(patch):
     def units(model, of):
         first, *rest = (

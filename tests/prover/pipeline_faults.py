@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 from context_expert_faults import every_rank_counts_evaluation_tokens
-from layout_checks import TIED
 from seeded_faults import (
     EVALUATION,
     INCOMPLETE,
+    ONE_REPLICA,
     RANKS_MISSING,
+    REPLICATE,
+    TIED,
     UPDATE,
     after_init,
     fault,
@@ -25,10 +27,10 @@ from meshwright.parallel.pipeline_parallel.pipeline_model import PipelineModel, 
 from meshwright.parallel.pipeline_parallel.stages import Stage, TiedWeight
 from meshwright.topology import parameter_shards
 
-PIPELINE = ("--layout.replicate=1", "--layout.pipeline=2", "--model.layers=2")
+PIPELINE = (*ONE_REPLICA, "--layout.pipeline=2", "--model.layers=2")
 ZERO_BUBBLE = (*PIPELINE, "--pipeline.schedule=zero-bubble", "--pipeline.stages=1")
 INTERLEAVED = (*PIPELINE, "--pipeline.schedule=interleaved", "--model.layers=4")
-REPLICATED_PIPELINE = (*PIPELINE, "--layout.replicate=2")
+REPLICATED_PIPELINE = (*PIPELINE, *REPLICATE)
 
 STAGE_ORDER = "the order of the stages, or activations and labels of different micro-batches (pipeline)"
 DEFERRED_GRADIENTS = "a stage lacks the weight gradients of a micro-batch (pipeline)"
@@ -122,7 +124,7 @@ def stage_clips_by_its_local_norm(patch):
     wrap(patch, AdamW, "update", wrong)
 
 
-@fault(PIPELINE, "gradient of decoder.embedding.weight", TIED_HEAD_GRADIENT, proofs=(TIED,))
+@fault((*PIPELINE, *TIED), "gradient of decoder.embedding.weight", TIED_HEAD_GRADIENT)
 def tied_head_gradient_does_not_reach_the_embedding(patch):
     def wrong(self):
         if self.tied_copy is not None:
@@ -131,6 +133,6 @@ def tied_head_gradient_does_not_reach_the_embedding(patch):
     patch.setattr(TiedWeight, "sum_gradients", wrong)
 
 
-@fault(PIPELINE, "loss of step 1", UPDATE, TIED_HEAD_VALUE, proofs=(TIED,))
+@fault((*PIPELINE, *TIED), "loss of step 1", UPDATE, TIED_HEAD_VALUE)
 def tied_embedding_value_does_not_reach_the_head(patch):
     patch.setattr(TiedWeight, "broadcast_value", lambda self: None)

@@ -7,16 +7,31 @@ from dataclasses import dataclass
 from functools import partial
 
 import pytest
-from layout_checks import FP64, Case
+from traced_cases import FLOAT64
 
 from meshwright.parallel.local_shard import local_shard
 from meshwright.parallel.world import PendingAllReduce, World
 
-REPLICATE = ("--layout.replicate=2",)
+MODEL = (
+    "--model.layers=1",
+    "--model.width=16",
+    "--model.heads=2",
+    "--model.kv_heads=2",
+    "--model.ffn=18",
+    "--model.vocab=26",
+    "--steps=3",
+    "--batch.micro=2",
+    "--optimizer.eps=1e-4",
+    "--optimizer.clip=0.1",
+)
+"""A small model whose gradients are clipped in every step, and whose updates depend on the scale of the gradient."""
+ONE_REPLICA = ("--layout.replicate=1", "--batch.global=6")
+REPLICATE = ("--layout.replicate=2", "--batch.global=12")
+TIED = ("--model.tie=true",)
 SHARD_OPTIMIZER = (*REPLICATE, "--layout.shard=optimizer")
 SHARD_GRADIENTS = (*REPLICATE, "--layout.shard=gradients")
 SHARD_PARAMETERS = (*REPLICATE, "--layout.shard=parameters")
-HYBRID_SHARD = (*SHARD_PARAMETERS, "--layout.shard_degree=2")
+HYBRID_SHARD = (*SHARD_PARAMETERS, "--layout.shard_degree=2", "--batch.global=8")
 
 INCOMPLETE = "gradients of some ranks or micro-batches are missing or counted twice"
 UNEQUAL_WEIGHTS = "tokens with unequal weights"
@@ -34,26 +49,22 @@ class SeededFault:
     layout: tuple[str, ...]
     expected: tuple[str, ...]
     """What the measurement of every failed claim must contain."""
-    proofs: tuple[int, ...]
-    """The proof configs that are compared; the fault must be found in all of them."""
+    runs: tuple[str, ...]
+    """The proof runs that are compared; the fault must be found in all of them."""
     inject: Callable[[pytest.MonkeyPatch], None]
-
-    @property
-    def case(self) -> Case:
-        return Case(self.layout, self.proofs, self.inject)
 
 
 FAULTS: dict[str, SeededFault] = {}
 """Every seeded fault, by its name."""
 
 
-def fault(layout: tuple[str, ...], *expected: str, proofs: tuple[int, ...] = (FP64,)) -> Callable:
+def fault(layout: tuple[str, ...], *expected: str, runs: tuple[str, ...] = (FLOAT64,)) -> Callable:
     """Registers the decorated function as a fault of a layout."""
 
     def register(inject: Callable) -> Callable:
         name = inject.__name__.replace("_", " ")
         assert name not in FAULTS
-        FAULTS[name] = SeededFault(layout, expected, proofs, inject)
+        FAULTS[name] = SeededFault(layout, expected, runs, inject)
         return inject
 
     return register

@@ -7,14 +7,15 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from data_parallel_faults import count_every_shard
-from layout_checks import TIED
 from seeded_faults import (
     COUNTED_TWICE,
     EVALUATION,
     INCOMPLETE,
+    ONE_REPLICA,
     RANKS_MISSING,
     REPLICATE,
     SHARD_PARAMETERS,
+    TIED,
     TIED_WEIGHT,
     WRONG_BELOW,
     after_init,
@@ -39,7 +40,7 @@ from meshwright.trainer import loop
 from meshwright.trainer.evaluate import Evaluation
 from meshwright.trainer.step import Step
 
-TENSOR = ("--layout.replicate=1", "--layout.tensor=2")
+TENSOR = (*ONE_REPLICA, "--layout.tensor=2")
 FSDP_TENSOR = (*SHARD_PARAMETERS, "--layout.tensor=2")
 WRONG_INPUT = "samples, rows, positions or masks"
 NORM_WEIGHTS = "gradients of norm weights are not summed over the sequence chunks (tensor)"
@@ -208,7 +209,7 @@ def row_sharded_gradients_are_all_reduced(patch):
     wrap(patch, parallel_model, "reduce_partial_gradients", wrong)
 
 
-@fault(TENSOR, "gradient of decoder.embedding.weight", TIED_WEIGHT, proofs=(TIED,))
+@fault((*TENSOR, *TIED), "gradient of decoder.embedding.weight", TIED_WEIGHT)
 def tensor_parallelism_separates_a_tied_weight(patch):
     def cut(model, of, mesh):
         parallelize_module(model, mesh, dict(of.tp_plan()), src_data_rank=None)

@@ -10,13 +10,13 @@ from functools import cache
 
 import pytest
 from hybrid_layouts import HYBRIDS, MACHINE, balanced_config
+from step_harness import count_third_step
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from meshwright.config import RunConfig
 from meshwright.launch.ranks import run_ranks
 from meshwright.planner.cost.peak_memory import estimate_memory
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.prover.comm_volume import count_third_step
 from meshwright.topology.unsupported import validate
 
 MAX_RELATIVE_ERROR = 0.05

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hybrid_layouts import HYBRIDS, MACHINE, balanced_config, overrides_of
+from step_harness import accumulating_config
 
 from meshwright.config import RunConfig, load_config
 from meshwright.planner.cost.peak_memory import estimate_memory
@@ -12,7 +13,6 @@ from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
 from meshwright.planner.exact.compare import compare_rows
 from meshwright.planner.exact.state_memory import state_memory
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.prover.layouts import proof_configs
 from meshwright.simulator.simulate import simulate_rank
 from meshwright.topology.unsupported import validate
 
@@ -33,8 +33,7 @@ QUICK = [
 
 
 def scaled_down(row: str) -> RunConfig:
-    configs, _ = proof_configs(load_config(overrides=overrides_of(row)))
-    return next(config for config in configs if config.precision.compute == "fp32")
+    return accumulating_config(load_config(overrides=overrides_of(row)))
 
 
 def differences(config: RunConfig, rank: int) -> list[str]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+from step_harness import count_third_step
 
 from meshwright.config import load_config
 from meshwright.launch.ranks import run_ranks
-from meshwright.prover.comm_volume import count_third_step
 from meshwright.simulator.simulate import simulate_rank
 from meshwright.topology.unsupported import validate
 

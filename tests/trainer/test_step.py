@@ -14,7 +14,6 @@ from meshwright.optim.adamw import AdamW
 from meshwright.parallel.data_parallel.ddp import DDPModel
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
-from meshwright.prover.reference import MaskedSynthetic
 from meshwright.telemetry.step_clock import StepClock
 from meshwright.testing import run_ranks
 from meshwright.trainer.expert_balancer import ExpertBalancer
@@ -24,13 +23,13 @@ from meshwright.trainer.step import Step, StepContext, step_seed
 CONFIG = load_config(overrides=["--model.width=32", "--model.layers=2", "--model.ffn=48", "--precision.compute=fp64"])
 
 
-def stream_for(config: RunConfig, source: MaskedSynthetic, batch: Batch) -> Stream:
+def stream_for(config: RunConfig, source: MaskedSource, batch: Batch) -> Stream:
     return Stream.from_lengths(config.seed, batch.global_, [len(source)], [1.0], 0.0)
 
 
 def test_masked_source_gives_every_rank_another_token_count():
     """The layout proofs would prove little if every rank had the same token count."""
-    source = MaskedSynthetic(1000, 16, 256)
+    source = masked_source(16, 256)
     batch = Batch(24, 2, 4, 3)
     stream = stream_for(CONFIG, source, batch)
     counts = [
@@ -54,7 +53,7 @@ def one_step(world: World, *overrides: str) -> dict:
     step = Step(StepContext(parallel_model, optimizer, precision, world, balancer, data_coordinate=world.rank))
     micro = config.batch.micro or 8
     batch = Batch(8 * world.size, micro, world.size, 8 // micro)
-    source = MaskedSynthetic(1000, 16, 256)
+    source = masked_source(16, 256)
     stream = stream_for(config, source, batch)
     steps = Loader(ConcatenatedSource([source]), stream, batch, world.rank, config.data).steps(0, 4)
     for number in range(4):

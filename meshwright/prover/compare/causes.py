@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import isclose
 
+from torch import Tensor
+
+from meshwright.config import RunConfig
 from meshwright.prover.compare.discrepancy import Difference, equal_within
-from meshwright.prover.trace import Trace
+from meshwright.prover.compare.updates import RecordedUpdate
+from meshwright.prover.trace import StepTrace, Trace
+from meshwright.prover.tracer import AssembledTrace
 from meshwright.topology.layout import Layout
 
 ROUNDED = "complete but rounded: a reduction or a matmul in lower precision"
 MAX_ROUNDING = 0.02
 """The largest relative error that a single operation in lower precision explains."""
+MAX_FIT_ERROR = {"fp64": 1e-7, "fp32": 1e-3}
+"""The largest relative error of a sum that explains a gradient."""
+MAX_CELLS = 32
+"""The most micro-batches of all ranks whose weights are computed."""
 
 NEXT_MOVES = {
     "start": "compare with `meshwright prove --layout.replicate=1`, then add one axis at a time",
@@ -25,30 +35,48 @@ NEXT_MOVES = {
 """Phase -> what to do next."""
 
 
-def likely_cause(
-    differences: list[Difference],
-    expected: Trace,
-    measured: Trace,
-    layout: Layout,
-    accumulation: int,
-    stale_loss: Callable[[], float],
-) -> str:
-    """The usual cause of a pattern of differences, which are in the order of computation; '' if it is not known.
-    `stale_loss` computes the loss that step 1 has if step 0 updates nothing.
+@dataclass(frozen=True)
+class Evidence:
+    """A run that differs from its reference, and what can be computed to explain it."""
+
+    config: RunConfig
+    expected: Trace
+    measured: AssembledTrace
+    layout: Layout
+    accumulation: int
+    stale_loss: Callable[[], float]
+    """computes the loss that step 1 has if step 0 updates nothing"""
+    fit_sample_weights: Callable[[StepTrace, Mapping[str, Tensor], list[str]], tuple[Tensor, float]]
+    """computes the weights of all micro-batches in the gradients of a step, and the relative error of their sum"""
+
+    def update_of(self, number: int) -> RecordedUpdate:
+        """What the optimizer of the run read and wrote in a step."""
+        index = next(i for i, step in enumerate(self.measured.trace.steps) if step.step == number)
+        trace = self.measured.trace
+        before = trace.steps[index - 1].parameters if index else trace.initial
+        return RecordedUpdate(
+            self.config, trace.steps[index], before, self.measured.moments[index], self.measured.owners
+        )
+
+
+def likely_cause(differences: list[Difference], evidence: Evidence) -> str:
+    """The usual cause of a pattern of differences, which are in the order of computation. What comes before the first
+    difference is correct, so the parameters before a step with a wrong loss are.
     """
-    first = differences[0]
+    first, expected, measured = differences[0], evidence.expected, evidence.measured.trace
     quantity, names = first.quantity, list(expected.steps[0].gradients)
     # What comes later follows from the first difference, except for differences of the same step.
     same_step = [found for found in differences if found.quantity.step == quantity.step]
     gradients = [found for found in same_step if found.quantity.kind == "gradient"]
-    traits = layout_traits(layout, names)
     match quantity.kind:
         case "initial":
             return "the initial weights do not follow from the seed and the name of the parameter"
         case "inputs":
             return inputs_cause(quantity.name, quantity.step, expected, measured)
         case "tokens":
-            return "valid tokens are not counted exactly once over all ranks and micro-batches"
+            factor = describe_factor(first.factor, evidence.layout, evidence.accumulation)
+            counted = "valid tokens are not counted exactly once over all ranks and micro-batches"
+            return f"{factor}: {counted}" if factor else counted
         case "lr":
             return "the learning-rate schedule does not give this rate for the step"
         case "evaluation" | "evaluated tokens":
@@ -56,14 +84,14 @@ def likely_cause(
         case "moments":
             return "parameters are correct, but the optimizer state is not"
         case "norm":
-            return norm_cause(first)
+            return evidence.update_of(quantity.step).explain_norm() or norm_cause(first)
         case "update":
-            return update_cause(same_step, traits)
-    if quantity.step == 1 and isclose(measured.steps[1].loss, stale_loss(), rel_tol=1e-6):
+            return update_cause(same_step, evidence)
+    if quantity.step == 1 and isclose(measured.steps[1].loss, evidence.stale_loss(), rel_tol=1e-6):
         return "stale parameters: the update did not reach the unsharded parameters"
     if gradients:
-        return gradient_cause(gradients, first, layout, accumulation, names)
-    factor = describe_factor(first.factor, layout, accumulation)
+        return gradient_cause(gradients, first, evidence, names)
+    factor = describe_factor(first.factor, evidence.layout, evidence.accumulation)
     return f"only the reported loss is wrong: {factor or 'it is not summed over all ranks'}"
 
 
@@ -91,14 +119,20 @@ def norm_cause(found: Difference) -> str:
     return "the contribution of some ranks is missing"
 
 
-def update_cause(differences: list[Difference], traits: set[str]) -> str:
-    names = [found.quantity.name for found in differences if found.quantity.kind == "update"]
-    if names and all("router.bias" in name for name in names):
+def update_cause(differences: list[Difference], evidence: Evidence) -> str:
+    updates = [found for found in differences if found.quantity.kind == "update"]
+    names = [found.quantity.name for found in updates]
+    if all(name.endswith("router.bias") for name in names):
         return "only the router biases are wrong: the expert loads are not summed over all ranks"
+    explained = evidence.update_of(updates[0].quantity.step).explain_update(names)
+    if explained:
+        return f"gradients and norm are correct, the update is not: {explained}"
     if all(found.error < MAX_ROUNDING and found.factor_error < MAX_ROUNDING / 10 for found in differences):
         return "gradients and norm are correct, the update is rounded: a parameter or moment in lower precision"
-    cause = "gradients and norm are correct, the update is not: clipping, weight decay or moments"
-    return with_hints(cause, UPDATE_HINTS, traits)
+    factors = [found.factor for found in updates]
+    if all(equal_within(found.error, abs(factors[0] - 1)) for found in updates):
+        return f"gradients and norm are correct, the update is {factors[0]:.4g} times the right one: the learning rate"
+    return "gradients and norm are correct, the update is not: clipping, weight decay or moments"
 
 
 FORWARD_HINTS = {
@@ -106,16 +140,17 @@ FORWARD_HINTS = {
     "pipeline": "the order of the stages, or activations and labels of different micro-batches (pipeline)",
     "experts": "tokens that reach the wrong expert or return in the wrong order (experts)",
 }
+LATER_FORWARD_HINTS = {
+    "tied": "the head's copy of a tied weight is not updated (pipeline)",
+    "experts": "router biases that enter the routing weights (experts)",
+}
 GRADIENT_HINTS = {
     "context": "gradients are not summed over the sequence chunks (context)",
     "pipeline": "a stage lacks the weight gradients of a micro-batch (pipeline)",
 }
-UPDATE_HINTS = {
-    "pipeline": "a stage that does not clip by the global norm (pipeline)",
-    "tied": "the head's copy of a tied weight is not updated (pipeline)",
-    "experts": "router biases that follow the load of some ranks only, or that enter the routing weights (experts)",
-}
-"""Causes that exist only for a layout or model with the given trait, in addition to the general one."""
+"""Causes that exist only for a layout or model with the given trait, in addition to the general one; the later ones
+only after the first update.
+"""
 
 
 def layout_traits(layout: Layout, names: list[str]) -> set[str]:
@@ -129,24 +164,26 @@ def with_hints(cause: str, hints: dict[str, str], traits: set[str]) -> str:
     return "; or ".join([cause, *(hint for trait, hint in hints.items() if trait in traits)])
 
 
-def gradient_cause(
-    gradients: list[Difference], first: Difference, layout: Layout, accumulation: int, names: list[str]
-) -> str:
+def gradient_cause(gradients: list[Difference], first: Difference, evidence: Evidence, names: list[str]) -> str:
     """The cause of wrong gradients. `names` are all parameters, in the order in which the forward pass uses them."""
-    factors = [found.factor for found in gradients]
+    factors, layout = [found.factor for found in gradients], evidence.layout
     wrong = [found.quantity.name for found in gradients]
     traits = layout_traits(layout, names)
     if wrong == names and all(equal_within(factor, factors[0]) for factor in factors):
-        factor = describe_factor(factors[0], layout, accumulation)
+        factor = describe_factor(factors[0], layout, evidence.accumulation)
         if factor:
             return factor
     if all("norm" in name for name in wrong) and layout.tensor > 1:
         return "gradients of norm weights are not summed over the sequence chunks (tensor)"
     if all(found.error < MAX_ROUNDING and found.factor_error < MAX_ROUNDING / 2 for found in [first, *gradients]):
         return ROUNDED
+    weights = weights_cause(first.quantity.step, wrong, evidence)
     if first.quantity.kind == "loss":
-        cause = "forward and backward are wrong: samples, rows, positions or masks, or tokens with unequal weights"
-        return with_hints(cause, FORWARD_HINTS, traits)
+        if weights:
+            return f"forward is correct, but tokens have unequal weights: {weights}"
+        cause = "forward and backward are wrong: rows, positions, masks, documents or labels"
+        hints = FORWARD_HINTS | (LATER_FORWARD_HINTS if first.quantity.step else {})
+        return with_hints(cause, hints, traits)
     in_block = block_cause(wrong, names, traits)
     if in_block:
         return in_block
@@ -159,9 +196,29 @@ def gradient_cause(
         last_correct = names[len(wrong)]
         return (
             f"backward is correct down to {last_correct} and wrong below: a bucket, activation checkpointing or a "
-            "reduction over the tensor axis"
+            f"reduction over the tensor axis{f'; {weights}' if weights else ''}"
         )
+    if weights:
+        return f"gradients of some ranks or micro-batches are missing or counted twice: {weights}"
     return with_hints("gradients of some ranks or micro-batches are missing or counted twice", GRADIENT_HINTS, traits)
+
+
+def weights_cause(step: int, wrong: list[str], evidence: Evidence) -> str:
+    """Which micro-batches the wrong gradients count, and how often; '' if they are no sum of those of micro-batches."""
+    recorded = evidence.update_of(step)
+    precision, step_trace = evidence.config.precision.compute, recorded.step
+    cells = evidence.layout.data_degree * evidence.accumulation
+    if cells > MAX_CELLS or not all(name in step_trace.gradients for name in wrong) or evidence.config.model.experts:
+        return ""
+    weights, error = evidence.fit_sample_weights(step_trace, recorded.before, wrong)
+    if not error <= MAX_FIT_ERROR.get(precision, MAX_ROUNDING):
+        return ""
+    rows = weights.tolist()
+    if all(equal_within(weight, row[0]) or abs(weight - row[0]) < 1e-3 for row in rows for weight in row):
+        counts = [f"those of data-parallel rank {rank} {row[0]:.4g} times" for rank, row in enumerate(rows)]
+        return "the samples count unequally, " + ", ".join(counts)
+    counts = [f"{number} of rank {rank} {w:.4g} times" for rank, row in enumerate(rows) for number, w in enumerate(row)]
+    return "the micro-batches count unequally, " + ", ".join(counts)
 
 
 def block_cause(wrong: list[str], names: list[str], traits: set[str]) -> str:

@@ -1,0 +1,149 @@
+"""Explains a wrong gradient norm or a wrong update: computes candidates from the recorded gradients and names the one
+that equals what the run did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from meshwright.config import RunConfig
+from meshwright.prover.compare.discrepancy import Quantity, compare_tensors
+from meshwright.prover.oracle.optimizer import Moments, adamw, clip_factor, global_norm
+from meshwright.prover.trace import StepTrace
+from meshwright.prover.tracer import Index
+
+MAX_ERROR = 1e-6
+"""The largest relative error of a candidate that explains what was found; stored parameters are rounded in addition."""
+
+Regions = Mapping[str, list[tuple[Index, int]]]
+"""For every parameter, the index of each shard and the rank that has it."""
+Factor = Callable[[str], float | Tensor]
+"""By parameter, what its gradient is multiplied by before the update."""
+
+
+@dataclass(frozen=True)
+class RecordedUpdate:
+    """One step of a run: what the optimizer read and what it wrote."""
+
+    config: RunConfig
+    step: StepTrace
+    before: Mapping[str, Tensor]
+    """the parameters before the step"""
+    moments: Mapping[str, Tensor]
+    """the optimizer state before the step"""
+    regions: Regions
+
+    def explain_norm(self) -> str:
+        """Which gradients the norm counts; '' if no candidate fits."""
+        by_rank = self.local_norms()
+        candidates = {
+            "replicated weights are counted more than once: the norm is that of the shards of all ranks": sqrt(
+                sum(norm**2 for norm in by_rank.values())
+            ),
+            "the contribution of some ranks is missing: the norm is that of the shards of rank 0": by_rank.get(0, 0.0),
+            "the norm is squared": global_norm(self.step.gradients) ** 2,
+        }
+        found = self.step.grad_norm
+        return next((text for text, norm in candidates.items() if abs(norm - found) <= MAX_ERROR * found), "")
+
+    def explain_update(self, names: list[str]) -> str:
+        """What explains the updates of these parameters; '' if no candidate fits."""
+        names = [name for name in names if name in self.step.gradients]
+        candidates = ((text, update) for text, update in self.candidates() if all(self.fits(n, update) for n in names))
+        return next((text for text, _ in candidates), "") if names else ""
+
+    def candidates(self) -> Iterator[tuple[str, Callable[[str], Tensor]]]:
+        """(what is wrong, the parameter after the update that is wrong in this way)."""
+        settings, norm = self.config.optimizer, global_norm(self.step.gradients)
+        right = clip_factor(norm, settings.clip)
+        local = self.local_norms()
+        ones = {name: torch.ones_like(gradient) for name, gradient in self.step.gradients.items()}
+        for name, regions in self.regions.items():
+            for where, rank in reversed(regions if name in ones else []):
+                ones[name][where] = clip_factor(local[rank], settings.clip)
+        clipping: dict[str, Factor] = {
+            "the gradients are not clipped": lambda _: 1.0,
+            "the gradients are clipped twice": lambda _: right**2,
+            "every rank clips by the norm of its own shards": lambda name: ones[name],
+            "every parameter is clipped by its own norm": lambda name: clip_factor(
+                float(self.step.gradients[name].double().norm()), settings.clip
+            ),
+            "the gradients are clipped by the norm of the scaled gradients": lambda _: clip_factor(
+                norm * self.config.precision.loss_scale, settings.clip
+            ),
+        }
+        for text, factor in clipping.items():
+            yield text, lambda name, factor=factor: self.update(name, factor(name))  # type: ignore[misc]
+        yield "the parameter is not updated", lambda name: self.before[name].double()
+        yield "there is no weight decay", lambda name: self.update(name, right, weight_decay=0.0)
+        yield (
+            "weight decay applies to vectors, too",
+            lambda name: self.update(name, right, as_matrix=True),
+        )
+        yield (
+            "weight decay is added to the gradient",
+            lambda name: self.update(name, right, weight_decay=0.0, coupled=settings.weight_decay),
+        )
+        first, second, updates = "exp_avg", "exp_avg_sq", "step"
+        yield "the first moment is lost", lambda name: self.update(name, right, lost=(first,))
+        yield "the second moment is lost", lambda name: self.update(name, right, lost=(second,))
+        yield "the optimizer state is lost", lambda name: self.update(name, right, lost=(first, second, updates))
+        yield "the bias correction counts from the start", lambda name: self.update(name, right, lost=(updates,))
+        yield "the bias correction is missing", lambda name: self.update(name, right, more_updates=1 << 30)
+        yield "the bias correction counts one update too many", lambda name: self.update(name, right, more_updates=1)
+        yield (
+            "epsilon is inside the square root",
+            lambda name: self.update(name, right, eps=0.0, added_to_root=settings.eps),
+        )
+        yield "the update has the wrong sign", lambda name: self.update(name, right, sign=-1.0)
+
+    def update(
+        self,
+        name: str,
+        factor: float | Tensor,
+        lost: tuple[str, ...] = (),
+        more_updates: int = 0,
+        as_matrix: bool = False,
+        coupled: float = 0.0,
+        added_to_root: float = 0.0,
+        sign: float = 1.0,
+        **settings: float,
+    ) -> Tensor:
+        """The parameter after an update with these deviations from the definition."""
+        config = replace(self.config.optimizer, **settings)  # type: ignore[arg-type]
+        parameter, gradient = self.before[name].double(), self.step.gradients[name].double() * factor
+        zero = torch.zeros_like(parameter)
+        state = {
+            key: self.moments.get(f"{name}/{key}", zero).double() if key not in lost else zero
+            for key in ("exp_avg", "exp_avg_sq", "step")
+        }
+        updates = int(state["step"].max()) + more_updates
+        root = added_to_root * (1 - config.beta2 ** (updates + 1)) / config.beta2
+        moments = Moments(sign * state["exp_avg"], state["exp_avg_sq"] + root, updates)
+        shape = (1, -1) if as_matrix else parameter.shape
+        moments = Moments(moments.first.reshape(shape), moments.second.reshape(shape), updates)
+        gradient = sign * gradient + coupled * parameter
+        after, _ = adamw(parameter.reshape(shape), gradient.reshape(shape), moments, self.step.lr, config)
+        return after.reshape(parameter.shape)
+
+    def fits(self, name: str, update: Callable[[str], Tensor]) -> bool:
+        before, found = self.before[name].double(), self.step.parameters[name]
+        resolution = torch.finfo(found.dtype).eps * float(found.double().norm())
+        quantity = Quantity("update", self.step.step, name)
+        error = compare_tensors(quantity, update(name) - before, found.double() - before, 4 * resolution)
+        return error.error <= MAX_ERROR + error.resolution
+
+    def local_norms(self) -> dict[int, float]:
+        """By rank, the norm of the gradients of its own shards."""
+        squares: dict[int, float] = {}
+        for name, regions in self.regions.items():
+            gradient = self.step.gradients.get(name)
+            for where, rank in regions if gradient is not None else []:
+                assert gradient is not None
+                squares[rank] = squares.get(rank, 0.0) + float(gradient[where].double().square().sum())
+        return {rank: sqrt(square) for rank, square in squares.items()}
