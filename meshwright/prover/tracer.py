@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from types import EllipsisType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -73,8 +75,8 @@ class RankTrace:
 
 
 class Tracer(TrainingObserver):
-    """Records a run on one rank and writes it to `folder` when the run ends. It communicates nothing and allocates no
-    tensor, so that it changes neither the results nor the counters of a step.
+    """Records a run on one rank and writes every step to `folder`, so that the steps of a failed run are known, too.
+    It communicates nothing and allocates no tensor, so that it changes neither the results nor the counters of a step.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -83,6 +85,8 @@ class Tracer(TrainingObserver):
     def on_start(self, training: Training) -> None:
         self.training = training
         self.trace = RankTrace(training.world.rank, self._parameters(), self._moments())
+        trace_path(self.folder, self.trace.rank).unlink(missing_ok=True)
+        self._append(self.trace)
 
     def on_gradient(self, step: int, batches: list[MicroBatch]) -> None:
         scale = float(self.training.precision.scale)
@@ -102,12 +106,15 @@ class Tracer(TrainingObserver):
         record.loss, record.grad_norm, *_ = outcome.numbers.tolist()
         record.lr, record.tokens = outcome.lr, outcome.control.tokens
         record.parameters, record.moments = self._parameters(), self._moments()
+        self._append(record)
 
     def on_evaluation(self, step: int, loss: float, tokens: int) -> None:
         self.trace.evaluations.append((step, loss, tokens))
+        self._append(self.trace.evaluations[-1])
 
-    def on_finish(self) -> None:
-        torch.save(self.trace, self.folder / f"trace-{self.trace.rank:05d}.pt")
+    def _append(self, record: RankTrace | RankStep | tuple[int, float, int]) -> None:
+        with trace_path(self.folder, self.trace.rank).open("ab") as file:
+            pickle.dump(record, file)
 
     def _parameters(self) -> Regions:
         tensors = chain(self.training.parameters.items(), router_biases(self.training.module))
@@ -123,9 +130,47 @@ def region(shard: LocalShard, factor: float = 1.0) -> Region:
     return Region(shard.shape, shard.offset, values * factor if factor != 1.0 else values.copy())
 
 
+def trace_path(folder: Path, rank: int) -> Path:
+    return folder / f"trace-{rank:05d}.pickle"
+
+
 def read_traces(folder: Path, layout: Layout) -> list[RankTrace]:
-    """The traces that the ranks of a run wrote; the folder belongs to this process."""
-    return [torch.load(folder / f"trace-{rank:05d}.pt", weights_only=False) for rank in range(layout.ranks)]
+    """The traces that the ranks of a run wrote, as far as all of them have come; the folder belongs to this process.
+    Empty if a rank did not start.
+    """
+    paths = [trace_path(folder, rank) for rank in range(layout.ranks)]
+    traces = [read_trace(path) for path in paths if path.exists()]
+    return common_steps(traces) if len(traces) == layout.ranks else []
+
+
+def common_steps(traces: list[RankTrace]) -> list[RankTrace]:
+    """The steps that every rank completed; a rank that ended in the middle of a step has no parameters of it."""
+    completed = min(sum(bool(step.parameters) for step in trace.steps) for trace in traces)
+    return [replace(trace, steps=trace.steps[:completed]) for trace in traces]
+
+
+def read_trace(path: Path) -> RankTrace:
+    with path.open("rb") as file:
+        trace: RankTrace = pickle.load(file)
+        while True:
+            try:
+                record = pickle.load(file)
+            except (EOFError, pickle.UnpicklingError):  # the rank ended here
+                return trace
+            if isinstance(record, RankStep):
+                trace.steps.append(record)
+            else:
+                trace.evaluations.append(record)
+
+
+class Contradiction(NamedTuple):
+    """Values that must be equal on all ranks that have them, and are not."""
+
+    kind: str
+    """the kind of quantity, as in `compare.discrepancy.PHASES`"""
+    step: int
+    """-1 before the first step"""
+    text: str
 
 
 @dataclass
@@ -137,8 +182,8 @@ class AssembledTrace:
     """The optimizer state before the first step, and after every step."""
     seeds: list[dict[int, set[int]]]
     """For every step, the seeds that the ranks of each data coordinate used."""
-    contradictions: list[str]
-    """Sentences: values that must be equal on all ranks that have them, and are not."""
+    contradictions: list[Contradiction]
+    """In the order of the steps."""
     owners: dict[str, list[tuple[Index, int]]]
     """For every tensor, its regions and the rank that has each."""
 
@@ -153,22 +198,30 @@ class AssembledTrace:
 
 def assemble(ranks: list[RankTrace], layout: Layout) -> AssembledTrace:
     """Combines the local shards of all ranks into full tensors."""
-    contradictions: list[str] = []
+    contradictions: list[Contradiction] = []
 
-    def combine(what: str, regions: Mapping[int, Regions]) -> dict[str, Tensor]:
-        return combine_regions(what, regions, contradictions)
+    def combine(kind: str, step: int, regions: Mapping[int, Regions]) -> dict[str, Tensor]:
+        return combine_regions(kind, step, regions, contradictions)
 
-    initial = combine("the initial value", {trace.rank: trace.initial for trace in ranks})
-    moments = [combine("the initial value", {trace.rank: trace.initial_moments for trace in ranks})]
+    initial = combine("initial", -1, {trace.rank: trace.initial for trace in ranks})
+    moments = [combine("initial", -1, {trace.rank: trace.initial_moments for trace in ranks})]
     steps, seeds = [], []
     for index, first in enumerate(ranks[0].steps):
         records = {trace.rank: trace.steps[index] for trace in ranks}
         for rank, record in records.items():
-            reported = [("loss", record.loss, first.loss), ("gradient norm", record.grad_norm, first.grad_norm)]
-            reported += [("learning rate", record.lr, first.lr), ("token count", record.tokens, first.tokens)]
+            reported = [
+                ("loss", "loss", record.loss, first.loss),
+                ("norm", "gradient norm", record.grad_norm, first.grad_norm),
+                ("lr", "learning rate", record.lr, first.lr),
+                ("tokens", "token count", record.tokens, first.tokens),
+            ]
             contradictions += [
-                f"rank {rank} step {first.step}: the {name} is {value!r}, on rank 0 it is {right!r}"
-                for name, value, right in reported
+                Contradiction(
+                    kind,
+                    first.step,
+                    f"rank {rank} step {first.step}: the {name} is {value!r}, on rank 0 it is {right!r}",
+                )
+                for kind, name, value, right in reported
                 if value != right and not (value != value and right != right)
             ]
         inputs = combine_inputs(records, layout, contradictions)
@@ -185,13 +238,18 @@ def assemble(ranks: list[RankTrace], layout: Layout) -> AssembledTrace:
                 first.tokens,
                 inputs[0],
                 inputs[-1],
-                combine(f"step {first.step}: the gradient", {r: record.gradients for r, record in records.items()}),
-                combine(f"step {first.step}: the parameter", {r: record.parameters for r, record in records.items()}),
+                combine("gradient", first.step, {r: record.gradients for r, record in records.items()}),
+                combine("update", first.step, {r: record.parameters for r, record in records.items()}),
             )
         )
-        moments.append(combine(f"step {first.step}: the moment", {r: step.moments for r, step in records.items()}))
+        moments.append(combine("moments", first.step, {r: step.moments for r, step in records.items()}))
     contradictions += [
-        f"rank {of_rank.rank}: the evaluations are {of_rank.evaluations}, on rank 0 they are {ranks[0].evaluations}"
+        Contradiction(
+            "evaluation",
+            ranks[0].steps[-1].step,
+            f"rank {of_rank.rank}: the evaluations are {of_rank.evaluations}, on rank 0 they are "
+            f"{ranks[0].evaluations}",
+        )
         for of_rank in ranks[1:]
         if of_rank.evaluations != ranks[0].evaluations
     ]
@@ -203,7 +261,9 @@ def assemble(ranks: list[RankTrace], layout: Layout) -> AssembledTrace:
     return AssembledTrace(trace, moments, seeds, contradictions, owners)
 
 
-def combine_regions(what: str, ranks: Mapping[int, Regions], contradictions: list[str]) -> dict[str, Tensor]:
+def combine_regions(
+    kind: str, step: int, ranks: Mapping[int, Regions], contradictions: list[Contradiction]
+) -> dict[str, Tensor]:
     """Full tensors; elements that no rank has are NaN."""
     combined: dict[str, NDArray[np.generic]] = {}
     filled: dict[str, NDArray[np.bool_]] = {}
@@ -214,18 +274,24 @@ def combine_regions(what: str, ranks: Mapping[int, Regions], contradictions: lis
                 filled[name] = np.zeros(part.shape, bool)
             known, present = combined[name][part.where], filled[name][part.where]
             if present.any() and not np.array_equal(known[present], part.values[present], equal_nan=True):
-                contradictions.append(f"rank {rank}: {what} of {name} differs from that of another rank with the shard")
+                when = f"rank {rank} step {step}" if step >= 0 else f"rank {rank}"
+                what = "gradient" if kind == "gradient" else "value"
+                text = f"{when}: the {what} of {name} differs from that of another rank with the shard"
+                contradictions.append(Contradiction(kind, step, text))
                 continue
             combined[name][part.where], filled[name][part.where] = part.values, True
     return {name: torch.from_numpy(values) for name, values in combined.items()}
 
 
-def combine_inputs(records: Mapping[int, RankStep], layout: Layout, contradictions: list[str]) -> list[Tensor]:
+def combine_inputs(
+    records: Mapping[int, RankStep], layout: Layout, contradictions: list[Contradiction]
+) -> list[Tensor]:
     """The inputs of the global batch in global order: those of one rank per data coordinate."""
     by_coordinate: dict[int, list[NDArray[np.generic]]] = {}
     for rank, record in records.items():
         known = by_coordinate.setdefault(layout.data_coordinate(rank), record.inputs)
         if len(known) != len(record.inputs) or not all(map(np.array_equal, known, record.inputs)):
-            contradictions.append(f"rank {rank} step {record.step}: reads other samples than the ranks of its slice")
+            text = f"rank {rank} step {record.step}: reads other samples than the ranks of its slice"
+            contradictions.append(Contradiction("inputs", record.step, text))
     columns = zip(*(by_coordinate[c] for c in sorted(by_coordinate)), strict=True)
     return [torch.from_numpy(np.concatenate(column)) for column in columns]

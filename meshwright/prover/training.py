@@ -22,14 +22,14 @@ from meshwright.parallel.world import runs_on_cpu
 from meshwright.prover.claims import Claim, describe_settings, fault_environment, supervise_quietly
 from meshwright.prover.comm_volume import check_communication
 from meshwright.prover.compare.causes import NEXT_MOVES, Evidence, likely_cause
-from meshwright.prover.compare.discrepancy import PHASES, Difference, compare_traces
+from meshwright.prover.compare.discrepancy import PHASES, Difference, Quantity, compare_traces
 from meshwright.prover.compare.noise import Tolerances
 from meshwright.prover.oracle.optimizer import step_seed
 from meshwright.prover.reference import ReferenceTask, compute_references, compute_stale_loss, fit_sample_weights
 from meshwright.prover.shrink import ProofRun, open_proof_sources, proof_runs
 from meshwright.prover.shrink.runs import changes as layout_changes
 from meshwright.prover.trace import StepTrace, Trace
-from meshwright.prover.tracer import AssembledTrace, Tracer, assemble, read_traces
+from meshwright.prover.tracer import AssembledTrace, Contradiction, RankTrace, Tracer, assemble, read_traces
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.unsupported import validate
 from meshwright.trainer.loop import Job
@@ -185,9 +185,25 @@ def compare_with_reference(
         f"{job.config.steps - 1} of the training loop equal the reference ({job.config.precision.compute})"
     )
     if isinstance(measured, MeshwrightError):
-        return Claim(claim, False, f"the run failed: {measured}", run.changes)
+        traces = read_traces(job.folder.root, job.layout)
+        return Claim(claim, False, describe_failure(traced, measured, traces, exact, tolerances), run.changes)
     passed, text = describe_comparison(traced, measured, exact, tolerances)
     return Claim(claim, passed, text, run.changes)
+
+
+def describe_failure(
+    traced: TracedRun, error: MeshwrightError, traces: list[RankTrace], exact: Trace, tolerances: Tolerances
+) -> str:
+    """Why a run failed, and what is wrong in the steps that its ranks had recorded."""
+    failure = f"the run failed: {error}"
+    if not traces or not traces[0].steps:
+        return failure
+    measured = assemble(traces, traced.job.layout)
+    steps = exact.steps[: len(measured.trace.steps)]
+    evaluations = exact.evaluations[: len(measured.trace.evaluations)]
+    begun = Trace(exact.initial, steps, evaluations)
+    passed, text = describe_comparison(traced, measured, begun, tolerances)
+    return failure if passed else f"{text}; {failure}"
 
 
 def describe_comparison(
@@ -196,10 +212,11 @@ def describe_comparison(
     """Whether the trace of a run equals the reference, and the evidence."""
     differences = list(compare_traces(exact, measured.trace))
     wrong = [found for found in differences if not tolerances.accepts(found)]
+    contradictions = sorted(measured.contradictions, key=order_of)
+    if contradictions and (not wrong or order_of(contradictions[0]) < order_of(wrong[0].quantity)):
+        return False, f"{contradictions[0].text} ({len(contradictions)} such values)"
     if wrong:
         return False, describe_finding(traced, wrong, exact, measured)
-    if measured.contradictions:
-        return False, f"{measured.contradictions[0]} ({len(measured.contradictions)} such values)"
     if seed := wrong_seed(traced.task.config, measured):
         return False, seed
     largest = max((found for found in differences if tolerances.errors.get(found.quantity)), key=lambda f: f.error)
@@ -211,6 +228,11 @@ def describe_comparison(
         f"{sum(len(s.parameters) for s in steps)} updates, {len(exact.evaluations)} evaluations: largest relative "
         f"error {largest.error:.1e} ({largest.quantity}; rounding explains {tolerance:.1e}){doubt}"
     )
+
+
+def order_of(quantity: Quantity | Contradiction) -> tuple[int, int]:
+    """When a run computes a quantity."""
+    return quantity.step, list(PHASES).index(quantity.kind)
 
 
 def wrong_seed(config: RunConfig, measured: AssembledTrace) -> str:

@@ -12,6 +12,7 @@ from seeded_faults import (
     INCOMPLETE,
     ONE_REPLICA,
     RANKS_MISSING,
+    TOKEN_COUNT,
     after_init,
     fault,
     map_result,
@@ -54,7 +55,7 @@ TOKENS_RETURN = "gradients of the tokens that experts processed do not return (e
 EXPERT_GROUP = "only expert weights are wrong: gradients are averaged or summed over the wrong process group"
 BALANCE = "gradient of the balance loss: not of full sequences, or not weighted once over the batch (experts)"
 EXPERT_LOADS = "only the router biases are wrong: the expert loads are not summed over all ranks"
-ROUTER_BIAS = "router biases that follow the load of some ranks only, or that enter the routing weights (experts)"
+ROUTER_BIAS = "router biases that enter the routing weights (experts)"
 
 
 # Positions, masks and labels of a sequence chunk.
@@ -152,12 +153,12 @@ def ulysses_all_to_all_has_no_backward(patch):
     patch.setattr(all_to_all.AllToAllFunction, "backward", staticmethod(lambda ctx, grad: (grad, None, None, None)))
 
 
-@fault(RING, "gradient of", INCOMPLETE, CHUNKS_NOT_SUMMED)
+@fault(RING, "gradient of", INCOMPLETE, CHUNKS_NOT_SUMMED, "the run failed: ReplicaError")
 def gradients_are_not_summed_over_chunks(patch):
     patch.setattr(DDPModel, "micro_step", lambda self, last: self.ddp.no_sync())
 
 
-@fault(RING, "loss of step 0", "(factor 0.5): averaged over the context axis (2) once too often")
+@fault(RING, TOKEN_COUNT, "valid tokens are counted 2 times")
 def tokens_are_counted_by_every_chunk(patch):
     patch.setattr(Layout, "counts_tokens", lambda self, rank: True)
 
@@ -171,7 +172,7 @@ def every_rank_counts_evaluation_tokens(patch):
     wrap(patch, Evaluation, "run", wrong)
 
 
-@fault(RING, "evaluation loss", "(factor 0.5)", EVALUATION)
+@fault(RING, "token count of the evaluation", "(factor 2)", EVALUATION)
 def evaluation_counts_tokens_on_every_chunk(patch):
     every_rank_counts_evaluation_tokens(patch)
 

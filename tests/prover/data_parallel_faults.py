@@ -11,6 +11,7 @@ from seeded_faults import (
     COUNTED_TWICE,
     HYBRID_SHARD,
     INCOMPLETE,
+    LOCAL_NORM,
     RANKS_MISSING,
     REPLICATE,
     SHARD_GRADIENTS,
@@ -19,7 +20,7 @@ from seeded_faults import (
     STALE,
     TIED,
     TIED_WEIGHT,
-    UNEQUAL_WEIGHTS,
+    TOKEN_COUNT,
     UPDATE,
     WRONG_BELOW,
     after_init,
@@ -79,23 +80,23 @@ def hsdp_averages_gradients(patch):
     patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda *_: None)
 
 
-@fault(REPLICATE, "loss of step 0", UNEQUAL_WEIGHTS)
+@fault(REPLICATE, TOKEN_COUNT, "valid tokens are counted 0.5 times")
 def loss_is_divided_by_local_tokens(patch):  # torchtitan#2206
     divide_loss_by(patch, lambda tokens, batches: sum(batch.valid_targets for batch in batches))
 
 
-@fault(REPLICATE, "loss of step 0", "(factor 0.3333): divided by the 3 micro-batches")
+@fault(REPLICATE, TOKEN_COUNT, "valid tokens are counted 3 times")
 def loss_is_divided_by_the_micro_batches(patch):
     divide_loss_by(patch, lambda tokens, batches: tokens * len(batches))
 
 
-@fault(REPLICATE, "loss of step 0", UNEQUAL_WEIGHTS)
+@fault(REPLICATE, TOKEN_COUNT)
 def loss_is_the_mean_of_micro_batch_means(patch):  # transformers PR#34191
     divide_loss_by(patch, lambda tokens, batches: 6)
     map_result(patch, DDPModel, "__call__", lambda out, *_: (out[0] / out[1].clamp(min=1), out[1]))
 
 
-@fault(REPLICATE, "loss of step 0", "(factor 0.5): averaged over the replicate axis (2)")
+@fault(REPLICATE, TOKEN_COUNT, "valid tokens are counted 2 times")
 def loss_is_divided_by_the_world_size(patch):  # accelerate#1839
     divide_loss_by(patch, lambda tokens, batches: tokens * 2)
 
@@ -221,12 +222,12 @@ def gradient_norm_counts_every_replica(patch):
 # The optimizer update.
 
 
-@fault(REPLICATE, "loss of step 1", UPDATE)
+@fault(REPLICATE, "update of", UPDATE + "the gradients are not clipped")
 def gradients_are_not_clipped(patch):
     after_init(patch, AdamW, lambda self, *_: setattr(self, "clip", 0.0))
 
 
-@fault(REPLICATE, "loss of step 1", UPDATE)
+@fault(REPLICATE, "update of", UPDATE + "the gradients are clipped twice")
 def gradients_are_clipped_twice(patch):
     def twice(right, self, lr, norm, *rest):
         right(self, lr, norm * norm / self.clip, *rest)
@@ -234,7 +235,7 @@ def gradients_are_clipped_twice(patch):
     wrap(patch, AdamW, "update", twice)
 
 
-@fault(SHARD_PARAMETERS, "loss of step 1", UPDATE)
+@fault(SHARD_PARAMETERS, "update of", UPDATE + LOCAL_NORM)
 def each_rank_clips_by_its_local_norm(patch):
     def wrong(right, self, lr, _norm, *rest):
         local_norm = torch.stack([gradient.square().sum() for gradient, _ in self.gradients()]).sum().sqrt()
@@ -243,7 +244,7 @@ def each_rank_clips_by_its_local_norm(patch):
     wrap(patch, AdamW, "update", wrong)
 
 
-@fault(SHARD_PARAMETERS, "loss of step 1", UPDATE)
+@fault(SHARD_PARAMETERS, "norm.weight in step 0", UPDATE + "weight decay applies to vectors, too")
 def norm_weights_are_decayed(patch):
     def decay(self, *_):
         for group in self.adamw.param_groups:
@@ -252,7 +253,7 @@ def norm_weights_are_decayed(patch):
     after_init(patch, AdamW, decay)
 
 
-@fault(SHARD_PARAMETERS, "loss of step 2", UPDATE)
+@fault(SHARD_PARAMETERS, "in step 1", UPDATE + "the first moment is lost")
 def moments_are_reset_every_step(patch):
     def forget(_, self, *__):
         for state in self.adamw.state.values():
@@ -261,7 +262,7 @@ def moments_are_reset_every_step(patch):
     map_result(patch, AdamW, "update", forget)
 
 
-@fault(REPLICATE, "loss of step 1", UPDATE)
+@fault(REPLICATE, "rank 1 step 0: the value of decoder.embedding.weight differs")
 def one_replica_is_not_updated(patch):
     wrap(patch, AdamW, "update", lambda right, self, *rest: dist.get_rank() or right(self, *rest))
 
@@ -280,7 +281,7 @@ def parameters_stay_unsharded_with_sharded_gradients(patch):
     keep_unsharded(patch)
 
 
-@fault((*SHARD_PARAMETERS, "--optimizer.cpu_offload=true"), "loss of step 1", STALE)
+@fault((*SHARD_PARAMETERS, "--optimizer.cpu_offload=true"), "update of", UPDATE + "the parameter is not updated")
 def offloaded_update_is_not_copied_back(patch):
     def wrong(right, self, *rest):
         before = [block.local.clone() for block in self.shards]

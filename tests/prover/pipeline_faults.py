@@ -7,10 +7,12 @@ from context_expert_faults import every_rank_counts_evaluation_tokens
 from seeded_faults import (
     EVALUATION,
     INCOMPLETE,
+    LOCAL_NORM,
     ONE_REPLICA,
     RANKS_MISSING,
     REPLICATE,
     TIED,
+    TOKEN_COUNT,
     UPDATE,
     after_init,
     fault,
@@ -33,10 +35,8 @@ INTERLEAVED = (*PIPELINE, "--pipeline.schedule=interleaved", "--model.layers=4")
 REPLICATED_PIPELINE = (*PIPELINE, *REPLICATE)
 
 STAGE_ORDER = "the order of the stages, or activations and labels of different micro-batches (pipeline)"
-DEFERRED_GRADIENTS = "a stage lacks the weight gradients of a micro-batch (pipeline)"
 TIED_HEAD_GRADIENT = "the head's gradient of a tied weight is missing, or not added exactly once (pipeline)"
 TIED_HEAD_VALUE = "the head's copy of a tied weight is not updated (pipeline)"
-LOCAL_NORM = "a stage that does not clip by the global norm (pipeline)"
 
 
 @fault(PIPELINE, "gradient of", "(factor 0.3333): averaged over the 3 micro-batches of the pipeline once too often")
@@ -86,7 +86,7 @@ def stage_receives_rows_in_another_order(patch):
     wrap(patch, Stage, "forward", wrong)
 
 
-@fault(ZERO_BUBBLE, "gradient of", DEFERRED_GRADIENTS)
+@fault(ZERO_BUBBLE, "gradient of", INCOMPLETE, "0 of rank 0 0 times, 1 of rank 0 1 times")
 def deferred_weight_gradient_is_skipped(patch):
     def wrong(right, self, chunk, *rest, **options):
         if self.stage_index == 0 or chunk:
@@ -95,7 +95,7 @@ def deferred_weight_gradient_is_skipped(patch):
     wrap(patch, TrackedStage, "backward_weight_one_chunk", wrong)
 
 
-@fault(PIPELINE, "loss of step 0", "(factor 0.5): averaged over the pipeline axis (2) once too often")
+@fault(PIPELINE, TOKEN_COUNT, "valid tokens are counted 2 times")
 def tokens_are_counted_on_every_stage(patch):
     patch.setattr("meshwright.topology.layout.Layout.counts_tokens", lambda self, rank: True)
 
@@ -105,7 +105,7 @@ def first_stage_reports_its_local_loss(patch):
     replace_all_reduce(patch, "loss sum", skip_all_reduce)
 
 
-@fault(PIPELINE, "evaluation loss", "(factor 0.5)", EVALUATION)
+@fault(PIPELINE, "token count of the evaluation", "(factor 2)", EVALUATION)
 def evaluation_counts_tokens_on_every_stage(patch):
     every_rank_counts_evaluation_tokens(patch)
 
@@ -115,7 +115,7 @@ def gradient_norm_is_of_one_stage(patch):
     after_init(patch, AdamW, lambda self, *_: setattr(self, "sharded", False))
 
 
-@fault(PIPELINE, "loss of step 1", UPDATE, LOCAL_NORM)
+@fault(PIPELINE, "update of", UPDATE + LOCAL_NORM)
 def stage_clips_by_its_local_norm(patch):
     def wrong(right, self, lr, _norm, *rest):
         local_norm = torch.stack([gradient.square().sum() for gradient, _ in self.gradients()]).sum().sqrt()
@@ -133,6 +133,6 @@ def tied_head_gradient_does_not_reach_the_embedding(patch):
     patch.setattr(TiedWeight, "sum_gradients", wrong)
 
 
-@fault((*PIPELINE, *TIED), "loss of step 1", UPDATE, TIED_HEAD_VALUE)
+@fault((*PIPELINE, *TIED), "loss of step 1", TIED_HEAD_VALUE)
 def tied_embedding_value_does_not_reach_the_head(patch):
     patch.setattr(TiedWeight, "broadcast_value", lambda self: None)

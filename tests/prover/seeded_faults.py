@@ -34,14 +34,15 @@ SHARD_PARAMETERS = (*REPLICATE, "--layout.shard=parameters")
 HYBRID_SHARD = (*SHARD_PARAMETERS, "--layout.shard_degree=2", "--batch.global=8")
 
 INCOMPLETE = "gradients of some ranks or micro-batches are missing or counted twice"
-UNEQUAL_WEIGHTS = "tokens with unequal weights"
+TOKEN_COUNT = "token count of step 0"
 WRONG_BELOW = "and wrong below: a bucket, activation checkpointing or a reduction over the tensor axis"
 TIED_WEIGHT = "the gradients of the two uses of a tied weight, or of the vocabulary shards, are not combined"
 RANKS_MISSING = "the contribution of some ranks is missing"
 COUNTED_TWICE = "replicated weights are counted more than once"
-UPDATE = "gradients and norm are correct, the update is not: clipping, weight decay or moments"
+UPDATE = "gradients and norm are correct, the update is not: "
+LOCAL_NORM = "every rank clips by the norm of its own shards"
 STALE = "stale parameters: the update did not reach the unsharded parameters"
-EVALUATION = "training is correct, but evaluation does not count every token exactly once"
+EVALUATION = "training is correct, but evaluation does not count every token of the held-out samples exactly once"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from seeded_faults import (
     SHARD_PARAMETERS,
     TIED,
     TIED_WEIGHT,
+    TOKEN_COUNT,
     WRONG_BELOW,
     after_init,
     fault,
@@ -30,6 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.functional import rms_norm
 from torch.utils.checkpoint import checkpoint
+from traced_cases import VARIATION
 
 from meshwright.models.decoder import RMSNorm
 from meshwright.parallel import activation_checkpoint, parallel_model, parallelize
@@ -42,7 +44,7 @@ from meshwright.trainer.step import Step
 
 TENSOR = (*ONE_REPLICA, "--layout.tensor=2")
 FSDP_TENSOR = (*SHARD_PARAMETERS, "--layout.tensor=2")
-WRONG_INPUT = "samples, rows, positions or masks"
+FORWARD = "forward and backward are wrong: rows, positions, masks, documents or labels"
 NORM_WEIGHTS = "gradients of norm weights are not summed over the sequence chunks (tensor)"
 FIRST_NORM = "gradient of decoder.blocks.0.attention_norm.weight"
 
@@ -50,17 +52,17 @@ FIRST_NORM = "gradient of decoder.blocks.0.attention_norm.weight"
 # Samples, rows and inputs.
 
 
-@fault(REPLICATE, "loss of step 0", WRONG_INPUT)
+@fault(REPLICATE, "tokens of step 0", "sample")
 def data_parallel_ranks_read_the_same_samples(patch):
     patch.setattr(Layout, "data_coordinate", lambda self, rank: 0)
 
 
-@fault(TENSOR, "loss of step 0", WRONG_INPUT)
+@fault(TENSOR, "rank 1 step 0: reads other samples than the ranks of its slice")
 def tensor_ranks_read_different_samples(patch):
     patch.setattr(Layout, "data_coordinate", lambda self, rank: rank)
 
 
-@fault(TENSOR, "loss of step 0", WRONG_INPUT)
+@fault(TENSOR, "initial value of")
 def every_shard_is_initialized_from_row_zero(patch):
     def wrong(right, local, name, shape, offset, *rest):
         right(local, name, shape, [0] * len(offset), *rest)
@@ -96,12 +98,12 @@ def patch_lookup(patch, count_tokens):
     patch.setattr(VocabParallelEmbedding, "lookup", staticmethod(wrong))
 
 
-@fault(TENSOR, "loss of step 0", WRONG_INPUT)
+@fault(TENSOR, "loss of step 0", FORWARD)
 def vocabulary_offset_is_off_by_one(patch):
     patch_lookup(patch, lambda tokens, rank: tokens - rank)
 
 
-@fault(TENSOR, "loss of step 0", WRONG_INPUT)
+@fault(TENSOR, "loss of step 0", FORWARD)
 def sequence_chunks_are_swapped(patch):
     patch_lookup(patch, lambda tokens, rank: tokens.roll(tokens.shape[1] // 2, dims=1))
 
@@ -116,7 +118,7 @@ def patch_head_inputs(patch, wrong):
     )
 
 
-@fault(TENSOR, "loss of step 0", WRONG_INPUT)
+@fault(TENSOR, "loss of step 0", FORWARD)
 def one_rank_has_shifted_labels(patch):
     patch_head_inputs(patch, lambda mesh, hidden, labels: (hidden, labels.roll(mesh.get_local_rank(), dims=1)))
 
@@ -136,7 +138,7 @@ def counts_tokens_in(patch, name):
     wrap(patch, Step, name, wrong)
 
 
-@fault(TENSOR, "loss of step 0", "(factor 0.5): averaged over the tensor axis (2) once too often")
+@fault(TENSOR, TOKEN_COUNT, "valid tokens are counted 2 times")
 def every_tensor_rank_counts_tokens(patch):
     counts_tokens_in(patch, "_control_vector")
 
@@ -221,7 +223,7 @@ def tensor_parallelism_separates_a_tied_weight(patch):
 # Evaluation.
 
 
-@fault(REPLICATE, "evaluation loss", EVALUATION)
+@fault(REPLICATE, "evaluation after step", EVALUATION, runs=(VARIATION,))
 def evaluation_counts_padding_samples(patch):
     def fill(self, *_):
         self.micro_batches += [self.padding] * (self.passes - len(self.micro_batches))
@@ -229,12 +231,12 @@ def evaluation_counts_padding_samples(patch):
     after_init(patch, Evaluation, fill)
 
 
-@fault(REPLICATE, "evaluation loss", EVALUATION)
+@fault(REPLICATE, "evaluation after step", EVALUATION, runs=(VARIATION,))
 def evaluation_averages_means_of_ranks(patch):
     replace_all_reduce(patch, "evaluation sum", lambda world, right, pair: right(pair / pair[1]))
 
 
-@fault(REPLICATE, "evaluation loss", EVALUATION)
+@fault(REPLICATE, "evaluation after step", EVALUATION, runs=(VARIATION,))
 def evaluation_drops_incomplete_micro_batches(patch):
     def drop(self, *_):
         self.micro_batches = [ids for ids in self.micro_batches if len(ids) == 2]

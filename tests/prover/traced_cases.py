@@ -12,14 +12,16 @@ import pytest
 
 from meshwright import faults
 from meshwright.config import load_config
+from meshwright.errors import MeshwrightError
 from meshwright.launch.ranks import run_ranks
 from meshwright.prover.claims import fault_environment
 from meshwright.prover.compare.noise import Tolerances
 from meshwright.prover.reference import compute_references
 from meshwright.prover.shrink import proof_runs
 from meshwright.prover.trace import Trace
-from meshwright.prover.tracer import RankTrace, assemble
-from meshwright.prover.training import TracedRun, describe_comparison, prepare
+from meshwright.prover.tracer import RankTrace, assemble, common_steps
+from meshwright.prover.training import TracedRun, describe_comparison, describe_failure, prepare
+from meshwright.topology.layout import Layout
 from meshwright.trainer.loop import train_rank
 
 AS_CONFIGURED, FLOAT64, VARIATION, LONG_SEQUENCE = "as configured", "float64", "variation", "long sequence"
@@ -40,6 +42,11 @@ class Case:
     def prepare(self, folder: Path) -> TracedRun:
         return prepared(self.options, self.run, folder)
 
+    @property
+    def ranks(self) -> int:
+        run = next(run for run in proof_runs(load_config(overrides=[*SMALL, *self.options])) if run.name == self.run)
+        return Layout.from_config(run.config.layout).ranks
+
 
 def prepared(options: tuple[str, ...], name: str, folder: Path) -> TracedRun:
     config = load_config(overrides=[*SMALL, *options])
@@ -56,9 +63,9 @@ def reference(options: tuple[str, ...], name: str) -> tuple[Trace, Tolerances]:
     return result
 
 
-def train_cases(world, cases: list[Case], folder: Path) -> list[RankTrace | str]:
-    """On every rank, the trace of every case, or the error with which it ended."""
-    results: list[RankTrace | str] = []
+def train_cases(world, cases: list[Case], folder: Path) -> list[tuple[RankTrace | None, str]]:
+    """On every rank, the trace of every case, and the error with which it ended, or ''."""
+    results: list[tuple[RankTrace | None, str]] = []
     for number, case in enumerate(cases):
         traced = case.prepare(folder / str(number))
         traced.job.folder.attempt(1).mkdir(parents=True, exist_ok=True)
@@ -68,9 +75,9 @@ def train_cases(world, cases: list[Case], folder: Path) -> list[RankTrace | str]
                 case.inject(patch)
             try:
                 train_rank(job, world)
-                results.append(job.observer.trace)
+                results.append((job.observer.trace, ""))
             except Exception as error:  # noqa: BLE001  every rank fails at the same place, or the launch times out
-                results.append(f"{type(error).__name__}: {error}")
+                results.append((getattr(job.observer, "trace", None), f"{type(error).__name__}: {error}"))
             finally:
                 faults.ARMED_FAULTS.clear()
     return results
@@ -85,10 +92,24 @@ def check_cases(cases: list[Case]) -> list[tuple[bool, str]]:
         by_rank = run_ranks(train_cases, ranks, cases, Path(base), launch=launch, timeout=220.0)
     checked = []
     for number, (case, traced) in enumerate(zip(cases, runs, strict=True)):
-        traces = [of_rank[number] for of_rank in by_rank]
-        if errors := [trace for trace in traces if isinstance(trace, str)]:
-            checked.append((False, f"the run failed: {errors[0]}"))
-            continue
+        traces = [of_rank[number][0] for of_rank in by_rank]
         exact, tolerances = reference(case.options, case.run)
-        checked.append(describe_comparison(traced, assemble(traces, traced.job.layout), exact, tolerances))
+        if errors := [of_rank[number][1] for of_rank in by_rank if of_rank[number][1]]:
+            recorded = common_steps(traces) if all(traces) else []
+            error = MeshwrightError(errors[0])
+            checked.append((False, describe_failure(traced, error, recorded, exact, tolerances)))
+        else:
+            checked.append(describe_comparison(traced, assemble(traces, traced.job.layout), exact, tolerances))
     return checked
+
+
+def failed_runs(options: tuple[str, ...]) -> list[str]:
+    """The proof runs of a config that differ from the reference, except for those that resume a run."""
+    runs = [run for run in proof_runs(load_config(overrides=[*SMALL, *options])) if run.resume_layout is None]
+    cases = [Case(options, run.name) for run in runs]
+    failed = []
+    for ranks in sorted({case.ranks for case in cases}):
+        of_size = [case for case in cases if case.ranks == ranks]
+        for case, (passed, measured) in zip(of_size, check_cases(of_size), strict=True):
+            failed += [] if passed else [f"{case.run}: {measured}"]
+    return failed

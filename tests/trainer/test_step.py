@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from step_harness import masked_source
 
 from meshwright.config import Batch, RunConfig, load_config
 from meshwright.data.loader import Loader, MicroBatch
-from meshwright.data.source import ConcatenatedSource
+from meshwright.data.source import ConcatenatedSource, Source
 from meshwright.data.stream import Stream
 from meshwright.models.init import build_model
 from meshwright.optim.adamw import AdamW
@@ -23,7 +24,7 @@ from meshwright.trainer.step import Step, StepContext, step_seed
 CONFIG = load_config(overrides=["--model.width=32", "--model.layers=2", "--model.ffn=48", "--precision.compute=fp64"])
 
 
-def stream_for(config: RunConfig, source: MaskedSource, batch: Batch) -> Stream:
+def stream_for(config: RunConfig, source: Source, batch: Batch) -> Stream:
     return Stream.from_lengths(config.seed, batch.global_, [len(source)], [1.0], 0.0)
 
 

@@ -74,9 +74,7 @@ def likely_cause(differences: list[Difference], evidence: Evidence) -> str:
         case "inputs":
             return inputs_cause(quantity.name, quantity.step, expected, measured)
         case "tokens":
-            factor = describe_factor(first.factor, evidence.layout, evidence.accumulation)
-            counted = "valid tokens are not counted exactly once over all ranks and micro-batches"
-            return f"{factor}: {counted}" if factor else counted
+            return f"valid tokens are counted {first.factor:.4g} times, not once over all ranks and micro-batches"
         case "lr":
             return "the learning-rate schedule does not give this rate for the step"
         case "evaluation" | "evaluated tokens":
@@ -87,7 +85,12 @@ def likely_cause(differences: list[Difference], evidence: Evidence) -> str:
             return evidence.update_of(quantity.step).explain_norm() or norm_cause(first)
         case "update":
             return update_cause(same_step, evidence)
-    if quantity.step == 1 and isclose(measured.steps[1].loss, evidence.stale_loss(), rel_tol=1e-6):
+    second = measured.steps[1] if len(measured.steps) > 1 else None
+    if (
+        second is not None
+        and quantity.step == second.step
+        and isclose(second.loss, evidence.stale_loss(), rel_tol=1e-6)
+    ):
         return "stale parameters: the update did not reach the unsharded parameters"
     if gradients:
         return gradient_cause(gradients, first, evidence, names)
@@ -182,7 +185,7 @@ def gradient_cause(gradients: list[Difference], first: Difference, evidence: Evi
         if weights:
             return f"forward is correct, but tokens have unequal weights: {weights}"
         cause = "forward and backward are wrong: rows, positions, masks, documents or labels"
-        hints = FORWARD_HINTS | (LATER_FORWARD_HINTS if first.quantity.step else {})
+        hints = FORWARD_HINTS | (LATER_FORWARD_HINTS if first.quantity.step > evidence.expected.steps[0].step else {})
         return with_hints(cause, hints, traits)
     in_block = block_cause(wrong, names, traits)
     if in_block:
@@ -213,7 +216,7 @@ def weights_cause(step: int, wrong: list[str], evidence: Evidence) -> str:
     weights, error = evidence.fit_sample_weights(step_trace, recorded.before, wrong)
     if not error <= MAX_FIT_ERROR.get(precision, MAX_ROUNDING):
         return ""
-    rows = weights.tolist()
+    rows = (weights.round(decimals=6) + 0.0).tolist()
     if all(equal_within(weight, row[0]) or abs(weight - row[0]) < 1e-3 for row in rows for weight in row):
         counts = [f"those of data-parallel rank {rank} {row[0]:.4g} times" for rank, row in enumerate(rows)]
         return "the samples count unequally, " + ", ".join(counts)
