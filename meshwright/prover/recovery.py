@@ -9,7 +9,7 @@ from pathlib import Path
 
 from meshwright.config import RunConfig
 from meshwright.errors import RestartsExhausted
-from meshwright.prover.layouts import describe_settings
+from meshwright.prover.claims import describe_settings
 from meshwright.prover.oracle.optimizer import learning_rate, step_seed
 from meshwright.prover.shrink.runs import changes
 from meshwright.prover.state.checkpoint_content import (

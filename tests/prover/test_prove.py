@@ -7,25 +7,21 @@ import os
 import re
 import signal
 import threading
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from layout_checks import failed_claims
 
 from meshwright.cli import main
-from meshwright.config import config_from_dict, load_config
+from meshwright.config import load_config
 from meshwright.data.loader import Loader
 from meshwright.data.permutation import Permutation
 from meshwright.data.stream import Stream
 from meshwright.errors import ConfigError
 from meshwright.prover import prove as prove_module
-from meshwright.prover.layouts import check_layouts
-from meshwright.prover.prove import CheckResult, build_certificate, run_checks
+from meshwright.prover.prove import CheckResult, build_certificate
 from meshwright.prover.recovery import check_recovery
-from meshwright.prover.scale_down import scale_model
 from meshwright.prover.stream import check_stream
-from meshwright.topology.layout import Layout
+from meshwright.prover.training import check_training
 from meshwright.trainer.step import Step
 
 SMALL = ["--data.kind=synthetic", "--data.samples=700", "--data.sequence=16"]
@@ -35,6 +31,18 @@ MIXTURE = [
 ]
 
 
+TINY = [*SMALL, "--model.layers=1", "--model.width=16", "--model.ffn=18", "--steps=3"]
+
+
+def failed_claims(claims) -> list[str]:
+    return [f"{claim}: {measured}" for claim, passed, measured, *_ in claims if not passed]
+
+
+def only(name, check):
+    """The table of checks with a single check of a config."""
+    return {name: lambda config, _full: check(config)}
+
+
 @pytest.mark.parametrize(
     "options", [SMALL, MIXTURE, [*SMALL, "--eval.holdout=0"], [*SMALL, "--batch.global=60", "--data.samples=61"]]
 )
@@ -42,35 +50,26 @@ def test_stream_contract_holds(options):
     assert failed_claims(check_stream(load_config(overrides=options))) == []
 
 
-@pytest.mark.parametrize("preset", ["tiny", "llama-405b", "mixtral-8x7b"])
-def test_ddp_equals_single_process_on_two_and_four_ranks(preset):
-    for ranks in (2, 4):
-        config = config_from_dict({"preset": preset, "layout": {"replicate": ranks}})
-        assert failed_claims(check_layouts(config)) == []
-
-
-def test_scale_model_keeps_the_structure_and_describes_the_changes():
-    config = config_from_dict({"preset": "llama-405b"})
-    model, changes = scale_model(config, Layout(replicate=2))
-    assert (model.heads, model.kv_heads, model.layers, model.tie) == (4, 1, 2, False)
-    assert "layers 126 to 2" in changes
-    assert scale_model(replace(config, model=model), Layout(replicate=2)) == (model, "")
-
-
-def test_prove_prints_a_table_and_writes_a_certificate(tmp_path, capsys):
-    main(["prove", "--out", str(tmp_path / "c.json"), *SMALL])
-    printed = capsys.readouterr()
+def test_prove_prints_a_table_and_writes_a_certificate(tmp_path, capfd):
+    main(["prove", "--out", str(tmp_path / "c.json"), *TINY, "--layout.replicate=16", "--batch.global=64"])
+    printed, errors = capfd.readouterr()
     certificate = json.loads((tmp_path / "c.json").read_text())
     assert certificate["passed"]
     checks = certificate["checks"]
-    assert {result["check"] for result in checks} == {"stream", "layout", "communication", "recovery"}
-    assert set(checks[0]) == {"check", "claim", "passed", "measured", "seconds"}
-    assert f"{len(checks)} of {len(checks)} claims hold; certificate in {tmp_path / 'c.json'}" in printed.out
-    assert re.match(r" *check +claim +result +measured +seconds", printed.out)
+    assert {result["check"] for result in checks} == {*prove_module.CHECKS, "communication"}
+    assert set(checks[0]) == {"check", "claim", "passed", "measured", "seconds", "changes"}
+    assert f"{len(checks)} of {len(checks)} claims hold; certificate in {tmp_path / 'c.json'}" in printed
+    assert re.search(r" *check +claim +result +measured +seconds", printed)
+    training = next(result for result in checks if result["check"] == "training")
+    assert "layout.replicate 16 to 4" in training["changes"]
+    assert "layout.replicate 16 to 4" in printed
+    assert any("replicate parallelism of degree 16" in line for line in certificate["not_proven"])
+    assert "not proven: replicate parallelism of degree 16" in printed
+    assert "FutureWarning" not in errors
 
 
 def test_failed_claim_exits_1(tmp_path, monkeypatch):
-    monkeypatch.setattr(prove_module, "CHECKS", {"stream": check_stream})
+    monkeypatch.setattr(prove_module, "CHECKS", only("stream", check_stream))
     monkeypatch.setattr(Stream, "held_out_samples", lambda self, most: self.step(0))
     with pytest.raises(SystemExit) as stop:
         main(["prove", "--out", str(tmp_path / "c.json"), *SMALL])
@@ -83,18 +82,44 @@ def test_certificate_without_checks_does_not_pass():
     assert build_certificate(load_config(), [CheckResult("a", "b", True, "c")])["passed"]
 
 
-def test_check_whose_ranks_fail_has_failed(monkeypatch):
-    monkeypatch.setattr(prove_module, "CHECKS", {"layout": check_layouts})
+def test_run_that_fails_is_a_failed_claim(monkeypatch):
     monkeypatch.setattr(Step, "gradient", lambda *_: 1 / 0)
-    [result] = run_checks(load_config(overrides=SMALL))
-    assert not result.passed
-    assert "ZeroDivisionError" in result.measured
+    claims = list(check_training(load_config(overrides=TINY)))
+    assert claims
+    for claim in claims:
+        assert not claim.passed
+        assert "ZeroDivisionError" in claim.measured
+
+
+def test_check_that_hangs_is_a_failed_claim_of_the_table_and_the_certificate(tmp_path, monkeypatch, capsys):
+    def hangs(_config):
+        yield "the first claim", True, "measured"
+        raise TimeoutError("rank 1 has not advanced for 60 s")
+
+    monkeypatch.setattr(prove_module, "CHECKS", only("training", hangs) | only("stream", check_stream))
+    with pytest.raises(SystemExit) as stop:
+        main(["prove", "--out", str(tmp_path / "c.json"), *SMALL])
+    assert stop.value.code == 1
+    certificate = json.loads((tmp_path / "c.json").read_text())
+    failed = [result for result in certificate["checks"] if not result["passed"]]
+    assert [result["measured"] for result in failed] == ["rank 1 has not advanced for 60 s"]
+    assert {result["check"] for result in certificate["checks"]} == {"training", "stream"}
+    assert "rank 1 has not advanced for 60 s" in capsys.readouterr().out
+
+
+def test_full_proof_gives_its_size_to_the_checks(tmp_path, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(prove_module, "CHECKS", {"size": lambda _config, full: [sizes.append(full)] * 0})
+    for flags in ([], ["--full"]):
+        with pytest.raises(SystemExit):  # no claim holds
+            main(["prove", "--out", str(tmp_path / "c.json"), *SMALL, *flags])
+    assert sizes == [False, True]
 
 
 def test_ctrl_c_during_prove_exits_130_and_keeps_the_certificate(tmp_path, monkeypatch, capsys):
     """SIGINT arrives while the supervisor of the recovery check watches the ranks."""
     (tmp_path / "c.json").write_text("an older certificate")
-    monkeypatch.setattr(prove_module, "CHECKS", {"recovery": check_recovery})
+    monkeypatch.setattr(prove_module, "CHECKS", only("recovery", check_recovery))
     interrupt = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()
     with pytest.raises((SystemExit, KeyboardInterrupt)) as stop:
@@ -105,14 +130,9 @@ def test_ctrl_c_during_prove_exits_130_and_keeps_the_certificate(tmp_path, monke
 
 
 def test_prove_refuses_an_output_folder_before_the_first_check(tmp_path, monkeypatch):
-    monkeypatch.setattr(prove_module, "CHECKS", {"layout": lambda _config: pytest.fail("a check ran")})
+    monkeypatch.setattr(prove_module, "CHECKS", only("training", lambda _config: pytest.fail("a check ran")))
     with pytest.raises(ConfigError, match=r"--out .* cannot be written"):
         prove_module.prove(load_config(overrides=SMALL), tmp_path)
-
-
-def test_ddp_construction_shows_no_future_warning(capfd):
-    assert failed_claims(check_layouts(load_config(overrides=[*SMALL, "--model.layers=1"]))) == []
-    assert "FutureWarning" not in capfd.readouterr().err
 
 
 def test_config_whose_data_cannot_be_opened_gets_no_certificate(tmp_path, capsys):
@@ -123,14 +143,12 @@ def test_config_whose_data_cannot_be_opened_gets_no_certificate(tmp_path, capsys
 
 
 @pytest.mark.long
-def test_static_graph_and_a_tiny_source_in_a_mixture_pass():
+def test_stream_of_a_tiny_source_in_a_mixture_passes():
     tiny = [
         '--data.mixture=[{kind="synthetic", samples=100_000_000}, {kind="synthetic", samples=3}]',
         "--data.sequence=16",
     ]
     assert failed_claims(check_stream(load_config(overrides=tiny))) == []
-    static_graph = load_config(overrides=["--ddp.static_graph=true", "--model.layers=1"])
-    assert failed_claims(check_layouts(static_graph)) == []
 
 
 STREAM_FAULTS = {
