@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 
 
@@ -122,6 +124,27 @@ def describe_exception(error: BaseException) -> str:
         return cut_text(str(error).strip()) or type(error).__name__
     except Exception:  # noqa: BLE001  the __str__ of a user's exception may itself fail
         return type(error).__name__
+
+
+LIMIT_HINTS = {
+    errno.EMFILE: "try a larger number of open files: ulimit -n",
+    errno.ENFILE: "try a larger number of open files of this machine: sysctl fs.file-max",
+    errno.EFBIG: "try a larger size of files: ulimit -f",
+    errno.ENOSPC: "try to free space on the disk",
+    errno.EDQUOT: "try to free space on the disk, or a larger quota",
+}
+"""errno -> what to try; Gloo quotes the text of an errno."""
+
+
+def limit_error(error: BaseException) -> ConfigError | None:
+    """Returns the error that reports a limit of the machine (open files, size of files, disk), or None."""
+    for number, hint in LIMIT_HINTS.items():
+        if isinstance(error, OSError) and error.errno == number:
+            where = f": {error.filename}" if error.filename else ""
+            return ConfigError(f"{os.strerror(number)}{where}", hint)
+        if isinstance(error, RuntimeError) and os.strerror(number) in describe_exception(error):
+            return ConfigError(describe_exception(error), hint)
+    return None
 
 
 PEER_LOSS_MESSAGES = (

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 
 from meshwright import errors
-from meshwright.errors import ConfigError, MeshwrightError, with_python_hint
+from meshwright.errors import ConfigError, MeshwrightError, limit_error, with_python_hint
 
 
 def test_error_prints_message_and_hint_in_one_line():
@@ -51,3 +54,12 @@ def test_gloo_and_nccl_errors_of_a_lost_peer_are_recognized():
     assert errors.is_peer_loss(RuntimeError("NCCL error: remote process exited or there was a network error"))
     assert not errors.is_peer_loss(RuntimeError("Connection closed by peer"))
     assert not errors.is_peer_loss(errors.PeerError("gloo: Connection closed by peer"))
+
+
+def test_limit_of_the_machine_is_one_line_with_what_to_try():
+    reached = limit_error(OSError(errno.EMFILE, os.strerror(errno.EMFILE), "a/file"))
+    assert str(reached) == "Too many open files: a/file; try a larger number of open files: ulimit -n"
+    assert "ulimit -f" in str(limit_error(OSError(errno.EFBIG, "File too large")))
+    assert "ulimit -n" in str(limit_error(RuntimeError("[gloo/device.cc:186] rv != -1. Too many open files")))
+    assert limit_error(OSError(errno.ENOENT, "No such file")) is None
+    assert limit_error(RuntimeError("a shape does not fit")) is None

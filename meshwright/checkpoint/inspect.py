@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +46,16 @@ def find_published(path: Path, step: int | None) -> list[CheckpointEntry]:
 
 
 def select_intact(path: Path, step: int | None) -> CheckpointEntry:
-    """The newest checkpoint, or the one of a step; an error if it is damaged."""
-    newest = find_published(path, step)[0]
-    if damage := find_damage(newest):
-        raise CheckpointError(f"checkpoint {newest.name} is damaged: {damage[0]}")
-    return newest
+    """The newest checkpoint, or the one of a step; an error if it is damaged. One that a running job deletes meanwhile
+    is skipped.
+    """
+    for entry in find_published(path, step):
+        damage = find_damage(entry)
+        if not damage:
+            return entry
+        if not entry.was_deleted:
+            raise CheckpointError(f"checkpoint {entry.name} is damaged: {damage[0]}")
+    return select_intact(path, step)
 
 
 def list_rows(path: Path) -> list[dict[str, Any]]:
@@ -72,21 +79,39 @@ def list_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def verify_rows(path: Path, step: int | None) -> list[dict[str, Any]]:
-    """A row per published checkpoint, or per checkpoint of a step, with its damage."""
-    return [
-        {"name": entry.name, "step": entry.step, "damage": [damage.to_json() for damage in find_damage(entry)]}
-        for entry in find_published(path, step)
-    ]
+    """A row per published checkpoint, or per checkpoint of a step, with its damage. A checkpoint that a running job
+    deletes meanwhile has no row.
+    """
+    rows = []
+    for entry in find_published(path, step):
+        damage = find_damage(entry)
+        if not (damage and entry.was_deleted):
+            rows.append({"name": entry.name, "step": entry.step, "damage": [item.to_json() for item in damage]})
+    return rows or verify_rows(path, step)
 
 
 def digest(path: Path, step: int | None) -> dict[str, Any]:
     """One digest of all unsharded tensors."""
     entry = select_intact(path, step)
-    return {"name": entry.name, "step": entry.step, "digest": state_digest(entry)}
+    with reporting_deletion(entry):
+        return {"name": entry.name, "step": entry.step, "digest": state_digest(entry)}
+
+
+@contextmanager
+def reporting_deletion(*entries: CheckpointEntry) -> Iterator[None]:
+    """Reports a checkpoint that a running job deletes between its verification and its use."""
+    try:
+        yield
+    except FileNotFoundError:
+        names = ", ".join(entry.name for entry in entries if entry.was_deleted)
+        if not names:
+            raise
+        raise CheckpointError(f"{names} was deleted while it was read", "try again, or another --step") from None
 
 
 def diff(one: Path, other: Path, step: int | None, other_step: int | None) -> dict[str, Any]:
     """The tensors in which two checkpoints differ."""
     a, b = select_intact(one, step), select_intact(other, other_step if other_step is not None else step)
-    differences = [vars(difference) | {"text": str(difference)} for difference in compare_checkpoints(a, b)]
+    with reporting_deletion(a, b):
+        differences = [vars(difference) | {"text": str(difference)} for difference in compare_checkpoints(a, b)]
     return {"one": a.name, "other": b.name, "differences": differences}

@@ -55,6 +55,11 @@ class CheckpointEntry:
     def name(self) -> str:
         return self.folder.rpartition("/")[2]
 
+    @property
+    def was_deleted(self) -> bool:
+        """Whether the manifest is gone by now. Retention deletes it first: a file that is missing then is no damage."""
+        return self.store.size(f"{self.folder}/{MANIFEST_FILE}") is None
+
 
 @dataclass(frozen=True)
 class AttemptFence:
@@ -130,6 +135,8 @@ def read_entry(store: Store, folder: str, step: int, attempt: int) -> Checkpoint
         manifest = Manifest.decode(store.read(path, 0, size + 1))
         if (manifest.step, manifest.attempt) != (step, attempt):
             raise InvalidManifest(f"the manifest belongs to step {manifest.step}, attempt {manifest.attempt}")
+    except FileNotFoundError:  # retention has deleted it since
+        return CheckpointEntry(store, folder, step, attempt, None, "not published", published=False)
     except (InvalidManifest, OSError) as problem:
         return CheckpointEntry(store, folder, step, attempt, None, str(problem))
     return CheckpointEntry(store, folder, step, attempt, manifest)

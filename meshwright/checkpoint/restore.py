@@ -57,6 +57,7 @@ def restore(
         [(entry.folder, entry.step, entry.attempt) for entry in list_published(store, lineage)], "checkpoints"
     )
     skipped: list[tuple[str, list[Damage]]] = []
+    deleted: list[str] = []
     for folder, step, attempt in candidates:
         world.heartbeat.enter("restore", step)
         entry = read_entry(store, folder, step, attempt)
@@ -76,6 +77,9 @@ def restore(
             else:
                 faults.fail_point("start.restored", step)
                 return RestoreResult(entry.manifest, entry.name, time.monotonic() - start, skipped)
+        if world.broadcast_object(entry.was_deleted, "deleted"):  # by retention, with all its files: not damaged
+            deleted.append(entry.name)
+            continue
         on_damaged(entry.name, [damage])
         skipped.append((entry.name, [damage]))
         if not fallback:
@@ -94,6 +98,11 @@ def restore(
         raise CheckpointError(
             f"none of {len(skipped)} checkpoint(s) is intact; the newest, {skipped[0][0]}: {skipped[0][1][0]}",
             "try to repair the storage, or begin a new run with --fresh",
+        )
+    if deleted:
+        raise CheckpointError(
+            f"checkpoint {deleted[0]} was deleted while it was restored, and there is no other one",
+            "try to put it back, or begin a new run with --fresh",
         )
     return None
 

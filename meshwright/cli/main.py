@@ -17,7 +17,7 @@ from meshwright.cli.prove import prove
 from meshwright.cli.report import report
 from meshwright.cli.simulate import simulate
 from meshwright.cli.train import train
-from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.errors import ConfigError, MeshwrightError, limit_error
 from meshwright.io import printable
 
 VERBS: dict[str, Verb] = {
@@ -55,12 +55,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except OSError as error:  # a full disk, a closed pipe
+        reached = limit_error(error)
         with contextlib.suppress(OSError):
             where = error.filename or ("standard output" if error.errno == errno.EPIPE else "the run folder")
-            print(f"meshwright: {error.strerror}: {where}", file=sys.stderr)
+            print(f"meshwright: {reached or f'{error.strerror}: {where}'}", file=sys.stderr)
         # Standard output may be a broken pipe: the interpreter would fail again when it flushes the stream at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        raise SystemExit(1) from None
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise SystemExit(1 if reached is None else reached.exit_code) from None
 
 
 def dispatch(args: list[str]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config import config_from_dict
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, limit_error
 from meshwright.parent_death import exit_with_parent
 from meshwright.recover.failures import Failure, RanksFailed
 from meshwright.telemetry.run_folder import RunFolder
@@ -69,7 +69,8 @@ def attempt_result(server: ForkServerProcess, options: dict[str, Any]) -> dict[s
         return {"error": Failure.from_exception(-1, error).to_json()}
     except OSError as error:
         message = f"{error.strerror}: {error.filename or 'the run folder'}"
-        return {"error": Failure.from_exception(-1, MeshwrightError(message)).to_json()}
+        reported = limit_error(error) or MeshwrightError(message)
+        return {"error": Failure.from_exception(-1, reported).to_json()}
 
 
 if __name__ == "__main__":

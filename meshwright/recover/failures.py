@@ -17,6 +17,7 @@ from meshwright.errors import (
     cut_text,
     describe_exception,
     is_peer_loss,
+    limit_error,
 )
 
 MAX_TRACEBACK = 1 << 16
@@ -46,6 +47,8 @@ class Failure:
 
     @classmethod
     def from_exception(cls, rank: int, error: BaseException, step: int | None = None) -> Failure:
+        if step is None:  # before the first step, only the machine can be the reason that a limit is reached
+            error = limit_error(error) or error
         message = describe_exception(error)
         lost_peer = is_peer_loss(error)
         secondary = isinstance(error, PeerError) or lost_peer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 
@@ -74,6 +76,24 @@ def test_missing_run_file_is_one_line_with_exit_code_2(tmp_path, capsys):
         main(["train", str(tmp_path / "missing.toml")])
     assert stop.value.code == 2
     assert "missing.toml cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "hint"), [(errno.EMFILE, 2, "ulimit -n"), (errno.EFBIG, 2, "ulimit -f"), (5, 1, "")]
+)
+def test_system_error_is_one_line(number, code, hint, monkeypatch, capsys):
+    def fail(args):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(sys.modules["meshwright.cli.main"], "dispatch", fail)
+        patch.setattr(os, "dup2", lambda *files: None)
+        main(["report", "run"])
+    stderr = capsys.readouterr().err
+    assert stop.value.code == code
+    assert stderr.count("\n") == 1
+    assert os.strerror(number) in stderr
+    assert hint in stderr
 
 
 def test_unknown_verb_is_one_line_with_exit_code_2(capsys):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from dataclasses import replace
 
 import pytest
 
 from meshwright.errors import MeshwrightError, NumericsError, StoppedBySignal
-from meshwright.recover.failures import Failure, RanksFailed
+from meshwright.recover.failures import FINAL_EXIT_CODES, Failure, RanksFailed
 from meshwright.recover.incidents import Incident, assign_verdict
 from meshwright.recover.supervisor import describe_location, raise_if_final
 
@@ -119,3 +121,11 @@ def test_ranks_failed_names_rank_step_and_class_of_a_foreign_exception():
     assert "Traceback" in cause.__notes__[0] or "ZeroDivisionError" in cause.__notes__[0]
     killed = RanksFailed([Failure.from_exit_status(2, -9)]).cause()
     assert (str(killed), killed.exit_code) == ("rank 2 was killed by signal 9 (SIGKILL)", 8)
+
+
+def test_limit_that_is_reached_before_the_first_step_is_one_line_and_not_retried():
+    too_many = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    failure = Failure.from_exception(0, too_many)
+    assert (failure.error_type, failure.exit_code, failure.traceback) == ("ConfigError", 2, "")
+    assert failure.exit_code in FINAL_EXIT_CODES
+    assert Failure.from_exception(0, too_many, step=7).traceback  # a leak of the program: its traceback helps

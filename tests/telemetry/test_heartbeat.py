@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 
+import pytest
+
+from meshwright.errors import ConfigError
 from meshwright.telemetry.heartbeat import (
     RECENT_COLLECTIVES,
     SIZE,
@@ -75,3 +79,29 @@ def test_file_that_is_not_a_heartbeat_reads_as_none(tmp_path):
         assert read_heartbeat(tmp_path / "heartbeat") is None
     assert read_heartbeat(tmp_path / "missing") is None
     assert len(TIMED_PHASES) == 8
+
+
+def test_heartbeat_that_cannot_be_allocated_is_one_line(tmp_path, monkeypatch):
+    def limited(*args):
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(os, "posix_fallocate", limited)
+    with pytest.raises(ConfigError, match="heartbeat-00000 cannot be written: File too large; try "):
+        Heartbeat(tmp_path / "heartbeat-00000")
+
+
+def test_heartbeat_neither_replaces_a_file_nor_follows_a_link(tmp_path):
+    (tmp_path / "outside").write_text("mine")
+    (tmp_path / "heartbeat-00000").symlink_to(tmp_path / "outside")
+    with pytest.raises(ConfigError, match="File exists"):
+        Heartbeat(tmp_path / "heartbeat-00000")
+    assert read_heartbeat(tmp_path / "heartbeat-00000") is None
+    assert (tmp_path / "outside").read_text() == "mine"
+    os.mkfifo(tmp_path / "heartbeat-00001")
+    assert read_heartbeat(tmp_path / "heartbeat-00001") is None
+
+
+def test_lost_events_are_read_from_the_heartbeat(tmp_path):
+    page = Heartbeat(tmp_path / "page")
+    page.set_lost_events(3)
+    assert read_heartbeat(tmp_path / "page").lost_events == 3

@@ -9,12 +9,12 @@ import re
 import pytest
 
 from meshwright import train
-from meshwright.errors import IdentityError, MeshwrightError
+from meshwright.errors import ConfigError, IdentityError, MeshwrightError
 from meshwright.observe.terminal import Terminal
 from meshwright.optim.schedule import learning_rate
 from meshwright.telemetry.events import read_events
 from meshwright.telemetry.run_folder import RunFolder
-from meshwright.trainer.identity import check_run_folder, describe_differences
+from meshwright.trainer.identity import check_run_folder, describe_differences, write_run_folder
 
 
 def events_of(folder, kind: str) -> list[dict]:
@@ -146,3 +146,61 @@ def test_more_steps_are_no_difference_and_fewer_are(tmp_path):
     record = check_run_folder(RunFolder(tmp_path), {"identity": {"steps": 4}}, fork=0, attempt=1, newest=-1)
     assert (record["timeline"], record["extensions"]) == (1, [])
     assert not (tmp_path / "identity.json").exists()
+
+
+LINEAGE = {"run": "r", "timeline": 1, "until": {"1": 5}, "forked_by": 0, "extensions": []}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        None,
+        "text",
+        {},
+        {"identity": []},
+        {"identity": {"steps": "4"}},
+        {"identity": {"steps": True}},
+        {"identity": {}, "run": 5},
+        {"identity": {}, "timeline": "1"},
+        {"identity": {}, "until": []},
+        {"identity": {}, "until": {"1": "5"}},
+        {"identity": {}, "until": {"first": 5}},
+        {"identity": {}, "extensions": [3]},
+        {"identity": {}, "extensions": [{"attempt": 1}]},
+    ],
+)
+@pytest.mark.parametrize("fork", [0, 2])
+def test_odd_identity_record_is_one_line_with_exit_code_2(tmp_path, content, fork):
+    (tmp_path / "identity.json").write_text(json.dumps(content))
+    with pytest.raises(
+        ConfigError, match=r"identity\.json is not a valid identity record: .*; try to put the original"
+    ):
+        check_run_folder(RunFolder(tmp_path), {"identity": {"steps": 4}}, fork=fork, attempt=2, newest=-1)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"), [("[" * 5000, "levels of nesting"), (" " * (17 << 20), "is larger than")]
+)
+def test_nested_or_large_identity_record_is_one_line_with_exit_code_2(tmp_path, content, found):
+    (tmp_path / "identity.json").write_text(content)
+    with pytest.raises(ConfigError, match=f"identity.json .*{found}"):
+        check_run_folder(RunFolder(tmp_path), {"identity": {"steps": 4}}, fork=0, attempt=2, newest=-1)
+
+
+def test_valid_lineage_is_continued_and_long_values_are_cut(tmp_path):
+    (tmp_path / "identity.json").write_text(json.dumps({"identity": {"steps": 4, "seed": "x" * 5000}} | LINEAGE))
+    with pytest.raises(IdentityError) as refused:
+        check_run_folder(RunFolder(tmp_path), {"identity": {"steps": 4}}, fork=0, attempt=2, newest=-1)
+    assert len(str(refused.value)) < 1000
+    record = check_run_folder(RunFolder(tmp_path), {"identity": {"steps": 9}}, fork=2, attempt=2, newest=7)
+    assert (record["timeline"], record["until"]) == (2, {"1": 7})
+
+
+def test_run_folder_on_a_full_disk_is_one_line(tmp_path, monkeypatch, small):
+    def full_disk(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("meshwright.trainer.identity.atomic_write", full_disk)
+    with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
+        write_run_folder(RunFolder(tmp_path), small(), {})
