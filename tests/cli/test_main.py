@@ -85,10 +85,11 @@ def test_system_error_is_one_line(number, code, hint, monkeypatch, capsys):
     def fail(args):
         raise OSError(number, os.strerror(number))
 
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+    with monkeypatch.context() as patch:
         patch.setattr(sys.modules["meshwright.cli.main"], "dispatch", fail)
         patch.setattr(os, "dup2", lambda *files: None)
-        main(["report", "run"])
+        with pytest.raises(SystemExit) as stop:
+            main(["report", "run"])
     stderr = capsys.readouterr().err
     assert stop.value.code == code
     assert stderr.count("\n") == 1
