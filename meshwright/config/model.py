@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from meshwright.config.constraints import (
-    NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     Range,
     UnitFraction,
     nearest_values,
 )
 from meshwright.errors import ConfigError
+
+MAX_LAYERS = 1 << 14
+"""Limit of transformer blocks, each of which is a module."""
 
 
 @dataclass(frozen=True)
@@ -22,15 +23,15 @@ class ModelConfig:
 
     vocab: Annotated[int, Range(minimum=2, maximum=1 << 24)] = 256
     """vocabulary size; every token id is below it"""
-    width: PositiveInt = 128
+    width: Annotated[int, Range(minimum=1, maximum=1 << 20)] = 128
     """hidden size: width of the residual stream"""
-    layers: PositiveInt = 4
+    layers: Annotated[int, Range(minimum=1, maximum=MAX_LAYERS)] = 4
     """number of transformer blocks"""
-    heads: PositiveInt = 4
+    heads: Annotated[int, Range(minimum=1, maximum=1 << 16)] = 4
     """number of query heads; must divide width into an even head size"""
-    kv_heads: PositiveInt = 2
+    kv_heads: Annotated[int, Range(minimum=1, maximum=1 << 16)] = 2
     """number of key and value heads (grouped-query attention); must divide heads"""
-    ffn: PositiveInt = 352
+    ffn: Annotated[int, Range(minimum=1, maximum=1 << 24)] = 352
     """inner width of the SwiGLU feed-forward, or of each expert"""
     rope_theta: PositiveFloat = 10_000.0
     """base of the rotary position frequencies"""
@@ -38,11 +39,11 @@ class ModelConfig:
     """epsilon of RMSNorm"""
     tie: bool = False
     """tie the embedding and the output head to one matrix"""
-    experts: NonNegativeInt = 0
+    experts: Annotated[int, Range(minimum=0, maximum=1 << 16)] = 0
     """number of routed experts per layer; 0 for a dense feed-forward"""
-    experts_active: PositiveInt = 2
+    experts_active: Annotated[int, Range(minimum=1, maximum=1 << 16)] = 2
     """number of routed experts per token (top-k)"""
-    experts_shared: NonNegativeInt = 0
+    experts_shared: Annotated[int, Range(minimum=0, maximum=1 << 10)] = 0
     """number of shared experts per layer, which process every token in addition to the routed ones"""
     router_bias_rate: UnitFraction = 0.001
     """change per step of each expert's routing bias, against its load over all ranks (auxiliary-loss-free load

@@ -6,9 +6,12 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Annotated, Literal
 
-from meshwright.config.constraints import PLACEMENT, PositiveInt, Range, nearest_multiples
+from meshwright.config.constraints import PLACEMENT, Range, nearest_multiples
 from meshwright.errors import ConfigError
 
+MAX_DEGREE = 1 << 20
+"""Limit of a degree of parallelism, and of ranks in total."""
+Degree = Annotated[int, Range(minimum=1, maximum=MAX_DEGREE)]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"]
 
 
@@ -16,25 +19,28 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "du
 class LayoutConfig:
     """Degree of each parallelism axis. Ranks = replicate x shard_degree x tensor x context x pipeline."""
 
-    replicate: Annotated[PositiveInt, PLACEMENT] = 2
+    replicate: Annotated[Degree, PLACEMENT] = 2
     """data-parallel degree; with shard_degree, the number of replicas of the sharded model (HSDP)"""
     shard: Annotated[Literal["none", "optimizer", "gradients", "parameters"], PLACEMENT] = "none"
     """state that is sharded over data-parallel ranks: none (DDP), optimizer (ZeRO-1), gradients (ZeRO-2: and optimizer)
     or parameters (ZeRO-3: and both); zero-0 to zero-3 are accepted too
     """
-    shard_degree: Annotated[PositiveInt | None, PLACEMENT] = None
+    shard_degree: Annotated[Degree | None, PLACEMENT] = None
     """number of ranks that share one sharded replica (HSDP); unset: all data-parallel ranks, one replica"""
-    tensor: Annotated[PositiveInt, PLACEMENT] = 1
+    tensor: Annotated[Degree, PLACEMENT] = 1
     """tensor-parallel degree, with sequence parallelism between the sharded layers"""
-    pipeline: Annotated[PositiveInt, PLACEMENT] = 1
+    pipeline: Annotated[Degree, PLACEMENT] = 1
     """pipeline-parallel degree"""
-    context: Annotated[PositiveInt, PLACEMENT] = 1
+    context: Annotated[Degree, PLACEMENT] = 1
     """context-parallel degree: number of ranks that share each sequence"""
-    expert: Annotated[PositiveInt, PLACEMENT] = 1
+    expert: Annotated[Degree, PLACEMENT] = 1
     """expert-parallel degree; experts are sharded over existing data- and context-parallel ranks, so this adds no ranks
     """
 
     def __post_init__(self) -> None:
+        ranks = prod((self.replicate, self.shard_degree or 1, self.tensor, self.pipeline, self.context))
+        if ranks > MAX_DEGREE:
+            raise ConfigError(f"the layout has {ranks:,} ranks", f"expected at most {MAX_DEGREE:,}")
         if self.shard == "none" and self.shard_degree not in (None, 1):
             raise ConfigError(
                 f"layout.shard_degree = {self.shard_degree} has no effect with layout.shard = none",
@@ -80,7 +86,7 @@ class FSDPConfig:
 
     prefetch: Annotated[int, Range(minimum=1, maximum=64), PLACEMENT] = 1
     """number of FSDP units that are unsharded ahead of use; more hides latency and needs more memory"""
-    reshard_after_forward: Annotated[bool | Annotated[int, Range(minimum=2)], PLACEMENT] = True
+    reshard_after_forward: Annotated[bool | Annotated[int, Range(minimum=2, maximum=MAX_DEGREE)], PLACEMENT] = True
     """with shard = parameters: true reshards to all ranks after forward, false keeps parameters unsharded until
     backward, a number N reshards to groups of N ranks, such as those of one host
     """
@@ -99,7 +105,7 @@ class PipelineConfig:
 
     schedule: Annotated[ScheduleName, PLACEMENT] = "1f1b"
     """order of forward and backward passes; zero-bubble, zbv and dualpipev fill the bubble with weight gradients"""
-    stages: Annotated[PositiveInt | None, PLACEMENT] = None
+    stages: Annotated[Degree | None, PLACEMENT] = None
     """stages per rank; unset: one for gpipe and 1f1b, two for the other schedules"""
 
 
@@ -121,7 +127,7 @@ class ActivationCheckpointConfig:
     """full recomputes every block; selective recomputes everything in a block except matmuls, attention
     and reduce-scatters
     """
-    segment: Annotated[PositiveInt, PLACEMENT] = 1
+    segment: Annotated[Degree, PLACEMENT] = 1
     """with mode = full: number of consecutive blocks that are recomputed together; peak memory is lowest near
     sqrt(layers x input bytes / block activation bytes)
     """

@@ -18,7 +18,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import tomli_w
 
-from meshwright.config.constraints import PositiveInt, Range
+from meshwright.config.constraints import Range
+from meshwright.config.parallelism import Degree
 from meshwright.config.presets import PRESETS
 from meshwright.config.run_config import RunConfig
 from meshwright.errors import ConfigError
@@ -66,7 +67,7 @@ def load_config(
     config = config_from_dict(tree)
     if ranks is None:
         return config
-    count = convert(PositiveInt, CommandLineValue(ranks), "--ranks")
+    count = convert(Degree, CommandLineValue(ranks), "--ranks")
     return dataclasses.replace(config, layout=config.layout.with_ranks(count))
 
 

@@ -76,7 +76,7 @@ class DataConfig(SourceConfig):
     """sources of a mixture; if set, the keys of the single source are ignored, except tokenizer and end_of_document,
     which apply to every source that does not set its own
     """
-    sequence: Annotated[int, Range(minimum=2)] = 128
+    sequence: Annotated[int, Range(minimum=2, maximum=1 << 24)] = 128
     """sequence length: tokens per sample"""
     on_bad_sample: Literal["stop", "quarantine"] = "stop"
     """what happens if a sample cannot be decoded: stop the run, or quarantine: train with all its labels masked"""
@@ -96,7 +96,7 @@ class BatchConfig:
 
     global_: Annotated[int, Range(minimum=1, maximum=MAX_GLOBAL_BATCH)] = 16
     """samples per optimizer step, over all ranks"""
-    micro: Annotated[Annotated[int, Range(minimum=1)] | None, PLACEMENT] = None
+    micro: Annotated[Annotated[int, Range(minimum=1, maximum=MAX_GLOBAL_BATCH)] | None, PLACEMENT] = None
     """samples per forward pass on one data-parallel rank; unset: no gradient accumulation"""
 
 
@@ -104,7 +104,7 @@ class BatchConfig:
 class OptimizerConfig:
     """AdamW, with clipping by global norm."""
 
-    lr: Annotated[float, Range(minimum=0)] = 3e-3
+    lr: Annotated[float, Range(minimum=0, maximum=1e6)] = 3e-3
     """peak learning rate"""
     beta1: Annotated[float, Range(minimum=0, maximum=0.999999)] = 0.9
     """decay rate of the first moment"""
@@ -112,9 +112,9 @@ class OptimizerConfig:
     """decay rate of the second moment"""
     eps: PositiveFloat = 1e-8
     """epsilon in AdamW's denominator"""
-    weight_decay: Annotated[float, Range(minimum=0)] = 0.1
+    weight_decay: Annotated[float, Range(minimum=0, maximum=1e6)] = 0.1
     """decoupled weight decay, applied to matrices only, not to norms and biases"""
-    clip: Annotated[float, Range(minimum=0)] = 1.0
+    clip: Annotated[float, Range(minimum=0, maximum=1e12)] = 1.0
     """maximum global norm of the gradient; 0 disables clipping"""
     implementation: Literal["fused", "foreach"] = "fused"
     """torch.optim.AdamW implementation"""

@@ -18,6 +18,7 @@ from meshwright.data.file_sources import open_sources
 from meshwright.data.source import IndexableSource
 from meshwright.data.token_files import raise_if_changed
 from meshwright.errors import ConfigError, MeshwrightError, PeerError, StoppedBySignal, describe_exception
+from meshwright.launch.environment import started_by_torchrun
 from meshwright.launch.host_memory import require_host_memory
 from meshwright.launch.ranks import Ranks, cuda_started, raise_if_spawning
 from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, leave_process_group, torchrun_restart_count
@@ -38,6 +39,9 @@ from meshwright.trainer.identity import code_fingerprint
 from meshwright.trainer.loop import Job, RunSummary, train_rank, user_modules
 from meshwright.trainer.user_loss import LossFunction
 
+MAX_RANKS_PER_HOST = 1024
+"""Limit of ranks that are forked on one host."""
+
 
 def make_job(
     config: RunConfig,
@@ -53,6 +57,10 @@ def make_job(
     """Validates the run and opens its data sources; forked ranks share the memory maps of this process."""
     raise_if_spawning()
     layout, batch = validate(config, own_model=model is not None)
+    if layout.ranks > MAX_RANKS_PER_HOST and not started_by_torchrun():
+        raise ConfigError(
+            f"{layout.ranks:,} ranks on one host", f"expected at most {MAX_RANKS_PER_HOST:,}, or try torchrun"
+        )
     if (model is None) != (loss is None):
         raise ConfigError("only one of model and loss is given", "expected train(config, model=..., loss=...)")
     if model is not None:

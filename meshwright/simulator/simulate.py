@@ -43,6 +43,8 @@ between them."""
 MIN_PIPELINE_ROUNDS = 3
 """From this many rounds of micro-batches on, the pipeline is full and further rounds repeat."""
 MAX_RANKS = 1 << 17
+MAX_BLOCK_PASSES = 1 << 13
+"""Limit of blocks times micro-steps of one simulated step: each pass takes some ten milliseconds."""
 
 
 def simulate(config: RunConfig, ranks: Sequence[int] | None = None) -> Simulation:
@@ -85,8 +87,10 @@ def simulate_rank(config: RunConfig, layout: Layout, batch: Batch, rank: int) ->
     with fake_world(rank, layout.ranks) as world:
         simulated = StepSimulator(config, layout, batch, world, list(stages.values()))
         try:
+            require_few_passes(max(blocks.simulated_counts), max(micro_steps.simulated_counts), config)
             trace, extrapolated = simulated.extrapolate(blocks, micro_steps), describe(blocks, micro_steps)
         except ExtrapolationError:  # the exact answer takes longer
+            require_few_passes(blocks.target, micro_steps.target, config)
             trace, extrapolated = simulated.run(blocks.target, micro_steps.target, blocks.target), []
     by_class, at_peak = peaks(trace.timeline)
     coordinates, in_flight = layout.coordinates(rank), simulated.in_flight
@@ -102,6 +106,18 @@ def simulate_rank(config: RunConfig, layout: Layout, batch: Batch, rank: int) ->
         extrapolated,
         round(time.monotonic() - start, 3),
     )
+
+
+def require_few_passes(blocks: int, micro_steps: int, config: RunConfig) -> None:
+    """Raises ConfigError if a step takes too long to simulate. Steps of a layout that shards are extrapolated from a
+    few blocks and micro-steps; those of DDP and of GPipe are not.
+    """
+    if blocks * micro_steps > MAX_BLOCK_PASSES:
+        raise ConfigError(
+            f"a step of {blocks:,} blocks and {micro_steps:,} micro-steps is too large to simulate "
+            f"(model.layers = {config.model.layers}, layout.shard = {config.layout.shard})",
+            f"expected at most {MAX_BLOCK_PASSES:,} blocks x micro-steps, or try layout.shard = parameters",
+        )
 
 
 class StepSimulator:

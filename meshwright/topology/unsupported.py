@@ -15,6 +15,8 @@ from meshwright.topology.schedules import UNSPLIT_BACKWARD, find_schedule, valid
 
 MAX_DEGREE = 4096
 """The largest degree that an error message suggests."""
+MAX_PIPELINE_PASSES = 1 << 20
+"""Limit of forward passes per step over all pipeline stages: a schedule is a list of them."""
 
 
 @dataclass(frozen=True)
@@ -264,6 +266,13 @@ def validate(config: RunConfig, own_model: bool = False) -> tuple[Layout, Batch]
         )
     batch = derive_batch(config.batch, layout.data_degree)
     if layout.pipeline > 1:
+        passes = layout.pipeline * stages_per_rank(config) * batch.accumulation
+        if passes > MAX_PIPELINE_PASSES:
+            raise ConfigError(
+                f"layout {layout} with {batch.accumulation:,} micro-batches per step has {passes:,} forward passes per "
+                f"step over all stages",
+                f"expected at most {MAX_PIPELINE_PASSES:,}: try a larger batch.micro",
+            )
         try:
             validate_schedule(config.pipeline.schedule, layout.pipeline, batch.accumulation, stages_per_rank(config))
         except ConfigError as error:

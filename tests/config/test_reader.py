@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import tomllib
+from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
 
 from meshwright.config import PRESETS, RunConfig, config_from_dict, config_to_toml, load_config
+from meshwright.config.constraints import Range
 from meshwright.config.reader import read_toml
 from meshwright.errors import ConfigError
 
 INVALID_OVERRIDES = {
     "--model.layer=3": "unknown key model.layer = 3; did you mean model.layers? expected one of vocab, width",
     "--fsdp.reshard_after_forward=maybe": "has the wrong type; expected true, false, or an integer",
-    "--fsdp.reshard_after_forward=1": "is out of range; expected true, false, or at least 2",
+    "--fsdp.reshard_after_forward=1": "is out of range; expected true, false, or from 2 to 1,048,576",
     "--modle.layers=3": "unknown key modle",
     "--model.layers=many": "model.layers = many has the wrong type; expected an integer",
     "--model.layers=2.5": "model.layers = 2.5 has the wrong type",
@@ -65,7 +69,7 @@ def test_value_in_place_of_a_table_raises_config_error():
         ("optimizer.lr = 1" + "0" * 400, "has the wrong type"),
         ("x = " + "[" * 5000 + "]" * 5000, "has too many levels of nesting"),
         ("steps = " + "9" * 5000, "is not TOML"),
-        ("[model]\nwidth = 2147483647\nheads = 3", "does not divide"),
+        ("[model]\nwidth = 1048573\nheads = 3", "does not divide"),
         ("[batch]\nglobal = 1_000_000_000_000_000", "batch.global = 1000000000000000 is out of range"),
     ],
 )
@@ -164,3 +168,50 @@ def test_long_unknown_key_is_shortened(tmp_path):
     (tmp_path / "run.toml").write_text("x" * 100_000 + " = 1")
     with pytest.raises(ConfigError, match=r"^unknown key x{57}\.\.\. = 1"):
         load_config(tmp_path / "run.toml")
+
+
+def numbers_without_a_maximum(kind, key=""):
+    """The keys of integer and float settings below `kind` that have no maximum."""
+    if dataclasses.is_dataclass(kind):
+        for name, hint in get_type_hints(kind, include_extras=True).items():
+            yield from numbers_without_a_maximum(hint, f"{key}.{name}".lstrip("."))
+    elif get_origin(kind) is Annotated:
+        inner, *marks = get_args(kind)
+        if not any(isinstance(mark, Range) and mark.maximum is not None for mark in marks):
+            yield from numbers_without_a_maximum(inner, key)
+    elif get_args(kind):
+        for part in get_args(kind):
+            yield from numbers_without_a_maximum(part, key)
+    elif kind in (int, float):
+        yield key
+
+
+def test_every_number_has_a_maximum():
+    assert list(numbers_without_a_maximum(RunConfig)) == []
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "--model.layers=100_000_000",
+        "--model.experts=1_000_000",
+        "--model.heads=1_000_000",
+        "--model.vocab=1_000_000_000",
+        "--model.width=1_000_000_000",
+        "--model.ffn=1_000_000_000",
+        "--data.sequence=1_000_000_000",
+        "--layout.tensor=10_000_000",
+        "--batch.micro=1_000_000_000",
+    ],
+)
+def test_impossible_size_is_out_of_range(override):
+    key = override.removeprefix("--").partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)} = \S+ is out of range; expected from"):
+        load_config(overrides=[override])
+
+
+def test_layout_of_too_many_ranks_is_refused():
+    with pytest.raises(ConfigError, match=r"the layout has 1,099,511,627,776 ranks; expected at most 1,048,576"):
+        load_config(overrides=["--layout.replicate=1048576", "--layout.tensor=1048576"])
+    with pytest.raises(ConfigError, match=r"--ranks = 2000000 is out of range"):
+        load_config(ranks=2_000_000)

@@ -134,8 +134,8 @@ def test_kendall_tau_and_regret_of_a_wrong_order() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "{}", "[1, 2", "nothing", "[" * 100_000],
-    ids=["empty", "torn", "no list", "torn list", "no json", "deep"],
+    ["", "{", "{}", "[]", "[1, 2", "nothing", "[" * 100_000],
+    ids=["empty", "torn", "no list", "no run", "torn list", "no json", "deep"],
 )
 def test_file_that_is_not_a_list_of_runs_is_a_one_line_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "runs.json"
@@ -145,23 +145,45 @@ def test_file_that_is_not_a_list_of_runs_is_a_one_line_error(tmp_path: Path, tex
     assert "\n" not in str(raised.value)
 
 
-def test_invalid_runs_are_excluded(tmp_path: Path) -> None:
-    invalid: list[Any] = [
-        None,
-        5,
-        {"id": "empty"},
-        run_row(id="unknown device", gpu="TPUv9"),
-        run_row(id="text", model={"layers": "many"}),
-        run_row(id="no ranks", gpus=-8),
-        run_row(id="no batch", global_batch=0),
-        run_row(id="too many layers", model=run_row()["model"] | {"layers": 10**18}),
-        run_row(id="no data parallelism", layout={"dp": 0}),
-    ]
+def test_run_on_an_unknown_device_or_without_a_size_is_excluded(tmp_path: Path) -> None:
     path = tmp_path / "runs.json"
-    path.write_text(json.dumps(invalid))
+    without_width = {key: value for key, value in run_row()["model"].items() if key != "hidden"}
+    rows = [run_row(id="unknown device", gpu="TPUv9"), run_row(id="no width", model=without_width)]
+    path.write_text(json.dumps(rows))
     runs, excluded = read_published_runs(path)
     assert not runs
-    assert len(excluded) == len(invalid)
+    assert list(excluded) == ["unknown device", "no width"]
+    assert "does not state 'hidden'" in excluded["no width"]
+
+
+INVALID_RUNS: list[Any] = [
+    (None, "record 1 is not valid: it is None and not an object"),
+    (5, "record 1 is not valid: it is 5"),
+    ({"id": "empty"}, r"record 1 \('empty'\) is not valid: source is None, expected str"),
+    (run_row(id=5), "record 1 .* id is 5"),
+    (run_row(id="first"), r"record 1 \('first'\) is not valid: an earlier record has the same id"),
+    (run_row(model={"hidden": "wide"}), "hidden = 'wide' is not an integer"),
+    (run_row(gpus=-8), "gpus = -8 is out of range"),
+    (run_row(gpus=True), "gpus is True"),
+    (run_row(gpus=7), "dp x tp x pp x cp is not gpus = 7"),
+    (run_row(global_batch=0), "global_batch = 0 is out of range"),
+    (run_row(micro_batch=-1), "micro_batch = -1 is out of range"),
+    (run_row(model=run_row()["model"] | {"layers": 10**18}), "layers = 1000000000000000000 is out of range"),
+    (run_row(model=run_row()["model"] | {"topk": -3}), "topk = -3 is out of range"),
+    (run_row(layout={"dp": 0}), "dp = 0 is out of range"),
+    (run_row(layout=[]), r"layout is \[\], expected dict"),
+    (run_row(reported={"step_time_s": -1}), "-1 is not a possible measurement"),
+    (run_row(reported={"step_time_s": "fast"}), "could not convert string to float: 'fast'"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), INVALID_RUNS)
+def test_invalid_record_is_refused_by_name(tmp_path: Path, row: Any, message: str) -> None:
+    path = tmp_path / "runs.json"
+    path.write_text(json.dumps([run_row(id="first"), row]))
+    with pytest.raises(ConfigError, match=message) as raised:
+        read_published_runs(path)
+    assert "\n" not in str(raised.value)
 
 
 def test_run_without_activation_checkpointing_mode_records_an_assumption() -> None:

@@ -72,6 +72,9 @@ def test_simulate_function_leaves_no_process_group(empty_folder):
         (["--ranks", "1024"], "batch.global = 16"),
         (["--ranks", "2", "--rank", "2"], "rank 2 does not exist in layout replicate 2; expected 0 to 1"),
         (["--ranks", "many"], "--ranks = many"),
+        (["--model.layers=100000000"], "model.layers = 100000000 is out of range"),
+        (["--model.experts=1000000"], "model.experts = 1000000 is out of range"),
+        (["--model.layers=16384"], "a step of 16,384 blocks and 1 micro-steps is too large to simulate"),
     ],
 )
 def test_simulate_reports_an_unsupported_layout_in_one_line(empty_folder, capsys, args, message):

@@ -61,6 +61,10 @@ ZBV = [*PIPELINE, "--pipeline.schedule=zbv"]
         (["--activation_checkpoint.segment=2"], "activation_checkpoint.segment without.*or activation_checkpoint.mode"),
         (["--layout.shard=zero-3", "--layout.shard_degree=1"], "layout.shard_degree = 1"),
         (["--layout.shard_degree=2"], "layout.shard_degree = 2"),
+        (
+            ["--batch.global=16777216", "--batch.micro=1", "--layout.replicate=1", "--layout.pipeline=2"],
+            "33,554,432 forward passes per step over all stages; expected at most 1,048,576",
+        ),
         (["--layout.shard=zero-4"], "layout.shard = zero-4.*none, optimizer, gradients, parameters"),
     ],
 )

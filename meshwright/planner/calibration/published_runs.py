@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from meshwright.config import Batch
+from meshwright.config.reader import shorten
 from meshwright.errors import ConfigError
 from meshwright.io import parse_json, read_regular_file
 from meshwright.planner.hardware.cluster import GB, NODE_TYPES, Cluster, preset_cluster
@@ -45,6 +47,8 @@ PRECISIONS = {"fp4": "fp4", "fp8": "fp8", "bf16": "bf16", "fp16": "fp16", "fp32"
 """Text in a run's name of its precision -> precision; the first match counts."""
 DEEPSEEK_ATTENTION = LatentAttention(1536, 512, 128, 64, 128)
 """DeepSeek-V3's sizes, the only published ones of MLA, for a run that states no more than that it uses MLA."""
+RECORD_FIELDS = {"id": str, "source": str, "gpu": str, "gpus": int, "model": dict, "layout": dict, "reported": dict}
+"""The fields that every record has."""
 DEGREES = ("dp", "tp", "pp", "cp", "ep")
 DEVICE_ALIASES = {
     "a100": "a100-80",
@@ -100,22 +104,57 @@ def read_published_runs(path: Path) -> tuple[list[PublishedRun], dict[str, str]]
     rows = parse_json(content, f"file of runs {path}", expected)
     if not isinstance(rows, list) or len(rows) > MAX_RUNS:
         raise ConfigError(f"{path} is not a list of at most {MAX_RUNS:,} runs", f"expected {expected}")
-    runs, excluded = [], {}
+    if not rows:
+        raise ConfigError(f"{path} contains no run", f"expected {expected}")
+    runs: list[PublishedRun] = []
+    excluded: dict[str, str] = {}
+    names: set[str] = set()
     for index, row in enumerate(rows):
-        name = str(row.get("id", f"record {index}")) if isinstance(row, dict) else f"record {index}"
         try:
+            name = validate_record(row, names)
             runs.append(parse_run(row, name))
-        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, ConfigError) as error:
-            excluded[name] = str(error) if not isinstance(error, KeyError) else f"it does not state {error}"
+        except ConfigError as error:
+            excluded[name] = str(error)
+        except KeyError as error:
+            excluded[name] = f"it does not state {error}"
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            shown = f" ({shorten(repr(row['id']))})" if isinstance(row, dict) and "id" in row else ""
+            raise ConfigError(
+                f"file of runs {path}, record {index}{shown} is not valid: {shorten(str(error), 200)}",
+                "expected the fields of examples/published_runs.json",
+            ) from None
     return runs, excluded
+
+
+def validate_record(row: Any, names: set[str]) -> str:
+    """Returns the name of a run and adds it to `names`; raises ValueError if the record has not the form of a run.
+
+    A record of this form may still omit a size, which excludes the run from the scores.
+    """
+    if not isinstance(row, dict):
+        raise ValueError(f"it is {shorten(repr(row))} and not an object")
+    for key, kind in RECORD_FIELDS.items():
+        if not isinstance(row.get(key), kind) or isinstance(row.get(key), bool):
+            raise ValueError(f"{key} is {shorten(repr(row.get(key)))}, expected {kind.__name__}")
+    if row["id"] in names:
+        raise ValueError("an earlier record has the same id")
+    names.add(row["id"])
+    return str(row["id"])
 
 
 def parse_count(row: dict[str, Any], key: str, minimum: int = 1, maximum: int = MAX_COUNT) -> int:
     """Returns an integer in a range, or raises ValueError."""
-    value = int(row[key])
-    if value != row[key] or not minimum <= value <= maximum:
-        raise ValueError(f"{key} = {value} is out of range")
-    return value
+    value = row[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise ValueError(f"{key} = {value!r} is not an integer")
+    if not minimum <= value <= maximum:
+        raise ValueError(f"{key} = {value} is out of range, expected from {minimum:,} to {maximum:,}")
+    return int(value)
+
+
+def optional_count(row: dict[str, Any], key: str) -> int:
+    """Returns an integer of at least 0, or 0 if it is not stated; raises ValueError for anything else."""
+    return parse_count(row, key, 0, 1 << 24) if row.get(key) is not None else 0
 
 
 def parse_run(row: dict[str, Any], name: str) -> PublishedRun:
@@ -135,14 +174,15 @@ def parse_run(row: dict[str, Any], name: str) -> PublishedRun:
         for axis in DEGREES
     }
     data, pipeline = degrees["dp"], degrees["pp"]
+    if stated_layout.get("dp") is not None and prod(degrees[axis] for axis in DEGREES[:4]) != row["gpus"]:
+        raise ValueError(f"dp x tp x pp x cp is not gpus = {row['gpus']}")
     fsdp_degree = parse_count(stated_layout, "fsdp_degree", maximum=data) if stated_layout.get("fsdp_degree") else data
     shard = fsdp_degree if sharding != "none" else 1
     layout = Layout(pipeline, data // shard, shard, degrees["cp"], degrees["tp"], degrees["ep"])
-    micro_batch = row.get("micro_batch")
-    if micro_batch is None:
+    if row.get("micro_batch") is None:
         assumptions.append("micro-batch of 1")
     local_batch = global_batch // data
-    micro = int(micro_batch or 1)
+    micro = parse_count(row, "micro_batch") if row.get("micro_batch") is not None else 1
     if trainer.splits_batch_by_stage and pipeline > 1:  # the stated micro-batch is split over the pipeline
         micro = max(1, local_batch // pipeline)
     micro = max(1, min(micro, local_batch))
@@ -189,17 +229,17 @@ def parse_model(model: dict[str, Any]) -> Architecture:
         heads,
         parse_count(model, "kv_heads", maximum=heads) if model.get("kv_heads") else heads,
         parse_count(model, "head_dim", maximum=1 << 16) if model.get("head_dim") else max(1, width // heads),
-        ffn or int(model.get("moe_ffn") or 4 * width),
+        ffn or optional_count(model, "moe_ffn") or 4 * width,
         parse_count({"vocab": vocab}, "vocab", maximum=1 << 24),
         gated=bool(model.get("gated", True)),
         tied_embeddings=bool(model.get("tied", False)),
         norm="rms" if model.get("gated", True) else "layer",
         bias=not model.get("gated", True),
         experts=experts,
-        experts_active=int(model.get("topk") or 0),
-        experts_shared=int(model.get("shared_experts") or 0),
-        expert_ffn=int(model.get("moe_ffn") or 0),
-        dense_layers=int(model.get("dense_layers") or 0),
+        experts_active=optional_count(model, "topk"),
+        experts_shared=optional_count(model, "shared_experts"),
+        expert_ffn=optional_count(model, "moe_ffn"),
+        dense_layers=optional_count(model, "dense_layers"),
         latent_attention=DEEPSEEK_ATTENTION if model.get("attention") == "MLA" else None,
     )
 
@@ -234,7 +274,7 @@ def parse_precision(stated: Any) -> str:
         return "fp16"
     precision = next((precision for text, precision in PRECISIONS.items() if text in str(stated).lower()), None)
     if precision is None:
-        raise ValueError(f"precision {str(stated)[:20]!r} is unknown")
+        raise ConfigError(f"precision {str(stated)[:20]!r} is unknown", f"expected one of {', '.join(PRECISIONS)}")
     return precision
 
 
@@ -253,7 +293,7 @@ def parse_seconds(reported: dict[str, Any], derived: dict[str, Any], job: Planne
 
 def parse_measurement(value: Any) -> float:
     """Returns a number in the range of possible measurements, or raises ValueError."""
-    number = float(value)
+    number = float(value) if not isinstance(value, bool) else 0.0
     if not 1e-6 <= number <= 1e12:
         raise ValueError(f"{value} is not a possible measurement")
     return number
