@@ -74,7 +74,7 @@ def draw_faults(rng: random.Random, tree: Tree) -> tuple[list[str], tuple[int, .
         point = f"save.{rng.choice(SAVE_POINTS)}"
         action = rng.choice(["kill", "exit", "raise", *DISK, "slow=0.05"])
         at = rng.choice(["", f"@step{step + 1}"])
-        fails_last_save = action in DISK and at in ("", f"@step{steps}")
+        fails_last_save = action in ("raise", *DISK) and at in ("", f"@step{steps}")
         return [f"{point}:{rank}:{action}{at}"], (0, 4) if fails_last_save else (0,), []
     if draw < 0.65:
         return [f"{rng.choice(OTHER_POINTS)}:{rank}:{rng.choice(ENDING)}"], (0,), []

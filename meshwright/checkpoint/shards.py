@@ -83,7 +83,12 @@ class ShardWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         faults.fail_point("save.begin", self.step)
         path = f"{self.folder}/{self.file}"
-        if self.store.size(path) is not None and self.store.size(f"{self.folder}/{MANIFEST_FILE}") is None:
+        if self.store.size(f"{self.folder}/{MANIFEST_FILE}") is not None:
+            raise CheckpointError(
+                f"{self.folder} is published, although its save failed, and is not overwritten",
+                "try the same command again: it resumes from the newest intact checkpoint",
+            )
+        if self.store.size(path) is not None:
             self.store.remove(path)  # an earlier save of this step has failed
         sink = DigestingSink(self.store.create(path), self.block_sizes)
         results = []

@@ -258,6 +258,14 @@ def test_run_whose_last_save_fails_is_not_complete(runs):
     runs.assert_equals_undisturbed_run()
 
 
+def test_last_save_that_fails_after_it_was_published_is_not_overwritten(runs):
+    with pytest.raises(MeshwrightError, match=r"step-00000012.a0001 is published, although its save failed") as stopped:
+        runs.run("save.after_publish:rank0:eio@step12")
+    assert stopped.value.exit_code == 4
+    runs.run()
+    runs.assert_equals_undisturbed_run()
+
+
 def test_slow_disk_skips_saves_and_has_one_in_flight(runs):
     runs.run("save.begin:slow=0.4", "--checkpoint.mode=async", "--checkpoint.every=1")
     saves = runs.events("checkpoint")
