@@ -16,6 +16,7 @@ from meshwright.topology.unsupported import validate
 
 MODEL = ["--model.layers=1", "--model.width=16", "--model.heads=2", "--model.kv_heads=2", "--model.ffn=18"]
 MODEL += ["--model.vocab=26", "--data.sequence=16", "--batch.global=4", "--batch.micro=2", "--precision.compute=bf16"]
+MODEL += ["--optimizer.eps=1e-4", "--optimizer.clip=0.1"]
 REPLICATE = ["--layout.replicate=2"]
 LAYOUTS = {
     "replicate": REPLICATE,

@@ -178,7 +178,8 @@ def gradient_cause(gradients: list[Difference], first: Difference, evidence: Evi
             return factor
     if all("norm" in name for name in wrong) and layout.tensor > 1:
         return "gradients of norm weights are not summed over the sequence chunks (tensor)"
-    if all(found.error < MAX_ROUNDING and found.factor_error < MAX_ROUNDING / 2 for found in [first, *gradients]):
+    rounded = all(f.error < MAX_ROUNDING and f.factor_error < MAX_ROUNDING / 2 for f in [first, *gradients])
+    if rounded and first.quantity.step == evidence.expected.steps[0].step:  # every step rounds, the first one too
         return ROUNDED
     weights = weights_cause(first.quantity.step, wrong, evidence)
     if first.quantity.kind == "loss":

@@ -175,4 +175,4 @@ def compare_tensors(quantity: Quantity, right: Tensor, measured: Tensor | None, 
 
 def equal_within(one: float, other: float) -> bool:
     """Whether two factors are the same but for rounding."""
-    return isclose(one, other, rel_tol=1e-3)
+    return isclose(one, other, rel_tol=2e-5)

@@ -4,7 +4,7 @@ that equals what the run did.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import sqrt
 
@@ -40,15 +40,19 @@ class RecordedUpdate:
 
     def explain_norm(self) -> str:
         """Which gradients the norm counts; '' if no candidate fits."""
-        by_rank = self.local_norms()
+        total, found = global_norm(self.step.gradients), self.step.grad_norm
         candidates = {
-            "replicated weights are counted more than once: the norm is that of the shards of all ranks": sqrt(
-                sum(norm**2 for norm in by_rank.values())
-            ),
-            "the contribution of some ranks is missing: the norm is that of the shards of rank 0": by_rank.get(0, 0.0),
-            "the norm is squared": global_norm(self.step.gradients) ** 2,
+            "the contribution of some ranks is missing: the norm is that of the shards of rank 0": self.local_norms()[
+                0
+            ],
+            "the norm is squared": total**2,
         }
-        found = self.step.grad_norm
+        for kind, part in {"": "", "expert ": ".bank.", "norm ": "norm."}.items():
+            names = [name for name in self.step.gradients if part in name]
+            once = global_norm({name: self.step.gradients[name] for name in names})
+            counted = sum(norm**2 for norm in self.local_norms(names).values())
+            text = f"replicated {kind}weights are counted more than once: those of all ranks that have them"
+            candidates[text] = sqrt(max(0.0, total**2 - once**2) + counted)
         return next((text for text, norm in candidates.items() if abs(norm - found) <= MAX_ERROR * found), "")
 
     def explain_update(self, names: list[str]) -> str:
@@ -138,12 +142,12 @@ class RecordedUpdate:
         error = compare_tensors(quantity, update(name) - before, found.double() - before, 4 * resolution)
         return error.error <= MAX_ERROR + error.resolution
 
-    def local_norms(self) -> dict[int, float]:
-        """By rank, the norm of the gradients of its own shards."""
-        squares: dict[int, float] = {}
+    def local_norms(self, names: Collection[str] | None = None) -> dict[int, float]:
+        """By rank, the norm of the gradients of its own shards of all parameters or of these."""
+        squares = dict.fromkeys((rank for regions in self.regions.values() for _, rank in regions), 0.0)
         for name, regions in self.regions.items():
-            gradient = self.step.gradients.get(name)
+            gradient = self.step.gradients.get(name) if names is None or name in names else None
             for where, rank in regions if gradient is not None else []:
                 assert gradient is not None
-                squares[rank] = squares.get(rank, 0.0) + float(gradient[where].double().square().sum())
+                squares[rank] += float(gradient[where].double().square().sum())
         return {rank: sqrt(square) for rank, square in squares.items()}
