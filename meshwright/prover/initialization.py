@@ -59,7 +59,7 @@ def check_initialization(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
 
 
 def weight_ranges(config: RunConfig) -> Iterator[WeightRange]:
-    """Parts of one parameter of every kind, in the first, the last or another block."""
+    """Ranges of every kind of parameter, in the first, the last and another block."""
     choices, layout = random.Random(0), Layout.from_config(config.layout)
     kinds: dict[str, list[str]] = {}
     shapes = parameter_shapes(config.model)
