@@ -176,13 +176,21 @@ def test_documents_are_computed_as_if_they_were_alone():
     assert (first[0, :5] - alone[0]).abs().max() < EXACT
 
 
-def test_long_sequences_by_query_blocks_equal_one_block(monkeypatch):
-    model = replace(MODEL, separator=7)
+@pytest.mark.parametrize("separator", [None, 7])
+def test_long_sequences_by_query_blocks_equal_one_block(monkeypatch, separator):
+    model = replace(MODEL, separator=separator)
     parameters, batch = random_parameters(model), tokens_and_labels(model)
-    whole = ReferenceDecoder(model).forward(parameters, *batch).logits
+    leaves = [value.requires_grad_() for name, value in parameters.items()]
+
+    def losses_and_gradients():
+        losses = ReferenceDecoder(model).forward(parameters, *batch).token_losses
+        return losses.detach(), *torch.autograd.grad(losses.sum(), leaves)
+
+    whole = losses_and_gradients()
     monkeypatch.setattr("meshwright.prover.oracle.decoder.LONG_SEQUENCE", 10)
-    monkeypatch.setattr("meshwright.prover.oracle.decoder.QUERY_BLOCK", 7)
-    assert (ReferenceDecoder(model).forward(parameters, *batch).logits - whole).abs().max() < EXACT
+    monkeypatch.setattr("meshwright.prover.oracle.long_attention.SCORES", 24 * 7)
+    for a, b in zip(whole, losses_and_gradients(), strict=True):
+        assert (a - b).abs().max() < EXACT * a.abs().max()
 
 
 def test_equivalent_parameters_compute_the_same_function():

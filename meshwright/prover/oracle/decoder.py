@@ -13,15 +13,14 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from meshwright.config import IGNORE_INDEX, ModelConfig
+from meshwright.prover.oracle.long_attention import LongAttention
 
 Parameters = dict[str, Tensor]
 
-LONG_SEQUENCE = 2048
-"""Above this length, attention is computed for one block of queries at a time, and again in backward."""
-QUERY_BLOCK = 512
+LONG_SEQUENCE = 512
+"""Above this length, attention is computed for some queries at a time, and again in backward."""
 
 
 @dataclass
@@ -47,18 +46,17 @@ class ReferenceDecoder:
 
     def forward(self, parameters: Parameters, tokens: Tensor, labels: Tensor) -> ForwardPass:
         x = parameters["decoder.embedding.weight"][tokens]
-        mask = attention_mask(tokens, self.config.separator)
+        documents = document_of(tokens, self.config.separator)
+        rotation = self.rotation(tokens.shape[1], at_least_float32(x).dtype)
         loads: dict[str, Tensor] = {}
         balance = x.new_zeros(len(tokens))
-        for index in range(self.config.layers):
-            prefix = f"decoder.blocks.{index}."
-            block = {name.removeprefix(prefix): p for name, p in parameters.items() if name.startswith(prefix)}
-            x = x + self.attention(block, self.norm(x, block["attention_norm.weight"]), mask)
+        for index, block in enumerate(split_into_blocks(parameters)):
+            x = x + self.attention(block, self.norm(x, block["attention_norm.weight"]), rotation, documents)
             normalized = self.norm(x, block["ffn_norm.weight"])
             if not self.config.experts:
                 x = x + self.swiglu(normalized, *(block[f"ffn.{m}.weight"] for m in ("gate", "up", "down")))
                 continue
-            out, block_balance, loads[f"{prefix}ffn.router.bias"] = self.experts(block, normalized)
+            out, block_balance, loads[f"decoder.blocks.{index}.ffn.router.bias"] = self.experts(block, normalized)
             x, balance = x + out, balance + block_balance
         x = self.norm(x, parameters["decoder.norm.weight"])
         head = parameters["decoder.embedding.weight" if self.config.tie else "head.weight"]
@@ -77,44 +75,43 @@ class ReferenceDecoder:
         mean_square = wide.square().mean(dim=-1, keepdim=True)
         return (wide * (mean_square + self.config.norm_eps).rsqrt()).to(x.dtype) * weight
 
-    def attention(self, block: Parameters, x: Tensor, mask: Tensor) -> Tensor:
+    def attention(self, block: Parameters, x: Tensor, rotation: Tensor, documents: Tensor) -> Tensor:
+        """Queries, keys and values are one product, and queries and keys are rotated together."""
         heads, kv_heads = self.config.heads, self.config.kv_heads
-        q, k, v = (self.product(x, block[f"attention.{name}.weight"]) for name in "qkv")
-        q = self.rotate(q.unflatten(-1, (heads, self.head_size)))
-        k = self.rotate(k.unflatten(-1, (kv_heads, self.head_size)))
-        v = v.unflatten(-1, (kv_heads, self.head_size))
+        weights = torch.cat([block[f"attention.{name}.weight"] for name in "qkv"])
+        projected = self.product(x, weights).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        q, k = rotate(projected[:, : heads + kv_heads], rotation).split((heads, kv_heads), dim=1)
         shared_by = torch.arange(heads, device=x.device) // (heads // kv_heads)  # the key head of each query head
-        q, k, v = q.transpose(1, 2), k[:, :, shared_by].transpose(1, 2), v[:, :, shared_by].transpose(1, 2)
-        if x.shape[1] <= LONG_SEQUENCE:
-            mixed = self.attend(q, k, v, mask)
-        else:
-            rows = zip(q.split(QUERY_BLOCK, dim=2), mask.split(QUERY_BLOCK, dim=-2), strict=True)
-            blocks = [checkpoint(self.attend, queries, k, v, seen, use_reentrant=False) for queries, seen in rows]
-            mixed = torch.cat(blocks, dim=2)
+        mixed = self.attend(q, k[:, shared_by], projected[:, heads + kv_heads :][:, shared_by], documents)
         return self.product(mixed.transpose(1, 2).flatten(2), block["attention.out.weight"])
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """softmax(q k / sqrt(head size)) v over (batch, heads, sequence, head size); scores are float32 at least."""
-        scores = at_least_float32(q) @ at_least_float32(k).mT / math.sqrt(self.head_size)
-        scores = scores.masked_fill(~mask, -math.inf)
-        exponentials = (scores - scores.amax(dim=-1, keepdim=True).detach()).exp()
-        probabilities = exponentials / exponentials.sum(dim=-1, keepdim=True)
-        return (at_least_float32(probabilities.to(v.dtype)) @ at_least_float32(v)).to(v.dtype)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+        """softmax(q k / sqrt(head size)) v over (batch, heads, sequence, head size); scores are float32 at least. A
+        token sees itself and the earlier tokens of its document.
+        """
+        scaled, keys, values = at_least_float32(q) / math.sqrt(self.head_size), at_least_float32(k), at_least_float32(v)
+        if q.shape[2] > LONG_SEQUENCE:
+            samples = [
+                torch.stack([LongAttention.apply(*head, documents[i]) for head in zip(*tensors, strict=True)])  # type: ignore[no-untyped-call]
+                for i, tensors in enumerate(zip(scaled, keys, values, strict=True))
+            ]
+            return torch.stack(samples).to(v.dtype)
+        position = torch.arange(q.shape[2], device=q.device)
+        hidden = (position[:, None] < position) | (documents[:, None, :, None] != documents[:, None, None, :])
+        probabilities = (scaled @ keys.mT).masked_fill(hidden, -math.inf).softmax(dim=-1)
+        return (at_least_float32(probabilities.to(v.dtype)) @ values).to(v.dtype)
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotates the pair (i, i + half) of each head by position x theta^(-2 i / head size)."""
-        real, imaginary = at_least_float32(x).chunk(2, dim=-1)
-        pairs = torch.arange(self.head_size // 2, dtype=real.dtype, device=x.device)
+    def rotation(self, sequence: int, dtype: torch.dtype) -> Tensor:
+        """exp(i position theta^(-2 pair / head size)), (sequence, head size / 2)."""
+        pairs = torch.arange(self.head_size // 2, dtype=dtype)
         frequencies = (pairs * (-2 * math.log(self.config.rope_theta) / self.head_size)).exp()
-        angles = torch.outer(torch.arange(x.shape[1], dtype=real.dtype, device=x.device), frequencies)
-        rotated = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)[:, None]
-        return torch.cat((rotated.real, rotated.imag), dim=-1).to(x.dtype)
+        angles = torch.outer(torch.arange(sequence, dtype=dtype), frequencies)
+        return torch.polar(torch.ones_like(angles), angles)
 
     def swiglu(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        """down(silu(gate(x)) * up(x)) with silu(z) = z sigmoid(z)."""
-        gated = self.product(x, gate)
-        wide = at_least_float32(gated)
-        return self.product((wide * wide.sigmoid()).to(gated.dtype) * self.product(x, up), down)
+        """down(silu(gate(x)) * up(x)); gate and up are one product."""
+        gated, linear = self.product(x, torch.cat((gate, up))).chunk(2, dim=-1)
+        return self.product(torch.nn.functional.silu(gated) * linear, down)
 
     def experts(self, block: Parameters, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The output, the balance loss of each sequence, and the number of tokens that chose each expert."""
@@ -162,14 +159,27 @@ def choose(scores: Tensor, active: int) -> Tensor:
     return torch.cat(chosen, dim=1)
 
 
-def attention_mask(tokens: Tensor, separator: int | None) -> Tensor:
-    """(batch or 1, 1, queries, keys): a token sees itself and the earlier tokens of its document."""
-    position = torch.arange(tokens.shape[1], device=tokens.device)
-    mask = (position[:, None] >= position)[None, None]
+def split_into_blocks(parameters: Parameters) -> list[Parameters]:
+    """The parameters of every block, under their names in it."""
+    blocks: dict[int, Parameters] = {}
+    for name, value in parameters.items():
+        if name.startswith("decoder.blocks."):
+            index, name_in_block = name.removeprefix("decoder.blocks.").split(".", 1)
+            blocks.setdefault(int(index), {})[name_in_block] = value
+    return [blocks[index] for index in range(len(blocks))]
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Multiplies the pairs (i, i + half) of each head, as complex numbers, by those of the rotation."""
+    rotated = torch.complex(*at_least_float32(x).chunk(2, dim=-1)) * rotation
+    return torch.cat((rotated.real, rotated.imag), dim=-1).to(x.dtype)
+
+
+def document_of(tokens: Tensor, separator: int | None) -> Tensor:
+    """The number of documents that a separator has ended before each token."""
     if separator is None:
-        return mask
-    ended = torch.nn.functional.pad((tokens == separator).cumsum(dim=1), (1, 0))[:, :-1]
-    return mask & (ended[:, None, :, None] == ended[:, None, None, :])
+        return torch.zeros_like(tokens)
+    return torch.nn.functional.pad((tokens == separator).cumsum(dim=1), (1, 0))[:, :-1]
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:

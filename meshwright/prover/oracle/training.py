@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright.config import IGNORE_INDEX, RunConfig
 from meshwright.errors import ConfigError
-from meshwright.prover.oracle.decoder import Parameters, ReferenceDecoder
+from meshwright.prover.oracle.decoder import LONG_SEQUENCE, Parameters, ReferenceDecoder
 from meshwright.prover.oracle.equivalent_model import equivalent_parameters
 from meshwright.prover.oracle.initial_values import initial_values
 from meshwright.prover.oracle.optimizer import (
@@ -209,7 +209,7 @@ def samples_per_pass(config: RunConfig) -> int:
     """The samples whose activations fit into ELEMENTS_PER_PASS."""
     model, sequence = config.model, config.data.sequence
     experts = model.experts_active + model.experts_shared if model.experts else 1
-    scores = 3 * model.heads * min(sequence, 2048)
+    scores = 3 * model.heads * min(sequence, LONG_SEQUENCE)
     per_token = 4 * model.vocab + model.layers * (16 * model.width + 5 * experts * model.ffn + scores)
     return max(1, ELEMENTS_PER_PASS // (sequence * per_token))
 
