@@ -44,6 +44,8 @@ from meshwright.telemetry.run_folder import MAX_ATTEMPT, RunFolder
 BEAT_INTERVAL = 1.0
 OBSERVATION_SECONDS = 6.0
 """How long the beat counter of a holder on another host is observed before the holder counts as dead."""
+START_SECONDS = 30.0
+"""How long a job waits for another one that starts beside it."""
 
 
 @dataclass
@@ -142,11 +144,28 @@ def exclusive_start(folder: RunFolder) -> Iterator[None]:
     """
     parent = os.open(folder.root.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with suppress(OSError):
-            fcntl.flock(parent, fcntl.LOCK_EX)
+        deadline = time.monotonic() + START_SECONDS
+        while not try_lock(parent):
+            if time.monotonic() > deadline:
+                raise BusyError(
+                    f"another job has been starting in {folder.root.parent} for {START_SECONDS:g} s",
+                    "try to continue or end it: it may be a stopped process",
+                )
+            time.sleep(0.02)
         yield
     finally:
         os.close(parent)
+
+
+def try_lock(file: int) -> bool:
+    """Locks an open file or folder; False while another process holds the lock."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # this file system has no such locks
+        return True
+    return True
 
 
 def publish_lease(folder: RunFolder, observe: float) -> Lease:
@@ -158,7 +177,7 @@ def publish_lease(folder: RunFolder, observe: float) -> Lease:
         if attempt > MAX_ATTEMPT:
             raise ConfigError(
                 f"run folder {folder.root} has an attempt {MAX_ATTEMPT}, the largest number",
-                "try --fresh in a copy, or remove the attempt or the checkpoint of that number",
+                "try another --run DIR, or remove the attempt or the checkpoint of that number",
             )
         values = {
             **process_identity(),

@@ -206,6 +206,7 @@ class Attempt:
                     step = newest_checkpoint_step(self.folder)
                     raise GracePeriodExpired(self.signal_number, self.launch.grace_period, step)
             viewer.tick()
+            self.report_total_of_lost_events()
         except BaseException:
             ranks.kill()
             raise
@@ -241,6 +242,13 @@ class Attempt:
             if heartbeat.lost_events and rank not in self.reported_ranks:
                 self.reported_ranks.add(rank)
                 message = f"rank {rank} cannot write its events (is the disk full?); the training continues"
+                self.log.write("events_lost", rank=rank, count=heartbeat.lost_events, message=message)
+
+    def report_total_of_lost_events(self) -> None:
+        """Reports, at the end of the attempt, the events that no rank could write any more."""
+        for rank, heartbeat in read_heartbeats(self.folder, self.lease.attempt).items():
+            if heartbeat.lost_events:
+                message = f"the last {heartbeat.lost_events} event(s) of rank {rank} could not be written"
                 self.log.write("events_lost", rank=rank, count=heartbeat.lost_events, message=message)
 
     def made_progress(self) -> bool:

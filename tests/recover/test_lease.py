@@ -213,6 +213,23 @@ def test_job_that_resumes_while_fresh_renames_the_folder_is_refused(folder):
     assert list_published(open_run_store(folder)) == []
 
 
+def test_job_does_not_wait_for_ever_for_a_stopped_process_that_starts_beside_it(folder, monkeypatch):
+    acquire_lease(folder)
+    Incident(1, "complete").write(folder)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    starting = subprocess.Popen([sys.executable, "-c", HOLD_FRESH, str(folder.root)], **pipes)
+    try:
+        assert starting.stdout.readline() == b"renamed\n"
+        monkeypatch.setattr("meshwright.recover.lease.START_SECONDS", 0.1)
+        with pytest.raises(
+            BusyError, match=r"another job has been starting in .* for 0\.1 s; try to continue or end it"
+        ):
+            acquire_lease(folder)
+    finally:
+        starting.kill()
+        starting.communicate()
+
+
 @pytest.mark.parametrize(
     "name", ["99999999999999999999", "-001", "1", "00001", "0000", "abcd", "\u0663\u0663\u0663\u0663"]
 )

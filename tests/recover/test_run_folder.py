@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from meshwright.recover.failures import Failure, RanksFailed
 from meshwright.recover.incidents import Incident, read_incidents
 from meshwright.recover.lease import acquire_lease, acquire_next_lease
 from meshwright.recover.supervisor import supervise
+from meshwright.telemetry.events import read_events
+from meshwright.telemetry.heartbeat import Heartbeat
 from meshwright.telemetry.run_folder import RunFolder
 
 
@@ -182,6 +185,40 @@ def test_supervisor_ends_the_job_and_never_creates_the_folder_again(folder, fail
     assert len(started) == 1
     assert started[0].killed != fails
     assert not folder.root.exists()
+
+
+class RanksWithoutDisk(FakeRanks):
+    """A rank that trains for a second while its events cannot be written."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.killed, self.end = False, time.monotonic() + 1.2
+        self.heartbeat = Heartbeat(folder.heartbeat(1, 0))
+        self.heartbeat.enter("forward", 3)
+        self.heartbeat.set_lost_events(2)
+
+    def poll(self, seconds: float) -> bool:
+        time.sleep(seconds)
+        self.heartbeat.set_lost_events(5)
+        return time.monotonic() > self.end
+
+    def results(self) -> list[str]:
+        return ["done"]
+
+
+def test_supervisor_reports_once_that_events_are_lost_and_their_number_at_the_end(folder):
+    shown = []
+
+    class Viewer(NoViewer):
+        def show(self, event: dict) -> None:
+            shown.append((event["kind"], event["rank"], event["message"]))
+
+    launch = LaunchConfig(restarts=0)
+    assert supervise(folder, launch, lambda *_: RanksWithoutDisk(folder), lambda attempt: Viewer()) == "done"
+    assert shown == [
+        ("events_lost", 0, "rank 0 cannot write its events (is the disk full?); the training continues"),
+        ("events_lost", 0, "the last 5 event(s) of rank 0 could not be written"),
+    ]
+    assert [event["count"] for event in read_events(folder.root / "events" / "supervisor.jsonl")] == [5, 5]
 
 
 def test_under_torchrun_rank_0_stops_the_job_when_the_folder_is_gone(folder, monkeypatch):
