@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from meshwright.config import PRESETS, fingerprint, identity, load_config
+from meshwright.config import IGNORE_INDEX, PRESETS, fingerprint, identity, load_config
 from meshwright.config.fingerprint import flatten
-from meshwright.prover.shrink import not_proven, proof_runs
-from meshwright.prover.shrink.layouts import MAX_RANKS, MAX_RANKS_AFTER_RESUME
+from meshwright.data.source import SyntheticSource
+from meshwright.optim.schedule import learning_rate
+from meshwright.prover.shrink import estimate_seconds, not_proven, open_proof_sources, proof_runs
+from meshwright.prover.shrink.layouts import MAX_RANKS, MAX_RANKS_AFTER_RESUME, pairs, small_layouts
 from meshwright.prover.shrink.sizes import FULL_ACCUMULATION, user_accumulation
+from meshwright.prover.shrink.source import MaskedSource, ModuloSource
 from meshwright.simulator.fake_ddp import MIB, bucket_counts
 from meshwright.topology.layout import Layout, stages_per_rank
 from meshwright.topology.parameter_shapes import decoder_parameter_shapes
@@ -97,6 +101,7 @@ def check_run(config, run):
         assert fingerprint(identity(run.resume_layout)) == fingerprint(identity(run.config))
         assert run.config.checkpoint.every < run.config.steps or config.steps < 3
         assert run.config.checkpoint.mode != "off"
+        assert run.resume_layout.launch.device == "cpu" or config.precision.compute == "fp64"
 
 
 def check_buckets(config):
@@ -153,3 +158,136 @@ def test_full_proof_runs_keep_sizes_that_the_layout_divides(config):
             "model.capacity_factor"
         }
         assert "long sequence" not in [run.name for run in runs]
+
+
+def test_changes_name_the_setting_and_both_values():
+    config = load_config(overrides=["--preset=llama-8b", "--checkpoint.mode=off", "--layout.replicate=1"])
+    runs = proof_runs(config)
+    changes = named(runs, "float64").changes
+    assert {"model.width 4096 to 64", "model.heads 32 to 8", "precision.compute bf16 to fp64"} <= set(changes)
+    assert {"checkpoint.mode off to sync", "launch.device auto to cpu", "checkpoint.seconds 300.0 to 0.0"} <= set(
+        changes
+    )
+    assert "model.separator unset to 0" in named(runs, "variation").changes
+
+
+def test_a_layout_of_many_axes_is_proven_on_several_layouts_that_cover_every_pair():
+    options = "--layout.replicate=2 --layout.shard=parameters --layout.shard_degree=8 --layout.pipeline=16"
+    options += " --layout.context=8 --layout.tensor=8 --batch.micro=1"
+    config = load_config(overrides=["--preset=llama-405b", *options.split()])
+    layouts = small_layouts(config.layout)
+    assert set().union(*map(pairs, layouts)) == pairs(config.layout)
+    assert [Layout.from_config(layout).ranks for layout in layouts] == [8, 8, 8, 8]
+    names = [run.name for run in proof_runs(config)]
+    assert len(set(names)) == len(names)
+    assert "float64 on replicate 2 x shard 2 x tensor 2" in names
+    sentences = not_proven(config, proof_runs(config))
+    assert "tensor parallelism of degree 8 (proven with degree 2)" in sentences
+    assert "128 micro-batches per step (proven with 32)" in sentences
+    assert not any("in one layout" in sentence for sentence in sentences)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--layout.expert=8 --layout.replicate=16 --layout.shard=parameters", Layout(shard=4, expert=2)),
+        ("--layout.expert=16 --layout.replicate=16 --layout.shard=parameters", Layout(shard=4, expert=4)),
+        ("--layout.expert=8 --layout.replicate=8 --layout.tensor=4", Layout(replicate=2, tensor=2, expert=2)),
+        ("--layout.expert=4 --layout.replicate=8 --layout.tensor=4", Layout(replicate=4, tensor=2, expert=2)),
+    ],
+)
+def test_a_small_layout_keeps_several_groups_of_experts_if_the_user_has_them(options, expected):
+    config = load_config(overrides=["--preset=mixtral-8x7b", "--model.experts=16", *options.split()])
+    assert [Layout.from_config(layout) for layout in small_layouts(config.layout)] == [expected]
+
+
+def test_the_number_of_micro_batches_is_the_users_even_beyond_eight_if_time_allows_it():
+    few_blocks = load_config(overrides=["--batch.micro=1", "--batch.global=80"])
+    assert validate(proof_runs(few_blocks)[0].config)[1].accumulation == 40
+    many_blocks = load_config(overrides=["--batch.micro=1", "--batch.global=4096", "--model.layers=100"])
+    assert FULL_ACCUMULATION < validate(proof_runs(many_blocks)[0].config)[1].accumulation < 2048
+
+
+def test_a_sequence_beyond_the_limit_is_proven_with_full_only():
+    config = load_config(overrides=["--data.sequence=32768", "--layout.replicate=1", "--layout.context=2"])
+    runs = proof_runs(config)
+    assert named(runs, "long sequence").config.data.sequence == 16384
+    assert "data.sequence = 32,768 (proven up to 16,384)" in not_proven(config, runs)
+    runs = proof_runs(config, full=True)
+    assert runs[0].config.data.sequence == 32768
+    assert not_proven(config, runs, devices=8) == []
+
+
+def test_every_phase_of_the_schedule_is_passed_through():
+    for kind in ("cosine", "linear", "wsd"):
+        runs = proof_runs(load_config(overrides=[f"--schedule.kind={kind}"]))
+        for config in (runs[0].config, named(runs, "variation").config):
+            rates = [learning_rate(step, config.steps, 1.0, config.schedule) for step in range(config.steps)]
+            assert rates[:3] == [0.5, 1.0, 1.0]
+            assert rates[-1] == pytest.approx(config.schedule.floor)
+        between = rates[3:-1]
+        assert {"cosine": between != pytest.approx([0.7, 0.4]), "linear": between == pytest.approx([0.7, 0.4])}.get(
+            kind, between == [1.0, 1.0]
+        )
+
+
+def test_a_run_in_float64_is_proven_once_and_resumed_from_its_own_checkpoint():
+    runs = proof_runs(load_config(overrides=["--precision.compute=fp64"]))
+    assert [run.name for run in runs] == ["as configured", "variation", "last steps", "long sequence", "another layout"]
+    assert runs[-1].config == runs[0].config
+
+
+def test_the_resumed_run_is_one_of_the_other_runs():
+    for options in (
+        "--checkpoint.mode=off",
+        "--precision.compute=fp64",
+        "--checkpoint.mode=off --precision.compute=fp64",
+    ):
+        runs = proof_runs(load_config(overrides=options.split()))
+        assert runs[-1].config in [run.config for run in runs[:-1]]
+
+
+def test_dropped_tokens_are_proven_on_layouts_that_keep_sequences_whole():
+    options = ["--model.experts=8", "--model.capacity_factor=1.25"]
+    config = load_config(overrides=options)
+    runs = proof_runs(config)
+    assert runs[0].config.model.capacity_factor == 1.25
+    assert all(run.resume_layout is None for run in runs)
+    assert any("resume on another layout" in sentence for sentence in not_proven(config, runs))
+    config = load_config(overrides=[*options, "--layout.replicate=1", "--layout.tensor=2"])
+    runs = proof_runs(config)
+    assert "model.capacity_factor 1.25 to 0.0" in runs[0].changes
+    assert "model.capacity_factor with context or tensor parallelism" in not_proven(config, runs)
+
+
+def test_a_machine_with_one_device_runs_the_config_on_one_rank():
+    config = load_config(overrides=["--layout.shard=parameters", "--layout.replicate=4", "--layout.tensor=2"])
+    run = named(proof_runs(config, devices=1), "on the device")
+    assert validate(run.config)[0] == Layout()
+    assert run.config.launch.device == "auto"
+
+
+def test_token_ids_are_taken_modulo_the_small_vocabulary():
+    config = load_config(overrides=["--model.vocab=50000", "--data.kind=synthetic", "--model.separator=4711"])
+    run = proof_runs(config)[0]
+    [source] = open_proof_sources(config, run)
+    [reference] = [SyntheticSource(len(source), run.config.data.sequence, 50000)]
+    tokens, labels = source[7]
+    assert np.array_equal(tokens, reference[7][0] % run.config.model.vocab)
+    assert np.array_equal(tokens[1:], labels[:-1])
+    assert run.config.model.separator == 4711 % run.config.model.vocab
+    assert source.fingerprint() != ModuloSource(source.source, 17).fingerprint()
+
+
+def test_masked_labels_have_a_different_number_of_valid_tokens_in_every_sample():
+    source = MaskedSource(SyntheticSource(100, 24, 1000), 31, separator=5)
+    valid = {int((source[index][1] != IGNORE_INDEX).sum()) for index in range(100)}
+    assert len(valid) > 12
+    assert np.mean([(source[index][0] == 5).mean() for index in range(100)]) == pytest.approx(1 / 6, rel=0.3)
+    assert all(np.array_equal(*arrays) for arrays in zip(source[3], source[3], strict=True))
+
+
+def test_estimate_grows_with_blocks_and_micro_batches():
+    small, large = (load_config(overrides=[f"--model.layers={n}", "--batch.micro=1"]) for n in (4, 40))
+    assert 5 < estimate_seconds(proof_runs(small)) < 60
+    assert estimate_seconds(proof_runs(large)) > 2 * estimate_seconds(proof_runs(small))

@@ -11,14 +11,29 @@ from meshwright.prover.shrink.runs import ProofRun
 from meshwright.prover.shrink.sizes import user_accumulation
 from meshwright.topology.axes import AXIS_TABLE
 from meshwright.topology.layout import Layout
+from meshwright.topology.parameter_shards import uses_fsdp
+from meshwright.topology.stage_partition import block_cost
 from meshwright.topology.unsupported import validate
 
-START_SECONDS = 1.5
+START_SECONDS = 0.5
+"""of a run, in which its ranks wait for each other"""
 RANK_SECONDS = 0.3
-STEP_SECONDS = 0.02
-BLOCK_PASS_SECONDS = 0.002
-COMPILE_SECONDS = 20.0
-ATTENTION_PAIR_SECONDS = 2e-9
+"""of a core, to start and end a rank"""
+PASS_SECONDS = 0.0025
+"""of a core, for forward and backward of a micro-batch through a small block on one rank"""
+FSDP_SECONDS = 0.0075
+CONTEXT_SECONDS = 0.003
+TENSOR_SECONDS = 0.016
+EXPERTS_SECONDS = 0.005
+"""of a core, per pass in addition, for the collectives and wrappers of an axis and for routing"""
+REFERENCE_PASS_SECONDS = 0.006
+"""of a core, for forward and backward of a step through a small block in the reference"""
+REFERENCES = 2
+"""how many times the reference computes a run: once for its values, and once for its rounding"""
+COMPILE_SECONDS = 15.0
+"""of a core, to compile the blocks of a rank"""
+MULTIPLY_ADDS_PER_SECOND = 5e9
+"""of a core, in float64"""
 
 
 def not_proven(config: RunConfig, runs: Sequence[ProofRun], devices: int = 0) -> list[str]:
@@ -82,16 +97,33 @@ def unproven_settings(config: RunConfig, runs: Sequence[ProofRun]) -> list[str]:
 
 
 def estimate_seconds(runs: Sequence[ProofRun]) -> float:
-    """The time of all runs on this machine."""
-    return sum(estimate_run(run.config) for run in runs)
-
-
-def estimate_run(config: RunConfig) -> float:
-    layout, batch = validate(config)
+    """The time of all runs and their references on this machine. A resume repeats half of the steps."""
     cores = os.cpu_count() or 1
-    ranks = max(1.0, layout.ranks / cores)
-    passes = config.model.layers / layout.pipeline * batch.accumulation * ranks
-    pairs_per_step = config.data.sequence**2 * config.model.heads * batch.local * config.model.layers
-    step = STEP_SECONDS * ranks + BLOCK_PASS_SECONDS * passes + ATTENTION_PAIR_SECONDS * pairs_per_step * ranks
+    seconds = 0.0
+    for run in runs:
+        steps = run.config.steps - run.first_step
+        if run.resume_layout is None:
+            seconds += estimate_run(run.config, steps, cores) + estimate_reference(run.config, steps) / cores
+        else:
+            seconds += estimate_run(run.resume_layout, steps // 2, cores)
+    return seconds
+
+
+def estimate_run(config: RunConfig, steps: int, cores: int) -> float:
+    """The ranks share the cores."""
+    layout, batch = validate(config)
+    overhead = PASS_SECONDS + FSDP_SECONDS * uses_fsdp(layout)
+    overhead += CONTEXT_SECONDS * (layout.context > 1) + TENSOR_SECONDS * (layout.tensor > 1)
+    overhead += EXPERTS_SECONDS * (config.model.experts > 0)
+    passes = config.model.layers / layout.pipeline * batch.accumulation
+    work = 3 * block_cost(config.model, config.data.sequence) * config.data.sequence * batch.micro
+    compute = work / (layout.context * layout.tensor) / MULTIPLY_ADDS_PER_SECOND
     compilation = COMPILE_SECONDS if config.compile.enabled else 0.0
-    return START_SECONDS + RANK_SECONDS * layout.ranks + config.steps * step + compilation
+    of_a_rank = RANK_SECONDS + compilation + steps * passes * (overhead + compute)
+    return START_SECONDS + of_a_rank * max(1.0, layout.ranks / cores)
+
+
+def estimate_reference(config: RunConfig, steps: int) -> float:
+    work = 3 * block_cost(config.model, config.data.sequence) * config.data.sequence * config.batch.global_
+    of_a_block = REFERENCE_PASS_SECONDS + work / MULTIPLY_ADDS_PER_SECOND
+    return REFERENCES * steps * config.model.layers * of_a_block

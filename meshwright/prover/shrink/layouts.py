@@ -34,6 +34,8 @@ def small_layouts(config: LayoutConfig, max_ranks: int = MAX_RANKS) -> list[Layo
     if max_ranks == 1:
         return [small_layout(config, {}, 1)]
     used = [axis for axis in PREFERENCE if axis in layout.active_mesh_axes]
+    if max_ranks == 1:
+        return [small_layout(config, {}, max_ranks)]
     subsets = list(combinations(used, min(len(used), max_ranks.bit_length() - 1)))
     covered: set[frozenset[str]] = set()
     chosen: list[LayoutConfig] = []

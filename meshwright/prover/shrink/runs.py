@@ -33,9 +33,9 @@ from meshwright.topology.unsupported import validate
 MAX_SEQUENCE = 16_384
 """The longest sequence that is proven by default."""
 MAX_RANKS_OF_LONG_SEQUENCES = 4
-VARIATION = Limits(vocab=31)
-"""With few tokens in the vocabulary, every sequence has separators, and so several documents."""
-LONG_SEQUENCE = Limits(kv_heads=1, heads=2, width=16, head_size=8, ffn=16, micro=1, sequence=MAX_SEQUENCE)
+VARIATION = Limits(steps=6)
+"""Two steps of warm-up and four of decay, in which every shape of the schedule differs from the others."""
+LONG_SEQUENCE = Limits(kv_heads=1, heads=2, width=16, head_size=8, ffn=16, micro=1, sequence=MAX_SEQUENCE, steps=1)
 DEVICE = Limits(vocab=512, ffn=256, heads=8, width=1024, head_size=128, sequence=256)
 """Sizes at which a device runs the kernels of large models."""
 DEVICE_BLOCKS = 4
@@ -73,6 +73,7 @@ def proof_runs(config: RunConfig, full: bool = False, devices: int = 0) -> list[
     configured = [shrink(config, layout, limits) for layout in layouts]
     float64 = [as_float64(run) for run in configured]
     if config.precision.compute == "fp64" and not devices:
+        float64 = [replace(proof, count_bytes_every=limits.steps) for proof in float64]
         runs = named_runs(config, "as configured", float64)
     elif devices >= max(Layout.from_config(layout).ranks for layout in layouts) or not devices:
         runs = named_runs(config, "as configured", configured) + named_runs(config, "float64", float64)
@@ -86,7 +87,7 @@ def proof_runs(config: RunConfig, full: bool = False, devices: int = 0) -> list[
     if config.data.sequence > configured[0].data.sequence:
         long_sequence = at_full_length(config, full)
         runs.append(ProofRun("long sequence", long_sequence, changes(config, long_sequence)))
-    runs += resumed_on_another_layout(config, as_float64(float64[0]))
+    runs += resumed_on_another_layout(config, float64[0])
     return runs
 
 
@@ -118,7 +119,7 @@ def for_device(config: RunConfig, layout_config: LayoutConfig, full: bool) -> Ru
 
 def as_float64(config: RunConfig) -> RunConfig:
     """The same run in float64 on CPU, whose rounding hides no error, and without gradient compression, which rounds. It
-    always saves checkpoints.
+    always saves checkpoints, and counts no bytes, which is slow.
     """
     mode = "sync" if config.checkpoint.mode == "off" else config.checkpoint.mode
     return replace(
@@ -127,6 +128,7 @@ def as_float64(config: RunConfig) -> RunConfig:
         launch=replace(config.launch, device="cpu"),
         ddp=replace(config.ddp, comm_hook="none"),
         checkpoint=replace(config.checkpoint, mode=mode),
+        count_bytes_every=0,
     )
 
 
@@ -196,7 +198,6 @@ def at_full_length(config: RunConfig, full: bool) -> RunConfig:
     stages = layout.pipeline * stages_per_rank(config) if layout.pipeline > 1 else 1
     return replace(
         proof,
-        steps=1,
         model=replace(proof.model, layers=max(stages, min(2, config.model.layers))),
         batch=small_batch(config, layout, fit_accumulation(config, layout, 1), limits.micro),
         eval=replace(proof.eval, every=0),
@@ -218,12 +219,12 @@ def resumed_on_another_layout(config: RunConfig, proof: RunConfig) -> list[Proof
 
 
 def place(config: RunConfig, layout_config: LayoutConfig) -> RunConfig | None:
-    """The same run on another layout, with the smallest micro-batch; None if the layout does not support it."""
+    """The same run on another layout, in as few micro-batches as possible; None if the layout does not support it."""
     layout = Layout.from_config(layout_config)
     local, remainder = divmod(config.batch.global_, layout.data_degree)
     if remainder:
         return None
-    for micro in (m for m in range(1, local + 1) if local % m == 0):
+    for micro in (m for m in range(local, 0, -1) if local % m == 0):
         resumed = replace(
             config,
             layout=layout_config,

@@ -32,13 +32,12 @@ from meshwright.topology.unsupported import min_shard_group_size
 
 HANG_TIMEOUT = 60.0
 """Seconds after which a proof run without progress has failed."""
-STEPS = 5
-"""The steps of a proof run: two of warm-up, then three of decay."""
 WARMUP = 2
+"""Steps of warm-up; of a proof run of four steps, half."""
 CADENCE = 2
 """Steps between checkpoints, evaluations and comparisons of replicas."""
 KEPT_CHECKPOINTS = 3
-"""Enough to keep the first checkpoint of a run of `STEPS` steps."""
+"""Enough to keep the first checkpoint of a proof run."""
 MAX_WORKERS = 2
 FULL_ACCUMULATION = 8
 """Up to this number, a proof run has as many micro-batches per step as the user's."""
@@ -64,10 +63,11 @@ class Limits:
     experts_active: int = 8
     sequence: int = 24
     micro: int = 2
+    steps: int = 4
 
 
 SMALL = Limits()
-UNLIMITED = Limits(*([1 << 62] * len(Limits.__dataclass_fields__)))
+UNLIMITED = Limits(*([1 << 62] * (len(Limits.__dataclass_fields__) - 1)))
 """Limits that shrink nothing; sizes that a smaller layout does not divide are still rounded up."""
 
 
@@ -77,7 +77,7 @@ def shrink(config: RunConfig, layout_config: LayoutConfig, limits: Limits = SMAL
     model = small_model(config, layout, limits)
     return replace(
         config,
-        steps=min(config.steps or STEPS, STEPS),
+        steps=min(config.steps or limits.steps, limits.steps),
         model=model,
         layout=layout_config,
         data=replace(
@@ -86,13 +86,13 @@ def shrink(config: RunConfig, layout_config: LayoutConfig, limits: Limits = SMAL
             workers=min(config.data.workers, MAX_WORKERS),
         ),
         batch=small_batch(config, layout, proof_accumulation(config, layout, limits), limits.micro),
-        schedule=small_schedule(config.schedule),
+        schedule=small_schedule(config.schedule, limits.steps),
         numerics=replace(config.numerics, compare_every=min(config.numerics.compare_every, CADENCE)),
         eval=small_eval(config.eval, layout),
         checkpoint=small_checkpoint(config.checkpoint),
         fsdp=fit_reshard_degree(config.fsdp, layout),
         ddp=small_buckets(config, model, layout),
-        count_bytes_every=STEPS - 1,
+        count_bytes_every=limits.steps,
         launch=small_launch(config),
     )
 
@@ -213,10 +213,10 @@ def small_batch(config: RunConfig, layout: Layout, accumulation: int, limit: int
     return BatchConfig(layout.data_degree * accumulation * micro, None if keeps_unset else micro)
 
 
-def small_schedule(schedule: ScheduleConfig) -> ScheduleConfig:
+def small_schedule(schedule: ScheduleConfig, steps: int) -> ScheduleConfig:
     """The schedule with a short warm-up. The final decay of wsd takes two steps, of which the second is lower."""
     decays = schedule.kind == "wsd" and schedule.decay > 0
-    decay = max(schedule.decay, 2 / STEPS) if decays else schedule.decay
+    decay = max(schedule.decay, min(1.0, 2 / steps)) if decays else schedule.decay
     return replace(schedule, warmup=min(schedule.warmup, WARMUP), decay=decay)
 
 
