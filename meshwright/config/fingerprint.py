@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from functools import cache
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from meshwright.config.constraints import Placement
@@ -23,7 +24,7 @@ def placement(config: RunConfig) -> dict[str, Any]:
 
 def flatten(node: Any, path: str = "") -> list[tuple[str, Any, bool]]:
     """Lists (dotted key, value, whether it is placement) for every leaf of a config."""
-    hints = get_type_hints(type(node), include_extras=True)
+    hints = annotations(type(node))
     rows: list[tuple[str, Any, bool]] = []
     for field in dataclasses.fields(node):
         value, hint, key = getattr(node, field.name), hints[field.name], path + field.name.rstrip("_")
@@ -36,6 +37,12 @@ def flatten(node: Any, path: str = "") -> list[tuple[str, Any, bool]]:
         else:
             rows.append((key, value, marked))
     return rows
+
+
+@cache
+def annotations(cls: type) -> dict[str, Any]:
+    """The annotated types of a config class, which are slow to evaluate."""
+    return get_type_hints(cls, include_extras=True)
 
 
 def fingerprint(values: dict[str, Any]) -> str:
