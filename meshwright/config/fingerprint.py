@@ -24,7 +24,7 @@ def placement(config: RunConfig) -> dict[str, Any]:
 
 def flatten(node: Any, path: str = "") -> list[tuple[str, Any, bool]]:
     """Lists (dotted key, value, whether it is placement) for every leaf of a config."""
-    hints = annotations(type(node))
+    hints = type_hints(type(node))
     rows: list[tuple[str, Any, bool]] = []
     for field in dataclasses.fields(node):
         value, hint, key = getattr(node, field.name), hints[field.name], path + field.name.rstrip("_")
@@ -40,7 +40,7 @@ def flatten(node: Any, path: str = "") -> list[tuple[str, Any, bool]]:
 
 
 @cache
-def annotations(cls: type) -> dict[str, Any]:
+def type_hints(cls: type) -> dict[str, Any]:
     """The annotated types of a config class, which are slow to evaluate."""
     return get_type_hints(cls, include_extras=True)
 
