@@ -24,7 +24,8 @@ def placement(config: RunConfig) -> dict[str, Any]:
 
 def flatten(node: Any, path: str = "") -> list[tuple[str, Any, bool]]:
     """Lists (dotted key, value, whether it is placement) for every leaf of a config."""
-    hints = type_hints(type(node))
+    cls: type = type(node)
+    hints = type_hints(cls)
     rows: list[tuple[str, Any, bool]] = []
     for field in dataclasses.fields(node):
         value, hint, key = getattr(node, field.name), hints[field.name], path + field.name.rstrip("_")
