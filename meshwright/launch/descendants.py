@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from contextlib import suppress
+from typing import NoReturn
 
 MARK = "MESHWRIGHT_DESCENDANT_OF"
 """The environment variable with the marks of all launchers and ranks that a process descends from."""
@@ -38,6 +39,49 @@ def end_descendants(mark: str, session: int = 0) -> None:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)
+
+
+class DescendantGuard:
+    """A process that ends the descendants of ranks if this process is killed and cannot do it itself.
+
+    Args:
+        ranks: the mark and the session of every rank.
+    """
+
+    def __init__(self, ranks: list[tuple[str, int]]) -> None:
+        reader, self._writer = os.pipe()
+        self._pid = os.fork()
+        if not self._pid:
+            guard_descendants(reader, ranks)
+        os.close(reader)
+
+    def release(self) -> None:
+        """Ends the guard: the ranks have ended, and so have their descendants."""
+        if self._pid:
+            with suppress(OSError):
+                os.write(self._writer, b"0")
+            os.close(self._writer)
+            with suppress(ChildProcessError):
+                os.waitpid(self._pid, 0)
+            self._pid = 0
+
+
+def guard_descendants(reader: int, ranks: list[tuple[str, int]]) -> NoReturn:
+    """Waits until the other end of a pipe is closed, which happens when its process ends, and ends the descendants."""
+    try:
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        os.dup2(reader, 0)
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in (1, 2):
+            os.dup2(null, stream)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the files of this process must not stay open in the guard
+        if not os.read(0, 1):
+            for mark, session in ranks:
+                end_descendants(mark, session)
+    finally:
+        os._exit(0)
 
 
 def find_descendants(mark: str, session: int) -> list[int]:

@@ -29,7 +29,7 @@ import torch
 from meshwright.config import LaunchConfig
 from meshwright.errors import ConfigError
 from meshwright.io import create_file
-from meshwright.launch.descendants import end_descendants, lead_session
+from meshwright.launch.descendants import DescendantGuard, end_descendants, lead_session
 from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, leave_process_group
 from meshwright.launch.scratch_folder import ScratchFolder, remove_stale_folders
 from meshwright.parallel.world import World
@@ -93,6 +93,7 @@ class Ranks:
             writer.close()
             self._pipes[rank] = reader
             self._processes.append(process)
+        self._guard = DescendantGuard([(f"{self._mark}-{rank}", p.pid) for rank, p in enumerate(self._processes)])
 
     @property
     def launcher_pid(self) -> int:
@@ -128,6 +129,8 @@ class Ranks:
             self._kill_deadline = min(self._kill_deadline, now + grace)
         if now > self._kill_deadline and self._pipes:
             self.kill()
+        if not self._pipes:
+            self._guard.release()
         return not self._pipes
 
     def _collect(self, rank: int) -> None:
@@ -168,6 +171,7 @@ class Ranks:
             if rank in self._failures and self._failures[rank].error_type == "Killed":
                 message = f"rank {rank} did not end by itself and was killed"
                 self._failures[rank] = replace(self._failures[rank], message=message, secondary=True)
+        self._guard.release()
 
     def results(self) -> list[Any]:
         """The return values in the order of the ranks, or RanksFailed. Removes the temporary folder."""

@@ -84,7 +84,7 @@ def test_signal_stops_every_rank_before_the_same_step_with_exit_code_130_or_143(
     job = start_job(tmp_path / "r", "--steps", "100000")
     wait_for_steps(tmp_path / "r", 5)
     below = descendants(job.pid)
-    assert len(below) == 3  # the fork server and two ranks
+    assert len(below) == 4  # the fork server, two ranks and the guard of their descendants
     os.kill(job.pid, number)
     out, err = job.communicate(timeout=30)
     assert job.returncode == code

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from meshwright.config import LaunchConfig
 from meshwright.launch.descendants import MARK, end_descendants, with_mark
 from meshwright.launch.ranks import Ranks
 from meshwright.recover.failures import RanksFailed
@@ -79,3 +80,20 @@ def test_only_processes_with_the_mark_are_ended():
         for process in (marked, other):
             process.kill()
             process.wait()
+
+
+def test_processes_of_ranks_end_when_the_launcher_is_killed(tmp_path):
+    launcher = os.fork()
+    if not launcher:
+        ranks = Ranks(start_all, 1, ("stopped", str(tmp_path / "pids")), LaunchConfig(device="cpu"))
+        while not ranks.poll(0.1):
+            pass
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pids.done").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(launcher, signal.SIGKILL)
+    os.waitpid(launcher, 0)
+    pids = [int(line) for line in (tmp_path / "pids.done").read_text().split()]
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in pids if is_running(pid)]
