@@ -110,7 +110,7 @@ def expected_duration(config: RunConfig, full: bool) -> str:
     beyond += ["--full"] if full else []
     if not beyond:
         return ""
-    seconds = estimate_seconds(proof_runs(config, full, cuda_devices(config)))
+    seconds = estimate_seconds(proof_runs(config, full, cuda_devices(config.launch)))
     return f"the training check of {', '.join(beyond)} takes about {seconds:,.0f} s on this machine"
 
 
@@ -163,7 +163,7 @@ def build_certificate(config: RunConfig, results: list[CheckResult], full: bool 
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "passed": bool(results) and all(result.passed for result in results),
         "checks": [asdict(result) for result in results],
-        "not_proven": not_proven(config, proof_runs(config, full, devices := cuda_devices(config)), devices),
+        "not_proven": not_proven(config, proof_runs(config, full, devices := cuda_devices(config.launch)), devices),
         "notes": unused_settings(config),
     }
     certificate["digest"] = hashlib.sha256(json.dumps(certificate, sort_keys=True).encode()).hexdigest()

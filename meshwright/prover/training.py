@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import cast
 
@@ -18,7 +19,7 @@ from meshwright.data.source import Source
 from meshwright.errors import MeshwrightError
 from meshwright.launch.ranks import Ranks, run_ranks
 from meshwright.parallel.compile import require_compiler
-from meshwright.parallel.world import runs_on_cpu
+from meshwright.parallel.world import World
 from meshwright.prover.claims import Claim, describe_settings, fault_environment, supervise_quietly
 from meshwright.prover.comm_volume import check_communication
 from meshwright.prover.compare.causes import NEXT_MOVES, Evidence, likely_cause
@@ -67,7 +68,7 @@ Outcome = AssembledTrace | MeshwrightError
 
 def check_training(config: RunConfig, full: bool = False) -> Iterator[Claim]:
     """Trains every proof run and compares it with the reference, which is computed at the same time."""
-    proofs = proof_runs(config, full, cuda_devices(config))
+    proofs = proof_runs(config, full, cuda_devices(config.launch))
     with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as base:
         runs = [prepare(config, run, Path(base) / str(index)) for index, run in enumerate(proofs)]
         straight = [traced for traced in runs if traced.run.resume_layout is None]
@@ -92,9 +93,19 @@ def check_training(config: RunConfig, full: bool = False) -> Iterator[Claim]:
                 yield claim._replace(check="communication")
 
 
-def cuda_devices(config: RunConfig) -> int:
-    """The number of CUDA devices of this machine that the config uses."""
-    return 0 if runs_on_cpu(config.launch) else torch.cuda.device_count()
+@cache
+def cuda_devices(launch: LaunchConfig) -> int:
+    """The number of CUDA devices of this machine that a job uses. A process of its own counts them: CUDA in the
+    launcher would not survive the fork of ranks.
+    """
+    if launch.device == "cpu" or torch.version.cuda is None:
+        return 0
+    [devices] = run_ranks(count_devices, 1, launch=replace(launch, device="cpu"))
+    return int(devices)
+
+
+def count_devices(_world: World) -> int:
+    return torch.cuda.device_count()
 
 
 def reference_launch(config: RunConfig) -> LaunchConfig:
