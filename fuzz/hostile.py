@@ -13,7 +13,7 @@ from fuzz.configs import Tree
 from fuzz.damage import damage_folder
 from fuzz.episode import Episode
 from fuzz.jobs import ROOT, Ended
-from fuzz.mutations import HOSTILE_VALUES, mutate_json, mutate_toml
+from fuzz.mutations import draw_value, mutate_json, mutate_toml
 from fuzz.oracle import DOCUMENTED_CODES, expect, reported_digest, tree_digest
 from fuzz.training import COLD
 
@@ -28,16 +28,27 @@ CLUSTER: Tree = {
     "device": {"name": "h100", "is_cpu": False, "peak_tflops": {"bf16": 989.0}},
     "intra_node": {"bandwidth_gbs": 450.0, "latency_us": 3.0, "curve": [[1048576, 40.0], [16777216, 220.0]]},
 }
+ARGUMENTS = (
+    "plan schedule gpipe --ranks ? --micro ? --stages ?",
+    "plan schedule zbv --micro ? --forward ? --weight ?",
+    "plan schedule --ranks ? --micro ?",
+    "plan tiny --ranks ? --batch ? --sequence ? --top ?",
+    "plan llama-8b --cluster ? --precision ?",
+    "plan llama-8b --cluster h100:8x? --scale --critical-batch ?",
+    "simulate --ranks ? --rank ?",
+    "simulate --ranks 8 --layout.pipeline=? --layout.tensor=?",
+    "data show FILE --step ? --rank ?",
+    "data find FILE --sample ? --epochs ?",
+    "train FILE --plan ? --cluster ? --run RUN --steps 1",
+    "train FILE --ranks ? --steps 1 --run RUN",
+    "checkpoint digest ? --step ?",
+    "report ?",
+)
+"""Command lines in which every question mark becomes a hostile value."""
 MEMORY_LIMIT = 2 << 30
 """Peak resident bytes of a command that reads hostile input."""
 CODES_WITHOUT_MESSAGE = ("checkpoint verify", "checkpoint diff", "report")
 """Verbs whose exit code is part of a complete answer."""
-SMALL_VALUES: tuple[Any, ...] = tuple(
-    value
-    for value in HOSTILE_VALUES
-    if not isinstance(value, int | float) or abs(value) < 100 or abs(value) > 1 << 40 or value != value
-)
-"""Hostile values without sizes that are valid and merely slow."""
 
 
 def run_hostile(episode: Episode, args: list[str], timeout: float = 60.0) -> Ended:
@@ -115,6 +126,10 @@ def hostile_file(episode: Episode) -> None:
     episode.result = f"{args[0]} -> {ended.code}"
 
 
+def as_argument(value: Any) -> str:
+    return str(value)[:200].replace("\0", "?")
+
+
 def draw_command(episode: Episode, rng: random.Random) -> tuple[str, list[str]]:
     """What is mutated, and the command that reads it."""
 
@@ -124,19 +139,28 @@ def draw_command(episode: Episode, rng: random.Random) -> tuple[str, list[str]]:
         return str(path)
 
     tree = episode.draw()
-    match rng.choice(["run file", "run file", "override", "cluster file", "replay file", "model file"]):
+    match rng.choice(["run file", "run file", "override", "cluster file", "replay file", "model file", "arguments"]):
         case "run file":
-            file = write("run.toml", mutate_toml(rng, tree, SMALL_VALUES))
-            train = ["train", file, "--run", str(episode.run_folder), "--launch.device=cpu", "--steps=2"]
-            others = [["plan", file, "--cluster", "h100:2"], ["simulate", file], ["prove", file, "--ranks=1"]]
-            return "run file", rng.choice([train, *others])
+            verb = rng.choice(["train", "plan", "simulate", "prove"])
+            file = write("run.toml", mutate_toml(rng, tree, mild=verb in ("train", "prove")))
+            options = {
+                "train": ["--run", str(episode.run_folder), "--launch.device=cpu", "--steps=2"],
+                "plan": ["--cluster", "h100:2"],
+            }
+            return "run file", [verb, file, *options.get(verb, [])]
         case "override":
             section = rng.choice([key for key, value in tree.items() if isinstance(value, dict)])
-            key = f"--{section}.{rng.choice([*tree[section], 'x', ''])}"
-            value = str(rng.choice(SMALL_VALUES))[:200].replace("\0", "?")
+            name = rng.choice([*tree[section], "x", ""])
             verb = rng.choice(["train", "plan", "simulate"])
+            key, value = f"--{section}.{name}", as_argument(draw_value(rng, tree[section].get(name), verb == "train"))
             args = episode.train_args(tree, "--steps=2") if verb == "train" else [verb, episode.write_run_file(tree)]
             return f"override {key}={value[:20]!r}", [*args, f"{key}={value}"]
+        case "arguments":
+            line = rng.choice(ARGUMENTS)
+            names = {"FILE": episode.write_run_file(tree), "RUN": str(episode.run_folder)}
+            hostile = (as_argument(draw_value(rng, int(2 ** rng.uniform(0, 24)))) for _ in range(4))
+            args = [names.get(arg, arg.replace("?", next(hostile)) if "?" in arg else arg) for arg in line.split()]
+            return " ".join(args).replace(str(episode.folder), ".")[:100], args
         case "cluster file":
             file = write("cluster.toml", mutate_toml(rng, CLUSTER))
             return "cluster file", ["plan", rng.choice(["tiny", "llama-8b"]), "--cluster", file]

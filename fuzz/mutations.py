@@ -55,14 +55,16 @@ def mutate_bytes(rng: random.Random, content: bytes) -> bytes:
     return bytes(data)
 
 
-def mutate_tree(rng: random.Random, tree: Any, values: tuple[Any, ...] = HOSTILE_VALUES) -> Any:
-    """One place of a nested document replaced, removed, renamed, nested or swapped with another."""
+def mutate_tree(rng: random.Random, tree: Any, mild: bool = False) -> Any:
+    """One place of a nested document replaced, removed, renamed, nested or copied from another. A mild mutation makes
+    no size large that stays valid, because training would merely be slow.
+    """
     tree = copy.deepcopy(tree)
     places = list(walk(tree))
     if not places:
-        return copy.deepcopy(rng.choice(values))
+        return draw_value(rng, tree, mild)
     parent, key = rng.choice(places)
-    match rng.randrange(7):
+    match rng.randrange(9):
         case 0:
             del parent[key]
         case 1 if isinstance(parent, dict):
@@ -73,8 +75,21 @@ def mutate_tree(rng: random.Random, tree: Any, values: tuple[Any, ...] = HOSTILE
             other_parent, other_key = rng.choice(places)
             parent[key] = copy.deepcopy(other_parent[other_key])
         case _:
-            parent[key] = copy.deepcopy(rng.choice(values))
+            parent[key] = draw_value(rng, parent[key], mild)
     return tree
+
+
+def draw_value(rng: random.Random, value: Any, mild: bool = False) -> Any:
+    """Another value in the place of `value`: a number near it or a multiple of it, or one of HOSTILE_VALUES."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and rng.random() < 0.6:
+        factors = (0.5, 2, 3, 4) if mild else (0.5, 2, 3, 4, 16, 1000, 1e6)
+        return rng.choice([value + 1, value - 1, -value, type(value)(value * rng.choice(factors))])
+    values = [each for each in HOSTILE_VALUES if not (mild and is_large_size(each))]
+    return copy.deepcopy(rng.choice(values))
+
+
+def is_large_size(value: Any) -> bool:
+    return isinstance(value, int | float) and 100 < value < 1 << 40
 
 
 def walk(tree: Any) -> list[tuple[Any, Any]]:
@@ -99,13 +114,13 @@ def mutate_json(rng: random.Random, text: str) -> bytes:
     return json.dumps(tree).encode(errors="replace")
 
 
-def mutate_toml(rng: random.Random, tree: dict[str, Any], values: tuple[Any, ...] = HOSTILE_VALUES) -> bytes:
+def mutate_toml(rng: random.Random, tree: dict[str, Any], mild: bool = False) -> bytes:
     """A TOML document with a mutated tree, or with mutated bytes."""
     if rng.random() < 0.2:
         return mutate_bytes(rng, tomli_w.dumps(tree).encode())
     mutated: Any = tree
     for _ in range(rng.choice([1, 1, 2, 3])):
-        mutated = mutate_tree(rng, mutated, values)
+        mutated = mutate_tree(rng, mutated, mild)
     mutated = without_null(mutated)
     try:
         return tomli_w.dumps(mutated).encode(errors="replace")

@@ -95,7 +95,7 @@ def check_ended(ended: Ended, codes: tuple[int, ...], hostile: bool = False) -> 
     """The exit code is one of `codes` and nothing crashed. With hostile input, not even a rank may raise an error that
     is not one of Meshwright's own.
     """
-    tail = ended.output.strip()[-1500:]
+    tail = "\n".join(line[:400] for line in ended.output.strip().splitlines()[-8:])
     stacks = ended.output[max(0, ended.output.find(ABORTED)) :]
     expect(not ended.timed_out, "an end within the time limit", f"a job that runs for {ended.seconds:.0f} s: {stacks}")
     expect(ended.code in codes, f"exit code {' or '.join(map(str, codes))}", f"{ended.code}: {tail}")
