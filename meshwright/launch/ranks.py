@@ -35,7 +35,7 @@ from meshwright.launch.scratch_folder import ScratchFolder, remove_stale_folders
 from meshwright.parallel.world import World
 from meshwright.parent_death import exit_with_parent
 from meshwright.recover.failures import Failure, RanksFailed
-from meshwright.telemetry.heartbeat import Heartbeat
+from meshwright.telemetry.heartbeat import Heartbeat, read_heartbeat
 
 Task = tuple[Callable[..., Any], tuple[Any, ...]]
 """The function that a rank runs, and its arguments after `world`."""
@@ -71,6 +71,7 @@ class Ranks:
         self._kill_deadline = float("inf")
         self._sent_signal = 0
         task: Task = (function, tuple(args))
+        self._heartbeats = heartbeats or [self._folder.path / f"heartbeat-{rank}" for rank in range(count)]
         payload = self._write_task(task) if context.get_start_method() == "spawn" else task
         sys.stdout.flush()
         sys.stderr.flush()
@@ -84,7 +85,7 @@ class Ranks:
                 dict(facts or {}),
                 writer,
                 logs[rank] if logs else None,
-                heartbeats[rank] if heartbeats else None,
+                self._heartbeats[rank],
                 os.getpid(),
                 f"{self._mark}-{rank}",
             )
@@ -173,6 +174,19 @@ class Ranks:
                 self._failures[rank] = replace(self._failures[rank], message=message, secondary=True)
         self._guard.release()
 
+    def kill_hung(self, seconds: float) -> None:
+        """Kills the ranks that still run after so many seconds. Each failure says where the rank was; a rank that waits
+        for others is never the root cause.
+        """
+        readings = {rank: read_heartbeat(self._heartbeats[rank]) for rank in self._pipes}
+        self.kill()
+        for rank, reading in readings.items():
+            location = reading.location if reading is not None else "before it wrote a heartbeat"
+            waiting, step = (reading.waiting, reading.step) if reading is not None else (False, -1)
+            message = f"rank {rank} had not ended after {seconds:g} s: {location}"
+            hang = Failure(rank, "Hang", message, 8, time.monotonic(), waiting, step=step if step >= 0 else None)
+            self._failures[rank] = hang
+
     def results(self) -> list[Any]:
         """The return values in the order of the ranks, or RanksFailed. Removes the temporary folder."""
         self._folder.remove()
@@ -219,7 +233,7 @@ def run_ranks(
     facts: Mapping[str, Any] | None = None,
 ) -> list[Any]:
     """Runs `function(world, *args)` on `count` ranks, on CPU unless `launch` says otherwise, and returns their values
-    in the order of the ranks. After `timeout` seconds the ranks are killed and TimeoutError is raised.
+    in the order of the ranks. After `timeout` seconds the ranks are killed, and RanksFailed says where each one was.
     """
     launch = launch or LaunchConfig(rendezvous_timeout=30.0, collective_timeout=60.0, device="cpu")
     ranks = Ranks(function, count, args, launch, facts)
@@ -227,8 +241,7 @@ def run_ranks(
     try:
         while not ranks.poll(max(0.0, min(1.0, deadline - time.monotonic()))):
             if time.monotonic() > deadline:
-                ranks.kill()
-                raise TimeoutError(f"ranks were still running after {timeout:g} s")
+                ranks.kill_hung(timeout)
     except BaseException:
         ranks.kill()
         raise
@@ -242,7 +255,7 @@ def _rank_main(
     facts: dict[str, Any],
     writer: Connection,
     log: Path | None,
-    heartbeat_path: Path | None,
+    heartbeat_path: Path,
     parent: int,
     mark: str,
 ) -> None:

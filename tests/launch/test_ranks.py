@@ -69,7 +69,8 @@ def test_killed_rank_is_reported_with_its_signal():
 def test_run_ranks_kills_every_rank_after_the_timeout():
     pids = []
 
-    def work(_world):
+    def work(world):
+        world.heartbeat.enter("forward", 7)
         time.sleep(60)
 
     class RecordingRanks(Ranks):
@@ -81,8 +82,10 @@ def test_run_ranks_kills_every_rank_after_the_timeout():
 
     original, module.Ranks = module.Ranks, RecordingRanks
     try:
-        with pytest.raises(TimeoutError):
-            run_ranks(work, 2, timeout=2.0)
+        with pytest.raises(RanksFailed, match=r"rank [01] had not ended after 3 s: step 7, forward") as failed:
+            run_ranks(work, 2, timeout=3.0)
+        assert {failure.rank for failure in failed.value.failures} == {0, 1}
+        assert failed.value.step == 7
     finally:
         module.Ranks = original
     assert len(pids) == 2

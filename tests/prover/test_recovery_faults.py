@@ -1,0 +1,97 @@
+"""Every seeded fault of checkpoints and restarts is found by the recovery check, by the claim that it breaks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from recovery_faults import DAMAGED, FAULTS, KILLS
+from small_run import SMALL
+
+from meshwright.config import load_config
+from meshwright.prover import recovery
+from meshwright.prover.recovery import check_damage_and_reshard, check_kills, check_recovery
+from meshwright.prover.state.damage import DAMAGES
+from meshwright.prover.state.large_files import check_large_files
+from meshwright.prover.state.proof_run import RecordedRun
+from meshwright.prover.state.recovery_configs import with_real_blocks
+
+FEW_KILLS = ("step.update", "save.after_shard", "start.restored")
+
+
+def config_with(*options: str):
+    return load_config(overrides=[*SMALL, "--layout.replicate=1", *options])
+
+
+def failed_claims(claims):
+    return [(claim, measured) for claim, passed, measured in claims if not passed]
+
+
+def run_part(part: str, config, base: Path):
+    """The claims of one part of the check, as they are made."""
+    if part == KILLS:
+        yield from check_kills(config, base)
+    elif part == DAMAGED:
+        proof = with_real_blocks(config, len(DAMAGES) + 3)
+        yield from check_damage_and_reshard(config, RecordedRun(proof, base / "resharded"))
+    else:
+        yield check_large_files()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_seeded_recovery_fault_is_found_by_its_own_claim(name, monkeypatch, tmp_path):
+    """The claims before it hold: one fault does not break the claims about something else."""
+    fault = FAULTS[name]
+    monkeypatch.setattr(recovery, "KILL_POINTS", FEW_KILLS)
+    fault.inject(monkeypatch)
+    for claim, passed, measured in run_part(fault.part, config_with(*fault.options), tmp_path):
+        if fault.claim in claim:
+            assert not passed, f"not found: {measured}"
+            assert fault.expected in measured, measured
+            return
+        assert passed, f"{claim}: {measured}"
+    pytest.fail(f"no claim contains {fault.claim!r}")
+
+
+CLEAN = {
+    "DDP, async": ("--layout.replicate=2",),
+    "FSDP, sync, fp16": ("--layout.replicate=2", "--layout.shard=parameters", "--precision.compute=fp16",
+                         "--checkpoint.mode=sync"),
+    "one rank, 12 blocks": ("--model.layers=12",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", CLEAN.values(), ids=CLEAN)
+def test_recovery_check_has_no_false_alarm(options, monkeypatch):
+    monkeypatch.setattr(recovery, "KILL_POINTS", FEW_KILLS)
+    claims = list(check_recovery(config_with(*options)))
+    assert failed_claims(claims) == []
+    assert len(claims) == 15
+
+
+LONG = {
+    "tensor": ("--layout.tensor=2",),
+    "pipeline, tied": ("--layout.pipeline=2", "--model.tie=true", "--batch.micro=4"),
+    "experts, offload": ("--layout.replicate=2", "--layout.shard=parameters", "--model.experts=4", "--layout.expert=2",
+                         "--model.router_bias_rate=0.01", "--optimizer.cpu_offload=true"),
+    "hybrid": ("--layout.replicate=2", "--layout.shard=parameters", "--layout.pipeline=2", "--batch.micro=4"),
+    "context": ("--layout.context=2",),
+    "off": ("--layout.replicate=2", "--checkpoint.mode=off"),
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", LONG.values(), ids=LONG)
+def test_recovery_check_has_no_false_alarm_on_other_axes(options):
+    assert failed_claims(check_recovery(config_with(*options))) == []
+
+
+def test_rank_that_hangs_is_a_failed_claim_that_names_rank_step_and_phase(monkeypatch, tmp_path):
+    config = config_with("--layout.replicate=2", "--launch.hang_timeout=3")
+    right = recovery.nonfinite_faults
+    monkeypatch.setattr(recovery, "nonfinite_faults", lambda: right() + ",step.forward:rank1:hang@step4")
+    [(claim, passed, measured)] = check_kills(config, tmp_path)
+    assert "an undisturbed run completes" in claim
+    assert not passed
+    assert "rank 1 has made no progress" in measured
+    assert "step 4, forward" in measured
