@@ -17,6 +17,7 @@ from torch import Tensor
 
 from meshwright.config import RunConfig
 from meshwright.models.init import init_shard
+from meshwright.prover.claims import Claim
 from meshwright.prover.oracle.initial_values import ROWS, initial_row_block, parameter_shapes
 from meshwright.topology.layout import Layout
 
@@ -43,13 +44,13 @@ class WeightRange:
         return f"{self.name}[{', '.join(f'{a}:{b}' for a, b in zip(self.offset, ends, strict=True))}]"
 
 
-def check_initialization(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
+def check_initialization(config: RunConfig) -> Iterator[Claim]:
     """Yields whether the package initializes every kind of parameter by its definition."""
     ranges = list(weight_ranges(config))
     wrong = [part for part in ranges if not torch.equal(initialized(config, part), defined(config, part))]
     kinds = {kind_of(part.name) for part in ranges}
     rows = max(part.shape[-2] for part in ranges if len(part.shape) > 1)
-    yield (
+    yield Claim(
         f"initial weights follow their definition: {len(kinds)} kinds of parameters with up to {rows:,} rows, "
         f"{config.model.layers} blocks",
         not wrong,

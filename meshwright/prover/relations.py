@@ -15,20 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import IGNORE_INDEX, LayoutConfig, RunConfig
+from meshwright.data.file_sources import open_sources
 from meshwright.data.source import Source, SyntheticSource
-from meshwright.data.token_files import token_sources
+from meshwright.data.token_files import TokenSource, token_sources
 from meshwright.launch.ranks import run_ranks
 from meshwright.models.decoder import LanguageModel
 from meshwright.models.init import build_on_meta
-from meshwright.parallel.world import World
+from meshwright.parallel.world import World, runs_on_cpu
+from meshwright.prover.claims import Claim
 from meshwright.prover.shrink.sizes import shrink
 from meshwright.trainer.precision import Precision
 
-Claim = tuple[str, bool, str]
-"""what is claimed, whether it holds, and what was measured"""
-
 CHECKED_SAMPLES = 64
 """Samples per source whose labels are compared with the next tokens."""
+CHECKED_FILES = 16
+"""Files whose samples are compared, at most."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def causality(model: RelationModel) -> Claim:
     logits, first = changed_one_by_one(model, model.tokens(1))
     changes = (logits - first).abs().amax(dim=-1) / first.abs().max()  # (changed position, position of the logit)
     earlier, later = float(changes.tril(-1).max()), changes.triu(1)[:-1].amax(dim=1)
-    return (
+    return Claim(
         f"a changed token changes no earlier logit and some later one, at each of {model.sequence} positions",
         earlier <= model.rounding < float(later.min()),
         f"earlier logits change by up to {earlier:.1e}, later ones by at least {float(later.min()):.1e}",
@@ -102,7 +103,7 @@ def documents(model: RelationModel) -> Claim:
     own_document = (document[:, None] == document) & (position[:, None] < position) & token_changed[:, None]
     across = float(changes[other_document].max())
     within = float(changes.where(own_document, 0.0).amax(dim=1)[own_document.any(dim=1)].min())
-    return (
+    return Claim(
         "a changed token changes no logit of another document, and some later one of its own",
         across <= model.rounding < within,
         f"other documents change by up to {across:.1e}, its own by at least {within:.1e}",
@@ -132,7 +133,7 @@ def loss_of_logits(model: RelationModel) -> Claim:
     expected = -logs.gather(-1, labels.where(valid, 0)[..., None])[..., 0][valid].sum()
     total, count = evaluate_loss(model, tokens, labels)
     difference = relative(total, float(expected))
-    return (
+    return Claim(
         "the loss is the sum of the cross-entropies of logits and labels at the same position",
         difference <= model.rounding and count == int(valid.sum()),
         f"relative difference {difference:.1e}, {count} of {int(valid.sum())} valid tokens",
@@ -146,7 +147,7 @@ def permuted_batch(model: RelationModel) -> Claim:
     logits, permuted = model.logits(tokens).double().cpu(), model.logits(tokens[order]).double().cpu()
     difference = float((logits[order] - permuted).abs().max() / logits.abs().max())
     losses = relative(evaluate_loss(model, tokens[order], labels[order])[0], evaluate_loss(model, tokens, labels)[0])
-    return (
+    return Claim(
         "a permuted batch gives the permuted logits and the same loss",
         max(difference, losses) <= model.rounding,
         f"relative difference {max(difference, losses):.1e}",
@@ -160,7 +161,7 @@ def repeated_sample(model: RelationModel) -> Claim:
         evaluate_loss(model, tokens[rows], labels[rows]) for rows in (repeat[:4], repeat[3:4], repeat)
     )
     difference = relative(more, total + part)
-    return (
+    return Claim(
         "a sample that is in the batch twice counts twice",
         difference <= model.rounding and more_count == count + part_count,
         f"relative difference {difference:.1e}, {more_count} = {count} + {part_count} valid tokens",
@@ -171,7 +172,7 @@ def halves(model: RelationModel) -> Claim:
     tokens, labels = model.tokens(4), model.labels(4)
     (total, count), *parts = (evaluate_loss(model, tokens[r], labels[r]) for r in (slice(4), slice(1), slice(1, 4)))
     difference = relative(sum(part for part, _ in parts), total)
-    return (
+    return Claim(
         "the loss of a batch is the sum of the losses of its parts, and so is the number of valid tokens",
         difference <= model.rounding and count == sum(part for _, part in parts),
         f"relative difference {difference:.1e}, {count} valid tokens in parts of {parts[0][1]} and {parts[1][1]}",
@@ -186,7 +187,7 @@ def masked_labels(model: RelationModel) -> Claim:
     parts = [evaluate_loss(model, tokens, labels.where(keep, IGNORE_INDEX)) for keep in (even, ~even)]
     nothing = evaluate_loss(model, tokens, torch.full_like(labels, IGNORE_INDEX))
     difference = relative(parts[0][0] + parts[1][0], total)
-    return (
+    return Claim(
         "masked labels count neither in the loss nor in the number of valid tokens",
         difference <= model.rounding and count == parts[0][1] + parts[1][1] and nothing == (0.0, 0),
         f"relative difference {difference:.1e}; without labels the loss is {nothing[0]:g} of {nothing[1]} tokens",
@@ -201,7 +202,7 @@ def evaluation_mode(model: RelationModel) -> Claim:
         model.set_training(training)
         losses.append(evaluate_loss(model, tokens, labels)[0])
     difference = relative(*losses)
-    return (
+    return Claim(
         "training mode and evaluation mode give the same loss",
         difference <= model.rounding,
         f"relative difference {difference:.1e}",
@@ -218,50 +219,52 @@ def relative(value: float, expected: float) -> float:
 
 
 def check_labels(sources: Sequence[Source]) -> Iterator[Claim]:
-    """Yields for every token source and synthetic source whether its labels are the next tokens."""
-    for source in token_sources(sources):
-        claim = "are the next tokens, and the last label of a sample is the first token of the next sample"
-        yield labels_of(source, claim, continued=True)
-    for random_source in (source for source in sources if isinstance(source, SyntheticSource)):
-        yield labels_of(random_source, "are the next tokens", continued=False)
+    """Yields whether labels are the next tokens, in samples that are spread over token files and synthetic sources. A
+    sample of a file continues the one before.
+    """
+    files = list(token_sources(sources))
+    chosen: list[Source] = [files[index] for index in spread(len(files), CHECKED_FILES)]
+    chosen += [source for source in sources if isinstance(source, SyntheticSource)]
+    compared, wrong = 0, []
+    for source in chosen:
+        for index in spread(len(source), CHECKED_SAMPLES):
+            tokens, labels = source[index]
+            following = tokens[1:].tolist()
+            if isinstance(source, TokenSource) and index + 1 < len(source):
+                following.append(source[index + 1][0][0])
+            compared += 1
+            if labels.tolist()[: len(following)] != following:
+                wrong.append(f"sample {index} of {source.name}")
+    if compared:
+        claim = "labels are the next tokens; in a file, the last label is the first token of the next sample"
+        measured = f"{compared - len(wrong)} of {compared} samples"
+        yield Claim(claim, not wrong, measured + (f"; the first wrong one is {wrong[0]}" if wrong else ""))
 
 
-def labels_of(source: Source, claim: str, continued: bool) -> Claim:
-    """Compares samples that are spread over the source; `continued`: each sample continues the one before."""
-    chosen = np.unique(np.linspace(0, len(source) - 1, CHECKED_SAMPLES).astype(np.int64)).tolist()
-    wrong = []
-    for index in chosen:
-        tokens, labels = source[index]
-        following = tokens[1:].tolist()
-        if continued and index + 1 < len(source):
-            following.append(source[index + 1][0][0])
-        if labels.tolist()[: len(following)] != following:
-            wrong.append(index)
-    first = f"; the first wrong one is sample {wrong[0]}" if wrong else ""
-    return f"labels of {source.name} {claim}", not wrong, f"{len(chosen) - len(wrong)} of {len(chosen)} samples{first}"
+def spread(length: int, limit: int) -> list[int]:
+    """At most `limit` indices of range(length), evenly spaced, with both ends."""
+    return np.unique(np.linspace(0, length - 1, limit).astype(np.int64)).tolist() if length else []
 
 
 def check_relations_of_config(config: RunConfig) -> Iterator[Claim]:
     """Yields the relations of the config's decoder at a small size: in float64 on the CPU, and on CUDA in the precision
-    of the run if the run uses CUDA. With a capacity, dropped tokens depend on the batch; it is off here.
+    of the run if the run uses CUDA. With a capacity, dropped tokens depend on the batch; it is off here. The labels are
+    those of the config's data.
     """
     small = shrink(config, LayoutConfig(replicate=1))
     small = replace(small, model=replace(small.model, capacity_factor=0.0))
     float64 = replace(small.precision, compute="fp64")
     yield from relations_on(World(), replace(small, precision=float64))
-    if config.launch.device != "cpu" and torch.version.cuda:  # by a rank: CUDA does not survive the fork of later ranks
-        yield from run_ranks(relations_on_cuda, 1, small, launch=config.launch)[0]
-
-
-def relations_on_cuda(world: World, config: RunConfig) -> list[Claim]:
-    return relations_on(world, config) if world.device.type == "cuda" else []
+    if not runs_on_cpu(config.launch):  # by a rank: CUDA does not survive the fork of later ranks
+        yield from run_ranks(relations_on, 1, small, launch=config.launch)[0]
+    yield from check_labels(open_sources(config.data, config.model.vocab, config.model.separator))
 
 
 def relations_on(world: World, config: RunConfig) -> list[Claim]:
     """The relations of the decoder of this config on the device of a rank."""
     model = decoder_under_test(config, Precision(config.precision, world.device))
-    place = f"({config.precision.compute} on {world.device.type})"
-    return [(f"{claim} {place}", passed, measured) for claim, passed, measured in check_relations(model)]
+    place = f"({config.precision.compute} on {world.device.type}, {config.model.layers} blocks)"
+    return [Claim(f"{claim.claim} {place}", claim.passed, claim.measured) for claim in check_relations(model)]
 
 
 def decoder_under_test(config: RunConfig, precision: Precision) -> RelationModel:

@@ -14,9 +14,9 @@ EXPERTS = config_from_dict({"preset": "deepseek-moe-16b", "layout": {"replicate"
 
 @pytest.mark.parametrize("config", [LLAMA, EXPERTS, config_from_dict({})], ids=["llama", "experts", "tiny"])
 def test_initial_weights_follow_their_definition(config):
-    ((claim, passed, measured),) = check_initialization(config)
-    assert passed, measured
-    assert f"{max(config.model.vocab, config.model.ffn):,} rows" in claim
+    (claim,) = check_initialization(config)
+    assert claim.passed, claim.measured
+    assert f"{max(config.model.vocab, config.model.ffn):,} rows" in claim.claim
 
 
 def test_checked_ranges_cross_generators_and_shards():
@@ -70,6 +70,6 @@ def fault_local_start(monkeypatch):
 @pytest.mark.parametrize("fault", [fault_row_block, fault_name_of_late_blocks, fault_std, fault_local_start])
 def test_fault_is_found(monkeypatch, fault):
     fault(monkeypatch)
-    ((_, passed, measured),) = check_initialization(LLAMA)
-    assert not passed
-    assert "the first wrong one is" in measured
+    (claim,) = check_initialization(LLAMA)
+    assert not claim.passed
+    assert "the first wrong one is" in claim.measured

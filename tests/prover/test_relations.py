@@ -22,7 +22,7 @@ CONFIG = small_config("--model.separator=5", "--model.tie=true")
 
 def failing(config=CONFIG) -> list[str]:
     """The first words of the claims that do not hold."""
-    return [" ".join(claim.split()[:3]) for claim, passed, _ in check_relations_of_config(config) if not passed]
+    return [" ".join(claim.split()[:3]) for claim, passed, *_ in check_relations_of_config(config) if not passed]
 
 
 @pytest.mark.parametrize(
@@ -31,14 +31,14 @@ def failing(config=CONFIG) -> list[str]:
 def test_relations_hold_for_the_decoder(overrides):
     config = small_config(*overrides)
     claims = list(check_relations_of_config(config))
-    assert len(claims) == 7 + (config.model.separator is not None)
-    assert all(passed for _, passed, _ in claims), claims
+    assert len(claims) == 8 + (config.model.separator is not None)
+    assert all(claim.passed for claim in claims), claims
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_relations_hold_in_low_precision(compute):
     config = small_config(f"--precision.compute={compute}", "--model.experts=4", "--model.separator=5")
-    assert all(passed for _, passed, _ in relations_on(World(), config))
+    assert all(claim.passed for claim in relations_on(World(), config))
 
 
 def test_attention_that_is_not_causal_is_found(monkeypatch):
@@ -138,9 +138,16 @@ class OverlappingSource(TokenSource):
 
 def test_labels_are_the_next_tokens_within_samples_and_from_one_to_the_next():
     ids = np.random.default_rng(0).integers(0, 250, 1000, dtype=np.uint8)
-    good = [TokenSource(ids, 16, 256, "good"), SyntheticSource(50, 16, 256)]
-    assert [passed for _, passed, _ in check_labels(good)] == [True, True]
+    (claim,) = check_labels([TokenSource(ids, 16, 256, "good"), SyntheticSource(50, 16, 256)])
+    assert claim.passed
+    assert claim.measured == "112 of 112 samples"
     for wrong in (ShiftedSource, OverlappingSource):
-        ((_, passed, measured),) = check_labels([wrong(ids, 16, 256, "wrong")])
-        assert not passed
-        assert "sample 0" in measured
+        (claim,) = check_labels([wrong(ids, 16, 256, "wrong")])
+        assert not claim.passed
+        assert "sample 0 of wrong" in claim.measured
+
+
+def test_labels_of_the_data_of_a_config_are_checked(monkeypatch):
+    decode = SyntheticSource.__getitem__
+    monkeypatch.setattr(SyntheticSource, "__getitem__", lambda self, index: decode(self, index)[::-1])
+    assert failing() == ["labels are the"]
