@@ -26,7 +26,7 @@ CONTEXT_SECONDS = 0.003
 TENSOR_SECONDS = 0.016
 EXPERTS_SECONDS = 0.005
 """of a core, per pass in addition, for the collectives and wrappers of an axis and for routing"""
-REFERENCE_PASS_SECONDS = 0.006
+REFERENCE_PASS_SECONDS = 0.004
 """of a core, for forward and backward of a step through a small block in the reference"""
 REFERENCES = 2
 """how many times the reference computes a run: once for its values, and once for its rounding"""
