@@ -11,8 +11,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -78,19 +78,54 @@ def supervise(
     signal returns, unless `raise_on_signal` is set.
     """
     lease = acquire_lease(folder, fresh=fresh)
+    with received_signals() as received:
+        summary = run_attempts(folder, launch, lease, start, make_viewer, report or warn, received)
+    if raise_on_signal and received:
+        raise StoppedBySignal(received[0], newest_checkpoint_step(folder))
+    return summary
+
+
+@contextmanager
+def received_signals() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM until the job ends, so that a signal between two attempts stops the job as well. Only
+    the main thread can handle signals.
+    """
+    received: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    handlers = {number: signal.signal(number, lambda got, _frame: received.append(got)) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def run_attempts(
+    folder: RunFolder,
+    launch: LaunchConfig,
+    lease: Lease,
+    start: StartAttempt,
+    make_viewer: Callable[[int], Viewer],
+    report: Callable[[str], None],
+    received: list[int],
+) -> Any:
+    """Runs attempts until one completes the job, and returns its summary. `received` collects signals."""
     restart = restarts_without_progress = 0
     history: list[Incident] = []
     while True:
         record_lost_attempts(folder, lease.attempt)
-        attempt = Attempt(folder, launch, lease, start, make_viewer)
+        attempt = Attempt(folder, launch, lease, start, make_viewer, received)
         try:
             summary = attempt.run(restart)
             lease.raise_if_lost()
             Incident(lease.attempt, "complete", checkpoint_step=newest_checkpoint_step(folder)).write(folder)
+            return summary
         except RanksFailed as failed:
             lease.raise_if_lost()
             incident = attempt.record_incident(failed, history)
             history.append(incident)
+            if received:  # the signal may have come together with the end of the last rank
+                attempt.begin_grace_period(received[0])
             if attempt.signal_number:  # the job was asked to stop: it does not restart, even if it failed on the way
                 failed.exit_code = 128 + attempt.signal_number
                 raise
@@ -100,7 +135,7 @@ def supervise(
             reason = f"{describe_location(incident)}: {incident.message.splitlines()[0]}"
             step = incident.checkpoint_step
             resume_point = f"from step {step}" if step >= 0 else "from the beginning"
-            (report or warn)(f"attempt {lease.attempt} failed, {reason}; restart {restart}, {resume_point}")
+            report(f"attempt {lease.attempt} failed, {reason}; restart {restart}, {resume_point}")
             lease = acquire_next_lease(lease)
         except MeshwrightError as error:
             lease.raise_if_lost()
@@ -109,10 +144,6 @@ def supervise(
             ended = Incident(lease.attempt, outcome, message=str(error), exit_code=error.exit_code)
             replace(ended, checkpoint_step=newest_checkpoint_step(folder)).write(folder)
             raise
-        else:
-            if raise_on_signal and attempt.signal_number:
-                raise StoppedBySignal(attempt.signal_number, newest_checkpoint_step(folder))
-            return summary
 
 
 def raise_if_final(failed: RanksFailed, incident: Incident, restarts_without_progress: int, max_restarts: int) -> None:
@@ -141,6 +172,8 @@ class Attempt:
     lease: Lease
     start: StartAttempt
     make_viewer: Callable[[int], Viewer]
+    received: list[int]
+    """The signals that the job has received."""
     hang: Hang | None = None
     signal_number: int = 0
     """The signal that asked the job to stop, or 0."""
@@ -157,11 +190,9 @@ class Attempt:
         # Below the timeout of a collective: otherwise a rank that waits would fail before the hung one is found.
         hang_timeout = min(self.launch.hang_timeout, 0.8 * self.launch.collective_timeout)
         start_timeout = min(hang_timeout, self.launch.rendezvous_timeout)
-        received: list[int] = []
-        numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-        # The handlers are set before the ranks start, so that a signal during start-up is forwarded to them.
-        handlers = {number: signal.signal(number, lambda got, _frame: received.append(got)) for number in numbers}
         try:
+            if self.received:
+                raise StoppedBeforeStart(self.received[0])
             ranks = self.start(self.lease.attempt, restart)
             self.watchdog = Watchdog(
                 self.folder,
@@ -172,14 +203,12 @@ class Attempt:
                 start_timeout,
             )
             with self.lease.keep_alive():  # it starts a thread, so it must follow the fork of the ranks
-                return self.wait(ranks, viewer, received)[0]
+                return self.wait(ranks, viewer)[0]
         finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
             self.log.close()
             viewer.close()
 
-    def wait(self, ranks: RunningRanks, viewer: Viewer, received: list[int]) -> list[Any]:
+    def wait(self, ranks: RunningRanks, viewer: Viewer) -> list[Any]:
         """Watches the ranks until they end. The first signal asks them to stop at one common step, the second one kills
         them.
         """
@@ -191,14 +220,14 @@ class Attempt:
                 if time.monotonic() - last_check > CHECK_INTERVAL:
                     self.check_ranks()
                     last_check = time.monotonic()
-                if received and not forwarded:
+                if self.received and not forwarded:
                     forwarded = True
-                    self.begin_grace_period(received[0])
-                    ranks.signal(received[0])
+                    self.begin_grace_period(self.received[0])
+                    ranks.signal(self.received[0])
                     warn("stopping before the next step, after a checkpoint; send the signal again to kill the ranks")
-                elif len(received) > 1:
+                elif len(self.received) > 1:
                     ranks.kill()
-                    raise KilledBySignal(received[-1])
+                    raise KilledBySignal(self.received[-1])
                 if time.monotonic() > self.hang_deadline:
                     ranks.kill()  # the process that should end the other ranks hangs as well
                 if time.monotonic() > self.grace_deadline:
@@ -210,8 +239,6 @@ class Attempt:
         except BaseException:
             ranks.kill()
             raise
-        if received:  # the signal may have come together with the end of the last rank
-            self.begin_grace_period(received[0])
         return ranks.results()
 
     def begin_grace_period(self, number: int) -> None:
