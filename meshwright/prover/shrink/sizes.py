@@ -187,8 +187,8 @@ def proof_accumulation(config: RunConfig, layout: Layout, limits: Limits = SMALL
     """The user's number of micro-batches per step, as far as `MAX_BLOCK_PASSES` allows it."""
     accumulation = user_accumulation(config)
     passes = config.model.layers * layout.ranks // layout.pipeline
-    affordable = accumulation if limits is UNLIMITED else max(FULL_ACCUMULATION, MAX_BLOCK_PASSES // passes)
-    return fit_accumulation(config, layout, min(accumulation, affordable))
+    limit = accumulation if limits is UNLIMITED else max(FULL_ACCUMULATION, MAX_BLOCK_PASSES // passes)
+    return fit_accumulation(config, layout, min(accumulation, limit))
 
 
 def user_accumulation(config: RunConfig) -> int:
