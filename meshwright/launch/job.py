@@ -30,7 +30,7 @@ from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.parallelize import require_spec
 from meshwright.recover.incidents import Incident
 from meshwright.recover.lease import Lease, acquire_lease
-from meshwright.recover.supervisor import newest_checkpoint_step, record_lost_attempts
+from meshwright.recover.supervisor import newest_checkpoint_step, record_lost_attempts, warn
 from meshwright.telemetry.events import Event
 from meshwright.telemetry.heartbeat import Heartbeat
 from meshwright.telemetry.run_folder import RunFolder
@@ -110,7 +110,7 @@ def run_in_this_process(
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     try:
         restarts = int(torchrun_restart_count())
-        lease = acquire_lease_or_error(job.folder, fresh and not restarts) if world.rank == 0 else None
+        lease = acquire_lease_or_error(job.folder, fresh, restarts) if world.rank == 0 else None
         attempt = world.broadcast_object(lease.attempt if isinstance(lease, Lease) else str(lease), "attempt")
         if isinstance(attempt, str):
             raise lease if isinstance(lease, MeshwrightError) else PeerError(attempt)
@@ -146,10 +146,13 @@ def check_world_size(job: Job, world_size: int, environment: Mapping[str, str] =
     )
 
 
-def acquire_lease_or_error(folder: RunFolder, fresh: bool) -> Lease | MeshwrightError:
+def acquire_lease_or_error(folder: RunFolder, fresh: bool, restarts: int = 0) -> Lease | MeshwrightError:
     """The lease of the next attempt, or the reason why there is none, which rank 0 tells the others."""
+    if restarts and not folder.has_run:
+        # Either the ranks failed before there was a lease, or the folder has gone since: torchrun does not tell.
+        warn(f"torchrun has restarted the ranks, and {folder.root} has no run: training starts at step 0")
     try:
-        lease = acquire_lease(folder, fresh=fresh)
+        lease = acquire_lease(folder, fresh=fresh and not restarts)
         record_lost_attempts(folder, lease.attempt)
         return lease
     except MeshwrightError as error:

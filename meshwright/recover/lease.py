@@ -214,8 +214,8 @@ def raise_if_held(folder: RunFolder, observe: float = OBSERVATION_SECONDS) -> No
             return  # the attempt has ended
         if lease.get("token") != process_token() and holder_is_alive(lease, folder.attempt(attempt), observe):
             raise BusyError(
-                f"run folder {folder.root} is held by process {lease['pid']} on {lease['host']} since {lease['since']} "
-                f"(attempt {attempt})",
+                f"run folder {folder.root} is held by process {lease['pid']} on {lease.get('host')} since "
+                f"{lease.get('since')} (attempt {attempt})",
                 "try again when it has ended, stop it, or use another --run DIR",
             )
 

@@ -170,6 +170,21 @@ def test_killed_process_that_is_not_reaped_holds_no_lease(folder):
         holder.wait()
 
 
+def test_lease_with_missing_or_odd_fields_is_refused_or_taken_over_without_a_traceback(folder):
+    acquire_lease(folder)
+    path = folder.attempt(1) / "lease.json"
+    values = read_lease(open_run_store(folder), 1) | {"token": 5}
+    without_host = {key: value for key, value in values.items() if key not in ("host", "since")}
+    path.write_text(json.dumps(without_host | {"digest": canonical_digest(without_host)}))
+    with pytest.raises(BusyError, match="is held by process"):
+        acquire_lease(folder)
+    for field, odd in (("started", []), ("boot", {}), ("namespace", None), ("pid", 10**30)):
+        changed = values | {field: odd}
+        path.write_text(json.dumps(changed | {"digest": canonical_digest(changed)}))
+        assert acquire_lease(folder, observe=0.1).attempt == 2
+        shutil.rmtree(folder.attempt(2))
+
+
 def test_fresh_does_not_rename_a_run_that_is_held(folder):
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder.root)], stdout=subprocess.PIPE)
     try:

@@ -14,7 +14,7 @@ from meshwright.checkpoint.inspect import list_rows
 from meshwright.config import LaunchConfig
 from meshwright.data.sample_lookup import open_sample_lookup
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.launch.job import recording_outcome
+from meshwright.launch.job import acquire_lease_or_error, recording_outcome
 from meshwright.observe.run_report import build_report
 from meshwright.recover import lease as lease_module
 from meshwright.recover.failures import Failure, RanksFailed
@@ -229,6 +229,13 @@ def test_under_torchrun_rank_0_stops_the_job_when_the_folder_is_gone(folder, mon
         raise RuntimeError("the checkpoint was not saved")
     assert signals == [15]
     assert not folder.root.exists()
+
+
+def test_restart_by_torchrun_without_a_run_is_reported(folder, capsys):
+    assert acquire_lease_or_error(folder, fresh=False, restarts=1).attempt == 1
+    assert f"torchrun has restarted the ranks, and {folder.root} has no run" in capsys.readouterr().err
+    assert acquire_lease_or_error(folder, fresh=True, restarts=2).attempt == 2  # a restart resumes
+    assert capsys.readouterr().err == ""
 
 
 def test_incident_on_a_full_disk_does_not_hide_the_outcome(folder, monkeypatch):
