@@ -134,8 +134,8 @@ class ForkServer:
         """The summary of the attempt; raises RanksFailed, or the error that the server reported."""
         assert self._process is not None
         self._result = self._result if self._result.endswith(b"\n") else b""
-        if not self._result and self._sent_signal and self._process.returncode == -self._sent_signal:
-            raise StoppedBeforeStart(self._sent_signal)  # the server did not handle signals yet
+        if not self._result and self._sent_signal and not any(self._log.parent.glob("heartbeat-*")):
+            raise StoppedBeforeStart(self._sent_signal)  # no rank had started
         if not self._result:
             ended = Failure.from_exit_status(0, self._process.returncode)
             message = ended.message.replace("rank 0", "the fork server", 1)

@@ -99,6 +99,7 @@ def test_signal_ends_a_fork_server_that_is_stopped(tmp_path):
 def test_fork_server_that_was_killed_is_not_reported_as_stopped_by_a_signal(tmp_path):
     server = start_stopped(tmp_path)
     server._sent_signal = signal.SIGTERM
+    (tmp_path / "run" / "attempts" / "0001" / "heartbeat-00000").touch()  # a rank has started
     server.kill()
     while not server.poll(1):
         pass
