@@ -75,11 +75,11 @@ class TensorDifference:
 
 
 def compare_checkpoints(one: CheckpointEntry, other: CheckpointEntry) -> Iterator[TensorDifference]:
-    """The tensors in which two checkpoints differ, sorted by name."""
+    """The tensors in which two checkpoints differ: parameters, buffers, then optimizer state, each in model order."""
     assert one.manifest is not None
     assert other.manifest is not None
     first, second = one.manifest.tensors, other.manifest.tensors
-    for name in sorted(first.keys() | second.keys()):
+    for name in sorted(first.keys() | second.keys(), key=model_order):
         if name not in first or name not in second:
             yield TensorDifference(name, f"only in {one.name if name in first else other.name}")
         elif (first[name].dtype, first[name].shape) != (second[name].dtype, second[name].shape):
@@ -88,6 +88,18 @@ def compare_checkpoints(one: CheckpointEntry, other: CheckpointEntry) -> Iterato
             a, b = read_full_tensor(one, name), read_full_tensor(other, name)
             if unequal := int(np.count_nonzero(a != b)):
                 yield compare_tensors(name, first[name], a, b, unequal)
+
+
+def model_order(name: str) -> tuple[int, list[tuple[int, str]]]:
+    """A sort key: parameters first, then buffers, then optimizer state; block 10 follows block 9, and the embedding
+    precedes the blocks.
+    """
+    kind, _, path = name.partition("/")
+    kinds = ("model", "buffer", "optimizer")
+    parts = ("" if part == "embedding" else part for part in path.split("."))
+    return kinds.index(kind) if kind in kinds else len(kinds), [
+        (int(part), "") if part.isdigit() else (-1, part) for part in parts
+    ]
 
 
 def compare_tensors(

@@ -13,7 +13,7 @@ from checkpoint_fixtures import ATTEMPT_FIELDS, LINEAGE, metadata_at
 from meshwright.checkpoint.listing import CheckpointEntry
 from meshwright.checkpoint.manifest import FileRecord, Manifest, TensorRecord, TensorRegion
 from meshwright.checkpoint.state import CheckpointState, dtype_name, parameters_digest, tensor_bytes
-from meshwright.checkpoint.unsharded import compare_checkpoints, state_digest
+from meshwright.checkpoint.unsharded import compare_checkpoints, model_order, state_digest
 from meshwright.store.posix import PosixStore
 
 
@@ -159,8 +159,23 @@ def test_tensors_of_only_one_checkpoint_and_of_another_dtype_or_shape_are_differ
     changed |= {"model/new": torch.zeros(1), "model/half": state["model/half"].float()}
     other = write_checkpoint(tmp_path, changed | {"buffer/seen": torch.zeros(2, dtype=torch.int64)}, (1,), "other")
     assert [str(found) for found in compare_checkpoints(one, replace(other, folder="other"))] == [
-        "buffer/mask: only in one",
-        "buffer/seen: int64 [3] and int64 [2]",
         "model/half: bfloat16 [9] and float32 [9]",
         "model/new: only in other",
+        "buffer/mask: only in one",
+        "buffer/seen: int64 [3] and int64 [2]",
+    ]
+
+
+def test_differences_are_ordered_as_the_model_computes():
+    names = ["optimizer/decoder.blocks.0.a/exp_avg", "model/head.weight", "model/decoder.blocks.10.a"]
+    names += ["buffer/decoder.blocks.0.b", "model/decoder.norm.weight", "model/decoder.blocks.2.a"]
+    names += ["model/decoder.embedding.weight"]
+    assert sorted(names, key=model_order) == [
+        "model/decoder.embedding.weight",
+        "model/decoder.blocks.2.a",
+        "model/decoder.blocks.10.a",
+        "model/decoder.norm.weight",
+        "model/head.weight",
+        "buffer/decoder.blocks.0.b",
+        "optimizer/decoder.blocks.0.a/exp_avg",
     ]
