@@ -22,25 +22,27 @@ def kill(episode: Episode) -> None:
     tree = episode.draw()
     reference = episode.reference(tree)
     args = episode.train_args(tree)
-    told = []
+    told: list[str] = []
     for _ in range(rng.choice([1, 1, 2, 3])):
         cold = rng.random() < COLD
         attempts = RunFolder(episode.run_folder).last_attempt()
-        job = episode.start(args, cold=cold)
-        job.is_running(rng.uniform(0.0, 1.1 * reference.seconds + (3.0 if cold else 0.0)))
+        delay = rng.uniform(0.0, 1.1 * reference.seconds + (3.0 if cold else 0.0))
         number = rng.choice(SIGNALS)
         target = rng.choice(["supervisor", "rank", "fork server"] if cold else ["supervisor", "rank"])
-        for _ in range(rng.choice([1, 1, 1, 2])):  # the second signal kills the ranks
+        repeats = rng.choice([1, 1, 1, 2])  # the second signal kills the ranks
+        told.append(f"{repeats} {signal.Signals(number).name} to {target} after {delay:.1f} s")
+        episode.result = ", ".join(told)
+        job = episode.start(args, cold=cold)
+        job.is_running(delay)
+        for _ in range(repeats):
             send(job, target, number, cold)
             job.is_running(rng.uniform(0.0, 0.3))
         started = RunFolder(episode.run_folder).last_attempt() > attempts
         episode.finish(job, kill_codes(target, number, started))
         episode.counts["kills"] += 1
-        told.append(f"{signal.Signals(number).name} to {target}")
     episode.counts["resumes"] += 1
     ended = episode.run(args)
     check_same(episode.outcome(ended), reference.outcome)
-    episode.result = ", ".join(told)
 
 
 def send(job: Job, target: str, number: int, cold: bool) -> None:

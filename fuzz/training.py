@@ -53,9 +53,10 @@ def fault(episode: Episode) -> None:
     faults, codes, options = draw_faults(episode.rng, tree)
     args = episode.train_args(tree, *options)
     cold = episode.rng.random() < COLD
-    ended = episode.run(args, codes, fault=",".join(faults), cold=cold)
     episode.counts["faults"] += len(faults)
-    episode.result = f"{','.join(faults)} -> {ended.code}"
+    episode.result = ",".join(faults)
+    ended = episode.run(args, codes, fault=episode.result, cold=cold)
+    episode.result += f" -> {ended.code}"
     if ended.code != 0:
         episode.counts["resumes"] += 1
         ended = episode.run(args)
