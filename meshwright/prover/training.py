@@ -25,6 +25,7 @@ from meshwright.prover.comm_volume import check_communication
 from meshwright.prover.compare.causes import NEXT_MOVES, Evidence, likely_cause
 from meshwright.prover.compare.discrepancy import PHASES, Difference, Quantity, compare_traces
 from meshwright.prover.compare.noise import Tolerances
+from meshwright.prover.compare.updates import updates_by_definition
 from meshwright.prover.oracle.optimizer import step_seed
 from meshwright.prover.reference import ReferenceTask, compute_references, compute_stale_loss, fit_sample_weights
 from meshwright.prover.shrink import ProofRun, open_proof_sources, proof_runs
@@ -223,6 +224,9 @@ def describe_comparison(
     """Whether the trace of a run equals the reference, and the evidence."""
     differences = list(compare_traces(exact, measured.trace))
     wrong = [found for found in differences if not tolerances.accepts(found)]
+    if any(found.quantity.kind == "update" for found in wrong):
+        by_definition = updates_by_definition(traced.job.config, measured)
+        wrong = [found for found in wrong if found.quantity not in by_definition]
     contradictions = sorted(measured.contradictions, key=order_of)
     if contradictions and (not wrong or order_of(contradictions[0]) < order_of(wrong[0].quantity)):
         return False, f"{contradictions[0].text} ({len(contradictions)} such values)"

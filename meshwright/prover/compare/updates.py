@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import isfinite, sqrt
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from meshwright.config import RunConfig
 from meshwright.prover.compare.discrepancy import Quantity, compare_tensors
 from meshwright.prover.oracle.optimizer import Moments, adamw, clip_factor, global_norm
 from meshwright.prover.trace import StepTrace
-from meshwright.prover.tracer import Index
+from meshwright.prover.tracer import AssembledTrace, Index
 
 MAX_ERROR = 1e-6
 """The largest relative error of a candidate that explains what was found; stored parameters are rounded in addition."""
@@ -136,11 +136,7 @@ class RecordedUpdate:
         return after.reshape(parameter.shape)
 
     def fits(self, name: str, update: Callable[[str], Tensor]) -> bool:
-        before, found = self.before[name].double(), self.step.parameters[name]
-        resolution = torch.finfo(found.dtype).eps * float(found.double().norm())
-        quantity = Quantity("update", self.step.step, name)
-        error = compare_tensors(quantity, update(name) - before, found.double() - before, 4 * resolution)
-        return error.error <= MAX_ERROR + error.resolution
+        return is_update(self.before[name], self.step.parameters[name], update(name))
 
     def local_norms(self, names: Collection[str] | None = None) -> dict[int, float]:
         """By rank, the norm of the gradients of its own shards of all parameters or of these."""
@@ -151,3 +147,32 @@ class RecordedUpdate:
                 assert gradient is not None
                 squares[rank] += float(gradient[where].double().square().sum())
         return {rank: sqrt(square) for rank, square in squares.items()}
+
+
+def is_update(before: Tensor, found: Tensor, right: Tensor) -> bool:
+    """Whether a parameter was updated to `right`, but for the rounding of what is stored."""
+    resolution = 4 * torch.finfo(found.dtype).eps * float(found.double().norm())
+    change, found_change = right - before.double(), found.double() - before.double()
+    error = compare_tensors(Quantity("update", 0), change, found_change, resolution)
+    return error.error <= MAX_ERROR + error.resolution
+
+
+def updates_by_definition(config: RunConfig, measured: AssembledTrace) -> set[Quantity]:
+    """The updates that AdamW gives for the recorded gradients. Where a gradient is zero but for rounding, AdamW makes a
+    full-size update of its sign, so that such an update may differ from that of the reference.
+    """
+    right, moments, before = set(), dict[str, Moments](), measured.trace.initial
+    for name in before:
+        if f"{name}/exp_avg" in measured.moments[0]:
+            state = [measured.moments[0][f"{name}/{key}"].double() for key in ("exp_avg", "exp_avg_sq", "step")]
+            moments[name] = Moments(state[0], state[1], int(state[2]))
+    for step in measured.trace.steps:
+        norm = global_norm(step.gradients)
+        for name, gradient in step.gradients.items() if isfinite(norm) and isfinite(step.loss) else ():
+            clipped = gradient.double() * clip_factor(norm, config.optimizer.clip)
+            known = moments.get(name) or Moments(torch.zeros_like(clipped), torch.zeros_like(clipped))
+            after, moments[name] = adamw(before[name].double(), clipped, known, step.lr, config.optimizer)
+            if is_update(before[name], step.parameters[name], after):
+                right.add(Quantity("update", step.step, name))
+        before = step.parameters
+    return right
