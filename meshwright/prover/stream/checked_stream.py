@@ -171,7 +171,7 @@ class CheckedStream:
         ]
         far = [self.far_position() // CYCLE for _ in range(3)]
         borders = [(1 << 32) // CYCLE, (1 << 32) // self.sampler.shares[sources[0]]]
-        chosen = dict.fromkeys([0, own, *first_ends, *far, *borders, self.random.randint(0, own), *last_ends])
+        chosen = dict.fromkeys([0, 1, own, *first_ends, *far, *borders, self.random.randint(0, own), *last_ends])
         return [cycle for cycle in chosen if cycle < MAX_LENGTH // CYCLE][:MAX_CYCLES]
 
 
@@ -187,6 +187,11 @@ def epochs_with_borders(random: Random, own: int, trained: int) -> list[int]:
         chosen |= {2**power, 2**power + 1}
     chosen |= {int(2 ** (random.random() * np.log2(end))) for _ in range(8)} if end > 1 else set()
     return sorted(epoch for epoch in chosen if 0 < epoch < end)
+
+
+def shown(values: Sequence[int], index: int) -> str:
+    """The value at an index for a message."""
+    return str(values[index]) if index < len(values) else "none"
 
 
 def first_difference(expected: Sequence[int], found: Iterable[int]) -> int | None:

@@ -10,7 +10,13 @@ from numpy.typing import NDArray
 from meshwright.data.permutation import Positions
 from meshwright.data.stream import Stream
 from meshwright.prover.oracle.sampler import CYCLE, Sampler
-from meshwright.prover.stream.checked_stream import CheckedStream, Difference, epochs_with_borders, first_difference
+from meshwright.prover.stream.checked_stream import (
+    CheckedStream,
+    Difference,
+    epochs_with_borders,
+    first_difference,
+    shown,
+)
 
 MAX_POSITIONS = 1 << 20
 """Positions that are enumerated in all epochs of all sources together."""
@@ -74,7 +80,7 @@ def compare_epochs(checked: CheckedStream, source: int, limit: int) -> list[int]
         expected = [sampler.sample(position) for position in positions.tolist()]
         if (index := first_difference(expected, found)) is not None:
             where = f"source {name}, epoch {epoch:,}, index {index}"
-            raise Difference(f"{where}: expected sample {expected[index]}, found {found[index : index + 1]}")
+            raise Difference(f"{where}: expected sample {shown(expected, index)}, found {shown(found, index)}")
         if trained >= MIN_SHUFFLED and found in orders:
             raise Difference(f"source {name}: epochs {orders[found]:,} and {epoch:,} have the same order")
         if trained >= MIN_SHUFFLED and found == tuple(sorted(found)):
@@ -138,10 +144,8 @@ def check_held_out_samples(checked: CheckedStream) -> str:
     for count in sorted({1, 97, limit, min(total, MAX_EVALUATED)}):
         found, expected = stream.held_out_samples(count).tolist(), sampler.evaluated(count)
         if (index := first_difference(expected, found)) is not None:
-            raise Difference(
-                f"held-out sample {index} of {count}: expected {expected[index : index + 1]}, "
-                f"found {found[index : index + 1]}"
-            )
+            where = f"held-out sample {index} of {count}"
+            raise Difference(f"{where}: expected {shown(expected, index)}, found {shown(found, index)}")
     held_out = stream.held_out_samples(min(total, MAX_EVALUATED)).tolist()
     for sample in checked.random.sample(held_out, min(len(held_out), 200)):
         if (occurrence := stream.occurrence(sample, checked.random.randrange(4))) is not None:

@@ -10,7 +10,7 @@ from meshwright.data.permutation import MAX_LENGTH
 from meshwright.data.sample_lookup import SampleLookup
 from meshwright.data.stream import Stream
 from meshwright.prover.oracle.sampler import CYCLE, Sampler
-from meshwright.prover.stream.checked_stream import CheckedStream, Difference, first_difference
+from meshwright.prover.stream.checked_stream import CheckedStream, Difference, first_difference, shown
 
 MAX_WHOLE_BATCH = 1 << 12
 """Of a larger global batch, only the slices of some ranks are read."""
@@ -45,7 +45,7 @@ def compare_order(checked: CheckedStream, stream: Stream, sampler: Sampler, posi
     expected = [sampler.sample(position) for position in positions]
     if (index := first_difference(expected, found)) is not None:
         where = checked.describe(positions[index])
-        raise Difference(f"{where}: expected sample {expected[index]}, found {found[index : index + 1]}")
+        raise Difference(f"{where}: expected sample {shown(expected, index)}, found {shown(found, index)}")
 
 
 def check_mixture(checked: CheckedStream) -> str:
@@ -157,7 +157,7 @@ def find_in_run(checked: CheckedStream) -> int:
                 raise Difference(f"`data show --step {step} --rank {rank}` lacks sample {sample} at index {local}")
         source, ordinal = checked.sampler.place(position)
         epoch = ordinal // checked.trained(source)
-        if epoch >= 100:
+        if epoch >= 10:
             continue
         found = lookup.find(sample, epoch + 1)
         expected = {"epoch": epoch, "position": position, "step": step, "index": index}
