@@ -16,7 +16,7 @@ from meshwright.config import config_to_dict
 from meshwright.errors import DataError, StoppedBeforeStart
 from meshwright.launch.descendants import MARK, with_mark
 from meshwright.launch.fork_server import ForkServer
-from meshwright.prover.state.proof_run import NullViewer
+from meshwright.prover.claims import NullViewer
 from meshwright.recover.failures import RanksFailed
 from meshwright.recover.incidents import read_incidents
 from meshwright.recover.supervisor import supervise

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from meshwright.config import BlockSizes, RunConfig
 from meshwright.data.source import Sample, Source
 from meshwright.launch.job import make_job, start_ranks
+from meshwright.prover.claims import NullViewer
 from meshwright.prover.state.recording import StateRecord, StateRecorder, read_records
 from meshwright.recover.supervisor import RunningRanks, supervise
 from meshwright.telemetry.events import Event, read_events
@@ -99,16 +99,3 @@ def environment(**values: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-class NullViewer:
-    """A viewer that shows nothing."""
-
-    def tick(self) -> None:
-        pass
-
-    def show(self, event: dict[str, Any]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
