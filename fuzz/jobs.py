@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
+import importlib
 import os
 import resource
 import select
@@ -30,11 +31,10 @@ def import_once() -> None:
     """Imports what ranks need, once."""
     import torch
 
-    import meshwright.api
-    from meshwright.launch.job import start_ranks
     from meshwright.launch.ranks import preload_optimizer
 
-    del meshwright, start_ranks
+    for module in ("meshwright.api", "meshwright.launch.job", "meshwright.cli"):
+        importlib.import_module(module)
     torch.set_num_threads(1)
     preload_optimizer()
     gc.collect()
