@@ -12,13 +12,13 @@ from meshwright.data.stream import Stream
 from meshwright.prover.oracle.sampler import CYCLE, Sampler
 from meshwright.prover.stream.checked_stream import CheckedStream, Difference, first_difference, shown
 
-MAX_WHOLE_BATCH = 1 << 12
+MAX_WHOLE_BATCH = 1 << 9
 """Of a larger global batch, only the slices of some ranks are read."""
 MAX_LOCAL_BATCH = 1 << 16
 """Slices of more samples, times the number of sources, are not read."""
 MAX_COUNTED = 1000
 """Cycles, times the number of sources, whose positions are counted."""
-MAX_DEGREE = 32
+MAX_DEGREE = 16
 """Up to this data-parallel degree every rank is checked; of larger degrees, at most this many ranks."""
 LOOKUPS = 200
 """Positions at which `data find` is compared with `data show`."""
