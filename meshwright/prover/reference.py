@@ -1,8 +1,14 @@
-"""Computes the reference traces and tolerances of proof runs in a process of their own."""
+"""Computes the reference traces and tolerances of proof runs in a process of their own.
+
+A run in float64 is compared over its whole length. A run in lower precision is followed step by step: the reference
+computes each step from the state that the run had before it, because rounding errors would grow from step to step.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -14,13 +20,21 @@ from meshwright.data.source import ConcatenatedSource, Source
 from meshwright.parallel.world import World
 from meshwright.prover.compare.discrepancy import compare_traces
 from meshwright.prover.compare.noise import Tolerances
+from meshwright.prover.oracle.optimizer import Moments, ReferenceLossScale, ReferenceState
 from meshwright.prover.oracle.training import Passes, ReferenceModel, train
 from meshwright.prover.trace import StepTrace, Trace
+from meshwright.prover.tracer import AssembledTrace
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import uses_fsdp
 
 NOISE_SEEDS = 3
-"""Seeds over which the rounding noise of a low precision is measured; float64 needs one."""
+"""How often the rounding noise of a low precision is measured; float64 needs one measurement."""
+JITTER = {"fp32": 2.0**-24, "bf16": 2.0**-12, "fp16": 2.0**-15}
+"""Relative change of the parameters that makes one measurement round differently from another; it is far below the
+rounding of the precision."""
+
+Reference = tuple[Trace, Tolerances, list[Mapping[str, Tensor]] | None]
+"""The exact trace, the tolerances, and the states from which each step was computed; None: the reference's own."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +50,12 @@ class ReferenceTask:
     replicas: int = 1
     first_step: int = 0
 
-    def train(self, config: RunConfig | None = None, **options: Any) -> Trace:
+    @property
+    def follows_run(self) -> bool:
+        """Whether each step is computed from the state of the run."""
+        return self.config.precision.compute != "fp64"
+
+    def train(self, config: RunConfig | None = None, steps: range | None = None, **options: Any) -> Trace:
         source = ConcatenatedSource(self.sources)
 
         def read(sample: int) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -45,7 +64,7 @@ class ReferenceTask:
 
         config = config or self.config
         lengths = [len(part) for part in self.sources]
-        steps = range(self.first_step, config.steps)
+        steps = range(self.first_step, config.steps) if steps is None else steps
         options = {
             "poisoned": self.poisoned,
             "pass_samples": self.pass_samples,
@@ -53,11 +72,9 @@ class ReferenceTask:
         } | options
         return train(config, read, lengths, steps=steps, **options)
 
-    def rough_options(self) -> dict[str, Any]:
+    def rounding(self) -> dict[str, Any]:
         """What makes the reference round as the run does."""
         compute = self.config.precision.compute
-        if compute == "fp64":
-            return {"permute": True}
         compressed = self.config.ddp.comm_hook == "bf16_compress"
         options = {"dtype": torch.float32, "gradient_dtype": torch.bfloat16 if compressed else None}
         if compute == "fp32":
@@ -66,15 +83,60 @@ class ReferenceTask:
         sharded = uses_fsdp(Layout.from_config(self.config.layout))
         return options | {"autocast": low, "low_precision_units": sharded}
 
-    def run(self) -> tuple[Trace, Tolerances]:
-        """The exact trace, and the tolerances that its rounding noise gives."""
-        precision = self.config.precision.compute
-        exact, repetitions = self.train(), []
-        for offset in range(1 if precision == "fp64" else NOISE_SEEDS):
-            seeded = replace(self.config, seed=self.config.seed ^ offset)
-            right = exact if not offset else self.train(seeded)
-            repetitions.append(list(compare_traces(right, self.train(seeded, **self.rough_options()))))
-        return exact, Tolerances.from_noise(precision, repetitions)
+    def run(self, measured: AssembledTrace | None) -> Reference:
+        """The reference of a run, which must be given if the reference follows it."""
+        if not self.follows_run:
+            exact = self.train()
+            noise = [compare_traces(exact, self.train(permute=True))]
+            return exact, Tolerances.from_noise("fp64", noise), None
+        assert measured is not None
+        return self.follow(measured)
+
+    def follow(self, measured: AssembledTrace) -> Reference:
+        """Computes every step of a run from the state that the run had before it."""
+        exact = self.train(steps=range(0))
+        rounded = [Trace(exact.initial) for _ in range(NOISE_SEEDS)]
+        states: list[Mapping[str, Tensor]] = []
+        loss_scale = ReferenceLossScale.from_config(self.config.precision)
+        for state, step in recorded_states(measured):
+            states.append(state.parameters)
+            state = replace(state, loss_scale=loss_scale)
+            if self.overflows(state, step):
+                exact.steps.append(skipped_step(self.one_step(state, step).steps[0], state))
+            else:
+                extend(exact, self.one_step(state, step))
+                for seed, trace in enumerate(rounded):
+                    start = replace(self.jitter(state, seed), loss_scale=small_scale(loss_scale))
+                    extend(trace, self.one_step(start, step, permute=seed % 2 == 1, **self.rounding()))
+            exact.steps[-1].loss_scale = loss_scale.scale
+            loss_scale = loss_scale.after(isfinite(step.grad_norm))
+        finite = {step.step for step in rounded[0].steps}
+        compared = Trace(exact.initial, [s for s in exact.steps if s.step in finite], exact.evaluations)
+        compared_states = [before for before, s in zip(states, exact.steps, strict=True) if s.step in finite]
+        noise = [compare_traces(compared, trace, compared_states) for trace in rounded]
+        precision, experts = self.config.precision.compute, bool(self.config.model.experts)
+        return exact, Tolerances.from_noise(precision, noise, common=experts), states
+
+    def one_step(self, state: ReferenceState, step: StepTrace, **options: Any) -> Trace:
+        return self.train(steps=range(step.step, step.step + 1), start=state, **options)
+
+    def jitter(self, state: ReferenceState, seed: int) -> ReferenceState:
+        """The state with parameters that differ by less than rounding."""
+        generator = torch.Generator().manual_seed(seed)
+        size = JITTER[self.config.precision.compute]
+        parameters = {
+            name: value * (1 + size * torch.randn(value.shape, generator=generator, dtype=torch.float64))
+            if not name.endswith("router.bias")
+            else value
+            for name, value in state.parameters.items()
+        }
+        return replace(state, parameters=parameters)
+
+    def overflows(self, state: ReferenceState, step: StepTrace) -> bool:
+        """Whether the run skipped a step because fp16 overflows there: the rounded reference must overflow too."""
+        if isfinite(step.grad_norm) or step.step in self.poisoned or self.config.precision.compute != "fp16":
+            return False
+        return not isfinite(self.one_step(state, step, **self.rounding()).steps[0].grad_norm)
 
     def stale_loss(self) -> float:
         """The loss of step 1 if step 0 updates nothing."""
@@ -82,9 +144,45 @@ class ReferenceTask:
         return self.train(still, poisoned=frozenset()).steps[1].loss
 
 
-def compute_references(_world: World, tasks: list[ReferenceTask]) -> list[tuple[Trace, Tolerances]]:
+def recorded_states(measured: AssembledTrace) -> Iterator[tuple[ReferenceState, StepTrace]]:
+    """The state before each step of a run, and the step."""
+    parameters = measured.trace.initial
+    for moments, step in zip(measured.moments, measured.trace.steps, strict=False):
+        recorded = {
+            name: Moments(
+                moments[f"{name}/exp_avg"].double(),
+                moments[f"{name}/exp_avg_sq"].double(),
+                int(moments[f"{name}/step"]),
+            )
+            for name in parameters
+            if f"{name}/step" in moments
+        }
+        yield ReferenceState({name: value.double() for name, value in parameters.items()}, recorded), step
+        parameters = step.parameters
+
+
+def extend(trace: Trace, one_step: Trace) -> None:
+    """Appends a step that was computed by itself."""
+    one_step.steps[0].moments = one_step.moments
+    trace.steps += one_step.steps
+    trace.evaluations += one_step.evaluations
+
+
+def skipped_step(step: StepTrace, state: ReferenceState) -> StepTrace:
+    """A step with the right loss whose update is skipped."""
+    return replace(step, grad_norm=float("nan"), gradients={}, parameters=state.parameters, moments={})
+
+
+def small_scale(loss_scale: ReferenceLossScale) -> ReferenceLossScale:
+    """A loss scale at which fp16 does not overflow, for the measurement of noise."""
+    return replace(loss_scale, scale=max(1.0, loss_scale.scale / 64))
+
+
+def compute_references(
+    _world: World, tasks: Sequence[ReferenceTask], measured: Sequence[AssembledTrace | None]
+) -> list[Reference]:
     """Runs in a process of its own: autograd in the launcher would initialize CUDA, which does not survive a fork."""
-    return [task.run() for task in tasks]
+    return [task.run(trace) for task, trace in zip(tasks, measured, strict=True)]
 
 
 def compute_stale_loss(_world: World, task: ReferenceTask) -> float:

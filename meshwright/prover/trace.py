@@ -26,6 +26,10 @@ class StepTrace:
     """full tensors, before clipping, of the mean loss of the global batch and the balance loss"""
     parameters: dict[str, Tensor]
     """after the update; includes the buffers `...router.bias`"""
+    moments: dict[str, Tensor] = field(default_factory=dict)
+    """the optimizer state after the update; empty if it is not known"""
+    loss_scale: float = 1.0
+    """the loss scale of the step"""
 
 
 @dataclass

@@ -21,8 +21,7 @@ from meshwright.parallel.parallel_model import router_biases
 from meshwright.prover.trace import StepTrace, Trace
 from meshwright.topology.layout import Layout
 from meshwright.trainer.loop import Training
-from meshwright.trainer.observer import TrainingObserver
-from meshwright.trainer.step import StepOutcome
+from meshwright.trainer.step import StepOutcome, TrainingObserver
 
 Index = tuple[slice | EllipsisType, ...]
 
@@ -55,6 +54,7 @@ class RankStep:
     inputs: list[NDArray[np.generic]]
     """The tokens and the labels of the rank's samples."""
     gradients: Regions
+    loss_scale: float = 1.0
     loss: float = float("nan")
     grad_norm: float = float("nan")
     lr: float = float("nan")
@@ -98,7 +98,7 @@ class Tracer(TrainingObserver):
                 gradients[name] = region(shard, 1.0 / scale)
         columns = zip(*(batch.tensors for batch in batches), strict=True)
         inputs = [np.concatenate([tensor.numpy() for tensor in column]) for column in columns]
-        self.trace.steps.append(RankStep(step, torch.initial_seed(), inputs, gradients))
+        self.trace.steps.append(RankStep(step, torch.initial_seed(), inputs, gradients, scale))
 
     def on_step(self, outcome: StepOutcome) -> None:
         outcome.clock.wait()
@@ -229,6 +229,7 @@ def assemble(ranks: list[RankTrace], layout: Layout) -> AssembledTrace:
         for rank, record in records.items():
             of_coordinate.setdefault(layout.data_coordinate(rank), set()).add(record.seed)
         seeds.append(of_coordinate)
+        moments.append(combine("moments", first.step, {r: step.moments for r, step in records.items()}))
         steps.append(
             StepTrace(
                 first.step,
@@ -240,9 +241,10 @@ def assemble(ranks: list[RankTrace], layout: Layout) -> AssembledTrace:
                 inputs[-1],
                 combine("gradient", first.step, {r: record.gradients for r, record in records.items()}),
                 combine("update", first.step, {r: record.parameters for r, record in records.items()}),
+                moments[-1],
+                first.loss_scale,
             )
         )
-        moments.append(combine("moments", first.step, {r: step.moments for r, step in records.items()}))
     contradictions += [
         Contradiction(
             "evaluation",

@@ -24,20 +24,27 @@ from meshwright.prover.claims import Claim, describe_settings, fault_environment
 from meshwright.prover.comm_volume import check_communication
 from meshwright.prover.compare.causes import NEXT_MOVES, Evidence, likely_cause
 from meshwright.prover.compare.discrepancy import PHASES, Difference, Quantity, compare_traces
-from meshwright.prover.compare.noise import Tolerances
 from meshwright.prover.compare.updates import updates_by_definition
 from meshwright.prover.oracle.optimizer import step_seed
-from meshwright.prover.reference import ReferenceTask, compute_references, compute_stale_loss, fit_sample_weights
+from meshwright.prover.reference import (
+    Reference,
+    ReferenceTask,
+    compute_references,
+    compute_stale_loss,
+    fit_sample_weights,
+)
 from meshwright.prover.shrink import ProofRun, open_proof_sources, proof_runs
 from meshwright.prover.shrink.runs import changes as layout_changes
 from meshwright.prover.trace import StepTrace, Trace
-from meshwright.prover.tracer import AssembledTrace, Contradiction, RankTrace, Tracer, assemble, read_traces
+from meshwright.prover.tracer import AssembledTrace, Contradiction, Tracer, assemble, read_traces
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.unsupported import validate
 from meshwright.trainer.loop import Job
 
 SMALL_BLOCKS = BlockSizes(loader_positions=7, io_bytes=512, digest_bytes=4096)
 """Blocks so small that a small run has several of each."""
+MAX_SECONDS = 3600.0
+"""The longest time that the reference of one run may take."""
 POISONED_STEP = 1
 """The step of the variation whose loss is made NaN."""
 
@@ -60,7 +67,14 @@ class TracedRun:
         """Trains as `meshwright train` does, and returns what the ranks recorded."""
         with fault_environment(self.faults):
             supervise_quietly(self.job)
-        return assemble(read_traces(self.job.folder.root, self.job.layout), self.job.layout)
+        measured = self.recorded()
+        assert measured is not None
+        return measured
+
+    def recorded(self) -> AssembledTrace | None:
+        """What the ranks recorded of the steps that all of them completed; None if there is no such step."""
+        traces = read_traces(self.job.folder.root, self.job.layout)
+        return assemble(traces, self.job.layout) if traces and traces[0].steps else None
 
 
 Outcome = AssembledTrace | MeshwrightError
@@ -68,26 +82,37 @@ Outcome = AssembledTrace | MeshwrightError
 
 
 def check_training(config: RunConfig, full: bool = False) -> Iterator[Claim]:
-    """Trains every proof run and compares it with the reference, which is computed at the same time."""
+    """Trains every proof run and compares it with the reference. References that do not depend on a run are computed
+    at the same time.
+    """
     proofs = proof_runs(config, full, cuda_devices(config.launch))
+    launch = replace(config.launch, device="cpu")
     with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as base:
         runs = [prepare(config, run, Path(base) / str(index)) for index, run in enumerate(proofs)]
         straight = [traced for traced in runs if traced.run.resume_layout is None]
-        references = Ranks(compute_references, 1, ([traced.task for traced in straight],), reference_launch(config))
+        tasks = [traced.task for traced in straight]
+        free = [index for index, task in enumerate(tasks) if not task.follows_run]
+        ranks = Ranks(compute_references, 1, ([tasks[i] for i in free], [None] * len(free)), launch)
         try:
             outcomes = [execute_or_failure(traced) for traced in straight]
-            while not references.poll(1.0):
+            while not ranks.poll(1.0):
                 pass
         except BaseException:
-            references.kill()
+            ranks.kill()
             raise
-        [expected] = references.results()
-        for traced, outcome, reference in zip(straight, outcomes, expected, strict=True):
-            yield compare_with_reference(traced, outcome, *reference)
+        [computed] = ranks.results()
+        references: dict[int, Reference] = dict(zip(free, computed, strict=True))
+        for index, (traced, outcome) in enumerate(zip(straight, outcomes, strict=True)):
+            measured = traced.recorded() if isinstance(outcome, MeshwrightError) else outcome
+            if index not in references and measured is not None:
+                [[references[index]]] = run_ranks(
+                    compute_references, 1, [traced.task], [measured], launch=launch, timeout=MAX_SECONDS
+                )
+            yield compare_with_reference(traced, outcome, measured, references.get(index))
         for traced in runs:
             if traced.run.resume_layout is not None:
                 index = [other.run.config for other in straight].index(traced.run.config)
-                yield check_resume(traced, straight[index], outcomes[index], *expected[index])
+                yield check_resume(traced, straight[index], outcomes[index], references[index])
         counted = next((i for i, t in enumerate(straight) if not t.run.config.compile.enabled), None)
         if counted is not None and not isinstance(outcomes[counted], MeshwrightError):
             for claim in check_communication(straight[counted].job, straight[counted].run.changes):
@@ -107,10 +132,6 @@ def cuda_devices(launch: LaunchConfig) -> int:
 
 def count_devices(_world: World) -> int:
     return torch.cuda.device_count()
-
-
-def reference_launch(config: RunConfig) -> LaunchConfig:
-    return replace(config.launch, device="cpu")
 
 
 def prepare(config: RunConfig, run: ProofRun, folder: Path) -> TracedRun:
@@ -141,7 +162,7 @@ def execute_or_failure(traced: TracedRun) -> Outcome:
         return error
 
 
-def check_resume(traced: TracedRun, first: TracedRun, outcome: Outcome, exact: Trace, tolerances: Tolerances) -> Claim:
+def check_resume(traced: TracedRun, first: TracedRun, outcome: Outcome, reference: Reference) -> Claim:
     """Continues a finished run from its first checkpoint on another layout: the restored state is bitwise that of the
     first layout, and the following steps equal the reference.
     """
@@ -168,10 +189,10 @@ def check_resume(traced: TracedRun, first: TracedRun, outcome: Outcome, exact: T
         if found is None or not torch.equal(found, right):
             rank = continued.owner(name, ())
             return Claim(claim, False, f"rank {rank}: {name} is not restored as it was after {done} steps", changes)
-    expected = Trace(
-        before, exact.steps[done:], [entry for entry in exact.evaluations if entry[0] >= done], exact.moments
-    )
-    passed, text = describe_comparison(resumed, continued, expected, tolerances)
+    exact, tolerances, _ = reference
+    evaluations = [evaluation for evaluation in exact.evaluations if evaluation[0] >= done]
+    expected = Trace(before, exact.steps[done:], evaluations, exact.moments)
+    passed, text = describe_comparison(resumed, continued, (expected, tolerances, None))
     return Claim(claim, passed, f"from step {done}: {text}", changes)
 
 
@@ -184,7 +205,7 @@ def keep_first_checkpoint(folder: RunFolder) -> int:
 
 
 def compare_with_reference(
-    traced: TracedRun, measured: AssembledTrace | MeshwrightError, exact: Trace, tolerances: Tolerances
+    traced: TracedRun, outcome: Outcome, measured: AssembledTrace | None, reference: Reference | None
 ) -> Claim:
     """The claim that a run equals the reference."""
     run, job, batch = traced.run, traced.job, traced.job.batch
@@ -196,33 +217,32 @@ def compare_with_reference(
         f"{run.name}: {job.layout}{describe_settings(job.config)}, {', '.join(settings)}: steps {job.first_step} to "
         f"{job.config.steps - 1} of the training loop equal the reference ({job.config.precision.compute})"
     )
-    if isinstance(measured, MeshwrightError):
-        traces = read_traces(job.folder.root, job.layout)
-        return Claim(claim, False, describe_failure(traced, measured, traces, exact, tolerances), run.changes)
-    passed, text = describe_comparison(traced, measured, exact, tolerances)
+    if isinstance(outcome, MeshwrightError):
+        return Claim(claim, False, describe_failure(traced, outcome, measured, reference), run.changes)
+    assert reference is not None
+    passed, text = describe_comparison(traced, outcome, reference)
     return Claim(claim, passed, text, run.changes)
 
 
 def describe_failure(
-    traced: TracedRun, error: MeshwrightError, traces: list[RankTrace], exact: Trace, tolerances: Tolerances
+    traced: TracedRun, error: MeshwrightError, measured: AssembledTrace | None, reference: Reference | None
 ) -> str:
     """Why a run failed, and what is wrong in the steps that its ranks had recorded."""
     failure = f"the run failed: {error}"
-    if not traces or not traces[0].steps:
+    if measured is None or reference is None:
         return failure
-    measured = assemble(traces, traced.job.layout)
+    exact, tolerances, states = reference
     steps = exact.steps[: len(measured.trace.steps)]
     evaluations = exact.evaluations[: len(measured.trace.evaluations)]
     begun = Trace(exact.initial, steps, evaluations)
-    passed, text = describe_comparison(traced, measured, begun, tolerances)
+    passed, text = describe_comparison(traced, measured, (begun, tolerances, states))
     return failure if passed else f"{text}; {failure}"
 
 
-def describe_comparison(
-    traced: TracedRun, measured: AssembledTrace, exact: Trace, tolerances: Tolerances
-) -> tuple[bool, str]:
+def describe_comparison(traced: TracedRun, measured: AssembledTrace, reference: Reference) -> tuple[bool, str]:
     """Whether the trace of a run equals the reference, and the evidence."""
-    differences = list(compare_traces(exact, measured.trace))
+    exact, tolerances, states = reference
+    differences = list(compare_traces(exact, measured.trace, states))
     wrong = [found for found in differences if not tolerances.accepts(found)]
     if any(found.quantity.kind == "update" for found in wrong):
         by_definition = updates_by_definition(traced.job.config, measured)
@@ -267,12 +287,12 @@ def describe_finding(traced: TracedRun, wrong: list[Difference], exact: Trace, m
     first, job = wrong[0], traced.job
 
     def stale_loss() -> float:
-        [loss] = run_ranks(compute_stale_loss, 1, traced.task, launch=reference_launch(job.config))
+        [loss] = run_ranks(compute_stale_loss, 1, traced.task, launch=replace(job.config.launch, device="cpu"))
         return float(loss)
 
     def fit_weights(step: StepTrace, before: Mapping[str, Tensor], names: list[str]) -> tuple[Tensor, float]:
         arguments = traced.task, step, dict(before), names, job.batch.accumulation
-        [fitted] = run_ranks(fit_sample_weights, 1, *arguments, launch=reference_launch(job.config))
+        [fitted] = run_ranks(fit_sample_weights, 1, *arguments, launch=replace(job.config.launch, device="cpu"))
         return cast("tuple[Tensor, float]", fitted)
 
     evidence = Evidence(job.config, exact, measured, job.layout, job.batch.accumulation, stale_loss, fit_weights)

@@ -35,13 +35,12 @@ from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
 from meshwright.trainer.evaluate import Evaluation
 from meshwright.trainer.identity import build_identity, check_run_folder, write_run_folder
-from meshwright.trainer.observer import TrainingObserver
 from meshwright.trainer.plan_recorder import PlanRecorder
 from meshwright.trainer.precision import Precision, set_determinism
 from meshwright.trainer.resume import ResumeState
 from meshwright.trainer.signals import SignalWatch
 from meshwright.trainer.start_record import start_record
-from meshwright.trainer.step import Step, StepContext
+from meshwright.trainer.step import Step, StepContext, TrainingObserver
 from meshwright.trainer.step_counters import count_step
 from meshwright.trainer.step_recorder import StepRecorder, finite_or_none
 from meshwright.trainer.user_loss import LossFunction, Objective, copy_trained_weights
@@ -358,7 +357,6 @@ class Training:
         complete = self.first_step == self.done > 0
         self.log.write("end", **asdict(summary) | {"loss": finite_or_none(summary.loss), "was_complete": complete})
         self.log.close()
-        self.job.observer.on_finish()
         if isinstance(self.module, Objective):
             write = self.world.rank == 0 or not self.job.supervised  # forked ranks share the modules, torchrun's do not
             copy_trained_weights(self.module, user_modules(self.job), write)

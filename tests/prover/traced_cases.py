@@ -15,11 +15,9 @@ from meshwright.config import load_config
 from meshwright.errors import MeshwrightError
 from meshwright.launch.ranks import run_ranks
 from meshwright.prover.claims import fault_environment
-from meshwright.prover.compare.noise import Tolerances
-from meshwright.prover.reference import compute_references
+from meshwright.prover.reference import Reference, ReferenceTask, compute_references
 from meshwright.prover.shrink import proof_runs
-from meshwright.prover.trace import Trace
-from meshwright.prover.tracer import RankTrace, assemble, common_steps
+from meshwright.prover.tracer import AssembledTrace, RankTrace, assemble, common_steps
 from meshwright.prover.training import TracedRun, describe_comparison, describe_failure, prepare
 from meshwright.topology.layout import Layout
 from meshwright.trainer.loop import train_rank
@@ -55,11 +53,15 @@ def prepared(options: tuple[str, ...], name: str, folder: Path) -> TracedRun:
 
 
 @cache
-def reference(options: tuple[str, ...], name: str) -> tuple[Trace, Tolerances]:
-    """The reference of a proof run, computed once for all of its faults in a process of its own."""
+def free_reference(options: tuple[str, ...], name: str) -> Reference:
+    """The reference of a run in float64, computed once for all of its faults."""
     with tempfile.TemporaryDirectory() as folder:
-        task = prepared(options, name, Path(folder)).task
-        [[result]] = run_ranks(compute_references, 1, [task])
+        return compute_reference(prepared(options, name, Path(folder)).task, None)
+
+
+def compute_reference(task: ReferenceTask, measured: AssembledTrace | None) -> Reference:
+    """The reference, computed in a process of its own."""
+    [[result]] = run_ranks(compute_references, 1, [task], [measured])
     return result
 
 
@@ -93,13 +95,18 @@ def check_cases(cases: list[Case]) -> list[tuple[bool, str]]:
     checked = []
     for number, (case, traced) in enumerate(zip(cases, runs, strict=True)):
         traces = [of_rank[number][0] for of_rank in by_rank]
-        exact, tolerances = reference(case.options, case.run)
-        if errors := [of_rank[number][1] for of_rank in by_rank if of_rank[number][1]]:
-            recorded = common_steps(traces) if all(traces) else []
-            error = MeshwrightError(errors[0])
-            checked.append((False, describe_failure(traced, error, recorded, exact, tolerances)))
+        errors = [of_rank[number][1] for of_rank in by_rank if of_rank[number][1]]
+        recorded = common_steps(traces) if errors and all(traces) else traces
+        measured = assemble(recorded, traced.job.layout) if all(traces) and recorded[0].steps else None
+        reference = None
+        if not traced.task.follows_run:
+            reference = free_reference(case.options, case.run)
+        elif measured is not None:
+            reference = compute_reference(traced.task, measured)
+        if errors:
+            checked.append((False, describe_failure(traced, MeshwrightError(errors[0]), measured, reference)))
         else:
-            checked.append(describe_comparison(traced, assemble(traces, traced.job.layout), exact, tolerances))
+            checked.append(describe_comparison(traced, measured, reference))
     return checked
 
 

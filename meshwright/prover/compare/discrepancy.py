@@ -4,9 +4,9 @@ them, and names the first difference: step, phase, rank, error, factor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isclose, isnan
+from math import isclose, isfinite, isnan
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ PHASES = {
     "loss": "forward",
     "gradient": "backward",
     "norm": "sync",
+    "loss scale": "update",
     "lr": "update",
     "update": "update",
     "evaluation": "evaluate",
@@ -28,7 +29,7 @@ PHASES = {
 }
 """The kinds of quantities, in the order in which a step computes them, and the phase that computes each."""
 
-EXACT = ("inputs", "tokens", "evaluated tokens", "initial")
+EXACT = ("inputs", "tokens", "evaluated tokens", "initial", "loss scale")
 """Kinds that must be equal to the last bit."""
 LR_TOLERANCE = 1e-12
 TINY = 1e-300
@@ -57,6 +58,8 @@ class Quantity:
                 return f"gradient of {self.name} in step {self.step}"
             case "norm":
                 return f"gradient norm of step {self.step}"
+            case "loss scale":
+                return f"loss scale of step {self.step}"
             case "lr":
                 return f"learning rate of step {self.step}"
             case "update":
@@ -85,15 +88,22 @@ class Difference:
         return abs(self.factor - 1) if not isnan(self.factor) else 0.0
 
 
-def compare_traces(expected: Trace, measured: Trace) -> Iterator[Difference]:
-    """Compares every quantity, in the order in which the run computes them."""
+def compare_traces(
+    expected: Trace, measured: Trace, states: Sequence[Mapping[str, Tensor]] | None = None
+) -> Iterator[Difference]:
+    """Compares every quantity, in the order in which the run computes them. `states` are the parameters from which both
+    sides computed each step; by default each side continues from its own.
+    """
     for name, right in expected.initial.items():
         yield compare_tensors(Quantity("initial", -1, name), right, measured.initial.get(name))
     evaluations = dict.fromkeys([step for step, *_ in (*expected.evaluations, *measured.evaluations)])
-    before, measured_before = expected.initial, measured.initial
+    before: Mapping[str, Tensor] = expected.initial
+    measured_before: Mapping[str, Tensor] = measured.initial
     steps = {step.step: step for step in measured.steps}
-    for right_step in expected.steps:
+    for index, right_step in enumerate(expected.steps):
         number = right_step.step
+        if states is not None:
+            before = measured_before = states[index]
         if number not in steps:
             yield Difference(Quantity("loss", number), float("inf"), float("nan"))
             return
@@ -103,9 +113,12 @@ def compare_traces(expected: Trace, measured: Trace) -> Iterator[Difference]:
             yield from compare_evaluations(number, expected, measured)
     if len(measured.steps) != len(expected.steps):
         yield Difference(Quantity("loss", measured.steps[-1].step), float("inf"), float("nan"))
-    last = expected.steps[-1].step
-    for name, right in expected.moments.items():
-        yield compare_tensors(Quantity("moments", last, name), right, measured.moments.get(name))
+    yield from compare_moments(expected.steps[-1].step, expected.moments, measured.moments)
+
+
+def compare_moments(step: int, right: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Iterator[Difference]:
+    for name, moment in right.items():
+        yield compare_tensors(Quantity("moments", step, name), moment, found.get(name))
 
 
 def compare_step(
@@ -123,6 +136,7 @@ def compare_step(
                 continue  # a parameter that takes no part has no gradient, or a gradient of zeros
             yield compare_tensors(Quantity("gradient", number, name), gradient, found)
         yield compare_numbers(Quantity("norm", number), right.grad_norm, step.grad_norm)
+    yield compare_numbers(Quantity("loss scale", number), right.loss_scale, step.loss_scale)
     yield compare_numbers(Quantity("lr", number), right.lr, step.lr)
     for name, after in right.parameters.items():
         change = after.double() - before[name].double()
@@ -133,6 +147,7 @@ def compare_step(
         found_change = found.double() - measured_before[name].double()
         resolution = torch.finfo(found.dtype).eps * float(found.double().norm())
         yield compare_tensors(Quantity("update", number, name), change, found_change, resolution)
+    yield from compare_moments(number, right.moments, step.moments)
 
 
 def compare_evaluations(step: int, expected: Trace, measured: Trace) -> Iterator[Difference]:
@@ -146,9 +161,9 @@ def compare_evaluations(step: int, expected: Trace, measured: Trace) -> Iterator
 
 
 def compare_numbers(quantity: Quantity, right: float, measured: float) -> Difference:
-    if isnan(right) and isnan(measured):
+    if not isfinite(right) and not isfinite(measured):
         return Difference(quantity, 0.0, 1.0)
-    if isnan(right) or isnan(measured):
+    if not isfinite(right) or not isfinite(measured):
         return Difference(quantity, float("inf"), float("nan"))
     if right == 0:
         return Difference(quantity, 0.0 if measured == 0 else float("inf"), 1.0 if measured == 0 else float("nan"))

@@ -32,8 +32,13 @@ class Tolerances:
     factors: dict[Quantity, float] = field(default_factory=dict)
 
     @classmethod
-    def from_noise(cls, precision: str, repetitions: Iterable[Iterable[Difference]]) -> Tolerances:
-        """`repetitions` compare a perturbed reference with the exact one, each under another seed."""
+    def from_noise(
+        cls, precision: str, repetitions: Iterable[Iterable[Difference]], common: bool = False
+    ) -> Tolerances:
+        """`repetitions` compare a rounded reference with the exact one, each under another seed. With `common`, all
+        quantities of a kind have the noise of the noisiest: a token that rounding routes to another expert changes
+        them all.
+        """
         noise: dict[Quantity, tuple[float, float]] = {}
         for differences in repetitions:
             for found in differences:
@@ -45,9 +50,10 @@ class Tolerances:
         tolerances = cls(precision)
         for quantity, values in noise.items():
             others = typical[quantity.kind, quantity.step]
-            floor, margin = MIN_NOISE[precision], MARGIN[precision]
-            tolerances.errors[quantity] = margin * max(values[0], median(error for error, _ in others), floor)
-            tolerances.factors[quantity] = margin * max(values[1], median(factor for _, factor in others), floor)
+            errors, factors = zip(*others, strict=True)
+            floor, margin, typical_noise = MIN_NOISE[precision], MARGIN[precision], max if common else median
+            tolerances.errors[quantity] = margin * max(values[0], typical_noise(errors), floor)
+            tolerances.factors[quantity] = margin * max(values[1], typical_noise(factors), floor)
         return tolerances
 
     def accepts(self, found: Difference) -> bool:
@@ -61,4 +67,5 @@ class Tolerances:
 
     def too_noisy(self) -> list[Quantity]:
         """The quantities about which this precision proves nothing."""
-        return [quantity for quantity, factor in self.factors.items() if factor > MAX_FACTOR_NOISE]
+        noisy = (quantity for quantity, factor in self.factors.items() if factor > MAX_FACTOR_NOISE)
+        return [quantity for quantity in noisy if quantity.kind not in EXACT]

@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor
 
 from meshwright.parallel.local_shard import LocalShard, local_shard
-from meshwright.trainer.observer import TrainingObserver
+from meshwright.trainer.step import TrainingObserver
 
 if TYPE_CHECKING:
     from meshwright.trainer.loop import Training
