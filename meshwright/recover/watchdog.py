@@ -113,10 +113,13 @@ class Watchdog:
         """A fork server that has not started a rank. While its process is not stopped it may be importing torch or
         opening the data, which can take long.
         """
-        seconds = now - self.started
-        if seconds <= (self.start_timeout if is_stopped(self.launcher_pid) else self.hang_timeout * STARTUP_FACTOR):
+        seconds, stopped = now - self.started, is_stopped(self.launcher_pid)
+        if seconds <= (self.start_timeout if stopped else self.hang_timeout * STARTUP_FACTOR):
             return None
-        message = f"the fork server has not started a rank within {seconds:.1f} s: {self.launcher_state()}"
+        limit = "launch.rendezvous_timeout" if stopped else f"{STARTUP_FACTOR} x launch.hang_timeout"
+        advice = "" if stopped else "; it imports torch and opens the data: try a longer launch.hang_timeout"
+        message = f"the fork server has not started a rank within {seconds:.1f} s ({limit}): {self.launcher_state()}"
+        message += advice
         return Hang(FORK_SERVER, message, "", {})
 
     def launcher_state(self) -> str:
