@@ -223,7 +223,7 @@ def tensor_parallelism_separates_a_tied_weight(patch):
 # Evaluation.
 
 
-@fault(REPLICATE, "evaluation after step", EVALUATION)
+@fault((*REPLICATE, "--eval.holdout=0.05"), "evaluation after step", EVALUATION)
 def evaluation_counts_padding_samples(patch):
     def fill(self, *_):
         self.micro_batches += [self.padding] * (self.passes - len(self.micro_batches))
