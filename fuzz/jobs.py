@@ -115,6 +115,8 @@ def run_child(args: list[str], log: Path, environment: dict[str, str], fuzzer: i
         os.dup2(file, 1)
         os.dup2(file, 2)
         os.environ.update(environment)
+        # A shell starts background processes, such as this fuzzer, with SIGINT ignored.
+        signal.signal(signal.SIGINT, signal.SIG_DFL if cold else signal.default_int_handler)
         os.chdir(log.parent)
         if bounded:
             limit = address_space() + MEMORY_LIMIT
