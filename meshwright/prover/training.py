@@ -247,8 +247,8 @@ def describe_comparison(traced: TracedRun, measured: AssembledTrace, reference: 
     if any(found.quantity.kind == "update" for found in wrong):
         by_definition = updates_by_definition(traced.job.config, measured)
         wrong = [found for found in wrong if found.quantity not in by_definition]
-    contradictions = sorted(measured.contradictions, key=order_of)
-    if contradictions and (not wrong or order_of(contradictions[0]) < order_of(wrong[0].quantity)):
+    contradictions = sorted(measured.contradictions, key=computation_order)
+    if contradictions and (not wrong or computation_order(contradictions[0]) < computation_order(wrong[0].quantity)):
         return False, f"{contradictions[0].text} ({len(contradictions)} such values)"
     if wrong:
         return False, describe_finding(traced, wrong, exact, measured)
@@ -265,7 +265,7 @@ def describe_comparison(traced: TracedRun, measured: AssembledTrace, reference: 
     )
 
 
-def order_of(quantity: Quantity | Contradiction) -> tuple[int, int]:
+def computation_order(quantity: Quantity | Contradiction) -> tuple[int, int]:
     """When a run computes a quantity."""
     return quantity.step, list(PHASES).index(quantity.kind)
 

@@ -7,7 +7,7 @@ from clean_configs import clean_options
 from traced_cases import failed_runs
 
 QUICK = (0, 5, 6, 12, 24, 28, 31, 32, 39, 44, 45, 61)
-"""Seeds of small layouts that together use every axis but tensor, every precision and both context methods."""
+"""Seeds of cheap configs that together use replicate, shard, pipeline and context, every precision and both methods."""
 ALL = range(200)
 
 
