@@ -299,8 +299,8 @@ def describe_finding(traced: TracedRun, wrong: list[Difference], exact: Trace, m
     cause = likely_cause(wrong, evidence)
     rank, phase = measured.owner(first.quantity.name, first.element), PHASES[first.quantity.kind]
     size = f"a relative error of {first.error:.1e} (factor {first.factor:.4g})"
-    next_move = NEXT_MOVES[phase].format(step=max(0, first.quantity.step), rank=rank)
+    advice = NEXT_MOVES[phase].format(step=max(0, first.quantity.step), rank=rank)
     return (
         f"rank {rank}, phase {phase}: {first.quantity} differs from the reference by {size}: {cause}; "
-        f"{len(wrong)} quantities differ; next: {next_move}"
+        f"{len(wrong)} quantities differ; next: {advice}"
     )

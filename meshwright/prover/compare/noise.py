@@ -1,4 +1,4 @@
-"""Tolerances from measured rounding noise: the reference computed again with other rounding, over several seeds."""
+"""Tolerances from measured rounding noise: the reference computed with other rounding, over several seeds."""
 
 from __future__ import annotations
 
