@@ -139,8 +139,7 @@ def assign_verdict(incident: Incident, history: list[Incident]) -> Incident:
     needed = 2 if incident.killed_externally else 1
     previous_failures = failed[-needed:]
     repeated = len(previous_failures) == needed and all(
-        previous.step == incident.step and (previous.step is not None or previous.phase == incident.phase)
-        for previous in previous_failures
+        is_same_place(previous, incident) for previous in previous_failures
     )
     repeated = repeated and bool(incident.samples or not incident.killed_externally)
     if not repeated:
@@ -159,6 +158,14 @@ def assign_verdict(incident: Incident, history: list[Incident]) -> Incident:
         verdict = "deterministic"
         recommendation = f"the {incident.phase} phase {incident.when} fails whatever the samples are: see the traceback"
     return dataclasses.replace(incident, verdict=verdict, recommendation=recommendation)
+
+
+def is_same_place(one: Incident, other: Incident) -> bool:
+    """Whether two attempts failed in the same step, or in the same phase outside of a step. A rank that fails while it
+    restores the checkpoint of a step has not reached that step.
+    """
+    places = ["step" if incident.phase in STEP_PHASES else incident.phase for incident in (one, other)]
+    return one.step == other.step and places[0] == places[1]
 
 
 def format_samples(samples: list[int]) -> str:

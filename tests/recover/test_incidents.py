@@ -41,6 +41,13 @@ def test_repeated_failure_in_a_phase_without_samples_is_deterministic():
     assert verdict(start, start) == "deterministic"
 
 
+def test_failure_while_a_step_is_restored_does_not_repeat_a_failure_of_the_step():
+    restoring = replace(ERROR, phase="restore", samples=[])
+    assert verdict(restoring, replace(KILLED, phase="update", samples=[])) == "first failure"
+    assert verdict(restoring, restoring) == "deterministic"
+    assert verdict(replace(ERROR, phase="backward"), ERROR) == "data-dependent"
+
+
 def test_failure_before_the_first_step_is_described_without_a_step_number():
     start = replace(ERROR, step=None, phase="warmup", samples=[])
     repeated = assign_verdict(start, [start])
