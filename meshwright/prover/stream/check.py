@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from meshwright.config import RunConfig
-from meshwright.prover.stream.checked_stream import CheckedStream, Difference
+from meshwright.prover.stream.checked_stream import CheckedStream, WrongStream
 from meshwright.prover.stream.epochs import check_epochs, check_held_out_samples
 from meshwright.prover.stream.loading import check_evaluation, check_loader_order, check_loader_tensors
 from meshwright.prover.stream.order import check_find_inverts_show, check_mixture, check_order, check_rank_slices
@@ -23,7 +23,7 @@ CLAIMS: dict[str, Callable[[CheckedStream], str]] = {
     "a resume at any step, with any number of ranks and workers, loads the same samples": check_loader_order,
     "the loader returns the tokens and labels of its samples": check_loader_tensors,
 }
-"""Claim -> check, which returns what was measured and raises `Difference` if the claim does not hold."""
+"""Claim -> check, which returns what was measured and raises `WrongStream` if the claim does not hold."""
 
 
 def check_stream(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
@@ -32,7 +32,7 @@ def check_stream(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
     for claim, check in CLAIMS.items():
         try:
             yield claim, True, check(checked)
-        except Difference as difference:
+        except WrongStream as difference:
             yield claim, False, str(difference)
         except Exception as error:  # noqa: BLE001  an error of the stream, of a source or of a worker
             yield claim, False, f"{type(error).__name__}: {error}"

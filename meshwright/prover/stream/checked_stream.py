@@ -31,7 +31,7 @@ FAR_POSITIONS = 300
 """Random positions, uniform in the logarithm, up to the end of the stream; some positions after each are compared."""
 
 
-class Difference(Exception):
+class WrongStream(Exception):
     """What breaks a claim: where, what was expected and what was found."""
 
 

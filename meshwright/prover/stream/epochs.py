@@ -12,7 +12,7 @@ from meshwright.data.stream import Stream
 from meshwright.prover.oracle.sampler import CYCLE, Sampler
 from meshwright.prover.stream.checked_stream import (
     CheckedStream,
-    Difference,
+    WrongStream,
     epochs_with_borders,
     first_difference,
     shown,
@@ -80,11 +80,11 @@ def compare_epochs(checked: CheckedStream, source: int, limit: int) -> list[int]
         expected = [sampler.sample(position) for position in positions.tolist()]
         if (index := first_difference(expected, found)) is not None:
             where = f"source {name}, epoch {epoch:,}, index {index}"
-            raise Difference(f"{where}: expected sample {shown(expected, index)}, found {shown(found, index)}")
+            raise WrongStream(f"{where}: expected sample {shown(expected, index)}, found {shown(found, index)}")
         if trained >= MIN_SHUFFLED and found in orders:
-            raise Difference(f"source {name}: epochs {orders[found]:,} and {epoch:,} have the same order")
+            raise WrongStream(f"source {name}: epochs {orders[found]:,} and {epoch:,} have the same order")
         if trained >= MIN_SHUFFLED and found == tuple(sorted(found)):
-            raise Difference(f"source {name}: epoch {epoch:,} is not shuffled")
+            raise WrongStream(f"source {name}: epoch {epoch:,} is not shuffled")
         orders[found] = epoch
     return epochs
 
@@ -111,14 +111,14 @@ def enumerate_epochs(checked: CheckedStream, source: int, epochs: list[int], bud
             ids = np.sort(read_positions(stream, start, size).astype(np.int64))
             compared += size
             if repeated := ids[:-1][ids[1:] == ids[:-1]].tolist():
-                raise Difference(f"source {name}, epoch {epoch:,}: sample {repeated[0]} is read more than once")
+                raise WrongStream(f"source {name}, epoch {epoch:,}: sample {repeated[0]} is read more than once")
             if outside := ids[(ids < first) | (ids >= end)].tolist():
-                raise Difference(
+                raise WrongStream(
                     f"source {name}, epoch {epoch:,}: sample {outside[0]} is of another source, expected "
                     f"{first} to {end - 1}"
                 )
             if trained_on := held_out[np.isin(held_out, ids)].tolist():
-                raise Difference(f"source {name}, epoch {epoch:,}: held-out sample {trained_on[0]} is read")
+                raise WrongStream(f"source {name}, epoch {epoch:,}: held-out sample {trained_on[0]} is read")
     return compared
 
 
@@ -145,11 +145,11 @@ def check_held_out_samples(checked: CheckedStream) -> str:
         found, expected = stream.held_out_samples(count).tolist(), sampler.evaluated(count)
         if (index := first_difference(expected, found)) is not None:
             where = f"held-out sample {index} of {count}"
-            raise Difference(f"{where}: expected {shown(expected, index)}, found {shown(found, index)}")
+            raise WrongStream(f"{where}: expected {shown(expected, index)}, found {shown(found, index)}")
     held_out = stream.held_out_samples(min(total, MAX_EVALUATED)).tolist()
     for sample in checked.random.sample(held_out, min(len(held_out), 200)):
         if (occurrence := stream.occurrence(sample, checked.random.randrange(4))) is not None:
-            raise Difference(f"held-out sample {sample} is trained on at step {occurrence.step:,}")
+            raise WrongStream(f"held-out sample {sample} is trained on at step {occurrence.step:,}")
     if len(set(held_out)) < len(held_out):
-        raise Difference(f"{len(held_out)} held-out samples, only {len(set(held_out))} of them distinct")
+        raise WrongStream(f"{len(held_out)} held-out samples, only {len(set(held_out))} of them distinct")
     return f"{total:,} samples are held out; {len(held_out):,} equal the reference and are in no epoch"

@@ -19,7 +19,7 @@ from meshwright.data.permutation import MAX_LENGTH
 from meshwright.data.source import ConcatenatedSource, IndexableSource
 from meshwright.parallel.world import World
 from meshwright.prover.oracle.sampler import CYCLE
-from meshwright.prover.stream.checked_stream import CheckedStream, Difference
+from meshwright.prover.stream.checked_stream import CheckedStream, WrongStream
 from meshwright.prover.stream.order import degrees
 from meshwright.trainer.evaluate import Evaluation
 from meshwright.trainer.precision import Precision
@@ -133,13 +133,13 @@ def compare_ids(checked: CheckedStream, case: LoaderCase, ranks: Iterable[int]) 
             for position, pair in zip(positions, found, strict=False):
                 expected = checked.locate(checked.sampler.sample(position))
                 if tuple(pair) != expected:
-                    raise Difference(
+                    raise WrongStream(
                         f"{where}, position {position:,}, {case}: expected sample {expected[1]} of source "
                         f"{checked.sources[expected[0]].name}, found sample {pair[1]} of "
                         f"{checked.sources[pair[0]].name}"
                     )
             if len(found) != len(positions):
-                raise Difference(f"{where}, {case}: expected {len(positions)} samples, found {len(found)}")
+                raise WrongStream(f"{where}, {case}: expected {len(positions)} samples, found {len(found)}")
             compared += len(found)
     return compared
 
@@ -149,7 +149,7 @@ def loaded_micro_batches(loader: Loader, case: LoaderCase, rank: int) -> Iterato
     batch, steps = case.batch, list(loader.steps(case.first, case.first + case.steps))
     if [len(step) for step in steps] != [batch.accumulation] * case.steps:
         counts = [len(step) for step in steps]
-        raise Difference(
+        raise WrongStream(
             f"rank {rank} of {batch.replicas}, {case}: expected {batch.accumulation} micro-batches in each of "
             f"{case.steps} steps, found {counts}"
         )
@@ -195,7 +195,7 @@ def compare_tensors(checked: CheckedStream, case: LoaderCase) -> int:
                 valid += int((checked.read(sample)[1] >= 0).sum())
                 compared += 1
             if micro_batch.valid_targets != valid:
-                raise Difference(f"{where}, {case}: expected {valid} valid targets, found {micro_batch.valid_targets}")
+                raise WrongStream(f"{where}, {case}: expected {valid} valid targets, found {micro_batch.valid_targets}")
     return compared
 
 
@@ -205,10 +205,10 @@ def compare_sample(checked: CheckedStream, sample: int, found: list[Any], where:
     prefix = f"{where}: sample {sample} (source {checked.sources[number].name}, index {index})"
     expected = checked.read(sample)
     if [(array.dtype, array.shape) for array in found] != [(array.dtype, array.shape) for array in expected]:
-        raise Difference(f"{prefix} has the shapes {[a.shape for a in found]}, expected {[a.shape for a in expected]}")
+        raise WrongStream(f"{prefix} has the shapes {[a.shape for a in found]}, expected {[a.shape for a in expected]}")
     for column, left, right in zip(("token", "label"), expected, found, strict=True):
         if wrong := np.flatnonzero(left != right).tolist():
-            raise Difference(
+            raise WrongStream(
                 f"{prefix}, {column} {wrong[0]}: expected {int(left[wrong[0]])}, found {int(right[wrong[0]])}"
             )
 
@@ -260,14 +260,14 @@ def evaluate_on_ranks(checked: CheckedStream, batch: Batch, limit: int, expected
         loss_sum += loss * count
         share = len(range(rank, len(expected), batch.replicas))
         if count != share or bad:
-            raise Difference(f"{where}: rank {rank} evaluates {count} samples, expected {share} {bad}")
+            raise WrongStream(f"{where}: rank {rank} evaluates {count} samples, expected {share} {bad}")
     if sorted(read) != sorted(expected):
         missing, extra = sorted({*expected} - {*read}), sorted({*read} - {*expected})
-        raise Difference(
+        raise WrongStream(
             f"{where} reads {len(read)} samples, expected {len(expected)}: it lacks {missing[:3]} and adds {extra[:3]}"
         )
     total = sum(checked.locate(sample)[1] % HASH_MODULUS for sample in expected)
     if round(loss_sum) != total or len(passes) > 1:
-        raise Difference(
+        raise WrongStream(
             f"{where}: the losses sum to {loss_sum:g}, expected {total}; passes per rank: {sorted(passes)}"
         )

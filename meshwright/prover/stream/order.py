@@ -10,7 +10,7 @@ from meshwright.data.permutation import MAX_LENGTH
 from meshwright.data.sample_lookup import SampleLookup
 from meshwright.data.stream import Stream
 from meshwright.prover.oracle.sampler import CYCLE, Sampler
-from meshwright.prover.stream.checked_stream import CheckedStream, Difference, first_difference, shown
+from meshwright.prover.stream.checked_stream import CheckedStream, WrongStream, first_difference, shown
 
 MAX_WHOLE_BATCH = 1 << 9
 """Of a larger global batch, only the slices of some ranks are read."""
@@ -45,7 +45,7 @@ def compare_order(checked: CheckedStream, stream: Stream, sampler: Sampler, posi
     expected = [sampler.sample(position) for position in positions]
     if (index := first_difference(expected, found)) is not None:
         where = checked.describe(positions[index])
-        raise Difference(f"{where}: expected sample {shown(expected, index)}, found {shown(found, index)}")
+        raise WrongStream(f"{where}: expected sample {shown(expected, index)}, found {shown(found, index)}")
 
 
 def check_mixture(checked: CheckedStream) -> str:
@@ -62,7 +62,7 @@ def check_mixture(checked: CheckedStream) -> str:
         counts = np.bincount(sources, minlength=number).tolist()
         for source, (expected, count) in enumerate(zip(exact, counts, strict=True)):
             if not abs(count - expected) < 1 or count != checked.sampler.shares[source]:
-                raise Difference(
+                raise WrongStream(
                     f"source {checked.sources[source].name} has {count:,} of positions {cycle * CYCLE:,} to "
                     f"{(cycle + 1) * CYCLE - 1:,}, expected {checked.sampler.shares[source]:,} "
                     f"(weight {weights[source]:g} of {sum(weights):g})"
@@ -97,7 +97,7 @@ def check_rank_slices(checked: CheckedStream) -> str:
                 slices = [checked.stream.local_samples(step, rank, degree) for rank in range(degree)]
                 if not np.array_equal(np.concatenate(slices), checked.stream.step(step)):
                     expected_batch = checked.stream.step(step)
-                    raise Difference(f"step {step:,} on {degree} ranks: expected {expected_batch}, found {slices}")
+                    raise WrongStream(f"step {step:,} on {degree} ranks: expected {expected_batch}, found {slices}")
     return f"{compared:,} slices of {list_numbers(degrees(size))} data-parallel ranks, up to step {max(steps):,}"
 
 
@@ -107,10 +107,10 @@ def compare_slice(checked: CheckedStream, step: int, rank: int, degree: int, exp
     local, found = size // degree, checked.stream.local_samples(step, rank, degree).tolist()
     first = rank * local
     if len(found) != local:
-        raise Difference(f"step {step:,}, rank {rank} of {degree}: expected {local:,} samples, found {len(found):,}")
+        raise WrongStream(f"step {step:,}, rank {rank} of {degree}: expected {local:,} samples, found {len(found):,}")
     for index, sample in expected.items():
         if first <= index < first + local and found[index - first] != sample:
-            raise Difference(
+            raise WrongStream(
                 f"rank {rank} of {degree}, {checked.describe(step * size + index)}: expected sample {sample}, "
                 f"found {found[index - first]}"
             )
@@ -136,9 +136,9 @@ def check_find_inverts_show(checked: CheckedStream) -> str:
         found = stream.occurrence(sample, epoch)
         step_index = divmod(position, sampler.global_batch)
         if found is None or (found.epoch, found.position, found.step, found.index) != (epoch, position, *step_index):
-            raise Difference(f"{checked.describe(position)}: `show` gives sample {sample}, but `find` gives {found}")
+            raise WrongStream(f"{checked.describe(position)}: `show` gives sample {sample}, but `find` gives {found}")
         if stream.epoch_at(position) != epoch:
-            raise Difference(f"{checked.describe(position)}: `epoch_at` gives epoch {stream.epoch_at(position)}")
+            raise WrongStream(f"{checked.describe(position)}: `epoch_at` gives epoch {stream.epoch_at(position)}")
     return f"`find` returned the right step for {len(positions) + find_in_run(checked):,} samples"
 
 
@@ -154,7 +154,7 @@ def find_in_run(checked: CheckedStream) -> int:
         if batch.local * len(checked.sources) <= MAX_LOCAL_BATCH:
             shown = lookup.show(step, rank)
             if shown["micro_steps"][local // batch.micro][local % batch.micro] != sample:
-                raise Difference(f"`data show --step {step} --rank {rank}` lacks sample {sample} at index {local}")
+                raise WrongStream(f"`data show --step {step} --rank {rank}` lacks sample {sample} at index {local}")
         source, ordinal = checked.sampler.place(position)
         epoch = ordinal // checked.trained(source)
         if epoch >= 10:
@@ -163,6 +163,6 @@ def find_in_run(checked: CheckedStream) -> int:
         expected = {"epoch": epoch, "position": position, "step": step, "index": index}
         expected |= {"rank": rank, "micro_step": local // batch.micro}
         if found["occurrences"][-1:] != [expected] or found["source"] != checked.sources[source].name:
-            raise Difference(f"`data find --sample {sample}` gives {found}, expected {expected}")
+            raise WrongStream(f"`data find --sample {sample}` gives {found}, expected {expected}")
         compared += 1
     return compared

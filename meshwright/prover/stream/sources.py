@@ -6,7 +6,7 @@ import numpy as np
 
 from meshwright.data.source import ConcatenatedSource
 from meshwright.prover.oracle.source_files import DocumentReader
-from meshwright.prover.stream.checked_stream import CheckedStream, Difference
+from meshwright.prover.stream.checked_stream import CheckedStream, WrongStream
 from meshwright.prover.stream.loading import compare_sample
 
 MAX_READ_TOKENS = 2 << 20
@@ -23,7 +23,7 @@ def check_sources(checked: CheckedStream) -> str:
         source, reader = checked.sources[number], checked.readers[number]
         known = isinstance(reader, DocumentReader) and not reader.complete
         if (len(source) != reader.samples and not known) or len(source) < reader.samples:
-            raise Difference(f"source {source.name} has {len(source):,} samples, expected {reader.samples:,}")
+            raise WrongStream(f"source {source.name} has {len(source):,} samples, expected {reader.samples:,}")
         borders = [0, 1, reader.samples - 1, *reader.borders[:64]]
         near = {border + offset for border in borders for offset in (-1, 0)}
         count = min(MAX_READ_SAMPLES, max(8, budget))
@@ -35,10 +35,10 @@ def check_sources(checked: CheckedStream) -> str:
             except ValueError as error:
                 if checked.read(sample)[1].max() < 0:  # a token that is out of range: the loader masks the sample
                     continue
-                raise Difference(f"source {source.name}, index {index}: {error}") from error
+                raise WrongStream(f"source {source.name}, index {index}: {error}") from error
             compare_sample(checked, sample, found, "read from its source")
             again = list(source[index])
             if not all(np.array_equal(left, right) for left, right in zip(found, again, strict=True)):
-                raise Difference(f"source {source.name}, index {index}: a second read returns other values")
+                raise WrongStream(f"source {source.name}, index {index}: a second read returns other values")
             compared += 1
     return f"{compared:,} samples of {len(sources)} of {len(checked.sources)} source(s) equal an independent reading"
