@@ -134,13 +134,7 @@ def update_cause(differences: list[Difference], evidence: Evidence) -> str:
         return "gradients and norm are correct, the update is rounded: a parameter or moment in lower precision"
     factors = [found.factor for found in updates]
     if all(equal_within(found.error, abs(factors[0] - 1)) for found in updates):
-<<<<<<< HEAD
         return f"gradients and norm are correct, the update is {factors[0]:.4g} times as large: the learning rate"
-=======
-        return (
-            f"gradients and norm are correct, the update is {factors[0]:.4g} times the expected one: the learning rate"
-        )
->>>>>>> 162870f (Split the stream faults from their tests; name the exception of the stream check)
     return "gradients and norm are correct, the update is not: clipping, weight decay or moments"
 
 

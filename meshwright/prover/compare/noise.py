@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Tolerances from measured rounding noise: the reference computed with other rounding, over several seeds."""
-=======
-"""Tolerances from measured rounding noise: the reference is repeated with the rounding of a run, several times."""
->>>>>>> 162870f (Split the stream faults from their tests; name the exception of the stream check)
 
 from __future__ import annotations
 
