@@ -9,7 +9,7 @@ from pathlib import Path
 
 from meshwright.config import RunConfig
 from meshwright.errors import RestartsExhausted
-from meshwright.prover.claims import describe_settings
+from meshwright.prover.claims import Claim, describe_settings
 from meshwright.prover.oracle.optimizer import learning_rate, step_seed
 from meshwright.prover.shrink.runs import changes
 from meshwright.prover.state.checkpoint_content import (
@@ -29,8 +29,6 @@ from meshwright.recover.failures import RanksFailed
 from meshwright.recover.incidents import read_incidents
 from meshwright.telemetry.phases import STEP_PHASES
 from meshwright.topology.layout import Layout
-
-Claim = tuple[str, bool, str]
 
 STEP_POINTS = tuple(f"step.{phase}" for phase in (*STEP_PHASES, "updated"))
 SAVE_POINTS = ("stage", "begin", "write", "after_shard", "before_manifest", "before_publish", "after_publish")
@@ -70,12 +68,11 @@ def nonfinite_faults() -> str:
 
 def check_recovery(config: RunConfig) -> Iterator[Claim]:
     """Runs the config undisturbed, killed at every fail point, and with damaged checkpoints on another layout."""
-    yield check_real_layout(config)
-    yield check_large_files()
+    yield Claim(*check_real_layout(config))
+    yield Claim(*check_large_files())
     with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as base:
         yield from check_kills(config, Path(base))
-        proof = with_real_blocks(config, len(DAMAGES) + 3)
-        yield from check_damage_and_reshard(config, RecordedRun(proof, Path(base) / "resharded"))
+        yield from check_damage_and_reshard(config, Path(base) / "resharded")
 
 
 def check_kills(user: RunConfig, base: Path) -> Iterator[Claim]:
@@ -83,21 +80,22 @@ def check_kills(user: RunConfig, base: Path) -> Iterator[Claim]:
     steps_per_kill = STEPS_PER_KILL["async" if user.checkpoint.mode == "async" else "sync"]
     config = kill_config(user, steps_per_kill * len(KILL_POINTS) + 4)
     layout, mode = Layout.from_config(config.layout), config.checkpoint.mode
-    changed = "; changed: " + ", ".join(changes(user, config))
+    changed = changes(user, config)
     claim = f"{layout}{describe_settings(config)}, {mode} saves, {config.steps} steps: an undisturbed run completes"
     for delay in WRITER_DELAYS if mode == "async" else (0.0,):
-        undisturbed = RecordedRun(config, base / f"undisturbed-{delay}")
+        undisturbed = RecordedRun(user, config, base / f"undisturbed-{delay}")
         if problem := train(undisturbed, f"{nonfinite_faults()},save.begin:slow={delay}"):
-            yield claim, False, problem + changed
+            yield Claim(claim, False, problem, changed)
             return
         if overtaken_checkpoints(undisturbed, delay):
             break
-    yield claim, True, f"{len(undisturbed.events('checkpoint'))} checkpoints{changed}"
+    yield Claim(claim, True, f"{len(undisturbed.events('checkpoint'))} checkpoints", changed)
     yield check_checkpoints(undisturbed, delay)
     yield check_seeds_and_rates(undisturbed, "before a restart")
 
     reference = make_reference(undisturbed.records())
     killed = RecordedRun(
+        user,
         replace(
             config,
             checkpoint=replace(config.checkpoint, keep=2),
@@ -128,7 +126,7 @@ def check_checkpoints(run: RecordedRun, delay: float = 0.0) -> Claim:
         claim += ", also when optimizer updates overtake the writer"
         measured += f", of which {overtaken} were overtaken by at least one update before their first byte"
     passed = bool(contents) and not problems and (overtaken > 0 or not delay)
-    return claim, passed, "; ".join([*problems[:2], measured])
+    return Claim(claim, passed, "; ".join([*problems[:2], measured]))
 
 
 def overtaken_checkpoints(run: RecordedRun, delay: float) -> int:
@@ -164,7 +162,7 @@ def check_restarts(killed: RecordedRun, problem: str) -> Claim:
         problems.append(f"{kept} checkpoints are left, and checkpoint.keep = {killed.config.checkpoint.keep}")
     if not problem and published.get(max(published, default=0)) != killed.config.steps:
         problems.append("the last step has no checkpoint")
-    return (
+    return Claim(
         f"a run killed with SIGKILL at {len(KILL_POINTS)} fail points resumes each time from the newest checkpoint",
         not problems,
         "; ".join([*problems[:2], f"{len(kills)} kills (phases {phases}), {kept} checkpoints kept"]),
@@ -178,7 +176,7 @@ def check_killed_states(killed: RecordedRun, reference: Reference) -> Iterator[C
     difference = find_difference(reference, restored, "the state that attempt {attempt} starts with")
     attempts = {state.attempt for state in restored if state.done}
     tensors = {name for state in restored for name in state.tensors}
-    yield (
+    yield Claim(
         "a restart restores bit for bit what an undisturbed run has in memory after as many steps",
         difference is None and bool(attempts),
         str(difference or f"{len(attempts)} restarts, {len(tensors)} tensors, counters, noise scale, scaler"),
@@ -189,7 +187,7 @@ def check_killed_states(killed: RecordedRun, reference: Reference) -> Iterator[C
     difference = find_difference(reference, steps, "a step of attempt {attempt}")
     last = max((state.done for state in steps), default=0)
     left_out = f"; {len(wrong)} attempts that started with another state are left out" if wrong else ""
-    yield (
+    yield Claim(
         "every step after a restart reads, computes and counts bit for bit what the undisturbed run does",
         difference is None and bool(steps) and (last == killed.config.steps or bool(wrong)),
         str(difference or f"{len(steps)} steps on {len(records)} ranks, up to step {last}") + left_out,
@@ -219,7 +217,7 @@ def check_seeds_and_rates(run: RecordedRun, when: str) -> Claim:
             problems += [
                 f"step {step} of attempt {state.attempt}: {text}" for _, text in compare_values(expected, found)
             ]
-    return (
+    return Claim(
         f"the seed and the learning rate of every step are functions of the step alone, {when}",
         count > 0 and not problems,
         problems[0] + f"; {len(problems)} of {count} steps" if problems else f"{count} steps on all ranks",
@@ -246,24 +244,24 @@ def check_step_events(undisturbed: RecordedRun, killed: RecordedRun) -> Claim:
         ]
     problems += [] if end else ["the run did not end"]
     steps, evaluations = len(undisturbed.events("step")), len(undisturbed.events("eval"))
-    return (
+    return Claim(
         "every step and every evaluation is recorded with bitwise the numbers of the undisturbed run",
         not problems,
         "; ".join([*problems[:2], f"{len(problems)} differences in {steps} steps and {evaluations} evaluations"]),
     )
 
 
-def check_damage_and_reshard(user: RunConfig, run: RecordedRun) -> Iterator[Claim]:
+def check_damage_and_reshard(user: RunConfig, root: Path) -> Iterator[Claim]:
     """Saves at every step; damages the newest checkpoints and resumes; then restarts on another layout and back."""
+    run = RecordedRun(user, with_real_blocks(user, len(DAMAGES) + 3), root)
     layout, blocks = Layout.from_config(run.config.layout), run.config.model.layers
     other = another_layout(run.config)
     there = Layout.from_config(other.layout)
-    changed = "; changed: " + ", ".join(changes(user, run.config))
     claim = f"{layout}{describe_settings(run.config)}, {blocks} blocks: a run that saves after every step completes"
     if problem := train(run, nonfinite_faults()):
-        yield claim, False, problem + changed
+        yield Claim(claim, False, problem, run.changes)
         return
-    yield claim, True, f"{run.config.steps} steps{changed}"
+    yield Claim(claim, True, f"{run.config.steps} steps", run.changes)
     yield check_checkpoints(run)
     contents = published_checkpoints(run.root)
     damaged = damage_checkpoints(contents)
@@ -273,7 +271,7 @@ def check_damage_and_reshard(user: RunConfig, run: RecordedRun) -> Iterator[Clai
         return
     for attempt, config, direction in ((3, other, f"{layout} to {there}"), (4, run.config, f"{there} to {layout}")):
         newest = published_checkpoints(run.root)[-1]
-        moved = RecordedRun(config, run.root)
+        moved = RecordedRun(user, config, run.root)
         problem = train(moved, "", save_at_start=True)
         yield check_resharded(moved, newest, attempt, direction, problem)
 
@@ -298,7 +296,7 @@ def check_damage(run: RecordedRun, damaged: list[DamagedCheckpoint], intact: Che
             )
     if restored != [intact.folder.name] and not problems:
         problems.append(problem or f"restored was {restored}, expected {intact.folder.name}")
-    return (
+    return Claim(
         f"a damaged checkpoint is never loaded ({', '.join(checkpoint.what for checkpoint in damaged)})",
         not problems,
         "; ".join(problems[:2]) or f"{len(reported)} checkpoints reported with their files, {restored[0]} restored",
@@ -312,7 +310,7 @@ def check_resharded(run: RecordedRun, source: CheckpointContent, attempt: int, d
     records = {rank: [s for s in states if s.attempt == attempt] for rank, states in run.records().items()}
     records = {rank: states for rank, states in records.items() if states}
     if problem or not records:
-        return claim, False, problem or "no rank started"
+        return Claim(claim, False, problem or "no rank started")
     states = [of_rank[0] for of_rank in records.values()]
     first = [event["checkpoint"] for event in run.events("restored") if event["attempt"] == attempt]
     if first and first[0] != source.folder.name:
@@ -340,7 +338,7 @@ def check_resharded(run: RecordedRun, source: CheckpointContent, attempt: int, d
         ]
         problems += [f"{content.folder.name}, written after it: {text}" for text in differences]
     tensors = {name for state in states for name in state.tensors}
-    return (
+    return Claim(
         claim,
         not problems,
         "; ".join(problems[:2])

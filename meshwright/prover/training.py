@@ -137,7 +137,7 @@ def count_devices(_world: World) -> int:
 def prepare(config: RunConfig, run: ProofRun, folder: Path) -> TracedRun:
     """Opens the data of a proof run and builds its job."""
     proof = run.config
-    sources = open_proof_sources(config, run)
+    sources = open_proof_sources(config, proof, run.masked_labels)
     job = proof_job(proof, sources, RunFolder(folder))
     poisoned = frozenset({POISONED_STEP} if run.masked_labels and proof.steps > POISONED_STEP + 1 else ())
     pass_samples = job.batch.micro if proof.model.capacity_factor else None

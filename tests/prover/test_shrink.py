@@ -270,7 +270,7 @@ def test_a_machine_with_one_device_runs_the_config_on_one_rank():
 def test_token_ids_are_taken_modulo_the_small_vocabulary():
     config = load_config(overrides=["--model.vocab=50000", "--data.kind=synthetic", "--model.separator=4711"])
     run = proof_runs(config)[0]
-    [source] = open_proof_sources(config, run)
+    [source] = open_proof_sources(config, run.config, run.masked_labels)
     [reference] = [SyntheticSource(len(source), run.config.data.sequence, 50000)]
     tokens, labels = source[7]
     assert np.array_equal(tokens, reference[7][0] % run.config.model.vocab)

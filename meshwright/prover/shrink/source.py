@@ -7,16 +7,15 @@ import numpy as np
 from meshwright.config import IGNORE_INDEX, RunConfig
 from meshwright.data.file_sources import open_sources
 from meshwright.data.source import Sample, Source, content_digest
-from meshwright.prover.shrink.runs import ProofRun
 
 MEAN_DOCUMENT_TOKENS = 6
 
 
-def open_proof_sources(config: RunConfig, run: ProofRun) -> list[Source]:
+def open_proof_sources(config: RunConfig, proof: RunConfig, masked_labels: bool = False) -> list[Source]:
     """The sources of the user's config with the sequence length and the vocabulary of a proof run."""
-    opened = open_sources(run.config.data, config.model.vocab, config.model.separator)
-    model = run.config.model
-    if run.masked_labels:
+    opened = open_sources(proof.data, config.model.vocab, config.model.separator)
+    model = proof.model
+    if masked_labels:
         return [MaskedSource(source, model.vocab, model.separator) for source in opened]
     return [ModuloSource(source, model.vocab) for source in opened]
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.config import BlockSizes, RunConfig
 from meshwright.data.source import Sample, Source
-from meshwright.launch.job import make_job, start_ranks
-from meshwright.prover.claims import NullViewer
+from meshwright.prover.claims import fault_environment, supervise_quietly
+from meshwright.prover.shrink import open_proof_sources
+from meshwright.prover.shrink.runs import changes
 from meshwright.prover.state.recording import StateRecord, StateRecorder, read_records
-from meshwright.recover.supervisor import RunningRanks, supervise
 from meshwright.telemetry.events import Event, read_events
 from meshwright.telemetry.run_folder import RunFolder
+from meshwright.topology.unsupported import validate
+from meshwright.trainer.loop import Job
 
 BLOCKS = BlockSizes(loader_positions=7, io_bytes=512, digest_bytes=5 << 11)
 """Blocks so small that every shard has many of them, and that no tensor and no file ends where a block does."""
@@ -27,7 +26,10 @@ UNDECODABLE = 40
 class RecordedRun:
     """A run folder, the config that runs in it, and the recorded states of its ranks."""
 
+    user: RunConfig
+    """the config that is proven"""
     config: RunConfig
+    """what runs"""
     root: Path
 
     @property
@@ -38,24 +40,17 @@ class RecordedRun:
         """Trains to the last step, from the newest checkpoint; raises RanksFailed or RestartsExhausted. With
         `save_at_start` the restored state is saved again before the first step.
         """
-        job = make_job(self.config, self.folder)
-        sources: list[Source] = [PartlyUndecodable(source) for source in job.sources]
-        job = replace(
-            job, sources=sources, block_sizes=BLOCKS, observer=StateRecorder(self.root / "states", save_at_start)
-        )
+        layout, batch = validate(self.config)
+        sources: list[Source] = list(map(PartlyUndecodable, open_proof_sources(self.user, self.config)))
+        recorder = StateRecorder(self.root / "states", save_at_start)
+        job = Job(self.config, batch, layout, sources, self.folder, block_sizes=BLOCKS, observer=recorder)
+        with fault_environment(faults):
+            supervise_quietly(job)
 
-        def start(attempt: int, restart: int) -> RunningRanks:
-            return start_ranks(job.as_attempt(attempt, restart, fork=False))
-
-        with environment(MESHWRIGHT_FAULT=faults):
-            supervise(
-                self.folder,
-                self.config.launch,
-                start,
-                lambda _attempt: NullViewer(),
-                report=lambda _text: None,
-                raise_on_signal=True,
-            )
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """Every setting that differs from the user's."""
+        return changes(self.user, self.config)
 
     def records(self) -> dict[int, list[StateRecord]]:
         return read_records(self.root / "states")
@@ -84,18 +79,3 @@ class PartlyUndecodable:
 
     def masked_sample(self) -> Sample:
         return self.source.masked_sample()
-
-
-@contextmanager
-def environment(**values: str) -> Iterator[None]:
-    """Sets environment variables for the duration of the context."""
-    previous = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in previous.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
