@@ -68,6 +68,9 @@ def unproven_pairs(config: RunConfig, runs: Sequence[ProofRun]) -> list[str]:
 
 def unproven_sizes(config: RunConfig, runs: Sequence[ProofRun]) -> list[str]:
     sentences = []
+    width = max(run.config.model.width for run in runs)
+    if config.model.width > width:
+        sentences.append(f"the kernels of model.width = {config.model.width:,} (proven at {width:,}; --full keeps it)")
     sequence = max(run.config.data.sequence for run in runs)
     if config.data.sequence > sequence:
         sentences.append(f"data.sequence = {config.data.sequence:,} (proven up to {sequence:,})")
