@@ -22,7 +22,7 @@ from meshwright.parallel.compile import require_compiler
 from meshwright.parallel.world import World
 from meshwright.prover.claims import Claim, describe_settings, fault_environment, supervise_quietly
 from meshwright.prover.comm_volume import check_communication
-from meshwright.prover.compare.causes import NEXT_MOVES, Evidence, likely_cause
+from meshwright.prover.compare.causes import NEXT_MOVES, NEXT_MOVES_ON_ONE_RANK, Evidence, likely_cause
 from meshwright.prover.compare.discrepancy import PHASES, Difference, Quantity, compare_traces
 from meshwright.prover.compare.updates import updates_by_definition
 from meshwright.prover.oracle.optimizer import step_seed
@@ -46,7 +46,7 @@ SMALL_BLOCKS = BlockSizes(loader_positions=7, io_bytes=512, digest_bytes=4096)
 MAX_SECONDS = 3600.0
 """The longest time that the reference of one run may take."""
 POISONED_STEP = 1
-"""The step of the variation whose loss is made NaN."""
+"""The step whose loss is made NaN in the variation, and in fp16, whose loss scale changes then."""
 
 
 @dataclass
@@ -139,7 +139,8 @@ def prepare(config: RunConfig, run: ProofRun, folder: Path) -> TracedRun:
     proof = run.config
     sources = open_proof_sources(config, proof, run.masked_labels)
     job = proof_job(proof, sources, RunFolder(folder))
-    poisoned = frozenset({POISONED_STEP} if run.masked_labels and proof.steps > POISONED_STEP + 1 else ())
+    skips = run.masked_labels or proof.precision.compute == "fp16"
+    poisoned = frozenset({POISONED_STEP} if skips and proof.steps > POISONED_STEP + 1 else ())
     pass_samples = job.batch.micro if proof.model.capacity_factor else None
     task = ReferenceTask(proof, sources, poisoned, pass_samples, job.batch.replicas, run.first_step)
     return TracedRun(run, task, replace(job, first_step=run.first_step))
@@ -299,7 +300,8 @@ def describe_finding(traced: TracedRun, wrong: list[Difference], exact: Trace, m
     cause = likely_cause(wrong, evidence)
     rank, phase = measured.owner(first.quantity.name, first.element), PHASES[first.quantity.kind]
     size = f"a relative error of {first.error:.1e} (factor {first.factor:.4g})"
-    advice = NEXT_MOVES[phase].format(step=max(0, first.quantity.step), rank=rank)
+    moves = NEXT_MOVES if job.layout.ranks > 1 else NEXT_MOVES | NEXT_MOVES_ON_ONE_RANK
+    advice = moves[phase].format(step=max(0, first.quantity.step), rank=rank)
     return (
         f"rank {rank}, phase {phase}: {first.quantity} differs from the reference by {size}: {cause}; "
         f"{len(wrong)} quantities differ; next: {advice}"

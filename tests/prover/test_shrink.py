@@ -54,6 +54,8 @@ def check_properties(config):
         allowed = SIZES | (DEGREES if user.ranks > MAX_RANKS else set())
         if config.precision.compute == "fp64":
             allowed |= {"launch.device", "ddp.comm_hook", "checkpoint.mode"}  # the run in float64 is the configured one
+        if config.precision.compute == "fp16":
+            allowed |= {"precision.scale_interval", "numerics.on_nonfinite", "numerics.skip_budget"}
         assert changed_keys(config, run.config) <= allowed
         accumulation = validate(run.config)[1].accumulation
         if user.ranks <= MAX_RANKS and batch.accumulation <= FULL_ACCUMULATION:
@@ -87,7 +89,7 @@ def check_run(config, run):
     if run.config.eval.every and layout.data_degree > 1:
         assert run.config.eval.samples % layout.data_degree
     assert run.config.data.workers <= 2
-    if run.name != "long sequence":
+    if run.name not in ("long sequence", "last steps"):
         assert model.kv_heads >= min(2, user_model.kv_heads)
         ratio = user_model.heads // user_model.kv_heads
         if model.kv_heads * ratio <= 32 and config.context.method == "ring":
@@ -291,3 +293,26 @@ def test_estimate_grows_with_blocks_and_micro_batches():
     small, large = (load_config(overrides=[f"--model.layers={n}", "--batch.micro=1"]) for n in (4, 40))
     assert 5 < estimate_seconds(proof_runs(small)) < 60
     assert estimate_seconds(proof_runs(large)) > 2 * estimate_seconds(proof_runs(small))
+
+
+def test_last_steps_have_the_counts_of_the_run():
+    options = ("--model.vocab=3000", "--model.experts=32", "--batch.micro=4", "--eval.samples=40")
+    config = load_config(overrides=["--data.kind=synthetic", "--layout.replicate=1", *options])
+    run = named(proof_runs(config), "last steps")
+    assert (run.config.model.vocab, run.config.model.experts, run.config.batch.micro) == (3000, 32, 4)
+    assert run.config.eval.samples == 40
+
+
+def test_sizes_beyond_those_of_all_runs_are_not_proven():
+    config = load_config(overrides=["--data.kind=synthetic", "--model.vocab=128256", "--model.experts=128"])
+    missing = not_proven(config, proof_runs(config))
+    assert "model.vocab = 128,256 (proven up to 70,000)" in missing
+    assert "model.experts = 128 (proven up to 64)" in missing
+
+
+def test_loss_scale_of_fp16_halves_and_doubles_in_a_proof_run():
+    config = load_config(overrides=["--data.kind=synthetic", "--precision.compute=fp16"])
+    configured = named(proof_runs(config), "as configured").config
+    assert configured.precision.scale_interval == 2
+    assert configured.numerics.on_nonfinite == "skip"
+    assert configured.steps == 5

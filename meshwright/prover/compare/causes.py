@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import isclose
+from math import isclose, isnan
 
 from torch import Tensor
 
 from meshwright.config import RunConfig
-from meshwright.prover.compare.discrepancy import Difference, equal_within
+from meshwright.prover.compare.discrepancy import Difference, Quantity, equal_within
 from meshwright.prover.compare.updates import RecordedUpdate
 from meshwright.prover.trace import StepTrace, Trace
 from meshwright.prover.tracer import AssembledTrace
@@ -33,6 +33,10 @@ NEXT_MOVES = {
     "evaluate": "run `meshwright prove --eval.samples=N` for several N",
 }
 """Phase -> what to do next."""
+NEXT_MOVES_ON_ONE_RANK = dict.fromkeys(
+    ("start", "forward", "backward", "sync"),
+    "run `meshwright prove --layout.replicate=1` with the settings of a preset, then change one setting at a time",
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,22 @@ def likely_cause(differences: list[Difference], evidence: Evidence) -> str:
     """The usual cause of a pattern of differences, which are in the order of computation. What comes before the first
     difference is correct, so the parameters before a step with a wrong loss are.
     """
+    quantity, expected = differences[0].quantity, evidence.expected
+    return "; ".join(filter(None, [cause_of_first(differences, evidence), what_preceded(quantity, expected)]))
+
+
+def what_preceded(quantity: Quantity, expected: Trace) -> str:
+    """What the loop did between the last correct step and the first wrong one, apart from the step; '' if nothing."""
+    if quantity.kind in ("initial", "evaluation", "evaluated tokens"):
+        return ""
+    number = quantity.step - 1
+    events = ["a skipped step"] if any(s.step == number and isnan(s.loss) for s in expected.steps) else []
+    events += ["an evaluation"] if any(step == number for step, *_ in expected.evaluations) else []
+    return f"all steps before are correct, and this is the first after {' and '.join(events)}" if events else ""
+
+
+def cause_of_first(differences: list[Difference], evidence: Evidence) -> str:
+    """The cause of the first difference."""
     first, expected, measured = differences[0], evidence.expected, evidence.measured.trace
     quantity, names = first.quantity, list(expected.steps[0].gradients)
     # What comes later follows from the first difference, except for differences of the same step.
@@ -78,7 +98,9 @@ def likely_cause(differences: list[Difference], evidence: Evidence) -> str:
         case "lr":
             return "the learning-rate schedule does not give this rate for the step"
         case "evaluation" | "evaluated tokens":
-            return "training is correct, but evaluation does not count every token of the held-out samples exactly once"
+            return evaluation_cause(first, measured)
+        case "loss scale":
+            return "the loss scale does not halve after a step that is not finite, or double after its interval"
         case "moments":
             return "parameters are correct, but the optimizer state is not"
         case "norm":
@@ -96,6 +118,14 @@ def likely_cause(differences: list[Difference], evidence: Evidence) -> str:
         return gradient_cause(gradients, first, evidence, names)
     factor = describe_factor(first.factor, evidence.layout, evidence.accumulation)
     return f"only the reported loss is wrong: {factor or 'it is not summed over all ranks'}"
+
+
+def evaluation_cause(found: Difference, measured: Trace) -> str:
+    if not any(step == found.quantity.step for step, *_ in measured.evaluations):
+        return "training is correct, but this evaluation is missing"
+    cause = "training is correct, but evaluation does not count every token of the held-out samples exactly once"
+    others = ", or reads other samples or the parameters of another step"
+    return cause + (others if found.quantity.kind == "evaluation" else "")
 
 
 def inputs_cause(what: str, step: int, expected: Trace, measured: Trace) -> str:
@@ -125,9 +155,12 @@ def norm_cause(found: Difference) -> str:
 def update_cause(differences: list[Difference], evidence: Evidence) -> str:
     updates = [found for found in differences if found.quantity.kind == "update"]
     names = [found.quantity.name for found in updates]
+    number = updates[0].quantity.step
+    if any(step.step == number and isnan(step.loss) for step in evidence.expected.steps):
+        return f"the step is skipped, since its loss is not finite, and still updates {names[0]}"
     if all(name.endswith("router.bias") for name in names):
-        return "only the router biases are wrong: the expert loads are not summed over all ranks"
-    explained = evidence.update_of(updates[0].quantity.step).explain_update(names)
+        return f"only the router biases are wrong: {router_bias_cause(evidence)}"
+    explained = evidence.update_of(number).explain_update(names)
     if explained:
         return f"gradients and norm are correct, the update is not: {explained}"
     if all(found.error < MAX_ROUNDING and found.factor_error < MAX_ROUNDING / 10 for found in differences):
@@ -138,6 +171,19 @@ def update_cause(differences: list[Difference], evidence: Evidence) -> str:
     return "gradients and norm are correct, the update is not: clipping, weight decay or moments"
 
 
+def router_bias_cause(evidence: Evidence) -> str:
+    if not evidence.config.model.router_bias_rate:
+        return "they change, and model.router_bias_rate is 0"
+    if evidence.layout.ranks == 1:
+        return "the expert loads are not those of the tokens of this step"
+    return "the expert loads are not summed over all ranks"
+
+
+FORWARD = "forward and backward are wrong: rows, positions, masks, documents or labels"
+MODEL = (
+    "forward and backward are wrong on a single rank: a formula of the model (rotary positions, masks, documents, "
+    "attention, norms, feed-forward, head) or the labels"
+)
 FORWARD_HINTS = {
     "context": "positions, masks or labels of the sequence chunks (context)",
     "pipeline": "the order of the stages, or activations and labels of different micro-batches (pipeline)",
@@ -150,6 +196,7 @@ LATER_FORWARD_HINTS = {
 GRADIENT_HINTS = {
     "context": "gradients are not summed over the sequence chunks (context)",
     "pipeline": "a stage lacks the weight gradients of a micro-batch (pipeline)",
+    "experts": "tokens that reach other experts, as by a router in lower precision (experts)",
 }
 """Causes that exist only for a layout or model with the given trait, in addition to the general one; the later ones
 only after the first update.
@@ -172,20 +219,22 @@ def gradient_cause(gradients: list[Difference], first: Difference, evidence: Evi
     factors, layout = [found.factor for found in gradients], evidence.layout
     wrong = [found.quantity.name for found in gradients]
     traits = layout_traits(layout, names)
-    if wrong == names and all(equal_within(factor, factors[0]) for factor in factors):
-        factor = describe_factor(factors[0], layout, evidence.accumulation)
-        if factor:
-            return factor
+    equal = all(equal_within(factor, factors[0]) for factor in factors)
+    average = describe_factor(factors[0], layout, evidence.accumulation) if equal else ""
+    if average and wrong == names:
+        return average
     if all("norm" in name for name in wrong) and layout.tensor > 1:
         return "gradients of norm weights are not summed over the sequence chunks (tensor)"
+    if kept := kept_gradients(gradients, evidence):
+        return kept
     rounded = all(f.error < MAX_ROUNDING and f.factor_error < MAX_ROUNDING / 2 for f in [first, *gradients])
     if rounded and first.quantity.step == evidence.expected.steps[0].step:  # every step rounds, the first one too
-        return ROUNDED
+        return ROUNDED + (", or a small term that does not belong to the loss" if first.quantity.kind == "loss" else "")
     weights = weights_cause(first.quantity.step, wrong, evidence)
     if first.quantity.kind == "loss":
         if weights:
             return f"forward is correct, but tokens have unequal weights: {weights}"
-        cause = "forward and backward are wrong: rows, positions, masks, documents or labels"
+        cause = FORWARD if layout.ranks > 1 else MODEL
         hints = FORWARD_HINTS | (LATER_FORWARD_HINTS if first.quantity.step > evidence.expected.steps[0].step else {})
         return with_hints(cause, hints, traits)
     in_block = block_cause(wrong, names, traits)
@@ -196,6 +245,8 @@ def gradient_cause(gradients: list[Difference], first: Difference, evidence: Evi
         if layout.pipeline > 1 and tied:
             return "the head's gradient of a tied weight is missing, or not added exactly once (pipeline)"
         return "the gradients of the two uses of a tied weight, or of the vocabulary shards, are not combined"
+    if average:
+        return f"{average}, for {len(wrong)} of {len(names)} parameters only: a bucket or an FSDP unit"
     if wrong == names[: len(wrong)] and len(wrong) < len(names):
         last_correct = names[len(wrong)]
         return (
@@ -207,12 +258,34 @@ def gradient_cause(gradients: list[Difference], first: Difference, evidence: Evi
     return with_hints("gradients of some ranks or micro-batches are missing or counted twice", GRADIENT_HINTS, traits)
 
 
+def kept_gradients(gradients: list[Difference], evidence: Evidence) -> str:
+    """Whether the gradients contain those of the step before, which the optimizer may have scaled; '' if not."""
+    number = gradients[0].quantity.step
+    steps = {step.step: step for step in evidence.measured.trace.steps}
+    right = next(step for step in evidence.expected.steps if step.step == number)
+    if number - 1 not in steps:
+        return ""
+    before, found = steps[number - 1].gradients, steps[number].gradients
+    names = [difference.quantity.name for difference in gradients if difference.quantity.name in before]
+    names = [name for name in names if name in found]
+    text = f"the gradients of step {number - 1} are not zeroed before step {number}"
+    if names and not any(found[name].isfinite().all() or before[name].isfinite().all() for name in names):
+        return text
+    more = {name: found[name].double() - right.gradients[name].double() for name in names}
+    factors = [float((more[n] * before[n]).sum() / before[n].double().square().sum().clamp(min=1e-300)) for n in names]
+    if not names or not factors[0] > 1e-3:
+        return ""
+    errors = [float((more[name] - factors[0] * before[name]).norm() / more[name].norm()) for name in names]
+    return text if max(errors) < MAX_ROUNDING else ""
+
+
 def weights_cause(step: int, wrong: list[str], evidence: Evidence) -> str:
     """Which micro-batches the wrong gradients count, and how often; '' if they are no sum of those of micro-batches."""
     recorded = evidence.update_of(step)
     precision, step_trace = evidence.config.precision.compute, recorded.step
     cells = evidence.layout.data_degree * evidence.accumulation
-    if cells > MAX_CELLS or not all(name in step_trace.gradients for name in wrong) or evidence.config.model.experts:
+    known = all(name in step_trace.gradients and step_trace.gradients[name].isfinite().all() for name in wrong)
+    if cells > MAX_CELLS or not known or evidence.config.model.experts:
         return ""
     weights, error = evidence.fit_sample_weights(step_trace, recorded.before, wrong)
     if not error <= MAX_FIT_ERROR.get(precision, MAX_ROUNDING):

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import isfinite, sqrt
 
 import torch
 from torch import Tensor
 
-from meshwright.config import RunConfig
+from meshwright.config import OptimizerConfig, RunConfig
 from meshwright.prover.compare.discrepancy import Quantity, compare_tensors
 from meshwright.prover.oracle.optimizer import Moments, adamw, clip_factor, global_norm
 from meshwright.prover.trace import StepTrace
@@ -58,13 +59,43 @@ class RecordedUpdate:
     def explain_update(self, names: list[str]) -> str:
         """What explains the updates of these parameters; '' if no candidate fits."""
         names = [name for name in names if name in self.step.gradients]
-        candidates = ((text, update) for text, update in self.candidates() if all(self.fits(n, update) for n in names))
-        return next((text for text, _ in candidates), "") if names else ""
+        if names and (stored := self.explain_storage(names)):
+            return stored
+        clip = clip_factor(global_norm(self.step.gradients), self.config.optimizer.clip)
+        if names and all(self.fits(name, lambda name: self.update(name, clip)) for name in names):
+            candidates, otherwise = (
+                self.wrong_states(clip),
+                "it follows from an optimizer state that is wrong before it",
+            )
+        else:
+            candidates, otherwise = chain(self.wrong_updates(clip), self.wrong_states(clip)), ""
+        fitting = (text for text, update in candidates if all(self.fits(name, update) for name in names))
+        return next(fitting, otherwise) if names else ""
 
-    def candidates(self) -> Iterator[tuple[str, Callable[[str], Tensor]]]:
+    def explain_storage(self, names: list[str]) -> str:
+        """Whether parameters or moments have values of a lower precision; '' if not."""
+        after = [self.step.parameters[name] for name in names]
+        moments = [self.moments[key] for name in names if (key := f"{name}/exp_avg") in self.moments]
+        for what, tensors in {"the parameters are": after, "the moments are": moments}.items():
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                used = any(bool(tensor.any()) for tensor in tensors)
+                if used and all(
+                    tensor.dtype.itemsize > dtype.itemsize and is_rounded(tensor, dtype) for tensor in tensors
+                ):
+                    return f"{what} rounded to {str(dtype).removeprefix('torch.')}"
+        return ""
+
+    def wrong_states(self, clip: float) -> Iterator[tuple[str, Callable[[str], Tensor]]]:
+        """(what is wrong with the state before the step, the parameter after an update of that state)."""
+        first, second, updates = "exp_avg", "exp_avg_sq", "step"
+        yield "the first moment is lost", lambda name: self.update(name, clip, lost=(first,))
+        yield "the second moment is lost", lambda name: self.update(name, clip, lost=(second,))
+        yield "the optimizer state is lost", lambda name: self.update(name, clip, lost=(first, second, updates))
+        yield "the bias correction counts from the start", lambda name: self.update(name, clip, lost=(updates,))
+
+    def wrong_updates(self, right: float) -> Iterator[tuple[str, Callable[[str], Tensor]]]:
         """(what is wrong, the parameter after the update that is wrong in this way)."""
         settings, norm = self.config.optimizer, global_norm(self.step.gradients)
-        right = clip_factor(norm, settings.clip)
         local = self.local_norms()
         ones = {name: torch.ones_like(gradient) for name, gradient in self.step.gradients.items()}
         for name, regions in self.regions.items():
@@ -81,6 +112,7 @@ class RecordedUpdate:
                 norm * self.config.precision.loss_scale, settings.clip
             ),
         }
+        clipping["the gradient does not reach the optimizer, or is clipped to zero"] = lambda _: 0.0
         for text, factor in clipping.items():
             yield text, lambda name, factor=factor: self.update(name, factor(name))  # type: ignore[misc]
         yield "the parameter is not updated", lambda name: self.before[name].double()
@@ -93,17 +125,21 @@ class RecordedUpdate:
             "weight decay is added to the gradient",
             lambda name: self.update(name, right, weight_decay=0.0, coupled=settings.weight_decay),
         )
-        first, second, updates = "exp_avg", "exp_avg_sq", "step"
-        yield "the first moment is lost", lambda name: self.update(name, right, lost=(first,))
-        yield "the second moment is lost", lambda name: self.update(name, right, lost=(second,))
-        yield "the optimizer state is lost", lambda name: self.update(name, right, lost=(first, second, updates))
-        yield "the bias correction counts from the start", lambda name: self.update(name, right, lost=(updates,))
         yield "the bias correction is missing", lambda name: self.update(name, right, more_updates=1 << 30)
         yield "the bias correction counts one update too many", lambda name: self.update(name, right, more_updates=1)
         yield (
             "epsilon is inside the square root",
             lambda name: self.update(name, right, eps=0.0, added_to_root=settings.eps),
         )
+        yield "the betas are swapped", lambda name: self.update(name, right, beta1=settings.beta2, beta2=settings.beta1)
+        defaults = OptimizerConfig()
+        for key in ("beta1", "beta2", "eps", "weight_decay"):
+            default = getattr(defaults, key)
+            if default != getattr(settings, key):
+                text = f"optimizer.{key} is {getattr(settings, key):g}, and its default {default:g} is used"
+                yield text, lambda name, key=key, default=default: self.update(name, right, **{key: default})  # type: ignore[misc]
+        twice = 2 * settings.weight_decay
+        yield "weight decay applies twice", lambda name: self.update(name, right, weight_decay=twice)
         yield "the update has the wrong sign", lambda name: self.update(name, right, sign=-1.0)
 
     def update(
@@ -127,7 +163,7 @@ class RecordedUpdate:
             for key in ("exp_avg", "exp_avg_sq", "step")
         }
         updates = int(state["step"].max()) + more_updates
-        root = added_to_root * (1 - config.beta2 ** (updates + 1)) / config.beta2
+        root = added_to_root * (1 - config.beta2 ** (updates + 1)) / config.beta2 if added_to_root else 0.0
         moments = Moments(sign * state["exp_avg"], state["exp_avg_sq"] + root, updates)
         shape = (1, -1) if as_matrix else parameter.shape
         moments = Moments(moments.first.reshape(shape), moments.second.reshape(shape), updates)
@@ -147,6 +183,10 @@ class RecordedUpdate:
                 assert gradient is not None
                 squares[rank] += float(gradient[where].double().square().sum())
         return {rank: sqrt(square) for rank, square in squares.items()}
+
+
+def is_rounded(tensor: Tensor, dtype: torch.dtype) -> bool:
+    return torch.equal(tensor, tensor.to(dtype).to(tensor.dtype))
 
 
 def is_update(before: Tensor, found: Tensor, right: Tensor) -> bool:

@@ -77,6 +77,10 @@ def unproven_sizes(config: RunConfig, runs: Sequence[ProofRun]) -> list[str]:
     accumulation = max(validate(run.config)[1].accumulation for run in runs)
     if user_accumulation(config) > accumulation:
         sentences.append(f"{user_accumulation(config)} micro-batches per step (proven with {accumulation})")
+    for name, size in (("vocab", config.model.vocab), ("experts", config.model.experts)):
+        proven = max(getattr(run.config.model, name) for run in runs)
+        if size > proven:
+            sentences.append(f"model.{name} = {size:,} (proven up to {proven:,})")
     ratio = max(run.config.model.heads // run.config.model.kv_heads for run in runs)
     if config.model.heads // config.model.kv_heads > ratio:
         sentences.append(
@@ -94,8 +98,6 @@ def unproven_settings(config: RunConfig, runs: Sequence[ProofRun]) -> list[str]:
             sentences.append("a resume on another layout, whose results depend on it with model.capacity_factor")
     elif not any(run.resume_layout for run in runs):
         sentences.append("a resume on another layout: no other layout of at most four ranks supports this model")
-    if config.precision.compute == "fp16" and config.precision.scale_interval > max(run.config.steps for run in runs):
-        sentences.append(f"the growth of the loss scale after {config.precision.scale_interval:,} finite steps")
     return sentences
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.config import BatchConfig, LayoutConfig, RunConfig
+from meshwright.config import BatchConfig, LayoutConfig, NumericsConfig, RunConfig
 from meshwright.config.fingerprint import flatten
 from meshwright.errors import ConfigError
 from meshwright.prover.shrink.layouts import (
@@ -33,8 +33,17 @@ from meshwright.topology.unsupported import validate
 MAX_SEQUENCE = 16_384
 """The longest sequence that is proven by default."""
 MAX_RANKS_OF_LONG_SEQUENCES = 4
-VARIATION = Limits(steps=6)
-"""Two steps of warm-up and four of decay, in which every shape of the schedule differs from the others."""
+VARIATION = Limits(kv_heads=8, steps=6)
+"""More key-value heads than in the other runs; two steps of warm-up and four of decay, in which every shape of the
+schedule differs from the others.
+"""
+REAL_COUNTS = Limits(
+    vocab=70_000, ffn=32, kv_heads=1, heads=2, width=8, head_size=4, experts=64, micro=8, sequence=16, steps=3
+)
+"""As many tokens, experts, samples per micro-batch and evaluated samples as the user's, in a narrow model. There are
+more rows of the vocabulary than 16 bits can count.
+"""
+MAX_EVALUATED_SAMPLES = 64
 LONG_SEQUENCE = Limits(kv_heads=1, heads=2, width=16, head_size=8, ffn=16, micro=1, sequence=MAX_SEQUENCE, steps=1)
 DEVICE = Limits(vocab=512, ffn=256, heads=8, width=1024, head_size=128, sequence=256)
 """Sizes at which a device runs the kernels of large models."""
@@ -72,6 +81,8 @@ def proof_runs(config: RunConfig, full: bool = False, devices: int = 0) -> list[
     layouts = small_layouts(config.layout)
     configured = [shrink(config, layout, limits) for layout in layouts]
     float64 = [as_float64(run) for run in configured]
+    if config.precision.compute == "fp16":
+        configured = [with_changing_loss_scale(shrink(config, layout, replace(limits, steps=5))) for layout in layouts]
     if config.precision.compute == "fp64" and not devices:
         float64 = [replace(proof, count_bytes_every=limits.steps) for proof in float64]
         runs = named_runs(config, "as configured", float64)
@@ -117,6 +128,21 @@ def for_device(config: RunConfig, layout_config: LayoutConfig, full: bool) -> Ru
     return replace(proof, model=replace(proof.model, layers=blocks))
 
 
+def with_changing_loss_scale(config: RunConfig) -> RunConfig:
+    """The run with a loss scale that doubles after two finite steps. It halves in a step that is not finite, which is
+    skipped.
+    """
+    return replace(
+        config,
+        precision=replace(config.precision, scale_interval=min(config.precision.scale_interval, 2)),
+        numerics=skipping(config.numerics),
+    )
+
+
+def skipping(numerics: NumericsConfig) -> NumericsConfig:
+    return replace(numerics, on_nonfinite="skip", skip_budget=max(numerics.skip_budget, 1))
+
+
 def as_float64(config: RunConfig) -> RunConfig:
     """The same run in float64 on CPU, whose rounding hides no error, and without gradient compression, which rounds. It
     always saves checkpoints, and counts no bytes, which is slow.
@@ -153,7 +179,7 @@ def vary(config: RunConfig, layout_config: LayoutConfig) -> RunConfig:
     proof = as_float64(shrink(config, layout_config, VARIATION))
     wanted = 1 if user_accumulation(config) == ACCUMULATION else ACCUMULATION
     accumulation = fit_accumulation(config, layout, wanted)
-    model, numerics, evaluation = proof.model, proof.numerics, proof.eval
+    model, evaluation = proof.model, proof.eval
     return replace(
         proof,
         model=replace(
@@ -164,29 +190,43 @@ def vary(config: RunConfig, layout_config: LayoutConfig) -> RunConfig:
         ),
         batch=BatchConfig(layout.data_degree * accumulation * 2, 2),
         optimizer=replace(config.optimizer, eps=1e-4, clip=0.1, weight_decay=0.1),
-        numerics=replace(numerics, on_nonfinite="skip", skip_budget=max(numerics.skip_budget, 1)),
+        numerics=skipping(proof.numerics),
         eval=replace(evaluation, every=CADENCE, holdout=evaluation.holdout or HELD_OUT),
     )
 
 
 def last_steps(config: RunConfig) -> list[ProofRun]:
-    """The last steps of the user's own run, at their positions of the stream and of the learning-rate schedule. None if
-    the run is as short as a proof run.
+    """The last steps of the user's own run, at their positions of the stream and of the learning-rate schedule, with
+    the user's numbers of tokens, experts and samples. None if the run is as short and as small as other proof runs.
     """
     layout_config = small_layouts(config.layout, MAX_RANKS_OF_LONG_SEQUENCES)[0]
-    proof = as_float64(shrink(config, layout_config, SMALL))
-    if config.steps <= proof.steps:
-        return []
+    small = shrink(config, layout_config)
+    proof = as_float64(shrink(config, layout_config, REAL_COUNTS))
     layout = Layout.from_config(layout_config)
     stages = layout.pipeline * stages_per_rank(config) if layout.pipeline > 1 else 1
     proof = replace(
         proof,
-        steps=config.steps,
+        steps=config.steps or proof.steps,
         schedule=config.schedule,
         model=replace(proof.model, layers=max(stages, min(2, config.model.layers))),
-        batch=small_batch(config, layout, fit_accumulation(config, layout, 2), SMALL.micro),
+        batch=small_batch(config, layout, fit_accumulation(config, layout, 2), REAL_COUNTS.micro),
+        eval=replace(proof.eval, samples=evaluated_samples(config, layout)),
     )
-    return [ProofRun("last steps", proof, changes(config, proof), first_step=config.steps - LAST_STEPS)]
+    if proof.steps <= small.steps and counts(proof) <= counts(small):
+        return []
+    first_step = max(0, proof.steps - LAST_STEPS)
+    return [ProofRun("last steps", proof, changes(config, proof), first_step=first_step)]
+
+
+def evaluated_samples(config: RunConfig, layout: Layout) -> int:
+    """As many as the user's, up to a limit, and no multiple of the data-parallel degree."""
+    samples = min(config.eval.samples, MAX_EVALUATED_SAMPLES)
+    return samples + 1 if layout.data_degree > 1 and samples % layout.data_degree == 0 else samples
+
+
+def counts(config: RunConfig) -> tuple[int, int]:
+    """The sizes of which the last steps have as many as the user's."""
+    return config.model.vocab, config.model.experts
 
 
 def at_full_length(config: RunConfig, full: bool) -> RunConfig:

@@ -60,6 +60,8 @@ class Limits:
     width: int = 64
     """with more than `width` / 4 heads, a head of four still has two rotary frequencies"""
     head_size: int = 16
+    experts: int = 4
+    """or twice as many as are active, if that is more"""
     experts_active: int = 8
     sequence: int = 24
     micro: int = 2
@@ -116,7 +118,7 @@ def small_model(config: RunConfig, layout: Layout, limits: Limits) -> ModelConfi
     even_size = min(model.width // model.heads, limits.head_size, max(4, limits.width // heads)) // 2 * 2
     shards = layout.shard * layout.context if layout.shard > 1 else 1
     vocab = uneven_size(model.vocab, limits.vocab, tensor, shards)
-    experts, active = small_experts(model, layout.expert, limits.experts_active)
+    experts, active = small_experts(model, layout.expert, limits)
     return replace(
         model,
         vocab=vocab,
@@ -164,16 +166,16 @@ def uneven_size(size: int, limit: int, unit: int, shards: int) -> int:
     return unit * (quotient - 1 if quotient > 2 and shards > 1 and quotient % shards == 0 else quotient)
 
 
-def small_experts(model: ModelConfig, degree: int, limit: int) -> tuple[int, int]:
+def small_experts(model: ModelConfig, degree: int, limits: Limits) -> tuple[int, int]:
     """Experts and active experts: twice as many as active ones if the user's model has as many, else the same ratio."""
-    active = min(model.experts_active, limit)
+    active = min(model.experts_active, limits.experts_active)
     if not model.experts:
         return 0, model.experts_active
     if model.experts == model.experts_active:
         experts = round_up(active, degree)
         return experts, experts
     if model.experts >= 2 * model.experts_active:
-        return round_up(min(model.experts, max(4, 2 * active)), degree), active
+        return round_up(min(model.experts, max(limits.experts, 2 * active)), degree), active
     return round_up(min(model.experts, 2 * active - 1), degree), active
 
 

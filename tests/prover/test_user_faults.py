@@ -1,0 +1,48 @@
+"""Every fault of a user's config is found by the proof runs of that config, and named."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import loop_faults
+import pytest
+import settings_faults
+import shared_model_faults
+import shrunk_away_faults
+from traced_cases import Case, check_cases
+from user_faults import USER_FAULTS
+
+MODULES = (shrunk_away_faults, settings_faults, loop_faults, shared_model_faults)
+LAUNCHES = sorted({(fault.options, run) for fault in USER_FAULTS.values() for run in fault.runs})
+
+
+@cache
+def check_launch(options: tuple[str, ...], run: str) -> dict[str, tuple[bool, str]]:
+    """The results of all faults of a proof run, and of the run without a fault (''), from one launch."""
+    cases = {"": Case(options, run)}
+    for name, fault in USER_FAULTS.items():
+        if fault.options == options and run in fault.runs:
+            cases[name] = Case(options, run, fault.inject)
+    return dict(zip(cases, check_cases(list(cases.values())), strict=True))
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_every_class_has_more_than_eleven_faults(module):
+    assert sum(fault.inject.__module__ == module.__name__ for fault in USER_FAULTS.values()) > 11
+
+
+@pytest.mark.parametrize(
+    ("options", "run"), LAUNCHES, ids=lambda part: part if isinstance(part, str) else " ".join(part[6:])
+)
+def test_run_without_fault_equals_the_reference(options, run):
+    passed, measured = check_launch(options, run)[""]
+    assert passed, measured
+
+
+@pytest.mark.parametrize("name", USER_FAULTS)
+def test_fault_is_found_and_named(name):
+    fault = USER_FAULTS[name]
+    for run in fault.runs:
+        passed, measured = check_launch(fault.options, run)[name]
+        assert not passed, f"not found: {measured}"
+        assert all(phrase in measured for phrase in fault.expected), measured
