@@ -224,7 +224,7 @@ def prove(
         config: settings of the run. Default: the ``tiny`` preset.
         ranks: total number of ranks; sets ``layout.replicate`` accordingly. Default: those of ``config.layout``.
         out: file to write the certificate to, as JSON. Default: it is not written.
-        full: shrink no size except the number of steps. Default: ``False``.
+        full: prove the configured runs in full size; only the number of steps shrinks. Default: ``False``.
 
     Returns:
         dict: the certificate. ``certificate["passed"]`` is True if every contract holds.

@@ -12,12 +12,12 @@ def prove(
     file: RunFile = None,
     out: Annotated[Path, option("FILE", "file to write the certificate to")] = Path("certificate.json"),
     ranks: Ranks = None,
-    full: Annotated[bool, flag("shrink no size except the number of steps")] = False,
+    full: Annotated[bool, flag("prove the configured runs in full size; only the number of steps shrinks")] = False,
     json: Json = False,
     *,
     overrides: tuple[str, ...] = (),
 ) -> None:
-    """Prove: check the stream, layout, communication and recovery contracts of a config, and write a certificate."""
+    """Prove: check the stream, training, communication and recovery contracts of a config, and write a certificate."""
     from meshwright.config import load_config
     from meshwright.io import output_file
     from meshwright.topology.unsupported import validate

@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
-from meshwright.config import RunConfig
+import torch
+
+from meshwright.config import LaunchConfig, RunConfig
 from meshwright.launch.job import start_ranks
+from meshwright.launch.ranks import run_ranks
+from meshwright.parallel.world import World
 from meshwright.recover.supervisor import RunningRanks, supervise
 from meshwright.topology.layout import stages_per_rank
 from meshwright.trainer.loop import Job
@@ -22,6 +28,8 @@ class Claim(NamedTuple):
     measured: str
     changes: tuple[str, ...] = ()
     """The settings of the run that was checked which differ from the user's."""
+    not_proven: tuple[str, ...] = ()
+    """What the claim leaves open."""
     check: str = ""
     """The name of the check, if it is not that of the function that yields the claim."""
 
@@ -41,6 +49,21 @@ def describe_settings(config: RunConfig) -> str:
     settings += ["compiled"] if config.compile.enabled else []
     settings += ["optimizer state on CPU"] if config.optimizer.cpu_offload else []
     return f" ({', '.join(settings)})" if settings else ""
+
+
+@cache
+def cuda_devices(launch: LaunchConfig) -> int:
+    """The number of CUDA devices of this machine that a job uses. A process of its own counts them: CUDA in the
+    launcher would not survive the fork of ranks.
+    """
+    if launch.device == "cpu" or torch.version.cuda is None:
+        return 0
+    [devices] = run_ranks(count_devices, 1, launch=replace(launch, device="cpu"))
+    return int(devices)
+
+
+def count_devices(_world: World) -> int:
+    return torch.cuda.device_count()
 
 
 def supervise_quietly(job: Job) -> Any:

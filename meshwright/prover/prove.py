@@ -19,16 +19,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from meshwright.config import RunConfig, fingerprint, identity, placement
-from meshwright.errors import RestartsExhausted
+from meshwright.errors import MeshwrightError, RestartsExhausted
 from meshwright.io import output_file, write_json
-from meshwright.prover.claims import Claim
+from meshwright.prover.claims import Claim, cuda_devices
 from meshwright.prover.initialization import check_initialization
 from meshwright.prover.recovery import check_recovery
 from meshwright.prover.relations import check_relations_of_config
 from meshwright.prover.schedule import check_schedule
 from meshwright.prover.shrink import estimate_seconds, not_proven, proof_runs
 from meshwright.prover.stream import check_stream
-from meshwright.prover.training import check_training, cuda_devices
+from meshwright.prover.training import check_training
 from meshwright.recover.failures import RanksFailed
 from meshwright.topology.unsupported import validate
 from meshwright.topology.unused_settings import unused_settings
@@ -69,6 +69,8 @@ class CheckResult:
     seconds: float = field(compare=False, default=0.0)
     changes: tuple[str, ...] = ()
     """The settings of the run that was checked which differ from the user's; they belong to the claim."""
+    not_proven: tuple[str, ...] = ()
+    """What the claim leaves open."""
 
 
 def run_checks(config: RunConfig, full: bool = False) -> Iterator[CheckResult]:
@@ -79,13 +81,22 @@ def run_checks(config: RunConfig, full: bool = False) -> Iterator[CheckResult]:
             for fields in check(config, full):
                 claim, seconds = Claim(*fields), round(time.monotonic() - start, 3)
                 passed = bool(claim.passed)
-                yield CheckResult(claim.check or name, claim.claim, passed, claim.measured, seconds, claim.changes)
+                row = (claim.check or name, claim.claim, passed, claim.measured, seconds, claim.changes)
+                yield CheckResult(*row, claim.not_proven)
                 start = time.monotonic()
-        except (RanksFailed, RestartsExhausted, TimeoutError) as error:
-            if getattr(error, "exit_code", 1) > 128:
+        except (RanksFailed, RestartsExhausted) as error:
+            if error.exit_code > 128:
                 raise
-            seconds = round(time.monotonic() - start, 3)
-            yield CheckResult(name, "the check runs to its end", False, str(error), seconds)
+            yield unfinished(name, str(error), start)
+        except MeshwrightError:  # the config or its data: nothing can be proven
+            raise
+        except Exception as error:  # noqa: BLE001  what a check does not expect may be the work of a defect
+            yield unfinished(name, f"{type(error).__name__}: {error}", start)
+
+
+def unfinished(check: str, problem: str, start: float) -> CheckResult:
+    seconds = round(time.monotonic() - start, 3)
+    return CheckResult(check, "the check runs to its end", False, problem, seconds)
 
 
 def certify(
@@ -163,7 +174,10 @@ def build_certificate(config: RunConfig, results: list[CheckResult], full: bool 
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "passed": bool(results) and all(result.passed for result in results),
         "checks": [asdict(result) for result in results],
-        "not_proven": not_proven(config, proof_runs(config, full, devices := cuda_devices(config.launch)), devices),
+        "not_proven": [
+            *not_proven(config, proof_runs(config, full, devices := cuda_devices(config.launch)), devices),
+            *(text for result in results for text in result.not_proven),
+        ],
         "notes": unused_settings(config),
     }
     certificate["digest"] = hashlib.sha256(json.dumps(certificate, sort_keys=True).encode()).hexdigest()

@@ -21,8 +21,8 @@ from meshwright.data.token_files import TokenSource, token_sources
 from meshwright.launch.ranks import run_ranks
 from meshwright.models.decoder import LanguageModel
 from meshwright.models.init import build_on_meta
-from meshwright.parallel.world import World, runs_on_cpu
-from meshwright.prover.claims import Claim
+from meshwright.parallel.world import World
+from meshwright.prover.claims import Claim, cuda_devices
 from meshwright.prover.shrink.sizes import shrink
 from meshwright.trainer.precision import Precision
 
@@ -255,7 +255,7 @@ def check_relations_of_config(config: RunConfig) -> Iterator[Claim]:
     small = replace(small, model=replace(small.model, capacity_factor=0.0))
     float64 = replace(small.precision, compute="fp64")
     yield from relations_on(World(), replace(small, precision=float64))
-    if not runs_on_cpu(config.launch):  # by a rank: CUDA does not survive the fork of later ranks
+    if cuda_devices(config.launch):  # by a rank: CUDA does not survive the fork of later ranks
         yield from run_ranks(relations_on, 1, small, launch=config.launch)[0]
     yield from check_labels(open_sources(config.data, config.model.vocab, config.model.separator))
 

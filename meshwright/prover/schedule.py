@@ -18,12 +18,9 @@ TOLERANCE = 1e-12
 
 def check_schedule(config: RunConfig) -> Iterator[Claim]:
     """Compares the rates of the run's steps, which are all of them unless the run is long."""
-    claim, schedule, peak = (
-        "the learning rate of every step is that of the schedule",
-        config.schedule,
-        config.optimizer.lr,
-    )
-    steps = compared_steps(config)
+    schedule, peak, steps = config.schedule, config.optimizer.lr, compared_steps(config)
+    number = "every step" if len(steps) == config.steps else f"{len(steps):,} steps"
+    claim = f"the learning rate of {number} is that of the schedule"
     for step in steps:
         found, right = (rate(step, config.steps, peak, schedule) for rate in (learning_rate, expected_rate))
         if abs(found - right) > TOLERANCE * max(abs(right), peak * TOLERANCE):

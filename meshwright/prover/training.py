@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import cast
 
@@ -14,13 +15,12 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.listing import list_published, open_run_store
-from meshwright.config import BlockSizes, LaunchConfig, RunConfig
+from meshwright.config import BlockSizes, RunConfig
 from meshwright.data.source import Source
 from meshwright.errors import MeshwrightError
 from meshwright.launch.ranks import Ranks, run_ranks
 from meshwright.parallel.compile import require_compiler
-from meshwright.parallel.world import World
-from meshwright.prover.claims import Claim, describe_settings, fault_environment, supervise_quietly
+from meshwright.prover.claims import Claim, cuda_devices, describe_settings, fault_environment, supervise_quietly
 from meshwright.prover.comm_volume import check_communication
 from meshwright.prover.compare.causes import NEXT_MOVES, NEXT_MOVES_ON_ONE_RANK, Evidence, likely_cause
 from meshwright.prover.compare.discrepancy import PHASES, Difference, Quantity, compare_traces
@@ -37,6 +37,7 @@ from meshwright.prover.shrink import ProofRun, open_proof_sources, proof_runs
 from meshwright.prover.shrink.runs import changes as layout_changes
 from meshwright.prover.trace import StepTrace, Trace
 from meshwright.prover.tracer import AssembledTrace, Contradiction, Tracer, assemble, read_traces
+from meshwright.recover.failures import RanksFailed
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.unsupported import validate
 from meshwright.trainer.loop import Job
@@ -95,8 +96,10 @@ def check_training(config: RunConfig, full: bool = False) -> Iterator[Claim]:
         ranks = Ranks(compute_references, 1, ([tasks[i] for i in free], [None] * len(free)), launch)
         try:
             outcomes = [execute_or_failure(traced) for traced in straight]
+            deadline = time.monotonic() + MAX_SECONDS
             while not ranks.poll(1.0):
-                pass
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the reference had not ended after {MAX_SECONDS:g} s")
         except BaseException:
             ranks.kill()
             raise
@@ -117,21 +120,6 @@ def check_training(config: RunConfig, full: bool = False) -> Iterator[Claim]:
         if counted is not None and not isinstance(outcomes[counted], MeshwrightError):
             for claim in check_communication(straight[counted].job, straight[counted].run.changes):
                 yield claim._replace(check="communication")
-
-
-@cache
-def cuda_devices(launch: LaunchConfig) -> int:
-    """The number of CUDA devices of this machine that a job uses. A process of its own counts them: CUDA in the
-    launcher would not survive the fork of ranks.
-    """
-    if launch.device == "cpu" or torch.version.cuda is None:
-        return 0
-    [devices] = run_ranks(count_devices, 1, launch=replace(launch, device="cpu"))
-    return int(devices)
-
-
-def count_devices(_world: World) -> int:
-    return torch.cuda.device_count()
 
 
 def prepare(config: RunConfig, run: ProofRun, folder: Path) -> TracedRun:
@@ -222,7 +210,15 @@ def compare_with_reference(
         return Claim(claim, False, describe_failure(traced, outcome, measured, reference), run.changes)
     assert reference is not None
     passed, text = describe_comparison(traced, outcome, reference)
-    return Claim(claim, passed, text, run.changes)
+    return Claim(claim, passed, text, run.changes, hidden_quantities(run.name, reference))
+
+
+def hidden_quantities(name: str, reference: Reference) -> tuple[str, ...]:
+    """What rounding hides in a run, as a sentence of the certificate."""
+    noisy = reference[1].too_noisy()
+    if not noisy:
+        return ()
+    return (f"{len(noisy)} quantities of the run {name}, whose rounding hides a factor of 1.25, first the {noisy[0]}",)
 
 
 def describe_failure(
@@ -255,14 +251,16 @@ def describe_comparison(traced: TracedRun, measured: AssembledTrace, reference: 
         return False, describe_finding(traced, wrong, exact, measured)
     if seed := wrong_seed(traced.task.config, measured):
         return False, seed
-    largest = max((found for found in differences if tolerances.errors.get(found.quantity)), key=lambda f: f.error)
-    noisy = tolerances.too_noisy()
-    doubt = f"; rounding hides errors in {len(noisy)} quantities, first {noisy[0]}" if noisy else ""
-    steps, tolerance = exact.steps, tolerances.errors[largest.quantity]
+    noisy = set(tolerances.too_noisy())
+    proven = [found for found in differences if found.quantity in tolerances.errors and found.quantity not in noisy]
+    if not proven:
+        return False, "no step computed an update that can be compared"
+    largest = max(proven, key=lambda found: found.error)
+    kinds = Counter(found.quantity.kind for found in proven)
     return True, (
-        f"inputs, {len(steps)} losses, norms and learning rates, {sum(len(s.gradients) for s in steps)} gradients, "
-        f"{sum(len(s.parameters) for s in steps)} updates, {len(exact.evaluations)} evaluations: largest relative "
-        f"error {largest.error:.1e} ({largest.quantity}; rounding explains {tolerance:.1e}){doubt}"
+        f"inputs, seeds, learning rates, {kinds['loss']} losses, {kinds['gradient']} gradients, {kinds['norm']} norms, "
+        f"{kinds['update']} updates, {kinds['evaluation']} evaluations: largest relative error {largest.error:.1e} "
+        f"({largest.quantity}; rounding explains {tolerances.errors[largest.quantity]:.1e})"
     )
 
 
@@ -286,18 +284,24 @@ def wrong_seed(config: RunConfig, measured: AssembledTrace) -> str:
 def describe_finding(traced: TracedRun, wrong: list[Difference], exact: Trace, measured: AssembledTrace) -> str:
     """The first difference in the order of computation: what, where, how large, why, and what to do."""
     first, job = wrong[0], traced.job
+    launch = replace(job.config.launch, device="cpu")
 
     def stale_loss() -> float:
-        [loss] = run_ranks(compute_stale_loss, 1, traced.task, launch=replace(job.config.launch, device="cpu"))
+        [loss] = run_ranks(compute_stale_loss, 1, traced.task, launch=launch, timeout=MAX_SECONDS)
         return float(loss)
 
     def fit_weights(step: StepTrace, before: Mapping[str, Tensor], names: list[str]) -> tuple[Tensor, float]:
         arguments = traced.task, step, dict(before), names, job.batch.accumulation
-        [fitted] = run_ranks(fit_sample_weights, 1, *arguments, launch=replace(job.config.launch, device="cpu"))
+        [fitted] = run_ranks(fit_sample_weights, 1, *arguments, launch=launch, timeout=MAX_SECONDS)
         return cast("tuple[Tensor, float]", fitted)
 
     evidence = Evidence(job.config, exact, measured, job.layout, job.batch.accumulation, stale_loss, fit_weights)
-    cause = likely_cause(wrong, evidence)
+    try:
+        cause = likely_cause(wrong, evidence)
+    except RanksFailed as error:  # the difference is a finding without its cause, too
+        if error.exit_code > 128:
+            raise
+        cause = f"the cause could not be computed ({error})"
     rank, phase = measured.owner(first.quantity.name, first.element), PHASES[first.quantity.kind]
     size = f"a relative error of {first.error:.1e} (factor {first.factor:.4g})"
     moves = NEXT_MOVES if job.layout.ranks > 1 else NEXT_MOVES | NEXT_MOVES_ON_ONE_RANK

@@ -206,7 +206,7 @@ class Training:
         return Step(context)
 
     def _restore(self) -> int:
-        """Restores the newest intact checkpoint and returns the number of steps it has done; 0 without one."""
+        """Restores the newest intact checkpoint and returns its number of steps; without one, the job's first step."""
 
         def report_damage(name: str, damage: list[Damage]) -> None:
             self.log.write("damaged", checkpoint=name, damage=[item.to_json() for item in damage])

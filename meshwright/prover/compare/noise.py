@@ -19,8 +19,10 @@ MIN_NOISE = {
     "fp16": torch.finfo(torch.float16).eps / 16,
 }
 """Noise that a single seed may happen not to show."""
-MAX_FACTOR_NOISE = 0.25
-"""A precision whose noise hides a factor of 1.25 proves nothing about this quantity."""
+MAX_FACTOR = 0.25
+MAX_ERROR = 1.0
+"""Tolerances above which a precision proves nothing about a quantity: they would hide a factor of 1.25, or an error as
+large as the quantity."""
 
 
 @dataclass
@@ -67,5 +69,8 @@ class Tolerances:
 
     def too_noisy(self) -> list[Quantity]:
         """The quantities about which this precision proves nothing."""
-        noisy = (quantity for quantity, factor in self.factors.items() if factor > MAX_FACTOR_NOISE)
-        return [quantity for quantity in noisy if quantity.kind not in EXACT]
+        return [
+            quantity
+            for quantity, factor in self.factors.items()
+            if quantity.kind not in EXACT and not (factor <= MAX_FACTOR and self.errors[quantity] <= MAX_ERROR)
+        ]

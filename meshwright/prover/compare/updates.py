@@ -21,6 +21,9 @@ from meshwright.prover.tracer import AssembledTrace, Index
 MAX_ERROR = 1e-6
 """The largest relative error of a candidate that explains what was found; stored parameters are rounded in addition."""
 
+MAX_DEFINED_ERROR = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-5, "fp16": 1e-5}
+"""The largest relative error of an update that counts as the one that AdamW defines, by precision."""
+
 Regions = Mapping[str, list[tuple[Index, int]]]
 """For every parameter, the index of each shard and the rank that has it."""
 Factor = Callable[[str], float | Tensor]
@@ -189,12 +192,12 @@ def is_rounded(tensor: Tensor, dtype: torch.dtype) -> bool:
     return torch.equal(tensor, tensor.to(dtype).to(tensor.dtype))
 
 
-def is_update(before: Tensor, found: Tensor, right: Tensor) -> bool:
+def is_update(before: Tensor, found: Tensor, right: Tensor, max_error: float = MAX_ERROR) -> bool:
     """Whether a parameter was updated to `right`, but for the rounding of what is stored."""
     resolution = 4 * torch.finfo(found.dtype).eps * float(found.double().norm())
     change, found_change = right - before.double(), found.double() - before.double()
     error = compare_tensors(Quantity("update", 0), change, found_change, resolution)
-    return error.error <= MAX_ERROR + error.resolution
+    return error.error <= max_error + error.resolution
 
 
 def updates_by_definition(config: RunConfig, measured: AssembledTrace) -> set[Quantity]:
@@ -212,7 +215,7 @@ def updates_by_definition(config: RunConfig, measured: AssembledTrace) -> set[Qu
             clipped = gradient.double() * clip_factor(norm, config.optimizer.clip)
             known = moments.get(name) or Moments(torch.zeros_like(clipped), torch.zeros_like(clipped))
             after, moments[name] = adamw(before[name].double(), clipped, known, step.lr, config.optimizer)
-            if is_update(before[name], step.parameters[name], after):
+            if is_update(before[name], step.parameters[name], after, MAX_DEFINED_ERROR[config.precision.compute]):
                 right.add(Quantity("update", step.step, name))
         before = step.parameters
     return right

@@ -55,8 +55,9 @@ def unproven_degrees(config: RunConfig, runs: Sequence[ProofRun]) -> list[str]:
         degree = getattr(layout, axis.name)
         proven = {getattr(Layout.from_config(run.config.layout), axis.name) for run in runs}
         if degree > 1 and degree not in proven:
-            largest = ", ".join(str(number) for number in sorted(proven - {1}))
-            sentences.append(f"{axis.name} parallelism of degree {degree} (proven with degree {largest})")
+            degrees = ", ".join(str(number) for number in sorted(proven - {1}))
+            extent = f"degree {degrees}" if degrees else "one rank"
+            sentences.append(f"{axis.name} parallelism of degree {degree} (proven with {extent})")
     return sentences
 
 
@@ -97,7 +98,9 @@ def unproven_settings(config: RunConfig, runs: Sequence[ProofRun]) -> list[str]:
         else:
             sentences.append("a resume on another layout, whose results depend on it with model.capacity_factor")
     elif not any(run.resume_layout for run in runs):
-        sentences.append("a resume on another layout: no other layout of at most four ranks supports this model")
+        sentences.append("a resume on another layout: the run is too short, or no small layout supports it")
+    if not any(run.name.startswith("variation") for run in runs):
+        sentences.append("other shapes than the user's: no layout with an axis of degree three supports the settings")
     return sentences
 
 

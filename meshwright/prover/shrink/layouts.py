@@ -31,8 +31,6 @@ def small_layouts(config: LayoutConfig, max_ranks: int = MAX_RANKS) -> list[Layo
     layout = Layout.from_config(config)
     if layout.ranks <= max_ranks:
         return [config]
-    if max_ranks == 1:
-        return [small_layout(config, {}, 1)]
     used = [axis for axis in PREFERENCE if axis in layout.active_mesh_axes]
     if max_ranks == 1:
         return [small_layout(config, {}, max_ranks)]

@@ -80,6 +80,8 @@ def proof_runs(config: RunConfig, full: bool = False, devices: int = 0) -> list[
     limits = UNLIMITED if full else SMALL
     layouts = small_layouts(config.layout)
     configured = [shrink(config, layout, limits) for layout in layouts]
+    if not devices:  # a config for CUDA is proven on CPU
+        configured = [replace(run, launch=replace(run.launch, device="cpu")) for run in configured]
     float64 = [as_float64(run) for run in configured]
     if config.precision.compute == "fp16":
         configured = [with_changing_loss_scale(shrink(config, layout, replace(limits, steps=5))) for layout in layouts]
@@ -166,8 +168,10 @@ def variations(config: RunConfig) -> list[RunConfig]:
     A layout of three axes or more is varied with degree two on three axes, and with degree three on two of them.
     """
     with_three = next(
-        proof for layout in layouts_with_degree_three(config.layout) if is_valid(proof := vary(config, layout))
+        (proof for layout in layouts_with_degree_three(config.layout) if is_valid(proof := vary(config, layout))), None
     )
+    if with_three is None:
+        return []
     axes = Layout.from_config(config.layout).active_mesh_axes
     if len(axes) < 3:
         return [with_three]
@@ -249,7 +253,7 @@ def resumed_on_another_layout(config: RunConfig, proof: RunConfig) -> list[Proof
     """The run and the settings with which it continues from its middle checkpoint: another layout, the same identity.
     None if tokens are dropped, which makes results depend on the layout.
     """
-    if proof.model.experts and proof.model.capacity_factor:
+    if proof.steps <= CADENCE or (proof.model.experts and proof.model.capacity_factor):
         return []
     for layout_config in layouts_after_resume(proof.layout):
         resumed = place(proof, layout_config)

@@ -69,7 +69,7 @@ class Limits:
 
 
 SMALL = Limits()
-UNLIMITED = Limits(*([1 << 62] * (len(Limits.__dataclass_fields__) - 1)))
+UNLIMITED = replace(SMALL, **{name: 1 << 62 for name in Limits.__dataclass_fields__ if name != "steps"})
 """Limits that shrink nothing; sizes that a smaller layout does not divide are still rounded up."""
 
 
