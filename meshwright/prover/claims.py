@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from meshwright.config import LaunchConfig, RunConfig
 from meshwright.launch.job import start_ranks
 from meshwright.launch.ranks import run_ranks
+from meshwright.launch.scratch_folder import ScratchFolder
 from meshwright.parallel.world import World
 from meshwright.recover.supervisor import RunningRanks, supervise
 from meshwright.topology.layout import stages_per_rank
@@ -64,6 +66,16 @@ def cuda_devices(launch: LaunchConfig) -> int:
 
 def count_devices(_world: World) -> int:
     return torch.cuda.device_count()
+
+
+@contextmanager
+def proof_folder() -> Iterator[Path]:
+    """A temporary folder. If this process is killed, the next launch removes it."""
+    folder = ScratchFolder()
+    try:
+        yield folder.path
+    finally:
+        folder.remove()
 
 
 def supervise_quietly(job: Job) -> Any:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -130,6 +131,8 @@ def prove(config: RunConfig, out: Path, as_json: bool = False, full: bool = Fals
     be written is refused before the first check.
     """
     file = output_file(out, "--out")
+    # An exception removes temporary folders; SIGTERM alone would not.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     console = Console(stderr=as_json)
     if not console.is_terminal:
         console = Console(stderr=as_json, width=140)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from meshwright.config import RunConfig
 from meshwright.errors import RestartsExhausted
-from meshwright.prover.claims import Claim, describe_settings
+from meshwright.prover.claims import Claim, describe_settings, proof_folder
 from meshwright.prover.oracle.optimizer import learning_rate, step_seed
 from meshwright.prover.shrink.runs import changes
 from meshwright.prover.state.checkpoint_content import (
@@ -70,9 +69,9 @@ def check_recovery(config: RunConfig) -> Iterator[Claim]:
     """Runs the config undisturbed, killed at every fail point, and with damaged checkpoints on another layout."""
     yield Claim(*check_real_layout(config))
     yield Claim(*check_large_files())
-    with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as base:
-        yield from check_kills(config, Path(base))
-        yield from check_damage_and_reshard(config, Path(base) / "resharded")
+    with proof_folder() as base:
+        yield from check_kills(config, base)
+        yield from check_damage_and_reshard(config, base / "resharded")
 
 
 def check_kills(user: RunConfig, base: Path) -> Iterator[Claim]:

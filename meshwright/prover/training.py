@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,14 @@ from meshwright.data.source import Source
 from meshwright.errors import MeshwrightError
 from meshwright.launch.ranks import Ranks, run_ranks
 from meshwright.parallel.compile import require_compiler
-from meshwright.prover.claims import Claim, cuda_devices, describe_settings, fault_environment, supervise_quietly
+from meshwright.prover.claims import (
+    Claim,
+    cuda_devices,
+    describe_settings,
+    fault_environment,
+    proof_folder,
+    supervise_quietly,
+)
 from meshwright.prover.comm_volume import check_communication
 from meshwright.prover.compare.causes import NEXT_MOVES, NEXT_MOVES_ON_ONE_RANK, Evidence, likely_cause
 from meshwright.prover.compare.discrepancy import PHASES, Difference, Quantity, compare_traces
@@ -88,8 +94,8 @@ def check_training(config: RunConfig, full: bool = False) -> Iterator[Claim]:
     """
     proofs = proof_runs(config, full, cuda_devices(config.launch))
     launch = replace(config.launch, device="cpu")
-    with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as base:
-        runs = [prepare(config, run, Path(base) / str(index)) for index, run in enumerate(proofs)]
+    with proof_folder() as base:
+        runs = [prepare(config, run, base / str(index)) for index, run in enumerate(proofs)]
         straight = [traced for traced in runs if traced.run.resume_layout is None]
         tasks = [traced.task for traced in straight]
         free = [index for index, task in enumerate(tasks) if not task.follows_run]
