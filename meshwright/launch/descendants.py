@@ -50,7 +50,12 @@ class DescendantGuard:
 
     def __init__(self, ranks: list[tuple[str, int]]) -> None:
         reader, self._writer = os.pipe()
-        self._pid = os.fork()
+        try:
+            self._pid = os.fork()
+        except OSError:
+            os.close(reader)
+            os.close(self._writer)
+            raise
         if not self._pid:
             guard_descendants(reader, ranks)
         os.close(reader)
@@ -76,12 +81,20 @@ def guard_descendants(reader: int, ranks: list[tuple[str, int]]) -> NoReturn:
         null = os.open(os.devnull, os.O_RDWR)
         for stream in (1, 2):
             os.dup2(null, stream)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the files of this process must not stay open in the guard
+        close_inherited_files()
         if not os.read(0, 1):
             for mark, session in ranks:
                 end_descendants(mark, session)
     finally:
         os._exit(0)
+
+
+def close_inherited_files() -> None:
+    """Closes every file but the standard streams: the files of the launcher must not stay open in the guard."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2:
+            with suppress(OSError):  # the list itself was one of them
+                os.close(int(name))
 
 
 def find_descendants(mark: str, session: int) -> list[int]:

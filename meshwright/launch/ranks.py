@@ -75,14 +75,34 @@ class Ranks:
         payload = self._write_task(task) if context.get_start_method() == "spawn" else task
         sys.stdout.flush()
         sys.stderr.flush()
+        try:
+            self._start(context, payload, count, launch or LaunchConfig(), dict(facts or {}), logs)
+        except OSError as error:
+            started = len(self._processes)
+            self._kill_started()
+            what = f"rank {started} of {count}" if started < count else "the process that guards the ranks"
+            raise ConfigError(
+                f"{what} cannot be started: {error.strerror}",
+                "try fewer ranks, or allow more processes and open files (ulimit -u, ulimit -n)",
+            ) from None
+
+    def _start(
+        self,
+        context: Any,
+        payload: Task | str,
+        count: int,
+        launch: LaunchConfig,
+        facts: dict[str, Any],
+        logs: Sequence[Path] | None,
+    ) -> None:
         for rank in range(count):
             reader, writer = context.Pipe(duplex=False)
             rendezvous = RendezvousInfo(rank, count, rank, store_file=str(self._folder.path / "store"))
             target_args = (
                 payload,
                 rendezvous,
-                launch or LaunchConfig(),
-                dict(facts or {}),
+                launch,
+                facts,
                 writer,
                 logs[rank] if logs else None,
                 self._heartbeats[rank],
@@ -95,6 +115,15 @@ class Ranks:
             self._pipes[rank] = reader
             self._processes.append(process)
         self._guard = DescendantGuard([(f"{self._mark}-{rank}", p.pid) for rank, p in enumerate(self._processes)])
+
+    def _kill_started(self) -> None:
+        """Kills the ranks that were started before one could not be."""
+        for rank, process in enumerate(self._processes):
+            process.kill()
+            process.join(PEER_LOSS_GRACE)
+            end_descendants(f"{self._mark}-{rank}", process.pid)
+            self._pipes.pop(rank).close()
+        self._folder.remove()
 
     @property
     def launcher_pid(self) -> int:

@@ -48,6 +48,10 @@ START_SECONDS = 30.0
 """How long a job waits for another one that starts beside it."""
 
 
+Holder = tuple[int, Any]
+"""The attempt and the token of a lease."""
+
+
 @dataclass
 class Lease:
     """The exclusive right to write to a run folder, for one attempt."""
@@ -113,15 +117,17 @@ def acquire_lease(folder: RunFolder, observe: float = OBSERVATION_SECONDS, *, fr
     """
     try:
         folder.root.parent.mkdir(parents=True, exist_ok=True)
+        folder.require_usable()
+        dead = raise_if_held(folder, observe)  # before other jobs of this run wait for the lock
         with exclusive_start(folder):
             folder.require_usable()
             if fresh and folder.has_run:
-                old = publish_lease(folder, observe)
+                old = publish_lease(folder, observe, dead)
                 aside = folder.set_aside()
                 Incident(old.attempt, "stopped", message="--fresh has set the run aside").write(aside)
             folder.root.mkdir(exist_ok=True)
             PosixCalls().sync_folder(str(folder.root.resolve().parent))
-            return publish_lease(folder, observe)
+            return publish_lease(folder, observe, dead)
     except OSError as error:
         raise ConfigError(
             f"cannot create the run folder {folder.root}: {error.strerror}", "try --run DIR with a writable folder"
@@ -138,27 +144,49 @@ def acquire_next_lease(lease: Lease, observe: float = OBSERVATION_SECONDS) -> Le
 
 @contextmanager
 def exclusive_start(folder: RunFolder) -> Iterator[None]:
-    """Lets one job at a time start beside this folder, so that none finds the name free while `fresh` renames a folder.
+    """Lets one job at a time start in this folder, so that none finds the name free while `fresh` renames the folder.
 
-    The lease alone decides who holds a run. File systems that cannot lock a folder (NFS) lack this lock only.
+    The lease alone decides who holds a run. Where the lock file cannot be created, beside a folder that this user
+    cannot rename either, and on file systems without locks, this lock only is missing.
     """
-    parent = os.open(folder.root.parent, os.O_RDONLY | os.O_DIRECTORY)
+    root = folder.root.resolve()
+    path = root.parent / f".{root.name}.lock"
+    deadline = time.monotonic() + START_SECONDS
+    while (lock := open_lock(path)) is not None and not (try_lock(lock) and is_file_at(path, lock)):
+        os.close(lock)
+        if time.monotonic() > deadline:
+            raise BusyError(
+                f"another job has been starting in {folder.root} for {START_SECONDS:g} s",
+                "try to continue or end it: it may be a stopped process",
+            )
+        time.sleep(0.02)
     try:
-        deadline = time.monotonic() + START_SECONDS
-        while not try_lock(parent):
-            if time.monotonic() > deadline:
-                raise BusyError(
-                    f"another job has been starting in {folder.root.parent} for {START_SECONDS:g} s",
-                    "try to continue or end it: it may be a stopped process",
-                )
-            time.sleep(0.02)
         yield
     finally:
-        os.close(parent)
+        if lock is not None:
+            with suppress(OSError):
+                path.unlink()
+            os.close(lock)
+
+
+def open_lock(path: Path) -> int | None:
+    """Opens a lock file, which no other user can open and lock; None if it cannot be created."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError:
+        return None
+
+
+def is_file_at(path: Path, file: int) -> bool:
+    """Whether an open file is still the one at a path; the job that held the lock has deleted it."""
+    try:
+        return os.path.samestat(os.fstat(file), os.lstat(path))
+    except OSError:
+        return False
 
 
 def try_lock(file: int) -> bool:
-    """Locks an open file or folder; False while another process holds the lock."""
+    """Locks an open file; False while another process holds the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -168,11 +196,13 @@ def try_lock(file: int) -> bool:
     return True
 
 
-def publish_lease(folder: RunFolder, observe: float) -> Lease:
-    """Publishes the lease of the next attempt; raises BusyError if another live process holds the run."""
+def publish_lease(folder: RunFolder, observe: float, dead: Holder | None = None) -> Lease:
+    """Publishes the lease of the next attempt; raises BusyError if another live process than the holder that was found
+    dead holds the run.
+    """
     store = open_run_store(folder)
     while True:
-        raise_if_held(folder, observe)
+        raise_if_held(folder, observe, dead)
         attempt = newest_attempt(store) + 1
         if attempt > MAX_ATTEMPT:
             raise ConfigError(
@@ -207,17 +237,22 @@ def newest_attempt(store: Store) -> int:
     return max([*used, *saved], default=0)
 
 
-def raise_if_held(folder: RunFolder, observe: float = OBSERVATION_SECONDS) -> None:
-    """Raises BusyError if another live process holds the newest lease."""
+def raise_if_held(folder: RunFolder, observe: float = OBSERVATION_SECONDS, dead: Holder | None = None) -> Holder | None:
+    """Raises BusyError if another live process than the holder that was found dead holds the newest lease; returns the
+    holder if it is dead by now.
+    """
     for attempt, lease in list_leases(open_run_store(folder))[:1]:
-        if folder.incident(attempt).exists():
-            return  # the attempt has ended
-        if lease.get("token") != process_token() and holder_is_alive(lease, folder.attempt(attempt), observe):
+        holder = (attempt, lease.get("token"))
+        if folder.incident(attempt).exists() or holder in (dead, (attempt, process_token())):
+            return dead  # the attempt has ended, or belongs to this process
+        if holder_is_alive(lease, folder.attempt(attempt), observe):
             raise BusyError(
                 f"run folder {folder.root} is held by process {lease['pid']} on {lease.get('host')} since "
                 f"{lease.get('since')} (attempt {attempt})",
                 "try again when it has ended, stop it, or use another --run DIR",
             )
+        return holder
+    return None
 
 
 TOKEN = secrets.token_hex(8)

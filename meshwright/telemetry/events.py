@@ -65,7 +65,7 @@ class EventLog:
         self._path, self._listener, self._on_lost = path, listener, on_lost
         self._common: Event = {"attempt": attempt, "rank": rank}
         self._file: int | None = None
-        self._size = self._lost = 0
+        self._lost = 0
         try:
             self._open()
         except OSError as error:
@@ -77,7 +77,7 @@ class EventLog:
             with suppress(FileExistsError):
                 self._path.parent.mkdir()
             self._file = open_descriptor(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-            self._size = truncate_torn_line(self._file)
+            truncate_torn_line(self._file)
         return self._file
 
     def write(self, kind: str, **fields: Any) -> None:
@@ -98,14 +98,10 @@ class EventLog:
 
     def _append(self, content: bytes) -> None:
         file = self._open()
-        try:
-            if os.write(file, content) < len(content):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._size += len(content)
-        except OSError:
+        if (written := os.write(file, content)) < len(content):
             with suppress(OSError):
-                os.ftruncate(file, self._size)  # nothing but complete lines
-            raise
+                remove_last_bytes(file, written)  # nothing but complete lines
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _lose(self, error: OSError) -> None:
         self._set_lost(self._lost + 1)
@@ -130,16 +126,22 @@ class EventLog:
             self._file = None
 
 
-def truncate_torn_line(file: int) -> int:
-    """Truncates a file after its last line end, and returns its size. What is too long for a torn line was not written
-    by Meshwright: it stays, and is ended.
+def remove_last_bytes(file: int, count: int) -> None:
+    """Removes the bytes that this process has just appended, unless another process has appended something since."""
+    end = os.lseek(file, 0, os.SEEK_CUR)  # appending moves it to the end of what was appended
+    if os.fstat(file).st_size == end:
+        os.ftruncate(file, end - count)
+
+
+def truncate_torn_line(file: int) -> None:
+    """Truncates a file after its last line end. What is too long for a torn line was not written by Meshwright: it
+    stays, and is ended.
     """
     complete, size = complete_bytes(file), os.fstat(file).st_size
     if complete < size:
         os.ftruncate(file, complete)
     elif size and os.pread(file, 1, size - 1) != b"\n":
-        complete += os.write(file, b"\n")
-    return complete
+        os.write(file, b"\n")
 
 
 def complete_bytes(file: int) -> int:

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from meshwright.config import LaunchConfig
-from meshwright.launch.descendants import MARK, end_descendants, with_mark
+from meshwright.launch.descendants import MARK, close_inherited_files, end_descendants, with_mark
 from meshwright.launch.ranks import Ranks
 from meshwright.recover.failures import RanksFailed
 
@@ -80,6 +80,18 @@ def test_only_processes_with_the_mark_are_ended():
         for process in (marked, other):
             process.kill()
             process.wait()
+
+
+def test_guard_closes_the_open_files_and_no_other_descriptor(monkeypatch):
+    """The limit of open files may be 10^9, so that closing every descriptor up to it would take minutes."""
+    closed = []
+    with open(os.devnull) as file, monkeypatch.context() as patch:
+        patch.setattr(os, "close", closed.append)
+        close_inherited_files()
+        opened = file.fileno()
+    assert opened in closed
+    assert min(closed) > 2
+    assert len(closed) < 1000
 
 
 def test_processes_of_ranks_end_when_the_launcher_is_killed(tmp_path):

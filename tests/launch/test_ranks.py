@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import signal
@@ -90,6 +91,32 @@ def test_run_ranks_kills_every_rank_after_the_timeout():
         module.Ranks = original
     assert len(pids) == 2
     assert not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("failing", [2, 3])
+def test_ranks_that_were_started_are_killed_if_another_process_cannot_be(tmp_path, monkeypatch, failing):
+    """The third process is a rank or, with two ranks, the guard of their descendants."""
+    import tempfile
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pids, fork = [], os.fork
+
+    def limited_fork() -> int:
+        if len(pids) == 2:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        if pid := fork():
+            pids.append(pid)
+        return pid
+
+    monkeypatch.setattr(os, "fork", limited_fork)
+    what = "rank 2 of 3" if failing == 3 else "the process that guards the ranks"
+    with pytest.raises(ConfigError, match=f"{what} cannot be started: Resource temporarily unavailable; try fewer"):
+        Ranks(lambda world: time.sleep(600), failing)
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_run_ranks_removes_its_temporary_folder(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -23,10 +24,11 @@ from meshwright.checkpoint.listing import (
     read_lease,
 )
 from meshwright.checkpoint.manifest import Manifest, canonical_digest
-from meshwright.errors import BusyError, ConfigError
+from meshwright.errors import BusyError, CheckpointError, ConfigError
 from meshwright.launch.job import acquire_lease_or_error
+from meshwright.recover import lease as lease_module
 from meshwright.recover.incidents import Incident, read_incidents
-from meshwright.recover.lease import acquire_lease, process_identity
+from meshwright.recover.lease import acquire_lease, exclusive_start, process_identity
 from meshwright.telemetry.heartbeat import Heartbeat, process_stat
 from meshwright.telemetry.run_folder import RunFolder
 
@@ -243,6 +245,48 @@ def test_job_does_not_wait_for_ever_for_a_stopped_process_that_starts_beside_it(
     finally:
         starting.kill()
         starting.communicate()
+
+
+def test_job_starts_beside_a_run_that_another_job_starts_and_in_a_folder_that_somebody_has_locked(folder, monkeypatch):
+    """Jobs of different runs in one folder wait neither for each other nor for a lock on that folder."""
+    monkeypatch.setattr("meshwright.recover.lease.START_SECONDS", 0.0)
+    parent = os.open(folder.root.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(parent, fcntl.LOCK_EX)
+        with exclusive_start(RunFolder(folder.root.with_name("other"))):
+            assert acquire_lease(folder).attempt == 1
+    finally:
+        os.close(parent)
+    assert os.listdir(folder.root.parent) == ["run"]
+
+
+def test_holder_on_another_host_is_observed_once_and_before_the_lock(folder, monkeypatch):
+    acquire_lease(folder)
+    rewrite(folder, 1, boot="elsewhere", token="of another process")
+    locked, observed = [], []
+
+    def observe(lease, attempt, seconds):
+        observed.append(bool(locked))
+        return False
+
+    monkeypatch.setattr(lease_module, "holder_is_alive", observe)
+    right = lease_module.try_lock
+    monkeypatch.setattr(lease_module, "try_lock", lambda file: locked.append(file) or right(file))
+    assert acquire_lease(folder).attempt == 2
+    assert observed == [False]
+    assert len(locked) == 1
+
+
+def test_lock_that_cannot_be_created_is_left_out(folder, monkeypatch):
+    """A folder where no file can be created cannot be renamed either."""
+    folder.root.mkdir()
+    (folder.root.parent / ".run.lock").symlink_to("elsewhere")
+    assert acquire_lease(folder).attempt == 1
+    assert not (folder.root.parent / "elsewhere").exists()
+    lease = lease_module.Lease(folder, 1)
+    shutil.rmtree(folder.root.parent)
+    with pytest.raises(CheckpointError, match="was deleted, moved or replaced"):
+        lease_module.acquire_next_lease(lease)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,27 @@ def test_events_on_a_full_disk_are_counted_and_do_not_raise(tmp_path, monkeypatc
     assert capsys.readouterr().err.count("cannot be written: No space left on device; the training continues") == 1
 
 
+@pytest.mark.parametrize("stored", [0, 10])
+def test_failed_append_keeps_the_records_that_a_successor_has_appended(tmp_path, monkeypatch, stored):
+    """A fenced attempt may still run while the next one writes to the same file."""
+    path = tmp_path / "e.jsonl"
+    fenced, successor = EventLog(path, 1, 0), EventLog(path, 2, 0)
+    fenced.write("step", step=0)
+    successor.write("step", step=1)
+    write = os.write
+
+    def full_disk(file: int, content: bytes) -> int:
+        if not stored:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, content[:stored])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full_disk)
+        fenced.write("step", step=2)
+    successor.write("step", step=3)
+    assert [event["step"] for event in read_events(path)] == [0, 1, 3]
+
+
 def test_event_file_that_cannot_be_created_on_a_full_disk_is_created_later(tmp_path, monkeypatch):
     def full_disk(path, flags, *, follow=False):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
