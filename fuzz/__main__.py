@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import Pipe
@@ -22,7 +23,7 @@ from typing import cast
 
 from fuzz.episode import Workspace
 from fuzz.jobs import adopt_orphans, import_once
-from fuzz.kinds import KINDS, Result, run_episode
+from fuzz.kinds import KINDS, Result, draw_kind, run_episode
 from meshwright.parent_death import exit_with_parent
 
 
@@ -81,11 +82,15 @@ def report(results: Iterator[Result], seed: int, only: str | None) -> int:
 def run_workers(
     seed: int, workspace: Workspace, workers: int, episodes: int, deadline: float, only: str | None
 ) -> Iterator[Result]:
-    """Runs episodes in processes, each of which takes every `workers`-th episode, and yields the results."""
-    parent, pipes = os.getpid(), []
+    """Runs episodes in processes, each of which takes every `workers`-th episode, and yields the results. A worker that
+    fails is a finding in the episode that it did not finish.
+    """
+    parent = os.getpid()
+    running: dict[Connection, tuple[int, int]] = {}  # pipe -> process id, number of the episode that runs
     for worker in range(workers):
         reader, writer = Pipe(duplex=False)
-        if os.fork() == 0:
+        process = os.fork()
+        if process == 0:
             try:
                 exit_with_parent(parent)
                 adopt_orphans()
@@ -93,17 +98,29 @@ def run_workers(
                     if time.monotonic() > deadline:
                         break
                     writer.send(run_episode(seed, number, workspace, only))
-            finally:
                 os._exit(0)
+            except BaseException:  # noqa: BLE001  a worker must not return into the code of its parent
+                traceback.print_exc()
+            finally:
+                os._exit(1)
         writer.close()
-        pipes.append(reader)
-    while pipes:
-        for pipe in cast(list[Connection], wait(pipes)):
+        running[reader] = process, worker
+    while running:
+        for pipe in cast(list[Connection], wait(list(running))):
+            process, number = running[pipe]
             try:
                 yield pipe.recv()
+                running[pipe] = process, number + workers
             except EOFError:
-                pipes.remove(pipe)
-                os.wait()
+                del running[pipe]
+                code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+                if code:
+                    yield failed_worker(number, only or draw_kind(seed, number), code)
+
+
+def failed_worker(number: int, kind: str, code: int) -> Result:
+    found = f"exit code {code}" if code > 0 else f"signal {-code}"
+    return Result(number, kind, "", "", 0.0, {}, expected="a worker that ends with exit code 0", found=found)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ class Workspace:
     def environment(self, temporary: Path) -> dict[str, str]:
         return {
             "MESHWRIGHT_HOME": str(self.root / "home"),
+            "MESHWRIGHT_CACHE": str(self.root / "cache"),
             "TMPDIR": str(temporary),
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",

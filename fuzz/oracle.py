@@ -13,7 +13,7 @@ from typing import Any
 from fuzz.jobs import Ended
 from meshwright.checkpoint.listing import list_published, open_run_store
 from meshwright.checkpoint.unsharded import state_digest
-from meshwright.telemetry.events import completed_steps
+from meshwright.telemetry.events import read_events
 from meshwright.telemetry.run_folder import RunFolder
 
 DOCUMENTED_CODES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)
@@ -53,7 +53,7 @@ class Outcome:
 def read_outcome(folder: Path, output: str) -> Outcome:
     """The outcome of a complete run, from its folder and from the events that its last job printed."""
     run = RunFolder(folder)
-    losses = {step: event["loss"] for step, event in completed_steps(run.events(0)).items()}
+    losses = {event["step"]: event["loss"] for event in read_events(run.events(0)) if event.get("kind") == "step"}
     entries = list_published(open_run_store(run))
     return Outcome(losses, reported_digest(output), state_digest(entries[0]) if entries else "no checkpoint")
 

@@ -162,7 +162,7 @@ def output_file(path: Path, option: str) -> Path:
         resolved = path.resolve()
         if (resolved.exists() and not resolved.is_file()) or not resolved.parent.is_dir():
             raise ConfigError(f"{option} {path} cannot be written", hint)
-    except (OSError, RuntimeError) as error:  # a loop of symbolic links, a name that is too long
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of symbolic links, a long name, a null character
         raise ConfigError(f"{option} {path} cannot be written: {error}", hint) from None
     if not os.access(resolved.parent, os.W_OK | os.X_OK):
         raise ConfigError(f"{option} {path} cannot be written: permission denied", hint)

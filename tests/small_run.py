@@ -1,8 +1,13 @@
-"""A config with which a step takes milliseconds."""
+"""A config with which a step takes milliseconds, and the records of its steps."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from meshwright.config import RunConfig, load_config
+from meshwright.telemetry.events import read_events
+from meshwright.telemetry.run_folder import RunFolder
 
 SMALL = [
     "--model.width=32",
@@ -19,3 +24,8 @@ SMALL = [
 
 def small_config(*overrides: str, steps: int = 6, ranks: int | None = 2) -> RunConfig:
     return load_config(overrides=[*SMALL, *overrides], steps=steps, ranks=ranks)
+
+
+def step_records(folder: Path, rank: int = 0) -> dict[int, dict[str, Any]]:
+    """The record of every step; if several attempts completed a step, the last one counts."""
+    return {event["step"]: event for event in read_events(RunFolder(folder).events(rank)) if event["kind"] == "step"}

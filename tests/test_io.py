@@ -102,7 +102,7 @@ def test_invalid_json_raises_config_error_with_the_path(tmp_path, content):
 def test_output_file_must_be_creatable(tmp_path):
     assert output_file(tmp_path / "new.txt", "--out") == tmp_path / "new.txt"
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    for path in (tmp_path, tmp_path / "missing" / "file", tmp_path / "loop", tmp_path / ("x" * 300)):
+    for path in (tmp_path, tmp_path / "missing" / "file", tmp_path / "loop", tmp_path / ("x" * 300), tmp_path / "a\0b"):
         with pytest.raises(ConfigError, match=r"--out .* cannot be written"):
             write_output(path, "text", "--out")
 

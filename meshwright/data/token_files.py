@@ -117,7 +117,7 @@ class TokenSource:
 
 
 def map_file(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """A file as a read-only memory map."""
+    """A data file, which may be a symbolic link, as a read-only memory map."""
     try:
         size = file.stat().st_size
         if size % dtype.itemsize:
@@ -127,7 +127,7 @@ def map_file(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
             )
         if size == 0:
             raise DataError(f"source {file} is empty: 0 bytes", "expected a file with data")
-        with open_regular_file(file) as opened:
+        with open_regular_file(file, follow=True) as opened:
             return np.memmap(opened, dtype=dtype, mode="r")
     except OSError as error:
         raise DataError(f"source {file} cannot be read: {error.strerror}", "try another data.path") from None

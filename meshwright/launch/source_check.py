@@ -18,13 +18,13 @@ def check_source(source: Source, launch: LaunchConfig) -> Source:
     """
     try:
         [fingerprint] = run_ranks(read_fingerprint, 1, source, timeout=launch.hang_timeout)
-    except TimeoutError:
-        raise DataError(
-            f"source {source.name} did not return its length, its first samples and its fingerprint within "
-            f"launch.hang_timeout = {launch.hang_timeout:g} s",
-            "try to read the dataset outside of Meshwright, or a longer launch.hang_timeout",
-        ) from None
     except RanksFailed as failed:
+        if failed.first.error_type == "Hang":
+            raise DataError(
+                f"source {source.name} did not return its length, its first samples and its fingerprint within "
+                f"launch.hang_timeout = {launch.hang_timeout:g} s",
+                "try to read the dataset outside of Meshwright, or a longer launch.hang_timeout",
+            ) from None
         error = failed.cause()
         if isinstance(error, DataError):
             raise error from None

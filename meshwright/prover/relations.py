@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from meshwright.config import IGNORE_INDEX, LayoutConfig, RunConfig
 from meshwright.data.file_sources import open_sources
-from meshwright.data.source import Source, SyntheticSource
+from meshwright.data.source import Source, SyntheticSource, spaced_indices
 from meshwright.data.token_files import TokenSource, token_sources
 from meshwright.launch.ranks import run_ranks
 from meshwright.models.decoder import LanguageModel
@@ -62,19 +61,15 @@ class RelationModel:
         return labels.where(torch.arange(self.sequence) < masked_from, IGNORE_INDEX)
 
 
-def check_relations(model: RelationModel) -> Iterator[Claim]:
-    """Yields every relation that applies to the model."""
+def check_relations(model: RelationModel) -> list[Claim]:
+    """Returns every relation that applies to the model."""
+    relations = [causality, loss_of_logits, permuted_batch, repeated_sample, halves, masked_labels]
+    if model.separator is not None:
+        relations.insert(1, documents)
+    if model.set_training is not None:
+        relations.append(evaluation_mode)
     with torch.no_grad():
-        yield causality(model)
-        if model.separator is not None:
-            yield documents(model)
-        yield loss_of_logits(model)
-        yield permuted_batch(model)
-        yield repeated_sample(model)
-        yield halves(model)
-        yield masked_labels(model)
-        if model.set_training is not None:
-            yield evaluation_mode(model)
+        return [relation(model) for relation in relations]
 
 
 def causality(model: RelationModel) -> Claim:
@@ -223,11 +218,11 @@ def check_labels(sources: Sequence[Source]) -> Iterator[Claim]:
     sample of a file continues the one before.
     """
     files = list(token_sources(sources))
-    chosen: list[Source] = [files[index] for index in spread(len(files), CHECKED_FILES)]
+    chosen: list[Source] = [files[index] for index in spaced_indices(len(files), CHECKED_FILES)]
     chosen += [source for source in sources if isinstance(source, SyntheticSource)]
     compared, wrong = 0, []
     for source in chosen:
-        for index in spread(len(source), CHECKED_SAMPLES):
+        for index in spaced_indices(len(source), CHECKED_SAMPLES):
             tokens, labels = source[index]
             following = tokens[1:].tolist()
             if isinstance(source, TokenSource) and index + 1 < len(source):
@@ -239,11 +234,6 @@ def check_labels(sources: Sequence[Source]) -> Iterator[Claim]:
         claim = "labels are the next tokens; in a file, the last label is the first token of the next sample"
         measured = f"{compared - len(wrong)} of {compared} samples"
         yield Claim(claim, not wrong, measured + (f"; the first wrong one is {wrong[0]}" if wrong else ""))
-
-
-def spread(length: int, limit: int) -> list[int]:
-    """At most `limit` indices of range(length), evenly spaced, with both ends."""
-    return np.unique(np.linspace(0, length - 1, limit).astype(np.int64)).tolist() if length else []
 
 
 def check_relations_of_config(config: RunConfig) -> Iterator[Claim]:

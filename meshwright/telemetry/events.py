@@ -188,11 +188,6 @@ def read_events(path: Path) -> Iterator[Event]:
     yield from EventFollower(path).new_events()
 
 
-def completed_steps(path: Path) -> dict[int, Event]:
-    """Returns the record of every step; where several attempts completed a step, the last one counts."""
-    return {event["step"]: event for event in read_events(path) if event.get("kind") == "step"}
-
-
 def parse_lines(lines: list[bytes]) -> Iterator[Event]:
     """Yields the JSON objects among lines."""
     for line in lines:

@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 from checkpoint_fixtures import ATTEMPT_FIELDS, LINEAGE, metadata_at
-from small_run import small_config
+from small_run import small_config, step_records
 
 from meshwright import train
 from meshwright.checkpoint.listing import list_published
@@ -19,8 +19,6 @@ from meshwright.config import CheckpointConfig, RunConfig
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel.local_shard import local_shard
 from meshwright.store.posix import PosixStore
-from meshwright.telemetry.events import completed_steps
-from meshwright.telemetry.run_folder import RunFolder
 from meshwright.testing import run_ranks
 from meshwright.topology.layout import Layout
 from meshwright.trainer.loop import build_parallel_decoder
@@ -123,7 +121,7 @@ def test_training_resumes_on_another_layout_with_the_same_losses(tmp_path):
     for index, name in enumerate(names, 1):
         config = small_config(*UNEVEN, *exact, *LAYOUTS[name], ranks=None, steps=6)
         train(replace(config, steps=2 * index), run=tmp_path / "resumed", quiet=True, fork=index > 1)
-    expected, found = (completed_steps(RunFolder(tmp_path / name).events(0)) for name in ("reference", "resumed"))
+    expected, found = (step_records(tmp_path / name) for name in ("reference", "resumed"))
     assert sorted(found) == list(range(6))
     for step, record in found.items():
         for key in ("loss", "grad_norm"):

@@ -38,6 +38,18 @@ def test_token_file_gives_samples_with_the_next_token_as_label(tmp_path, dtype):
     assert isinstance(source.ids, np.memmap)
 
 
+@pytest.mark.parametrize("kind", ["tokens", "text", "jsonl"])
+def test_data_files_may_be_symbolic_links(tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
+    content = {"tokens": bytes(26), "text": b"thirteen chars", "jsonl": b'{"text": "thirteen chars"}'}
+    (tmp_path / "blob").write_bytes(content[kind])
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "shard").symlink_to("../blob")
+    expected = open_one(kind=kind, path=str(tmp_path / "blob"))
+    for path in (tmp_path / "folder", tmp_path / "folder" / "shard"):
+        assert open_one(kind=kind, path=str(path)).fingerprint() == expected.fingerprint()
+
+
 def test_folder_of_token_files_is_one_source(tmp_path):
     for name, start in (("a.bin", 0), ("b.bin", 100)):
         np.arange(start, start + 9, dtype=np.uint16).tofile(tmp_path / name)

@@ -53,8 +53,10 @@ def write_jsonl(path, *texts: str) -> str:
 def test_tokenized_jsonl_documents_end_with_the_end_of_text_token(tmp_path, name):
     tokenizer = save_tokenizer(tmp_path / "tokenizer.json", name)
     path = write_jsonl(tmp_path / "t.jsonl", "the cat sat", "on the mat")
-    source = open_one(vocab=7, kind="jsonl", path=path, tokenizer=tokenizer)
-    assert source.ids.tolist() == [1, 2, 3, 6, 4, 1, 5, 6]
+    (tmp_path / "link.json").symlink_to(tokenizer)
+    for file in (tokenizer, str(tmp_path / "link.json")):
+        source = open_one(vocab=7, kind="jsonl", path=path, tokenizer=file)
+        assert source.ids.tolist() == [1, 2, 3, 6, 4, 1, 5, 6]
 
 
 def test_end_of_text_token_of_the_post_processor_is_not_repeated(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_run import small_config
+from small_run import small_config, step_records
 
 from meshwright import train
 from meshwright.api import TrainResult
@@ -18,7 +18,6 @@ from meshwright.checkpoint.listing import list_published, open_run_store
 from meshwright.checkpoint.unsharded import state_digest
 from meshwright.checkpoint.verify import find_damage
 from meshwright.recover.incidents import Incident, read_incidents
-from meshwright.telemetry import events
 from meshwright.telemetry.events import read_events
 from meshwright.telemetry.run_folder import RunFolder
 
@@ -34,11 +33,6 @@ PATIENT = (
 
 def config(*overrides: str, ranks: int = 2) -> Any:
     return small_config(*PATIENT, *overrides, steps=STEPS, ranks=ranks)
-
-
-def step_records(folder: Path, rank: int = 0) -> dict[int, dict[str, Any]]:
-    """The record of every step; if several attempts completed a step, the last one counts."""
-    return events.completed_steps(RunFolder(folder).events(rank))
 
 
 def losses(folder: Path) -> list[str]:

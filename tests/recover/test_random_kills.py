@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from recovery_runs import losses, step_records
-from small_run import SMALL
+from recovery_runs import losses
+from small_run import SMALL, step_records
 
 from meshwright.checkpoint.listing import list_published, open_run_store
 from meshwright.checkpoint.unsharded import state_digest

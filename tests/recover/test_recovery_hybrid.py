@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from recovery_runs import STEPS, Runs, config, final_digest, losses, step_records
+from recovery_runs import STEPS, Runs, config, final_digest, losses
+from small_run import step_records
 
 from meshwright.errors import MeshwrightError
 from meshwright.prover.recovery import check_recovery

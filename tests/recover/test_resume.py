@@ -8,7 +8,8 @@ import shutil
 
 import numpy as np
 import pytest
-from recovery_runs import STEPS, config, final_digest, losses, step_records
+from recovery_runs import STEPS, config, final_digest, losses
+from small_run import step_records
 
 from meshwright.checkpoint.listing import list_published, open_run_store
 from meshwright.checkpoint.state import dtype_name, tensor_bytes

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from recovery_runs import STEPS, step_records
+from recovery_runs import STEPS
+from small_run import step_records
 
 from meshwright.checkpoint.inspect import list_rows
 from meshwright.checkpoint.listing import list_published, open_run_store

@@ -32,6 +32,17 @@ Episode.reference = with_wrong_digest
 raise SystemExit(main(["--seed=358", "--episodes=1", "--only=fault", "--workers=1"]))
 """
 
+FAILING_WORKERS = """
+import os
+from fuzz import __main__
+def run_episode(seed, number, *_):
+    if number == 0:
+        raise OSError("no space left")
+    os.kill(os.getpid(), 9)
+__main__.run_episode = run_episode
+raise SystemExit(__main__.main(["--seed=358", "--episodes=9", "--workers=2"]))
+"""
+
 
 def run(*args: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"TMPDIR": str(folder)}
@@ -55,6 +66,15 @@ def test_wrong_digest_is_a_finding_with_its_reproduction(tmp_path):
     assert "python -m meshwright train" in ended.stdout
     assert "python -m fuzz --replay 358:0 --only fault" in ended.stdout
     assert list(tmp_path.glob("*/episode-0/run"))
+
+
+def test_worker_that_fails_is_a_finding(tmp_path):
+    ended = run("-c", FAILING_WORKERS, folder=tmp_path)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "OSError: no space left" in ended.stderr
+    assert "found:    exit code 1" in ended.stdout
+    assert "found:    signal 9" in ended.stdout
+    assert "2 findings" in ended.stdout
 
 
 @pytest.mark.parametrize(

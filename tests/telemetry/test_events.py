@@ -13,7 +13,7 @@ import pytest
 
 from meshwright.errors import ConfigError
 from meshwright.io import read_json, write_json
-from meshwright.telemetry.events import EVENT_KINDS, EventFollower, EventLog, completed_steps, read_events
+from meshwright.telemetry.events import EVENT_KINDS, EventFollower, EventLog, read_events
 from meshwright.telemetry.run_folder import RunFolder
 
 
@@ -79,17 +79,6 @@ def test_event_follower_with_only_new_skips_old_records(tmp_path):
     follower = EventFollower(path, only_new=True)
     EventLog(path, 1, 0).write("step")
     assert [e["kind"] for e in follower.new_events()] == ["step"]
-
-
-def test_completed_steps_takes_the_last_attempt_of_each_step(tmp_path):
-    path = tmp_path / "e.jsonl"
-    for attempt, steps in ((1, (0, 1, 2)), (2, (1, 2))):
-        log = EventLog(path, attempt, 0)
-        for step in steps:
-            log.write("step", step=step)
-        log.write("eval", step=1)
-        log.close()
-    assert {step: event["attempt"] for step, event in completed_steps(path).items()} == {0: 1, 1: 2, 2: 2}
 
 
 def test_events_on_a_full_disk_are_counted_and_do_not_raise(tmp_path, monkeypatch, capsys):
