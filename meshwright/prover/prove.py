@@ -24,6 +24,7 @@ from meshwright.errors import MeshwrightError, RestartsExhausted
 from meshwright.io import output_file, write_json
 from meshwright.prover.claims import Claim, cuda_devices
 from meshwright.prover.initialization import check_initialization
+from meshwright.prover.optimizer_updates import check_optimizer
 from meshwright.prover.recovery import check_recovery
 from meshwright.prover.relations import check_relations_of_config
 from meshwright.prover.schedule import check_schedule
@@ -42,6 +43,7 @@ CHECKS: dict[str, Check] = {
     "stream": lambda config, _full: check_stream(config),
     "model": lambda config, _full: check_model(config),
     "schedule": lambda config, _full: check_schedule(config),
+    "optimizer": lambda config, _full: check_optimizer(config),
     "training": check_training,
     "recovery": lambda config, _full: check_recovery(config),
 }

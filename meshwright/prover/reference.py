@@ -21,7 +21,7 @@ from meshwright.parallel.world import World
 from meshwright.prover.compare.discrepancy import compare_traces
 from meshwright.prover.compare.noise import Tolerances
 from meshwright.prover.oracle.optimizer import Moments, ReferenceLossScale, ReferenceState
-from meshwright.prover.oracle.training import Passes, ReferenceModel, train
+from meshwright.prover.oracle.training import Compression, Passes, ReferenceModel, train
 from meshwright.prover.trace import StepTrace, Trace
 from meshwright.prover.tracer import AssembledTrace
 from meshwright.topology.layout import Layout
@@ -75,8 +75,9 @@ class ReferenceTask:
     def rounding(self) -> dict[str, Any]:
         """What makes the reference round as the run does."""
         compute = self.config.precision.compute
-        compressed = self.config.ddp.comm_hook == "bf16_compress"
-        options = {"dtype": torch.float32, "gradient_dtype": torch.bfloat16 if compressed else None}
+        options: dict[str, Any] = {"dtype": torch.float32}
+        if self.config.ddp.comm_hook == "bf16_compress":
+            options["compression"] = Compression(torch.bfloat16, self.replicas)
         if compute == "fp32":
             return options
         low = torch.bfloat16 if compute == "bf16" else torch.float16

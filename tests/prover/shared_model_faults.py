@@ -26,8 +26,8 @@ from meshwright.models.loss import HeadLoss
 from meshwright.parallel.context_parallel import ring_attention, sequence_chunks
 from meshwright.trainer import loop
 
-TIED = (*ONE_RANK, "--model.tie=true")
-DOCUMENTS = (*ONE_RANK, "--model.separator=0")
+SETTINGS = (*ONE_RANK, "--seed=5", "--model.rope_theta=500000", "--model.norm_eps=1e-2")
+DOCUMENTS = (*ONE_RANK, "--model.tie=true", "--model.separator=0")
 RING = (*MODEL, "--layout.replicate=1", "--batch.global=2", "--layout.context=3", "--data.sequence=24")
 ONE_EXPERT = (*EXPERTS, "--model.experts_active=1")
 
@@ -35,7 +35,7 @@ ONE_EXPERT = (*EXPERTS, "--model.experts_active=1")
 # Rotary positions.
 
 
-@user_fault(ONE_RANK, "loss of step 0", FORMULA)
+@user_fault(SETTINGS, "loss of step 0", FORMULA)
 def rotation_is_not_orthogonal(patch):
     def wrong(x, rotary):
         first, second = x.chunk(2, dim=-1)
@@ -44,7 +44,7 @@ def rotation_is_not_orthogonal(patch):
     patch.setattr(decoder, "apply_rotary", wrong)
 
 
-@user_fault(ONE_RANK, "loss of step 0", FORMULA)
+@user_fault(SETTINGS, "loss of step 0", FORMULA)
 def rotation_pairs_neighboring_dimensions(patch):
     def wrong(x, rotary):
         first, second = x[..., ::2], x[..., 1::2]
@@ -54,7 +54,7 @@ def rotation_pairs_neighboring_dimensions(patch):
     patch.setattr(decoder, "apply_rotary", wrong)
 
 
-@user_fault(ONE_RANK, "loss of step 0", FORMULA)
+@user_fault(SETTINGS, "loss of step 0", FORMULA)
 def rotary_frequencies_divide_by_half_the_head_size(patch):
     def wrong(positions, head_size, theta, dtype):
         exponents = torch.arange(0, head_size, 2, dtype=dtype) / (head_size / 2)
@@ -64,12 +64,12 @@ def rotary_frequencies_divide_by_half_the_head_size(patch):
     patch.setattr(decoder, "rotary_tables", wrong)
 
 
-@user_fault((*ONE_RANK, "--model.rope_theta=500000"), "loss of step 0", FORMULA)
+@user_fault(SETTINGS, "loss of step 0", FORMULA)
 def rotary_base_is_fixed(patch):
     after_init(patch, RotaryEmbedding, lambda self, *_: setattr(self, "theta", 10_000.0))
 
 
-@user_fault(ONE_RANK, "loss of step 0", "rounded")
+@user_fault(SETTINGS, "loss of step 0", "rounded")
 def rotary_tables_are_rounded_to_bf16(patch):
     map_result(patch, decoder, "rotary_tables", lambda tables, *_: tuple(t.bfloat16().to(t.dtype) for t in tables))
 
@@ -86,7 +86,7 @@ def rotate_as(patch, rotate):
     patch.setattr(Attention, "forward", wrong)
 
 
-@user_fault(ONE_RANK, "loss of step 0", FORMULA)
+@user_fault(SETTINGS, "loss of step 0", FORMULA)
 def keys_have_the_position_of_the_next_token(patch):
     def rotate(q, k, v, rotary):
         later = RotaryTables(rotary.cos.roll(-1, 0), rotary.sin.roll(-1, 0), None)
@@ -95,12 +95,12 @@ def keys_have_the_position_of_the_next_token(patch):
     rotate_as(patch, rotate)
 
 
-@user_fault(ONE_RANK, "loss of step 0", FORMULA)
+@user_fault(SETTINGS, "loss of step 0", FORMULA)
 def values_are_rotated_too(patch):
     rotate_as(patch, lambda q, k, v, rotary: [decoder.apply_rotary(t, rotary) for t in (q, k, v)])
 
 
-@user_fault(ONE_RANK, "loss of step 0", FORMULA)
+@user_fault(SETTINGS, "loss of step 0", FORMULA)
 def keys_are_rotated_backwards(patch):
     def rotate(q, k, v, rotary):
         return decoder.apply_rotary(q, rotary), decoder.apply_rotary(k, rotary._replace(sin=-rotary.sin)), v
@@ -134,17 +134,17 @@ def product(q, k):
     return q @ k.mT / math.sqrt(q.shape[-1])
 
 
-@user_fault(ONE_RANK, "loss of step 0", FORMULA)
+@user_fault(SETTINGS, "loss of step 0", FORMULA)
 def causal_mask_shows_the_next_token(patch):
     attend_by(patch, lambda q, k: causal(product(q, k), 2))
 
 
-@user_fault(ONE_RANK, "loss of step 0", FORMULA)
+@user_fault(SETTINGS, "loss of step 0", FORMULA)
 def scores_are_divided_by_the_head_size(patch):
     attend_by(patch, lambda q, k: causal(product(q, k) / math.sqrt(q.shape[-1])))
 
 
-@user_fault(ONE_RANK, "loss of step 0", FORMULA)
+@user_fault(SETTINGS, "loss of step 0", FORMULA)
 def attention_has_a_window_of_eight_tokens(patch):
     def scores(q, k):
         far = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(-8)
@@ -153,12 +153,12 @@ def attention_has_a_window_of_eight_tokens(patch):
     attend_by(patch, scores)
 
 
-@user_fault(ONE_RANK, "loss of step 0", FORMULA)
+@user_fault(SETTINGS, "loss of step 0", FORMULA)
 def key_heads_are_tiled_over_query_heads(patch):
     attend_by(patch, lambda q, k: causal(product(q, k)), lambda heads, kv_heads: torch.arange(heads) % kv_heads)
 
 
-@user_fault(ONE_RANK, "loss of step 0", FORMULA)
+@user_fault(SETTINGS, "loss of step 0", FORMULA)
 def scores_are_capped(patch):
     attend_by(patch, lambda q, k: causal(1e-3 * (1e3 * product(q, k)).tanh()))
 
@@ -179,7 +179,7 @@ def separator_with_id_zero_is_no_separator(patch):
 # Norms, residuals, feed-forward.
 
 
-@user_fault((*ONE_RANK, "--model.norm_eps=1e-2"), "loss of step 0", FORMULA)
+@user_fault(SETTINGS, "loss of step 0", FORMULA)
 def norm_adds_epsilon_to_the_root(patch):
     def wrong(self, x):
         return x / (x.square().mean(-1, keepdim=True).sqrt() + self.eps) * self.weight
@@ -187,17 +187,17 @@ def norm_adds_epsilon_to_the_root(patch):
     patch.setattr(RMSNorm, "forward", wrong)
 
 
-@user_fault((*ONE_RANK, "--model.norm_eps=1e-2"), "loss of step 0", FORMULA)
+@user_fault(SETTINGS, "loss of step 0", FORMULA)
 def last_norm_has_the_default_epsilon(patch):
     after_init(patch, Decoder, lambda self, *_: setattr(self.norm, "eps", 1e-5))
 
 
-@user_fault(ONE_RANK, "loss of step 0", FORMULA)
+@user_fault(SETTINGS, "loss of step 0", FORMULA)
 def norm_subtracts_the_mean(patch):
     wrap(patch, RMSNorm, "forward", lambda right, self, x: right(self, x - x.mean(-1, keepdim=True)))
 
 
-@user_fault(ONE_RANK, "loss of step 0", FORMULA)
+@user_fault(SETTINGS, "loss of step 0", FORMULA)
 def feed_forward_reads_the_input_of_attention(patch):
     def wrong(self, x, rotary):
         return x + self.attention(self.attention_norm(x), rotary) + self.ffn(self.ffn_norm(x))
@@ -205,7 +205,7 @@ def feed_forward_reads_the_input_of_attention(patch):
     patch.setattr(Block, "forward", wrong)
 
 
-@user_fault(ONE_RANK, "loss of step 0", FORMULA)
+@user_fault(SETTINGS, "loss of step 0", FORMULA)
 def residual_is_the_normalized_input(patch):
     def wrong(self, x, rotary):
         normalized = self.attention_norm(x)
@@ -215,12 +215,12 @@ def residual_is_the_normalized_input(patch):
     patch.setattr(Block, "forward", wrong)
 
 
-@user_fault(ONE_RANK, "loss of step 0", FORMULA)
+@user_fault(SETTINGS, "loss of step 0", FORMULA)
 def gate_and_up_are_swapped(patch):
     patch.setattr(FeedForward, "forward", lambda self, x: self.down(self.gate(x) * F.silu(self.up(x))))
 
 
-@user_fault(ONE_RANK, "loss of step 0", FORMULA)
+@user_fault(SETTINGS, "loss of step 0", FORMULA)
 def feed_forward_uses_gelu(patch):
     patch.setattr(FeedForward, "forward", lambda self, x: self.down(F.gelu(self.gate(x)) * self.up(x)))
 
@@ -228,17 +228,17 @@ def feed_forward_uses_gelu(patch):
 # Embedding, head and loss.
 
 
-@user_fault(TIED, "loss of step 0", FORMULA)
+@user_fault(DOCUMENTS, "loss of step 0", FORMULA)
 def tied_head_is_scaled(patch):
     map_result(patch, HeadLoss, "logits", lambda logits, self, hidden: logits * hidden.shape[-1] ** -0.5)
 
 
-@user_fault(ONE_RANK, "loss of step 0", FORMULA)
+@user_fault(SETTINGS, "loss of step 0", FORMULA)
 def labels_are_shifted_once_more(patch):
     wrap(patch, LanguageModel, "forward", lambda right, self, x, y, *rest: right(self, x, y.roll(-1, 1), *rest))
 
 
-@user_fault(ONE_RANK, "loss of step 0", FORMULA)
+@user_fault(SETTINGS, "loss of step 0", FORMULA)
 def loss_has_label_smoothing(patch):
     def wrong(self, hidden, labels):
         logits = self.logits(hidden).flatten(0, -2)
@@ -247,7 +247,7 @@ def loss_has_label_smoothing(patch):
     patch.setattr(HeadLoss, "forward", wrong)
 
 
-@user_fault(ONE_RANK, "loss of step 0", "a small term that does not belong to the loss")
+@user_fault(SETTINGS, "loss of step 0", "a small term that does not belong to the loss")
 def loss_has_a_z_loss(patch):
     def wrong(total, self, hidden, labels):
         return total[0] + 1e-4 * self.logits(hidden).logsumexp(-1).square().sum(), total[1]
@@ -255,12 +255,12 @@ def loss_has_a_z_loss(patch):
     map_result(patch, HeadLoss, "forward", wrong)
 
 
-@user_fault(ONE_RANK, "initial value of", "the initial weights do not follow from the seed")
+@user_fault(SETTINGS, "initial value of", "the initial weights do not follow from the seed")
 def projections_into_the_residual_are_not_scaled(patch):
     patch.setattr(init, "init_std", lambda name, config: init.INIT_STD)
 
 
-@user_fault((*ONE_RANK, "--seed=5"), "initial value of", "the initial weights do not follow from the seed")
+@user_fault(SETTINGS, "initial value of", "the initial weights do not follow from the seed")
 def initial_weights_ignore_the_seed(patch):
     wrap(patch, loop, "init_shard", lambda right, *args: right(*args[:-1], 0))
 
@@ -306,7 +306,7 @@ def shared_experts_are_skipped(patch):
     wrap(patch, Experts, "forward", wrong)
 
 
-@user_fault((*EXPERTS, "--model.router_aux_loss=0.1"), "gradient of", "balance loss")
+@user_fault(EXPERTS, "gradient of", "balance loss")
 def balance_loss_counts_the_first_choice_only(patch):
     def wrong(right, self, out, scores, _counts):
         best = scores.argmax(dim=-1).view(out.shape[:2])

@@ -33,7 +33,7 @@ from meshwright.trainer.evaluate import Evaluation
 from meshwright.trainer.step import Step
 
 LAST_STEPS = "last steps"
-TWELVE_BLOCKS = (*ONE_RANK, "--model.layers=12", "--batch.global=2", "--model.ffn=6", "--model.vocab=10")
+TWELVE_BLOCKS = (*ONE_RANK, "--model.layers=12", "--batch.global=2", "--model.ffn=6", "--model.vocab=10", "--steps=2")
 SEGMENTS = (
     *TWELVE_BLOCKS,
     "--model.layers=5",
@@ -46,11 +46,11 @@ FOUR_QUERIES_PER_KEY = (*ONE_RANK, "--model.heads=8", "--model.kv_heads=2", "--m
 EIGHT_KEY_HEADS = (*ONE_RANK, "--model.heads=8", "--model.kv_heads=8", "--model.width=32")
 LONG = (*ONE_RANK, "--data.sequence=128")
 EIGHT_EXPERTS = (*ONE_RANK, "--model.experts=8", "--model.ffn=8")
-LARGE_VOCABULARY = (*ONE_RANK, "--model.vocab=600")
 UNEVEN_PIPELINE = (*MODEL, "--layout.replicate=1", "--layout.pipeline=2", "--model.layers=5", "--batch.global=4")
-LARGE_MICRO_BATCH = (*ONE_RANK, "--batch.micro=4", "--batch.global=8")
-MANY_HELD_OUT = (*ONE_RANK, "--eval.samples=40", "--eval.holdout=0.2")
-LATE = (*ONE_RANK, "--steps=2000", "--optimizer.clip=0.1", "--optimizer.eps=1e-4")
+MANY_SAMPLES = (
+    *(*ONE_RANK, "--batch.micro=4", "--batch.global=8", "--eval.samples=40", "--eval.holdout=0.2"),
+    *("--steps=2000", "--optimizer.clip=0.1", "--optimizer.eps=1e-4", "--model.vocab=600"),
+)
 
 
 # Blocks.
@@ -159,7 +159,7 @@ def four_input_buffers_are_reused(patch):
     wrap(patch, ParallelModel, "forward_backward", wrong)
 
 
-@user_fault(LARGE_MICRO_BATCH, "loss of step", runs=(LAST_STEPS,))
+@user_fault(MANY_SAMPLES, "loss of step", runs=(LAST_STEPS,))
 def third_row_of_a_micro_batch_sees_the_first(patch):
     def wrong(right, self, q, k, v, documents):
         out = right(self, q, k, v, documents)
@@ -247,12 +247,12 @@ def loads_of_experts_from_the_seventh_on_are_lost(patch):
     map_result(patch, Experts, "take_load", lambda pair, *_: (pair[0] * (torch.arange(len(pair[0])) < 6), pair[1]))
 
 
-@user_fault(LARGE_VOCABULARY, "loss of step 297", runs=(LAST_STEPS,))
+@user_fault(MANY_SAMPLES, "loss of step 1997", runs=(LAST_STEPS,))
 def token_ids_are_bytes(patch):
     wrap(patch, nn.Embedding, "forward", lambda right, self, tokens: right(self, tokens % 256))
 
 
-@user_fault(LARGE_VOCABULARY, "loss of step 297", runs=(LAST_STEPS,))
+@user_fault(MANY_SAMPLES, "loss of step 1997", runs=(LAST_STEPS,))
 def logits_beyond_512_are_dropped(patch):
     def wrong(logits, *_):
         return logits.masked_fill(torch.arange(logits.shape[-1]) >= 512, -1e4)
@@ -263,7 +263,7 @@ def logits_beyond_512_are_dropped(patch):
 # Evaluation and late steps.
 
 
-@user_fault(MANY_HELD_OUT, "evaluation after step", EVALUATION, runs=(LAST_STEPS,))
+@user_fault(MANY_SAMPLES, "evaluation after step", EVALUATION, runs=(LAST_STEPS,))
 def evaluation_stops_after_sixteen_samples(patch):
     def wrong(self, *_):
         self.micro_batches = self.micro_batches[:8]
@@ -271,7 +271,7 @@ def evaluation_stops_after_sixteen_samples(patch):
     after_init(patch, Evaluation, wrong)
 
 
-@user_fault(LATE, "update of", UPDATE + "the gradients are not clipped", runs=(LAST_STEPS,))
+@user_fault(MANY_SAMPLES, "update of", UPDATE + "the gradients are not clipped", runs=(LAST_STEPS,))
 def late_steps_are_not_clipped(patch):
     def wrong(right, self, step, *rest):
         self.optimizer.clip = 0.0 if step > 1000 else self.optimizer.clip

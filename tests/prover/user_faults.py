@@ -19,7 +19,13 @@ MODEL = (
 ONE_RANK = (*MODEL, "--layout.replicate=1", "--batch.global=4")
 REPLICATE = (*MODEL, "--layout.replicate=2", "--batch.global=8")
 SHARD_PARAMETERS = (*REPLICATE, "--layout.shard=parameters")
-EXPERTS = (*ONE_RANK, "--model.experts=4", "--model.experts_shared=1", "--model.ffn=10")
+EXPERTS = (
+    *ONE_RANK,
+    "--model.experts=4",
+    "--model.experts_shared=1",
+    "--model.ffn=10",
+    "--model.router_aux_loss=0.1",
+)
 
 FORMULA = "forward and backward are wrong on a single rank: a formula of the model"
 INCOMPLETE = "gradients of some ranks or micro-batches are missing or counted twice"

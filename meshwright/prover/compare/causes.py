@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import isclose, isnan
 
 from torch import Tensor
 
 from meshwright.config import RunConfig
-from meshwright.prover.compare.discrepancy import Difference, Quantity, equal_within
+from meshwright.prover.compare.discrepancy import FACTOR_TOLERANCE, Difference, Quantity, equal_within
 from meshwright.prover.compare.updates import RecordedUpdate
 from meshwright.prover.trace import StepTrace, Trace
 from meshwright.prover.tracer import AssembledTrace
@@ -219,8 +220,10 @@ def gradient_cause(gradients: list[Difference], first: Difference, evidence: Evi
     factors, layout = [found.factor for found in gradients], evidence.layout
     wrong = [found.quantity.name for found in gradients]
     traits = layout_traits(layout, names)
-    equal = all(equal_within(factor, factors[0]) for factor in factors)
-    average = describe_factor(factors[0], layout, evidence.accumulation) if equal else ""
+    low_precision = evidence.config.precision.compute in ("bf16", "fp16") or evidence.config.ddp.comm_hook != "none"
+    tolerance = MAX_ROUNDING if low_precision else FACTOR_TOLERANCE
+    equal = all(equal_within(factor, factors[0], tolerance) for factor in factors)
+    average = describe_factor(factors[0], layout, evidence.accumulation, tolerance) if equal else ""
     if average and wrong == names:
         return average
     if all("norm" in name for name in wrong) and layout.tensor > 1:
@@ -318,21 +321,22 @@ def is_expert_weight(name: str) -> bool:
     return ".bank." in name
 
 
-def describe_factor(factor: float, layout: Layout, accumulation: int) -> str:
+def describe_factor(factor: float, layout: Layout, accumulation: int, tolerance: float = FACTOR_TOLERANCE) -> str:
     """Which average or sum a factor comes from; '' if none fits."""
-    if layout.pipeline > 1 and accumulation > 1 and equal_within(factor * accumulation, 1):
+    near = partial(equal_within, tolerance=tolerance)
+    if layout.pipeline > 1 and accumulation > 1 and near(factor * accumulation, 1):
         return f"averaged over the {accumulation} micro-batches of the pipeline once too often"
     # Stages share no gradients, so the pipeline axis is tried last.
     axes = sorted(layout.active_mesh_axes, key=lambda axis: axis == "pipeline")
     degrees = {f"the {axis} axis ({getattr(layout, axis)})": getattr(layout, axis) for axis in axes}
     degrees |= {f"the {layout.data_degree} data-parallel ranks": layout.data_degree} if layout.data_degree > 1 else {}
     for name, degree in degrees.items():
-        if equal_within(factor * degree, 1):
+        if near(factor * degree, 1):
             return f"averaged over {name} once too often"
-        if equal_within(factor, degree):
+        if near(factor, degree):
             return f"summed over {name} once too often"
-    if accumulation > 1 and equal_within(factor * accumulation, 1):
+    if accumulation > 1 and near(factor * accumulation, 1):
         return f"divided by the {accumulation} micro-batches"
-    if accumulation > 1 and equal_within(factor, accumulation):
+    if accumulation > 1 and near(factor, accumulation):
         return f"not divided by the {accumulation} micro-batches"
     return ""

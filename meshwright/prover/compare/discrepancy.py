@@ -32,6 +32,8 @@ PHASES = {
 EXACT = ("inputs", "tokens", "evaluated tokens", "initial", "loss scale")
 """Kinds that must be equal to the last bit."""
 LR_TOLERANCE = 1e-12
+FACTOR_TOLERANCE = 2e-5
+"""Factors that differ by no more are the same, unless the precision is low."""
 TINY = 1e-300
 
 
@@ -190,6 +192,6 @@ def compare_tensors(quantity: Quantity, right: Tensor, measured: Tensor | None, 
     return Difference(quantity, float("inf") if isnan(error) else error, factor, element, resolution / max(size, TINY))
 
 
-def equal_within(one: float, other: float) -> bool:
+def equal_within(one: float, other: float, tolerance: float = FACTOR_TOLERANCE) -> bool:
     """Whether two factors are the same but for rounding."""
-    return isclose(one, other, rel_tol=2e-5)
+    return isclose(one, other, rel_tol=tolerance)

@@ -48,6 +48,16 @@ class Passes:
     """computes the samples in another order and with an equivalent model, which changes results by rounding only"""
 
 
+@dataclass(frozen=True)
+class Compression:
+    """How ranks sum their gradients: each rounds its own to `dtype`, and so is every sum. The ranks have equal parts of
+    the batch.
+    """
+
+    dtype: torch.dtype | None = None
+    ranks: int = 1
+
+
 def train(
     config: RunConfig,
     read: Read,
@@ -62,7 +72,7 @@ def train(
     pass_samples: int | None = None,
     replicas: int = 1,
     low_precision_units: bool = False,
-    gradient_dtype: torch.dtype | None = None,
+    compression: Compression = Compression(),  # noqa: B008  immutable
 ) -> Trace:
     """Trains for `steps`, from `start` or from the initial values, and evaluates as the config says.
 
@@ -80,7 +90,7 @@ def train(
     sampler = Sampler.from_config(config, lengths)
     per_pass = pass_samples if pass_samples and config.model.capacity_factor else samples_per_pass(config)
     model = ReferenceModel(config, autocast, Passes(per_pass, replicas, permute), low_precision_units)
-    model.gradient_dtype = gradient_dtype
+    model.compression = compression
     state = start or ReferenceState(initial_values(config))
     state = replace(
         state,
@@ -144,7 +154,7 @@ class ReferenceModel:
         self.config, self.passes = config, passes
         self.decoder = ReferenceDecoder(config.model, autocast)
         self.unit_dtype = autocast if low_precision_units else None
-        self.gradient_dtype: torch.dtype | None = None
+        self.compression = Compression()
 
     def gradient(
         self, parameters: Parameters, tokens: Tensor, labels: Tensor, scale: float
@@ -153,24 +163,35 @@ class ReferenceModel:
         the number of valid tokens. The gradient also has the balance loss, whose mean over sequences is multiplied by
         `router_aux_loss`. `scale` is the loss scale, which the gradient no longer has.
         """
-        leaves = {n: p.detach().requires_grad_() for n, p in parameters.items() if not n.endswith("router.bias")}
-        total = 0.0
-        gradients: dict[str, Tensor] = {}
-        loads: dict[str, Tensor] = {}
         valid = max(1, int((labels != IGNORE_INDEX).sum()))
-        for samples in self.training_passes(len(tokens)):
-            result = self.decoder.forward(self.as_used(parameters | leaves), tokens[samples], labels[samples])
-            mean = result.token_losses.sum() / valid
-            balance = self.config.model.router_aux_loss * result.balance.sum() / len(tokens)
-            parts = torch.autograd.grad((mean + balance) * scale, list(leaves.values()), materialize_grads=True)
-            for name, part in zip(leaves, parts, strict=True):
-                gradients[name] = gradients[name] + part if name in gradients else part
-            total += float(mean.detach())
-            for name, load in result.loads.items():
-                loads[name] = loads.get(name, torch.zeros_like(load)) + load
-        if self.gradient_dtype is not None:
-            gradients = {name: gradient.to(self.gradient_dtype).to(gradient) for name, gradient in gradients.items()}
-        return total, {name: gradient / scale for name, gradient in gradients.items()}, loads
+        gradients: dict[str, Tensor] = {}
+        total, loads = 0.0, dict[str, Tensor]()
+        for rank in torch.arange(len(tokens)).chunk(self.compression.ranks):
+            of_rank: dict[str, Tensor] = {}
+            for samples in self.training_passes(len(rank)):
+                chosen = rank[samples]
+                loss, parts, pass_loads = self.differentiate(
+                    parameters, tokens[chosen], labels[chosen], valid, len(tokens), scale
+                )
+                add_to(of_rank, parts)
+                add_to(loads, pass_loads)
+                total += loss
+            low = self.compression.dtype
+            add_to(gradients, of_rank if low is None else {name: part.to(low) for name, part in of_rank.items()})
+        return total, {name: part.to(parameters[name].dtype) / scale for name, part in gradients.items()}, loads
+
+    def differentiate(
+        self, parameters: Parameters, tokens: Tensor, labels: Tensor, valid: int, batch: int, scale: float
+    ) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+        """The share that some samples have in the loss of a batch with `valid` valid tokens, in its gradient and in
+        the loads.
+        """
+        leaves = {n: p.detach().requires_grad_() for n, p in parameters.items() if not n.endswith("router.bias")}
+        result = self.decoder.forward(self.as_used(parameters | leaves), tokens, labels)
+        mean = result.token_losses.sum() / valid
+        balance = self.config.model.router_aux_loss * result.balance.sum() / batch
+        parts = torch.autograd.grad((mean + balance) * scale, list(leaves.values()), materialize_grads=True)
+        return float(mean.detach()), dict(zip(leaves, parts, strict=True)), result.loads
 
     @torch.no_grad()
     def evaluate(self, parameters: Parameters, tokens: Tensor, labels: Tensor) -> tuple[float, int]:
@@ -203,6 +224,11 @@ class ReferenceModel:
             return parameters
         kept = ("embedding.weight", "router.bias", *(["decoder.norm.weight"] if tie else []))
         return {name: p if name.endswith(kept) else p.to(self.unit_dtype) for name, p in parameters.items()}
+
+
+def add_to(sums: dict[str, Tensor], parts: dict[str, Tensor]) -> None:
+    for name, part in parts.items():
+        sums[name] = sums[name] + part if name in sums else part
 
 
 def samples_per_pass(config: RunConfig) -> int:

@@ -1,0 +1,65 @@
+"""Checks the optimizer on gradients of many sizes with the user's settings.
+
+The gradients of a proof run have norms of about one. Here they are from far below epsilon to far above any clip norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.config import RunConfig
+from meshwright.optim.adamw import AdamW
+from meshwright.prover.claims import Claim
+from meshwright.prover.compare.updates import is_update
+from meshwright.prover.oracle.optimizer import Moments, adamw, clip_factor, global_norm
+
+SIZES = (1e-12, 1e-6, 1e-3, 1.0, 1e3, 1e6)
+"""The size of each element of the gradients."""
+UPDATES = 3
+SHAPES = {"matrix": (5, 3), "vector": (7,)}
+
+
+def check_optimizer(config: RunConfig) -> Iterator[Claim]:
+    """Yields whether the package updates parameters by the definition of AdamW, and skips steps that are not finite."""
+    wrong = [found for size in SIZES if (found := first_wrong_update(config, size))]
+    settings = config.optimizer
+    claim = (
+        f"updates follow the definition of AdamW for gradients of any size ({settings.implementation}, clip = "
+        f"{settings.clip:g}, eps = {settings.eps:g}, float64)"
+    )
+    measured = f"{len(SIZES) - len(wrong)} of {len(SIZES)} sizes of gradients, {UPDATES} updates and a skipped one each"
+    yield Claim(claim, not wrong, measured + (f"; {wrong[0]}" if wrong else ""))
+
+
+def first_wrong_update(config: RunConfig, size: float) -> str:
+    """The first update with gradients of this size that differs from the definition; '' if none does."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(scale: float) -> dict[str, Tensor]:
+        return {n: scale * torch.randn(s, generator=generator, dtype=torch.float64) for n, s in SHAPES.items()}
+
+    parameters = {name: nn.Parameter(value) for name, value in draw(1.0).items()}
+    optimizer = AdamW(parameters, config.optimizer, offload=config.optimizer.cpu_offload)
+    expected = {name: value.detach().clone() for name, value in parameters.items()}
+    moments = {name: Moments(torch.zeros_like(value), torch.zeros_like(value)) for name, value in expected.items()}
+    one, lr = torch.ones((), dtype=torch.float64), config.optimizer.lr or 1.0
+    for number in range(UPDATES + 1):
+        gradients, skipped = draw(size), number == 1
+        factor = clip_factor(norm := global_norm(gradients), config.optimizer.clip)
+        for name, parameter in parameters.items():
+            parameter.grad = gradients[name] * (torch.nan if skipped else 1.0)
+        before = dict(expected)
+        for name, gradient in gradients.items() if not skipped else ():
+            clipped = gradient * factor
+            expected[name], moments[name] = adamw(expected[name], clipped, moments[name], lr, config.optimizer)
+        found = optimizer.gradient_norm()
+        optimizer.update(lr, found, one, torch.isfinite(found))
+        optimizer.zero_grad()
+        for name, parameter in parameters.items():
+            if not is_update(before[name], parameter.detach(), expected[name]):
+                what = "a skipped step changes" if skipped else "the definition does not give"
+                return f"gradients of norm {norm:.1e}: {what} the {name} after update {number}"
+    return ""
