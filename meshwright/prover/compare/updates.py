@@ -78,6 +78,8 @@ class RecordedUpdate:
     def explain_storage(self, names: list[str]) -> str:
         """Whether parameters or moments have values of a lower precision; '' if not."""
         after = [self.step.parameters[name] for name in names]
+        if all(torch.equal(value, self.before[name]) for name, value in zip(names, after, strict=True)):
+            return ""
         moments = [self.moments[key] for name in names if (key := f"{name}/exp_avg") in self.moments]
         for what, tensors in {"the parameters are": after, "the moments are": moments}.items():
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
