@@ -12,6 +12,7 @@ import torch
 from meshwright.checkpoint import manifest as manifest_module
 from meshwright.checkpoint import restore as restore_module
 from meshwright.checkpoint import verify as verify_module
+from meshwright.checkpoint.listing import list_attempts, list_checkpoint_folders
 from meshwright.checkpoint.retention import RetentionPolicy
 from meshwright.checkpoint.shards import ShardReader, ShardWriter
 from meshwright.checkpoint.stager import HostStager
@@ -143,7 +144,7 @@ def resume_skips_one_step_of_the_stream(patch):
 @fault(KILLS, RESTARTS, "had been published")
 def retention_deletes_the_newest(patch):
     def apply(right, self, *args):
-        entries = [e for e in manifest_entries(self) if e.published]
+        entries = [e for e in list_checkpoint_folders(self.store) if e.published]
         for entry in entries[:-1][:1]:
             self.delete(entry)
         return right(self, *args)
@@ -151,10 +152,30 @@ def retention_deletes_the_newest(patch):
     wrap(patch, RetentionPolicy, "apply", apply)
 
 
-def manifest_entries(policy):
-    from meshwright.checkpoint.listing import list_checkpoint_folders
+@fault(KILLS, RESTARTS, "attempt 4 restored no checkpoint")
+def attempt_starts_from_step_0_although_a_checkpoint_exists(patch):
+    def published(right, store, *args):
+        return [] if len(list_attempts(store)) == 4 else right(store, *args)
 
-    return list_checkpoint_folders(policy.store)
+    wrap(patch, restore_module, "list_published", published)
+
+
+@fault(DAMAGED, RESHARD, "was restored, and the newest checkpoint is")
+def another_layout_restores_an_older_checkpoint(patch):
+    def published(right, store, *args):
+        return right(store, *args)[len(list_attempts(store)) == 3 :]
+
+    wrap(patch, restore_module, "list_published", published)
+
+
+@fault(DAMAGED, COMPLETES, "checkpoints of 11 steps were published")
+def retention_keeps_one_checkpoint(patch):
+    def apply(_right, self, *_args):
+        for entry in list_checkpoint_folders(self.store)[1:]:
+            self.delete(entry)
+        return []
+
+    wrap(patch, RetentionPolicy, "apply", apply)
 
 
 @fault(KILLS, RESTORED, "only optimizer moments differ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,13 @@ from recovery_faults import DAMAGED, FAULTS, KILLS
 from small_run import SMALL
 
 from meshwright.config import load_config
+from meshwright.faults import FAIL_POINTS
 from meshwright.prover import recovery
 from meshwright.prover.recovery import check_damage_and_reshard, check_kills, check_recovery
+from meshwright.prover.state.checkpoint_content import CheckpointContent
 from meshwright.prover.state.large_files import check_large_files
+from meshwright.prover.state.proof_run import RecordedRun
+from meshwright.prover.state.shard_regions import check_real_layout, compare_regions
 
 FEW_KILLS = ("step.update", "save.after_shard", "start.restored")
 
@@ -80,6 +85,51 @@ LONG = {
 @pytest.mark.parametrize("options", LONG.values(), ids=LONG)
 def test_recovery_check_has_no_false_alarm_on_other_axes(options):
     assert failed_claims(check_recovery(config_with(*options))) == []
+
+
+def test_run_is_killed_at_every_fail_point():
+    assert sorted(recovery.KILL_POINTS) == sorted(FAIL_POINTS)
+
+
+def test_disk_or_limit_that_is_too_small_for_large_files_is_a_failed_claim():
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        _, passed, measured = check_large_files()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not passed
+    assert "cannot be written" in measured
+    assert "File too large" in measured
+
+
+def test_tensor_that_a_checkpoint_lacks_is_a_problem(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"tensors": {}, "files": {}}')
+    problems = list(compare_regions(CheckpointContent(tmp_path), config_with()))
+    assert "model/decoder.embedding.weight is missing" in problems
+
+
+@pytest.mark.parametrize(("overtaken", "claimed"), [(0, False), (3, True)])
+def test_overtaken_writer_is_claimed_only_if_it_was_observed(overtaken, claimed, monkeypatch, tmp_path):
+    run = RecordedRun(config_with(), config_with(), tmp_path)
+    monkeypatch.setattr(recovery, "published_checkpoints", lambda root: [CheckpointContent(tmp_path / "step-1.a0001")])
+    monkeypatch.setattr(recovery, "compare_with_memory", lambda *args: [])
+    monkeypatch.setattr(recovery, "compare_regions", lambda *args: [])
+    monkeypatch.setattr(recovery, "overtaken_checkpoints", lambda run, delay: overtaken)
+    claim, passed, measured, *_ = recovery.check_checkpoints(run, delay=7.0)
+    assert passed
+    assert ("updates overtake the writer" in claim) == claimed
+    assert ("was not observed with a writer 7 s late" in measured) != claimed
+
+
+@pytest.mark.parametrize(
+    ("replicas", "text"),
+    [(4, "the files of 4 ranks were compared, the largest"), (256, "of 8 ranks were compared, without")],
+)
+def test_claim_about_the_real_layout_says_what_was_compared(replicas, text):
+    _, passed, measured = check_real_layout(config_with(f"--layout.replicate={replicas}", "--batch.global=256"))
+    assert passed, measured
+    assert text in measured
 
 
 def test_rank_that_hangs_is_a_failed_claim_that_names_rank_step_and_phase(monkeypatch, tmp_path):
