@@ -19,6 +19,7 @@ from meshwright.checkpoint.stager import HostStager
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel.local_shard import local_shard
 from meshwright.store.posix import PosixCalls, PosixSink
+from meshwright.telemetry.events import EventLog
 from meshwright.trainer import loop as loop_module
 from meshwright.trainer.loop import Training
 from meshwright.trainer.numerics import NoiseScale
@@ -30,7 +31,6 @@ RESTORED = "a restart restores bit for bit"
 STEPS = "every step after a restart"
 EVENTS = "every step and every evaluation is recorded"
 RESTARTS = "a run killed with SIGKILL"
-SEEDS = "functions of the step alone, after restarts"
 DAMAGE = "a damaged checkpoint is never loaded"
 RESHARD = "a restart from"
 LARGE = "shards are written and read"
@@ -158,6 +158,15 @@ def attempt_starts_from_step_0_although_a_checkpoint_exists(patch):
         return [] if len(list_attempts(store)) == 4 else right(store, *args)
 
     wrap(patch, restore_module, "list_published", published)
+
+
+@fault(KILLS, EVENTS, "is not recorded")
+def evaluations_after_a_restart_are_not_recorded(patch):
+    def write(right, self, kind, **fields):
+        if kind != "eval" or self._common["attempt"] == 1:
+            right(self, kind, **fields)
+
+    wrap(patch, EventLog, "write", write)
 
 
 @fault(DAMAGED, RESHARD, "was restored, and the newest checkpoint is")

@@ -39,7 +39,28 @@ def run_part(part: str, config, base: Path):
         yield check_large_files()
 
 
-@pytest.mark.parametrize("name", FAULTS)
+QUICK = (
+    "staging by reference",
+    "moments are not restored",
+    "resume skips one step of the stream",
+    "attempt starts from step 0 although a checkpoint exists",
+    "evaluations after a restart are not recorded",
+    "retention keeps one checkpoint",
+    "digest covers the first chunk only",
+    "resharding reads the region from its start",
+    "another layout restores an older checkpoint",
+    "reads wrap at four gib",
+)
+"""At least one fault of every claim; the others take minutes."""
+
+
+def test_quick_faults_cover_every_claim():
+    assert {FAULTS[name].claim for name in QUICK} == {fault.claim for fault in FAULTS.values()}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in FAULTS]
+)
 def test_seeded_recovery_fault_is_found_by_its_own_claim(name, monkeypatch, tmp_path):
     """The claims before it hold: one fault does not break the claims about something else."""
     fault = FAULTS[name]
@@ -136,7 +157,7 @@ def test_rank_that_hangs_is_a_failed_claim_that_names_rank_step_and_phase(monkey
     config = config_with("--layout.replicate=2", "--launch.hang_timeout=3")
     right = recovery.nonfinite_faults
     monkeypatch.setattr(recovery, "nonfinite_faults", lambda: right() + ",step.forward:rank1:hang@step4")
-    [(claim, passed, measured)] = check_kills(config, tmp_path)
+    [(claim, passed, measured, *_)] = check_kills(config, tmp_path)
     assert "an undisturbed run completes" in claim
     assert not passed
     assert "rank 1 has made no progress" in measured
