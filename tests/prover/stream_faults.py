@@ -316,3 +316,23 @@ FAULTS = {
         ),
     ),
 }
+
+QUICK = {
+    "rank slice is shifted by one",
+    "epochs 64 apart have the same order",
+    "permutation repeats samples",
+    "held-out samples are trained on",
+    "inverse permutation is off by one",
+    "positions wrap at 2^32",
+    "worker processes reseed",
+    "threads return batches as they complete",
+    "cycle cache lacks the quotas",
+    "mixture weights are ignored",
+    "first sample of a source is its neighbour's",
+    "labels are not shifted",
+    "tokenization cache is stale",
+    "loader resumes at step 0",
+    "evaluation counts its padding",
+    "stream is built with another holdout",
+}
+"""Faults that every run of the tests seeds: at least one per claim and per component of the data path."""

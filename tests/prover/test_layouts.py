@@ -111,16 +111,33 @@ CASES |= {
 }
 
 
+LONG = {
+    "shard gradients, tied weights",
+    "shard parameters, masked labels",
+    "tensor",
+    "three replicas",
+    "hybrid sharding",
+    "replicate, tensor",
+    "activation checkpointing",
+    "fsdp prefetch",
+    "no reshard after forward",
+    "static graph",
+    "llama, tensor",
+    "gpt2, shard gradients",
+}
+"""Cases of `make test-all` alone; the others use every axis and every level of sharding."""
+
+
 @cache
-def check_all(ranks: int) -> dict[str, tuple[bool, str]]:
-    """The results of all cases with this number of ranks, from one launch."""
-    cases = {name: case for name, case in CASES.items() if case.ranks == ranks}
+def check_all(ranks: int, long: bool) -> dict[str, tuple[bool, str]]:
+    """The results of all quick or all long cases with this number of ranks, from one launch."""
+    cases = {name: case for name, case in CASES.items() if case.ranks == ranks and (name in LONG) == long}
     return dict(zip(cases, check_cases(list(cases.values())), strict=True))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in CASES])
 def test_layout_equals_the_reference(name):
-    passed, measured = check_all(CASES[name].ranks)[name]
+    passed, measured = check_all(CASES[name].ranks, name in LONG)[name]
     assert passed, measured
 
 

@@ -1,4 +1,4 @@
-"""`prove` runs the checks, writes a certificate, and fails on every seeded fault of the sample stream."""
+"""`prove` runs the checks, prints a table, writes a certificate, and exits 1 if a claim does not hold."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import re
 import signal
 import threading
 
-import numpy as np
 import pytest
 
 from meshwright.cli import main
 from meshwright.config import load_config
-from meshwright.data.loader import Loader
-from meshwright.data.permutation import Permutation
 from meshwright.data.stream import Stream
 from meshwright.errors import ConfigError
 from meshwright.prover import prove as prove_module
@@ -25,29 +22,12 @@ from meshwright.prover.training import check_training
 from meshwright.trainer.step import Step
 
 SMALL = ["--data.kind=synthetic", "--data.samples=700", "--data.sequence=16"]
-MIXTURE = [
-    '--data.mixture=[{kind="synthetic", samples=300, weight=3}, {kind="synthetic", samples=90}]',
-    "--data.sequence=16",
-]
-
-
 TINY = [*SMALL, "--model.layers=1", "--model.width=16", "--model.ffn=18", "--steps=3"]
-
-
-def failed_claims(claims) -> list[str]:
-    return [f"{claim}: {measured}" for claim, passed, measured, *_ in claims if not passed]
 
 
 def only(name, check):
     """The table of checks with a single check of a config."""
     return {name: lambda config, _full: check(config)}
-
-
-@pytest.mark.parametrize(
-    "options", [SMALL, MIXTURE, [*SMALL, "--eval.holdout=0"], [*SMALL, "--batch.global=60", "--data.samples=61"]]
-)
-def test_stream_contract_holds(options):
-    assert failed_claims(check_stream(load_config(overrides=options))) == []
 
 
 def test_prove_prints_a_table_and_writes_a_certificate(tmp_path, capfd):
@@ -140,47 +120,3 @@ def test_config_whose_data_cannot_be_opened_gets_no_certificate(tmp_path, capsys
         main(["prove", "--out", str(tmp_path / "c.json"), "--data.kind=text", "--data.path=/nowhere"])
     assert stop.value.code == 6
     assert not (tmp_path / "c.json").exists()
-
-
-@pytest.mark.long
-def test_stream_of_a_tiny_source_in_a_mixture_passes():
-    tiny = [
-        '--data.mixture=[{kind="synthetic", samples=100_000_000}, {kind="synthetic", samples=3}]',
-        "--data.sequence=16",
-    ]
-    assert failed_claims(check_stream(load_config(overrides=tiny))) == []
-
-
-STREAM_FAULTS = {
-    "rank slice is shifted by one": (
-        Stream,
-        "local_samples",
-        lambda self, step, rank, degree: self.sample_ids(
-            np.arange(self.global_batch // degree, dtype=np.uint64)
-            + np.uint64(step * self.global_batch + rank * (self.global_batch // degree) + 1)
-        ),
-    ),
-    "every epoch has the same order": (
-        Stream,
-        "_epoch_permutation",
-        lambda self, index, _epoch: Permutation(self.sources[index].trained, "fixed"),
-    ),
-    "permutation repeats samples": (Permutation, "__call__", lambda self, x: x // np.uint64(2)),
-    "held-out samples are trained on": (Stream, "held_out_samples", lambda self, most: self.step(0)),
-    "loader resumes at step 0": (Loader, "_micro_batch_ids", None),
-    "inverse permutation is off by one": (
-        Permutation,
-        "inverse",
-        lambda self, y: (y + np.uint64(1)) % np.uint64(self.n),
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", STREAM_FAULTS)
-def test_seeded_stream_fault_is_found(fault, monkeypatch):
-    owner, name, wrong = STREAM_FAULTS[fault]
-    if wrong is None:
-        right = Loader._micro_batch_ids
-        wrong = lambda self, first, end: right(self, 0, end - first)  # noqa: E731
-    monkeypatch.setattr(owner, name, wrong)
-    assert failed_claims(check_stream(load_config(overrides=SMALL))) != []
