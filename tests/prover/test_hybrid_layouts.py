@@ -19,10 +19,6 @@ AXES = ("pipeline", "replicate", "shard", "context", "tensor", "expert")
 SIZES = {"vocab": 26, "width": 16, "heads": 2, "kv_heads": 2, "ffn": 18}
 
 
-def hybrid_config(row):
-    return load_config(overrides=overrides_of(row))
-
-
 def small_options(row: str, *more: str) -> tuple[str, ...]:
     """A row of the matrix with a small model, three steps, and at least two micro-batches per step."""
     given = overrides_of(row)
@@ -30,6 +26,10 @@ def small_options(row: str, *more: str) -> tuple[str, ...]:
     layout = Layout.from_config(load_config(overrides=given).layout)
     batch = (f"--batch.global={layout.data_degree * max(2, 2 * layout.pipeline)}", "--batch.micro=1")
     return (*sizes, *given, *batch, "--steps=3", "--optimizer.clip=0.1", *more)
+
+
+def hybrid_config(row):
+    return load_config(overrides=small_options(row))
 
 
 def test_87_hybrid_layouts_are_valid():
