@@ -26,7 +26,7 @@ from meshwright.models.loss import HeadLoss
 from meshwright.parallel.context_parallel import ring_attention, sequence_chunks
 from meshwright.trainer import loop
 
-SETTINGS = (*ONE_RANK, "--seed=5", "--model.rope_theta=500000", "--model.norm_eps=1e-2")
+SETTINGS = (*ONE_RANK, "--seed=5", "--model.rope_theta=100", "--model.norm_eps=1e-4")
 DOCUMENTS = (*ONE_RANK, "--model.tie=true", "--model.separator=0")
 RING = (*MODEL, "--layout.replicate=1", "--batch.global=2", "--layout.context=3", "--data.sequence=24")
 ONE_EXPERT = (*EXPERTS, "--model.experts_active=1")

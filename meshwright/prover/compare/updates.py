@@ -62,7 +62,7 @@ class RecordedUpdate:
     def explain_update(self, names: list[str]) -> str:
         """What explains the updates of these parameters; '' if no candidate fits."""
         names = [name for name in names if name in self.step.gradients]
-        if names and (stored := self.explain_storage(names)):
+        if names and (stored := self.explain_storage()):
             return stored
         clip = clip_factor(global_norm(self.step.gradients), self.config.optimizer.clip)
         if names and all(self.fits(name, lambda name: self.update(name, clip)) for name in names):
@@ -75,8 +75,9 @@ class RecordedUpdate:
         fitting = (text for text, update in candidates if all(self.fits(name, update) for name in names))
         return next(fitting, otherwise) if names else ""
 
-    def explain_storage(self, names: list[str]) -> str:
-        """Whether parameters or moments have values of a lower precision; '' if not."""
+    def explain_storage(self) -> str:
+        """Whether all parameters or moments have values of a lower precision; '' if not."""
+        names = list(self.step.gradients)
         after = [self.step.parameters[name] for name in names]
         if all(torch.equal(value, self.before[name]) for name, value in zip(names, after, strict=True)):
             return ""
