@@ -263,21 +263,15 @@ def test_job_starts_beside_a_run_that_another_job_starts_and_in_a_folder_that_so
 def test_holder_on_another_host_is_observed_once_and_before_the_lock(folder, monkeypatch):
     acquire_lease(folder)
     rewrite(folder, 1, boot="elsewhere", token="of another process")
-    locked, observed = [], []
-
-    def observe(lease, attempt, seconds):
-        observed.append(bool(locked))
-        return False
-
-    monkeypatch.setattr(lease_module, "holder_is_alive", observe)
-    right = lease_module.try_lock
+    locked, observed, right = [], [], lease_module.try_lock
+    monkeypatch.setattr(lease_module, "holder_is_alive", lambda *_: observed.append(bool(locked)))  # it is dead
     monkeypatch.setattr(lease_module, "try_lock", lambda file: locked.append(file) or right(file))
     assert acquire_lease(folder).attempt == 2
     assert observed == [False]
     assert len(locked) == 1
 
 
-def test_lock_that_cannot_be_created_is_left_out(folder, monkeypatch):
+def test_lock_that_cannot_be_created_is_left_out(folder):
     """A folder where no file can be created cannot be renamed either."""
     folder.root.mkdir()
     (folder.root.parent / ".run.lock").symlink_to("elsewhere")
