@@ -116,7 +116,7 @@ LONG = {
     "shard parameters, masked labels",
     "tensor",
     "three replicas",
-    "hybrid sharding",
+    "hybrid sharding, tensor",
     "replicate, tensor",
     "activation checkpointing",
     "fsdp prefetch",
