@@ -19,6 +19,7 @@ from meshwright.prover.prove import CheckResult, build_certificate
 from meshwright.prover.recovery import check_recovery
 from meshwright.prover.stream import check_stream
 from meshwright.prover.training import check_training
+from meshwright.recover.failures import Failure, RanksFailed
 from meshwright.trainer.step import Step
 
 SMALL = ["--data.kind=synthetic", "--data.samples=700", "--data.sequence=16"]
@@ -74,7 +75,7 @@ def test_run_that_fails_is_a_failed_claim(monkeypatch):
 def test_check_that_hangs_is_a_failed_claim_of_the_table_and_the_certificate(tmp_path, monkeypatch, capsys):
     def hangs(_config):
         yield "the first claim", True, "measured"
-        raise TimeoutError("rank 1 has not advanced for 60 s")
+        raise RanksFailed([Failure(1, "Hang", "rank 1 has not advanced for 60 s", 8, 0.0)])
 
     monkeypatch.setattr(prove_module, "CHECKS", only("training", hangs) | only("stream", check_stream))
     with pytest.raises(SystemExit) as stop:
