@@ -207,6 +207,8 @@ def fit_sample_weights(
         share = int((labels != IGNORE_INDEX).sum()) / valid
         columns.append(share * torch.cat([gradients[name].flatten() for name in names]))
     parts, found = torch.stack(columns, 1), torch.cat([step.gradients[name].double().flatten() for name in names])
+    if not parts.isfinite().all() or not found.isfinite().all():
+        return torch.full((task.replicas, accumulation), float("nan")), float("inf")
     weights = torch.linalg.lstsq(parts, found[:, None], driver="gelsd").solution
     error = float((parts @ weights - found[:, None]).norm() / found.norm().clamp(min=1e-300))
     return weights.view(task.replicas, accumulation), error

@@ -139,7 +139,7 @@ def read_traces(folder: Path, layout: Layout) -> list[RankTrace]:
     Empty if a rank did not start.
     """
     paths = [trace_path(folder, rank) for rank in range(layout.ranks)]
-    traces = [read_trace(path) for path in paths if path.exists()]
+    traces = [trace for path in paths if path.exists() and (trace := read_trace(path)) is not None]
     return common_steps(traces) if len(traces) == layout.ranks else []
 
 
@@ -149,9 +149,13 @@ def common_steps(traces: list[RankTrace]) -> list[RankTrace]:
     return [replace(trace, steps=trace.steps[:completed]) for trace in traces]
 
 
-def read_trace(path: Path) -> RankTrace:
+def read_trace(path: Path) -> RankTrace | None:
+    """The records that a rank completed; None if it ended in its first record, as on a full disk."""
     with path.open("rb") as file:
-        trace: RankTrace = pickle.load(file)
+        try:
+            trace: RankTrace = pickle.load(file)
+        except (EOFError, pickle.UnpicklingError):
+            return None
         while True:
             try:
                 record = pickle.load(file)

@@ -50,6 +50,8 @@ DEVICE = Limits(vocab=512, ffn=256, heads=8, width=1024, head_size=128, sequence
 DEVICE_BLOCKS = 4
 ACCUMULATION = 3
 LAST_STEPS = 3
+NEVER_CLIPPED = 1000.0
+"""A clip norm that no step exceeds; the variation has one that every step exceeds."""
 HELD_OUT = 0.05
 """The fraction that the variation holds out for evaluation if the user's config holds out nothing."""
 
@@ -246,6 +248,7 @@ def at_full_length(config: RunConfig, full: bool) -> RunConfig:
         batch=small_batch(config, layout, fit_accumulation(config, layout, 1), limits.micro),
         eval=replace(proof.eval, every=0),
         checkpoint=replace(proof.checkpoint, mode="off"),
+        optimizer=replace(proof.optimizer, clip=NEVER_CLIPPED if proof.optimizer.clip else 0.0),
     )
 
 

@@ -22,6 +22,8 @@ MAX_BLOCKS = 16
 MAX_ACCUMULATION = 2
 """The most micro-batches per step where the pipeline schedule needs no more."""
 EVALUATE_EVERY = 2
+HELD_OUT = 0.05
+"""The fraction that a recovery run holds out if the user's config holds out nothing: a kill hits an evaluation, too."""
 HANG_TIMEOUT = 20.0
 """Seconds without progress after which a rank of a proof run hangs."""
 
@@ -57,7 +59,7 @@ def recovery_config(
         ),
         batch=small_batch(config, layout, accumulation, limit=2),
         numerics=replace(proof.numerics, on_nonfinite="skip", skip_budget=max(2, config.numerics.skip_budget)),
-        eval=replace(proof.eval, every=EVALUATE_EVERY),
+        eval=replace(proof.eval, every=EVALUATE_EVERY, holdout=proof.eval.holdout or HELD_OUT),
         checkpoint=replace(proof.checkpoint, mode=mode, every=1, keep=keep, keep_every=0),
         launch=replace(
             config.launch, device="cpu", restarts=0, hang_timeout=min(config.launch.hang_timeout, HANG_TIMEOUT)
