@@ -111,8 +111,8 @@ def keys_are_rotated_backwards(patch):
 # Attention.
 
 
-def attend_by(patch, scores_of, key_heads=None):
-    """Attention with `scores_of(q, k)` masked scores, and another choice of the key head of every query head."""
+def attend_by(patch, expert_scores, key_heads=None):
+    """Attention with `expert_scores(q, k)` masked scores, and another choice of the key head of every query head."""
 
     def wrong(self, q, k, v, documents):
         if key_heads is not None:
@@ -120,7 +120,7 @@ def attend_by(patch, scores_of, key_heads=None):
             k, v = k[:, index], v[:, index]
         else:
             k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-        return scores_of(q, k).softmax(dim=-1) @ v
+        return expert_scores(q, k).softmax(dim=-1) @ v
 
     patch.setattr(CoreAttention, "forward", wrong)
 
