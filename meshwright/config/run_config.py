@@ -104,7 +104,7 @@ class BatchConfig:
 class OptimizerConfig:
     """AdamW, with clipping by global norm."""
 
-    lr: Annotated[float, Range(minimum=0, maximum=1e6)] = 3e-3
+    lr: Annotated[float, Range(minimum=0, maximum=1e30)] = 3e-3
     """peak learning rate"""
     beta1: Annotated[float, Range(minimum=0, maximum=0.999999)] = 0.9
     """decay rate of the first moment"""

@@ -38,7 +38,7 @@ def test_prove_prints_a_table_and_writes_a_certificate(tmp_path, capfd):
     assert certificate["passed"]
     checks = certificate["checks"]
     assert {result["check"] for result in checks} == {*prove_module.CHECKS, "communication"}
-    assert set(checks[0]) == {"check", "claim", "passed", "measured", "seconds", "changes"}
+    assert set(checks[0]) == {"check", "claim", "passed", "measured", "seconds", "changes", "not_proven"}
     assert f"{len(checks)} of {len(checks)} claims hold; certificate in {tmp_path / 'c.json'}" in printed
     assert re.search(r" *check +claim +result +measured +seconds", printed)
     training = next(result for result in checks if result["check"] == "training")

@@ -29,7 +29,7 @@ SIZES = {
     *(f"model.{name}" for name in ("vocab", "width", "heads", "kv_heads", "ffn", "experts", "experts_active")),
     *("model.separator", "model.capacity_factor", "schedule.warmup", "schedule.decay", "numerics.compare_every"),
     *("eval.every", "eval.samples", "checkpoint.seconds", "checkpoint.every", "checkpoint.keep", "ddp.bucket_cap_mb"),
-    *("launch.restarts", "launch.hang_timeout"),
+    *("launch.restarts", "launch.hang_timeout", "launch.device"),
 }
 """The settings that differ in the run "as configured" if the layout has at most eight ranks."""
 DEGREES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 
 import loop_faults
@@ -13,7 +14,8 @@ from traced_cases import Case, check_cases
 from user_faults import USER_FAULTS
 
 MODULES = (shrunk_away_faults, settings_faults, loop_faults, shared_model_faults)
-LAUNCHES = sorted({(fault.options, run) for fault in USER_FAULTS.values() for run in fault.runs})
+LAUNCHES = Counter((fault.options, run) for fault in USER_FAULTS.values() for run in fault.runs)
+"""The proof runs of all faults, and how many faults share each."""
 
 
 @cache
@@ -31,15 +33,28 @@ def test_every_class_has_more_than_eleven_faults(module):
     assert sum(fault.inject.__module__ == module.__name__ for fault in USER_FAULTS.values()) > 11
 
 
+def long_unless(quick: bool) -> list[pytest.MarkDecorator]:
+    """A launch for a single fault is left to the long run."""
+    return [] if quick else [pytest.mark.long]
+
+
 @pytest.mark.parametrize(
-    ("options", "run"), LAUNCHES, ids=lambda part: part if isinstance(part, str) else " ".join(part[6:])
+    ("options", "run"),
+    [pytest.param(*launch, marks=long_unless(LAUNCHES[launch] > 1)) for launch in sorted(LAUNCHES)],
+    ids=lambda part: part if isinstance(part, str) else " ".join(part[6:]),
 )
 def test_run_without_fault_equals_the_reference(options, run):
     passed, measured = check_launch(options, run)[""]
     assert passed, measured
 
 
-@pytest.mark.parametrize("name", USER_FAULTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=long_unless(all(LAUNCHES[fault.options, run] > 1 for run in fault.runs)))
+        for name, fault in USER_FAULTS.items()
+    ],
+)
 def test_fault_is_found_and_named(name):
     fault = USER_FAULTS[name]
     for run in fault.runs:
