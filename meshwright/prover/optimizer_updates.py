@@ -6,12 +6,15 @@ The gradients of a proof run have norms of about one. Here they are from far bel
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.config import RunConfig
+from meshwright.launch.ranks import run_ranks
 from meshwright.optim.adamw import AdamW
+from meshwright.parallel.world import World
 from meshwright.prover.claims import Claim
 from meshwright.prover.compare.updates import is_update
 from meshwright.prover.oracle.optimizer import Moments, adamw, clip_factor, global_norm
@@ -24,7 +27,7 @@ SHAPES = {"matrix": (5, 3), "vector": (7,)}
 
 def check_optimizer(config: RunConfig) -> Iterator[Claim]:
     """Yields whether the package updates parameters by the definition of AdamW, and skips steps that are not finite."""
-    wrong = [found for size in SIZES if (found := first_wrong_update(config, size))]
+    [wrong] = run_ranks(wrong_updates, 1, config, launch=replace(config.launch, device="cpu"))
     settings = config.optimizer
     claim = (
         f"updates follow the definition of AdamW for gradients of any size ({settings.implementation}, clip = "
@@ -32,6 +35,11 @@ def check_optimizer(config: RunConfig) -> Iterator[Claim]:
     )
     measured = f"{len(SIZES) - len(wrong)} of {len(SIZES)} sizes of gradients, {UPDATES} updates and a skipped one each"
     yield Claim(claim, not wrong, measured + (f"; {wrong[0]}" if wrong else ""))
+
+
+def wrong_updates(_world: World, config: RunConfig) -> list[str]:
+    """Runs in a process of its own: torch's optimizers initialize CUDA, which does not survive the fork of ranks."""
+    return [found for size in SIZES if (found := first_wrong_update(config, size))]
 
 
 def first_wrong_update(config: RunConfig, size: float) -> str:
