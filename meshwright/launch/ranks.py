@@ -78,13 +78,16 @@ class Ranks:
         try:
             self._start(context, payload, count, launch or LaunchConfig(), dict(facts or {}), logs)
         except OSError as error:
-            started = len(self._processes)
+            started = sum(process.pid is not None for process in self._processes)
             self._kill_started()
             what = f"rank {started} of {count}" if started < count else "the process that guards the ranks"
             raise ConfigError(
                 f"{what} cannot be started: {error.strerror}",
                 "try fewer ranks, or allow more processes and open files (ulimit -u, ulimit -n)",
             ) from None
+        except BaseException:  # Ctrl-C, while the ranks run already
+            self._kill_started()
+            raise
 
     def _start(
         self,
@@ -110,15 +113,17 @@ class Ranks:
                 f"{self._mark}-{rank}",
             )
             process = context.Process(target=_rank_main, args=target_args, name=f"rank {rank}")
+            self._processes.append(process)
+            self._pipes[rank] = reader
             process.start()
             writer.close()
-            self._pipes[rank] = reader
-            self._processes.append(process)
         self._guard = DescendantGuard([(f"{self._mark}-{rank}", p.pid) for rank, p in enumerate(self._processes)])
 
     def _kill_started(self) -> None:
-        """Kills the ranks that were started before one could not be."""
+        """Kills the ranks that were started before the start failed or was interrupted."""
         for rank, process in enumerate(self._processes):
+            if process.pid is None:
+                continue
             process.kill()
             process.join(PEER_LOSS_GRACE)
             end_descendants(f"{self._mark}-{rank}", process.pid)

@@ -119,6 +119,23 @@ def test_ranks_that_were_started_are_killed_if_another_process_cannot_be(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_ctrl_c_while_ranks_are_started_kills_those_that_run(monkeypatch):
+    pids, fork = [], os.fork
+
+    def interrupted_fork() -> int:
+        if pids:
+            raise KeyboardInterrupt
+        if pid := fork():
+            pids.append(pid)
+        return pid
+
+    monkeypatch.setattr(os, "fork", interrupted_fork)
+    with pytest.raises(KeyboardInterrupt):
+        Ranks(lambda world: time.sleep(600), 2)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+
+
 def test_run_ranks_removes_its_temporary_folder(tmp_path, monkeypatch):
     import tempfile
 
