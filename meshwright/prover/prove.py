@@ -58,7 +58,7 @@ def check_model(config: RunConfig) -> Iterator[tuple[Any, ...]]:
 
 
 QUICK = {"blocks": 16, "micro-batches": 8, "ranks": 4}
-"""Up to these sizes, on most layouts and without compilation, all checks take less than a minute on two cores."""
+"""Up to these sizes, on most layouts and without compilation, all checks take about a minute on two cores."""
 QUICK_SECONDS = 30.0
 """The longest estimate of the training check that is not announced."""
 
