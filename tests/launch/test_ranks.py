@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -150,7 +151,8 @@ def test_rendezvous_names_ranks_whose_facts_differ(tmp_path):
     def work(world):
         rendezvous = RendezvousInfo(world.rank, 3, world.rank, store_file=store)
         try:
-            join_process_group(rendezvous, SHORT, {"config": "same", "dtype": "bf16" if world.rank == 1 else "fp32"})
+            facts = {"config": "same", "dtype": "bf16" if world.rank == 1 else "fp32"}
+            join_process_group(rendezvous, replace(SHORT, rendezvous_timeout=40.0), facts)
         except IdentityError as error:
             return str(error)
         finally:
