@@ -21,6 +21,7 @@ import meshwright
 from meshwright import RunConfig, train
 from meshwright.config import BatchConfig, DataConfig, EvalConfig
 from meshwright.errors import ConfigError, DataError, IdentityError, MeshwrightError, NumericsError
+from meshwright.prover.claims import Claim
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -271,7 +272,7 @@ def test_plan_takes_a_preset_or_a_config_and_returns_the_ranking():
 
 
 def test_prove_returns_the_certificate_and_writes_it(tmp_path, monkeypatch):
-    checks = {"stream": lambda config, full: iter([("the stream is a permutation", True, "1 of 1")])}
+    checks = {"stream": lambda config, full: iter([Claim("the stream is a permutation", True, "1 of 1")])}
     monkeypatch.setattr("meshwright.prover.prove.CHECKS", checks)
     certificate = meshwright.prove(RunConfig(), out=tmp_path / "certificate.json")
     assert certificate["passed"] is True

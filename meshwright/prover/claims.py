@@ -12,14 +12,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.config import LaunchConfig, RunConfig
+from meshwright.config import BlockSizes, LaunchConfig, RunConfig
+from meshwright.data.source import Source
 from meshwright.launch.job import start_ranks
 from meshwright.launch.ranks import run_ranks
 from meshwright.launch.scratch_folder import ScratchFolder
+from meshwright.parallel.compile import require_compiler
 from meshwright.parallel.world import World
 from meshwright.recover.supervisor import RunningRanks, supervise
+from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import stages_per_rank
+from meshwright.topology.unsupported import validate
 from meshwright.trainer.loop import Job
+from meshwright.trainer.step import TrainingObserver
+
+SMALL_BLOCKS = BlockSizes(loader_positions=7, io_bytes=512, digest_bytes=5 << 11)
+"""Blocks so small that a small run has several of each, and that no tensor and no file ends where a block does."""
 
 
 class Claim(NamedTuple):
@@ -66,6 +74,13 @@ def cuda_devices(launch: LaunchConfig) -> int:
 
 def count_devices(_world: World) -> int:
     return torch.cuda.device_count()
+
+
+def proof_job(config: RunConfig, sources: list[Source], folder: RunFolder, observer: TrainingObserver) -> Job:
+    """The job of a proof run: that of `meshwright train`, with small blocks and an observer."""
+    layout, batch = validate(config)
+    require_compiler(config)
+    return Job(config, batch, layout, sources, folder, block_sizes=SMALL_BLOCKS, observer=observer)
 
 
 @contextmanager

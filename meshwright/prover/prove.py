@@ -37,7 +37,7 @@ from meshwright.topology.unused_settings import unused_settings
 from meshwright.trainer.identity import code_fingerprint
 from meshwright.version import __version__
 
-Check = Callable[[RunConfig, bool], Iterator[tuple[Any, ...]]]
+Check = Callable[[RunConfig, bool], Iterator[Claim]]
 
 CHECKS: dict[str, Check] = {
     "stream": lambda config, _full: check_stream(config),
@@ -47,11 +47,10 @@ CHECKS: dict[str, Check] = {
     "training": check_training,
     "recovery": lambda config, _full: check_recovery(config),
 }
-"""Name -> check of a config, in full size or not. A check yields the fields of a `Claim`; a check whose ranks fail has
-failed."""
+"""Name -> check of a config, in full size or not. A check whose ranks fail has failed."""
 
 
-def check_model(config: RunConfig) -> Iterator[tuple[Any, ...]]:
+def check_model(config: RunConfig) -> Iterator[Claim]:
     """The relations that hold for every decoder, and the initial weights."""
     yield from check_relations_of_config(config)
     yield from check_initialization(config)
@@ -83,8 +82,8 @@ def run_checks(config: RunConfig, full: bool = False) -> Iterator[CheckResult]:
     for name, check in CHECKS.items():
         start = time.monotonic()
         try:
-            for fields in check(config, full):
-                claim, seconds = Claim(*fields), round(time.monotonic() - start, 3)
+            for claim in check(config, full):
+                seconds = round(time.monotonic() - start, 3)
                 passed = bool(claim.passed)
                 row = (claim.check or name, claim.claim, passed, claim.measured, seconds, claim.changes)
                 yield CheckResult(*row, claim.not_proven)

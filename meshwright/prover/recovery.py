@@ -69,8 +69,8 @@ def nonfinite_faults() -> str:
 
 def check_recovery(config: RunConfig) -> Iterator[Claim]:
     """Runs the config undisturbed, killed at every fail point, and with damaged checkpoints on another layout."""
-    yield Claim(*check_real_layout(config))
-    yield Claim(*check_large_files())
+    yield check_real_layout(config)
+    yield check_large_files()
     with proof_folder() as base:
         yield from check_kills(config, base)
         yield from check_damage_and_reshard(config, base / "resharded")

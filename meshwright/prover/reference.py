@@ -43,7 +43,7 @@ class ReferenceTask:
 
     config: RunConfig
     sources: list[Source]
-    poisoned: frozenset[int] = field(default_factory=frozenset)
+    nonfinite_steps: frozenset[int] = field(default_factory=frozenset)
     """Steps whose loss is not finite."""
     pass_samples: int | None = None
     """Samples per forward pass in global order; only a capacity depends on it and on `replicas`."""
@@ -66,7 +66,7 @@ class ReferenceTask:
         lengths = [len(part) for part in self.sources]
         steps = range(self.first_step, config.steps) if steps is None else steps
         options = {
-            "poisoned": self.poisoned,
+            "nonfinite_steps": self.nonfinite_steps,
             "pass_samples": self.pass_samples,
             "replicas": self.replicas if self.pass_samples else 1,
         } | options
@@ -135,14 +135,14 @@ class ReferenceTask:
 
     def overflows(self, state: ReferenceState, step: StepTrace) -> bool:
         """Whether the run skipped a step because fp16 overflows there: the rounded reference must overflow too."""
-        if isfinite(step.grad_norm) or step.step in self.poisoned or self.config.precision.compute != "fp16":
+        if isfinite(step.grad_norm) or step.step in self.nonfinite_steps or self.config.precision.compute != "fp16":
             return False
         return not isfinite(self.one_step(state, step, **self.rounding()).steps[0].grad_norm)
 
     def stale_loss(self) -> float:
         """The loss of step 1 if step 0 updates nothing."""
         still = replace(self.config, optimizer=replace(self.config.optimizer, lr=0.0))
-        return self.train(still, poisoned=frozenset()).steps[1].loss
+        return self.train(still, nonfinite_steps=frozenset()).steps[1].loss
 
 
 def recorded_states(measured: AssembledTrace) -> Iterator[tuple[ReferenceState, StepTrace]]:

@@ -14,17 +14,16 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.listing import list_published, open_run_store
-from meshwright.config import BlockSizes, RunConfig
-from meshwright.data.source import Source
+from meshwright.config import RunConfig
 from meshwright.errors import MeshwrightError
 from meshwright.launch.ranks import Ranks, run_ranks
-from meshwright.parallel.compile import require_compiler
 from meshwright.prover.claims import (
     Claim,
     cuda_devices,
     describe_settings,
     fault_environment,
     proof_folder,
+    proof_job,
     supervise_quietly,
 )
 from meshwright.prover.comm_volume import check_communication
@@ -45,14 +44,11 @@ from meshwright.prover.trace import StepTrace, Trace
 from meshwright.prover.tracer import AssembledTrace, Contradiction, Tracer, assemble, read_traces
 from meshwright.recover.failures import RanksFailed
 from meshwright.telemetry.run_folder import RunFolder
-from meshwright.topology.unsupported import validate
 from meshwright.trainer.loop import Job
 
-SMALL_BLOCKS = BlockSizes(loader_positions=7, io_bytes=512, digest_bytes=4096)
-"""Blocks so small that a small run has several of each."""
 MAX_SECONDS = 3600.0
 """The longest time that the reference of one run may take."""
-POISONED_STEP = 1
+NONFINITE_STEP = 1
 """The step whose loss is made NaN in the variation, and in fp16, whose loss scale changes then."""
 
 
@@ -67,8 +63,8 @@ class TracedRun:
     @property
     def faults(self) -> str:
         """A step with a loss that is not finite, and slow writers, so that a save overlaps with the next updates."""
-        poisoned = [f"step.backward:rank0:nan@step{step}" for step in self.task.poisoned]
-        return ",".join([*poisoned, "save.begin:slow=0.2"])
+        nonfinite = [f"step.backward:rank0:nan@step{step}" for step in self.task.nonfinite_steps]
+        return ",".join([*nonfinite, "save.begin:slow=0.2"])
 
     def execute(self) -> AssembledTrace:
         """Trains as `meshwright train` does, and returns what the ranks recorded."""
@@ -96,12 +92,12 @@ def check_training(config: RunConfig, full: bool = False) -> Iterator[Claim]:
     launch = replace(config.launch, device="cpu")
     with proof_folder() as base:
         runs = [prepare(config, run, base / str(index)) for index, run in enumerate(proofs)]
-        straight = [traced for traced in runs if traced.run.resume_layout is None]
-        tasks = [traced.task for traced in straight]
-        free = [index for index, task in enumerate(tasks) if not task.follows_run]
-        ranks = Ranks(compute_references, 1, ([tasks[i] for i in free], [None] * len(free)), launch)
+        uninterrupted = [traced for traced in runs if traced.run.resume_layout is None]
+        tasks = [traced.task for traced in uninterrupted]
+        independent = [index for index, task in enumerate(tasks) if not task.follows_run]
+        ranks = Ranks(compute_references, 1, ([tasks[i] for i in independent], [None] * len(independent)), launch)
         try:
-            outcomes = [execute_or_failure(traced) for traced in straight]
+            outcomes = [execute_or_failure(traced) for traced in uninterrupted]
             deadline = time.monotonic() + MAX_SECONDS
             while not ranks.poll(1.0):
                 if time.monotonic() > deadline:
@@ -110,8 +106,8 @@ def check_training(config: RunConfig, full: bool = False) -> Iterator[Claim]:
             ranks.kill()
             raise
         [computed] = ranks.results()
-        references: dict[int, Reference] = dict(zip(free, computed, strict=True))
-        for index, (traced, outcome) in enumerate(zip(straight, outcomes, strict=True)):
+        references: dict[int, Reference] = dict(zip(independent, computed, strict=True))
+        for index, (traced, outcome) in enumerate(zip(uninterrupted, outcomes, strict=True)):
             measured = traced.recorded() if isinstance(outcome, MeshwrightError) else outcome
             if index not in references and measured is not None:
                 [[references[index]]] = run_ranks(
@@ -120,11 +116,11 @@ def check_training(config: RunConfig, full: bool = False) -> Iterator[Claim]:
             yield compare_with_reference(traced, outcome, measured, references.get(index))
         for traced in runs:
             if traced.run.resume_layout is not None:
-                index = [other.run.config for other in straight].index(traced.run.config)
-                yield check_resume(traced, straight[index], outcomes[index], references[index])
-        counted = next((i for i, t in enumerate(straight) if not t.run.config.compile.enabled), None)
+                index = [other.run.config for other in uninterrupted].index(traced.run.config)
+                yield check_resume(traced, uninterrupted[index], outcomes[index], references[index])
+        counted = next((i for i, t in enumerate(uninterrupted) if not t.run.config.compile.enabled), None)
         if counted is not None and not isinstance(outcomes[counted], MeshwrightError):
-            for claim in check_communication(straight[counted].job, straight[counted].run.changes):
+            for claim in check_communication(uninterrupted[counted].job, uninterrupted[counted].run.changes):
                 yield claim._replace(check="communication")
 
 
@@ -132,19 +128,12 @@ def prepare(config: RunConfig, run: ProofRun, folder: Path) -> TracedRun:
     """Opens the data of a proof run and builds its job."""
     proof = run.config
     sources = open_proof_sources(config, proof, run.masked_labels)
-    job = proof_job(proof, sources, RunFolder(folder))
+    job = proof_job(proof, sources, RunFolder(folder), Tracer(folder))
     skips = run.masked_labels or proof.precision.compute == "fp16"
-    poisoned = frozenset({POISONED_STEP} if skips and proof.steps > POISONED_STEP + 1 else ())
+    nonfinite_steps = frozenset({NONFINITE_STEP} if skips and proof.steps > NONFINITE_STEP + 1 else ())
     pass_samples = job.batch.micro if proof.model.capacity_factor else None
-    task = ReferenceTask(proof, sources, poisoned, pass_samples, job.batch.replicas, run.first_step)
+    task = ReferenceTask(proof, sources, nonfinite_steps, pass_samples, job.batch.replicas, run.first_step)
     return TracedRun(run, task, replace(job, first_step=run.first_step))
-
-
-def proof_job(config: RunConfig, sources: list[Source], folder: RunFolder) -> Job:
-    """The job of a proof run: that of `meshwright train`, with small blocks and a tracer."""
-    layout, batch = validate(config)
-    require_compiler(config)
-    return Job(config, batch, layout, sources, folder, block_sizes=SMALL_BLOCKS, observer=Tracer(folder.root))
 
 
 def execute_or_failure(traced: TracedRun) -> Outcome:
@@ -162,7 +151,9 @@ def check_resume(traced: TracedRun, first: TracedRun, outcome: Outcome, referenc
     first layout, and the following steps equal the reference.
     """
     assert traced.run.resume_layout is not None
-    resumed = replace(traced, job=proof_job(traced.run.resume_layout, first.job.sources, traced.job.folder))
+    folder = traced.job.folder
+    job = proof_job(traced.run.resume_layout, first.job.sources, folder, Tracer(folder.root))
+    resumed = replace(traced, job=job)
     claim = (
         f"{traced.run.name}: a run on {first.job.layout}{describe_settings(first.job.config)} continues on "
         f"{resumed.job.layout}{describe_settings(resumed.job.config)}, {first.job.config.model.layers} blocks: the "

@@ -295,9 +295,9 @@ def test_run_continues_from_a_state_as_if_it_had_not_stopped():
         assert torch.equal(value, second.steps[-1].parameters[name])
 
 
-def test_poisoned_step_changes_nothing():
+def test_step_that_is_not_finite_changes_nothing():
     config = small_config("--model.experts=4")
-    trace = train(config, read_sample, [500], steps=range(3), poisoned=frozenset({1}))
+    trace = train(config, read_sample, [500], steps=range(3), nonfinite_steps=frozenset({1}))
     assert math.isnan(trace.steps[1].loss)
     assert all(torch.equal(trace.steps[1].parameters[n], value) for n, value in trace.steps[0].parameters.items())
     assert not torch.equal(

@@ -15,6 +15,7 @@ from meshwright.config import load_config
 from meshwright.data.stream import Stream
 from meshwright.errors import ConfigError
 from meshwright.prover import prove as prove_module
+from meshwright.prover.claims import Claim
 from meshwright.prover.prove import CheckResult, build_certificate
 from meshwright.prover.recovery import check_recovery
 from meshwright.prover.stream import check_stream
@@ -74,7 +75,7 @@ def test_run_that_fails_is_a_failed_claim(monkeypatch):
 
 def test_check_that_hangs_is_a_failed_claim_of_the_table_and_the_certificate(tmp_path, monkeypatch, capsys):
     def hangs(_config):
-        yield "the first claim", True, "measured"
+        yield Claim("the first claim", True, "measured")
         raise RanksFailed([Failure(1, "Hang", "rank 1 has not advanced for 60 s", 8, 0.0)])
 
     monkeypatch.setattr(prove_module, "CHECKS", only("training", hangs) | only("stream", check_stream))

@@ -116,7 +116,7 @@ def test_disk_or_limit_that_is_too_small_for_large_files_is_a_failed_claim():
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
-        _, passed, measured = check_large_files()
+        _, passed, measured, *_ = check_large_files()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not passed
@@ -148,7 +148,7 @@ def test_overtaken_writer_is_claimed_only_if_it_was_observed(overtaken, claimed,
     [(4, "the files of 4 ranks were compared, the largest"), (256, "of 8 ranks were compared, without")],
 )
 def test_claim_about_the_real_layout_says_what_was_compared(replicas, text):
-    _, passed, measured = check_real_layout(config_with(f"--layout.replicate={replicas}", "--batch.global=256"))
+    _, passed, measured, *_ = check_real_layout(config_with(f"--layout.replicate={replicas}", "--batch.global=256"))
     assert passed, measured
     assert text in measured
 

@@ -67,7 +67,7 @@ def train(
     start: ReferenceState | None = None,
     dtype: torch.dtype = torch.float64,
     autocast: torch.dtype | None = None,
-    poisoned: frozenset[int] = frozenset(),
+    nonfinite_steps: frozenset[int] = frozenset(),
     permute: bool = False,
     pass_samples: int | None = None,
     replicas: int = 1,
@@ -76,11 +76,11 @@ def train(
 ) -> Trace:
     """Trains for `steps`, from `start` or from the initial values, and evaluates as the config says.
 
-    `dtype` is that of parameters and optimizer state, `autocast` that of matrix products. A `poisoned` step has a loss
-    that is not a number, so its update is skipped. With a capacity, `pass_samples` (samples per forward pass of a rank)
-    and `replicas` (data-parallel degree) decide which tokens are dropped. `low_precision_units`: FSDP2 unshards every
-    parameter in the autocast dtype, except for the unit with the embedding. `permute` changes the results by rounding
-    only, to measure its size.
+    `dtype` is that of parameters and optimizer state, `autocast` that of matrix products. The `nonfinite_steps` have a
+    loss that is not a number, so their updates are skipped. With a capacity, `pass_samples` (samples per forward pass
+    of a rank) and `replicas` (data-parallel degree) decide which tokens are dropped. `low_precision_units`: FSDP2
+    unshards every parameter in the autocast dtype, except for the unit with the embedding. `permute` changes the
+    results by rounding only, to measure its size.
     """
     if config.model.experts and config.model.capacity_factor and pass_samples is None:
         raise ConfigError(
@@ -100,7 +100,9 @@ def train(
     trace = Trace(dict(state.parameters))
     held_out = sampler.evaluated(config.eval.samples) if config.eval.every else []
     for step in steps:
-        record, state = run_step(config, model, state, step, read_all(read, sampler.step(step)), step in poisoned)
+        record, state = run_step(
+            config, model, state, step, read_all(read, sampler.step(step)), step in nonfinite_steps
+        )
         trace.steps.append(record)
         if held_out and ((step + 1) % config.eval.every == 0 or step + 1 == config.steps):
             trace.evaluations.append((step, *model.evaluate(state.parameters, *read_all(read, held_out))))
@@ -120,13 +122,13 @@ def run_step(
     state: ReferenceState,
     step: int,
     batch: tuple[Tensor, Tensor],
-    poisoned: bool,
+    nonfinite: bool,
 ) -> tuple[StepTrace, ReferenceState]:
     """One optimizer step. A step whose loss or gradient is not finite changes nothing but the loss scale."""
     assert state.loss_scale is not None
     scale, parameters = state.loss_scale.scale, state.parameters
     loss, gradients, loads = model.gradient(parameters, *batch, scale)
-    if poisoned:
+    if nonfinite:
         loss, gradients = math.nan, {name: gradient * math.nan for name, gradient in gradients.items()}
     norm = global_norm(gradients)
     finite = math.isfinite(norm) and math.isfinite(loss)

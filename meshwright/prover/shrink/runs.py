@@ -23,6 +23,7 @@ from meshwright.prover.shrink.sizes import (
     Limits,
     fit_accumulation,
     fit_reshard_degree,
+    min_blocks,
     shrink,
     small_batch,
     user_accumulation,
@@ -53,7 +54,7 @@ LAST_STEPS = 3
 NEVER_CLIPPED = 1000.0
 """A clip norm that no step exceeds; the variation has one that every step exceeds."""
 HELD_OUT = 0.05
-"""The fraction that the variation holds out for evaluation if the user's config holds out nothing."""
+"""The fraction that variation and recovery runs hold out for evaluation if the user's config holds out nothing."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,8 @@ def for_device(config: RunConfig, layout_config: LayoutConfig, full: bool) -> Ru
     if full:
         return shrink(config, layout_config, UNLIMITED)
     layout = Layout.from_config(layout_config)
-    stages = layout.pipeline * stages_per_rank(config) if layout.pipeline > 1 else 1
     proof = shrink(config, layout_config, DEVICE)
-    blocks = max(stages, min(DEVICE_BLOCKS, config.model.layers))
+    blocks = max(min_blocks(config, layout), min(DEVICE_BLOCKS, config.model.layers))
     return replace(proof, model=replace(proof.model, layers=blocks))
 
 
@@ -209,12 +209,11 @@ def last_steps(config: RunConfig) -> list[ProofRun]:
     small = shrink(config, layout_config)
     proof = as_float64(shrink(config, layout_config, REAL_COUNTS))
     layout = Layout.from_config(layout_config)
-    stages = layout.pipeline * stages_per_rank(config) if layout.pipeline > 1 else 1
     proof = replace(
         proof,
         steps=config.steps or proof.steps,
         schedule=config.schedule,
-        model=replace(proof.model, layers=max(stages, min(2, config.model.layers))),
+        model=replace(proof.model, layers=max(min_blocks(config, layout), min(2, config.model.layers))),
         batch=small_batch(config, layout, fit_accumulation(config, layout, 2), REAL_COUNTS.micro),
         eval=replace(proof.eval, samples=evaluated_samples(config, layout)),
     )
@@ -241,10 +240,9 @@ def at_full_length(config: RunConfig, full: bool) -> RunConfig:
     layout_config = small_layouts(config.layout, MAX_RANKS_OF_LONG_SEQUENCES)[0]
     layout = Layout.from_config(layout_config)
     proof = as_float64(shrink(config, layout_config, limits))
-    stages = layout.pipeline * stages_per_rank(config) if layout.pipeline > 1 else 1
     return replace(
         proof,
-        model=replace(proof.model, layers=max(stages, min(2, config.model.layers))),
+        model=replace(proof.model, layers=max(min_blocks(config, layout), min(2, config.model.layers))),
         batch=small_batch(config, layout, fit_accumulation(config, layout, 1), limits.micro),
         eval=replace(proof.eval, every=0),
         checkpoint=replace(proof.checkpoint, mode="off"),

@@ -24,7 +24,7 @@ from meshwright.config import (
     derive_batch,
 )
 from meshwright.config.dtypes import COMPUTE_BYTES
-from meshwright.topology.layout import Layout
+from meshwright.topology.layout import Layout, stages_per_rank
 from meshwright.topology.parameter_shapes import decoder_parameter_shapes
 from meshwright.topology.parameter_shards import uses_ddp
 from meshwright.topology.schedules import find_schedule
@@ -139,6 +139,11 @@ def small_ffn(config: RunConfig, layout: Layout, limits: Limits, shards: int) ->
     if model.experts and model.ffn % (ALIGNED_ROWS * config.layout.tensor) == 0 and model.ffn > limits.ffn:
         return round_up(limits.ffn, aligned)
     return uneven_size(model.ffn, limits.ffn, layout.tensor, shards)
+
+
+def min_blocks(config: RunConfig, layout: Layout) -> int:
+    """The number of blocks that gives every pipeline stage one."""
+    return layout.pipeline * stages_per_rank(config) if layout.pipeline > 1 else 1
 
 
 def small_heads(config: RunConfig, layout: Layout, limits: Limits) -> tuple[int, int]:

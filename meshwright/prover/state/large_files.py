@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from meshwright.checkpoint.state import CheckpointState
 from meshwright.checkpoint.verify import shard_header, verify_file
 from meshwright.config import BLOCK_SIZES, BlockSizes
 from meshwright.errors import CheckpointError
+from meshwright.prover.claims import Claim, proof_folder
 from meshwright.store.interface import Buffer
 from meshwright.store.posix import PosixCalls, PosixStore
 
@@ -39,16 +39,16 @@ class SparseCalls(PosixCalls):
         return len(content)
 
 
-def check_large_files() -> tuple[str, bool, str]:
+def check_large_files() -> Claim:
     """Writes and reads through the writer and the reader of checkpoints, with real file offsets beyond 2^32."""
     try:
-        with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as base:
-            problems = [problem for problem in (check_offsets(Path(base)), *check_file_ends(Path(base))) if problem]
+        with proof_folder() as base:
+            problems = [problem for problem in (check_offsets(base), *check_file_ends(base)) if problem]
     except CheckpointException as error:
         problems = [f"a sparse file of 4 GiB cannot be written: {error.failures[0][0]}"]
     except OSError as error:
         problems = [f"a sparse file of 4 GiB cannot be written or read: {error}"]
-    return (
+    return Claim(
         "shards are written and read at the right places in files of more than 2^31 and 2^32 bytes, and in files that "
         "end before, at and after the end of a block",
         not problems,

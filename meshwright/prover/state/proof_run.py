@@ -5,19 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.config import BlockSizes, RunConfig
+from meshwright.config import RunConfig
 from meshwright.data.source import Sample, Source
-from meshwright.prover.claims import fault_environment, supervise_quietly
+from meshwright.prover.claims import fault_environment, proof_job, supervise_quietly
 from meshwright.prover.shrink import open_proof_sources
 from meshwright.prover.shrink.runs import changes
 from meshwright.prover.state.recording import StateRecord, StateRecorder, read_records
 from meshwright.telemetry.events import Event, read_events
 from meshwright.telemetry.run_folder import RunFolder
-from meshwright.topology.unsupported import validate
-from meshwright.trainer.loop import Job
 
-BLOCKS = BlockSizes(loader_positions=7, io_bytes=512, digest_bytes=5 << 11)
-"""Blocks so small that every shard has many of them, and that no tensor and no file ends where a block does."""
 UNDECODABLE = 40
 """One of so many samples cannot be decoded, so that counters and masks are not trivial."""
 
@@ -40,12 +36,10 @@ class RecordedRun:
         """Trains to the last step, from the newest checkpoint; raises RanksFailed or RestartsExhausted. With
         `save_at_start` the restored state is saved again before the first step.
         """
-        layout, batch = validate(self.config)
         sources: list[Source] = list(map(PartlyUndecodable, open_proof_sources(self.user, self.config)))
         recorder = StateRecorder(self.root / "states", save_at_start)
-        job = Job(self.config, batch, layout, sources, self.folder, block_sizes=BLOCKS, observer=recorder)
         with fault_environment(faults):
-            supervise_quietly(job)
+            supervise_quietly(proof_job(self.config, sources, self.folder, recorder))
 
     @property
     def changes(self) -> tuple[str, ...]:

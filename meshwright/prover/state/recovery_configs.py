@@ -9,9 +9,9 @@ from typing import Literal
 from meshwright.config import LayoutConfig, RunConfig
 from meshwright.errors import ConfigError
 from meshwright.prover.shrink.layouts import small_layouts
-from meshwright.prover.shrink.runs import place
-from meshwright.prover.shrink.sizes import fit_accumulation, shrink, small_batch, user_accumulation
-from meshwright.topology.layout import Layout, stages_per_rank
+from meshwright.prover.shrink.runs import HELD_OUT, place
+from meshwright.prover.shrink.sizes import fit_accumulation, min_blocks, shrink, small_batch, user_accumulation
+from meshwright.topology.layout import Layout
 from meshwright.topology.unsupported import validate
 
 MAX_RANKS = 4
@@ -22,8 +22,6 @@ MAX_BLOCKS = 16
 MAX_ACCUMULATION = 2
 """The most micro-batches per step where the pipeline schedule needs no more."""
 EVALUATE_EVERY = 2
-HELD_OUT = 0.05
-"""The fraction that a recovery run holds out if the user's config holds out nothing: a kill hits an evaluation, too."""
 HANG_TIMEOUT = 20.0
 """Seconds without progress after which a rank of a proof run hangs."""
 
@@ -48,12 +46,11 @@ def recovery_config(
     layout_config = small_layouts(config.layout, max_ranks)[0]
     layout = Layout.from_config(layout_config)
     proof = shrink(config, layout_config)
-    stages = layout.pipeline * stages_per_rank(config) if layout.pipeline > 1 else 1
     accumulation = fit_accumulation(config, layout, min(user_accumulation(config), MAX_ACCUMULATION))
     proof = replace(
         proof,
         steps=steps,
-        model=replace(proof.model, layers=max(stages, min(config.model.layers, blocks))),
+        model=replace(proof.model, layers=max(min_blocks(config, layout), min(config.model.layers, blocks))),
         data=replace(
             proof.data, on_bad_sample="quarantine", bad_sample_budget=max(1000, config.data.bad_sample_budget)
         ),

@@ -12,6 +12,7 @@ from meshwright.checkpoint.stager import assign_shards
 from meshwright.checkpoint.verify import SHARD_HEADER_BYTES
 from meshwright.config import RunConfig
 from meshwright.parallel.local_shard import LocalShard
+from meshwright.prover.claims import Claim
 from meshwright.prover.state.checkpoint_content import CheckpointContent
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shapes import ParameterShape, decoder_parameter_shapes
@@ -27,7 +28,7 @@ MAX_REPLICAS = 64
 STATE_KEYS = ("exp_avg", "exp_avg_sq")
 
 
-def check_real_layout(config: RunConfig) -> tuple[str, bool, str]:
+def check_real_layout(config: RunConfig) -> Claim:
     """The regions of all ranks of the user's own layout at the user's own sizes: nothing is run."""
     layout = Layout.from_config(config.layout)
     ranks = [rank for rank in range(layout.ranks) if layout.is_first_on(rank, ["replicate"])]
@@ -47,7 +48,7 @@ def check_real_layout(config: RunConfig) -> tuple[str, bool, str]:
     measured = f"{parameters} parameters, {layout.ranks} ranks; the files of {len(compared)} ranks were compared"
     if left_out:
         measured += f", without {left_out} shards that more than {MAX_REPLICAS} ranks have"
-    return (
+    return Claim(
         f"on the real layout ({layout}) at the real sizes, the shards of all ranks partition every tensor, and each "
         "compared shard is saved once",
         not problems,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from meshwright.config import RunConfig
+from meshwright.prover.claims import Claim
 from meshwright.prover.stream.checked_stream import CheckedStream, WrongStream
 from meshwright.prover.stream.epochs import check_epochs, check_held_out_samples
 from meshwright.prover.stream.loading import check_evaluation, check_loader_order, check_loader_tensors
@@ -26,13 +27,13 @@ CLAIMS: dict[str, Callable[[CheckedStream], str]] = {
 """Claim -> check, which returns what was measured and raises `WrongStream` if the claim does not hold."""
 
 
-def check_stream(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
+def check_stream(config: RunConfig) -> Iterator[Claim]:
     """Every sample's position is a pure function of the seed: no rank count, worker or restart changes it."""
     checked = CheckedStream.open(config)
     for claim, check in CLAIMS.items():
         try:
-            yield claim, True, check(checked)
+            yield Claim(claim, True, check(checked))
         except WrongStream as difference:
-            yield claim, False, str(difference)
+            yield Claim(claim, False, str(difference))
         except Exception as error:  # noqa: BLE001  an error of the stream, of a source or of a worker
-            yield claim, False, f"{type(error).__name__}: {error}"
+            yield Claim(claim, False, f"{type(error).__name__}: {error}")
