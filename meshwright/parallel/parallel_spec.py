@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -25,29 +25,52 @@ class ParallelSpec:
     """
 
     blocks: str
-    """the repeated blocks, such as `layers.*`: each is one FSDP unit, checkpointed and compiled by itself"""
-    outer_modules: tuple[tuple[str, ...], ...] = ()
-    """modules before and after the blocks, in groups: each group is one FSDP unit. All other parameters belong to the
-    root unit, which stays unsharded during the whole pass
+    """the repeated blocks, such as `layers.*`: each is one FSDP unit, checkpointed and compiled by itself; the first
+    argument of a block and its result are the hidden states that pipeline stages exchange
+    """
+    before: tuple[str, ...] = ()
+    """modules with parameters that run before the blocks, such as the embedding: one FSDP unit, in the first pipeline
+    stage
+    """
+    after: tuple[str, ...] = ()
+    """modules with parameters that run after the blocks, such as the last norm and the head: one FSDP unit, in the last
+    pipeline stage. Parameters of neither group belong to the root unit, which stays unsharded during the whole pass
     """
     tp_plan: Callable[[], Mapping[str, ParallelStyle]] = field(default=empty_tp_plan)
     """for tensor parallelism: returns the plan of `torch.distributed.tensor.parallel.parallelize_module`, module ->
     ParallelStyle. All tensor-parallel ranks must compute the same loss
     """
+    positions: str = ""
+    """for context parallelism: the argument of the model's forward that takes the position of every token, such as
+    `position_ids`
+    """
+    experts: str = ""
+    """for expert parallelism: the modules with the weights of all experts, such as `layers.*.mlp.experts`. The first
+    dimension of their parameters is that of the experts, and their forward takes (hidden states, chosen experts,
+    weights of the chosen experts)
+    """
 
     def under_objective(self) -> ParallelSpec:
         """The same spec for the module that contains the model as `model`, beside its loss."""
-        groups = tuple(tuple(f"model.{name}" for name in group) for group in self.outer_modules)
         tp_plan = self.tp_plan
-        return ParallelSpec(
-            f"model.{self.blocks}", groups, lambda: {f"model.{name}": style for name, style in tp_plan().items()}
+        return replace(
+            self,
+            blocks=f"model.{self.blocks}",
+            before=tuple(f"model.{name}" for name in self.before),
+            after=tuple(f"model.{name}" for name in self.after),
+            tp_plan=lambda: {f"model.{name}": style for name, style in tp_plan().items()},
+            experts=f"model.{self.experts}" if self.experts else "",
         )
 
     def restricted_to(self, model: nn.Module) -> ParallelSpec:
         """The same spec without the modules that a pipeline rank does not have."""
-        groups = (tuple(name for name in group if find_modules(model, name)) for group in self.outer_modules)
         tp_plan = {name: style for name, style in self.tp_plan().items() if find_modules(model, name)}
-        return ParallelSpec(self.blocks, tuple(group for group in groups if group), lambda: tp_plan)
+        return replace(
+            self,
+            before=tuple(name for name in self.before if find_modules(model, name)),
+            after=tuple(name for name in self.after if find_modules(model, name)),
+            tp_plan=lambda: tp_plan,
+        )
 
 
 def find_blocks(model: nn.Module, spec: ParallelSpec) -> list[nn.Module]:
@@ -77,13 +100,15 @@ def fsdp_units(model: nn.Module, spec: ParallelSpec) -> tuple[list[Unit], Unit |
     Outer modules that share a parameter with other modules are left to the root unit: FSDP2 would take the gradient of
     one use for the full gradient.
     """
-    outer_units = [require_modules(model, group) for group in spec.outer_modules]
+    before, after = require_modules(model, spec.before), require_modules(model, spec.after)
+    outer_units = [unit for unit in (before, after) if unit]
     blocks = [[block] for block in find_blocks(model, spec)]
     uses = Counter(id(parameter) for _, _, parameter in parameter_owners(model))
     shared = {parameter for parameter, count in uses.items() if count > 1}
     if any(parameter_ids(unit) & parameter_ids(block) for unit in outer_units for block in blocks):
         raise ConfigError(
-            "ParallelSpec.outer_modules contains a block, or a module of one", "expected modules outside of the blocks"
+            "ParallelSpec.before or after contains a block, or a module of one",
+            "expected modules outside of the blocks",
         )
     for block in blocks:
         uses_inside = Counter(id(parameter) for _, _, parameter in parameter_owners(block[0]))
@@ -98,7 +123,7 @@ def fsdp_units(model: nn.Module, spec: ParallelSpec) -> tuple[list[Unit], Unit |
             "a parameter of the model is a scalar, which FSDP2 cannot shard", "try to give it the shape (1,)"
         )
     separate = [unit for unit in outer_units if not parameter_ids(unit) & shared]
-    first = outer_units[0] if outer_units and outer_units[0] in separate else None
+    first = before if before in separate else None
     return ([first] if first else []) + blocks + [unit for unit in separate if unit is not first], first
 
 

@@ -161,6 +161,7 @@ def decoder_parallel_spec(model: ModelConfig) -> ParallelSpec:
     """The spec of the built-in decoder."""
     return ParallelSpec(
         blocks="decoder.blocks.*",
-        outer_modules=(("decoder.embedding",), ("decoder.norm", "head")),
+        before=("decoder.embedding",),
+        after=("decoder.norm", "head"),
         tp_plan=partial(decoder_tp_plan, model),
     )

@@ -196,7 +196,7 @@ def test_fsdp_broadcasts_buffers_as_ddp_does(tmp_path):
 @pytest.mark.parametrize(
     ("parallel_spec", "message"),
     [
-        (ParallelSpec(blocks="blocks.*", outer_modules=(("entry",),)), "names entry, and the model has no such module"),
+        (ParallelSpec(blocks="blocks.*", before=("entry",)), "names entry, and the model has no such module"),
         (
             ParallelSpec(blocks="blocks.*", tp_plan=lambda: {"blocks.*.upp": example.ColwiseParallel()}),
             "names blocks.*.upp, and the model",
@@ -204,7 +204,7 @@ def test_fsdp_broadcasts_buffers_as_ddp_does(tmp_path):
     ],
 )
 def test_parallel_spec_with_an_unknown_module_name_raises(parallel_spec, message, tmp_path):
-    layout = {"replicate": 2, "shard": "parameters"} if parallel_spec.outer_modules else {"replicate": 1, "tensor": 2}
+    layout = {"replicate": 2, "shard": "parameters"} if parallel_spec.before else {"replicate": 1, "tensor": 2}
     with pytest.raises(Exception, match=message.replace("*", r"\*")):
         train_example(tmp_path / "run", layout, parallel_spec)
 
@@ -227,9 +227,9 @@ def test_fsdp_units_find_modules_with_several_names(share, message):
         fsdp_units(model, example.PARALLEL_SPEC)
 
 
-def test_outer_modules_must_not_contain_a_block():
-    with pytest.raises(ConfigError, match="outer_modules contains a block"):
+def test_modules_around_the_blocks_must_not_contain_a_block():
+    with pytest.raises(ConfigError, match="before or after contains a block"):
         fsdp_units(
             example.ResidualMLP(width=8, depth=2),
-            ParallelSpec(blocks="blocks.*", outer_modules=(("embed", "blocks.0"),)),
+            ParallelSpec(blocks="blocks.*", before=("embed", "blocks.0")),
         )

@@ -194,7 +194,7 @@ def gradients_are_reduced_in_bf16(patch):
 def tied_weight_is_in_two_fsdp_units(patch):
     def units(model, of):
         first, *rest = (
-            [m for name in group for m in parallel_spec.find_modules(model, name)] for group in of.outer_modules
+            [m for name in group for m in parallel_spec.find_modules(model, name)] for group in (of.before, of.after)
         )
         return [first, *([block] for block in parallel_spec.find_blocks(model, of)), *rest], first
 

@@ -22,7 +22,7 @@ from meshwright.topology.schedules import rank_of_stage
 TIED_COPIES = {"head.weight": "decoder.embedding.weight"}
 """Copy -> owner: in a pipeline, a tied head has a copy of the embedding."""
 
-STAGE_SPEC = ParallelSpec(blocks="blocks.*", outer_modules=(("embedding",), ("norm", "head")))
+STAGE_SPEC = ParallelSpec(blocks="blocks.*", before=("embedding",), after=("norm", "head"))
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,8 @@ class Stage(nn.Module):
 
 
 def stage_parallel_spec(stage: Stage) -> ParallelSpec:
-    """The spec of one stage. The first group precedes the blocks and sets their precision; it stays empty in a stage
-    without an embedding, so that the head does not take its place.
-    """
-    first, *others = (
-        tuple(name for name in group if getattr(stage, name) is not None) for group in STAGE_SPEC.outer_modules
-    )
-    return ParallelSpec(STAGE_SPEC.blocks, (first, *(group for group in others if group)))
+    """The spec of one stage, which has an embedding, or a norm and a head, or neither."""
+    return STAGE_SPEC.restricted_to(stage)
 
 
 def prune_to_stages(model: nn.Module, plan: StagePlan) -> None:
