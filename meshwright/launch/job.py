@@ -35,9 +35,10 @@ from meshwright.telemetry.events import Event
 from meshwright.telemetry.heartbeat import Heartbeat
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.unsupported import validate
+from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.identity import code_fingerprint
-from meshwright.trainer.loop import Job, RunSummary, train_rank, user_modules
-from meshwright.trainer.user_loss import LossFunction
+from meshwright.trainer.loop import Job, RunSummary, train_rank
+from meshwright.trainer.objective import LossFunction
 
 MAX_RANKS_PER_HOST = 1024
 """Limit of ranks that are forked on one host."""
@@ -76,7 +77,7 @@ def make_job(
     else:
         sources = [check_source(source if is_source(source) else IndexableSource(source), config.launch)]
     job = Job(config, batch, layout, sources, folder, fallback=fallback, cluster=cluster)
-    return replace(job, model=model, loss=loss, parallel_spec=parallel_spec)
+    return job if model is None or loss is None else replace(job, custom=CustomModel(model, loss, parallel_spec))
 
 
 def is_source(value: Any) -> bool:
@@ -87,7 +88,7 @@ def is_source(value: Any) -> bool:
 def start_ranks(job: Job) -> Ranks:
     """Forks the ranks of an attempt from this process. The data may have changed since an earlier attempt."""
     raise_if_changed(job.sources)
-    share_weights(user_modules(job), spawned=cuda_started())
+    share_weights(job.custom.modules() if job.custom else [], spawned=cuda_started())
     ranks = range(job.layout.ranks)
     logs = [job.folder.log(job.attempt, rank) for rank in ranks]
     heartbeats = [job.folder.heartbeat(job.attempt, rank) for rank in ranks]
@@ -137,7 +138,7 @@ def check_world_size(job: Job, world_size: int, environment: Mapping[str, str] =
     options = [f"torchrun --nproc-per-node {ranks // nodes}"] if ranks % nodes == 0 else [f"{ranks} ranks in total"]
     try:
         layout = job.config.layout.with_ranks(world_size)
-        validate(replace(job.config, layout=layout), job.model is not None)
+        validate(replace(job.config, layout=layout), job.custom is not None)
         options.append(f"--layout.replicate={layout.replicate}")
     except ConfigError as error:
         options.append(f"a layout that fits {world_size} ranks ({error.message})")

@@ -9,14 +9,13 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from meshwright.config import RunConfig, config_to_toml, fingerprint, identity, placement
 from meshwright.data.source import Source
 from meshwright.data.stream import Stream
 from meshwright.errors import ConfigError, IdentityError
 from meshwright.io import atomic_write, read_json, write_error, write_json
 from meshwright.telemetry.run_folder import RunFolder
+from meshwright.trainer.custom_model import CustomModel
 from meshwright.version import __version__
 
 MAX_DIFFERENCES = 4
@@ -28,13 +27,13 @@ SOURCE_CONTENT = re.compile(r"source\[(\d+)\]\.fingerprint")
 
 
 def build_identity(
-    config: RunConfig, sources: list[Source], stream: Stream, user_model: nn.Module | None
+    config: RunConfig, sources: list[Source], stream: Stream, custom: CustomModel | None
 ) -> dict[str, Any]:
     """Returns the identity record. A custom model is identified by its parameters' names and shapes."""
     values = identity(config)
-    if user_model is not None:
+    if custom is not None:
         values = {key: value for key, value in values.items() if not key.startswith("model.")}
-        shapes = "\n".join(f"{name} {tuple(p.shape)}" for name, p in user_model.named_parameters())
+        shapes = "\n".join(f"{name} {tuple(p.shape)}" for name, p in custom.module.named_parameters())
         values["model"] = hashlib.sha256(shapes.encode()).hexdigest()[:16]
     known = [{"name": s.name, "samples": len(s), "fingerprint": s.fingerprint()} for s in sources]
     values |= {f"source[{i}].fingerprint": s["fingerprint"] for i, s in enumerate(known)}

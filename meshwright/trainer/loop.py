@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-
-from torch import nn
 
 from meshwright import faults
 from meshwright.checkpoint.listing import RunLineage, list_published, open_run_store
@@ -26,15 +23,16 @@ from meshwright.optim.adamw import AdamW
 from meshwright.parallel.data_parallel.replica_check import compare_replicas
 from meshwright.parallel.local_shard import LocalShard, local_shard
 from meshwright.parallel.parallel_model import ParallelModel, router_biases
-from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.tensor_parallel import decoder_parallel_spec
 from meshwright.parallel.world import World
 from meshwright.telemetry.events import Event, EventLog
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
+from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.evaluate import Evaluation
 from meshwright.trainer.identity import build_identity, check_run_folder, write_run_folder
+from meshwright.trainer.objective import Objective, copy_trained_weights
 from meshwright.trainer.plan_recorder import PlanRecorder
 from meshwright.trainer.precision import Precision, set_determinism
 from meshwright.trainer.resume import ResumeState
@@ -43,7 +41,6 @@ from meshwright.trainer.start_record import start_record
 from meshwright.trainer.step import Step, StepContext, TrainingObserver
 from meshwright.trainer.step_counters import count_step
 from meshwright.trainer.step_recorder import StepRecorder, finite_or_none
-from meshwright.trainer.user_loss import LossFunction, Objective, copy_trained_weights
 
 
 @dataclass(frozen=True)
@@ -64,11 +61,8 @@ class Job:
     """whether an older checkpoint is used where the newest is damaged"""
     supervised: bool = True
     """whether Meshwright's supervisor watches the ranks; under torchrun it does not"""
-    model: nn.Module | None = None
-    """a custom model; None is the decoder of the config"""
-    loss: LossFunction | None = None
-    parallel_spec: ParallelSpec | None = None
-    """how a custom model is parallelized"""
+    custom: CustomModel | None = None
+    """a custom model; None is the model of the config"""
     cluster: str | None = None
     """the cluster that the step time is predicted for; by default this machine, if it was measured"""
     listener: Callable[[Event], None] | None = None
@@ -158,7 +152,7 @@ class Training:
     def _check_identity(self) -> Event:
         """Checks on rank 0 that the run folder belongs to this run, and returns its identity record on every rank."""
         job = self.job
-        record = build_identity(self.config, job.sources, self.stream, job.model)
+        record = build_identity(self.config, job.sources, self.stream, job.custom)
         if self.world.rank == 0:
             newest = next((entry.step for entry in list_published(self.store)), -1)
             record = check_run_folder(job.folder, record, fork=job.fork, attempt=job.attempt, newest=newest)
@@ -357,21 +351,18 @@ class Training:
         complete = self.first_step == self.done > 0
         self.log.write("end", **asdict(summary) | {"loss": finite_or_none(summary.loss), "was_complete": complete})
         self.log.close()
-        if isinstance(self.module, Objective):
+        if self.job.custom is not None and isinstance(self.module, Objective):
             write = self.world.rank == 0 or not self.job.supervised  # forked ranks share the modules, torchrun's do not
-            copy_trained_weights(self.module, user_modules(self.job), write)
+            copy_trained_weights(self.module, self.job.custom.modules(), write)
         return summary
 
 
 def build_parallel_model(job: Job, precision: Precision, world: World) -> ParallelModel:
     """Builds and parallelizes the configured decoder or the custom model."""
-    if job.model is None or job.loss is None:
+    if job.custom is None:
         return build_parallel_decoder(job.config, job.layout, precision, world)
-    # Custom modules may be shared by all ranks: copies are trained, and the weights are copied back at the end.
-    model, loss = copy.deepcopy(job.model), copy.deepcopy(job.loss) if isinstance(job.loss, nn.Module) else job.loss
-    objective = Objective(model.to(world.device, precision.weights), loss).to(world.device)
-    spec = job.parallel_spec.under_objective() if job.parallel_spec else None
-    return parallelize(objective, job.config, job.layout, world, spec)
+    objective = job.custom.build_objective(world.device, precision.weights)
+    return parallelize(objective, job.config, job.layout, world, job.custom.objective_spec())
 
 
 def build_parallel_decoder(config: RunConfig, layout: Layout, precision: Precision, world: World) -> ParallelModel:
@@ -388,8 +379,3 @@ def build_parallel_decoder(config: RunConfig, layout: Layout, precision: Precisi
         decoder_parallel_spec(config.model),
         initialize,
     )
-
-
-def user_modules(job: Job) -> list[nn.Module]:
-    """Returns the custom modules of a job that may have parameters: model and loss."""
-    return [module for module in (job.model, job.loss) if isinstance(module, nn.Module)]

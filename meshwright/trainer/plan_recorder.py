@@ -31,7 +31,7 @@ class PlanRecorder:
         """the largest peak of live tensor bytes that was counted"""
         if self.is_recorder:
             self.prediction = predict_run(
-                job.config, job.attempt, device_name(world.device), job.cluster, own_model=job.model is not None
+                job.config, job.attempt, device_name(world.device), job.cluster, own_model=job.custom is not None
             )
             with suppress(OSError):
                 write_json(job.folder.plan_file, self.prediction.record)

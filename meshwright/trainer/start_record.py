@@ -38,10 +38,10 @@ def start_record(
         "identity": identity["identity_fingerprint"],
         "placement": identity["placement_fingerprint"],
         "parameters": parameter_count(job, parallel_model),
-        "decoder": job.model is None,
+        "decoder": job.custom is None,
         "layout": str(job.layout),
         "shard": job.config.layout.shard,
-        "notes": unused_settings(job.config, own_model=job.model is not None) + source_notes(job.sources),
+        "notes": unused_settings(job.config, own_model=job.custom is not None) + source_notes(job.sources),
         "pipeline": pipeline_record(job, world.rank),
         "groups": {axis: list(islice(job.layout.groups(axis), MAX_GROUPS)) for axis in job.layout.active_axes},
         "hosts": world.hosts,
@@ -78,7 +78,7 @@ def pipeline_record(job: Job, rank: int) -> Event | None:
 
 def parameter_count(job: Job, parallel_model: ParallelModel) -> int:
     """Returns the number of parameters of the full model, of which a pipeline rank has a part."""
-    if job.model is None:
+    if job.custom is None:
         return sum(shape.local_numel() for shape in decoder_parameter_shapes(job.config.model))
     return sum(p.numel() for p in parallel_model.module.parameters())
 
