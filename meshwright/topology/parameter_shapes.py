@@ -38,14 +38,11 @@ class ParameterShape:
     name: str
     shape: tuple[int, ...]
     unit: str
-    """the FSDP unit: a block, `embedding`, `head`, or `root`"""
-    tp_dim: int | None
+    """the FSDP unit: the name of a block, `before` or `after` for the modules around the blocks, or `root`"""
+    tp_dim: int | None = None
     """the dimension that tensor parallelism shards; None: replicated on all tensor-parallel ranks"""
-
-    @property
-    def is_expert_weight(self) -> bool:
-        """Whether its first dimension is that of the experts, which expert parallelism shards."""
-        return len(self.shape) == 3
+    is_expert_weight: bool = False
+    """whether its first dimension is that of the experts, which expert parallelism shards"""
 
     def local_shape(self, tensor: int, expert: int = 1) -> tuple[int, ...]:
         """The shape on one rank after tensor and expert parallelism, before FSDP2."""
@@ -61,7 +58,7 @@ def decoder_parameter_shapes(model: ModelConfig) -> list[ParameterShape]:
     the root FSDP unit.
     """
     width, kv_width = model.width, model.kv_heads * (model.width // model.heads)
-    first_unit, last_unit = ("root", "root") if model.tie else ("embedding", "head")
+    first_unit, last_unit = ("root", "root") if model.tie else ("before", "after")
     shapes = [ParameterShape("decoder.embedding.weight", (model.vocab, width), first_unit, 0)]
     for layer in range(model.layers):
         block = f"decoder.blocks.{layer}"
@@ -74,7 +71,10 @@ def decoder_parameter_shapes(model: ModelConfig) -> list[ParameterShape]:
             "ffn_norm.weight": ((width,), None),
         }
         table |= expert_shapes("ffn", model) if model.experts else feed_forward_shapes("ffn", width, model.ffn)
-        shapes += [ParameterShape(f"{block}.{name}", shape, block, tp_dim) for name, (shape, tp_dim) in table.items()]
+        shapes += [
+            ParameterShape(f"{block}.{name}", shape, block, tp_dim, ".bank." in name)
+            for name, (shape, tp_dim) in table.items()
+        ]
     shapes.append(ParameterShape("decoder.norm.weight", (width,), last_unit, None))
     if not model.tie:
         shapes.append(ParameterShape("head.weight", (model.vocab, width), last_unit, 0))

@@ -140,9 +140,9 @@ def parameter_shards(config: RunConfig, layout: Layout, rank: int = 0) -> list[P
     stage_of_unit = {f"decoder.blocks.{block}": stage for stage, blocks in placement.stages.items() for block in blocks}
     stage_of_unit["root"] = 0
     if placement.has_first_stage:
-        stage_of_unit["embedding"] = 0
+        stage_of_unit["before"] = 0
     if placement.has_last_stage:
-        stage_of_unit["head"] = placement.stage_count - 1
+        stage_of_unit["after"] = placement.stage_count - 1
     dense_group, expert_group = dense_shard_group(layout, rank), expert_shard_group(layout, rank)
 
     def shard(parameter: ParameterShape) -> ParameterShard:
@@ -151,7 +151,7 @@ def parameter_shards(config: RunConfig, layout: Layout, rank: int = 0) -> list[P
             parameter.name,
             parameter.local_shape(layout.tensor, layout.expert),
             stage_of_unit[parameter.unit],
-            f"{parameter.unit}.ffn.bank" if expert_parallel else parameter.unit,
+            parameter.name.rpartition(".")[0] if expert_parallel else parameter.unit,
             expert_group if expert_parallel else dense_group,
             grad_is_partial=layout.tensor > 1 and parameter.tp_dim is None,
             is_tied_copy=model.tie and layout.pipeline > 1 and parameter.name == "head.weight",
