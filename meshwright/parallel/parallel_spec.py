@@ -21,12 +21,14 @@ def empty_tp_plan() -> Mapping[str, ParallelStyle]:
 class ParallelSpec:
     """How a user's model is parallelized: `train(config, model=..., loss=..., parallel_spec=ParallelSpec(...))`.
 
-    Names are those of `model.named_modules()`; `*` matches anything within one level.
+    Names are those of `model.named_modules()`; `*` matches anything within one level. Fields that are not given are
+    inferred from the model (`infer_parallel_spec`).
     """
 
-    blocks: str
-    """the repeated blocks, such as `layers.*`: each is one FSDP unit, checkpointed and compiled by itself; the first
-    argument of a block and its result are the hidden states that pipeline stages exchange
+    blocks: str | tuple[str, ...] = ""
+    """the repeated blocks, such as `layers.*`, or several such names in the order of their use: each block is one FSDP
+    unit, checkpointed and compiled by itself; the first argument of a block and its result are the hidden states that
+    pipeline stages exchange. A model without repeated blocks is one block
     """
     before: tuple[str, ...] = ()
     """modules with parameters that run before the blocks, such as the embedding: one FSDP unit, in the first pipeline
@@ -49,17 +51,25 @@ class ParallelSpec:
     dimension of their parameters is that of the experts, and their forward takes (hidden states, chosen experts,
     weights of the chosen experts)
     """
+    tied: tuple[tuple[str, ...], ...] = ()
+    """parameters with several names, each with all of its names. They are seen in the model, not declared
+    """
+
+    @property
+    def block_patterns(self) -> tuple[str, ...]:
+        return (self.blocks,) if isinstance(self.blocks, str) else self.blocks
 
     def under_objective(self) -> ParallelSpec:
         """The same spec for the module that contains the model as `model`, beside its loss."""
         tp_plan = self.tp_plan
         return replace(
             self,
-            blocks=f"model.{self.blocks}",
+            blocks=tuple(f"model.{pattern}" if pattern else "model" for pattern in self.block_patterns),
             before=tuple(f"model.{name}" for name in self.before),
             after=tuple(f"model.{name}" for name in self.after),
             tp_plan=lambda: {f"model.{name}": style for name, style in tp_plan().items()},
             experts=f"model.{self.experts}" if self.experts else "",
+            tied=tuple(tuple(f"model.{name}" for name in names) for names in self.tied),
         )
 
     def restricted_to(self, model: nn.Module) -> ParallelSpec:
@@ -74,13 +84,15 @@ class ParallelSpec:
 
 
 def find_blocks(model: nn.Module, spec: ParallelSpec) -> list[nn.Module]:
-    blocks = find_modules(model, spec.blocks)
-    if not blocks:
-        raise ConfigError(
-            f"ParallelSpec.blocks = {spec.blocks.removeprefix('model.')} matches no module of the model",
-            "expected the name of its blocks, such as layers.*",
-        )
-    return blocks
+    """The blocks in the order of use. A name that matches no module is a ConfigError."""
+    blocks = {pattern: find_modules(model, pattern) for pattern in spec.block_patterns}
+    for pattern, found in blocks.items():
+        if not found:
+            raise ConfigError(
+                f"ParallelSpec.blocks = {pattern.removeprefix('model.')} matches no module of the model",
+                "expected the name of its blocks, such as layers.*",
+            )
+    return list(dict.fromkeys(block for found in blocks.values() for block in found))
 
 
 def find_modules(model: nn.Module, pattern: str) -> list[nn.Module]:
@@ -102,7 +114,7 @@ def fsdp_units(model: nn.Module, spec: ParallelSpec) -> tuple[list[Unit], Unit |
     """
     before, after = require_modules(model, spec.before), require_modules(model, spec.after)
     outer_units = [unit for unit in (before, after) if unit]
-    blocks = [[block] for block in find_blocks(model, spec)]
+    blocks = [[block] for block in find_blocks(model, spec) if block is not model]
     uses = Counter(id(parameter) for _, _, parameter in parameter_owners(model))
     shared = {parameter for parameter, count in uses.items() if count > 1}
     if any(parameter_ids(unit) & parameter_ids(block) for unit in outer_units for block in blocks):

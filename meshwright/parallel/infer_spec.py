@@ -1,0 +1,186 @@
+"""Infers the ParallelSpec of a model that comes without one: its blocks, the modules around them, and its plans."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+from torch import nn
+
+from meshwright.parallel.parallel_spec import ParallelSpec, empty_tp_plan, find_modules
+
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+SMALLEST_SHARE = 0.05
+"""A list of equal modules with a smaller share of the parameters than this is not a list of blocks."""
+
+
+def infer_parallel_spec(module: nn.Module, run: Callable[[], Any] | None = None) -> ParallelSpec:
+    """The spec of a model, from its modules alone.
+
+    `run` runs the forward of the model, on fake tensors for example: modules outside of the blocks are then ordered by
+    their first call, and those that are not called stay in the root unit. Without it they are ordered as registered.
+    """
+    blocks = infer_blocks(module)
+    before, after = infer_ends(module, blocks)
+    if run is not None:
+        before, after = order_by_calls(module, blocks, before + after, run)
+    return ParallelSpec(
+        blocks=blocks[0] if len(blocks) == 1 else blocks or "",
+        before=before,
+        after=after,
+        positions=infer_positions(module),
+        experts=infer_experts(module),
+        tied=tied_parameters(module),
+    )
+
+
+def merge(given: ParallelSpec | None, inferred: ParallelSpec) -> ParallelSpec:
+    """The inferred spec with the fields that the user gave."""
+    if given is None:
+        return inferred
+    set_fields = {f.name: getattr(given, f.name) for f in fields(given) if getattr(given, f.name) not in ("", ())}
+    if given.tp_plan is empty_tp_plan:
+        del set_fields["tp_plan"]
+    if "blocks" in set_fields and given.blocks != inferred.blocks:
+        inferred = replace(inferred, before=(), after=())  # they were found around other blocks
+    return replace(inferred, **set_fields)
+
+
+def describe_spec(spec: ParallelSpec, given: ParallelSpec | None = None) -> list[str]:
+    """What was inferred, one line per field of ParallelSpec that the user has not given."""
+    given = given or ParallelSpec()
+    tp_plan = sorted(spec.tp_plan()) if given.tp_plan is empty_tp_plan else []
+    names = ", ".join
+    lines = {
+        "blocks": names(spec.block_patterns)
+        if any(spec.block_patterns)
+        else "no repeated modules: the whole model is one FSDP unit",
+        "before": names(spec.before),
+        "after": names(spec.after),
+        "tp_plan": f"{len(tp_plan)} modules, such as {tp_plan[0]}" if tp_plan else "",
+        "positions": spec.positions,
+        "experts": spec.experts,
+        "tied": names(" = ".join(group) for group in spec.tied),
+    }
+    empty: tuple[object, ...] = ("", (), empty_tp_plan)
+    return [f"ParallelSpec.{name}: {text}" for name, text in lines.items() if text and getattr(given, name) in empty]
+
+
+def infer_blocks(model: nn.Module) -> tuple[str, ...]:
+    """The names of the repeated blocks, `layers.*`, in the order of registration: the outermost lists of modules of one
+    class. A list of one module counts where transformers names its class as a unit (`_no_split_modules`), and a small
+    list where a large one has modules of the same class.
+    """
+    units = {str(name) for sub in model.modules() for name in getattr(sub, "_no_split_modules", None) or ()}
+    lists = outermost(
+        {name: items for name, items in module_lists(model) if len(items) > 1 or type(items[0]).__name__ in units}
+    )
+    total = sum(parameter.numel() for parameter in model.parameters())
+    sizes = {name: sum(p.numel() for item in items for p in item.parameters()) for name, items in lists.items()}
+    classes = {type(items[0]) for name, items in lists.items() if sizes[name] > SMALLEST_SHARE * total}
+    return tuple(child(name, "*") for name, items in lists.items() if type(items[0]) in classes)
+
+
+def module_lists(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
+    """(name, items) of every container whose items are modules of one class with parameters."""
+    for name, container in model.named_modules():
+        if isinstance(container, CONTAINERS):
+            items = list(container.children())
+            if len({type(item) for item in items}) == 1 and all(any(True for _ in i.parameters()) for i in items):
+                yield name, items
+
+
+def outermost(lists: dict[str, list[nn.Module]]) -> dict[str, list[nn.Module]]:
+    """The lists that are inside of no other list."""
+    return {name: items for name, items in lists.items() if not any(is_inside(name, other) for other in lists)}
+
+
+def is_inside(name: str, other: str) -> bool:
+    return name != other and (other == "" or name.startswith(f"{other}."))
+
+
+def infer_ends(model: nn.Module, blocks: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(modules with parameters registered before the first block, those after the last block).
+
+    Modules between two lists of blocks are left to the root unit.
+    """
+    if not blocks or blocks == ("*",):
+        return (), ()
+    lists = [pattern.removesuffix("*").removesuffix(".") for pattern in blocks]
+    ends = list(outer_modules(model, "", lists))
+    order = [name for name, _ in model.named_modules()]
+    first, last = order.index(lists[0]), order.index(lists[-1])
+    return (
+        tuple(name for name in ends if order.index(name) < first),
+        tuple(name for name in ends if order.index(name) > last),
+    )
+
+
+def outer_modules(module: nn.Module, prefix: str, lists: list[str]) -> Iterator[str]:
+    """The largest modules with parameters that contain no block and have a forward."""
+    for child_name, submodule in module.named_children():
+        name = child(prefix, child_name)
+        if name in lists or not any(True for _ in submodule.parameters()):
+            continue
+        has_forward = not isinstance(submodule, (nn.ModuleList, nn.ModuleDict))
+        if has_forward and not any(is_inside(other, name) for other in lists):
+            yield name
+        else:
+            yield from outer_modules(submodule, name, lists)
+
+
+def order_by_calls(
+    model: nn.Module, blocks: tuple[str, ...], names: tuple[str, ...], run: Callable[[], Any]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(modules first called before the first block, those first called after the last block), as `run` calls them."""
+    block_modules = [block for pattern in blocks for block in find_modules(model, pattern)]
+    watched = {id(model.get_submodule(name)): name for name in names} | {id(block): "" for block in block_modules}
+    calls: list[str] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda module, _inputs: calls.append(watched[id(module)]))
+        for module in model.modules()
+        if id(module) in watched
+    ]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if "" not in calls:
+        return (), ()
+    first, last = calls.index(""), len(calls) - 1 - calls[::-1].index("")
+    before, inside = set(calls[:first]), set(calls[first:last])
+    after = set(calls[last:]) - before - inside
+    return tuple(n for n in names if n in before - inside), tuple(n for n in names if n in after)
+
+
+def infer_positions(model: nn.Module) -> str:
+    return "position_ids" if "position_ids" in inspect.signature(model.forward).parameters else ""
+
+
+def infer_experts(model: nn.Module) -> str:
+    """The modules with the weights of all experts: 3-d parameters with the experts as first dimension, and a forward
+    of (hidden states, chosen experts, weights of the chosen experts).
+    """
+    for name, module in model.named_modules():
+        stacked = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 3]
+        required = [p for p in inspect.signature(module.forward).parameters.values() if p.default is p.empty]
+        if len(stacked) > 1 and len({len(parameter) for parameter in stacked}) == 1 and len(required) == 3:
+            return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+    return ""
+
+
+def tied_parameters(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """All names of each parameter that has several names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+def child(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
