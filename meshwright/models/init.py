@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.config import ModelConfig
-from meshwright.models.decoder import LanguageModel
+from meshwright.models.llama.model import LanguageModel
 
 ROWS_PER_KEY = 1024
 """Rows that one random generator produces. A rank generates only the row blocks that overlap its shard."""

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshwright.config import ActivationCheckpointConfig
 from meshwright.errors import ConfigError
-from meshwright.models.decoder import BlockStack, RotaryTables
+from meshwright.models.block_stack import BlockStack
+from meshwright.models.rotary import RotaryTables
 from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks
 
 SAVED_OPS = (

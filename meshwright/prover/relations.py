@@ -18,8 +18,8 @@ from meshwright.data.file_sources import open_sources
 from meshwright.data.source import Source, SyntheticSource, spaced_indices
 from meshwright.data.token_files import TokenSource, token_sources
 from meshwright.launch.ranks import run_ranks
-from meshwright.models.decoder import LanguageModel
 from meshwright.models.init import build_on_meta
+from meshwright.models.llama.model import LanguageModel
 from meshwright.parallel.world import World
 from meshwright.prover.claims import Claim, cuda_devices
 from meshwright.prover.shrink.sizes import shrink

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.config import ModelConfig
-from meshwright.models.decoder import RotaryEmbedding
 from meshwright.models.expert_weights import ExpertWeights, grouped_experts, looped_experts, supports_grouped_mm
 from meshwright.models.experts import Experts, Router, update_router_bias
 from meshwright.models.init import build_model, build_on_meta, init_shard, init_std, initial_rows
+from meshwright.models.rotary import RotaryEmbedding
 from meshwright.parallel.activation_checkpoint import checkpoint_block
 from meshwright.parallel.materialize import Materializer
 
@@ -170,7 +170,8 @@ def test_compiled_block_excludes_its_experts_from_the_graph(mode):
     for block in (plain, compiled):
         block.ffn.auxiliary_scale = torch.tensor(0.1)
         x = inputs(dtype=torch.float32)
-        block(x, RotaryEmbedding(CONFIG)(7, x.dtype, x.device, None)).square().sum().backward()
+        rotary = RotaryEmbedding(CONFIG.width // CONFIG.heads, CONFIG.rope_theta)(7, x.dtype, x.device, None)
+        block(x, rotary).square().sum().backward()
         found.append((x.grad, block.ffn.take_load()[0], *(p.grad for p in block.parameters())))
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))
 

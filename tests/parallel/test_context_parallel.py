@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwright.config import IGNORE_INDEX, ActivationCheckpointConfig, ModelConfig
 from meshwright.errors import ConfigError
-from meshwright.models.decoder import CoreAttention, document_ids
+from meshwright.models.attention import CoreAttention, document_ids
 from meshwright.models.init import build_model
 from meshwright.parallel.activation_checkpoint import apply_activation_checkpointing
 from meshwright.parallel.context_parallel.all_to_all_attention import AllToAllAttention

@@ -9,20 +9,14 @@ import torch.nn.functional as F
 from seeded_faults import after_init, map_result, wrap
 from user_faults import EXPERTS, FORMULA, MODEL, ONE_RANK, user_fault
 
-from meshwright.models import decoder, init
-from meshwright.models.decoder import (
-    Attention,
-    Block,
-    CoreAttention,
-    Decoder,
-    LanguageModel,
-    RMSNorm,
-    RotaryEmbedding,
-    RotaryTables,
-)
+from meshwright.models import init, rotary
+from meshwright.models.attention import CoreAttention
 from meshwright.models.experts import Experts, Router
 from meshwright.models.feed_forward import FeedForward
+from meshwright.models.llama import model
+from meshwright.models.llama.model import Attention, Block, Decoder, LanguageModel, RMSNorm
 from meshwright.models.loss import HeadLoss
+from meshwright.models.rotary import RotaryEmbedding, RotaryTables, apply_rotary
 from meshwright.parallel.context_parallel import ring_attention, sequence_chunks
 from meshwright.trainer import loop
 
@@ -41,7 +35,7 @@ def rotation_is_not_orthogonal(patch):
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * rotary.cos - second * rotary.sin, second * rotary.cos - first * rotary.sin), dim=-1)
 
-    patch.setattr(decoder, "apply_rotary", wrong)
+    patch.setattr(model, "apply_rotary", wrong)
 
 
 @user_fault(SETTINGS, "loss of step 0", FORMULA)
@@ -51,7 +45,7 @@ def rotation_pairs_neighboring_dimensions(patch):
         turned = (first * rotary.cos - second * rotary.sin, second * rotary.cos + first * rotary.sin)
         return torch.stack(turned, dim=-1).flatten(-2)
 
-    patch.setattr(decoder, "apply_rotary", wrong)
+    patch.setattr(model, "apply_rotary", wrong)
 
 
 @user_fault(SETTINGS, "loss of step 0", FORMULA)
@@ -61,7 +55,7 @@ def rotary_frequencies_divide_by_half_the_head_size(patch):
         angles = positions.to(dtype)[..., None] * theta**-exponents
         return angles.cos(), angles.sin()
 
-    patch.setattr(decoder, "rotary_tables", wrong)
+    patch.setattr(rotary, "rotary_tables", wrong)
 
 
 @user_fault(SETTINGS, "loss of step 0", FORMULA)
@@ -71,7 +65,7 @@ def rotary_base_is_fixed(patch):
 
 @user_fault(SETTINGS, "loss of step 0", "rounded")
 def rotary_tables_are_rounded_to_bf16(patch):
-    map_result(patch, decoder, "rotary_tables", lambda tables, *_: tuple(t.bfloat16().to(t.dtype) for t in tables))
+    map_result(patch, rotary, "rotary_tables", lambda tables, *_: tuple(t.bfloat16().to(t.dtype) for t in tables))
 
 
 def rotate_as(patch, rotate):
@@ -90,20 +84,20 @@ def rotate_as(patch, rotate):
 def keys_have_the_position_of_the_next_token(patch):
     def rotate(q, k, v, rotary):
         later = RotaryTables(rotary.cos.roll(-1, 0), rotary.sin.roll(-1, 0), None)
-        return decoder.apply_rotary(q, rotary), decoder.apply_rotary(k, later), v
+        return apply_rotary(q, rotary), apply_rotary(k, later), v
 
     rotate_as(patch, rotate)
 
 
 @user_fault(SETTINGS, "loss of step 0", FORMULA)
 def values_are_rotated_too(patch):
-    rotate_as(patch, lambda q, k, v, rotary: [decoder.apply_rotary(t, rotary) for t in (q, k, v)])
+    rotate_as(patch, lambda q, k, v, rotary: [apply_rotary(t, rotary) for t in (q, k, v)])
 
 
 @user_fault(SETTINGS, "loss of step 0", FORMULA)
 def keys_are_rotated_backwards(patch):
     def rotate(q, k, v, rotary):
-        return decoder.apply_rotary(q, rotary), decoder.apply_rotary(k, rotary._replace(sin=-rotary.sin)), v
+        return apply_rotary(q, rotary), apply_rotary(k, rotary._replace(sin=-rotary.sin)), v
 
     rotate_as(patch, rotate)
 
@@ -168,12 +162,12 @@ def separator_belongs_to_the_next_document(patch):
     def wrong(tokens, separator):
         return (tokens == separator).long().cumsum(dim=1)
 
-    patch.setattr(decoder, "document_ids", wrong)
+    patch.setattr(model, "document_ids", wrong)
 
 
 @user_fault(DOCUMENTS, "loss of step 0", FORMULA)
 def separator_with_id_zero_is_no_separator(patch):
-    wrap(patch, decoder, "document_ids", lambda right, tokens, separator: right(tokens, separator or None))
+    wrap(patch, model, "document_ids", lambda right, tokens, separator: right(tokens, separator or None))
 
 
 # Norms, residuals, feed-forward.

@@ -11,8 +11,9 @@ from small_run import small_config
 from meshwright.data.source import SyntheticSource
 from meshwright.data.token_files import TokenSource
 from meshwright.models import loss
-from meshwright.models.decoder import CoreAttention, RMSNorm
+from meshwright.models.attention import CoreAttention
 from meshwright.models.feed_forward import FeedForward
+from meshwright.models.llama.model import RMSNorm
 from meshwright.models.loss import HeadLoss
 from meshwright.parallel.world import World
 from meshwright.prover.relations import check_labels, check_relations_of_config, relations_on
@@ -65,7 +66,7 @@ def test_mask_that_crosses_documents_is_found(monkeypatch, shift):
     def ids(tokens, separator):
         return None if shift == 0 else (tokens == separator).long().cumsum(dim=1)
 
-    monkeypatch.setattr("meshwright.models.decoder.document_ids", ids)
+    monkeypatch.setattr("meshwright.models.attention.document_ids", ids)
     assert failing() == ["a changed token"]
 
 

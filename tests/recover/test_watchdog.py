@@ -136,7 +136,7 @@ STACKS = {
         False,
         [
             "torch/nn/modules/linear forward",
-            "meshwright/models/decoder forward",
+            "meshwright/models/llama/model forward",
             "torch/distributed/pipelining/stage f",
         ],
     ),

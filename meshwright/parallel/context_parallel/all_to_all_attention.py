@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
-from meshwright.models.decoder import CoreAttention
+from meshwright.models.attention import CoreAttention
 from meshwright.parallel.all_to_all import all_to_all
 from meshwright.parallel.context_parallel.sequence_chunks import require_full_documents
 

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.errors import ConfigError
-from meshwright.models.decoder import CoreAttention, RotaryEmbedding
+from meshwright.models.attention import CoreAttention
+from meshwright.models.rotary import RotaryEmbedding
 from meshwright.parallel.context_parallel.all_to_all_attention import AllToAllAttention
 from meshwright.parallel.context_parallel.ring_attention import RingAttention
 from meshwright.parallel.context_parallel.sequence_chunks import ChunkRotaryEmbedding, ContextMethod, SequenceChunks
@@ -30,7 +31,7 @@ def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup, method: C
                 replaced += 1
     if not replaced:
         raise ConfigError(
-            "context parallelism replaces meshwright.models.decoder.CoreAttention, and the model has none",
+            "context parallelism replaces meshwright.models.attention.CoreAttention, and the model has none",
             "try layout.context = 1, or use CoreAttention in the model",
         )
     return chunks

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
-from meshwright.models.decoder import RotaryEmbedding, document_ids
+from meshwright.models.attention import document_ids
+from meshwright.models.rotary import RotaryEmbedding
 
 ContextMethod = Literal["ring", "all-to-all"]
 

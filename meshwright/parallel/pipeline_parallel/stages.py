@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.config import RunConfig, derive_batch
 from meshwright.config.parallelism import ScheduleName
-from meshwright.models.decoder import LanguageModel
+from meshwright.models.llama.model import LanguageModel
 from meshwright.parallel.local_shard import local_tensor
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.topology.layout import Layout

@@ -1,33 +1,23 @@
-"""A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU. Free of any parallelism.
+"""The Llama family: a decoder with RMSNorm, rotary positions, grouped-query attention, SwiGLU and optional experts.
 
 Parallelism replaces submodules: `rotary` (positions), `core` (attention after projection and rotation), `ffn` (dense or
-experts), `stack` (the loop over blocks) and the head (see loss.py). No module casts below the precision of its input,
-so the model runs in float64 if its parameters are float64.
+experts), `stack` (the loop over blocks) and the head (see models/loss.py). No module casts below the precision of its
+input, so the model runs in float64 if its parameters are float64.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import ModelConfig
+from meshwright.models.attention import CoreAttention, document_ids
+from meshwright.models.block_stack import BlockStack
 from meshwright.models.experts import Experts
 from meshwright.models.feed_forward import FeedForward
 from meshwright.models.loss import HeadLoss
-
-
-class RotaryTables(NamedTuple):
-    """The rotary embedding of the positions of a forward pass, and the documents of its tokens."""
-
-    cos: Tensor
-    sin: Tensor
-    """cosine and sine of every position and pair of dimensions, (sequence, head size / 2)"""
-    documents: Tensor | None
-    """the document index of every token of the full sequence, (batch, sequence); None: one document per sequence"""
+from meshwright.models.rotary import RotaryEmbedding, RotaryTables, apply_rotary
 
 
 class RMSNorm(nn.Module):
@@ -41,19 +31,6 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return F.rms_norm(wide, self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
-
-
-class CoreAttention(nn.Module):
-    """Causal scaled dot-product attention over (batch, heads, sequence, head size). Keys and values may have
-    fewer heads than queries. Attention does not cross documents.
-    """
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-        grouped_query = q.shape[1] != k.shape[1]
-        if documents is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped_query)
-        mask = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped_query)
 
 
 class Attention(nn.Module):
@@ -92,32 +69,6 @@ class Block(nn.Module):
         return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]
 
 
-class BlockStack(nn.Module):
-    """Runs the blocks in sequence."""
-
-    def forward(self, blocks: Iterable[nn.Module], x: Tensor, rotary: RotaryTables) -> Tensor:
-        for block in blocks:
-            x = block(x, rotary)
-        return x
-
-
-class RotaryEmbedding(nn.Module):
-    """Computes the rotary tables of a forward pass."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.head_size = config.width // config.heads
-        self.theta = config.rope_theta
-
-    def forward(self, tokens: int, dtype: torch.dtype, device: torch.device, documents: Tensor | None) -> RotaryTables:
-        """The tables are computed in every forward pass, so there is no buffer to shard or to save."""
-        positions = self.positions(tokens, device)
-        return RotaryTables(*rotary_tables(positions, self.head_size, self.theta, dtype), documents)
-
-    def positions(self, tokens: int, device: torch.device) -> Tensor:
-        return torch.arange(tokens, device=device)
-
-
 class Decoder(nn.Module):
     """Token ids -> hidden states. The output projection is part of the loss module."""
 
@@ -127,7 +78,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.stack = BlockStack()
         self.norm = RMSNorm(config.width, config.norm_eps)
-        self.rotary = RotaryEmbedding(config)
+        self.rotary = RotaryEmbedding(config.width // config.heads, config.rope_theta)
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens)
@@ -159,26 +110,3 @@ class LanguageModel(nn.Module):
         weight = self.decoder.embedding.weight
         assert isinstance(weight, nn.Parameter)
         self.head.weight = weight
-
-
-def document_ids(tokens: Tensor, separator: int | None) -> Tensor | None:
-    """The index of each token's document in its sequence; a separator belongs to the document that it ends."""
-    if separator is None:
-        return None
-    is_separator = (tokens == separator).long()
-    return is_separator.cumsum(dim=1) - is_separator
-
-
-def rotary_tables(positions: Tensor, head_size: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position and pair of dimensions, (sequence, head size / 2)."""
-    wide = torch.promote_types(dtype, torch.float32)
-    exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=wide) / head_size
-    angles = positions.to(wide)[..., None] * theta**-exponents
-    return angles.cos(), angles.sin()
-
-
-def apply_rotary(x: Tensor, rotary: RotaryTables) -> Tensor:
-    """Rotates the dimension pairs (i, i + half) of each head, the layout of Llama checkpoints."""
-    cos, sin = rotary.cos, rotary.sin
-    first, second = x.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.config import IGNORE_INDEX, PRESETS, ModelConfig, config_from_dict
-from meshwright.models.decoder import LanguageModel, RotaryTables, apply_rotary, document_ids, rotary_tables
+from meshwright.models.attention import document_ids
 from meshwright.models.feed_forward import FeedForward
 from meshwright.models.init import ROWS_PER_KEY, build_model, init_std, initial_rows
+from meshwright.models.llama.model import LanguageModel
 from meshwright.models.loss import HeadLoss
+from meshwright.models.rotary import RotaryTables, apply_rotary, rotary_tables
 
 SMALL = ModelConfig(vocab=50, width=32, layers=2, heads=4, kv_heads=2, ffn=40)
 

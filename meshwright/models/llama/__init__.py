@@ -1,0 +1,1 @@
+"""The Llama family: its spec, its modules, and nothing of ranks."""

@@ -1,0 +1,49 @@
+"""Rotary positions: the tables of a forward pass, and the rotation of queries and keys."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class RotaryTables(NamedTuple):
+    """The rotary embedding of the positions of a forward pass, and the documents of its tokens."""
+
+    cos: Tensor
+    sin: Tensor
+    """cosine and sine of every position and pair of dimensions, (sequence, head size / 2)"""
+    documents: Tensor | None
+    """the document index of every token of the full sequence, (batch, sequence); None: one document per sequence"""
+
+
+class RotaryEmbedding(nn.Module):
+    """Computes the rotary tables of a forward pass."""
+
+    def __init__(self, head_size: int, theta: float) -> None:
+        super().__init__()
+        self.head_size, self.theta = head_size, theta
+
+    def forward(self, tokens: int, dtype: torch.dtype, device: torch.device, documents: Tensor | None) -> RotaryTables:
+        """The tables are computed in every forward pass, so there is no buffer to shard or to save."""
+        positions = self.positions(tokens, device)
+        return RotaryTables(*rotary_tables(positions, self.head_size, self.theta, dtype), documents)
+
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        return torch.arange(tokens, device=device)
+
+
+def rotary_tables(positions: Tensor, head_size: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position and pair of dimensions, (sequence, head size / 2)."""
+    wide = torch.promote_types(dtype, torch.float32)
+    exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=wide) / head_size
+    angles = positions.to(wide)[..., None] * theta**-exponents
+    return angles.cos(), angles.sin()
+
+
+def apply_rotary(x: Tensor, rotary: RotaryTables) -> Tensor:
+    """Rotates the dimension pairs (i, i + half) of each head, the layout of Llama checkpoints."""
+    cos, sin = rotary.cos, rotary.sin
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
