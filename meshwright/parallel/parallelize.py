@@ -28,7 +28,7 @@ from meshwright.parallel.data_parallel.ddp import DDPModel
 from meshwright.parallel.data_parallel.fsdp import FSDPModel
 from meshwright.parallel.expert_parallel import apply_expert_parallel
 from meshwright.parallel.materialize import Fill, Materializer
-from meshwright.parallel.mesh import Meshes, build_meshes
+from meshwright.parallel.mesh import Meshes, build_meshes, new_group
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.pipeline_parallel.pipeline_model import PipelineModel
@@ -40,6 +40,7 @@ from meshwright.parallel.pipeline_parallel.stages import (
     stage_parallel_spec,
     stage_plan,
 )
+from meshwright.parallel.sync_batch_norm import synchronize_batch_norm
 from meshwright.parallel.tensor_parallel import apply_tensor_parallel
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
@@ -64,6 +65,7 @@ def parallelize(
     passes `plan` for a model with fewer blocks than the config has, and `ddp` to replace DDP.
     """
     meshes = build_meshes(layout, world.device.type, experts=bool(config.model.experts) and fill is not None)
+    synchronize_batch_norm(model, partial(new_group, layout, "replicate", "shard"))
     spec = require_spec(spec, layout, config)
     if plan is None and layout.pipeline > 1:
         plan = stage_plan(config, layout, world.rank)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.parallel.parallel_spec import ParallelSpec
+from meshwright.parallel.sync_batch_norm import synchronize_batch_norm
 from meshwright.trainer.objective import LossFunction, Objective
 
 
@@ -29,6 +30,7 @@ class CustomModel:
         """Returns a copy of model and loss as one module on a device."""
         module = copy.deepcopy(self.module)
         loss = copy.deepcopy(self.loss) if isinstance(self.loss, nn.Module) else self.loss
+        synchronize_batch_norm(module)
         return Objective(module.to(device, dtype), loss).to(device)
 
     def objective_spec(self) -> ParallelSpec | None:

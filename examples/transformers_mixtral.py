@@ -1,0 +1,50 @@
+"""Trains a Mixtral of transformers with its experts divided among two processes.
+
+python examples/transformers_mixtral.py
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from meshwright import RunConfig, train
+from meshwright.config import BatchConfig, EvalConfig, LayoutConfig
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        )
+    )
+
+
+class Counting:
+    """Token sequences that count upwards from their index. The model shifts the labels itself."""
+
+    def __len__(self) -> int:
+        return 1024
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = (index + torch.arange(16)) % 64
+        return {"input_ids": tokens, "labels": tokens}
+
+
+CONFIG = RunConfig(
+    steps=40,
+    batch=BatchConfig(global_=16, micro=4),
+    layout=LayoutConfig(replicate=2, shard="parameters", expert=2),
+    eval=EvalConfig(holdout=0.1, every=20, samples=96),
+)
+
+if __name__ == "__main__":
+    result = train(CONFIG, model=build(), source=Counting(), run="runs/mixtral")
+    print(f"loss {result.loss:.3f} after {result.steps} steps")
