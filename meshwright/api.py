@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ from meshwright.config import RunConfig, config_from_dict, config_to_dict
 from meshwright.errors import ConfigError, MeshwrightError, with_python_hint
 from meshwright.io import write_json
 from meshwright.launch.fork_server import ForkServer
+from meshwright.launch.user_code.user_code import UserCode
 from meshwright.observe.event_viewer import EventViewer, SilentDisplay
 from meshwright.observe.terminal import EventDisplay, Terminal
 from meshwright.recover.failures import RanksFailed
@@ -120,10 +121,7 @@ def train(
             config,
             run,
             (lambda _attempt: SilentDisplay()) if quiet else display,
-            model=model,
-            loss=loss,
-            source=source,
-            parallel_spec=parallel_spec,
+            UserCode(model, loss, source, parallel_spec),
             fresh=fresh,
             fork=fork,
             fallback=fallback,
@@ -267,11 +265,8 @@ def _train(
     config: RunConfig | None,
     run: str | Path | None,
     display: DisplayFactory | None,
+    user: UserCode,
     *,
-    model: nn.Module | None = None,
-    loss: Callable[[Any, Any], Any] | None = None,
-    source: Any = None,
-    parallel_spec: ParallelSpec | None = None,
     fresh: bool = False,
     fork: bool = False,
     fallback: bool = True,
@@ -281,16 +276,7 @@ def _train(
 
     config = validated(config)
     folder = run_folder(run, config)
-    job = make_job(
-        config,
-        folder,
-        model=model,
-        loss=loss,
-        source=source,
-        parallel_spec=parallel_spec,
-        fallback=fallback,
-        cluster=cluster,
-    )
+    job = make_job(config, folder, user, fallback=fallback, cluster=cluster)
     rendezvous = torchrun_rendezvous_info()
     if rendezvous is not None:
         make_display = display or partial(Terminal, config, relative_path(folder))
@@ -308,6 +294,7 @@ def train_as_rank(
     config: RunConfig,
     run: Path | None,
     display: DisplayFactory | None,
+    entry_points: Mapping[str, str],
     *,
     fresh: bool = False,
     fork: bool = False,
@@ -315,13 +302,17 @@ def train_as_rank(
     cluster: str | None = None,
 ) -> TrainResult:
     """Trains in this process as one of torchrun's ranks, for the command line."""
-    return _train(config, run, display, fresh=fresh, fork=fork, fallback=fallback, cluster=cluster)
+    from meshwright.launch.user_code.entry_points import load_user_code
+
+    user = load_user_code(entry_points)
+    return _train(config, run, display, user, fresh=fresh, fork=fork, fallback=fallback, cluster=cluster)
 
 
 def train_with_fork_server(
     config: RunConfig,
     run: Path | None,
     display: DisplayFactory | None,
+    entry_points: Mapping[str, str],
     *,
     fresh: bool = False,
     fork: bool = False,
@@ -330,7 +321,7 @@ def train_with_fork_server(
 ) -> TrainResult:
     """Trains on ranks that a fork server starts, so that this process does not import torch, for the command line."""
     folder = run_folder(run, config)
-    fork_server = ForkServer(config, folder, fork, fallback, cluster)
+    fork_server = ForkServer(config, folder, fork, fallback, cluster, entry_points)
     try:
         viewers = viewer_factory(config, folder, display)
         return make_result(folder, supervise(folder, config.launch, fork_server.start, viewers, fresh=fresh))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import re
+import sysconfig
+import traceback as tracebacks
+from pathlib import Path
 
 
 class MeshwrightError(Exception):
@@ -73,6 +76,15 @@ class PeerError(MeshwrightError):
     exit_code = 8
 
 
+class RankError(MeshwrightError):
+    """An exception that is not one of Meshwright's ended a rank, for example one in the user's model or loss."""
+
+    phase: str = ""
+    """what the rank was doing, such as forward"""
+    traceback: str = ""
+    """traceback of the original exception"""
+
+
 class BusyError(MeshwrightError):
     """Another job is using the run folder."""
 
@@ -124,6 +136,23 @@ def describe_exception(error: BaseException) -> str:
         return cut_text(str(error).strip()) or type(error).__name__
     except Exception:  # noqa: BLE001  the __str__ of a user's exception may itself fail
         return type(error).__name__
+
+
+def user_location(error: BaseException) -> str:
+    """The innermost line of the user's own code in the traceback of an exception, or an empty string."""
+    frames = [frame for frame in tracebacks.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
+    return f"{short_path(frames[-1].filename)}, line {frames[-1].lineno}" if frames else ""
+
+
+def is_user_file(filename: str) -> bool:
+    """Whether a file belongs neither to Meshwright nor to an installed package nor to Python."""
+    installed = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<frozen")
+    return not filename.startswith(installed) and "site-packages" not in filename
+
+
+def short_path(filename: str) -> str:
+    """A path relative to the working directory if it is below it."""
+    return os.path.relpath(filename) if filename.startswith(os.getcwd() + os.sep) else filename
 
 
 LIMIT_HINTS = {

@@ -108,8 +108,8 @@ def test_every_argument_of_a_public_function_is_documented(name):
         assert f"\n    {parameter}: " in arguments
 
 
-def test_model_without_loss_raises_config_error(tmp_path):
-    with pytest.raises(ConfigError, match="only one of model and loss is given"):
+def test_loss_without_a_model_raises_config_error(tmp_path):
+    with pytest.raises(ConfigError, match="loss is given without a model"):
         train(RunConfig(), loss=lambda a, b: a, run=tmp_path / "r", quiet=True)
 
 

@@ -4,7 +4,8 @@ A verb is a plain function. The annotation of each parameter carries its help:
 
     def verb(run: Annotated[Path, positional("RUN", "run folder")], json: Json = False) -> None: ...
 
-A verb with an `overrides` parameter also accepts every config key as an option, such as `--optimizer.lr 3e-4`.
+A verb with an `overrides` parameter also accepts every config key as an option, such as `--optimizer.lr 3e-4`, and a
+verb with an `entry_points` parameter accepts the options that name a user's model, loss and data.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import difflib
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,6 +54,19 @@ Ranks = Annotated[str | None, option("N", "number of ranks; sets layout.replicat
 AtStep = Annotated[int | None, option("N", "checkpoint after N steps (default: the newest)")]
 
 
+ENTRY_POINTS = {
+    "model": "model to use instead of the built-in one: an nn.Module, or a function or class that builds it",
+    "loss": "loss of --model: the sum over valid targets, as a function or a module",
+    "source": "map-style dataset to use instead of the configured data, or a function or class that opens it",
+    "collate": "function that makes a batch of a list of samples",
+    "metrics": "dict of metrics of --model: name -> function",
+    "parallel_spec": "ParallelSpec of --model, where the inferred one does not do",
+    "init": "function that initializes the parameters of a --model on the meta device",
+}
+"""Arguments that name an object of the user's code as MODULE:NAME -> help."""
+NO_ENTRY_POINTS: Mapping[str, str] = types.MappingProxyType({})
+
+
 class Parser(argparse.ArgumentParser):
     """An argparse parser that reports a mistake as a ConfigError and adds the config keys to the help of a verb."""
 
@@ -60,6 +74,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**settings)
         self.options = {"-h", "--help"}
         self.accepts_config_keys = False
+        self.accepts_entry_points = False
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, f"try {self.prog} --help")
@@ -85,7 +100,11 @@ def parse(verb: Verb, name: str, args: Sequence[str]) -> dict[str, Any]:
         kind = "option" if unknown[0].startswith("-") else "argument"
         hint = f"did you mean {close[0]}? " if close else ""
         raise ConfigError(f"unknown {kind} {unknown[0]}", f"{hint}try {parser.prog} --help")
-    return vars(namespace) | values
+    values = vars(namespace) | values
+    if parser.accepts_entry_points:
+        typed = {argument: values.pop(argument) for argument in ENTRY_POINTS}
+        values["entry_points"] = {argument: text for argument, text in typed.items() if text is not None}
+    return values
 
 
 def build_parser(verb: Verb, name: str) -> Parser:
@@ -96,6 +115,10 @@ def build_parser(verb: Verb, name: str) -> Parser:
     for parameter in inspect.signature(verb).parameters.values():
         if parameter.name == "overrides":
             parser.accepts_config_keys = True
+        elif parameter.name == "entry_points":
+            parser.accepts_entry_points = True
+            for argument, text in ENTRY_POINTS.items():
+                add_argument(parser, argument, Annotated[str | None, option("MODULE:NAME", text)], None)
         else:
             add_argument(parser, parameter.name, hints[parameter.name], parameter.default)
     return parser

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from meshwright.cli.args import Json, Ranks, RunFile, flag, option
+from meshwright.cli.args import NO_ENTRY_POINTS, Json, Ranks, RunFile, flag, option
 from meshwright.cli.output import emit
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def train(
     ] = None,
     json: Json = False,
     *,
+    entry_points: Mapping[str, str] = NO_ENTRY_POINTS,
     overrides: tuple[str, ...] = (),
 ) -> None:
     """Train: train a model; settings come from the preset, then the run file, then the command line."""
@@ -48,11 +50,11 @@ def train(
     if restarts is not None:
         overrides = (*overrides, f"--launch.restarts={restarts}")
     config = resolve_config(plan, cluster, file, overrides, ranks, steps, json)
-    validate(config)
+    validate(config, own_model="model" in entry_points)
     faults.parse_faults(os.environ.get("MESHWRIGHT_FAULT", ""))  # a misspelled fault is reported before ranks start
     display = JsonLines if json else None
     train_config = api.train_as_rank if started_by_torchrun() else api.train_with_fork_server
-    train_config(config, run, display, fresh=fresh, fork=fork, fallback=not no_fallback, cluster=cluster)
+    train_config(config, run, display, entry_points, fresh=fresh, fork=fork, fallback=not no_fallback, cluster=cluster)
 
 
 def resolve_config(

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -28,10 +29,16 @@ class ForkServer:
     """
 
     def __init__(
-        self, config: RunConfig, folder: RunFolder, fork: bool, fallback: bool, cluster: str | None = None
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        fork: bool,
+        fallback: bool,
+        cluster: str | None = None,
+        entry_points: Mapping[str, str] | None = None,
     ) -> None:
         self._config, self._folder, self._fork = config, folder, fork
-        self._options = {"fallback": fallback, "cluster": cluster}
+        self._options = {"fallback": fallback, "cluster": cluster, "entry_points": dict(entry_points or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self._reader = -1
         self._result = b""

@@ -34,11 +34,13 @@ class ForkServerProcess:
         """Starts the ranks, waits until they have ended, and returns the summary of the run."""
         # Importing torch takes seconds, during which a signal has its default effect.
         from meshwright.launch.job import make_job, start_ranks
+        from meshwright.launch.user_code.entry_points import load_user_code
 
         if self.job is None:
             folder = RunFolder(Path(self.request["folder"]))
             job_options = {key: self.request[key] for key in ("fallback", "cluster")}
-            self.job = make_job(config_from_dict(self.request["config"]), folder, **job_options)
+            user = load_user_code(self.request["entry_points"])
+            self.job = make_job(config_from_dict(self.request["config"]), folder, user, **job_options)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda received, _frame: self.signals.append(received))
         ranks = start_ranks(self.job.as_attempt(**options))

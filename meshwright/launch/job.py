@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from meshwright.config import RunConfig, fingerprint, identity, placement
 from meshwright.data.file_sources import open_sources
-from meshwright.data.source import IndexableSource
+from meshwright.data.source import IndexableSource, Source
 from meshwright.data.token_files import raise_if_changed
 from meshwright.errors import ConfigError, MeshwrightError, PeerError, StoppedBySignal, describe_exception
 from meshwright.launch.environment import started_by_torchrun
@@ -24,9 +23,11 @@ from meshwright.launch.ranks import Ranks, cuda_started, raise_if_spawning
 from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, leave_process_group, torchrun_restart_count
 from meshwright.launch.shared_weights import share_weights
 from meshwright.launch.source_check import check_source
+from meshwright.launch.user_code.entry_points import call_without_arguments
+from meshwright.launch.user_code.make_custom_model import make_custom_model
+from meshwright.launch.user_code.user_code import UserCode
 from meshwright.parallel.compile import require_compiler
 from meshwright.parallel.materialize import require_materialized
-from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.parallelize import require_spec
 from meshwright.recover.incidents import Incident
 from meshwright.recover.lease import Lease, acquire_lease
@@ -35,10 +36,8 @@ from meshwright.telemetry.events import Event
 from meshwright.telemetry.heartbeat import Heartbeat
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.unsupported import validate
-from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.identity import code_fingerprint
 from meshwright.trainer.loop import Job, RunSummary, train_rank
-from meshwright.trainer.objective import LossFunction
 
 MAX_RANKS_PER_HOST = 1024
 """Limit of ranks that are forked on one host."""
@@ -47,37 +46,40 @@ MAX_RANKS_PER_HOST = 1024
 def make_job(
     config: RunConfig,
     folder: RunFolder,
+    user: UserCode | None = None,
     *,
-    model: nn.Module | None = None,
-    loss: LossFunction | None = None,
-    source: Any = None,
-    parallel_spec: ParallelSpec | None = None,
     fallback: bool = True,
     cluster: str | None = None,
 ) -> Job:
     """Validates the run and opens its data sources; forked ranks share the memory maps of this process."""
     raise_if_spawning()
-    layout, batch = validate(config, own_model=model is not None)
+    user = user or UserCode()
+    custom = make_custom_model(user)
+    layout, batch = validate(config, own_model=custom is not None)
     if layout.ranks > MAX_RANKS_PER_HOST and not started_by_torchrun():
         raise ConfigError(
             f"{layout.ranks:,} ranks on one host", f"expected at most {MAX_RANKS_PER_HOST:,}, or try torchrun"
         )
-    if (model is None) != (loss is None):
-        raise ConfigError("only one of model and loss is given", "expected train(config, model=..., loss=...)")
-    if model is not None:
-        require_spec(parallel_spec, layout, config)
-        require_materialized(model)
+    if custom is not None:
+        require_spec(custom.spec, layout, config)
+        require_materialized(custom.module)
     else:
         require_host_memory(config, layout)
     require_compiler(config)
-    if source is not None and config.data.mixture:
+    sources = open_job_sources(config, user)
+    return Job(config, batch, layout, sources, folder, fallback=fallback, custom=custom, cluster=cluster)
+
+
+def open_job_sources(config: RunConfig, user: UserCode) -> list[Source]:
+    """Opens the user's dataset, or the data of the config."""
+    if user.source is None:
+        return open_sources(config.data, config.model.vocab, config.model.separator)
+    if config.data.mixture:
         raise ConfigError("both data.mixture and source are given", "expected one of the two")
-    if source is None:
-        sources = open_sources(config.data, config.model.vocab, config.model.separator)
-    else:
-        sources = [check_source(source if is_source(source) else IndexableSource(source), config.launch)]
-    job = Job(config, batch, layout, sources, folder, fallback=fallback, cluster=cluster)
-    return job if model is None or loss is None else replace(job, custom=CustomModel(model, loss, parallel_spec))
+    source = user.source
+    if callable(source) and (isinstance(source, type) or not hasattr(source, "__getitem__")):
+        source = call_without_arguments(source, "source")
+    return [check_source(source if is_source(source) else IndexableSource(source), config.launch)]
 
 
 def is_source(value: Any) -> bool:

@@ -1,0 +1,75 @@
+"""Entry points: imports the objects that a user names on the command line as MODULE:NAME. Torch-free.
+
+An entry point is imported only if it was typed in this command. Run files and run folders may come from a stranger, so
+what they record is never imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import ConfigError, describe_exception, user_location
+from meshwright.launch.user_code.user_code import UserCode
+
+ENTRY_POINT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+"""MODULE:NAME, both of which may be dotted."""
+
+
+def load_user_code(entry_points: Mapping[str, str]) -> UserCode:
+    """Imports the entry points of a command line: argument -> MODULE:NAME."""
+    values = {argument: load_entry_point(argument, text) for argument, text in entry_points.items()}
+    for argument in ("loss", "collate"):
+        if isinstance(value := values.get(argument), type):
+            values[argument] = call_without_arguments(value, argument)
+    return UserCode(**values, entry_points=dict(entry_points))
+
+
+def load_entry_point(argument: str, text: str) -> Any:
+    """Imports MODULE and returns its attribute NAME. Modules of the current folder are found, as by `python -m`."""
+    option = f"--{argument.replace('_', '-')} {text}"
+    if not ENTRY_POINT.fullmatch(text):
+        raise ConfigError(f"{option} is not an entry point", "expected MODULE:NAME, such as my_project.models:build")
+    module_name, _, name = text.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        value = importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigError(
+            f"{option}: the import of {module_name} raised {describe_user_error(error)}",
+            f"expected a module that Python can import from {here}",
+        ) from error
+    for part in name.split("."):
+        if not hasattr(value, part):
+            close = difflib.get_close_matches(part, dir(value), n=1)
+            suggestion = f"did you mean {close[0]}? " if close else ""
+            raise ConfigError(
+                f"{option}: {module_name} has no attribute {name}", f"{suggestion}expected a name of that module"
+            )
+        value = getattr(value, part)
+    return value
+
+
+def call_without_arguments(function: Any, argument: str) -> Any:
+    """Calls a user's function that builds a model, a loss or a dataset; an exception in it is a ConfigError."""
+    try:
+        return function()
+    except Exception as error:
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise ConfigError(
+            f"the {argument} cannot be built: {name}() raised {describe_user_error(error)}",
+            f"expected a {argument}, or a callable without arguments that returns it",
+        ) from error
+
+
+def describe_user_error(error: BaseException) -> str:
+    """An exception in a user's code in one line: its class, its text, and the line of the user's file."""
+    where = user_location(error)
+    text = " ".join(describe_exception(error).split())
+    return f"{type(error).__name__}: {text}" + (f" ({where})" if where else "")
