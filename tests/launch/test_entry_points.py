@@ -64,7 +64,10 @@ def test_entry_points_are_imported_from_the_current_folder(project, name):
         ("my_project.models:", "is not an entry point"),
         ("../models.py:build", "is not an entry point"),
         ("my_project.model:build", "the import of my_project.model raised ModuleNotFoundError: No module named"),
-        ("my_project.fails:build", r"ModuleNotFoundError: No module named 'nn_modules' \(my_project/fails.py, line 1\)"),
+        (
+            "my_project.fails:build",
+            r"ModuleNotFoundError: No module named 'nn_modules' \(my_project/fails.py, line 1\)",
+        ),
         ("my_project.syntax:build", "the import of my_project.syntax raised SyntaxError: invalid syntax"),
         ("my_project.models:biuld", "my_project.models has no attribute biuld; did you mean build?"),
         ("my_project.models:Registry.none", "has no attribute Registry.none"),
@@ -85,7 +88,7 @@ def test_exception_while_the_model_is_built_names_its_line(project):
 
 
 def test_model_that_is_not_a_module_is_a_config_error():
-    with pytest.raises(ConfigError, match="the model is a dict; expected an nn.Module"):
+    with pytest.raises(ConfigError, match=r"the model is a dict; expected an nn\.Module"):
         make_custom_model(UserCode(model=dict, loss=nn.MSELoss(reduction="sum")))
     with pytest.raises(ConfigError, match="metrics is given without a model"):
         make_custom_model(UserCode(metrics={}))
