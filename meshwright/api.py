@@ -82,8 +82,8 @@ def train(
             ignored and must not contribute. It may return ``(sum, count)`` to have the count verified.
         source: dataset to train on instead of ``config.data``: any object with ``__len__`` and ``__getitem__`` that
             returns a tuple of arrays, the last of which is the target.
-        parallel_spec: names the blocks of ``model`` and how to parallelize them. Needed if the config shards,
-            tensor-parallelizes, checkpoints activations of, or compiles ``model``.
+        parallel_spec: names the blocks of ``model`` and how to parallelize them. Fields that are not given are inferred
+            from ``model``; tensor parallelism needs a ``tp_plan`` unless ``model`` is one of transformers.
         run: run folder. Default: ``runs/PRESET``.
         fresh: if True, starts from step 0. An existing run folder is renamed, not deleted.
         fork: if True, continues from the newest checkpoint although settings that change the numbers differ, and

@@ -61,7 +61,7 @@ def make_job(
             f"{layout.ranks:,} ranks on one host", f"expected at most {MAX_RANKS_PER_HOST:,}, or try torchrun"
         )
     if custom is not None:
-        require_spec(custom.spec, layout, config)
+        require_spec(custom.spec, layout)
         require_materialized(custom.module)
     else:
         require_host_memory(config, layout)

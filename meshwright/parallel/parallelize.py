@@ -53,7 +53,7 @@ def parallelize(
     config: RunConfig,
     layout: Layout,
     world: World,
-    spec: ParallelSpec | None,
+    spec: ParallelSpec,
     fill: Fill | None = None,
     *,
     plan: StagePlan | None = None,
@@ -61,12 +61,12 @@ def parallelize(
 ) -> ParallelModel:
     """Applies every axis of the layout to a model.
 
-    `spec` may be None if no setting needs it. `fill` initializes a model that is on the meta device. The simulator
+    `fill` initializes a model that is on the meta device. The simulator
     passes `plan` for a model with fewer blocks than the config has, and `ddp` to replace DDP.
     """
     meshes = build_meshes(layout, world.device.type, experts=bool(config.model.experts) and fill is not None)
     synchronize_batch_norm(model, partial(new_group, layout, "replicate", "shard"))
-    spec = require_spec(spec, layout, config)
+    require_spec(spec, layout)
     if plan is None and layout.pipeline > 1:
         plan = stage_plan(config, layout, world.rank)
     if plan is not None:
@@ -124,28 +124,10 @@ def apply_data_parallel(
     return ddp(module, config.ddp, world) if different_tokens else ParallelModel(module)
 
 
-def require_spec(spec: ParallelSpec | None, layout: Layout, config: RunConfig) -> ParallelSpec:
-    """The ParallelSpec of a user's model. Raises a ConfigError if a setting needs one and there is none: a wrong
-    guess of the blocks could unshard the whole model at once.
-    """
-    if spec is not None:
-        if layout.tensor > 1 and not spec.tp_plan():
-            raise ConfigError(
-                f"layout.tensor = {layout.tensor} needs a tensor-parallel plan, and ParallelSpec.tp_plan is empty",
-                "try layout.tensor = 1, or ParallelSpec(..., tp_plan=lambda: {...})",
-            )
-        return spec
-    works_by_block = {
-        f"layout.shard = {config.layout.shard}": layout.shard > 1,
-        f"layout.tensor = {layout.tensor}": layout.tensor > 1,
-        f"activation_checkpoint.mode = {config.activation_checkpoint.mode}": config.activation_checkpoint.mode
-        != "none",
-        "compile.enabled = true": config.compile.enabled,
-    }
-    for setting, is_set in works_by_block.items():
-        if is_set:
-            raise ConfigError(
-                f"{setting} works block by block, and no ParallelSpec names the blocks of the model",
-                'try train(config, model=..., loss=..., parallel_spec=ParallelSpec(blocks="layers.*"))',
-            )
-    return ParallelSpec(blocks="")
+def require_spec(spec: ParallelSpec, layout: Layout) -> None:
+    """Raises a ConfigError if an axis of the layout needs what the spec does not have."""
+    if layout.tensor > 1 and not spec.tp_plan():
+        raise ConfigError(
+            f"layout.tensor = {layout.tensor} needs a tensor-parallel plan, and ParallelSpec.tp_plan is empty",
+            "try layout.tensor = 1, or ParallelSpec(..., tp_plan=lambda: {...})",
+        )

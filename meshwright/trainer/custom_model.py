@@ -19,7 +19,7 @@ class CustomModel:
 
     module: nn.Module
     loss: LossFunction
-    spec: ParallelSpec | None = None
+    spec: ParallelSpec
     """how the model is parallelized"""
 
     def modules(self) -> list[nn.Module]:
@@ -33,6 +33,6 @@ class CustomModel:
         synchronize_batch_norm(module)
         return Objective(module.to(device, dtype), loss).to(device)
 
-    def objective_spec(self) -> ParallelSpec | None:
+    def objective_spec(self) -> ParallelSpec:
         """Returns the spec of the module that `build_objective` returns."""
-        return self.spec.under_objective() if self.spec is not None else None
+        return self.spec.under_objective()

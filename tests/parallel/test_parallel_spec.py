@@ -60,6 +60,14 @@ def single_process(tmp_path_factory) -> dict[str, torch.Tensor]:
     return train_example(tmp_path_factory.mktemp("single_process") / "run", {"replicate": 1}).state_dict()
 
 
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_fsdp_without_a_parallel_spec_gives_the_weights_of_one_process(mode, single_process, tmp_path):
+    layout = {"replicate": 2, "shard": "parameters"}
+    state = train_example(tmp_path / "run", layout, None, activation_checkpoint={"mode": mode}).state_dict()
+    for name, expected in single_process.items():
+        assert torch.allclose(state[name], expected, rtol=1e-10, atol=1e-12), name
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parallel_training_of_own_model_gives_the_weights_of_one_process(layout, single_process, tmp_path):
     state = train_example(tmp_path / "run", LAYOUTS[layout]).state_dict()
@@ -75,15 +83,7 @@ def test_activation_checkpointing_of_own_model_is_bitwise_equal(single_process, 
 @pytest.mark.parametrize(
     ("layout", "overrides", "parallel_spec", "message"),
     [
-        ({"replicate": 2, "shard": "parameters"}, {}, None, "no ParallelSpec names the blocks of the model"),
-        ({"replicate": 1, "tensor": 2}, {}, None, "layout.tensor = 2 works block by block"),
-        (
-            {"replicate": 1},
-            {"activation_checkpoint": {"mode": "full"}},
-            None,
-            "activation_checkpoint.mode = full works block by block",
-        ),
-        ({"replicate": 1}, {"compile": {"enabled": True}}, None, "compile.enabled = true works block by block"),
+        ({"replicate": 1, "tensor": 2}, {}, None, "ParallelSpec.tp_plan is empty"),
         ({"replicate": 1, "tensor": 2}, {}, ParallelSpec(blocks="blocks.*"), "ParallelSpec.tp_plan is empty"),
         (
             {"replicate": 2, "shard": "parameters"},

@@ -7,6 +7,7 @@ from torch import nn
 from meshwright.errors import ConfigError
 from meshwright.launch.user_code.entry_points import call_without_arguments
 from meshwright.launch.user_code.user_code import UserCode
+from meshwright.parallel.infer_spec import infer_parallel_spec, merge
 from meshwright.trainer.custom_model import CustomModel
 
 
@@ -24,4 +25,4 @@ def make_custom_model(user: UserCode) -> CustomModel | None:
         )
     if user.loss is None:
         raise ConfigError("model is given without a loss", "expected loss=... as well")
-    return CustomModel(module, user.loss, user.parallel_spec)
+    return CustomModel(module, user.loss, merge(user.parallel_spec, infer_parallel_spec(module)))
