@@ -137,7 +137,8 @@ class FakeTensors:
 
 class FakeCollectives(TorchDispatchMode):
     """Gives the result of a functional collective the storage that the collective wrote to; fake tensors would allocate
-    another one for wait_tensor. Also gives grouped_mm a shape in every dtype; torch's fake kernel knows bf16 only.
+    another one for wait_tensor. Also gives grouped_mm a shape in every dtype; torch's fake kernel knows bf16 only. A
+    condition on values is taken for true: models ask whether all of a mask is set, and then run without the mask.
     """
 
     supports_higher_order_operators = True
@@ -148,6 +149,8 @@ class FakeCollectives(TorchDispatchMode):
             return args[0]
         if namespace == "aten" and name == "_grouped_mm":
             return fake_grouped_mm(*args, **(kwargs or {}))
+        if namespace == "aten" and name == "_local_scalar_dense" and args[0].dtype == torch.bool:
+            return True
         return func(*args, **(kwargs or {}))
 
 
@@ -192,13 +195,15 @@ def keep_sent_tensors(send: Any) -> Any:
 @contextmanager
 def patched_for_simulation() -> Iterator[None]:
     """Patches torch where it is wrong or slow on fake tensors: FSDP2's chunking and the lifetime of sent tensors.
-    DTensor takes fake tensors as a sign of compilation, and then does not cache its sharding propagation.
+    DTensor takes fake tensors as a sign of compilation, and then does not cache its sharding propagation; transformers
+    does too, and then builds masks that a real step does without.
     """
     tracing = "_are_we_tracing"
     names = [name for name in sys.modules if name.startswith("torch.distributed")]
     changes: list[tuple[str, str, Any]] = [
         ("torch.distributed.fsdp._fully_shard._fsdp_param", "_chunk_with_empty", LazyChunks),
         ("torch.distributed.pipelining.schedules", "_batch_p2p", keep_sent_tensors(schedules._batch_p2p)),
+        ("transformers.utils.import_utils", "is_fake_tensor", lambda _tensor: False),
         *((name, tracing, lambda: False) for name in names if tracing in vars(sys.modules[name])),
     ]
     patches = [(sys.modules[name], attribute, to) for name, attribute, to in changes if name in sys.modules]

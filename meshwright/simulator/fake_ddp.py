@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from meshwright.config import DDPConfig
 from meshwright.parallel.data_parallel.ddp import ReplicatedModel, bucket_message
+from meshwright.parallel.parallel_model import stateful_buffers
 from meshwright.parallel.world import World
 
 MIB = 1 << 20
@@ -58,12 +59,28 @@ class FakeDDP(ReplicatedModel):
     def __init__(self, module: nn.Module, config: DDPConfig, world: World) -> None:
         super().__init__(module, config, world)
         self.capacity, self.bucket_views = config.bucket_cap_mb * MIB, config.gradient_as_bucket_view
-        self.last_micro_step = True
+        self.last_micro_step = self.broadcasts = True
         self.ready_order: list[nn.Parameter] = []
         """the parameters in the order in which the first backward pass produces their gradients"""
         self.bucket_of: dict[int, FakeBucket] = {}
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(self.on_gradient)
+
+    @torch.no_grad()
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        if self.broadcasts:  # DDP broadcasts buffers in the first forward pass after an all-reduce
+            self.broadcast_flat_buffers()
+        self.broadcasts = self.last_micro_step
+        with torch.enable_grad():
+            return super().__call__(*inputs)
+
+    def broadcast_flat_buffers(self) -> None:
+        """Broadcasts all buffers of a dtype as one message, as DDP does."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in stateful_buffers(self.module):
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            dist.broadcast(torch.cat([buffer.flatten() for buffer in buffers]), 0)
 
     @contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:

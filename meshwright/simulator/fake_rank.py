@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.config import Batch, RunConfig
 from meshwright.data.loader import MicroBatch
 from meshwright.errors import ConfigError
 from meshwright.models.init import build_on_meta
+from meshwright.models.trace import copy_to_meta
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel.local_shard import LocalShard
 from meshwright.parallel.materialize import Materializer
@@ -33,6 +34,7 @@ from meshwright.telemetry.memory_tracker import UNINITIALIZED, MemoryTracker
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import PipelinePlacement
 from meshwright.torch_private import FakeTensors, clear_dtensor_cache, init_fake_process_group, patched_for_simulation
+from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.precision import Precision
 from meshwright.trainer.step import Step, StepContext, StepControl
 from meshwright.trainer.step_counters import count_step
@@ -47,6 +49,14 @@ class StepSize:
 
     blocks: tuple[int, ...]
     micro_steps: int
+
+
+@dataclass(frozen=True)
+class CustomStep:
+    """A user's model, and one micro-batch of its data, of which only shapes and dtypes are used."""
+
+    custom: CustomModel
+    micro_batch: MicroBatch
 
 
 class MemoryTimelineTracker(MemoryTracker):
@@ -105,16 +115,24 @@ def fake_world(rank: int, ranks: int) -> Iterator[World]:
 
 
 def run_second_step(
-    config: RunConfig, layout: Layout, batch: Batch, world: World, size: StepSize
+    config: RunConfig, layout: Layout, batch: Batch, world: World, size: StepSize, step: CustomStep | None = None
 ) -> tuple[SimulatedStep, InFlightTracker | None]:
-    """Runs two steps and traces the second, because the first one allocates what is allocated once per run."""
+    """Runs two steps and traces the second, because the first one allocates what is allocated once per run. `step` is
+    that of a user's model; by default the model of the config runs on sequences of tokens.
+    """
     fake_tensors = FakeTensors()
     clear_dtensor_cache()
     with warnings.catch_warnings(), patched_for_simulation():
         warnings.simplefilter("ignore")
-        model = parallelize_fake_model(config, layout, world, size, fake_tensors)
+        batch = replace(batch, accumulation=size.micro_steps)
+        if step is None:
+            model = parallelize_fake_model(config, layout, world, size, fake_tensors)
+            batches = token_batches(batch, config.data.sequence)
+        else:
+            model = parallelize_custom_model(config, layout, world, step.custom, fake_tensors)
+            batches = copies_of(step.micro_batch, batch.accumulation)
         with fake_tensors.active():
-            return trace_second_step(config, layout, replace(batch, accumulation=size.micro_steps), world, model)
+            return trace_second_step(config, layout, world, model, batches)
 
 
 def parallelize_fake_model(
@@ -130,6 +148,20 @@ def parallelize_fake_model(
     parallel_model = parallelize(model, config, layout, world, spec, skip_init, plan=plan, ddp=FakeDDP)
     route_uniformly(parallel_model.module)
     return parallel_model
+
+
+def parallelize_custom_model(
+    config: RunConfig, layout: Layout, world: World, custom: CustomModel, fake_tensors: FakeTensors
+) -> ParallelModel:
+    """Parallelizes a copy of a user's model and loss without their values."""
+    dtype = Precision(config.precision, world.device).weights
+    loss = copy_to_meta(custom.loss) if isinstance(custom.loss, nn.Module) else custom.loss
+    on_meta = replace(custom, module=copy_to_meta(custom.module), loss=loss)
+    objective = on_meta.build_objective(torch.device("meta"), dtype)
+    objective.checked = True  # a real run checks the values of its first batch
+    with fake_tensors.active():
+        Materializer(objective, None, world.device).allocate(objective)
+    return parallelize(objective, config, layout, world, on_meta.objective_spec(), ddp=FakeDDP)
 
 
 def skip_init(_shard: LocalShard, _name: str) -> None:
@@ -149,12 +181,11 @@ def shrink_stages(plan: StagePlan, size: StepSize) -> StagePlan:
 
 
 def trace_second_step(
-    config: RunConfig, layout: Layout, batch: Batch, world: World, model: ParallelModel
+    config: RunConfig, layout: Layout, world: World, model: ParallelModel, batches: Iterator[list[MicroBatch]]
 ) -> tuple[SimulatedStep, InFlightTracker | None]:
     optimizer = FakeOptimizer(model.parameters(), config.optimizer, layout, world, config.optimizer.cpu_offload)
     precision = Precision(config.precision, world.device)
     step = FakeStep(StepContext.for_rank(config, layout, world, model, optimizer, precision))
-    batches = micro_batches(batch, config.data.sequence)
     step.run(0, LR, batches)
     with count_step(model, optimizer, MemoryTimelineTracker) as counters:
         outcome = step.run(1, LR, batches, counters.enter)
@@ -163,7 +194,7 @@ def trace_second_step(
     return SimulatedStep(collectives, counters.memory.timeline), outcome.in_flight
 
 
-def micro_batches(batch: Batch, sequence: int) -> Iterator[list[MicroBatch]]:
+def token_batches(batch: Batch, sequence: int) -> Iterator[list[MicroBatch]]:
     """Yields the micro-batches of one step after the other."""
 
     def tokens() -> Tensor:
@@ -171,3 +202,12 @@ def micro_batches(batch: Batch, sequence: int) -> Iterator[list[MicroBatch]]:
 
     while True:
         yield [MicroBatch((tokens(), tokens()), batch.micro * sequence) for _ in range(batch.accumulation)]
+
+
+def copies_of(micro_batch: MicroBatch, accumulation: int) -> Iterator[list[MicroBatch]]:
+    """Yields the micro-batches of one step after the other, each with the shapes and dtypes of this one."""
+    while True:
+        yield [
+            replace(micro_batch, tensors=tuple(torch.zeros(t.shape, dtype=t.dtype) for t in micro_batch.tensors))
+            for _ in range(accumulation)
+        ]

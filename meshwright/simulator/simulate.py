@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from meshwright.config import Batch, RunConfig
-from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.data.loader import Loader, MicroBatch
+from meshwright.data.sample_lookup import build_stream
+from meshwright.data.source import ConcatenatedSource, Source
+from meshwright.errors import ConfigError, DataError, MeshwrightError
 from meshwright.parallel.parallel_model import InFlightTracker
+from meshwright.parallel.parallel_spec import find_blocks
 from meshwright.parallel.world import World
 from meshwright.planner.exact.activation_messages import data_dependent_axes
 from meshwright.simulator.extrapolation import (
@@ -19,7 +23,7 @@ from meshwright.simulator.extrapolation import (
     extrapolate,
     peaks,
 )
-from meshwright.simulator.fake_rank import CLASSES, StepSize, fake_world, run_second_step
+from meshwright.simulator.fake_rank import CLASSES, CustomStep, StepSize, fake_world, run_second_step
 from meshwright.simulator.result import RankResult, Simulation
 from meshwright.telemetry.comm_counter import CollectiveTotal
 from meshwright.telemetry.memory_classes import TENSOR_CLASSES
@@ -33,6 +37,7 @@ from meshwright.topology.schedule_timeline import peak_in_flight
 from meshwright.topology.schedules import SCHEDULES
 from meshwright.topology.unsupported import validate
 from meshwright.topology.unused_settings import unused_settings
+from meshwright.trainer.custom_model import CustomModel
 
 MIN_BLOCKS = 4
 """The first two blocks and the last two. With only one block between the first and the last, it may not be possible to
@@ -47,25 +52,49 @@ MAX_BLOCK_PASSES = 1 << 13
 """Limit of blocks times micro-steps of one simulated step: each pass takes some ten milliseconds."""
 
 
-def simulate(config: RunConfig, ranks: Sequence[int] | None = None) -> Simulation:
-    """Simulates a step on these ranks. The default is rank 0 and, with a pipeline, the first rank of the last stage."""
+def simulate(
+    config: RunConfig,
+    ranks: Sequence[int] | None = None,
+    custom: CustomModel | None = None,
+    sources: Sequence[Source] = (),
+) -> Simulation:
+    """Simulates a step on these ranks. The default is rank 0 and, with a pipeline, the first rank of the last stage.
+    `custom` replaces the model of the config; the shapes of its micro-batches are those of the first one of `sources`.
+    """
     start = time.monotonic()
     config = replace(config, compile=replace(config.compile, enabled=False))
-    layout, batch = validate(config)
+    layout, batch = validate(config, own_model=custom is not None)
     selected = select_ranks(ranks, layout)
-    results = [simulate_rank(config, layout, batch, rank) for rank in selected]
+    step = CustomStep(custom, first_micro_batch(config, batch, sources)) if custom is not None else None
+    results = [simulate_rank(config, layout, batch, rank, step) for rank in selected]
     orders = pipeline_orders(config, layout, batch)
     return Simulation(
         str(layout),
         layout.ranks,
         str(batch),
-        sum(shape.local_numel() for shape in decoder_parameter_shapes(config.model)),
+        count_parameters(config, custom),
         config.pipeline.schedule if layout.pipeline > 1 else "",
         [peak_in_flight(order) for order in orders],
         results,
-        [*assumptions(config, layout), *unused_settings(config)],
+        [*assumptions(config, layout, custom is not None), *unused_settings(config)],
         round(time.monotonic() - start, 3),
     )
+
+
+def first_micro_batch(config: RunConfig, batch: Batch, sources: Sequence[Source]) -> MicroBatch:
+    """The first micro-batch of a run. A sample that cannot be decoded is a DataError."""
+    stream = build_stream(config, list(sources))
+    micro_batch = Loader(ConcatenatedSource(list(sources)), stream, batch, 0, config.data).first()
+    if not micro_batch.tensors:
+        raise DataError(str(micro_batch.bad_samples[0]), "try to repair the sample")
+    return micro_batch
+
+
+def count_parameters(config: RunConfig, custom: CustomModel | None) -> int:
+    """The number of parameters of the full model; tied weights count once."""
+    if custom is None:
+        return sum(shape.local_numel() for shape in decoder_parameter_shapes(config.model))
+    return sum(parameter.numel() for module in custom.modules() for parameter in module.parameters())
 
 
 def select_ranks(ranks: Sequence[int] | None, layout: Layout) -> list[int]:
@@ -79,13 +108,18 @@ def select_ranks(ranks: Sequence[int] | None, layout: Layout) -> list[int]:
     return sorted(set(ranks))
 
 
-def simulate_rank(config: RunConfig, layout: Layout, batch: Batch, rank: int) -> RankResult:
+def simulate_rank(
+    config: RunConfig, layout: Layout, batch: Batch, rank: int, step: CustomStep | None = None
+) -> RankResult:
     start = time.monotonic()
     stages = {stage: len(blocks) for stage, blocks in pipeline_placement(config, layout, rank).stages.items()}
     blocks = plan_blocks(config, layout, list(stages.values()))
+    if step is not None:  # its blocks may differ, so all of them run
+        stages = count_blocks(step.custom)
+        blocks = Extrapolation(sum(stages.values()))
     micro_steps = plan_micro_steps(config, layout, batch)
     with fake_world(rank, layout.ranks) as world:
-        simulated = StepSimulator(config, layout, batch, world, list(stages.values()))
+        simulated = StepSimulator(config, layout, batch, world, list(stages.values()), step)
         try:
             require_few_passes(max(blocks.simulated_counts), max(micro_steps.simulated_counts), config)
             trace, extrapolated = simulated.extrapolate(blocks, micro_steps), describe(blocks, micro_steps)
@@ -108,6 +142,11 @@ def simulate_rank(config: RunConfig, layout: Layout, batch: Batch, rank: int) ->
     )
 
 
+def count_blocks(custom: CustomModel) -> dict[int, int]:
+    """The number of blocks of the only stage of a user's model; a model without a ParallelSpec counts as one block."""
+    return {0: len(find_blocks(custom.module, custom.spec)) if custom.spec is not None else 1}
+
+
 def require_few_passes(blocks: int, micro_steps: int, config: RunConfig) -> None:
     """Raises ConfigError if a step takes too long to simulate. Steps of a layout that shards are extrapolated from a
     few blocks and micro-steps; those of DDP and of GPipe are not.
@@ -123,8 +162,17 @@ def require_few_passes(blocks: int, micro_steps: int, config: RunConfig) -> None
 class StepSimulator:
     """Runs steps of one rank with fewer blocks and micro-steps, and extrapolates from them."""
 
-    def __init__(self, config: RunConfig, layout: Layout, batch: Batch, world: World, blocks: list[int]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: Layout,
+        batch: Batch,
+        world: World,
+        blocks: list[int],
+        step: CustomStep | None = None,
+    ) -> None:
         self.config, self.layout, self.batch, self.world, self.blocks = config, layout, batch, world, blocks
+        self.step = step
         self.in_flight: InFlightTracker | None = None
 
     def extrapolate(self, blocks: Extrapolation, micro_steps: Extrapolation) -> SimulatedStep:
@@ -138,7 +186,7 @@ class StepSimulator:
     def run(self, blocks: int, micro_steps: int, target_blocks: int) -> SimulatedStep:
         size = StepSize(tuple(count - (target_blocks - blocks) for count in self.blocks), micro_steps)
         try:
-            trace, self.in_flight = run_second_step(self.config, self.layout, self.batch, self.world, size)
+            trace, self.in_flight = run_second_step(self.config, self.layout, self.batch, self.world, size, self.step)
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:  # what torch raises for a bad layout
             raise as_config_error(self.layout, self.world.rank, error) from error
         return trace
@@ -208,11 +256,13 @@ def pipeline_orders(config: RunConfig, layout: Layout, batch: Batch) -> list[sch
     )
 
 
-def assumptions(config: RunConfig, layout: Layout) -> list[str]:
+def assumptions(config: RunConfig, layout: Layout, custom: bool = False) -> list[str]:
     """What the simulation assumes about this config, one line each."""
     lines = ["memory is that of CPU kernels; on a GPU, FSDP2 prefetches fsdp.prefetch more units and kernels differ"]
     if uses_ddp(layout):
         lines.append("DDP needs real memory, so its buckets are filled and all-reduced by a reimplementation")
+    if custom:
+        return [*lines, "all micro-batches have the shapes of the first one"]
     if config.model.experts:
         lines.append("tokens are routed uniformly over experts")
     lines += [f"{axis}: {reason}" for axis, reason in data_dependent_axes(config, layout).items()]
