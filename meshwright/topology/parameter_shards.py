@@ -14,7 +14,7 @@ from meshwright.config import RunConfig
 from meshwright.topology.layout import Layout, stages_per_rank
 from meshwright.topology.parameter_shapes import ParameterShape, decoder_parameter_shapes, padded_numel, shard_numel
 from meshwright.topology.schedules import stages_on_rank
-from meshwright.topology.stage_partition import partition_blocks
+from meshwright.topology.stage_partition import model_costs, partition_blocks
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,16 @@ class PipelinePlacement:
         return sum(map(len, self.stages.values()))
 
 
-def pipeline_placement(config: RunConfig, layout: Layout, rank: int) -> PipelinePlacement:
+def pipeline_placement(
+    config: RunConfig, layout: Layout, rank: int, block_costs: tuple[float, ...] | None = None
+) -> PipelinePlacement:
+    """The stages of a rank. `block_costs` has the cost of every block of a model; None is the configured model."""
+    if block_costs is None:
+        block_costs = model_costs(config.model, config.data.sequence)
     if layout.pipeline == 1:
-        return PipelinePlacement({0: range(config.model.layers)}, 1)
+        return PipelinePlacement({0: range(len(block_costs))}, 1)
     per_rank = stages_per_rank(config)
-    stages = partition_blocks(config.model, config.data.sequence, layout.pipeline * per_rank)
+    stages = partition_blocks(block_costs, layout.pipeline * per_rank)
     pipeline_rank = layout.coordinates(rank)["pipeline"]
     local = stages_on_rank(config.pipeline.schedule, layout.pipeline, pipeline_rank, per_rank)
     return PipelinePlacement({stage: stages[stage] for stage in local}, len(stages))

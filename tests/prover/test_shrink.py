@@ -19,7 +19,7 @@ from meshwright.topology.layout import Layout, stages_per_rank
 from meshwright.topology.parameter_shapes import decoder_parameter_shapes
 from meshwright.topology.parameter_shards import uses_ddp
 from meshwright.topology.schedules import find_schedule
-from meshwright.topology.stage_partition import partition_blocks
+from meshwright.topology.stage_partition import model_costs, partition_blocks
 from meshwright.topology.unsupported import validate
 from tests.hybrid_layouts import HYBRIDS, balanced_config
 from tests.prover.valid_configs import valid_configs
@@ -126,7 +126,9 @@ def check_variation(config, runs):
         if not config.ddp.static_graph and not schedule.even_rounds and layout.pipeline == 1:
             assert accumulation == (1 if user_accumulation(config) == 3 else 3)
         if layout.pipeline > 1:
-            stages = partition_blocks(model, run.config.data.sequence, layout.pipeline * stages_per_rank(config))
+            stages = partition_blocks(
+                model_costs(model, run.config.data.sequence), layout.pipeline * stages_per_rank(config)
+            )
             assert len({len(blocks) for blocks in stages}) > 1
 
 

@@ -20,7 +20,7 @@ from meshwright.config import ModelConfig
 from meshwright.planner.workload.architecture import Architecture
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology import schedules
-from meshwright.topology.stage_partition import partition_blocks
+from meshwright.topology.stage_partition import model_costs, partition_blocks
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def divide_layers(
     model: Architecture, stages: int, config: ModelConfig | None, sequence: int
 ) -> tuple[StageLayers, ...]:
     even = partition_evenly(model.layers, stages)
-    ranges = even if config is None else partition_blocks(config, sequence, stages)
+    ranges = even if config is None else partition_blocks(model_costs(config, sequence), stages)
     divided = []
     for index, layers in enumerate(ranges):
         moe_layers = len([layer for layer in layers if model.is_moe_layer(layer)])
