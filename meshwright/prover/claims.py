@@ -23,6 +23,7 @@ from meshwright.recover.supervisor import RunningRanks, supervise
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import stages_per_rank
 from meshwright.topology.unsupported import validate
+from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.loop import Job
 from meshwright.trainer.step import TrainingObserver
 
@@ -76,11 +77,17 @@ def count_devices(_world: World) -> int:
     return torch.cuda.device_count()
 
 
-def proof_job(config: RunConfig, sources: list[Source], folder: RunFolder, observer: TrainingObserver) -> Job:
+def proof_job(
+    config: RunConfig,
+    sources: list[Source],
+    folder: RunFolder,
+    observer: TrainingObserver,
+    custom: CustomModel | None = None,
+) -> Job:
     """The job of a proof run: that of `meshwright train`, with small blocks and an observer."""
-    layout, batch = validate(config)
+    layout, batch = validate(config, own_model=custom is not None)
     require_compiler(config)
-    return Job(config, batch, layout, sources, folder, block_sizes=SMALL_BLOCKS, observer=observer)
+    return Job(config, batch, layout, sources, folder, custom=custom, block_sizes=SMALL_BLOCKS, observer=observer)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from meshwright.config import RunConfig, fingerprint, identity, placement
+from meshwright.data.file_sources import open_sources
+from meshwright.data.source import Source
 from meshwright.errors import MeshwrightError, RestartsExhausted
 from meshwright.io import output_file, write_json
 from meshwright.prover.claims import Claim, cuda_devices
+from meshwright.prover.custom.proof import CustomProof
+from meshwright.prover.custom.subject import Subject
 from meshwright.prover.initialization import check_initialization
 from meshwright.prover.optimizer_updates import check_optimizer
 from meshwright.prover.recovery import check_recovery
@@ -34,6 +38,7 @@ from meshwright.prover.training import check_training
 from meshwright.recover.failures import RanksFailed
 from meshwright.topology.unsupported import validate
 from meshwright.topology.unused_settings import unused_settings
+from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.identity import code_fingerprint
 from meshwright.version import __version__
 
@@ -77,9 +82,11 @@ class CheckResult:
     """What the claim leaves open."""
 
 
-def run_checks(config: RunConfig, full: bool = False) -> Iterator[CheckResult]:
+def run_checks(
+    config: RunConfig, full: bool = False, checks: Mapping[str, Check] | None = None
+) -> Iterator[CheckResult]:
     """Runs the checks one after the other. A signal ends them: it says nothing about the contracts."""
-    for name, check in CHECKS.items():
+    for name, check in (checks or CHECKS).items():
         start = time.monotonic()
         try:
             for claim in check(config, full):
@@ -104,16 +111,31 @@ def unfinished(check: str, problem: str, start: float) -> CheckResult:
 
 
 def certify(
-    config: RunConfig, on_result: Callable[[CheckResult], None] | None = None, full: bool = False
+    config: RunConfig,
+    on_result: Callable[[CheckResult], None] | None = None,
+    full: bool = False,
+    *,
+    custom: CustomModel | None = None,
+    sources: list[Source] | None = None,
 ) -> dict[str, Any]:
-    """Runs every check on this machine, passes each result to `on_result`, and returns the certificate."""
+    """Runs every check on this machine, passes each result to `on_result`, and returns the certificate. With `custom`,
+    the user's own model is proven as it is; `sources` are its data, by default those of the config.
+    """
     torch.set_num_threads(config.launch.threads)
+    checks, proof = CHECKS, None
+    if custom is not None:
+        opened = sources or open_sources(config.data, config.model.vocab, config.model.separator)
+        proof = CustomProof(config, Subject(custom, opened))
+        checks = proof.checks()
     results = []
-    for result in run_checks(config, full):
+    for result in run_checks(config, full, checks):
         results.append(result)
         if on_result is not None:
             on_result(result)
-    return build_certificate(config, results, full)
+    if proof is not None:
+        return build_certificate(config, results, proof.not_proven(), proof.describe())
+    devices = cuda_devices(config.launch)
+    return build_certificate(config, results, not_proven(config, proof_runs(config, full, devices), devices))
 
 
 def expected_duration(config: RunConfig, full: bool) -> str:
@@ -162,15 +184,18 @@ def prove(config: RunConfig, out: Path, as_json: bool = False, full: bool = Fals
     return bool(certificate["passed"])
 
 
-def build_certificate(config: RunConfig, results: list[CheckResult], full: bool = False) -> dict[str, Any]:
-    """The certificate: what was checked at what size, what was not, of which code and config, on which machine, and a
-    digest of all of it.
+def build_certificate(
+    config: RunConfig, results: list[CheckResult], left_open: list[str], model: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The certificate: what was checked at what size, what was not, of which code, model and config, on which machine,
+    and a digest of all of it. `model` describes a custom model.
     """
     certificate: dict[str, Any] = {
         "meshwright": __version__,
         "code": code_fingerprint(),
         "identity": fingerprint(identity(config)),
         "placement": fingerprint(placement(config)),
+        "model": model or {"class": "built-in"},
         "machine": {
             "system": platform.platform(),
             "cores": os.cpu_count(),
@@ -181,10 +206,7 @@ def build_certificate(config: RunConfig, results: list[CheckResult], full: bool 
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "passed": bool(results) and all(result.passed for result in results),
         "checks": [asdict(result) for result in results],
-        "not_proven": [
-            *not_proven(config, proof_runs(config, full, devices := cuda_devices(config.launch)), devices),
-            *(text for result in results for text in result.not_proven),
-        ],
+        "not_proven": [*left_open, *(text for result in results for text in result.not_proven)],
         "notes": unused_settings(config),
     }
     certificate["digest"] = hashlib.sha256(json.dumps(certificate, sort_keys=True).encode()).hexdigest()

@@ -15,12 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshwright.config import IGNORE_INDEX, RunConfig
+from meshwright.config import RunConfig
 from meshwright.data.source import ConcatenatedSource, Source
 from meshwright.parallel.world import World
 from meshwright.prover.compare.discrepancy import compare_traces
 from meshwright.prover.compare.noise import Tolerances
 from meshwright.prover.oracle.optimizer import Moments, ReferenceLossScale, ReferenceState
+from meshwright.prover.oracle.steps import TrainedModel
 from meshwright.prover.oracle.training import Compression, Passes, ReferenceModel, train
 from meshwright.prover.trace import StepTrace, Trace
 from meshwright.prover.tracer import AssembledTrace
@@ -29,7 +30,7 @@ from meshwright.topology.parameter_shards import uses_fsdp
 
 NOISE_SEEDS = 3
 """How often the rounding noise of a low precision is measured; float64 needs one measurement."""
-JITTER = {"fp32": 2.0**-24, "bf16": 2.0**-12, "fp16": 2.0**-15}
+JITTER = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-12, "fp16": 2.0**-15}
 """Relative change of the parameters that makes one measurement round differently from another; it is far below the
 rounding of the precision."""
 
@@ -54,6 +55,11 @@ class ReferenceTask:
     def follows_run(self) -> bool:
         """Whether each step is computed from the state of the run."""
         return self.config.precision.compute != "fp64"
+
+    @property
+    def noise_precision(self) -> str:
+        """The lowest precision that the run computes in."""
+        return self.config.precision.compute
 
     def train(self, config: RunConfig | None = None, steps: range | None = None, **options: Any) -> Trace:
         source = ConcatenatedSource(self.sources)
@@ -115,8 +121,8 @@ class ReferenceTask:
         compared = Trace(exact.initial, [s for s in exact.steps if s.step in finite], exact.evaluations)
         compared_states = [before for before, s in zip(states, exact.steps, strict=True) if s.step in finite]
         noise = [compare_traces(compared, trace, compared_states) for trace in rounded]
-        precision, experts = self.config.precision.compute, bool(self.config.model.experts)
-        return exact, Tolerances.from_noise(precision, noise, common=experts), states
+        experts = bool(self.config.model.experts)
+        return exact, Tolerances.from_noise(self.noise_precision, noise, common=experts), states
 
     def one_step(self, state: ReferenceState, step: StepTrace, **options: Any) -> Trace:
         return self.train(steps=range(step.step, step.step + 1), start=state, **options)
@@ -124,7 +130,7 @@ class ReferenceTask:
     def jitter(self, state: ReferenceState, seed: int) -> ReferenceState:
         """The state with parameters that differ by less than rounding."""
         generator = torch.Generator().manual_seed(seed)
-        size = JITTER[self.config.precision.compute]
+        size = JITTER[self.noise_precision]
         parameters = {
             name: value * (1 + size * torch.randn(value.shape, generator=generator, dtype=torch.float64))
             if not name.endswith("router.bias")
@@ -138,6 +144,10 @@ class ReferenceTask:
         if isfinite(step.grad_norm) or step.step in self.nonfinite_steps or self.config.precision.compute != "fp16":
             return False
         return not isfinite(self.one_step(state, step, **self.rounding()).steps[0].grad_norm)
+
+    def model_of_samples(self, samples: int) -> TrainedModel:
+        """The model in float64, which computes this number of samples at a time."""
+        return ReferenceModel(self.config, None, Passes(samples))
 
     def stale_loss(self) -> float:
         """The loss of step 1 if step 0 updates nothing."""
@@ -198,14 +208,15 @@ def fit_sample_weights(
     """
     cells = task.replicas * accumulation
     micro = len(step.inputs) // cells
-    model = ReferenceModel(task.config, None, Passes(micro))
+    model = task.model_of_samples(micro)
     parameters = {name: value.double() for name, value in before.items()}
-    valid = max(1, int((step.labels != IGNORE_INDEX).sum()))
-    columns = []
-    for tokens, labels in zip(step.inputs.split(micro), step.labels.split(micro), strict=True):
-        _, gradients, _ = model.gradient(parameters, tokens.long(), labels.long(), 1.0)
-        share = int((labels != IGNORE_INDEX).sum()) / valid
-        columns.append(share * torch.cat([gradients[name].flatten() for name in names]))
+    batch = (step.inputs, *step.other_inputs, step.labels)
+    valid, columns = max(1, model.count_valid(batch)), []
+    for part in zip(*(column.split(micro) for column in batch), strict=True):
+        _, gradients, _ = model.gradient(parameters, part, 1.0, step.step)
+        share = model.count_valid(part) / valid
+        zeros = {name: torch.zeros_like(parameters[name]) for name in names}
+        columns.append(share * torch.cat([(zeros | gradients)[name].flatten() for name in names]))
     parts, found = torch.stack(columns, 1), torch.cat([step.gradients[name].double().flatten() for name in names])
     if not parts.isfinite().all() or not found.isfinite().all():
         return torch.full((task.replicas, accumulation), float("nan")), float("inf")

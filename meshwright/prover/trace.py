@@ -30,6 +30,8 @@ class StepTrace:
     """the optimizer state after the update; empty if it is not known"""
     loss_scale: float = 1.0
     """the loss scale of the step"""
+    other_inputs: list[Tensor] = field(default_factory=list)
+    """what a custom model reads between its first input and its labels"""
 
 
 @dataclass

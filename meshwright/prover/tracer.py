@@ -247,6 +247,7 @@ def assemble(ranks: list[RankTrace], layout: Layout) -> AssembledTrace:
                 combine("update", first.step, {r: record.parameters for r, record in records.items()}),
                 moments[-1],
                 first.loss_scale,
+                inputs[1:-1],
             )
         )
     contradictions += [

@@ -129,7 +129,7 @@ def prepare(config: RunConfig, run: ProofRun, folder: Path) -> TracedRun:
     proof = run.config
     sources = open_proof_sources(config, proof, run.masked_labels)
     job = proof_job(proof, sources, RunFolder(folder), Tracer(folder))
-    skips = run.masked_labels or proof.precision.compute == "fp16"
+    skips = run.nonfinite or proof.precision.compute == "fp16"
     nonfinite_steps = frozenset({NONFINITE_STEP} if skips and proof.steps > NONFINITE_STEP + 1 else ())
     pass_samples = job.batch.micro if proof.model.capacity_factor else None
     task = ReferenceTask(proof, sources, nonfinite_steps, pass_samples, job.batch.replicas, run.first_step)
@@ -152,11 +152,11 @@ def check_resume(traced: TracedRun, first: TracedRun, outcome: Outcome, referenc
     """
     assert traced.run.resume_layout is not None
     folder = traced.job.folder
-    job = proof_job(traced.run.resume_layout, first.job.sources, folder, Tracer(folder.root))
+    job = proof_job(traced.run.resume_layout, first.job.sources, folder, Tracer(folder.root), first.job.custom)
     resumed = replace(traced, job=job)
     claim = (
         f"{traced.run.name}: a run on {first.job.layout}{describe_settings(first.job.config)} continues on "
-        f"{resumed.job.layout}{describe_settings(resumed.job.config)}, {first.job.config.model.layers} blocks: the "
+        f"{resumed.job.layout}{describe_settings(resumed.job.config)}, {describe_model(first.job)}: the "
         "restored state is bitwise the same, and the following steps equal the reference"
     )
     changes = (*traced.run.changes, *layout_changes(first.job.config, resumed.job.config))
@@ -175,11 +175,22 @@ def check_resume(traced: TracedRun, first: TracedRun, outcome: Outcome, referenc
         if found is None or not torch.equal(found, right):
             rank = continued.owner(name, ())
             return Claim(claim, False, f"rank {rank}: {name} is not restored as it was after {done} steps", changes)
+    if traced.task.follows_run:
+        launch = replace(job.config.launch, device="cpu")
+        [[reference]] = run_ranks(compute_references, 1, [traced.task], [continued], launch=launch, timeout=MAX_SECONDS)
+        passed, text = describe_comparison(resumed, continued, with_initial(reference, before))
+        return Claim(claim, passed, f"from step {done}: {text}", changes)
     exact, tolerances, _ = reference
     evaluations = [evaluation for evaluation in exact.evaluations if evaluation[0] >= done]
     expected = Trace(before, exact.steps[done:], evaluations, exact.moments)
     passed, text = describe_comparison(resumed, continued, (expected, tolerances, None))
     return Claim(claim, passed, f"from step {done}: {text}", changes)
+
+
+def with_initial(reference: Reference, initial: dict[str, Tensor]) -> Reference:
+    """The reference of a run that starts with other parameters."""
+    exact, tolerances, states = reference
+    return replace(exact, initial=initial), tolerances, states
 
 
 def keep_first_checkpoint(folder: RunFolder) -> int:
@@ -194,11 +205,11 @@ def compare_with_reference(
     traced: TracedRun, outcome: Outcome, measured: AssembledTrace | None, reference: Reference | None
 ) -> Claim:
     """The claim that a run equals the reference."""
-    run, job, batch = traced.run, traced.job, traced.job.batch
-    model = job.config.model
-    settings = [f"{model.layers} blocks", f"{batch.accumulation} micro-batches per step"]
-    settings += ["tied weights"] if model.tie else []
-    settings += ["packed documents"] if model.separator is not None else []
+    run, job = traced.run, traced.job
+    settings = [describe_model(job), f"{job.batch.accumulation} micro-batches per step"]
+    if job.custom is None:
+        settings += ["tied weights"] if job.config.model.tie else []
+        settings += ["packed documents"] if job.config.model.separator is not None else []
     claim = (
         f"{run.name}: {job.layout}{describe_settings(job.config)}, {', '.join(settings)}: steps {job.first_step} to "
         f"{job.config.steps - 1} of the training loop equal the reference ({job.config.precision.compute})"
@@ -208,6 +219,13 @@ def compare_with_reference(
     assert reference is not None
     passed, text = describe_comparison(traced, outcome, reference)
     return Claim(claim, passed, text, run.changes, hidden_quantities(run.name, reference))
+
+
+def describe_model(job: Job) -> str:
+    """The class of a custom model; the number of blocks of the built-in one."""
+    if job.custom is not None:
+        return type(job.custom.module).__qualname__
+    return f"{job.config.model.layers} blocks"
 
 
 def hidden_quantities(name: str, reference: Reference) -> tuple[str, ...]:

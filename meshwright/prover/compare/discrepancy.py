@@ -130,6 +130,9 @@ def compare_step(
 ) -> Iterator[Difference]:
     number = right.step
     yield compare_tensors(Quantity("inputs", number, "tokens"), right.inputs, step.inputs)
+    for index, other in enumerate(right.other_inputs):
+        found = step.other_inputs[index] if index < len(step.other_inputs) else None
+        yield compare_tensors(Quantity("inputs", number, f"input {index + 1}"), other, found)
     yield compare_tensors(Quantity("inputs", number, "labels"), right.labels, step.labels)
     yield compare_numbers(Quantity("tokens", number), right.tokens, step.tokens)
     yield compare_numbers(Quantity("loss", number), right.loss, step.loss)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright.config import IGNORE_INDEX, RunConfig
@@ -17,21 +13,9 @@ from meshwright.errors import ConfigError
 from meshwright.prover.oracle.decoder import LONG_SEQUENCE, Parameters, ReferenceDecoder
 from meshwright.prover.oracle.equivalent_model import equivalent_parameters
 from meshwright.prover.oracle.initial_values import initial_values
-from meshwright.prover.oracle.optimizer import (
-    Moments,
-    ReferenceLossScale,
-    ReferenceState,
-    adamw,
-    clip_factor,
-    global_norm,
-    learning_rate,
-    router_bias,
-)
-from meshwright.prover.oracle.sampler import Sampler
-from meshwright.prover.trace import StepTrace, Trace
-
-Read = Callable[[int], tuple[NDArray[Any], NDArray[Any]]]
-"""sample id -> (tokens, labels)"""
+from meshwright.prover.oracle.optimizer import ReferenceState
+from meshwright.prover.oracle.steps import Batch, Read, train_steps
+from meshwright.prover.trace import Trace
 
 ELEMENTS_PER_PASS = 1 << 25
 """Activations that a forward pass keeps, at most; a pass has at least one sample."""
@@ -87,64 +71,19 @@ def train(
             "model.capacity_factor drops tokens per forward pass, and the samples of a pass are not known",
             "expected pass_samples",
         )
-    sampler = Sampler.from_config(config, lengths)
     per_pass = pass_samples if pass_samples and config.model.capacity_factor else samples_per_pass(config)
     model = ReferenceModel(config, autocast, Passes(per_pass, replicas, permute), low_precision_units)
     model.compression = compression
-    state = start or ReferenceState(initial_values(config))
-    state = replace(
-        state,
-        parameters={name: value.detach().to(dtype) for name, value in state.parameters.items()},
-        loss_scale=state.loss_scale or ReferenceLossScale.from_config(config.precision),
+    return train_steps(
+        config,
+        model,
+        start or ReferenceState(initial_values(config)),
+        read,
+        lengths,
+        steps=steps,
+        dtype=dtype,
+        nonfinite_steps=nonfinite_steps,
     )
-    trace = Trace(dict(state.parameters))
-    held_out = sampler.evaluated(config.eval.samples) if config.eval.every else []
-    for step in steps:
-        record, state = run_step(
-            config, model, state, step, read_all(read, sampler.step(step)), step in nonfinite_steps
-        )
-        trace.steps.append(record)
-        if held_out and ((step + 1) % config.eval.every == 0 or step + 1 == config.steps):
-            trace.evaluations.append((step, *model.evaluate(state.parameters, *read_all(read, held_out))))
-    for name, moments in state.moments.items():
-        updates = torch.tensor(float(moments.updates))
-        trace.moments |= {
-            f"{name}/exp_avg": moments.first,
-            f"{name}/exp_avg_sq": moments.second,
-            f"{name}/step": updates,
-        }
-    return trace
-
-
-def run_step(
-    config: RunConfig,
-    model: ReferenceModel,
-    state: ReferenceState,
-    step: int,
-    batch: tuple[Tensor, Tensor],
-    nonfinite: bool,
-) -> tuple[StepTrace, ReferenceState]:
-    """One optimizer step. A step whose loss or gradient is not finite changes nothing but the loss scale."""
-    assert state.loss_scale is not None
-    scale, parameters = state.loss_scale.scale, state.parameters
-    loss, gradients, loads = model.gradient(parameters, *batch, scale)
-    if nonfinite:
-        loss, gradients = math.nan, {name: gradient * math.nan for name, gradient in gradients.items()}
-    norm = global_norm(gradients)
-    finite = math.isfinite(norm) and math.isfinite(loss)
-    lr = learning_rate(step, config.steps, config.optimizer.lr, config.schedule)
-    updated, moments = dict(parameters), dict(state.moments)
-    if finite:
-        factor = clip_factor(norm, config.optimizer.clip)
-        for name, gradient in gradients.items():
-            zeros = torch.zeros_like(gradient)
-            before = moments.get(name) or Moments(zeros, zeros)
-            updated[name], moments[name] = adamw(parameters[name], gradient * factor, before, lr, config.optimizer)
-        for name, load in loads.items():
-            updated[name] = router_bias(parameters[name], load, config.model.router_bias_rate)
-    tokens = int((batch[1] != IGNORE_INDEX).sum())
-    record = StepTrace(step, loss, norm, lr, tokens, *batch, gradients, dict(updated))
-    return record, ReferenceState(updated, moments, state.loss_scale.after(finite))
 
 
 class ReferenceModel:
@@ -159,13 +98,14 @@ class ReferenceModel:
         self.compression = Compression()
 
     def gradient(
-        self, parameters: Parameters, tokens: Tensor, labels: Tensor, scale: float
+        self, parameters: Parameters, batch: Batch, scale: float, _step: int = 0, /
     ) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
         """(loss, gradient of every parameter, load of every router). The loss is the sum of the token losses divided by
         the number of valid tokens. The gradient also has the balance loss, whose mean over sequences is multiplied by
         `router_aux_loss`. `scale` is the loss scale, which the gradient no longer has.
         """
-        valid = max(1, int((labels != IGNORE_INDEX).sum()))
+        tokens, labels = (column.long() for column in batch)
+        valid = max(1, self.count_valid(batch))
         gradients: dict[str, Tensor] = {}
         total, loads = 0.0, dict[str, Tensor]()
         for rank in torch.arange(len(tokens)).chunk(self.compression.ranks):
@@ -196,13 +136,17 @@ class ReferenceModel:
         return float(mean.detach()), dict(zip(leaves, parts, strict=True)), result.loads
 
     @torch.no_grad()
-    def evaluate(self, parameters: Parameters, tokens: Tensor, labels: Tensor) -> tuple[float, int]:
+    def evaluate(self, parameters: Parameters, batch: Batch) -> tuple[float, int]:
         """(loss, number of valid tokens) of held-out samples."""
+        tokens, labels = (column.long() for column in batch)
         used, total = self.as_used(parameters), 0.0
         for samples in self.evaluation_passes(len(tokens)):
             total += float(self.decoder.forward(used, tokens[samples], labels[samples]).token_losses.double().sum())
-        valid = int((labels != IGNORE_INDEX).sum())
+        valid = self.count_valid(batch)
         return total / max(1, valid), valid
+
+    def count_valid(self, batch: Batch) -> int:
+        return int((batch[1] != IGNORE_INDEX).sum())
 
     def training_passes(self, samples: int) -> Iterator[Tensor]:
         """The sample indices of each forward pass: consecutive slices of the global batch."""
@@ -240,9 +184,3 @@ def samples_per_pass(config: RunConfig) -> int:
     scores = 3 * model.heads * min(sequence, LONG_SEQUENCE)
     per_token = 4 * model.vocab + model.layers * (16 * model.width + 5 * experts * model.ffn + scores)
     return max(1, ELEMENTS_PER_PASS // (sequence * per_token))
-
-
-def read_all(read: Read, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(tokens, labels), each (samples, sequence)."""
-    tokens, labels = zip(*(read(sample) for sample in ids), strict=True)
-    return tuple(torch.from_numpy(np.stack(column).astype(np.int64)) for column in (tokens, labels))  # type: ignore[return-value]

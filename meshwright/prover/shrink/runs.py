@@ -72,6 +72,8 @@ class ProofRun:
     """whether the labels of each sample are masked after a random length, so that ranks have different numbers of valid
     tokens
     """
+    nonfinite: bool = False
+    """whether the loss of a step is made NaN, so that its update is skipped"""
     first_step: int = 0
     """the first step that runs"""
 
@@ -98,7 +100,7 @@ def proof_runs(config: RunConfig, full: bool = False, devices: int = 0) -> list[
         on_device = [for_device(config, layout, full) for layout in small_layouts(config.layout, devices)]
         runs = named_runs(config, "as configured", on_cpu) + named_runs(config, "on the device", on_device)
         runs += named_runs(config, "float64", float64)
-    runs += named_runs(config, "variation", variations(config), masked_labels=True)
+    runs += named_runs(config, "variation", variations(config), masked_labels=True, nonfinite=True)
     runs += last_steps(config)
     if config.data.sequence > configured[0].data.sequence:
         long_sequence = at_full_length(config, full)
@@ -108,7 +110,7 @@ def proof_runs(config: RunConfig, full: bool = False, devices: int = 0) -> list[
 
 
 def named_runs(
-    config: RunConfig, name: str, proofs: Iterable[RunConfig], masked_labels: bool = False
+    config: RunConfig, name: str, proofs: Iterable[RunConfig], masked_labels: bool = False, nonfinite: bool = False
 ) -> list[ProofRun]:
     """The first run has the name, the others the name and their layout."""
     return [
@@ -117,6 +119,7 @@ def named_runs(
             proof,
             changes(config, proof),
             masked_labels=masked_labels,
+            nonfinite=nonfinite,
         )
         for index, proof in enumerate(proofs)
     ]
@@ -263,7 +266,7 @@ def resumed_on_another_layout(config: RunConfig, proof: RunConfig) -> list[Proof
     return []
 
 
-def place(config: RunConfig, layout_config: LayoutConfig) -> RunConfig | None:
+def place(config: RunConfig, layout_config: LayoutConfig, own_model: bool = False) -> RunConfig | None:
     """The same run on another layout, in as few micro-batches as possible; None if the layout does not support it."""
     layout = Layout.from_config(layout_config)
     local, remainder = divmod(config.batch.global_, layout.data_degree)
@@ -277,14 +280,14 @@ def place(config: RunConfig, layout_config: LayoutConfig) -> RunConfig | None:
             fsdp=fit_reshard_degree(config.fsdp, layout),
             ddp=replace(config.ddp, static_graph=False),
         )
-        if is_valid(resumed):
+        if is_valid(resumed, own_model):
             return resumed
     return None
 
 
-def is_valid(config: RunConfig) -> bool:
+def is_valid(config: RunConfig, own_model: bool = False) -> bool:
     try:
-        validate(config)
+        validate(config, own_model)
     except ConfigError:
         return False
     return True

@@ -1,0 +1,103 @@
+"""The reference of a run of a custom model: every step computed by the plain module from the state before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshwright.config import RunConfig
+from meshwright.data.source import ConcatenatedSource
+from meshwright.prover.custom.model_facts import ModelFacts
+from meshwright.prover.oracle.optimizer import ReferenceState
+from meshwright.prover.oracle.plain_model import Passes, PlainModel
+from meshwright.prover.oracle.steps import TrainedModel, train_steps
+from meshwright.prover.reference import ReferenceTask
+from meshwright.prover.trace import Trace
+from meshwright.topology.layout import Layout
+from meshwright.topology.parameter_shards import uses_fsdp
+from meshwright.trainer.custom_model import CustomModel
+
+
+@dataclass(frozen=True)
+class CustomReferenceTask(ReferenceTask):
+    """A proof run of a custom model. The module belongs to the process that computes the reference."""
+
+    custom: CustomModel = field(kw_only=True)
+    facts: ModelFacts = field(kw_only=True)
+    accumulation: int = 1
+    """micro-batches per step"""
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    """the buffers after the last exact step; empty before the first"""
+
+    @property
+    def follows_run(self) -> bool:
+        return True
+
+    @property
+    def noise_precision(self) -> str:
+        """The lowest precision that the run computes in: the configured one, or a lower one inside the module."""
+        compute: str = self.config.precision.compute
+        return self.facts.inner_precision if compute in ("fp64", "fp32") else compute
+
+    def train(
+        self,
+        config: RunConfig | None = None,
+        steps: range | None = None,
+        *,
+        start: ReferenceState | None = None,
+        permute: bool | None = None,
+        dtype: torch.dtype | None = None,
+        autocast: torch.dtype | None = None,
+        low_precision_units: bool = False,
+        nonfinite_steps: frozenset[int] | None = None,
+        **_options: Any,
+    ) -> Trace:
+        """Trains the plain module. `permute` is None for the exact values, of which the buffers are kept."""
+        config, source = config or self.config, ConcatenatedSource(self.sources)
+
+        def read(sample: int) -> tuple[NDArray[Any], ...]:
+            return source[sample]
+
+        exact = self.facts.exact_dtype
+        model_dtype = autocast if low_precision_units and autocast is not None else dtype or exact
+        passes = Passes(self.facts.divided, self.replicas, self.accumulation, bool(permute))
+        model = PlainModel(
+            self.custom.module,
+            self.custom.loss,
+            passes,
+            config.seed,
+            model_dtype,
+            None if low_precision_units else autocast,
+        )
+        model.load(self.buffers)
+        trace = train_steps(
+            config,
+            model,
+            start or ReferenceState({name: p.detach().clone() for name, p in model.parameters().items()}),
+            read,
+            [len(part) for part in self.sources],
+            steps=range(self.first_step, config.steps) if steps is None else steps,
+            dtype=dtype or exact,
+            nonfinite_steps=self.nonfinite_steps if nonfinite_steps is None else nonfinite_steps,
+        )
+        if permute is None:
+            self.buffers.update({name: buffer.detach().clone() for name, buffer in model.buffers().items()})
+        return trace
+
+    def rounding(self) -> dict[str, Any]:
+        compute = self.config.precision.compute
+        if compute == "fp64":
+            return {}
+        options: dict[str, Any] = {"dtype": torch.float32}
+        if compute == "fp32":
+            return options
+        low = torch.bfloat16 if compute == "bf16" else torch.float16
+        sharded = uses_fsdp(Layout.from_config(self.config.layout))
+        return options | {"autocast": low, "low_precision_units": sharded}
+
+    def model_of_samples(self, samples: int) -> TrainedModel:  # noqa: ARG002
+        return PlainModel(self.custom.module, self.custom.loss, Passes(), self.config.seed, torch.float64)

@@ -1,0 +1,37 @@
+"""What is proven when a user brings the model: the model, its loss and its data, which a proof leaves as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.data.source import Source
+from meshwright.trainer.custom_model import CustomModel
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A user's model and data."""
+
+    custom: CustomModel
+    sources: list[Source]
+
+    @property
+    def name(self) -> str:
+        """The class of the model."""
+        return type(self.custom.module).__qualname__
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Restores the weights afterwards: a run that ends writes the trained ones into the user's modules."""
+        tensors = [t for part in self.custom.modules() for t in (*part.parameters(), *part.buffers())]
+        values = [tensor.detach().clone() for tensor in tensors]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(tensors, values, strict=True):
+                    tensor.copy_(value)

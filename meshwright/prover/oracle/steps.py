@@ -1,0 +1,130 @@
+"""The steps of a training run by their definition, for any model that gives a loss and its gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshwright.config import RunConfig
+from meshwright.prover.oracle.optimizer import (
+    Moments,
+    ReferenceLossScale,
+    ReferenceState,
+    adamw,
+    clip_factor,
+    global_norm,
+    learning_rate,
+    router_bias,
+)
+from meshwright.prover.oracle.sampler import Sampler
+from meshwright.prover.trace import StepTrace, Trace
+
+Read = Callable[[int], tuple[NDArray[Any], ...]]
+"""sample id -> the arrays of the sample, labels last"""
+Batch = tuple[Tensor, ...]
+"""the arrays of all samples of a batch, labels last"""
+
+
+class TrainedModel(Protocol):
+    """What a model computes in a step."""
+
+    def gradient(
+        self, parameters: dict[str, Tensor], batch: Batch, scale: float, step: int, /
+    ) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+        """(mean loss, its gradient for every parameter that has one, load of every router). `scale` is the loss scale,
+        which the gradient no longer has.
+        """
+        ...
+
+    def evaluate(self, parameters: dict[str, Tensor], batch: Batch, /) -> tuple[float, int]:
+        """(mean loss, number of valid targets) of held-out samples."""
+        ...
+
+    def count_valid(self, batch: Batch) -> int:
+        """The number of targets that count in the loss."""
+        ...
+
+
+def train_steps(
+    config: RunConfig,
+    model: TrainedModel,
+    state: ReferenceState,
+    read: Read,
+    lengths: Sequence[int],
+    *,
+    steps: range,
+    dtype: torch.dtype = torch.float64,
+    nonfinite_steps: frozenset[int] = frozenset(),
+) -> Trace:
+    """Trains for `steps` from a state, and evaluates as the config says. `dtype` is that of parameters and optimizer
+    state. The `nonfinite_steps` have a loss that is not a number, so their updates are skipped.
+    """
+    sampler = Sampler.from_config(config, lengths)
+    state = replace(
+        state,
+        parameters={name: value.detach().to(dtype) for name, value in state.parameters.items()},
+        loss_scale=state.loss_scale or ReferenceLossScale.from_config(config.precision),
+    )
+    trace = Trace(dict(state.parameters))
+    held_out = sampler.evaluated(config.eval.samples) if config.eval.every else []
+    for step in steps:
+        record, state = run_step(
+            config, model, state, step, read_all(read, sampler.step(step)), step in nonfinite_steps
+        )
+        trace.steps.append(record)
+        if held_out and ((step + 1) % config.eval.every == 0 or step + 1 == config.steps):
+            trace.evaluations.append((step, *model.evaluate(state.parameters, read_all(read, held_out))))
+    for name, moments in state.moments.items():
+        updates = torch.tensor(float(moments.updates))
+        trace.moments |= {
+            f"{name}/exp_avg": moments.first,
+            f"{name}/exp_avg_sq": moments.second,
+            f"{name}/step": updates,
+        }
+    return trace
+
+
+def run_step(
+    config: RunConfig,
+    model: TrainedModel,
+    state: ReferenceState,
+    step: int,
+    batch: Batch,
+    nonfinite: bool,
+) -> tuple[StepTrace, ReferenceState]:
+    """One optimizer step. A step whose loss or gradient is not finite changes nothing but the loss scale. A parameter
+    without a gradient is not updated.
+    """
+    assert state.loss_scale is not None
+    scale, parameters = state.loss_scale.scale, state.parameters
+    loss, gradients, loads = model.gradient(parameters, batch, scale, step)
+    if nonfinite:
+        loss, gradients = math.nan, {name: gradient * math.nan for name, gradient in gradients.items()}
+    norm = global_norm(gradients)
+    finite = math.isfinite(norm) and math.isfinite(loss)
+    lr = learning_rate(step, config.steps, config.optimizer.lr, config.schedule)
+    updated, moments = dict(parameters), dict(state.moments)
+    if finite:
+        factor = clip_factor(norm, config.optimizer.clip)
+        for name, gradient in gradients.items():
+            zeros = torch.zeros_like(gradient)
+            before = moments.get(name) or Moments(zeros, zeros)
+            updated[name], moments[name] = adamw(parameters[name], gradient * factor, before, lr, config.optimizer)
+        for name, load in loads.items():
+            updated[name] = router_bias(parameters[name], load, config.model.router_bias_rate)
+    record = StepTrace(step, loss, norm, lr, model.count_valid(batch), batch[0], batch[-1], gradients, dict(updated))
+    record.other_inputs = list(batch[1:-1])
+    return record, ReferenceState(updated, moments, state.loss_scale.after(finite))
+
+
+def read_all(read: Read, ids: Sequence[int]) -> Batch:
+    """The arrays of these samples, each stacked along a new first dimension."""
+    columns = zip(*(read(sample) for sample in ids), strict=True)
+    return tuple(torch.from_numpy(np.stack(column)) for column in columns)
