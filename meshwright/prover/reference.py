@@ -112,8 +112,10 @@ class ReferenceTask:
                 exact.steps.append(skipped_step(self.one_step(state, step).steps[0], state))
             else:
                 extend(exact, self.one_step(state, step))
+                skipped = step.step in self.nonfinite_steps
                 for seed, trace in enumerate(rounded):
-                    start = replace(self.jitter(state, seed), loss_scale=small_scale(loss_scale))
+                    start = state if skipped else self.jitter(state, seed)  # a skipped step changes nothing at all
+                    start = replace(start, loss_scale=small_scale(loss_scale))
                     extend(trace, self.one_step(start, step, permute=seed % 2 == 1, **self.rounding()))
             exact.steps[-1].loss_scale = loss_scale.scale
             loss_scale = loss_scale.after(isfinite(step.grad_norm))
