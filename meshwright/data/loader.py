@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -17,15 +17,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from meshwright.config import BLOCK_SIZES, IGNORE_INDEX, Batch, BlockSizes, DataConfig
+from meshwright.data.batch_structure import BatchStructure, CountRule
 from meshwright.data.permutation import Positions
-from meshwright.data.source import ConcatenatedSource
+from meshwright.data.source import Collate, ConcatenatedSource, collate_samples, first_sample, masked_batch
 from meshwright.data.stream import Stream
 from meshwright.errors import DataError, describe_exception
 from meshwright.parent_death import exit_with_parent
+
+TOKENS_AND_LABELS = BatchStructure.of_tuple(2)
+"""The structure of the samples of the built-in models."""
 
 SHARED_MEMORY = "/dev/shm"
 """The file system in which torch places the tensors that a worker process sends to the training process."""
@@ -52,7 +57,7 @@ class MicroBatch:
     """The input of one forward pass."""
 
     tensors: tuple[Tensor, ...]
-    """The inputs of the model, then the targets."""
+    """The entries of the batch as `BatchStructure` flattens them; for a tuple the inputs, then the target."""
     valid_targets: int
     """The number of targets that count in the loss."""
     bad_samples: tuple[BadSample, ...] = ()
@@ -64,36 +69,72 @@ class MicroBatchDataset(Dataset[MicroBatch]):
     would reach the training process before its turn in the stream.
     """
 
-    def __init__(self, source: ConcatenatedSource, quarantine: bool) -> None:
+    def __init__(
+        self,
+        source: ConcatenatedSource,
+        quarantine: bool,
+        structure: BatchStructure = TOKENS_AND_LABELS,
+        collate: Collate | None = None,
+    ) -> None:
         self.source, self.quarantine = source, quarantine
+        self.structure, self.collate = structure, collate
 
     def __getitem__(self, ids: Positions) -> MicroBatch:
-        decoded, bad_samples = [], []
+        decoded: list[Any] = []
+        bad_samples = []
         for sample in map(int, ids):
             try:
-                arrays = self.source[sample]
-                if unsupported := [array.dtype for array in arrays if array.dtype.kind not in "biuf"]:
-                    raise ValueError(f"the sample has dtype {unsupported[0]}, expected numbers")
-                decoded.append(arrays)
+                decoded.append(self._decode(sample))
             except Exception as error:  # noqa: BLE001  a user's source may raise anything
                 source, index = self.source.locate(sample)
                 bad_samples.append(
                     BadSample(sample, source.name, index, f"{type(error).__name__}: {describe_exception(error)}")
                 )
-                decoded.append(())
+                decoded.append(None)
         if bad_samples and not self.quarantine:
             return MicroBatch((), 0, tuple(bad_samples))
-        masked = self.source.masked_sample() if bad_samples else ()
-        samples = [arrays or masked for arrays in decoded]
-        expected = [array.shape for array in samples[0]]
-        for sample, arrays in zip(map(int, ids), samples, strict=True):
+        arrays = self._stack(ids, decoded) if self.collate is None else self._collate(ids, decoded, self.collate)
+        tensors = tuple(torch.from_numpy(array) for array in arrays)
+        return MicroBatch(tensors, count_targets(self.structure.count, tensors), tuple(bad_samples))
+
+    def _decode(self, sample: int) -> Any:
+        """Returns a sample as flat arrays, or as the source has it where a collate function takes it."""
+        value = self.source[sample]
+        return value if self.collate is not None else self._arrays(value)
+
+    def _arrays(self, value: Any) -> tuple[NDArray[Any], ...]:
+        arrays = tuple(np.asarray(entry) for entry in self.structure.flatten(value))
+        for name, array in zip(self.structure.names, arrays, strict=True):
+            if array.dtype.kind not in "biuf":
+                raise ValueError(f"entry {name!r} has dtype {array.dtype}, expected numbers")
+        return arrays
+
+    def _stack(self, ids: Positions, decoded: list[Any]) -> list[NDArray[Any]]:
+        """Stacks samples of equal shapes; a sample that could not be decoded is replaced by a masked one."""
+        masked = self._arrays(self.source.masked_sample()) if any(sample is None for sample in decoded) else ()
+        rows: list[tuple[NDArray[Any], ...]] = [masked if arrays is None else arrays for arrays in decoded]
+        expected = [array.shape for array in rows[0]]
+        for sample, arrays in zip(map(int, ids), rows, strict=True):
             if (shapes := [array.shape for array in arrays]) != expected:
                 raise DataError(
                     f"sample {sample} has the shapes {shapes}, sample {int(ids[0])} has {expected}",
-                    "try to pad all samples to one shape",
+                    "try to pad all samples to one shape, or train(..., collate=...) with a function that pads",
                 )
-        tensors = tuple(torch.from_numpy(np.stack(column)) for column in zip(*samples, strict=True))
-        return MicroBatch(tensors, count_valid_targets(tensors[-1]), tuple(bad_samples))
+        return [np.stack(column) for column in zip(*rows, strict=True)]
+
+    def _collate(self, ids: Positions, decoded: list[Any], collate: Collate) -> list[NDArray[Any]]:
+        """Collates the samples that could be decoded; if there are none, the first sample with masked targets."""
+        samples = [sample for sample in decoded if sample is not None]
+        where = f"the samples {', '.join(map(str, ids))}"
+        batch = collate_samples(collate, samples or [first_sample(self.source)], where)
+        if not samples:
+            batch = masked_batch(batch, self.structure, self.source.name)
+        try:
+            return [np.ascontiguousarray(array) for array in self._arrays(batch)]
+        except (ValueError, TypeError) as error:
+            raise DataError(
+                f"the batch that collate made of {where}: {error}", "expected the same entries in every batch"
+            ) from None
 
 
 class NumpyBatchDataset(Dataset[Any]):
@@ -109,9 +150,19 @@ class NumpyBatchDataset(Dataset[Any]):
         return replace(batch, tensors=()), [tensor.numpy() for tensor in batch.tensors]
 
 
-def count_valid_targets(targets: Tensor) -> int:
-    """The number that the loss is divided by: integer targets that are not masked; for other targets, samples."""
-    return len(targets) if targets.is_floating_point() else int((targets != IGNORE_INDEX).sum())
+def count_targets(rule: CountRule | None, tensors: Sequence[Tensor]) -> int:
+    """The number that the loss is divided by; 0 where it is not known yet."""
+    return int(target_count(rule, tensors)) if rule is not None else 0
+
+
+def target_count(rule: CountRule, tensors: Sequence[Tensor]) -> Tensor:
+    """The number of valid targets as a tensor on the device of the batch."""
+    entry = tensors[rule.entry]
+    if rule.kind == "samples" or (rule.kind != "nonzero" and entry.is_floating_point()):
+        return torch.tensor(len(entry), device=entry.device)
+    if rule.kind == "nonzero":
+        return (entry != 0).sum()
+    return ((entry[..., 1:] if rule.kind == "shifted" else entry) != IGNORE_INDEX).sum()
 
 
 def fits_shared_memory(needed_bytes: int, path: str = SHARED_MEMORY) -> bool:
@@ -146,10 +197,12 @@ class Loader:
         data_rank: int,
         config: DataConfig,
         block_sizes: BlockSizes = BLOCK_SIZES,
+        structure: BatchStructure = TOKENS_AND_LABELS,
+        collate: Collate | None = None,
     ) -> None:
         self.stream, self.batch, self.data_rank, self.config = stream, batch, data_rank, config
         self.block_sizes = block_sizes
-        self.dataset = MicroBatchDataset(source, config.on_bad_sample == "quarantine")
+        self.dataset = MicroBatchDataset(source, config.on_bad_sample == "quarantine", structure, collate)
 
     def steps(self, first: int, end: int) -> Iterator[list[MicroBatch]]:
         """The micro-batches of each step in [first, end)."""

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.config import IGNORE_INDEX
-from meshwright.errors import DataError
+from meshwright.data.batch_structure import BatchStructure, is_dataclass_value
+from meshwright.errors import DataError, describe_exception
 
-Sample = tuple[NDArray[Any], ...]
-"""The value at one index: the inputs of the model, then the targets. For a language model: (tokens, labels)."""
+Sample = Any
+"""The value at one index: a tuple of arrays (inputs, then the target), a dict or a dataclass of arrays. For the built-in
+models: (tokens, labels)."""
+
+Collate = Callable[[list[Any]], Any]
+"""A user's function from a list of samples to a batch."""
 
 FINGERPRINT_SAMPLES = 64
 """Samples of a user's dataset that its fingerprint covers."""
@@ -22,8 +27,8 @@ FINGERPRINT_SAMPLES = 64
 REPEATED_SAMPLES = 8
 """Samples that are read twice before the first step."""
 
-MASKED_SAMPLE_SEARCH = 1000
-"""Samples that `IndexableSource.masked_sample` tries to decode before it gives up."""
+FIRST_SAMPLE_SEARCH = 1000
+"""Samples that `first_sample` tries to decode before it gives up."""
 
 
 class Source(Protocol):
@@ -99,12 +104,13 @@ class SyntheticSource:
 class IndexableSource:
     """A map-style dataset as a source: any object with `__len__` and `__getitem__`, such as a list or a torch Dataset.
 
-    An item is a tuple of arrays or numbers (targets last), a dict of them (targets under its last key), or one
-    one-dimensional integer array: a token sequence, which is split into inputs and shifted labels.
+    An item is a tuple of arrays or numbers (the target last), a dict or dataclass of them, or one one-dimensional
+    integer array: a token sequence, which is split into inputs and shifted labels. What a collate function takes is
+    left as it is.
     """
 
-    def __init__(self, dataset: Any, name: str = "") -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, name: str = "", collate: Collate | None = None) -> None:
+        self.dataset, self.collate = dataset, collate
         self.name = name or type(dataset).__name__
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise DataError(
@@ -117,10 +123,10 @@ class IndexableSource:
 
     def __getitem__(self, index: int) -> Sample:
         item = self.dataset[index]
-        if isinstance(item, dict):
-            item = tuple(item.values())
+        if self.collate is not None or isinstance(item, Mapping) or is_dataclass_value(item):
+            return item
         if isinstance(item, (tuple, list)) and not all(np.isscalar(value) for value in item):
-            return tuple(np.asarray(value) for value in item)
+            return tuple(item)
         tokens = np.asarray(item)
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.size < 2:
             raise ValueError(
@@ -138,28 +144,14 @@ class IndexableSource:
         content: list[Any] = [len(self)]
         for index in spaced_indices(len(self), FINGERPRINT_SAMPLES):
             try:
-                content.extend(array.tobytes() for array in self[index])
+                content.extend(sample_content(self[index], self.collate))
             except Exception as error:  # noqa: BLE001  the loader reports a bad sample when the stream reaches it
                 content.append(type(error).__name__)
         return content_digest(*content)
 
     def masked_sample(self) -> Sample:
-        for index in range(min(len(self), MASKED_SAMPLE_SEARCH)):
-            try:
-                sample = self[index]
-            except Exception:  # noqa: BLE001  any sample that decodes gives the shapes
-                continue
-            *inputs, targets = sample
-            if targets.dtype.kind != "i":
-                raise DataError(
-                    f"source {self.name} cannot quarantine a sample: targets of dtype {targets.dtype} cannot be masked",
-                    'try integer targets, or data.on_bad_sample = "stop"',
-                )
-            return (*(np.zeros_like(array) for array in inputs), np.full_like(targets, IGNORE_INDEX))
-        raise DataError(
-            f"source {self.name}: none of the first {MASKED_SAMPLE_SEARCH} samples can be decoded",
-            "try to read the dataset outside of Meshwright",
-        )
+        sample = first_sample(self)
+        return masked_batch(sample, BatchStructure.of(sample), self.name)
 
 
 class FingerprintedSource:
@@ -186,18 +178,80 @@ def spaced_indices(length: int, count: int) -> list[int]:
     return [int(index) for index in np.unique(np.linspace(0, length - 1, count).astype(np.int64))] if length else []
 
 
-def raise_if_not_repeatable(source: Source) -> None:
-    """Raises DataError if a sample differs between two reads. The loader reports a sample that cannot be decoded."""
+def first_sample(source: Source) -> Sample:
+    """Returns the first sample that can be decoded."""
+    for index in range(min(len(source), FIRST_SAMPLE_SEARCH)):
+        try:
+            return source[index]
+        except Exception:  # noqa: BLE001  any sample that decodes has the structure and the shapes
+            continue
+    raise DataError(
+        f"source {source.name}: none of the first {FIRST_SAMPLE_SEARCH} samples can be decoded",
+        "try to read the dataset outside of Meshwright",
+    )
+
+
+def find_structure(source: Source, collate: Collate | None = None) -> BatchStructure:
+    """Returns the structure of the samples of a source, or of the batches that a collate function makes of them."""
+    sample = first_sample(source)
+    return BatchStructure.of(sample if collate is None else collate_samples(collate, [sample], source.name))
+
+
+def collate_samples(collate: Collate, samples: list[Any], where: str) -> Any:
+    """Returns the batch that a user's collate function makes of samples; a list is taken as a tuple."""
+    try:
+        batch = collate(samples)
+    except Exception as error:
+        raise DataError(
+            f"collate failed on {where}: {type(error).__name__}: {describe_exception(error)}",
+            "try collate([dataset[0], dataset[1]]) outside of Meshwright",
+        ) from error
+    return tuple(batch) if isinstance(batch, list) else batch
+
+
+def sample_content(sample: Sample, collate: Collate | None = None) -> list[Any]:
+    """Returns names, dtypes, shapes and bytes of a sample's entries, or of those of a batch of this sample alone."""
+    if collate is not None:
+        sample = collate_samples(collate, [sample], "one sample")
+    structure = BatchStructure.of(sample)
+    arrays = [np.asarray(value) for value in structure.flatten(sample)]
+    named = [] if structure.is_tuple else list(structure.names)
+    return named + [part for a in arrays for part in (str(a.shape), str(a.dtype), a.tobytes())]
+
+
+def raise_if_not_repeatable(source: Source, collate: Collate | None = None) -> None:
+    """Raises DataError if a sample differs between two reads, or a batch between two calls of the collate function. The
+    loader reports a sample that cannot be decoded.
+    """
     for index in spaced_indices(len(source), REPEATED_SAMPLES):
         try:
-            first, second = ([(a.shape, a.dtype, a.tobytes()) for a in source[index]] for _ in range(2))
+            first, second = (sample_content(source[index], collate) for _ in range(2))
         except Exception:  # noqa: BLE001  a user's source may raise anything
             continue
         if first != second:
+            what = "the sample" if collate is None else "the sample, or two calls of collate,"
             raise DataError(
-                f"source {source.name}, index {index}: two reads of the sample differ, so a run could not be repeated",
+                f"source {source.name}, index {index}: two reads of {what} differ, so a run could not be repeated",
                 "try to make the sample depend on the index alone, for example seed an augmentation with the index",
             )
+
+
+def masked_batch(sample: Sample, structure: BatchStructure, name: str) -> Sample:
+    """Returns a sample or batch with the same inputs whose targets are all IGNORE_INDEX."""
+    flat = [np.asarray(value) for value in structure.flatten(sample)]
+    if not structure.targets:
+        raise DataError(
+            f"source {name} cannot quarantine a sample: no entry is named labels, label, targets or target",
+            'try to name the targets, or data.on_bad_sample = "stop"',
+        )
+    for target in structure.targets:
+        if flat[target].dtype.kind != "i":
+            raise DataError(
+                f"source {name} cannot quarantine a sample: targets of dtype {flat[target].dtype} cannot be masked",
+                'try integer targets, or data.on_bad_sample = "stop"',
+            )
+        flat[target] = np.full_like(flat[target], IGNORE_INDEX)
+    return structure.unflatten(flat)
 
 
 def masked_tokens(sequence: int) -> Sample:

@@ -1,70 +1,260 @@
-"""A custom model and loss as one module with the step's signature: (inputs..., targets) -> (loss sum, count)."""
+"""A custom model and loss as one module with the step's signature: flat tensors of a batch -> (loss sum, count)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from meshwright.data.loader import count_valid_targets
+from meshwright.data.batch_structure import BatchStructure, CountRule
+from meshwright.data.loader import TOKENS_AND_LABELS, target_count
 from meshwright.errors import ConfigError
 from meshwright.parallel.local_shard import full_tensor
 
-LossFunction = Callable[[Any, Tensor], Any]
+LossFunction = Callable[[Any, Any], Any]
+Metric = Callable[[Any, Any], Any]
+Reduction = Literal["sum", "mean"]
+
+SUM_ARGUMENT = "num_items_in_batch"
+"""The argument by which models of transformers are told what to divide their summed loss by."""
 
 
 class Objective(nn.Module):
-    """Combines a model and a loss. `loss(model(*inputs), targets)` must return the *sum* over valid targets, not the
-    mean: the step divides once, by the count over the global batch. Valid are all integer targets except -100, or all
-    samples where targets are not integers; a loss may return (sum, count) to have its count compared with that rule.
+    """Combines a model and a loss. The loss is the *sum* over valid targets, not the mean: the step divides once, by the
+    count over the global batch.
+
+    A tuple of tensors: `loss(model(*inputs), target)` with the last entry as target. A dict or dataclass: the model gets
+    by keyword the entries that its forward accepts, except the targets, and the loss gets (outputs, batch). Without a
+    loss the model gets the targets too and computes its loss itself, as models of transformers do. A loss may return a
+    dict of sums, which are added up, and `(sum, count)` to have its count compared with that of the batch.
     """
 
-    def __init__(self, model: nn.Module, loss: LossFunction) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossFunction | None,
+        batch: BatchStructure = TOKENS_AND_LABELS,
+        *,
+        reduction: Reduction | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        loss_names: tuple[str, ...] = (),
+    ) -> None:
         super().__init__()
         self.model = model
         if not any(p.requires_grad for p in model.parameters()):
             raise ConfigError(
                 "the model has no parameter to train", "expected at least one parameter that requires a gradient"
             )
-        self.checked = False
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        self.loss = loss if isinstance(loss, nn.Module) else _LossModule(loss)
-        reduction = getattr(loss, "reduction", "sum")
-        if reduction != "sum":
+        self.loss = loss if isinstance(loss, nn.Module) or loss is None else _LossModule(loss)
+        self.batch = batch
+        self.reduction = reduction or ("sum" if loss is not None or returns_sum(model) else "mean")
+        self.labels_shifted = False
+        """whether the targets that arrive are shifted already, as under context parallelism"""
+        self.metrics = dict(metrics or {})
+        self.loss_names = loss_names
+        self.measured: Tensor | None = None
+        self.checked = False
+        check_declared_reduction(loss, self.reduction)
+        if loss is None and (batch.is_tuple or batch.count is None):
             raise ConfigError(
-                f"the loss has reduction = {reduction!r}",
-                "expected reduction='sum'; the step divides by the global count",
+                "loss is None, and samples have no entry named labels for a model that computes its loss itself",
+                'expected samples such as {"input_ids": ..., "labels": ...}, or train(..., loss=...)',
             )
+        self.keywords = () if batch.is_tuple else accepted_entries(model, batch, with_targets=loss is None)
 
-    def forward(self, *batch: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, *flat: Tensor) -> tuple[Tensor, Tensor]:
         # numpy's floats are float64 by default; inputs follow the dtype of the model's weights
-        *inputs, targets = (t.to(self.dtype) if t.is_floating_point() else t for t in batch)
-        result = self.loss(self.model(*inputs), targets)
-        total, count = result if isinstance(result, tuple) else (result, None)
+        flat = tuple(t.to(self.dtype) if t.is_floating_point() else t for t in flat)
+        outputs = self.call_model(flat)
+        target = self.loss_argument(flat)
+        result = self.own_loss(outputs, flat) if self.loss is None else self.loss(outputs, target)
+        parts, count = split_result(result)
         if not self.checked:
-            self.check(total, count, count_valid_targets(targets))
-        return total, targets.new_tensor(0) if count is None else torch.as_tensor(count)
+            check_parts(parts)
+            self.checked = True
+        total = sum_parts(parts)
+        if self.loss is not None and self.reduction == "mean":
+            total = total * self.count_targets(flat)
+        if self.measured_names:
+            self.measure(outputs, target, parts, count, flat)
+        return total, torch.zeros((), device=total.device) if count is None else torch.as_tensor(count)
 
-    def check(self, total: Any, count: Any, expected: int) -> None:
-        """Checks the loss on the first batch only: reading the count every step would synchronize with the device."""
-        self.checked = True
-        if not isinstance(total, Tensor) or (torch.is_grad_enabled() and not total.requires_grad):
-            what = "a tensor without a gradient graph" if isinstance(total, Tensor) else f"a {type(total).__name__}"
+    def call_model(self, flat: tuple[Tensor, ...]) -> Any:
+        """Calls the model with the entries of a batch: by keyword for a dict or dataclass, by position for a tuple."""
+        if self.batch.is_tuple:
+            return self.model(*self.batch.unflatten(flat)[:-1])
+        entries = self.batch.entries(flat)
+        arguments = {name: entries[name] for name in self.keywords}
+        if self.loss is None and self.reduction == "sum" and accepts(self.model, SUM_ARGUMENT):
+            arguments[SUM_ARGUMENT] = 1
+        if self.loss is None and self.labels_shifted:
+            arguments["shift_labels"] = arguments["labels"]
+        return self.model(**arguments)
+
+    def loss_argument(self, flat: tuple[Tensor, ...]) -> Any:
+        """Returns what the loss and the metrics get beside the outputs: the target of a tuple, or the whole batch."""
+        batch = self.batch.unflatten(flat)
+        return batch[-1] if self.batch.is_tuple else batch
+
+    def own_loss(self, outputs: Any, flat: tuple[Tensor, ...]) -> Tensor:
+        """Returns the sum of a loss that the model computed itself.
+
+        The auxiliary loss of routers is a function of the whole micro-batch and no sum over targets; the model adds it
+        to the loss once. It is weighted by the targets of the micro-batch, so that the step's mean contains its mean.
+        """
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        if not isinstance(loss, Tensor):
+            raise ConfigError(
+                f"loss is None, and the model returned a {type(outputs).__name__} without a loss",
+                "expected an output with .loss, or train(..., loss=...)",
+            )
+        if self.reduction == "mean":
+            return loss * self.count_targets(flat)
+        auxiliary = auxiliary_loss(self.model, outputs)
+        return loss if auxiliary is None else loss + auxiliary * (self.count_targets(flat) - 1)
+
+    def count_targets(self, flat: tuple[Tensor, ...]) -> Tensor:
+        """Returns the number of valid targets of this rank's part of a micro-batch."""
+        rule = self.batch.count
+        assert rule is not None
+        return target_count(CountRule("valid", rule.entry) if self.labels_shifted else rule, flat)
+
+    @property
+    def measured_names(self) -> tuple[str, ...]:
+        """The names of what is measured beside the loss: the parts of the loss, then the metrics."""
+        return (*self.loss_names, *self.metrics)
+
+    @torch.no_grad()
+    def measure(self, outputs: Any, target: Any, parts: Any, count: Any, flat: tuple[Tensor, ...]) -> None:
+        """Adds (sum, count) of every measured name of a micro-batch to `measured`, without a collective."""
+        values: list[Any] = []
+        for name in self.loss_names:
+            values += [parts[name], self.count_targets(flat) if count is None else count]
+        if self.metrics:
+            full = tree_map(lambda t: full_tensor(t) if isinstance(t, Tensor) else t, outputs)
+            for name, metric in self.metrics.items():
+                values += measured_pair(name, metric(full, target))
+        device = flat[0].device
+        vector = torch.stack([torch.as_tensor(v, device=device).detach().double() for v in values])
+        self.measured = vector if self.measured is None else self.measured + vector
+
+    def pop_measured(self, device: torch.device) -> Tensor:
+        """Returns the sums and counts since the last call; zeros where this rank computed no loss."""
+        measured, self.measured = self.measured, None
+        if measured is None:
+            return torch.zeros(2 * len(self.measured_names), dtype=torch.float64, device=device)
+        return measured
+
+
+def split_result(result: Any) -> tuple[Any, Any]:
+    """Splits what a loss returned into its sum or sums and its count; None for the count if it returned none."""
+    if not isinstance(result, tuple):
+        return result, None
+    if len(result) != 2 or (isinstance(result[1], Tensor) and result[1].requires_grad):
+        raise ConfigError(
+            f"the loss returned a tuple of {len(result)} values that is not (sum, count)",
+            'expected a sum, (sum, count), or a dict of sums such as {"first": ..., "second": ...}',
+        )
+    return result
+
+
+def sum_parts(parts: Any) -> Tensor:
+    if isinstance(parts, Mapping):
+        return torch.stack(list(parts.values())).sum()
+    assert isinstance(parts, Tensor)
+    return parts
+
+
+def check_parts(parts: Any) -> None:
+    """Checks on the first batch that a loss is a scalar, or a dict of scalars, with a gradient."""
+    for value in parts.values() if isinstance(parts, Mapping) and parts else [parts]:
+        if not isinstance(value, Tensor) or (torch.is_grad_enabled() and not value.requires_grad):
+            what = "a tensor without a gradient graph" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise ConfigError(
                 f"the loss returned {what}", "expected the sum over valid targets: a scalar tensor with a gradient"
             )
-        if total.ndim:
+        if value.ndim:
             raise ConfigError(
-                f"the loss returned a tensor of shape {tuple(total.shape)}",
+                f"the loss returned a tensor of shape {tuple(value.shape)}",
                 "expected the sum over valid targets: a scalar",
             )
-        if count is not None and int(count) != expected:
-            raise ConfigError(
-                f"the loss counted {int(count)} valid targets, but the batch has {expected}",
-                "try to mask with the target -100, or return the sum alone",
-            )
+
+
+def measured_pair(name: str, value: Any) -> list[Any]:
+    """Returns (sum, count) of what a metric returned: a pair, or a tensor with a value per sample."""
+    if isinstance(value, tuple) and len(value) == 2:
+        return list(value)
+    if isinstance(value, Tensor) and value.ndim:
+        return [value.double().sum(), value.numel()]
+    raise ConfigError(
+        f"metric {name} returned a {type(value).__name__} that is neither (sum, count) nor a tensor of values",
+        "expected (sum, count), so that it can be summed over ranks and micro-batches",
+    )
+
+
+def check_declared_reduction(loss: LossFunction | None, reduction: Reduction) -> None:
+    """Compares the `reduction` of a loss module with the declared one."""
+    found = getattr(loss, "reduction", reduction)
+    if found != reduction:
+        raise ConfigError(
+            f"the loss has reduction = {found!r}, and {reduction!r} is expected",
+            "expected reduction='sum' (the step divides by the global count), or try train(..., reduction='mean')",
+        )
+
+
+def accepted_entries(model: nn.Module, batch: BatchStructure, with_targets: bool) -> tuple[str, ...]:
+    """Returns the entries of a dict or dataclass that the model's forward gets by keyword."""
+    parameters = inspect.signature(model.forward).parameters
+    targets = set() if with_targets else batch.target_names()
+    names = [name for name, _ in batch.root.children]
+    if missing := [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        and (parameter.kind is parameter.POSITIONAL_ONLY or name not in names)
+    ]:
+        raise ConfigError(
+            f"forward of {type(model).__name__} needs {', '.join(missing)}, and samples have the entries "
+            f"{', '.join(names)}",
+            "expected entries with the names of forward's arguments: a dict is passed by keyword, never by position",
+        )
+    return tuple(name for name in names if name not in targets and accepts(model, name))
+
+
+def accepts(model: nn.Module, argument: str) -> bool:
+    """Whether the model's forward takes an argument by keyword."""
+    parameters = inspect.signature(model.forward).parameters
+    return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def returns_sum(model: nn.Module) -> bool:
+    """Whether a model that computes its loss itself divides the summed loss by `num_items_in_batch`. Models of
+    transformers do where forward hands its keywords to `self.loss_function`; the others return a mean.
+    """
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    if code is None or "loss_function" not in code.co_names or not accepts(model, SUM_ARGUMENT):
+        return False
+    config = getattr(model, "config", None)
+    is_classifier = getattr(getattr(model, "loss_function", None), "__name__", "") == "ForSequenceClassificationLoss"
+    return not is_classifier or (
+        getattr(config, "num_labels", 2) > 1 and getattr(config, "problem_type", None) in (None, SINGLE_LABEL)
+    )
+
+
+SINGLE_LABEL = "single_label_classification"
+"""The only problem of transformers' sequence classifiers whose loss can be a sum."""
+
+
+def auxiliary_loss(model: nn.Module, outputs: Any) -> Tensor | None:
+    """Returns the weighted auxiliary loss of the routers that a model of transformers has added to its loss."""
+    value, weight = getattr(outputs, "aux_loss", None), getattr(model, "router_aux_loss_coef", None)
+    return value * weight if isinstance(value, Tensor) and weight is not None else None
 
 
 class _LossModule(nn.Module):
@@ -74,7 +264,7 @@ class _LossModule(nn.Module):
         super().__init__()
         self.function = function
 
-    def forward(self, outputs: Any, targets: Tensor) -> Any:
+    def forward(self, outputs: Any, targets: Any) -> Any:
         return self.function(outputs, targets)
 
 
@@ -82,7 +272,7 @@ class _LossModule(nn.Module):
 def copy_trained_weights(trained: Objective, targets: list[nn.Module], write: bool) -> None:
     """Copies the trained weights into the custom modules. All ranks gather the shards; those with `write` copy them."""
     for module, target in zip((trained.model, trained.loss), targets, strict=False):
-        state = module.state_dict()
+        state = module.state_dict() if module is not None else {}
         for name, value in target.state_dict().items():
             full = full_tensor(state[name])
             if write:
