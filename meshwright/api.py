@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.config import RunConfig, config_from_dict, config_to_dict
 from meshwright.errors import ConfigError, MeshwrightError, with_python_hint
@@ -59,6 +59,9 @@ def train(
     loss: Callable[[Any, Any], Any] | None = None,
     source: Any = None,
     parallel_spec: ParallelSpec | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
+    reduction: Literal["sum", "mean"] | None = None,
     run: str | Path | None = None,
     fresh: bool = False,
     fork: bool = False,
@@ -75,13 +78,22 @@ def train(
 
     Args:
         config: settings of the run. Default: the ``tiny`` preset.
-        model: module to train instead of the built-in decoder. Needs ``loss``. When the call returns, ``model`` has
-            the trained parameters.
-        loss: ``loss(model(*inputs), targets)`` returns the *sum* of the losses of all targets, as a scalar tensor,
-            because the sum is divided once by the number of targets in the global batch. Integer targets of -100 are
-            ignored and must not contribute. It may return ``(sum, count)`` to have the count verified.
-        source: dataset to train on instead of ``config.data``: any object with ``__len__`` and ``__getitem__`` that
-            returns a tuple of arrays, the last of which is the target.
+        model: module to train instead of the built-in decoder. When the call returns, ``model`` has the trained
+            parameters.
+        loss: ``loss(model(*inputs), target)``, or ``loss(outputs, batch)`` where samples are dicts or dataclasses,
+            returns the *sum* of the losses of all targets, as a scalar tensor, because the sum is divided once by the
+            number of targets in the global batch. Integer targets of -100 are ignored and must not contribute. It may
+            return a dict of sums, each of which is recorded, and ``(sum, count)`` to have the count verified. Default:
+            the model computes its loss itself and returns it as ``.loss``, as models of transformers do.
+        source: dataset to train on instead of ``config.data``: any object with ``__len__`` and ``__getitem__``. A
+            sample is a tuple of arrays, the last of which is the target, or a dict or dataclass of arrays. ``model``
+            gets the entries of a dict or dataclass that its forward accepts by keyword, except the targets: the entries
+            named ``labels``, ``label``, ``targets`` or ``target``.
+        collate: makes a batch of a list of samples, for example padded to the longest one. Default: samples have one
+            shape and are stacked.
+        metrics: name -> function of what ``loss`` gets that returns ``(sum, count)``, or a tensor with a value per
+            sample. Sums and counts are added up over ranks and micro-batches, and recorded with every step.
+        reduction: ``"mean"`` if ``loss`` returns the mean over the valid targets of its batch. Default: ``"sum"``.
         parallel_spec: names the blocks of ``model`` and how to parallelize them. Fields that are not given are inferred
             from ``model``; tensor parallelism needs a ``tp_plan`` unless ``model`` is one of transformers.
         run: run folder. Default: ``runs/PRESET``.
@@ -121,7 +133,7 @@ def train(
             config,
             run,
             (lambda _attempt: SilentDisplay()) if quiet else display,
-            UserCode(model, loss, source, parallel_spec),
+            UserCode(model, loss, source, parallel_spec, collate, metrics, reduction),
             fresh=fresh,
             fork=fork,
             fallback=fallback,

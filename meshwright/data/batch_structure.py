@@ -1,7 +1,7 @@
-"""The structure of a sample or batch: which entries it has, which are targets, and how it becomes a flat tuple and back.
+"""The structure of a sample or batch: its entries, which of them are targets, and how it becomes a flat tuple and back.
 
-A micro-batch travels as a flat tuple of tensors. Entries of a dict or dataclass are found by name and never by position:
-a dict with the same keys in another order is the same sample.
+A micro-batch travels as a flat tuple of tensors. Entries of a dict or dataclass are found by name and never by
+position: a dict with the same keys in another order is the same sample.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class BatchStructure:
 
     @classmethod
     def of(cls, sample: Any) -> BatchStructure:
-        """Returns the structure of a sample or batch. Targets are the last entry of a tuple, or the entries of a dict or
-        dataclass that are named `labels`, `label`, `targets` or `target`. They come last in the flat tuple.
+        """Returns the structure of a sample or batch. Targets are the last entry of a tuple, or the entries of a dict
+        or dataclass that are named `labels`, `label`, `targets` or `target`. They come last in the flat tuple.
         """
         paths = sorted(leaf_paths(sample), key=lambda path: path_order(sample, path))
         names = tuple(".".join(path) for path in paths)
@@ -129,7 +129,7 @@ def leaf_paths(sample: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, .
 
 
 def path_order(sample: Any, path: tuple[str, ...]) -> tuple[bool, tuple[tuple[int, str], ...]]:
-    """Sorts entries by name, targets last, so that the order of a dict's keys has no effect; a tuple keeps its order."""
+    """Sorts entries by name, targets last, so that the order of keys has no effect; a tuple keeps its order."""
     is_target = not isinstance(sample, tuple) and path[-1] in TARGET_NAMES
     return is_target, tuple((int(name), "") if name.isdecimal() else (0, name) for name in path)
 
@@ -172,7 +172,7 @@ def rebuild(node: Node, flat: Sequence[Any]) -> Any:
         return tuple(values.values())
     if node.kind is dict:
         return values
-    batch = object.__new__(node.kind)  # not __init__: a dataclass may validate one sample, and this is a batch
+    batch: Any = object.__new__(node.kind)  # not __init__: a dataclass may validate one sample, and this is a batch
     for name, value in values.items():
         object.__setattr__(batch, name, value)
     return batch

@@ -8,15 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshwright.config import IGNORE_INDEX
 from meshwright.data.batch_structure import BatchStructure, is_dataclass_value
 from meshwright.errors import DataError, describe_exception
 
 Sample = Any
-"""The value at one index: a tuple of arrays (inputs, then the target), a dict or a dataclass of arrays. For the built-in
-models: (tokens, labels)."""
+"""The value at one index: a tuple of arrays (inputs, then the target), a dict or a dataclass of arrays. For the
+built-in models: (tokens, labels)."""
 
 Collate = Callable[[list[Any]], Any]
 """A user's function from a list of samples to a batch."""

@@ -14,7 +14,7 @@ import torch
 
 from meshwright.config import RunConfig, fingerprint, identity, placement
 from meshwright.data.file_sources import open_sources
-from meshwright.data.source import IndexableSource, Source
+from meshwright.data.source import IndexableSource, Source, find_structure
 from meshwright.data.token_files import raise_if_changed
 from meshwright.errors import ConfigError, MeshwrightError, PeerError, StoppedBySignal, describe_exception
 from meshwright.launch.environment import started_by_torchrun
@@ -67,6 +67,8 @@ def make_job(
         require_host_memory(config, layout)
     require_compiler(config)
     sources = open_job_sources(config, user)
+    if custom is not None:
+        custom = replace(custom, batch=find_structure(sources[0], custom.collate))
     return Job(config, batch, layout, sources, folder, fallback=fallback, custom=custom, cluster=cluster)
 
 
@@ -79,7 +81,9 @@ def open_job_sources(config: RunConfig, user: UserCode) -> list[Source]:
     source = user.source
     if callable(source) and (isinstance(source, type) or not hasattr(source, "__getitem__")):
         source = call_without_arguments(source, "source")
-    return [check_source(source if is_source(source) else IndexableSource(source), config.launch)]
+    if not is_source(source):
+        source = IndexableSource(source, collate=user.collate)
+    return [check_source(source, config.launch, user.collate)]
 
 
 def is_source(value: Any) -> bool:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.config import LaunchConfig
-from meshwright.data.source import FingerprintedSource, Source, raise_if_not_repeatable
+from meshwright.data.source import Collate, FingerprintedSource, Source, raise_if_not_repeatable
 from meshwright.errors import DataError, describe_exception
 from meshwright.launch.ranks import run_ranks
 from meshwright.recover.failures import RanksFailed
 
 
-def check_source(source: Source, launch: LaunchConfig) -> Source:
-    """Checks that samples are repeatable, and returns the source with its fingerprint.
+def check_source(source: Source, launch: LaunchConfig, collate: Collate | None = None) -> Source:
+    """Checks that samples and batches are repeatable, and returns the source with its fingerprint.
 
     A dataset may take long to read, but not longer than `launch.hang_timeout`.
     """
     try:
-        [fingerprint] = run_ranks(read_fingerprint, 1, source, timeout=launch.hang_timeout)
+        [fingerprint] = run_ranks(read_fingerprint, 1, source, collate, timeout=launch.hang_timeout)
     except RanksFailed as failed:
         if failed.first.error_type == "Hang":
             raise DataError(
@@ -35,9 +35,9 @@ def check_source(source: Source, launch: LaunchConfig) -> Source:
     return FingerprintedSource(source, fingerprint)
 
 
-def read_fingerprint(_world: Any, source: Source) -> str:
+def read_fingerprint(_world: Any, source: Source, collate: Collate | None) -> str:
     try:
-        raise_if_not_repeatable(source)
+        raise_if_not_repeatable(source, collate)
         return source.fingerprint()
     except DataError:
         raise

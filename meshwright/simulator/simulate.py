@@ -65,7 +65,7 @@ def simulate(
     config = replace(config, compile=replace(config.compile, enabled=False))
     layout, batch = validate(config, own_model=custom is not None)
     selected = select_ranks(ranks, layout)
-    step = CustomStep(custom, first_micro_batch(config, batch, sources)) if custom is not None else None
+    step = CustomStep(custom, first_micro_batch(config, batch, sources, custom)) if custom is not None else None
     results = [simulate_rank(config, layout, batch, rank, step) for rank in selected]
     orders = pipeline_orders(config, layout, batch)
     return Simulation(
@@ -81,10 +81,12 @@ def simulate(
     )
 
 
-def first_micro_batch(config: RunConfig, batch: Batch, sources: Sequence[Source]) -> MicroBatch:
+def first_micro_batch(config: RunConfig, batch: Batch, sources: Sequence[Source], custom: CustomModel) -> MicroBatch:
     """The first micro-batch of a run. A sample that cannot be decoded is a DataError."""
     stream = build_stream(config, list(sources))
-    micro_batch = Loader(ConcatenatedSource(list(sources)), stream, batch, 0, config.data).first()
+    source = ConcatenatedSource(list(sources))
+    loader = Loader(source, stream, batch, 0, config.data, structure=custom.batch, collate=custom.collate)
+    micro_batch = loader.first()
     if not micro_batch.tensors:
         raise DataError(str(micro_batch.bad_samples[0]), "try to repair the sample")
     return micro_batch

@@ -1,16 +1,20 @@
-"""What a user brings to train in place of a built-in model: a module, its loss, and how it is parallelized."""
+"""What a user brings to train in place of a built-in model: a module, its loss, its batches, and its parallelism."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from meshwright.data.batch_structure import BatchStructure, CountRule
+from meshwright.data.loader import TOKENS_AND_LABELS
+from meshwright.data.source import Collate
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.sync_batch_norm import synchronize_batch_norm
-from meshwright.trainer.objective import LossFunction, Objective
+from meshwright.trainer.objective import LossFunction, Metric, Objective, Reduction, shifts_labels
 
 
 @dataclass(frozen=True)
@@ -18,9 +22,25 @@ class CustomModel:
     """A user's model. Ranks that are forked share its modules, so each rank trains a copy of them."""
 
     module: nn.Module
-    loss: LossFunction
+    loss: LossFunction | None
+    """None: the model computes its loss itself"""
     spec: ParallelSpec
     """how the model is parallelized"""
+    batch: BatchStructure = TOKENS_AND_LABELS
+    """the entries of a batch, and how its valid targets are counted"""
+    collate: Collate | None = None
+    """makes a batch of a list of samples; None: samples are stacked"""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """name -> function of (outputs, target or batch) that returns (sum, count)"""
+    reduction: Reduction | None = None
+    """what the loss returns; None: a sum, or what a model that computes its loss itself is known to return"""
+    loss_names: tuple[str, ...] = ()
+    """names of the sums, where the loss returns a dict of them"""
+
+    def __post_init__(self) -> None:
+        count = self.batch.count
+        if self.loss is None and count is not None and count.kind == "valid" and shifts_labels(self.module):
+            object.__setattr__(self, "batch", self.batch.with_count(CountRule("shifted", count.entry)))
 
     def modules(self) -> list[nn.Module]:
         """Returns the modules that may have parameters: the model, and the loss if it is a module."""
@@ -31,7 +51,14 @@ class CustomModel:
         module = copy.deepcopy(self.module)
         loss = copy.deepcopy(self.loss) if isinstance(self.loss, nn.Module) else self.loss
         synchronize_batch_norm(module)
-        return Objective(module.to(device, dtype), loss).to(device)
+        return Objective(
+            module.to(device, dtype),
+            loss,
+            self.batch,
+            reduction=self.reduction,
+            metrics=self.metrics,
+            loss_names=self.loss_names,
+        ).to(device)
 
     def objective_spec(self) -> ParallelSpec:
         """Returns the spec of the module that `build_objective` returns."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from meshwright.config import Batch
-from meshwright.data.loader import MicroBatchDataset
-from meshwright.data.source import ConcatenatedSource
+from meshwright.data.batch_structure import BatchStructure
+from meshwright.data.loader import TOKENS_AND_LABELS, MicroBatchDataset
+from meshwright.data.source import Collate, ConcatenatedSource
 from meshwright.data.stream import Stream
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
@@ -18,7 +19,16 @@ class Evaluation:
     losses and counts are summed, but every rank runs the same number of passes, because a pass may be collective.
     """
 
-    def __init__(self, source: ConcatenatedSource, stream: Stream, samples: int, batch: Batch, coordinate: int) -> None:
+    def __init__(
+        self,
+        source: ConcatenatedSource,
+        stream: Stream,
+        samples: int,
+        batch: Batch,
+        coordinate: int,
+        structure: BatchStructure = TOKENS_AND_LABELS,
+        collate: Collate | None = None,
+    ) -> None:
         ids = stream.held_out_samples(samples)
         local_ids = ids[coordinate :: batch.replicas]
         self.samples = len(ids)
@@ -27,7 +37,7 @@ class Evaluation:
             -len(ids[:: batch.replicas]) // batch.micro
         )  # as many as the first coordinate needs, whose share is largest
         self.padding = ids[:1]
-        self.dataset = MicroBatchDataset(source, quarantine=True)
+        self.dataset = MicroBatchDataset(source, True, structure, collate)
 
     @torch.no_grad()
     def run(

@@ -137,8 +137,9 @@ class Training:
         self.step = self._build_step()
 
         source, coordinate = ConcatenatedSource(job.sources), self.step.context.data_coordinate
-        loader = Loader(source, self.stream, job.batch, coordinate, self.config.data, job.block_sizes)
-        self.evaluation = Evaluation(source, self.stream, self.config.eval.samples, job.batch, coordinate)
+        samples = (job.custom.batch, job.custom.collate) if job.custom is not None else ()
+        loader = Loader(source, self.stream, job.batch, coordinate, self.config.data, job.block_sizes, *samples)
+        self.evaluation = Evaluation(source, self.stream, self.config.eval.samples, job.batch, coordinate, *samples)
         self.step.warmup_backward(loader.first)
 
         self.done = self.first_step = self._restore()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from meshwright.data.batch_structure import BatchStructure, CountRule
 from meshwright.data.loader import TOKENS_AND_LABELS, target_count
@@ -24,13 +24,13 @@ SUM_ARGUMENT = "num_items_in_batch"
 
 
 class Objective(nn.Module):
-    """Combines a model and a loss. The loss is the *sum* over valid targets, not the mean: the step divides once, by the
-    count over the global batch.
+    """Combines a model and a loss. The loss is the *sum* over valid targets, not the mean: the step divides once, by
+    the count over the global batch.
 
-    A tuple of tensors: `loss(model(*inputs), target)` with the last entry as target. A dict or dataclass: the model gets
-    by keyword the entries that its forward accepts, except the targets, and the loss gets (outputs, batch). Without a
-    loss the model gets the targets too and computes its loss itself, as models of transformers do. A loss may return a
-    dict of sums, which are added up, and `(sum, count)` to have its count compared with that of the batch.
+    A tuple of tensors: `loss(model(*inputs), target)` with the last entry as target. A dict or dataclass: the model
+    gets by keyword the entries that its forward accepts, except the targets, and the loss gets (outputs, batch).
+    Without a loss the model gets the targets too and computes its loss itself, as models of transformers do. A loss may
+    return a dict of sums, which are added up, and `(sum, count)` to have its count compared with that of the batch.
     """
 
     def __init__(
@@ -76,10 +76,11 @@ class Objective(nn.Module):
         parts, count = split_result(result)
         if not self.checked:
             check_parts(parts)
+            self.check_count(count, flat)
             self.checked = True
-        total = sum_parts(parts)
         if self.loss is not None and self.reduction == "mean":
-            total = total * self.count_targets(flat)
+            parts = scale_parts(parts, self.count_targets(flat) if count is None else count)
+        total = torch.stack(list(parts.values())).sum() if isinstance(parts, Mapping) else parts
         if self.measured_names:
             self.measure(outputs, target, parts, count, flat)
         return total, torch.zeros((), device=total.device) if count is None else torch.as_tensor(count)
@@ -124,6 +125,16 @@ class Objective(nn.Module):
         assert rule is not None
         return target_count(CountRule("valid", rule.entry) if self.labels_shifted else rule, flat)
 
+    def check_count(self, count: Any, flat: tuple[Tensor, ...]) -> None:
+        """Compares the count of a loss with that of the first batch; a device would be synchronized at every step."""
+        if count is None or self.batch.count is None:
+            return
+        if int(count) != (expected := int(self.count_targets(flat))):
+            raise ConfigError(
+                f"the loss counted {int(count)} valid targets, but the batch has {expected}",
+                "try to mask with the target -100, or return the sum alone",
+            )
+
     @property
     def measured_names(self) -> tuple[str, ...]:
         """The names of what is measured beside the loss: the parts of the loss, then the metrics."""
@@ -136,7 +147,7 @@ class Objective(nn.Module):
         for name in self.loss_names:
             values += [parts[name], self.count_targets(flat) if count is None else count]
         if self.metrics:
-            full = tree_map(lambda t: full_tensor(t) if isinstance(t, Tensor) else t, outputs)
+            full = gather_outputs(outputs)
             for name, metric in self.metrics.items():
                 values += measured_pair(name, metric(full, target))
         device = flat[0].device
@@ -163,11 +174,20 @@ def split_result(result: Any) -> tuple[Any, Any]:
     return result
 
 
-def sum_parts(parts: Any) -> Tensor:
-    if isinstance(parts, Mapping):
-        return torch.stack(list(parts.values())).sum()
-    assert isinstance(parts, Tensor)
-    return parts
+def scale_parts(parts: Any, factor: Any) -> Any:
+    return {name: part * factor for name, part in parts.items()} if isinstance(parts, Mapping) else parts * factor
+
+
+def gather_outputs(outputs: Any) -> Any:
+    """Returns outputs with full tensors in place of DTensors, for metrics."""
+    if isinstance(outputs, Tensor):
+        return full_tensor(outputs)
+    if isinstance(outputs, Mapping):
+        gathered = copy.copy(outputs)
+        for name, value in outputs.items():
+            gathered[name] = gather_outputs(value)  # type: ignore[index]
+        return gathered
+    return type(outputs)(map(gather_outputs, outputs)) if type(outputs) in (tuple, list) else outputs
 
 
 def check_parts(parts: Any) -> None:
@@ -249,6 +269,13 @@ def returns_sum(model: nn.Module) -> bool:
 
 SINGLE_LABEL = "single_label_classification"
 """The only problem of transformers' sequence classifiers whose loss can be a sum."""
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether a model that computes its loss itself compares position i with label i + 1, as causal language models of
+    transformers do.
+    """
+    return getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
 
 
 def auxiliary_loss(model: nn.Module, outputs: Any) -> Tensor | None:

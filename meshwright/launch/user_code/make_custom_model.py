@@ -23,6 +23,11 @@ def make_custom_model(user: UserCode) -> CustomModel | None:
         raise ConfigError(
             f"the model is a {type(module).__name__}", "expected an nn.Module, or a callable that returns one"
         )
-    if user.loss is None:
-        raise ConfigError("model is given without a loss", "expected loss=... as well")
-    return CustomModel(module, user.loss, merge(user.parallel_spec, infer_parallel_spec(module)))
+    return CustomModel(
+        module,
+        user.loss,
+        merge(user.parallel_spec, infer_parallel_spec(module)),
+        collate=user.collate,
+        metrics=dict(user.metrics or {}),
+        reduction=user.reduction,
+    )

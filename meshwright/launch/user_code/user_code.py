@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,8 +27,8 @@ class UserCode:
     collate: Callable[..., Any] | None = None
     """makes a batch of a list of samples"""
     metrics: Mapping[str, Callable[..., Any]] | None = None
-    reduction: str = "sum"
-    """what the loss returns: the sum over valid targets, or their mean"""
+    reduction: Literal["sum", "mean"] | None = None
+    """what the loss returns: the sum over valid targets (the default), or their mean"""
     init: Callable[[str, Tensor], Any] | None = None
     """fills a parameter or buffer of a model on the meta device with its initial values"""
     entry_points: Mapping[str, str] = field(default_factory=dict)
