@@ -60,7 +60,7 @@ class CustomReferenceTask(ReferenceTask):
         config, source = config or self.config, ConcatenatedSource(self.sources)
 
         def read(sample: int) -> tuple[NDArray[Any], ...]:
-            return source[sample]
+            return tuple(source[sample])
 
         exact = self.facts.exact_dtype
         model_dtype = autocast if low_precision_units and autocast is not None else dtype or exact

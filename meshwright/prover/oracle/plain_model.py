@@ -17,7 +17,7 @@ from meshwright.config import IGNORE_INDEX
 from meshwright.prover.oracle.optimizer import step_seed
 from meshwright.prover.oracle.steps import Batch
 
-Loss = Callable[[Any, Tensor], Any]
+Loss = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class PlainModel:
     def __init__(
         self,
         module: nn.Module,
-        loss: Loss,
+        loss: Loss | None,
         passes: Passes,
         seed: int = 0,
         dtype: torch.dtype = torch.float64,
@@ -101,6 +101,8 @@ class PlainModel:
 
     def loss_sum(self, batch: Batch) -> Tensor:
         """The sum of the losses of all valid targets. Floating-point inputs have the dtype of the weights."""
+        if self.loss is None:
+            raise ValueError("the model computes its loss itself")
         *inputs, targets = (t.to(self.dtype) if t.is_floating_point() else t for t in batch)
         with self.autocast():
             result = self.loss(self.module(*inputs), targets)
