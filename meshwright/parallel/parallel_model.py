@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwright.models.experts import Router
+from meshwright.parallel.context_parallel.context_attention import ContextAttention
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.tensor_parallel import reduce_partial_gradients
 
@@ -83,6 +84,8 @@ class ParallelModel:
     """
 
     meshes = Meshes(None)
+    context: ContextAttention | None = None
+    """the attention of sequence chunks; None: this rank has full sequences"""
     has_loss = True
     """whether this rank computes a loss; in a pipeline only the rank of the last stage does"""
     tied_copies: frozenset[str] = frozenset()

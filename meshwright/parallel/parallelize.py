@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.config import DDPConfig, RunConfig
 from meshwright.errors import ConfigError
 from meshwright.parallel.activation_checkpoint import apply_activation_checkpointing
 from meshwright.parallel.compile import apply_compile
+from meshwright.parallel.context_parallel.context_attention import ContextAttention
 from meshwright.parallel.context_parallel.context_parallel import apply_context_parallel
 from meshwright.parallel.context_parallel.sequence_chunks import local_chunk
 from meshwright.parallel.data_parallel.ddp import DDPModel
@@ -75,9 +76,15 @@ def parallelize(
     if tensor_mesh := meshes.submesh("tensor"):
         apply_tensor_parallel(model, spec, tensor_mesh)
     apply_expert_parallel(model, meshes)
-    chunks = None
+    context = None
     if meshes.context_group is not None:
-        chunks = apply_context_parallel(model, meshes.context_group, config.context.method)
+        context = apply_context_parallel(model, spec, meshes.context_group, config.context.method)
+        if context.is_custom and config.compile.enabled:
+            raise ConfigError(
+                "compile.enabled = true is unsupported with context parallelism of a user's model, whose attention is "
+                "replaced where it is called",
+                "try compile.enabled = false, or layout.context = 1",
+            )
     apply_activation_checkpointing(model, spec, config.activation_checkpoint)
     if config.compile.enabled:
         apply_compile(model, spec)
@@ -98,9 +105,17 @@ def parallelize(
         stages = {i: data_parallel(stage, stage_parallel_spec(stage)) for i, stage in build_stages(model, plan).items()}
         parallel_model = PipelineModel(model, stages, plan, meshes, world.device, tied=config.model.tie)
     parallel_model.meshes = meshes
-    if chunks is not None or plan is not None:
-        parallel_model.shard_inputs = partial(local_chunk, chunks=chunks, separator=config.model.separator)
+    parallel_model.context = context
+    if context is not None or plan is not None:
+        parallel_model.shard_inputs = partial(shard_batch, context, getattr(model, "separator", None))
     return parallel_model
+
+
+def shard_batch(
+    context: ContextAttention | None, separator: int | None, batch: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    chunks = context.chunks if context is not None and context.enabled else None
+    return local_chunk(batch, chunks=chunks, separator=separator)
 
 
 def apply_data_parallel(

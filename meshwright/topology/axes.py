@@ -30,13 +30,12 @@ AXIS_TABLE = (
         "optimizer state, gradients or parameters are sharded (ZeRO-1, 2, 3)",
         reads_different_samples=True,
     ),
-    Axis("context", "layout.context", "every sequence is divided into chunks", needs_decoder=True),
+    Axis("context", "layout.context", "every sequence is divided into chunks"),
     Axis("tensor", "layout.tensor", "every weight matrix is divided, and the sequence between matrices"),
     Axis(
         "expert",
         "layout.expert",
         "the experts of every mixture-of-experts layer are divided",
-        needs_decoder=True,
         has_own_ranks=False,
     ),
 )

@@ -51,6 +51,7 @@ class CustomModel:
         module = copy.deepcopy(self.module)
         loss = copy.deepcopy(self.loss) if isinstance(self.loss, nn.Module) else self.loss
         synchronize_batch_norm(module)
+        disable_caches(module)
         return Objective(
             module.to(device, dtype),
             loss,
@@ -63,3 +64,10 @@ class CustomModel:
     def objective_spec(self) -> ParallelSpec:
         """Returns the spec of the module that `build_objective` returns."""
         return self.spec.under_objective()
+
+
+def disable_caches(module: nn.Module) -> None:
+    """Turns off the caches for generation in models of transformers: recomputation would add the same keys again."""
+    for submodule in module.modules():
+        if getattr(getattr(submodule, "config", None), "use_cache", False):
+            submodule.config.use_cache = False  # type: ignore[union-attr]

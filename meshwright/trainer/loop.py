@@ -140,6 +140,7 @@ class Training:
         samples = (job.custom.batch, job.custom.collate) if job.custom is not None else ()
         loader = Loader(source, self.stream, job.batch, coordinate, self.config.data, job.block_sizes, *samples)
         self.evaluation = Evaluation(source, self.stream, self.config.eval.samples, job.batch, coordinate, *samples)
+        self.step.check_context(loader.first)
         self.step.warmup_backward(loader.first)
 
         self.done = self.first_step = self._restore()
@@ -363,7 +364,10 @@ def build_parallel_model(job: Job, precision: Precision, world: World) -> Parall
     if job.custom is None:
         return build_parallel_decoder(job.config, job.layout, precision, world)
     objective = job.custom.build_objective(world.device, precision.weights)
-    return parallelize(objective, job.config, job.layout, world, job.custom.objective_spec())
+    parallel_model = parallelize(objective, job.config, job.layout, world, job.custom.objective_spec())
+    if parallel_model.context is not None:
+        objective.shift_before(parallel_model)
+    return parallel_model
 
 
 def build_parallel_decoder(config: RunConfig, layout: Layout, precision: Precision, world: World) -> ParallelModel:

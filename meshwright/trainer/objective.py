@@ -10,10 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from meshwright.config import IGNORE_INDEX
 from meshwright.data.batch_structure import BatchStructure, CountRule
 from meshwright.data.loader import TOKENS_AND_LABELS, target_count
 from meshwright.errors import ConfigError
 from meshwright.parallel.local_shard import full_tensor
+from meshwright.parallel.parallel_model import ParallelModel
 
 LossFunction = Callable[[Any, Any], Any]
 Metric = Callable[[Any, Any], Any]
@@ -96,6 +98,20 @@ class Objective(nn.Module):
         if self.loss is None and self.labels_shifted:
             arguments["shift_labels"] = arguments["labels"]
         return self.model(**arguments)
+
+    def shift_before(self, parallel_model: ParallelModel) -> None:
+        """Shifts the labels of full sequences, where the model would shift those of a chunk and lose the last one."""
+        rule = self.batch.count
+        if self.loss is not None or rule is None or rule.kind != "shifted":
+            return
+        self.labels_shifted = True
+        shard_inputs, entry = parallel_model.shard_inputs, rule.entry % len(self.batch.names)
+
+        def shift_then_shard(flat: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            shifted = nn.functional.pad(flat[entry][:, 1:], (0, 1), value=IGNORE_INDEX)
+            return shard_inputs((*flat[:entry], shifted, *flat[entry + 1 :]))
+
+        parallel_model.shard_inputs = shift_then_shard
 
     def loss_argument(self, flat: tuple[Tensor, ...]) -> Any:
         """Returns what the loss and the metrics get beside the outputs: the target of a tuple, or the whole batch."""

@@ -18,6 +18,7 @@ from meshwright.config import RunConfig
 from meshwright.data.loader import BadSample, MicroBatch
 from meshwright.errors import DataError, NumericsError, PeerError, StoppedBySignal
 from meshwright.optim.adamw import AdamW
+from meshwright.parallel.context_parallel.start_check import check_context_parallel
 from meshwright.parallel.local_shard import local_tensor
 from meshwright.parallel.parallel_model import (
     GradientReduction,
@@ -223,6 +224,19 @@ class Step:
         assert control is not None
         assert loss_sum is not None
         return control, loss_sum.wait()
+
+    def check_context(self, first: Callable[[], MicroBatch]) -> None:
+        """Compares a user's model on sequence chunks with itself on full sequences. A pipeline exchanges tensors of one
+        size, so it is not compared.
+        """
+        context = self.parallel_model.context
+        if context is None or not context.is_custom or self.parallel_model.interleaves_backward:
+            return
+        self.world.heartbeat.enter("warmup")
+        batch = first()
+        if all(row[0] for row in self.world.all_gather_ints(bool(batch.tensors), name="context check")):
+            tensors = tuple(map(self.world.to_device, batch.tensors))
+            check_context_parallel(self.parallel_model, tensors, self.precision.autocast)
 
     def warmup_backward(self, first: Callable[[], MicroBatch]) -> None:
         """Runs the warm-up backward of models that need one (DDP) and discards what it leaves behind."""

@@ -17,9 +17,10 @@ from meshwright.errors import ConfigError
 from meshwright.models.attention import CoreAttention, document_ids
 from meshwright.models.init import build_model
 from meshwright.parallel.activation_checkpoint import apply_activation_checkpointing
-from meshwright.parallel.context_parallel.all_to_all_attention import AllToAllAttention
+from meshwright.parallel.context_parallel.context_attention import ContextAttention
 from meshwright.parallel.context_parallel.context_parallel import apply_context_parallel
-from meshwright.parallel.context_parallel.ring_attention import RingAttention, visible_slices
+from meshwright.parallel.context_parallel.ring_attention import visible_slices
+from meshwright.parallel.context_parallel.seams import CoreAttentionSeam
 from meshwright.parallel.context_parallel.sequence_chunks import SequenceChunks, local_chunk
 from meshwright.parallel.tensor_parallel import apply_tensor_parallel, decoder_parallel_spec, reduce_partial_gradients
 from meshwright.telemetry.comm_counter import CollectiveTotal, CommCounter
@@ -108,10 +109,14 @@ def inputs(kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(BATCH, n, SEQUENCE, SIZE, generator=generator, dtype=torch.float64).to(dtype) for n in heads]
 
 
+def core_attention(method: str, group) -> CoreAttentionSeam:
+    return CoreAttentionSeam(CoreAttention(), ContextAttention(group, method))
+
+
 def differences(group, method: str, kv_heads: int, case_name: str, dtype: torch.dtype) -> dict[str, float]:
     """Errors of output, dq, dk and dv of the local chunks against full attention."""
     chunks = SequenceChunks(method, group.size(), group.rank())
-    attention = RingAttention(group) if method == "ring" else AllToAllAttention(group, CoreAttention())
+    attention = core_attention(method, group)
     results = []
     for module, local in ((CoreAttention(), lambda t: t), (attention, lambda t: chunks.select(t, 2))):
         *made, grad = (local(t) for t in inputs(kv_heads, dtype))
@@ -130,7 +135,7 @@ def attention_counts(
     results = {}
     for method in METHODS:
         chunks = SequenceChunks(method, group.size(), group.rank())
-        attention = RingAttention(group) if method == "ring" else AllToAllAttention(group, CoreAttention())
+        attention = core_attention(method, group)
         q, k, v, grad = (chunks.select(t, 2).requires_grad_() for t in inputs(kv_heads, dtype))
         with CommCounter({group.group_name: "context"}) as forward:
             out = attention(q, k, v, None)
@@ -212,7 +217,7 @@ def one_process(separator: int | None, dtype: torch.dtype, group: int) -> dict[s
 def context_parallel(group, method: str, separator: int | None, dtype: torch.dtype, mode: str, number: int):
     """Loss, count and gradients, summed over the ranks of a context group."""
     model = build_model(ModelConfig(**{**MODEL.__dict__, "separator": separator}), 0, dtype)
-    chunks = apply_context_parallel(model, group, method)
+    chunks = apply_context_parallel(model, decoder_parallel_spec(MODEL), group, method).chunks
     apply_activation_checkpointing(model, decoder_parallel_spec(MODEL), ActivationCheckpointConfig(mode=mode))
     with MemoryTracker(model) as memory, CommCounter({group.group_name: "context"}) as ledger:
         total, count = model(*local_chunk(batch(number), chunks, separator))
@@ -286,7 +291,7 @@ def with_tensor(world):
     for method in METHODS:
         model = build_model(MODEL, 0, torch.float64)
         apply_tensor_parallel(model, decoder_parallel_spec(MODEL), mesh["tensor"])
-        chunks = apply_context_parallel(model, group, method)
+        chunks = apply_context_parallel(model, decoder_parallel_spec(MODEL), group, method).chunks
         with loss_parallel():
             total, count = model(*local_chunk(batch(0), chunks, 3))
             total.backward()
@@ -318,10 +323,9 @@ def test_local_chunk_has_the_documents_of_full_sequences():
 
 def error_messages(world):
     group, (q, k, v, _) = dist.group.WORLD, inputs(3, torch.float64)
-    attentions = RingAttention(group), AllToAllAttention(group, CoreAttention())
+    attentions = [core_attention(method, group) for method in METHODS]
     calls = [partial(attention, q, k, v, torch.zeros(2, SEQUENCE)) for attention in attentions]
     calls.append(partial(attentions[1], k, k, v, None))
-    calls.append(partial(apply_context_parallel, torch.nn.Linear(2, 2), group, "ring"))
     messages = []
     for call in calls:
         with pytest.raises((ConfigError, ValueError)) as caught:
@@ -338,9 +342,8 @@ def one_rank_and_errors(world):
 
 
 def test_context_parallel_on_one_rank_and_its_errors():
-    for error, sent, (ring, exchange, heads, model) in run_ranks(one_rank_and_errors, 2):
+    for error, sent, (ring, exchange, heads) in run_ranks(one_rank_and_errors, 2):
         assert error < 1e-13
         assert sent == 0
         assert ring == exchange == "document ids cover 48 tokens; expected the full sequence of 96"
         assert "layout.context = 2 with context.method = all-to-all does not divide 3 local query heads" in heads
-        assert "the model has none" in model

@@ -16,28 +16,28 @@ from math import gcd
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.errors import ConfigError
-from meshwright.models.attention import CoreAttention
 from meshwright.parallel.all_to_all import all_to_all
+from meshwright.parallel.context_parallel.attention_call import AttentionCall
 from meshwright.parallel.context_parallel.sequence_chunks import require_full_documents
 
 
-class AllToAllAttention(nn.Module):
-    """Replaces CoreAttention on a rank with one sequence chunk; `core` attends to full sequences of the rank's heads.
+class AllToAllAttention:
+    """The attention of a rank with one sequence chunk: the model's own attention, on full sequences of some heads.
 
     If the ranks do not divide the key heads, each key head is repeated as few times as needed. The query heads divide
     by both numbers, so the queries of a rank find their keys there. Autograd sums the gradients of the repetitions.
     """
 
-    def __init__(self, group: dist.ProcessGroup, core: CoreAttention) -> None:
-        super().__init__()
-        self.group, self.core = group, core
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+    def __call__(self, call: AttentionCall) -> Tensor:
+        q, k, v = call.q, call.k, call.v
         ranks, heads = self.group.size(), q.shape[1]
-        require_full_documents(documents, q.shape[2] * ranks)
+        require_full_documents(call.documents, q.shape[2] * ranks)
         if heads % ranks:
             raise ConfigError(
                 f"layout.context = {ranks} with context.method = all-to-all does not divide {heads} local query heads",
@@ -50,6 +50,10 @@ class AllToAllAttention(nn.Module):
         heads_per_rank = [tensor.shape[2] for tensor in by_rank]
         received = all_to_all(torch.cat(by_rank, dim=2).movedim(1, 0), self.group)
         full_sequences = received.movedim(0, 2).flatten(2, 3)  # (batch, heads of this rank, sequence, head size)
-        mixed = self.core(*full_sequences.split(heads_per_rank, dim=1), documents)
+        mask = call.mask
+        if mask is not None and mask.shape[1] > 1:
+            mask = mask.chunk(ranks, dim=1)[self.group.rank()]
+        full_q, full_k, full_v = full_sequences.split(heads_per_rank, dim=1)
+        mixed = call.attend(full_q, full_k, full_v, mask)
         returned = all_to_all(mixed.unflatten(2, (ranks, -1)).movedim(2, 0), self.group)
         return returned.movedim(0, 1).flatten(1, 2)

@@ -5,33 +5,75 @@ Both methods are exact. Positions, labels and masks are those of the full sequen
 
 from __future__ import annotations
 
+import inspect
+from functools import partial
+from typing import Any
+
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import ConfigError
 from meshwright.models.attention import CoreAttention
 from meshwright.models.rotary import RotaryEmbedding
-from meshwright.parallel.context_parallel.all_to_all_attention import AllToAllAttention
-from meshwright.parallel.context_parallel.ring_attention import RingAttention
-from meshwright.parallel.context_parallel.sequence_chunks import ChunkRotaryEmbedding, ContextMethod, SequenceChunks
+from meshwright.parallel.context_parallel.context_attention import ContextAttention
+from meshwright.parallel.context_parallel.seams import CoreAttentionSeam, TorchAttentionSeam
+from meshwright.parallel.context_parallel.sequence_chunks import ChunkRotaryEmbedding, ContextMethod
+from meshwright.parallel.context_parallel.transformers_seam import replace_attention
+from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks
 
 
-def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup, method: ContextMethod) -> SequenceChunks:
-    """Replaces attention and rotary positions of the model by those of a rank with sequence chunks; returns the chunks
-    of this rank.
-    """
-    chunks = SequenceChunks(method, group.size(), group.rank())
-    replaced = 0
+def apply_context_parallel(
+    model: nn.Module, spec: ParallelSpec, group: dist.ProcessGroup, method: ContextMethod
+) -> ContextAttention:
+    """Replaces attention and positions of the model by those of a rank with sequence chunks."""
+    attention = ContextAttention(group, method)
+    if not replace_modules(model, attention):
+        replace_calls(model, attention, spec)
+    return attention
+
+
+def replace_modules(model: nn.Module, attention: ContextAttention) -> bool:
+    """Replaces attention and rotary positions of a built-in family; returns whether the model is of one."""
+    replaced = False
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, RotaryEmbedding):
-                setattr(module, name, ChunkRotaryEmbedding(child, chunks))
+                setattr(module, name, ChunkRotaryEmbedding(child, attention.chunks))
             elif isinstance(child, CoreAttention):
-                setattr(module, name, RingAttention(group) if method == "ring" else AllToAllAttention(group, child))
-                replaced += 1
-    if not replaced:
-        raise ConfigError(
-            "context parallelism replaces meshwright.models.attention.CoreAttention, and the model has none",
-            "try layout.context = 1, or use CoreAttention in the model",
-        )
-    return chunks
+                setattr(module, name, CoreAttentionSeam(child, attention))
+                replaced = True
+    return replaced
+
+
+def replace_calls(model: nn.Module, attention: ContextAttention, spec: ParallelSpec) -> None:
+    """Replaces the attention of any other model, and gives it the positions of the rank's tokens."""
+    attention.is_custom = True
+    replace_attention(model, attention)
+    seam = TorchAttentionSeam(attention)
+    for module in (model, *find_blocks(model, spec)):
+        seam.wrap(module)
+    if spec.positions:
+        hook = partial(add_positions, attention, spec.positions)
+        module_with_argument(model, spec.positions).register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def add_positions(
+    attention: ContextAttention, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A forward pre-hook that passes the positions of the rank's tokens in their full sequences."""
+    if not attention.enabled or kwargs.get(name) is not None:
+        return None
+    tokens = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim > 1)
+    positions = attention.chunks.positions(tokens.shape[1] * attention.chunks.ranks, tokens.device)
+    return args, kwargs | {name: positions.expand(len(tokens), -1)}
+
+
+def module_with_argument(model: nn.Module, name: str) -> nn.Module:
+    """The outermost module whose forward takes an argument of this name."""
+    for module in model.modules():
+        if name in inspect.signature(module.forward).parameters:
+            return module
+    raise ConfigError(
+        f"ParallelSpec.positions = {name} is no argument of the model's forward", "expected the name of an argument"
+    )

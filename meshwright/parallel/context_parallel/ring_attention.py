@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.errors import ConfigError
 from meshwright.parallel.activation_checkpoint import recompute_all
+from meshwright.parallel.context_parallel.attention_call import AttentionCall
 from meshwright.parallel.context_parallel.blockwise_attention import (
     AttentionMask,
     AttentionResult,
@@ -64,8 +66,8 @@ class RingStep(NamedTuple):
 class Ring:
     """The ranks of a process group in a ring. Rank numbers are those within the group."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, causal: bool = True) -> None:
+        self.group, self.causal = group, causal
         self.chunks = SequenceChunks("ring", group.size(), group.rank())
 
     def send_to_next(self, tensor: Tensor, tag: int) -> PendingTransfer:
@@ -82,14 +84,14 @@ class Ring:
         for step in range(ranks):
             next_kv = self.send_to_next(kv, KEYS) if step + 1 < ranks else None
             source = (rank - step) % ranks
-            queries, keys = visible_slices(rank, source, k.shape[2])
+            queries, keys = visible_slices(rank, source, k.shape[2]) if self.causal else (slice(None), slice(None))
             visible_k, visible_v = kv[:, :, :, keys]
             yield RingStep(source, queries, keys, visible_k, visible_v, self.mask(source, queries, keys, documents))
             if next_kv is not None:
                 kv = next_kv.wait()
 
     def mask(self, source: int, queries: slice, keys: slice, documents: Tensor | None) -> AttentionMask:
-        causal = source == self.chunks.rank
+        causal = self.causal and source == self.chunks.rank
         if documents is None:
             return AttentionMask(causal)
         source_documents = self.chunks.for_rank(source).select(documents)
@@ -157,15 +159,20 @@ def slice_queries(result: AttentionResult, queries: slice) -> AttentionResult:
     return AttentionResult(result.out[:, :, queries], result.lse[:, :, queries])
 
 
-class RingAttention(nn.Module):
-    """Replaces CoreAttention on a rank with two sequence chunks. `documents` are those of full sequences."""
+class RingAttention:
+    """The attention of a rank with two sequence chunks: plain softmax attention, causal or full."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.ring = Ring(group)
+        self.group = group
+        self.rings = {causal: Ring(group, causal) for causal in (False, True)}
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-        require_full_documents(documents, q.shape[2] * self.ring.chunks.ranks)
+    def __call__(self, call: AttentionCall) -> Tensor:
+        if beyond := "a mask" if call.mask is not None else call.beyond_plain:
+            raise ConfigError(
+                f"context.method = ring computes plain attention, and the attention of this model has {beyond}",
+                "try context.method = all-to-all",
+            )
+        q = call.q if call.scale is None else call.q * (call.scale * call.q.shape[-1] ** 0.5)
+        require_full_documents(call.documents, q.shape[2] * self.group.size())
         with recompute_all():
-            return RingAttentionFunction.apply(q, k, v, documents, self.ring)  # type: ignore[no-any-return, no-untyped-call]
+            return RingAttentionFunction.apply(q, call.k, call.v, call.documents, self.rings[call.causal])  # type: ignore[no-any-return, no-untyped-call]

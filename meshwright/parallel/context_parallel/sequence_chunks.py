@@ -63,13 +63,27 @@ class ChunkRotaryEmbedding(RotaryEmbedding):
 
 
 def local_chunk(batch: tuple[Tensor, ...], chunks: SequenceChunks | None, separator: int | None) -> tuple[Tensor, ...]:
-    """(tokens, labels) of full sequences -> the rank's tokens and labels, and the document ids of the full sequences if
-    there is a separator. These are the inputs of a LanguageModel, and of a pipeline stage, which never sees the tokens.
+    """The rank's chunks of all tensors of a batch that have a sequence dimension, which is their second. With a
+    separator, the first tensor has the tokens, and the document ids of the full sequences are added: a chunk, or a
+    pipeline stage that never sees the tokens, could not find them.
     """
-    tokens, labels = batch
-    documents = document_ids(tokens, separator)
-    local = (tokens, labels) if chunks is None else (chunks.select(tokens), chunks.select(labels))
+    documents = document_ids(batch[0], separator)
+    local = batch
+    if chunks is not None:
+        length = sequence_length(batch)
+        local = tuple(chunks.select(t) if t.ndim > 1 and t.shape[1] == length else t for t in batch)
     return local if documents is None else (*local, documents)
+
+
+def sequence_length(batch: tuple[Tensor, ...]) -> int:
+    """The length of the sequences of a batch: the second dimension of its first tensor of integers that has one."""
+    for tensor in batch:
+        if tensor.ndim > 1 and not tensor.is_floating_point():
+            return tensor.shape[1]
+    raise ConfigError(
+        "context parallelism divides sequences, and the batch has no tensor of shape (samples, tokens) of integers",
+        "expected token ids, or labels per token; or try layout.context = 1",
+    )
 
 
 def require_full_documents(documents: Tensor | None, sequence: int) -> None:
