@@ -1,57 +1,63 @@
 """Synchronized batch normalization on any device: statistics over the micro-batches of all data-parallel ranks.
 
 torch's own `nn.SyncBatchNorm` runs on accelerators only. Its modules in a user's model keep their parameters, buffers
-and names; only their forward is replaced.
+and names, and become modules of the class below.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class GroupBatchNorm(_BatchNorm):
+    """Normalizes with the mean and variance over the batches of all ranks of a group, whose sizes may differ. Without a
+    group, statistics are those of the local batch.
+    """
+
+    process_group: dist.ProcessGroup | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training and self.running_mean is not None:
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        dims = [0, *range(2, x.ndim)]
+        sums = self.sum_over_ranks(torch.cat((x.sum(dims), x.new_tensor([x.numel() // x.shape[1]]))))
+        count = sums[-1].detach()
+        shape = (1, -1, *(1 for _ in dims[1:]))
+        mean = sums[:-1] / count
+        centered = x - mean.view(shape)
+        variance = self.sum_over_ranks(centered.square().sum(dims)) / count
+        if self.track_running_stats:
+            update_running_statistics(self, mean.detach(), variance.detach() * count / (count - 1))
+        normalized = centered * (variance + self.eps).rsqrt().view(shape)
+        if self.weight is None:
+            return normalized
+        return normalized * self.weight.view(shape) + self.bias.view(shape)
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        if self.process_group is None:
+            return values
+        summed: Tensor = all_reduce(values, group=self.process_group)
+        return summed
 
 
 def synchronize_batch_norm(model: nn.Module, make_group: Callable[[], dist.ProcessGroup | None] = lambda: None) -> None:
-    """Replaces the forward of every `nn.SyncBatchNorm`. The group is made only if there is one; without a group,
-    statistics are those of the local batch.
-    """
-    modules = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
+    """Changes every `nn.SyncBatchNorm` to a `GroupBatchNorm`. The group is made only if there is such a module."""
+    modules = [module for module in model.modules() if isinstance(module, (nn.SyncBatchNorm, GroupBatchNorm))]
     group = make_group() if modules else None
     for module in modules:
-        module.forward = partial(forward, module, group)  # type: ignore[method-assign]
-
-
-def forward(module: nn.SyncBatchNorm, group: dist.ProcessGroup | None, x: Tensor) -> Tensor:
-    """Normalizes with the mean and variance over the batches of all ranks, whose sizes may differ."""
-    if not module.training and module.running_mean is not None:
-        return F.batch_norm(x, module.running_mean, module.running_var, module.weight, module.bias, eps=module.eps)
-    dims = [0, *range(2, x.ndim)]
-    count = x.new_tensor(x.numel() // x.shape[1]).reshape(1)
-    sums = torch.cat((x.sum(dims), count))
-    if group is not None:
-        sums = all_reduce(sums, group=group)
-    total, mean = sums[-1].detach(), sums[:-1] / sums[-1].detach()
-    shape = (1, -1, *(1 for _ in dims[1:]))
-    centered = x - mean.view(shape)
-    squares = centered.square().sum(dims)
-    if group is not None:
-        squares = all_reduce(squares, group=group)
-    variance = squares / total
-    if module.track_running_stats:
-        update_running_statistics(module, mean.detach(), variance.detach() * total / (total - 1))
-    normalized = centered * (variance + module.eps).rsqrt().view(shape)
-    if module.weight is None:
-        return normalized
-    return normalized * module.weight.view(shape) + module.bias.view(shape)
+        module.__class__ = GroupBatchNorm
+        module.process_group = group
 
 
 @torch.no_grad()
-def update_running_statistics(module: nn.SyncBatchNorm, mean: Tensor, variance: Tensor) -> None:
+def update_running_statistics(module: GroupBatchNorm, mean: Tensor, variance: Tensor) -> None:
     assert module.num_batches_tracked is not None
     assert module.running_mean is not None
     assert module.running_var is not None
