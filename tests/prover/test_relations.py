@@ -66,7 +66,7 @@ def test_mask_that_crosses_documents_is_found(monkeypatch, shift):
     def ids(tokens, separator):
         return None if shift == 0 else (tokens == separator).long().cumsum(dim=1)
 
-    monkeypatch.setattr("meshwright.models.attention.document_ids", ids)
+    monkeypatch.setattr("meshwright.models.llama.model.document_ids", ids)
     assert failing() == ["a changed token"]
 
 
