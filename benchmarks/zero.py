@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.config import RunConfig, load_config
+from meshwright.models.registry import model_spec
 from meshwright.parallel.world import World
 from meshwright.prover.comm_volume import count_third_step
 from meshwright.testing import run_ranks
-from meshwright.topology.parameter_shapes import decoder_parameter_shapes
 
 RANKS = 4
 STAGES = {"none": "ZeRO-0", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "ZeRO-3"}
@@ -31,7 +31,7 @@ def measure() -> dict[str, Any]:
 
 def measure_stage(world: World, config: RunConfig) -> dict[str, float]:
     counted = count_third_step(world, config)
-    parameter_bytes = sum(shape.local_numel() for shape in decoder_parameter_shapes(config.model)) * 4
+    parameter_bytes = model_spec(config.model).parameter_count * 4
     wire = sum(group.wire_bytes for group in counted.rows() if group.axis != "control")
     memory = {
         kind: round(counted.memory.peak[kind] / parameter_bytes, 3) for kind in ("parameter", "gradient", "optimizer")

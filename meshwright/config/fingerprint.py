@@ -9,6 +9,7 @@ from functools import cache
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from meshwright.config.constraints import Placement
+from meshwright.config.model import OptionTable
 from meshwright.config.run_config import RunConfig
 
 
@@ -32,6 +33,8 @@ def flatten(node: Any, path: str = "") -> list[tuple[str, Any, bool]]:
         marked = get_origin(hint) is Annotated and any(isinstance(m, Placement) for m in get_args(hint)[1:])
         if dataclasses.is_dataclass(value):
             rows.extend((k, v, p or marked) for k, v, p in flatten(value, key + "."))
+        elif isinstance(value, OptionTable):
+            rows.extend((f"{key}.{name}", option, marked) for name, option in value.items())
         elif isinstance(value, tuple):
             for i, item in enumerate(value):
                 rows.extend((k, v, p or marked) for k, v, p in flatten(item, f"{key}[{i}]."))

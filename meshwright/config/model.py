@@ -1,8 +1,9 @@
-"""The settings of the built-in decoder."""
+"""The settings of a model of a built-in family."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from meshwright.config.constraints import (
@@ -17,9 +18,34 @@ MAX_LAYERS = 1 << 14
 """Limit of transformer blocks, each of which is a module."""
 
 
+Scalar = bool | int | float | str
+
+
+class OptionTable(Mapping[str, Scalar]):
+    """A table of settings whose keys the model family defines; immutable and hashable."""
+
+    def __init__(self, options: Mapping[str, Scalar] | None = None) -> None:
+        self._options = dict(options or {})
+
+    def __getitem__(self, key: str) -> Scalar:
+        return self._options[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._options)
+
+    def __len__(self) -> int:
+        return len(self._options)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._options.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._options)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
-    """Architecture of the decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, optional experts."""
+    """The model: a family, and the sizes that all families have."""
 
     vocab: Annotated[int, Range(minimum=2, maximum=1 << 24)] = 256
     """vocabulary size; every token id is below it"""
@@ -57,6 +83,10 @@ class ModelConfig:
     """
     separator: Annotated[int, Range(minimum=0, maximum=1 << 24)] | None = None
     """token id that ends a document; attention does not cross it; unset: one document per sequence"""
+    family: str = "llama"
+    """the model family; docs/families.md lists them"""
+    options: OptionTable = field(default_factory=OptionTable)
+    """settings of the family itself, in a table; docs/families.md lists them"""
 
     def __post_init__(self) -> None:
         if self.width % self.heads or (self.width // self.heads) % 2:

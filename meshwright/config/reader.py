@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tomli_w
 
 from meshwright.config.constraints import Range
+from meshwright.config.model import OptionTable
 from meshwright.config.parallelism import Degree
 from meshwright.config.presets import PRESETS
 from meshwright.config.run_config import RunConfig
@@ -87,6 +88,8 @@ def config_to_dict(config: Any) -> dict[str, Any]:
     def to_plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value):
             return {f.name.rstrip("_"): to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        if isinstance(value, OptionTable):
+            return dict(value)
         return [to_plain(item) for item in value] if isinstance(value, tuple) else value
 
     tree = to_plain(config)
@@ -215,10 +218,25 @@ def convert(kind: Any, value: Any, where: str) -> Any:
         if not isinstance(items, (list, tuple)):
             raise ConfigError(f"{where} = {format_value(value)} is not a list", "expected a list of tables")
         return tuple(convert(args[0], item, f"{where}[{i}]") for i, item in enumerate(items))
+    if kind is OptionTable:
+        return option_table(value, where)
     if dataclasses.is_dataclass(kind):
         assert isinstance(kind, type)
         return build_dataclass(kind, value, where)
     return convert_scalar(kind, value, where)
+
+
+def option_table(value: Any, where: str) -> OptionTable:
+    """Reads a table of scalars; the model family validates its keys."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where} = {format_value(value)} is a value", "expected a table of settings")
+    parsed = {k: parse_toml_value(v) if isinstance(v, CommandLineValue) else v for k, v in value.items()}
+    for key, item in parsed.items():
+        if not isinstance(item, (bool, int, float, str)):
+            raise ConfigError(
+                f"{where}.{shorten(key)} = {format_value(item)} is not a scalar", "expected a number or text"
+            )
+    return OptionTable(parsed)
 
 
 def convert_scalar(kind: type, value: Any, where: str) -> Any:

@@ -14,9 +14,10 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from meshwright.config.fingerprint import placement
+from meshwright.config.model import OptionTable
 from meshwright.config.run_config import RunConfig
 
-TYPE_NAMES = {int: "INT", float: "FLOAT", bool: "BOOL", str: "TEXT"}
+TYPE_NAMES = {int: "INT", float: "FLOAT", bool: "BOOL", str: "TEXT", OptionTable: "TABLE"}
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class KeyDescription:
     key: str
     """dotted key, as in a run file"""
     type: str
-    """INT, FLOAT, BOOL, TEXT, TABLES, or the legal values in braces"""
+    """INT, FLOAT, BOOL, TEXT, TABLE, TABLES, or the legal values in braces"""
     default: str
     """default of the tiny preset, or "unset\""""
     help: str
@@ -69,7 +70,7 @@ def describe_keys(
     for field in dataclasses.fields(config):
         if field.name not in skipped:
             value = getattr(config, field.name)
-            default = "unset" if value is None else json.dumps(value)
+            default = "unset" if value is None else json.dumps(value, default=dict)
             key = prefix + field.name.rstrip("_")
             yield KeyDescription(
                 key, type_name(hints[field.name]), default, docs[field.name], key not in placement_keys

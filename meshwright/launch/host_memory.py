@@ -8,6 +8,7 @@ from meshwright.config import RunConfig
 from meshwright.config.dtypes import PRECISION_BYTES
 from meshwright.errors import ConfigError
 from meshwright.io import format_bytes
+from meshwright.models.registry import model_spec
 from meshwright.parallel.world import runs_on_cpu
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import parameter_shards, uses_fsdp
@@ -38,5 +39,7 @@ def require_host_memory(config: RunConfig, layout: Layout) -> None:
 def state_bytes(config: RunConfig, layout: Layout, rank: int) -> int:
     """Bytes of one rank's parameters and optimizer state."""
     sharded = uses_fsdp(layout)
-    elements = sum(p.shard_numel if sharded else p.numel for p in parameter_shards(config, layout, rank))
+    elements = sum(
+        p.shard_numel if sharded else p.numel for p in parameter_shards(model_spec(config.model), config, layout, rank)
+    )
     return int(COPIES * elements * PRECISION_BYTES["fp64" if config.precision.compute == "fp64" else "fp32"])

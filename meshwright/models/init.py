@@ -3,52 +3,61 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
+from importlib import import_module
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.config import ModelConfig
-from meshwright.models.llama.model import LanguageModel
+from meshwright.models.registry import family_options, family_package, model_spec
+from meshwright.models.spec import ModelSpec
 
 ROWS_PER_KEY = 1024
 """Rows that one random generator produces. A rank generates only the row blocks that overlap its shard."""
 
-INIT_STD = 0.02
 
-
-def build_on_meta(config: ModelConfig, dtype: torch.dtype) -> LanguageModel:
-    """The language model on the meta device, without weights."""
+def build_on_meta(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
+    """The configured model on the meta device, without weights."""
+    family = import_module(f"{family_package(config)}.model")
     with torch.device("meta"):
-        return LanguageModel(config).to(dtype)
+        return family.build(config, family_options(config)).to(dtype)  # type: ignore[no-any-return]
+
+
+def build_empty(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> nn.Module:
+    """The configured model on a device, with memory and without values."""
+    model = build_on_meta(config, dtype).to_empty(device=device)
+    for copy, owner in model_spec(config).tied.items():  # to_empty allocates separate storage for each module
+        module, _, name = copy.rpartition(".")
+        model.get_submodule(module).register_parameter(name, model.get_parameter(owner))
+    return model
 
 
 def build_model(
     config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-) -> LanguageModel:
-    """The full language model with its initial weights."""
-    model = build_on_meta(config, dtype).to_empty(device=device)
-    if config.tie:  # to_empty allocates separate storage for each module
-        model.tie()
+) -> nn.Module:
+    """The full model with its initial weights."""
+    model, spec = build_empty(config, dtype, device), model_spec(config)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        init_shard(tensor.detach(), name, tensor.shape, (0,) * tensor.ndim, config, seed)
+        init_shard(tensor.detach(), name, tensor.shape, (0,) * tensor.ndim, spec, seed)
     return model
 
 
 def init_shard(
-    local: Tensor, name: str, shape: Sequence[int], offset: Sequence[int], config: ModelConfig, seed: int
+    local: Tensor, name: str, shape: Sequence[int], offset: Sequence[int], spec: ModelSpec, seed: int
 ) -> None:
     """Initializes `local`, the shard at `offset` of a parameter or buffer with this name and full shape."""
-    if "norm" in name.split(".")[-2]:
-        local.fill_(1.0)
-    elif name.endswith("router.bias"):
-        local.zero_()
-    elif len(shape) == 3:  # one matrix per expert, each with its own generator, so a rank generates only its experts
+    parameter = spec.by_name.get(name)
+    values = parameter.initialization if parameter is not None else spec.buffer_initializations[name]
+    assert values is not None
+    if values.kind == "constant":
+        local.fill_(values.value)
+    elif parameter is not None and parameter.is_expert_weight:
+        # Each expert's matrix has its own generator, so a rank generates only its experts.
         for expert, matrix in enumerate(local, offset[0]):
-            init_matrix_shard(matrix, f"{name}.{expert}", shape[1:], offset[1:], init_std(name, config), seed)
+            init_matrix_shard(matrix, f"{name}.{expert}", shape[1:], offset[1:], values.value, seed)
     else:
-        init_matrix_shard(local, name, shape, offset, init_std(name, config), seed)
+        init_matrix_shard(local, name, shape, offset, values.value, seed)
 
 
 def init_matrix_shard(
@@ -65,14 +74,6 @@ def init_matrix_shard(
         for dim in range(1, len(shape)):
             block = block.narrow(dim, offset[dim], local.shape[dim])
         local[overlap_start - first : overlap_end - first].copy_(block)
-
-
-def init_std(name: str, config: ModelConfig) -> float:
-    """The standard deviation of a parameter. Projections into the residual stream shrink with depth, so that
-    its variance stays of order one.
-    """
-    into_residual = name.endswith(("attention.out.weight", "down.weight", "bank.down"))
-    return INIT_STD / math.sqrt(2 * config.layers) if into_residual else INIT_STD
 
 
 def initial_rows(seed: int, name: str, shape: Sequence[int], start: int, stop: int, std: float) -> Tensor:

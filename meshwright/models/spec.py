@@ -6,10 +6,11 @@ A family declares it (`models/llama/spec.py`); `models/trace.py` makes one of an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+from meshwright.models.architecture import Architecture
 from meshwright.topology.parameter_shapes import ParameterShape
 
 BEFORE, AFTER, ROOT = "before", "after", "root"
@@ -126,6 +127,8 @@ class ModelSpec:
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     """module -> the name of its tensor-parallel style (see parallel/tensor_parallel.py); `*` matches one level"""
     attention: AttentionSeam = AttentionSeam()
+    architecture: Architecture | None = None
+    """the sizes that the planner's formulas read; None: the planner reads the costs of the blocks"""
 
     @cached_property
     def parameter_count(self) -> int:
@@ -137,10 +140,43 @@ class ModelSpec:
         owners = {parameter.name: parameter for parameter in self.parameters}
         return owners | {copy: owners[owner] for copy, owner in self.tied.items()}
 
+    @cached_property
+    def buffer_initializations(self) -> dict[str, Initialization | None]:
+        return {buffer.name: buffer.initialization for buffer in self.buffers}
+
     @property
     def block_pattern(self) -> str:
         """The names of the blocks with `*` for their numbers."""
         return f"{self.blocks[0].name.rpartition('.')[0]}.*"
+
+    @cached_property
+    def untied_parameters(self) -> tuple[ParameterSpec, ...]:
+        """The parameters of a pipeline: the copy of a tied weight is a parameter of its own, and the modules around the
+        blocks are FSDP units whether or not they share a weight.
+        """
+        copies = (replace(self.by_name[copy], name=copy) for copy in self.tied)
+        parameters = (*self.parameters, *copies)
+        return tuple(replace(parameter, unit=self._unit_in_pipeline(parameter)) for parameter in parameters)
+
+    def _unit_in_pipeline(self, parameter: ParameterSpec) -> str:
+        if parameter.unit != ROOT:
+            return parameter.unit
+        groups = {BEFORE: self.before, AFTER: self.after}
+        return next(
+            (unit for unit, names in groups.items() if parameter.name.startswith(tuple(f"{name}." for name in names))),
+            ROOT,
+        )
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        return tuple(block.name for block in self.blocks)
+
+    def block_costs(self, sequence: int) -> tuple[float, ...]:
+        """FLOPs per sample of every block; the first and the last block include those of the modules around them."""
+        costs = [block.cost.flops.of(1, sequence) for block in self.blocks]
+        costs[0] += self.before_cost.flops.of(1, sequence)
+        costs[-1] += self.after_cost.flops.of(1, sequence)
+        return tuple(costs)
 
     def forward_flops(self, batch: int, sequence: int = 1) -> float:
         """FLOPs of one forward pass of the full model."""

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism of the decoder by DTensor, with a vocabulary-parallel embedding and loss.
+"""Tensor and sequence parallelism by DTensor, with a vocabulary-parallel embedding and loss.
 
 The first matrices of a block are sharded by columns, the last by rows. On entry, the sequence is all-gathered once for
 q, k and v (once for gate and up); on exit, partial sums are reduce-scattered over the sequence. So norms and residuals
@@ -7,7 +7,7 @@ work on a chunk of the sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from meshwright.config import ModelConfig
+from meshwright.models.spec import ModelSpec
 from meshwright.parallel.parallel_spec import ParallelSpec, parameter_owners, require_modules
 
 SEQUENCE = 1
@@ -103,25 +103,16 @@ def shard_rows(module: nn.Module, mesh: DeviceMesh) -> None:
         module.register_parameter(name, nn.Parameter(rows, parameter.requires_grad))
 
 
-def decoder_tp_plan(model: ModelConfig) -> Mapping[str, ParallelStyle]:
-    """The plan of the decoder. Shared experts are sharded; routed experts process the tokens of the local chunk."""
-    colwise, rowwise = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(SEQUENCE))
-    block = "decoder.blocks.*"
-    dense = [f"{block}.ffn"] if not model.experts else [f"{block}.ffn.shared"] if model.experts_shared else []
-    return {
-        "decoder.embedding": VocabParallelEmbedding(),
-        f"{block}.attention_norm": SequenceParallel(),
-        f"{block}.attention": GatherSequence(),
-        **{f"{block}.attention.{name}": colwise for name in ("q", "k", "v")},
-        f"{block}.attention.out": rowwise,
-        f"{block}.ffn_norm": SequenceParallel(),
-        **({f"{block}.ffn": LocalSequence()} if model.experts else {}),
-        **dict.fromkeys(dense, GatherSequence()),
-        **{f"{ffn}.{name}": colwise for ffn in dense for name in ("gate", "up")},
-        **{f"{ffn}.down": rowwise for ffn in dense},
-        "decoder.norm": SequenceParallel(),
-        "head": VocabParallelHead(),
-    }
+STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
+    "vocab_embedding": VocabParallelEmbedding,
+    "vocab_head": VocabParallelHead,
+    "sequence": SequenceParallel,
+    "gather_sequence": GatherSequence,
+    "local_sequence": LocalSequence,
+    "colwise": ColwiseParallel,
+    "rowwise_sequence": lambda: RowwiseParallel(output_layouts=Shard(SEQUENCE)),
+}
+"""The styles that the plan of a model family may name."""
 
 
 def apply_tensor_parallel(model: nn.Module, spec: ParallelSpec, mesh: DeviceMesh) -> None:
@@ -157,11 +148,11 @@ def reduce_partial_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMes
         parameter.grad = DTensor.from_local(total.view(gradient.shape), mesh, parameter.placements, run_check=False)
 
 
-def decoder_parallel_spec(model: ModelConfig) -> ParallelSpec:
-    """The spec of the built-in decoder."""
+def family_parallel_spec(spec: ModelSpec) -> ParallelSpec:
+    """The ParallelSpec of a model of a family."""
     return ParallelSpec(
-        blocks="decoder.blocks.*",
-        before=("decoder.embedding",),
-        after=("decoder.norm", "head"),
-        tp_plan=partial(decoder_tp_plan, model),
+        blocks=spec.block_pattern,
+        before=spec.before,
+        after=spec.after,
+        tp_plan=lambda: {name: STYLES[style]() for name, style in spec.tp_plan.items()},
     )

@@ -18,8 +18,9 @@ from meshwright.data.file_sources import open_sources
 from meshwright.data.source import Source, SyntheticSource, spaced_indices
 from meshwright.data.token_files import TokenSource, token_sources
 from meshwright.launch.ranks import run_ranks
-from meshwright.models.init import build_on_meta
-from meshwright.models.llama.model import LanguageModel
+from meshwright.models.init import build_empty
+from meshwright.models.loss import HeadLoss
+from meshwright.models.registry import model_spec
 from meshwright.parallel.world import World
 from meshwright.prover.claims import Claim, cuda_devices
 from meshwright.prover.shrink.sizes import shrink
@@ -259,21 +260,20 @@ def relations_on(world: World, config: RunConfig) -> list[Claim]:
 
 def decoder_under_test(config: RunConfig, precision: Precision) -> RelationModel:
     """The decoder with random weights of order one, so that every logit depends on every token that it sees."""
-    module = build_on_meta(config.model, precision.weights).to_empty(device=precision.device)
-    if config.model.tie:
-        module.tie()
+    module, spec = build_empty(config.model, precision.weights, precision.device), model_spec(config.model)
     generator = torch.Generator().manual_seed(0)
     for tensor in (*module.parameters(), *module.buffers()):
         std, mean = (tensor.shape[-1] ** -0.5, 0.0) if tensor.ndim > 1 else (0.1, 1.0)
         tensor.detach().copy_(mean + std * torch.randn(tensor.shape, generator=generator))
-    embedding = module.decoder.embedding.weight.detach()
+    embedding = module.get_parameter(spec.parameters[0].name).detach()
     embedding.copy_(torch.randn(embedding.shape, generator=generator))
-    return relation_model(module, config, precision)
+    return relation_model(module, spec.after[-1], config, precision)
 
 
-def relation_model(module: LanguageModel, config: RunConfig, precision: Precision) -> RelationModel:
+def relation_model(module: nn.Module, head_name: str, config: RunConfig, precision: Precision) -> RelationModel:
     """The decoder as functions. The logits are those that the loss is computed from."""
-    device, hidden = precision.device, torch.empty(0)
+    device, hidden, head = precision.device, torch.empty(0), module.get_submodule(head_name)
+    assert isinstance(head, HeadLoss)
 
     def keep_hidden(_head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         nonlocal hidden
@@ -286,12 +286,12 @@ def relation_model(module: LanguageModel, config: RunConfig, precision: Precisio
     def logits(tokens: Tensor) -> Tensor:
         loss(tokens, tokens)
         with precision.autocast():
-            return module.head.logits(hidden)
+            return head.logits(hidden)
 
     def set_training(training: bool) -> None:
         module.train(training)
 
-    module.head.register_forward_pre_hook(keep_hidden)
+    head.register_forward_pre_hook(keep_hidden)
     model, rounding = config.model, max(4 * torch.finfo(precision.compute).eps, 1e-10)
     return RelationModel(
         logits, loss, model.vocab, config.data.sequence, model.separator, rounding, set_training=set_training

@@ -17,6 +17,7 @@ from meshwright.config import Batch, RunConfig
 from meshwright.data.loader import MicroBatch
 from meshwright.errors import ConfigError
 from meshwright.models.init import build_on_meta
+from meshwright.models.registry import model_spec
 from meshwright.models.trace import copy_to_meta
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel.local_shard import LocalShard
@@ -24,7 +25,7 @@ from meshwright.parallel.materialize import Materializer
 from meshwright.parallel.parallel_model import InFlightTracker, ParallelModel
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.pipeline_parallel.stages import StagePlan, stage_plan
-from meshwright.parallel.tensor_parallel import decoder_parallel_spec
+from meshwright.parallel.tensor_parallel import family_parallel_spec
 from meshwright.parallel.world import World
 from meshwright.simulator.extrapolation import MemoryTimeline, SimulatedStep
 from meshwright.simulator.fake_ddp import FakeDDP
@@ -144,7 +145,7 @@ def parallelize_fake_model(
     with fake_tensors.active():
         Materializer(model, None, world.device).allocate(model)
     plan = shrink_stages(stage_plan(config, layout, world.rank), size) if layout.pipeline > 1 else None
-    spec = decoder_parallel_spec(config.model)
+    spec = family_parallel_spec(model_spec(config.model))
     parallel_model = parallelize(model, config, layout, world, spec, skip_init, plan=plan, ddp=FakeDDP)
     route_uniformly(parallel_model.module)
     return parallel_model

@@ -11,6 +11,7 @@ from meshwright.data.loader import Loader, MicroBatch
 from meshwright.data.sample_lookup import build_stream
 from meshwright.data.source import ConcatenatedSource, Source
 from meshwright.errors import ConfigError, DataError, MeshwrightError
+from meshwright.models.registry import block_costs, model_spec
 from meshwright.parallel.parallel_model import InFlightTracker
 from meshwright.parallel.parallel_spec import find_blocks
 from meshwright.parallel.world import World
@@ -31,7 +32,6 @@ from meshwright.telemetry.memory_tracker import UNINITIALIZED
 from meshwright.topology import schedule_orders
 from meshwright.topology.collectives import wire_bytes
 from meshwright.topology.layout import Layout, stages_per_rank
-from meshwright.topology.parameter_shapes import decoder_parameter_shapes
 from meshwright.topology.parameter_shards import pipeline_placement, uses_ddp
 from meshwright.topology.schedule_timeline import peak_in_flight
 from meshwright.topology.schedules import SCHEDULES
@@ -95,7 +95,7 @@ def first_micro_batch(config: RunConfig, batch: Batch, sources: Sequence[Source]
 def count_parameters(config: RunConfig, custom: CustomModel | None) -> int:
     """The number of parameters of the full model; tied weights count once."""
     if custom is None:
-        return sum(shape.local_numel() for shape in decoder_parameter_shapes(config.model))
+        return model_spec(config.model).parameter_count
     return sum(parameter.numel() for module in custom.modules() for parameter in module.parameters())
 
 
@@ -114,7 +114,10 @@ def simulate_rank(
     config: RunConfig, layout: Layout, batch: Batch, rank: int, step: CustomStep | None = None
 ) -> RankResult:
     start = time.monotonic()
-    stages = {stage: len(blocks) for stage, blocks in pipeline_placement(config, layout, rank).stages.items()}
+    stages = {
+        stage: len(blocks)
+        for stage, blocks in pipeline_placement(config, layout, rank, block_costs(config)).stages.items()
+    }
     blocks = plan_blocks(config, layout, list(stages.values()))
     if step is not None:  # its blocks may differ, so all of them run
         stages = count_blocks(step.custom)

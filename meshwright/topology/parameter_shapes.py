@@ -1,14 +1,11 @@
-"""The shapes of the decoder's parameters, with the FSDP unit and the tensor-parallel dimension of each. Torch-free."""
+"""The shape of a parameter with its FSDP unit and tensor-parallel dimension, and how FSDP2 shards it. Torch-free."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-
-from meshwright.config import ModelConfig
-
-ShapeTable = dict[str, tuple[tuple[int, ...], int | None]]
-"""Parameter name -> (shape, tensor-parallel dimension)."""
+from typing import Protocol
 
 
 def fsdp_shard_dim(shape: tuple[int, ...], shards: int) -> int:
@@ -53,51 +50,24 @@ class ParameterShape:
         return prod(self.local_shape(tensor, expert))
 
 
-def decoder_parameter_shapes(model: ModelConfig) -> list[ParameterShape]:
-    """Every parameter once, in model order. A tied head has no parameter of its own; embedding and norm then belong to
-    the root FSDP unit.
-    """
-    width, kv_width = model.width, model.kv_heads * (model.width // model.heads)
-    first_unit, last_unit = ("root", "root") if model.tie else ("before", "after")
-    shapes = [ParameterShape("decoder.embedding.weight", (model.vocab, width), first_unit, 0)]
-    for layer in range(model.layers):
-        block = f"decoder.blocks.{layer}"
-        table: ShapeTable = {
-            "attention_norm.weight": ((width,), None),
-            "attention.q.weight": ((width, width), 0),
-            "attention.k.weight": ((kv_width, width), 0),
-            "attention.v.weight": ((kv_width, width), 0),
-            "attention.out.weight": ((width, width), 1),
-            "ffn_norm.weight": ((width,), None),
-        }
-        table |= expert_shapes("ffn", model) if model.experts else feed_forward_shapes("ffn", width, model.ffn)
-        shapes += [
-            ParameterShape(f"{block}.{name}", shape, block, tp_dim, ".bank." in name)
-            for name, (shape, tp_dim) in table.items()
-        ]
-    shapes.append(ParameterShape("decoder.norm.weight", (width,), last_unit, None))
-    if not model.tie:
-        shapes.append(ParameterShape("head.weight", (model.vocab, width), last_unit, 0))
-    return shapes
+class ModelShape(Protocol):
+    """What placement needs to know of a model."""
 
+    @property
+    def parameters(self) -> Sequence[ParameterShape]:
+        """every parameter once, in model order"""
 
-def feed_forward_shapes(name: str, width: int, inner: int) -> ShapeTable:
-    return {
-        f"{name}.gate.weight": ((inner, width), 0),
-        f"{name}.up.weight": ((inner, width), 0),
-        f"{name}.down.weight": ((width, inner), 1),
-    }
+    @property
+    def untied_parameters(self) -> Sequence[ParameterShape]:
+        """the parameters of a pipeline, in which a tied weight has a copy of its own"""
 
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """tied weights: copy -> owner"""
 
-def expert_shapes(name: str, model: ModelConfig) -> ShapeTable:
-    """Tensor parallelism shards only the shared experts, which process every token."""
-    count, width, inner = model.experts, model.width, model.ffn
-    table: ShapeTable = {
-        f"{name}.router.weight": ((count, width), None),
-        f"{name}.bank.gate": ((count, inner, width), None),
-        f"{name}.bank.up": ((count, inner, width), None),
-        f"{name}.bank.down": ((count, width, inner), None),
-    }
-    if model.experts_shared:
-        table |= feed_forward_shapes(f"{name}.shared", width, model.experts_shared * inner)
-    return table
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """the names of the blocks, which are those of their FSDP units"""
+
+    def block_costs(self, sequence: int) -> tuple[float, ...]:
+        """the work of every block, those of the first and the last with the modules around the blocks"""

@@ -7,14 +7,14 @@ and each forms an FSDP unit of its own inside its block. Torch-free.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from meshwright.config import RunConfig
 from meshwright.topology.layout import Layout, stages_per_rank
-from meshwright.topology.parameter_shapes import ParameterShape, decoder_parameter_shapes, padded_numel, shard_numel
+from meshwright.topology.parameter_shapes import ModelShape, ParameterShape, padded_numel, shard_numel
 from meshwright.topology.schedules import stages_on_rank
-from meshwright.topology.stage_partition import model_costs, partition_blocks
+from meshwright.topology.stage_partition import partition_blocks
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class ParameterShard:
     """
     is_tied_copy: bool = False
     """whether it is a copy of a weight that another pipeline stage owns"""
+    is_tied: bool = False
+    """whether it is such a copy, or has one in another pipeline stage"""
 
     @property
     def numel(self) -> int:
@@ -89,11 +91,9 @@ class PipelinePlacement:
 
 
 def pipeline_placement(
-    config: RunConfig, layout: Layout, rank: int, block_costs: tuple[float, ...] | None = None
+    config: RunConfig, layout: Layout, rank: int, block_costs: tuple[float, ...]
 ) -> PipelinePlacement:
-    """The stages of a rank. `block_costs` has the cost of every block of a model; None is the configured model."""
-    if block_costs is None:
-        block_costs = model_costs(config.model, config.data.sequence)
+    """The stages of a rank. `block_costs` has the cost of every block of the model."""
     if layout.pipeline == 1:
         return PipelinePlacement({0: range(len(block_costs))}, 1)
     per_rank = stages_per_rank(config)
@@ -137,12 +137,12 @@ def uses_ddp(layout: Layout) -> bool:
     return different_tokens and set(layout.active_mesh_axes) <= {"replicate", "context"} and layout.expert == 1
 
 
-def parameter_shards(config: RunConfig, layout: Layout, rank: int = 0) -> list[ParameterShard]:
+def parameter_shards(model: ModelShape, config: RunConfig, layout: Layout, rank: int = 0) -> list[ParameterShard]:
     """All parameters of a rank, in model order."""
-    placement, model = pipeline_placement(config, layout, rank), config.model
-    # The last pipeline stage has a head of its own; a tied head is a copy of the embedding.
-    shapes = decoder_parameter_shapes(replace(model, tie=False) if layout.pipeline > 1 else model)
-    stage_of_unit = {f"decoder.blocks.{block}": stage for stage, blocks in placement.stages.items() for block in blocks}
+    placement = pipeline_placement(config, layout, rank, model.block_costs(config.data.sequence))
+    pipeline = layout.pipeline > 1
+    names = model.block_names
+    stage_of_unit = {names[block]: stage for stage, blocks in placement.stages.items() for block in blocks}
     stage_of_unit["root"] = 0
     if placement.has_first_stage:
         stage_of_unit["before"] = 0
@@ -159,10 +159,12 @@ def parameter_shards(config: RunConfig, layout: Layout, rank: int = 0) -> list[P
             parameter.name.rpartition(".")[0] if expert_parallel else parameter.unit,
             expert_group if expert_parallel else dense_group,
             grad_is_partial=layout.tensor > 1 and parameter.tp_dim is None,
-            is_tied_copy=model.tie and layout.pipeline > 1 and parameter.name == "head.weight",
+            is_tied_copy=pipeline and parameter.name in model.tied,
+            is_tied=pipeline and parameter.name in {*model.tied, *model.tied.values()},
         )
 
-    return [shard(parameter) for parameter in shapes if parameter.unit in stage_of_unit]
+    parameters = model.untied_parameters if pipeline else model.parameters
+    return [shard(parameter) for parameter in parameters if parameter.unit in stage_of_unit]
 
 
 def group_by_unit(shards: list[ParameterShard]) -> Units:

@@ -5,36 +5,13 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import accumulate
 
-from meshwright.config import ModelConfig
 from meshwright.errors import ConfigError
-
-
-def block_cost(model: ModelConfig, sequence: int) -> float:
-    """Multiply-adds per token of a block's forward pass; causal attention covers half of the sequence on average."""
-    kv_width = model.kv_heads * (model.width // model.heads)
-    attention = 2 * model.width * (model.width + kv_width) + model.width * sequence
-    experts_per_token = model.experts_active + model.experts_shared if model.experts else 1
-    return attention + 3 * model.width * model.ffn * experts_per_token + model.width * model.experts
-
-
-def embedding_and_head_cost(model: ModelConfig) -> tuple[float, float]:
-    """Costs per token, in the units of `block_cost`; the embedding is a lookup of one row."""
-    return float(model.width), float(model.width * model.vocab)
-
-
-def model_costs(model: ModelConfig, sequence: int) -> tuple[float, ...]:
-    """The cost of every block of the configured model; the first includes the embedding, the last the head."""
-    embedding_cost, head_cost = embedding_and_head_cost(model)
-    costs = [block_cost(model, sequence)] * model.layers
-    costs[0] += embedding_cost
-    costs[-1] += head_cost
-    return tuple(costs)
 
 
 @lru_cache(maxsize=64)
 def partition_blocks(costs: tuple[float, ...], stages: int) -> tuple[range, ...]:
-    """The consecutive blocks of every stage; every stage has at least one. Of equally good partitions, the one with the
-    most blocks in the first stages is taken. `costs` has one entry per block.
+    """The consecutive blocks of every stage, from the cost of every block; every stage has at least one. Of equally
+    good partitions, the one with the most blocks in the first stages is taken.
     """
     blocks = len(costs)
     if stages > blocks:

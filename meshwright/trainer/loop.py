@@ -19,12 +19,13 @@ from meshwright.data.source import ConcatenatedSource, Source
 from meshwright.data.token_files import raise_if_changed
 from meshwright.errors import CheckpointError, StoppedBySignal
 from meshwright.models.init import build_on_meta, init_shard
+from meshwright.models.registry import model_spec
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel.data_parallel.replica_check import compare_replicas
 from meshwright.parallel.local_shard import LocalShard, local_shard
 from meshwright.parallel.parallel_model import ParallelModel, router_biases
 from meshwright.parallel.parallelize import parallelize
-from meshwright.parallel.tensor_parallel import decoder_parallel_spec
+from meshwright.parallel.tensor_parallel import family_parallel_spec
 from meshwright.parallel.world import World
 from meshwright.telemetry.events import Event, EventLog
 from meshwright.telemetry.run_folder import RunFolder
@@ -372,15 +373,16 @@ def build_parallel_model(job: Job, precision: Precision, world: World) -> Parall
 
 def build_parallel_decoder(config: RunConfig, layout: Layout, precision: Precision, world: World) -> ParallelModel:
     """Builds the configured decoder; each rank initializes its own shards."""
+    spec = model_spec(config.model)
 
     def initialize(shard: LocalShard, name: str) -> None:
-        init_shard(shard.local, name, shard.shape, shard.offset, config.model, config.seed)
+        init_shard(shard.local, name, shard.shape, shard.offset, spec, config.seed)
 
     return parallelize(
         build_on_meta(config.model, precision.weights),
         config,
         layout,
         world,
-        decoder_parallel_spec(config.model),
+        family_parallel_spec(spec),
         initialize,
     )

@@ -10,11 +10,11 @@ import torch
 
 from meshwright.data.stream import Stream
 from meshwright.data.token_files import source_notes
+from meshwright.models.registry import block_costs, model_spec
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
 from meshwright.telemetry.events import Event
 from meshwright.topology.layout import stages_per_rank
-from meshwright.topology.parameter_shapes import decoder_parameter_shapes
 from meshwright.topology.parameter_shards import pipeline_placement
 from meshwright.topology.schedule_orders import action_orders
 from meshwright.topology.schedule_timeline import bubble_formula, peak_in_flight
@@ -68,7 +68,8 @@ def pipeline_record(job: Job, rank: int) -> Event | None:
     record: Event = {
         "schedule": kind,
         "stages": {
-            s: [span.start, span.stop - 1] for s, span in pipeline_placement(job.config, layout, rank).stages.items()
+            s: [span.start, span.stop - 1]
+            for s, span in pipeline_placement(job.config, layout, rank, block_costs(job.config)).stages.items()
         },
         "live": peak_in_flight(action_orders(kind, layout.pipeline, job.batch.accumulation, per_rank)[position]),
     }
@@ -79,7 +80,7 @@ def pipeline_record(job: Job, rank: int) -> Event | None:
 def parameter_count(job: Job, parallel_model: ParallelModel) -> int:
     """Returns the number of parameters of the full model, of which a pipeline rank has a part."""
     if job.custom is None:
-        return sum(shape.local_numel() for shape in decoder_parameter_shapes(job.config.model))
+        return model_spec(job.config.model).parameter_count
     return sum(p.numel() for p in parallel_model.module.parameters())
 
 

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.config import ModelConfig
 from meshwright.models.expert_weights import ExpertWeights, grouped_experts, looped_experts, supports_grouped_mm
 from meshwright.models.experts import Experts, Router, update_router_bias
-from meshwright.models.init import build_model, build_on_meta, init_shard, init_std, initial_rows
+from meshwright.models.init import build_model, build_on_meta, init_shard, initial_rows
+from meshwright.models.registry import model_spec
 from meshwright.models.rotary import RotaryEmbedding
 from meshwright.parallel.activation_checkpoint import checkpoint_block
 from meshwright.parallel.materialize import Materializer
@@ -252,10 +253,12 @@ def test_init_of_an_expert_does_not_depend_on_its_shard():
     model, name = build_model(CONFIG, 5), "decoder.blocks.0.ffn.bank.down"
     whole = model.get_parameter(name)
     part = torch.empty(2, WIDTH, 5)
-    init_shard(part, name, whole.shape, (3, 0, 7), CONFIG, 5)
+    spec = model_spec(CONFIG)
+    std = spec.by_name[name].initialization.value
+    init_shard(part, name, whole.shape, (3, 0, 7), spec, 5)
     assert torch.equal(part, whole[3:5, :, 7:12])
-    assert torch.equal(whole[4], initial_rows(5, f"{name}.4", whole.shape[1:], 0, WIDTH, init_std(name, CONFIG)))
-    assert init_std(name, CONFIG) == init_std("decoder.blocks.0.ffn.shared.down.weight", CONFIG) < 0.02
+    assert torch.equal(whole[4], initial_rows(5, f"{name}.4", whole.shape[1:], 0, WIDTH, std))
+    assert std == spec.by_name["decoder.blocks.0.attention.out.weight"].initialization.value < 0.02
     assert not model.get_buffer("decoder.blocks.0.ffn.router.bias").any()
 
 
@@ -264,7 +267,7 @@ def test_materializer_initializes_buffers_of_a_meta_model():
 
     def fill(block, name):
         block.local.fill_(7.0)  # uninitialized memory
-        init_shard(block.local, name, block.shape, block.offset, CONFIG, 5)
+        init_shard(block.local, name, block.shape, block.offset, model_spec(CONFIG), 5)
 
     weights = Materializer(model, fill, torch.device("cpu"))
     weights.allocate(model)

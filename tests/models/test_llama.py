@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from meshwright.config import IGNORE_INDEX, PRESETS, ModelConfig, config_from_dict
 from meshwright.models.attention import document_ids
 from meshwright.models.feed_forward import FeedForward
-from meshwright.models.init import ROWS_PER_KEY, build_model, init_std, initial_rows
+from meshwright.models.init import ROWS_PER_KEY, build_model, initial_rows
 from meshwright.models.llama.model import LanguageModel
 from meshwright.models.loss import HeadLoss
+from meshwright.models.registry import model_spec
 from meshwright.models.rotary import RotaryTables, apply_rotary, rotary_tables
 
 SMALL = ModelConfig(vocab=50, width=32, layers=2, heads=4, kv_heads=2, ffn=40)
@@ -187,7 +188,8 @@ def test_init_depends_on_seed_name_and_row_block_only():
             assert not torch.equal(parameter, other.get_parameter(name))
     name = "decoder.embedding.weight"
     full = one.get_parameter(name)
-    block = initial_rows(5, name, full.shape, ROWS_PER_KEY, 2 * ROWS_PER_KEY, init_std(name, config))
+    std = model_spec(config).by_name[name].initialization.value
+    block = initial_rows(5, name, full.shape, ROWS_PER_KEY, 2 * ROWS_PER_KEY, std)
     assert torch.equal(
         full[ROWS_PER_KEY : 2 * ROWS_PER_KEY], block
     )  # a rank generates the rows of its shard independently

@@ -16,13 +16,14 @@ from meshwright.config import IGNORE_INDEX, ActivationCheckpointConfig, ModelCon
 from meshwright.errors import ConfigError
 from meshwright.models.attention import CoreAttention, document_ids
 from meshwright.models.init import build_model
+from meshwright.models.registry import model_spec
 from meshwright.parallel.activation_checkpoint import apply_activation_checkpointing
 from meshwright.parallel.context_parallel.context_attention import ContextAttention
 from meshwright.parallel.context_parallel.context_parallel import apply_context_parallel
 from meshwright.parallel.context_parallel.ring_attention import visible_slices
 from meshwright.parallel.context_parallel.seams import CoreAttentionSeam
 from meshwright.parallel.context_parallel.sequence_chunks import SequenceChunks, local_chunk
-from meshwright.parallel.tensor_parallel import apply_tensor_parallel, decoder_parallel_spec, reduce_partial_gradients
+from meshwright.parallel.tensor_parallel import apply_tensor_parallel, family_parallel_spec, reduce_partial_gradients
 from meshwright.telemetry.comm_counter import CollectiveTotal, CommCounter
 from meshwright.telemetry.memory_tracker import MemoryTracker
 from meshwright.testing import run_ranks
@@ -31,6 +32,7 @@ BATCH, HEADS, SEQUENCE, SIZE = 2, 12, 48, 4
 """The sequence divides into 2, 4, 6, 8 and 16 chunks; their borders are multiples of 3."""
 METHODS = ("ring", "all-to-all")
 MODEL = ModelConfig(vocab=20, width=32, layers=2, heads=4, kv_heads=2, ffn=24, separator=3)
+SPEC = family_parallel_spec(model_spec(MODEL))
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}
 """Errors of values near 1: a few roundings. In bf16 most of it is the rounding of the reference itself."""
 
@@ -217,8 +219,8 @@ def one_process(separator: int | None, dtype: torch.dtype, group: int) -> dict[s
 def context_parallel(group, method: str, separator: int | None, dtype: torch.dtype, mode: str, number: int):
     """Loss, count and gradients, summed over the ranks of a context group."""
     model = build_model(ModelConfig(**{**MODEL.__dict__, "separator": separator}), 0, dtype)
-    chunks = apply_context_parallel(model, decoder_parallel_spec(MODEL), group, method).chunks
-    apply_activation_checkpointing(model, decoder_parallel_spec(MODEL), ActivationCheckpointConfig(mode=mode))
+    chunks = apply_context_parallel(model, SPEC, group, method).chunks
+    apply_activation_checkpointing(model, SPEC, ActivationCheckpointConfig(mode=mode))
     with MemoryTracker(model) as memory, CommCounter({group.group_name: "context"}) as ledger:
         total, count = model(*local_chunk(batch(number), chunks, separator))
         saved = (
@@ -290,8 +292,8 @@ def with_tensor(world):
     group, errors = mesh.get_group("context"), []
     for method in METHODS:
         model = build_model(MODEL, 0, torch.float64)
-        apply_tensor_parallel(model, decoder_parallel_spec(MODEL), mesh["tensor"])
-        chunks = apply_context_parallel(model, decoder_parallel_spec(MODEL), group, method).chunks
+        apply_tensor_parallel(model, SPEC, mesh["tensor"])
+        chunks = apply_context_parallel(model, SPEC, group, method).chunks
         with loss_parallel():
             total, count = model(*local_chunk(batch(0), chunks, 3))
             total.backward()

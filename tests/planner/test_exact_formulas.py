@@ -9,10 +9,11 @@ from step_harness import count_step_bytes
 
 from meshwright.config import RunConfig, load_config
 from meshwright.models.init import build_model
+from meshwright.models.registry import model_spec
 from meshwright.planner.exact.comm_volume import comm_volume
 from meshwright.planner.exact.state_memory import StateMemory, state_memory
 from meshwright.testing import run_ranks
-from meshwright.topology.parameter_shapes import decoder_parameter_shapes, fsdp_shard_dim, padded_numel, shard_numel
+from meshwright.topology.parameter_shapes import fsdp_shard_dim, padded_numel, shard_numel
 from meshwright.topology.unsupported import validate
 
 KINDS = ("none", "optimizer", "gradients", "parameters")
@@ -69,7 +70,7 @@ def test_counted_bf16_volume_equals_the_formulas():
 
 
 def parameter_bytes() -> int:
-    return sum(shape.local_numel() for shape in decoder_parameter_shapes(CASES["none", 1, "false"].model)) * 4
+    return sum(shape.local_numel() for shape in model_spec(CASES["none", 1, "false"].model).parameters) * 4
 
 
 def test_wire_bytes_of_zero_stages_are_2_2_2_and_3_times_the_parameters(counted_by_case):
@@ -87,9 +88,9 @@ def test_wire_bytes_of_zero_stages_are_2_2_2_and_3_times_the_parameters(counted_
 def test_state_memory_falls_from_ddp_to_sharded_parameters(counted_by_case):
     memory: dict[str, StateMemory] = {kind: counted_by_case[kind, 3, "false"][1] for kind in KINDS}
     total, block = parameter_bytes(), 0
-    for shape in [s for s in decoder_parameter_shapes(CASES["none", 1, "false"].model) if s.unit == "decoder.blocks.0"]:
+    for shape in [s for s in model_spec(CASES["none", 1, "false"].model).parameters if s.unit == "decoder.blocks.0"]:
         block += shape.local_numel() * 4
-    step_counts = 4 * len(decoder_parameter_shapes(CASES["none", 1, "false"].model))
+    step_counts = 4 * len(model_spec(CASES["none", 1, "false"].model).parameters)
     assert memory["none"] == StateMemory(total, total, 2 * total + step_counts)
     for kind in KINDS[1:]:
         assert memory[kind].optimizer == 2 * total // RANKS + step_counts
@@ -105,12 +106,12 @@ def test_parameter_shapes_equal_the_models():
     for options in ([], ["--model.tie=true"], ["--model.experts=3", "--model.ffn=5"], SHARED):
         config = load_config(overrides=[*EVEN, *options])
         real = {name: tuple(p.shape) for name, p in build_model(config.model, 0).named_parameters()}
-        assert {shape.name: shape.shape for shape in decoder_parameter_shapes(config.model)} == real
+        assert {shape.name: shape.shape for shape in model_spec(config.model).parameters} == real
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_shards_add_up_to_the_parameter(ranks):
-    for shape in decoder_parameter_shapes(load_config(overrides=["--model.vocab=251", "--model.ffn=46"]).model):
+    for shape in model_spec(load_config(overrides=["--model.vocab=251", "--model.ffn=46"]).model).parameters:
         assert sum(shard_numel(shape.local_shape(2), ranks, c) for c in range(ranks)) == shape.local_numel(2)
         assert padded_numel(shape.local_shape(2), ranks) >= shape.local_numel(2)
         assert padded_numel(shape.local_shape(2), ranks) % ranks == 0

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from meshwright.config import PRESETS
 from meshwright.errors import ConfigError
+from meshwright.models.registry import model_architecture, model_spec
 from meshwright.planner.hardware.cluster import preset_cluster
-from meshwright.planner.workload.architecture import Architecture
 from meshwright.planner.workload.huggingface_config import FAMILIES, MAX_CONFIG_BYTES, parse_huggingface_config
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.resolve_model import resolve_model, trainable_config
-from meshwright.topology.parameter_shapes import decoder_parameter_shapes
 
 COUNTED = json.loads((Path(__file__).parent / "huggingface_configs.json").read_text())
 """Configs with the parameter count of transformers 5.22 on the meta device; some have made-up sizes."""
@@ -70,10 +69,10 @@ def test_deepseek_v3_count_excludes_router_biases_and_mtp():
 def test_preset_parameter_count_equals_its_parameter_shapes(preset):
     resolved = resolve_model(preset)
     assert resolved.architecture.parameters == sum(
-        prod(parameter.shape) for parameter in decoder_parameter_shapes(resolved.model_config)
+        prod(parameter.shape) for parameter in model_spec(resolved.model_config).parameters
     )
     assert resolved.run_config is not None
-    assert resolved.architecture == Architecture.from_config(resolved.run_config.model, preset)
+    assert resolved.architecture == model_architecture(resolved.run_config.model, preset)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +95,7 @@ def test_trainable_config_has_the_same_parameters_or_gives_a_reason(name, reason
     if reason:
         assert (config, note) == (None, reason)
     else:
-        architecture = Architecture.from_config(config, published.architecture.name)
+        architecture = model_architecture(config, published.architecture.name)
         assert architecture == replace(published.architecture, sliding_window=0)
         assert architecture.parameters == COUNTED[name]["parameters"]
 

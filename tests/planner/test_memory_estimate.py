@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from meshwright.config import Batch, load_config
+from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.in_flight import peak_candidates, representative_micro_batches, schedule_points
 from meshwright.planner.cost.peak_memory import estimate_memory
 from meshwright.planner.cost.stage_parameters import partition_evenly
 from meshwright.planner.exact.state_memory import state_memory
 from meshwright.planner.hardware.cluster import MIB, preset_cluster
-from meshwright.planner.workload.architecture import Architecture
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.trainer_profiles import (

@@ -251,7 +251,7 @@ def loss_has_a_z_loss(patch):
 
 @user_fault(SETTINGS, "initial value of", "the initial weights do not follow from the seed")
 def projections_into_the_residual_are_not_scaled(patch):
-    patch.setattr(init, "init_std", lambda name, config: init.INIT_STD)
+    wrap(patch, init, "init_matrix_shard", lambda right, *args: right(*args[:4], 0.02, args[5]))
 
 
 @user_fault(SETTINGS, "initial value of", "the initial weights do not follow from the seed")

@@ -52,8 +52,8 @@ def fault_name_of_late_blocks(monkeypatch):
 
 def fault_std(monkeypatch):
     """The projections into the residual stream do not shrink with depth."""
-    init_std = init.init_std
-    monkeypatch.setattr(init, "init_std", lambda name, config: init_std(name.replace("down", "up"), config))
+    init_matrix_shard = init.init_matrix_shard
+    monkeypatch.setattr(init, "init_matrix_shard", lambda *args: init_matrix_shard(*args[:4], 0.02, args[5]))
 
 
 def fault_local_start(monkeypatch):

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from meshwright.config import IGNORE_INDEX, PRESETS, fingerprint, identity, load_config
 from meshwright.config.fingerprint import flatten
 from meshwright.data.source import SyntheticSource
+from meshwright.models.registry import model_spec
 from meshwright.optim.schedule import learning_rate
 from meshwright.prover.shrink import estimate_seconds, not_proven, open_proof_sources, proof_runs
 from meshwright.prover.shrink.layouts import MAX_RANKS, MAX_RANKS_AFTER_RESUME, pairs, small_layouts
@@ -16,10 +17,9 @@ from meshwright.prover.shrink.sizes import FULL_ACCUMULATION, user_accumulation
 from meshwright.prover.shrink.source import MaskedSource, ModuloSource
 from meshwright.simulator.fake_ddp import MIB, bucket_counts
 from meshwright.topology.layout import Layout, stages_per_rank
-from meshwright.topology.parameter_shapes import decoder_parameter_shapes
 from meshwright.topology.parameter_shards import uses_ddp
 from meshwright.topology.schedules import find_schedule
-from meshwright.topology.stage_partition import model_costs, partition_blocks
+from meshwright.topology.stage_partition import partition_blocks
 from meshwright.topology.unsupported import validate
 from tests.hybrid_layouts import HYBRIDS, balanced_config
 from tests.prover.valid_configs import valid_configs
@@ -108,7 +108,7 @@ def check_run(config, run):
 
 def check_buckets(config):
     if uses_ddp(Layout.from_config(config.layout)):
-        sizes = [4 * parameter.local_numel() for parameter in decoder_parameter_shapes(config.model)]
+        sizes = [4 * parameter.local_numel() for parameter in model_spec(config.model).parameters]
         assert len(bucket_counts(sizes[::-1], config.ddp.bucket_cap_mb * MIB)) >= 3
 
 
@@ -127,7 +127,7 @@ def check_variation(config, runs):
             assert accumulation == (1 if user_accumulation(config) == 3 else 3)
         if layout.pipeline > 1:
             stages = partition_blocks(
-                model_costs(model, run.config.data.sequence), layout.pipeline * stages_per_rank(config)
+                model_spec(model).block_costs(run.config.data.sequence), layout.pipeline * stages_per_rank(config)
             )
             assert len({len(blocks) for blocks in stages}) > 1
 

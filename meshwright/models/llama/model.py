@@ -16,6 +16,7 @@ from meshwright.models.attention import CoreAttention, document_ids
 from meshwright.models.block_stack import BlockStack
 from meshwright.models.experts import Experts
 from meshwright.models.feed_forward import FeedForward
+from meshwright.models.llama.spec import LlamaOptions
 from meshwright.models.loss import HeadLoss
 from meshwright.models.rotary import RotaryEmbedding, RotaryTables, apply_rotary
 
@@ -110,3 +111,7 @@ class LanguageModel(nn.Module):
         weight = self.decoder.embedding.weight
         assert isinstance(weight, nn.Parameter)
         self.head.weight = weight
+
+
+def build(config: ModelConfig, _options: LlamaOptions) -> LanguageModel:
+    return LanguageModel(config)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshwright.config import RunConfig, derive_batch
 from meshwright.config.parallelism import ScheduleName
 from meshwright.models.llama.model import LanguageModel
+from meshwright.models.registry import block_costs
 from meshwright.parallel.local_shard import local_tensor
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.topology.layout import Layout
@@ -55,7 +56,7 @@ def stage_plan(config: RunConfig, layout: Layout, rank: int) -> StagePlan:
         config.pipeline.schedule,
         layout.pipeline,
         layout.coordinates(rank)["pipeline"],
-        pipeline_placement(config, layout, rank),
+        pipeline_placement(config, layout, rank, block_costs(config)),
         batch.accumulation,
         (batch.micro, local_sequence, config.model.width),
         torch.float64 if config.precision.compute == "fp64" else torch.float32,

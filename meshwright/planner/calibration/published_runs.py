@@ -16,8 +16,8 @@ from meshwright.config import Batch
 from meshwright.config.reader import shorten
 from meshwright.errors import ConfigError
 from meshwright.io import parse_json, read_regular_file
+from meshwright.models.architecture import Architecture, LatentAttention
 from meshwright.planner.hardware.cluster import GB, NODE_TYPES, Cluster, preset_cluster
-from meshwright.planner.workload.architecture import Architecture, LatentAttention
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.trainer_profiles import profile_for_run

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from meshwright.config.dtypes import COMPUTE_BYTES
-from meshwright.planner.workload.architecture import Architecture
+from meshwright.models.architecture import Architecture
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.topology.layout import Layout
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.kernel_time import KernelRate, kernel_rate, matmul_time, memory_bound_time
-from meshwright.planner.workload.architecture import Architecture
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 
-from meshwright.config import ModelConfig
-from meshwright.planner.workload.architecture import Architecture
+from meshwright.models.architecture import Architecture
+from meshwright.models.registry import model_spec
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology import schedules
-from meshwright.topology.stage_partition import model_costs, partition_blocks
+from meshwright.topology.stage_partition import partition_blocks
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ def stages_by_rank(job: PlannedJob) -> list[tuple[StageLayers, ...]]:
 def pipeline_stages(job: PlannedJob) -> tuple[StageLayers, ...]:
     """All stages of the pipeline; without a pipeline, the model as one stage."""
     if job.layout.pipeline == 1:
-        return divide_layers(job.model, 1, None, 0)
-    config = job.run_config.model if job.run_config is not None else None
-    stages = job.layout.pipeline * job.stages_per_rank
-    return divide_layers(job.model, stages, config, job.sequence if config else 0)
+        return divide_layers(job.model, 1, None)
+    run = job.run_config
+    costs = model_spec(run.model).block_costs(job.sequence) if run is not None else None
+    return divide_layers(job.model, job.layout.pipeline * job.stages_per_rank, costs)
 
 
 @cache
@@ -95,11 +95,8 @@ def assign_stages(
 
 
 @cache
-def divide_layers(
-    model: Architecture, stages: int, config: ModelConfig | None, sequence: int
-) -> tuple[StageLayers, ...]:
-    even = partition_evenly(model.layers, stages)
-    ranges = even if config is None else partition_blocks(model_costs(config, sequence), stages)
+def divide_layers(model: Architecture, stages: int, costs: tuple[float, ...] | None) -> tuple[StageLayers, ...]:
+    ranges = partition_evenly(model.layers, stages) if costs is None else partition_blocks(costs, stages)
     divided = []
     for index, layers in enumerate(ranges):
         moe_layers = len([layer for layer in layers if model.is_moe_layer(layer)])

@@ -142,9 +142,8 @@ def pipeline_messages(
     sends = sum(rank_of_stage(kind, ranks, other) != pipeline_rank for other in neighbours)
     tokens = batch.micro * config.data.sequence // (layout.context * layout.tensor)
     elements = batch.accumulation * sends * tokens * config.model.width
-    if config.model.tie and placement.has_first_stage != placement.has_last_stage:
-        tied = ("decoder.embedding.weight", "head.weight")
-        elements += sum(parameter.shard_numel for parameter in parameters if parameter.name in tied)
+    if placement.has_first_stage != placement.has_last_stage:
+        elements += sum(parameter.shard_numel for parameter in parameters if parameter.is_tied)
     return Counter({("pipeline", "send"): elements * weight_bytes(config)})
 
 

@@ -28,6 +28,8 @@ from dataclasses import dataclass
 
 from meshwright.config import Batch, RunConfig
 from meshwright.config.dtypes import COMPUTE_BYTES
+from meshwright.models.registry import model_spec
+from meshwright.models.spec import ModelSpec
 from meshwright.planner.exact.activation_messages import (
     MessageBytes,
     context_parallel_messages,
@@ -66,11 +68,15 @@ class CollectiveVolume:
     wire_bytes: int
 
 
-def comm_volume(config: RunConfig, layout: Layout, batch: Batch, rank: int = 0) -> list[CollectiveVolume]:
-    """The volume of one rank. Ranks differ by their pipeline stages, and by the load of their experts (see
-    `activation_messages`).
+def comm_volume(
+    config: RunConfig, layout: Layout, batch: Batch, rank: int = 0, spec: ModelSpec | None = None
+) -> list[CollectiveVolume]:
+    """The volume of one rank for a model: that of the config, or the one that `spec` describes. Ranks differ by their
+    pipeline stages, and by the load of their experts (see `activation_messages`).
     """
-    parameters, placement = parameter_shards(config, layout, rank), pipeline_placement(config, layout, rank)
+    spec = spec or model_spec(config.model)
+    parameters = parameter_shards(spec, config, layout, rank)
+    placement = pipeline_placement(config, layout, rank, spec.block_costs(config.data.sequence))
     messages: MessageBytes = Counter()
     if layout.ranks > 1:
         messages["control", "all_reduce"] += control_bytes(config, layout)

@@ -20,6 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.config import Batch, RunConfig
+from meshwright.models.registry import model_spec
+from meshwright.models.spec import ModelSpec
 from meshwright.planner.exact.activation_messages import weight_bytes
 from meshwright.planner.exact.comm_volume import ranks_after_forward, run_unshard_timeline, unsharded_bytes
 from meshwright.planner.exact.unshard_timeline import last_backward, nest_units, rank_actions
@@ -36,8 +38,12 @@ class StateMemory:
     optimizer: int
 
 
-def state_memory(config: RunConfig, layout: Layout, batch: Batch, rank: int = 0) -> StateMemory:
-    parameters, size = parameter_shards(config, layout, rank), weight_bytes(config)
+def state_memory(
+    config: RunConfig, layout: Layout, batch: Batch, rank: int = 0, spec: ModelSpec | None = None
+) -> StateMemory:
+    """The memory of one rank for a model: that of the config, or the one that `spec` describes."""
+    parameters = parameter_shards(spec or model_spec(config.model), config, layout, rank)
+    size = weight_bytes(config)
     owned = [
         parameter.shard_numel if uses_fsdp(layout) else parameter.numel
         for parameter in parameters

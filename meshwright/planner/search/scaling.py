@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from meshwright.io import format_count
+from meshwright.models.architecture import Architecture
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import exposed_seconds
@@ -13,7 +14,6 @@ from meshwright.planner.search.candidate import Candidate, candidate_job
 from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.search import search
 from meshwright.planner.search.search_space import divisors, fills_schedule
-from meshwright.planner.workload.architecture import Architecture
 from meshwright.planner.workload.workload import Workload
 
 FACTORS = (1, 2, 4, 8, 16, 32, 64)

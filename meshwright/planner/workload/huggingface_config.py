@@ -15,7 +15,7 @@ from meshwright.config.constraints import PositiveFloat, Range
 from meshwright.config.reader import convert, format_value
 from meshwright.errors import ConfigError
 from meshwright.io import parse_json, read_regular_file
-from meshwright.planner.workload.architecture import Architecture, LatentAttention
+from meshwright.models.architecture import Architecture, LatentAttention
 
 MAX_CONFIG_BYTES = 1 << 20
 """Size limit of a config.json."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.config import Batch, RunConfig, derive_batch
+from meshwright.models.architecture import Architecture
+from meshwright.models.registry import model_architecture
 from meshwright.planner.hardware.cluster import Cluster
-from meshwright.planner.workload.architecture import Architecture
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.trainer_profiles import MESHWRIGHT, MESHWRIGHT_COMPILED
 from meshwright.topology.layout import Layout, stages_per_rank
@@ -54,7 +55,7 @@ class PlannedJob:
         """Returns the job of a Meshwright run on a cluster."""
         layout = Layout.from_config(config.layout)
         return cls(
-            Architecture.from_config(config.model, name or config.preset),
+            model_architecture(config.model, name or config.preset),
             cluster,
             layout,
             derive_batch(config.batch, layout.data_degree),

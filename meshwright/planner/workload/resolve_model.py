@@ -8,7 +8,8 @@ from pathlib import Path
 
 from meshwright.config import PRESETS, ModelConfig, RunConfig, load_config
 from meshwright.errors import ConfigError
-from meshwright.planner.workload.architecture import Architecture
+from meshwright.models.architecture import Architecture
+from meshwright.models.registry import model_architecture
 from meshwright.planner.workload.huggingface_config import HuggingFaceConfig, read_huggingface_config
 
 
@@ -49,7 +50,7 @@ def resolve_model(name: str, overrides: Sequence[str] = ()) -> ResolvedModel:
 
 
 def resolve_run(config: RunConfig, name: str) -> ResolvedModel:
-    return ResolvedModel(Architecture.from_config(config.model, name), config, config.model)
+    return ResolvedModel(model_architecture(config.model, name), config, config.model)
 
 
 def trainable_config(published: HuggingFaceConfig) -> tuple[ModelConfig | None, str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from meshwright.config import RunConfig
-from meshwright.planner.workload.architecture import Architecture
+from meshwright.models.architecture import Architecture
 
 SEARCHED_KEYS = (
     "layout.replicate",

@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.config import RunConfig, config_from_dict, config_to_dict, load_config
 from meshwright.config.dtypes import COMPUTE_BYTES, PRECISIONS
 from meshwright.errors import ConfigError
-from meshwright.planner.workload.architecture import Architecture
+from meshwright.models.registry import model_architecture
 from meshwright.planner.workload.resolve_model import resolve_model
 from meshwright.planner.workload.workload import SEARCHED_KEYS, Workload
 
@@ -74,7 +74,7 @@ def workload_from_config(config: RunConfig, overrides: Sequence[str] = ()) -> Wo
     """Builds the workload of a run, with the SEARCHED_KEYS that `--KEY=VALUE` options pin."""
     pinned, _ = split_overrides(overrides)
     free = replace(config, batch=replace(config.batch, micro=None))
-    model = Architecture.from_config(config.model, config.preset)
+    model = model_architecture(config.model, config.preset)
     sequence, precision = config.data.sequence, config.precision.compute
     return Workload(model, config.batch.global_, sequence, precision, free, parse_pins(pinned))
 

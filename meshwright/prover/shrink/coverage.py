@@ -6,13 +6,13 @@ import os
 from collections.abc import Sequence
 
 from meshwright.config import RunConfig
+from meshwright.models.registry import model_spec
 from meshwright.prover.shrink.layouts import pairs
 from meshwright.prover.shrink.runs import ProofRun
 from meshwright.prover.shrink.sizes import user_accumulation
 from meshwright.topology.axes import AXIS_TABLE
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import uses_fsdp
-from meshwright.topology.stage_partition import block_cost
 from meshwright.topology.unsupported import validate
 
 START_SECONDS = 0.5
@@ -124,14 +124,19 @@ def estimate_run(config: RunConfig, steps: int, cores: int) -> float:
     overhead += CONTEXT_SECONDS * (layout.context > 1) + TENSOR_SECONDS * (layout.tensor > 1)
     overhead += EXPERTS_SECONDS * (config.model.experts > 0)
     passes = config.model.layers / layout.pipeline * batch.accumulation
-    work = 3 * block_cost(config.model, config.data.sequence) * config.data.sequence * batch.micro
+    work = 3 * block_multiply_adds(config) * batch.micro
     compute = work / (layout.context * layout.tensor) / MULTIPLY_ADDS_PER_SECOND
     compilation = COMPILE_SECONDS if config.compile.enabled else 0.0
     of_a_rank = RANK_SECONDS + compilation + steps * passes * (overhead + compute)
     return START_SECONDS + of_a_rank * max(1.0, layout.ranks / cores)
 
 
+def block_multiply_adds(config: RunConfig) -> float:
+    """Multiply-adds of a block's forward pass per sample."""
+    return model_spec(config.model).blocks[0].cost.flops.of(1, config.data.sequence) / 2
+
+
 def estimate_reference(config: RunConfig, steps: int) -> float:
-    work = 3 * block_cost(config.model, config.data.sequence) * config.data.sequence * config.batch.global_
+    work = 3 * block_multiply_adds(config) * config.batch.global_
     of_a_block = REFERENCE_PASS_SECONDS + work / MULTIPLY_ADDS_PER_SECOND
     return REFERENCES * steps * config.model.layers * of_a_block

@@ -24,8 +24,8 @@ from meshwright.config import (
     derive_batch,
 )
 from meshwright.config.dtypes import COMPUTE_BYTES
+from meshwright.models.registry import model_spec
 from meshwright.topology.layout import Layout, stages_per_rank
-from meshwright.topology.parameter_shapes import decoder_parameter_shapes
 from meshwright.topology.parameter_shards import uses_ddp
 from meshwright.topology.schedules import find_schedule
 from meshwright.topology.unsupported import min_shard_group_size
@@ -249,7 +249,7 @@ def small_buckets(config: RunConfig, model: ModelConfig, layout: Layout) -> DDPC
     """Buckets so small that DDP has several of them."""
     if not uses_ddp(layout):
         return config.ddp
-    elements = sum(parameter.local_numel() for parameter in decoder_parameter_shapes(model))
+    elements = sum(parameter.local_numel() for parameter in model_spec(model).parameters)
     element_bytes = max(4, COMPUTE_BYTES[config.precision.compute])
     megabytes = round(elements * element_bytes / BUCKETS / 2**20, 4)
     return replace(config.ddp, bucket_cap_mb=min(config.ddp.bucket_cap_mb, megabytes))

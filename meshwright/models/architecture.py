@@ -1,6 +1,6 @@
-"""Describes a decoder to the planner: dense or MoE, with multi-head, grouped-query or latent attention; torch-free.
+"""The sizes of a transformer: dense or MoE, with multi-head, grouped-query or latent attention; torch-free.
 
-It covers more than a run file can: published model families, including those that Meshwright's decoder does not train.
+The planner's formulas read them. They cover more than the families here: published models that Meshwright plans only.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
-
-from meshwright.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -84,25 +82,6 @@ class Architecture:
     """leading layers of an MoE model that have a dense feed-forward"""
     latent_attention: LatentAttention | None = None
     """sizes of multi-head latent attention; None for other attention"""
-
-    @classmethod
-    def from_config(cls, model: ModelConfig, name: str = "") -> Architecture:
-        """Returns the architecture of a run's model."""
-        return cls(
-            name,
-            model.layers,
-            model.width,
-            model.heads,
-            model.kv_heads,
-            model.width // model.heads,
-            model.ffn,
-            model.vocab,
-            tied_embeddings=model.tie,
-            experts=model.experts,
-            experts_active=model.experts_active if model.experts else 0,
-            experts_shared=model.experts_shared,
-            expert_ffn=model.ffn if model.experts else 0,
-        )
 
     @property
     def ffn_matrices(self) -> int:
