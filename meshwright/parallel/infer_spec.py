@@ -6,11 +6,13 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from meshwright.parallel.parallel_spec import ParallelSpec, empty_tp_plan, find_modules
+from meshwright.parallel.tensor_plans.transformers_plan import shipped_plans, transformers_tp_plan
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -32,6 +34,7 @@ def infer_parallel_spec(module: nn.Module, run: Callable[[], Any] | None = None)
         blocks=blocks[0] if len(blocks) == 1 else blocks or "",
         before=before,
         after=after,
+        tp_plan=partial(transformers_tp_plan, module) if any(shipped_plans(module)) else empty_tp_plan,
         positions=infer_positions(module),
         experts=infer_experts(module),
         tied=tied_parameters(module),

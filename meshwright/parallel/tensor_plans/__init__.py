@@ -1,0 +1,1 @@
+"""Tensor-parallel plans of models that are not built in."""

@@ -1,0 +1,152 @@
+"""Translates the tensor-parallel plan that a model of transformers ships, exactly.
+
+The shipped plan maps names of modules, or of parameters, to styles. Routed experts are not sharded by the tensor axis:
+every tensor-parallel rank computes all of them, and the expert axis divides them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from meshwright.errors import ConfigError
+from meshwright.parallel.tensor_plans.local_styles import (
+    Colwise,
+    LatentKeys,
+    LocalStyle,
+    PartialGradients,
+    Rowwise,
+    SumOutput,
+    VocabEmbedding,
+)
+from meshwright.parallel.tensor_plans.sharded_region import parameters_in_sharded_region
+
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": Colwise,
+    "colwise_gather_output": lambda: Colwise(gather=True),
+    "colwise_rep": lambda: Colwise(gather=True),
+    "rowwise": Rowwise,
+    "rowwise_split_input": lambda: Rowwise(split=True),
+    "rowwise_rep": lambda: Rowwise(split=True),
+    "embedding_rowwise": VocabEmbedding,
+    "all_reduce": SumOutput,
+}
+"""The styles of transformers that need nothing but their name."""
+
+SHARDS_HEADS = {
+    "q_proj": "num_attention_heads",
+    "q_b_proj": "num_attention_heads",
+    "kv_b_proj": "num_attention_heads",
+    "k_proj": "num_key_value_heads",
+    "v_proj": "num_key_value_heads",
+}
+"""Projections that must be sharded by whole heads, and the setting with their number."""
+
+
+def shipped_plans(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, str]]]:
+    """(name, module, plan) of the outermost modules with a plan of transformers."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        plan = getattr(module, "tp_plan", None)
+        if isinstance(plan, dict) and plan and not any(name.startswith(f"{outer}.") or not outer for outer in found):
+            found.append(name)
+            yield name, module, plan
+
+
+def transformers_tp_plan(model: nn.Module) -> Mapping[str, ParallelStyle]:
+    """The plan of a model that is one of transformers, or has one as a submodule."""
+    result: dict[str, ParallelStyle] = {}
+    for prefix, module, plan in shipped_plans(model):
+        translated = translate(module, plan)
+        result |= {f"{prefix}.{name}" if prefix else name: style for name, style in translated.items()}
+    return result
+
+
+def translate(model: nn.Module, plan: Mapping[str, str]) -> dict[str, ParallelStyle]:
+    modules, parameters = wildcard_names(model)
+    config: Any = model.config
+    config = config.get_text_config()
+    experts = [name for name, style in plan.items() if style == "moe_tp_experts"]
+    result: dict[str, ParallelStyle] = {}
+    shards: dict[str, dict[str, Shard]] = {}
+    for name, style in plan.items():
+        if name in experts or any(name.startswith(f"{expert}.") for expert in experts) or style == "replicate":
+            continue
+        if name in modules:
+            result[name] = module_style(name, style, modules[name], config)
+        elif name in parameters:
+            owner, _, parameter = name.rpartition(".")
+            if style != "colwise" or parameters[name].ndim != 1:
+                raise unknown_style(name, style)
+            shards.setdefault(owner, {})[parameter] = Shard(0)
+    for owner, placements in shards.items():
+        result[owner] = LocalStyle(placements)
+    return result | undeclared_styles(model, result, experts)
+
+
+def undeclared_styles(
+    model: nn.Module, plan: Mapping[str, ParallelStyle], experts: list[str]
+) -> dict[str, ParallelStyle]:
+    """The styles of replicated parameters that work on shards and that the shipped plan does not name."""
+    modules = dict(model.named_modules())
+    style_of = {name: plan[with_wildcards(name)] for name in modules if with_wildcards(name) in plan}
+    sharded = [name for name, style in style_of.items() if isinstance(style, Colwise) and not style.gather]
+    parents = {name.rpartition(".")[0] for name in sharded}
+    undeclared = {
+        (name, parameter)
+        for parent in parents
+        for name, module in modules.items()
+        if (name == parent or name.startswith(f"{parent}.")) and name not in style_of
+        for parameter, _ in module.named_parameters(recurse=False)
+    }
+    if not undeclared:
+        return {}
+    summed = [modules[name] for name, style in style_of.items() if isinstance(style, (Rowwise, SumOutput))]
+    used = parameters_in_sharded_region(
+        model, [modules[name] for name in sharded], summed, lambda copied: run_on_dummy_tokens(copied, experts)
+    )
+    found = [(with_wildcards(name), parameter) for name, parameter in undeclared if f"{name}.{parameter}" in used]
+    names = {name for name, _ in found}
+    return {name: PartialGradients(*{parameter for owner, parameter in found if owner == name}) for name in names}
+
+
+def run_on_dummy_tokens(model: nn.Module, experts: list[str]) -> Any:
+    """Runs a model on the meta device. Routed experts are left out: their loops depend on values."""
+    for name, module in model.named_modules():
+        if with_wildcards(name) in experts:
+            module.forward = lambda hidden, *_: hidden
+    return model(input_ids=torch.zeros(1, 4, dtype=torch.int64, device="meta"), use_cache=False)
+
+
+def module_style(name: str, style: str, module: nn.Module, config: Any) -> ParallelStyle:
+    if style == "replicated_with_grad_allreduce":
+        return PartialGradients(*(parameter for parameter, _ in module.named_parameters(recurse=False)))
+    if style == "mla_kv_a_proj":
+        return LatentKeys(config.qk_rope_head_dim)
+    if style not in STYLES:
+        raise unknown_style(name, style)
+    return STYLES[style]()
+
+
+def unknown_style(name: str, style: str) -> ConfigError:
+    return ConfigError(
+        f"the tensor-parallel plan of transformers gives {name} the style {style}, which has no exact translation",
+        "try layout.tensor = 1, or ParallelSpec(tp_plan=...)",
+    )
+
+
+def wildcard_names(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Parameter]]:
+    """The modules and parameters by their names in a plan, with `*` for every number."""
+    modules = {with_wildcards(name): module for name, module in model.named_modules()}
+    parameters = {with_wildcards(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    return modules, parameters
+
+
+def with_wildcards(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
