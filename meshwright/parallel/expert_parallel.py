@@ -7,7 +7,9 @@ same calls in the same order, even if it has no rows to send or to receive.
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from meshwright.errors import ConfigError
 from meshwright.models.expert_weights import ExpertMatrices, ExpertWeights
 from meshwright.models.experts import ExpertDispatch, Experts, SequenceCounts
 from meshwright.parallel.all_to_all import all_to_all
 from meshwright.parallel.mesh import Meshes
+from meshwright.parallel.parallel_spec import ParallelSpec, copy_module, find_modules
 
 
 class AllToAllDispatch(ExpertDispatch):
@@ -68,26 +72,101 @@ class AllReduceCounts(SequenceCounts):
         return total
 
 
-def apply_expert_parallel(model: nn.Module, meshes: Meshes) -> None:
+class DispatchedExperts:
+    """The forward of a user's module with the weights of this rank's experts, in place of all: rows travel to the ranks
+    of their experts, where the module's own forward computes them with one expert and weight 1 per row.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        self.module, self.own_forward = module, type(module).forward
+        self.signature = inspect.signature(module.forward)
+        self.dispatch = AllToAllDispatch(group)
+        self.names = [name for name, _ in module.named_parameters(recurse=False)]
+        self.count = len(getattr(module, self.names[0]))
+        self.local_count = self.count // group.size()
+        numbers = {name: value for name, value in vars(module).items() if type(value) is int and "experts" in name}
+        self.count_names = [name for name, value in numbers.items() if value == self.count]
+        """attributes with the number of experts, such as `num_experts`"""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        hidden, chosen, weights = self.signature.bind(*args, **kwargs).args
+        active, width = chosen.shape[-1], hidden.shape[-1]
+        order = chosen.flatten().argsort(stable=True)
+        counts = (chosen.reshape(-1, 1) == torch.arange(self.count, device=chosen.device)).sum(dim=0)
+        rows = hidden.reshape(-1, 1, width).expand(-1, active, -1).reshape(-1, width)
+        outputs = self.dispatch(partial(self.compute, weights.dtype), rows.index_select(0, order), counts)
+        by_token = outputs.new_zeros(rows.shape).index_copy(0, order, outputs).view(-1, active, width)
+        out: Tensor = (by_token * weights.reshape(-1, active, 1)).sum(dim=1)
+        return out.to(hidden.dtype).view(hidden.shape)
+
+    def compute(self, dtype: torch.dtype, rows: Tensor, counts: Tensor) -> Tensor:
+        """The outputs of this rank's experts for rows that are sorted by expert."""
+        parameters = {name: local_weight(self.module, name) for name in self.names}
+        if not len(rows):  # the gradients are zero and not missing, and backward takes part in the all-to-all
+            return rows + sum(parameter[:0].sum() for parameter in parameters.values())
+        local = copy_module(self.module, parameters | dict.fromkeys(self.count_names, self.local_count))
+        expert = torch.arange(self.local_count, device=rows.device).repeat_interleave(counts, output_size=len(rows))
+        ones = torch.ones(len(rows), 1, dtype=dtype, device=rows.device)
+        return self.own_forward(local, rows, expert[:, None], ones)  # type: ignore[no-any-return]
+
+
+def apply_expert_parallel(model: nn.Module, spec: ParallelSpec, meshes: Meshes) -> None:
     """Divides the experts among the ranks of the expert axis. Tensor-parallel ranks, which have different chunks of the
     sequence here, hold the same experts and routers, and their gradients are partial sums.
     """
     tensor_mesh = meshes.submesh("tensor")
-    for experts in (module for module in model.modules() if isinstance(module, Experts)):
+    for experts in find_expert_weights(model, spec):
         if meshes.expert_mesh is not None:
-            names = tuple(axis for axis in meshes.expert_mesh.mesh_dim_names or () if axis in ("expert", "tensor"))
-            distribute_parameters(experts.bank, meshes.expert_mesh[names], [Shard(0), Replicate()][: len(names)])
             assert meshes.expert_group is not None
-            experts.dispatch = AllToAllDispatch(meshes.expert_group)
-        elif tensor_mesh is not None:
-            distribute_parameters(experts.bank, tensor_mesh, [Replicate()])
-        if tensor_mesh is not None:
-            distribute_parameters(experts.router, tensor_mesh, [Replicate()])
-        expert_weights, router = experts.bank, experts.router
-        expert_weights.weights = partial(local_expert_matrices, expert_weights)  # type: ignore[method-assign]
-        router.matrix = partial(local_weight, router, "weight")  # type: ignore[method-assign]
-        if meshes.sequence_group is not None:
-            experts.sequence_counts = AllReduceCounts(meshes.sequence_group)
+            if not isinstance(experts, ExpertWeights):
+                require_divisible(experts, spec, meshes.expert_group.size(), tensor_mesh)
+                experts.forward = DispatchedExperts(experts, meshes.expert_group)
+            names = tuple(axis for axis in meshes.expert_mesh.mesh_dim_names or () if axis in ("expert", "tensor"))
+            distribute_parameters(experts, meshes.expert_mesh[names], [Shard(0), Replicate()][: len(names)])
+        elif tensor_mesh is not None and isinstance(experts, ExpertWeights):
+            distribute_parameters(experts, tensor_mesh, [Replicate()])
+    for layer in (module for module in model.modules() if isinstance(module, Experts)):
+        apply_to_layer(layer, meshes, tensor_mesh)
+
+
+def apply_to_layer(layer: Experts, meshes: Meshes, tensor_mesh: DeviceMesh | None) -> None:
+    """The router, the dispatch and the balance loss around the experts of a built-in family."""
+    if meshes.expert_group is not None:
+        layer.dispatch = AllToAllDispatch(meshes.expert_group)
+    if tensor_mesh is not None:
+        distribute_parameters(layer.router, tensor_mesh, [Replicate()])
+    layer.bank.weights = partial(local_expert_matrices, layer.bank)  # type: ignore[method-assign]
+    layer.router.matrix = partial(local_weight, layer.router, "weight")  # type: ignore[method-assign]
+    if meshes.sequence_group is not None:
+        layer.sequence_counts = AllReduceCounts(meshes.sequence_group)
+
+
+def require_divisible(module: nn.Module, spec: ParallelSpec, ranks: int, tensor_mesh: DeviceMesh | None) -> None:
+    """Raises a ConfigError if the experts of a user's module cannot be divided among ranks."""
+    name = f"ParallelSpec.experts = {spec.experts.removeprefix('model.')}"
+    own = list(module.parameters(recurse=False))
+    sizes = {parameter.shape[:1] for parameter in own}
+    arguments = len(inspect.signature(module.forward).parameters)
+    if len(sizes) != 1 or len(own) != len(list(module.parameters())) or arguments != 3:
+        raise ConfigError(
+            f"{name} matches {type(module).__name__}, whose parameters have the first dimensions "
+            f"{sorted(parameter.shape[0] for parameter in module.parameters() if parameter.ndim)}",
+            "expected a module with the weights of all experts, whose first dimension is that of the experts, and a "
+            "forward of (hidden states, chosen experts, weights)",
+        )
+    (count,) = sizes.pop()
+    if count % ranks:
+        raise ConfigError(
+            f"layout.expert = {ranks} does not divide the {count} experts of {type(module).__name__}",
+            "try a layout.expert that divides them",
+        )
+    if tensor_mesh is not None:
+        raise ConfigError(
+            "layout.expert with layout.tensor is unsupported for a user's model: tensor-parallel ranks have the same "
+            "tokens, and each would send them",
+            "try layout.tensor = 1",
+        )
 
 
 def distribute_parameters(module: nn.Module, mesh: DeviceMesh, placements: list[Placement]) -> None:
@@ -116,5 +195,6 @@ def local_weight(module: nn.Module, name: str) -> Tensor:
     return weight.to_local(grad_placements=grad_placements)
 
 
-def find_expert_weights(model: nn.Module) -> list[ExpertWeights]:
-    return [module for module in model.modules() if isinstance(module, ExpertWeights)]
+def find_expert_weights(model: nn.Module, spec: ParallelSpec) -> list[nn.Module]:
+    """The modules with the weights of all experts, or with those of this rank."""
+    return find_modules(model, spec.experts) if spec.experts else []

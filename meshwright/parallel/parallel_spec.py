@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from meshwright.errors import ConfigError
+from meshwright.models.spec import AttentionSeam
 
 
 def empty_tp_plan() -> Mapping[str, ParallelStyle]:
@@ -50,6 +51,10 @@ class ParallelSpec:
     """for expert parallelism: the modules with the weights of all experts, such as `layers.*.mlp.experts`. The first
     dimension of their parameters is that of the experts, and their forward takes (hidden states, chosen experts,
     weights of the chosen experts)
+    """
+    attention: AttentionSeam = AttentionSeam()
+    """for context parallelism: the modules of a built-in family that attend; without them, calls of
+    `torch.nn.functional.scaled_dot_product_attention` and of transformers' attention interface are replaced
     """
     tied: tuple[tuple[str, ...], ...] = ()
     """parameters with several names, each with all of its names. They are seen in the model, not declared
@@ -100,6 +105,15 @@ def find_modules(model: nn.Module, pattern: str) -> list[nn.Module]:
     modules = model.named_modules(remove_duplicate=False)
     matches = [module for name, module in modules if name.count(".") == depth and fnmatchcase(name, pattern)]
     return list(dict.fromkeys(matches))  # a module may have several names
+
+
+def copy_module(module: nn.Module, attributes: Mapping[str, object]) -> nn.Module:
+    """A shallow copy with other attributes, parameters included; it shares everything else with the module."""
+    copied: nn.Module = object.__new__(type(module))  # FSDP2's classes construct the original class instead
+    vars(copied).update(vars(module))
+    copied._parameters = {name: p for name, p in module._parameters.items() if name not in attributes}
+    vars(copied).update(attributes)
+    return copied
 
 
 Unit = list[nn.Module]

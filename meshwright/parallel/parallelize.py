@@ -75,7 +75,7 @@ def parallelize(
         spec = spec.restricted_to(model)
     if tensor_mesh := meshes.submesh("tensor"):
         apply_tensor_parallel(model, spec, tensor_mesh)
-    apply_expert_parallel(model, meshes)
+    apply_expert_parallel(model, spec, meshes)
     context = None
     if meshes.context_group is not None:
         context = apply_context_parallel(model, spec, meshes.context_group, config.context.method)
@@ -145,4 +145,9 @@ def require_spec(spec: ParallelSpec, layout: Layout) -> None:
         raise ConfigError(
             f"layout.tensor = {layout.tensor} needs a tensor-parallel plan, and ParallelSpec.tp_plan is empty",
             "try layout.tensor = 1, or ParallelSpec(..., tp_plan=lambda: {...})",
+        )
+    if layout.expert > 1 and not spec.experts:
+        raise ConfigError(
+            f"layout.expert = {layout.expert} divides the experts of a model, and ParallelSpec.experts names none",
+            'try layout.expert = 1, or ParallelSpec(..., experts="layers.*.mlp.experts")',
         )

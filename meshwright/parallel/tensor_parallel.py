@@ -7,6 +7,7 @@ work on a chunk of the sequence.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -155,4 +156,11 @@ def family_parallel_spec(spec: ModelSpec) -> ParallelSpec:
         before=spec.before,
         after=spec.after,
         tp_plan=lambda: {name: STYLES[style]() for name, style in spec.tp_plan.items()},
+        experts=next((pattern_of(p.name) for p in spec.parameters if p.is_expert_weight), ""),
+        attention=spec.attention,
     )
+
+
+def pattern_of(parameter: str) -> str:
+    """Returns `blocks.*.experts` for `blocks.3.experts.weight`."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", parameter.rpartition(".")[0])

@@ -13,9 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
 from meshwright.config import ModelConfig, load_config
-from meshwright.errors import MeshwrightError
+from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.launch.ranks import run_ranks
 from meshwright.models.experts import Experts
 from meshwright.parallel.data_parallel.replica_check import compare_replicas
@@ -24,10 +27,16 @@ from meshwright.parallel.expert_parallel import (
     AllToAllDispatch,
     expert_sort_order,
     local_expert_matrices,
+    require_divisible,
 )
+from meshwright.parallel.infer_spec import infer_parallel_spec
 from meshwright.parallel.local_shard import local_shard
 from meshwright.parallel.parallel_model import router_biases
+from meshwright.parallel.parallel_spec import ParallelSpec
+from meshwright.parallel.parallelize import parallelize, require_spec
+from meshwright.topology.layout import Layout
 from meshwright.topology.unsupported import validate
+from meshwright.trainer.custom_model import CustomModel
 
 WIDTH, INNER, COUNT, BATCH, SEQUENCE = 16, 24, 8, 2, 8
 CONFIG = ModelConfig(width=WIDTH, ffn=INNER, heads=2, kv_heads=2, experts=COUNT, experts_shared=1)
@@ -239,3 +248,104 @@ def test_router_receives_a_gradient_with_one_active_expert():
     x = torch.randn(2, 5, config.width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     layer(x).square().sum().backward()
     assert float(layer.router.weight.grad.abs().max()) > 0
+
+
+# Models of transformers.
+
+TOKENS, VOCAB = (2, 8), 23
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "num_experts_per_tok": 2,
+}  # fmt: skip
+FAMILIES = {
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4),
+    "qwen3": lambda: Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=24, norm_topk_prob=True),
+}
+
+
+def token_loss(outputs, labels):
+    return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def transformers_model(family: str, implementation: str, one_sided: bool) -> CustomModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family](), experts_implementation=implementation)
+    for module in model.modules():
+        if isinstance(module, (MixtralExperts, Qwen3MoeExperts)):
+            for parameter in module.parameters():
+                nn.init.normal_(parameter, std=0.3)
+        elif one_sided and isinstance(module, (MixtralTopKRouter, Qwen3MoeTopKRouter)):
+            nn.init.zeros_(module.weight)  # all tokens choose the same two experts
+    return CustomModel(model, token_loss, infer_parallel_spec(model))
+
+
+def tokens_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, VOCAB, TOKENS, generator=torch.Generator().manual_seed(rank))
+    return tokens, tokens.roll(-1, 1)
+
+
+def transformers_case(world, family: str, dtype: torch.dtype, mode: str = "none", one_sided: bool = False) -> float:
+    """The largest error of the loss and of every gradient, relative to its size."""
+    implementation = "eager" if dtype == torch.float64 else "grouped_mm"  # the grouped kernel has no float64
+    custom = transformers_model(family, implementation, one_sided)
+    reference = custom.build_objective(world.device, dtype)
+    total = sum(reference(*tokens_of(rank))[0] for rank in range(world.size))
+    total.backward()
+    compute = "fp64" if dtype == torch.float64 else "fp32"
+    overrides = [f"--layout.replicate={world.size}", "--layout.shard=parameters", "--layout.expert=2"]
+    overrides += [f"--precision.compute={compute}", f"--activation_checkpoint.mode={mode}"]
+    config = load_config(overrides=overrides, ranks=world.size)
+    layout, _ = validate(config, own_model=True)
+    objective = custom.build_objective(world.device, dtype)
+    parallel_model = parallelize(objective, config, layout, world, custom.objective_spec())
+    with parallel_model.micro_step(last=True):
+        loss, _ = parallel_model(*tokens_of(world.rank))
+        loss.backward()
+    dist.all_reduce(loss.detach_())
+    parameters = parallel_model.parameters()
+    pairs = [(loss, total)] + [(parameters[n].grad.full_tensor(), p.grad) for n, p in reference.named_parameters()]
+    experts_of_rank = next(p for name, p in parameters.items() if name.endswith("experts.gate_up_proj"))
+    assert experts_of_rank.to_local().numel() * world.size == experts_of_rank.numel()
+    return max(float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-3)) for ours, theirs in pairs)
+
+
+class ExpertsWithNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Parameter(torch.zeros(4, 8, 8)), nn.LayerNorm(8)
+
+    def forward(self, hidden, chosen, weights):
+        return hidden
+
+
+def refused_experts(ranks: int, module: nn.Module) -> str:
+    with pytest.raises(ConfigError) as caught:
+        require_divisible(module, ParallelSpec(experts="layers.*.experts"), ranks, None)
+    return str(caught.value)
+
+
+def transformers_cases(world):
+    return {
+        "mixtral": transformers_case(world, "mixtral", torch.float64),
+        "qwen3, checkpointed": transformers_case(world, "qwen3", torch.float64, "full"),
+        "qwen3, no rows for a rank": transformers_case(world, "qwen3", torch.float64, one_sided=True),
+        "mixtral, grouped kernel": transformers_case(world, "mixtral", torch.float32),
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_experts_of_transformers_models_equal_one_process(ranks):
+    for errors in run_ranks(transformers_cases, ranks):
+        for name, error in errors.items():
+            assert error < (TOLERANCE[torch.float32] if "kernel" in name else 1e-10), name
+
+
+def test_experts_that_cannot_be_divided_are_refused():
+    model = transformers_model("mixtral", "eager", one_sided=False).module
+    experts = model.model.layers[0].mlp.experts
+    assert "layout.expert = 3 does not divide the 4 experts of MixtralExperts" in refused_experts(3, experts)
+    assert "whose first dimension is that of the experts" in refused_experts(2, ExpertsWithNorm())
+    assert "a forward of (hidden states, chosen experts, weights)" in refused_experts(2, model.model.layers[0].mlp.gate)
+    layout = Layout(replicate=2, expert=2)
+    with pytest.raises(ConfigError, match="2 divides the experts of a model, and ParallelSpec"):
+        require_spec(ParallelSpec(), layout)

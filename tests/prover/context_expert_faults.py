@@ -235,7 +235,8 @@ def patch_expert_gradients(patch, model_class, wrong):
     def micro_step(self, last):
         with right(self, last):
             yield
-        for p in (p for weights in expert_parallel.find_expert_weights(self.module) for p in weights.parameters()):
+        experts = [module for module in self.module.modules() if isinstance(module, ExpertWeights)]
+        for p in (p for weights in experts for p in weights.parameters()):
             if last and p.grad is not None:
                 wrong(local_tensor(p.grad))
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import ConfigError
-from meshwright.models.attention import CoreAttention
 from meshwright.models.rotary import RotaryEmbedding
+from meshwright.models.spec import AttentionSeam
 from meshwright.parallel.context_parallel.context_attention import ContextAttention
 from meshwright.parallel.context_parallel.seams import CoreAttentionSeam, TorchAttentionSeam
 from meshwright.parallel.context_parallel.sequence_chunks import ChunkRotaryEmbedding, ContextMethod
 from meshwright.parallel.context_parallel.transformers_seam import replace_attention
-from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks
+from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks, find_modules
 
 
 def apply_context_parallel(
@@ -28,22 +28,22 @@ def apply_context_parallel(
 ) -> ContextAttention:
     """Replaces attention and positions of the model by those of a rank with sequence chunks."""
     attention = ContextAttention(group, method)
-    if not replace_modules(model, attention):
+    if spec.attention.modules:
+        replace_modules(model, attention, spec.attention)
+    else:
         replace_calls(model, attention, spec)
     return attention
 
 
-def replace_modules(model: nn.Module, attention: ContextAttention) -> bool:
-    """Replaces attention and rotary positions of a built-in family; returns whether the model is of one."""
-    replaced = False
+def replace_modules(model: nn.Module, attention: ContextAttention, seam: AttentionSeam) -> None:
+    """Replaces attention and rotary positions of a built-in family."""
+    cores = set(find_modules(model, seam.modules))
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, RotaryEmbedding):
                 setattr(module, name, ChunkRotaryEmbedding(child, attention.chunks))
-            elif isinstance(child, CoreAttention):
-                setattr(module, name, CoreAttentionSeam(child, attention))
-                replaced = True
-    return replaced
+            elif child in cores:
+                setattr(module, name, CoreAttentionSeam(child, attention, seam.is_plain))
 
 
 def replace_calls(model: nn.Module, attention: ContextAttention, spec: ParallelSpec) -> None:

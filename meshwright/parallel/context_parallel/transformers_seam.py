@@ -6,7 +6,6 @@ model's own mask function, where a model of transformers would make that of its 
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from meshwright.parallel.context_parallel.seams import (
     require_self_attention,
     torch_attention,
 )
+from meshwright.parallel.parallel_spec import copy_module
 
 OWN_IMPLEMENTATIONS = ("sdpa", "eager")
 PER_HEAD_ARGUMENTS = ("position_bias", "s_aux")
@@ -82,8 +82,8 @@ class TransformersSeam:
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
             local = module
             if hasattr(module, "num_key_value_groups"):
-                local = copy.copy(module)  # its own number would be wrong where key heads were repeated
-                local.__dict__["num_key_value_groups"] = q.shape[1] // k.shape[1]
+                # its own number would be wrong where key heads were repeated
+                local = copy_module(module, {"num_key_value_groups": q.shape[1] // k.shape[1]})
             out: Tensor = implementation(local, q, k, v, mask, **rest)[0]
             return out.transpose(1, 2)
 

@@ -65,7 +65,7 @@ class FSDPModel(ParallelModel):
         data_mesh = meshes.data_mesh
         units, first_unit = fsdp_units(module, spec)
         # Under expert parallelism, expert weights have a smaller shard group than their block.
-        for expert_weights in find_expert_weights(module) if meshes.expert_mesh is not None else []:
+        for expert_weights in find_expert_weights(module, spec) if meshes.expert_mesh is not None else []:
             allocate(expert_weights)
             fully_shard(
                 expert_weights,

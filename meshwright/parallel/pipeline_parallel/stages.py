@@ -23,7 +23,7 @@ from meshwright.topology.schedules import rank_of_stage
 TIED_COPIES = {"head.weight": "decoder.embedding.weight"}
 """Copy -> owner: in a pipeline, a tied head has a copy of the embedding."""
 
-STAGE_SPEC = ParallelSpec(blocks="blocks.*", before=("embedding",), after=("norm", "head"))
+STAGE_SPEC = ParallelSpec(blocks="blocks.*", before=("embedding",), after=("norm", "head"), experts="blocks.*.ffn.bank")
 
 
 @dataclass(frozen=True)
