@@ -52,7 +52,7 @@ class ParallelSpec:
     dimension of their parameters is that of the experts, and their forward takes (hidden states, chosen experts,
     weights of the chosen experts)
     """
-    attention: AttentionSeam = AttentionSeam()
+    attention: AttentionSeam = field(default_factory=AttentionSeam)
     """for context parallelism: the modules of a built-in family that attend; without them, calls of
     `torch.nn.functional.scaled_dot_product_attention` and of transformers' attention interface are replaced
     """
