@@ -19,6 +19,7 @@ from meshwright.config.reader import config_from_dict, config_to_dict, config_to
 from meshwright.config.run_config import (
     BatchConfig,
     CheckpointConfig,
+    CustomModelConfig,
     DataConfig,
     EvalConfig,
     LaunchConfig,
@@ -42,6 +43,7 @@ __all__ = [
     "CheckpointConfig",
     "CompileConfig",
     "ContextConfig",
+    "CustomModelConfig",
     "DDPConfig",
     "DataConfig",
     "EvalConfig",

@@ -36,6 +36,8 @@ NUMBER = re.compile(rb"(?<![\w.\-\"'])[+-]?\d+\.\d+(?:[eE][+-]?\d+)?(?![\w.\-\"'
 """A number with a dot, which cannot be a part of a dotted key of more than two parts."""
 ALIASES = {"zero-0": "none", "zero-1": "optimizer", "zero-2": "gradients", "zero-3": "parameters"}
 """Other spellings of a value: ZeRO stages for `layout.shard`."""
+ENTRY_POINTS = ("loss", "source", "collate", "metrics", "parallel_spec", "init")
+"""Names of code of the user's own, beside `model`; they are typed on the command line or passed in Python."""
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -103,8 +105,9 @@ def config_to_toml(config: RunConfig) -> str:
 
 
 def without_none(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops keys whose value is None: TOML has no null."""
-    return {k: without_none(v) if isinstance(v, Mapping) else v for k, v in tree.items() if v is not None}
+    """Drops keys whose value is None, since TOML has no null, and tables without a value."""
+    plain = {key: without_none(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
+    return {key: value for key, value in plain.items() if value is not None and value != {}}
 
 
 def read_toml(path: Path, description: str = "run file") -> dict[str, Any]:
@@ -158,6 +161,8 @@ def key_types(cls: type) -> dict[str, Any]:
 
 def build_dataclass(cls: type, tree: Any, path: str) -> Any:
     """Builds a config class from a nested dict; `path` is its dotted key, for errors."""
+    if path == "model" and isinstance(tree, str):
+        raise entry_point_error(path, tree)
     if not isinstance(tree, Mapping):
         raise ConfigError(
             f"{path} = {format_value(tree)} is a value", f"expected a table with {', '.join(key_types(cls))}"
@@ -166,6 +171,8 @@ def build_dataclass(cls: type, tree: Any, path: str) -> Any:
     values = {}
     for key, value in tree.items():
         where = f"{path}.{key}" if path else str(key)
+        if key not in fields and where in ENTRY_POINTS:
+            raise entry_point_error(where, value)
         if key not in fields:
             close = difflib.get_close_matches(str(key), fields, n=1)
             suggestion = f"did you mean {path + '.' if path else ''}{close[0]}? " if close else ""
@@ -180,6 +187,14 @@ def build_dataclass(cls: type, tree: Any, path: str) -> Any:
         if path.startswith("data.mixture"):
             raise ConfigError(error.message.replace("data.", f"{path}."), error.hint) from None
         raise
+
+
+def entry_point_error(key: str, value: Any) -> ConfigError:
+    """Refuses to read from a config which code to import."""
+    return ConfigError(
+        f"{key} = {format_value(value)}: code of your own is never imported from a run file",
+        f"try --{key.replace('_', '-')} MODULE:NAME on the command line",
+    )
 
 
 def convert(kind: Any, value: Any, where: str) -> Any:

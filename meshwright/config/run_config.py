@@ -221,6 +221,39 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True)
+class CustomModelConfig:
+    """The custom model of a run. `train` writes this section to the run file of its run folder: every verb compares it
+    with the model, loss and data that are given, and imports nothing that it names.
+    """
+
+    class_: str | None = None
+    """class of the model; none for a built-in model"""
+    code: str | None = None
+    """fingerprint of the code of the model, the loss and the functions beside them"""
+    blocks: str | None = None
+    """modules before the blocks, the blocks, and modules after them"""
+    model: str | None = None
+    """what was typed as --model, if the run was started from the command line"""
+    loss: str | None = None
+    """what was typed as --loss"""
+    source: str | None = None
+    """what was typed as --source"""
+    collate: str | None = None
+    """what was typed as --collate"""
+    parallel_spec: str | None = None
+    """what was typed as --parallel-spec"""
+    init: str | None = None
+    """what was typed as --init"""
+
+    @property
+    def options(self) -> str:
+        """The command-line options that name the model, its loss and its data."""
+        names = ("model", "loss", "source", "collate", "parallel_spec", "init")
+        typed = {name.replace("_", "-"): getattr(self, name) for name in names}
+        return " ".join(f"--{name} {text}" for name, text in typed.items() if text) or "--model MODULE:NAME"
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """The settings of a run."""
 
@@ -253,3 +286,13 @@ class RunConfig:
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    custom_model: Annotated[CustomModelConfig, PLACEMENT] = field(default_factory=CustomModelConfig)
+
+    def require_built_in_model(self) -> None:
+        """Raises a ConfigError if the config is of a run of a custom model, which the config alone does not define."""
+        if self.custom_model != CustomModelConfig():
+            found = self.custom_model.class_ or self.custom_model.model
+            raise ConfigError(
+                f"the config is of a run of a custom model ({found}), and no model is given",
+                f"try {self.custom_model.options}",
+            )

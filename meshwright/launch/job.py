@@ -13,8 +13,6 @@ from typing import Any
 import torch
 
 from meshwright.config import RunConfig, fingerprint, identity, placement
-from meshwright.data.file_sources import open_sources
-from meshwright.data.source import IndexableSource, Source, find_structure
 from meshwright.data.token_files import raise_if_changed
 from meshwright.errors import ConfigError, MeshwrightError, PeerError, StoppedBySignal, describe_exception
 from meshwright.launch.environment import started_by_torchrun
@@ -22,10 +20,8 @@ from meshwright.launch.host_memory import require_host_memory
 from meshwright.launch.ranks import Ranks, cuda_started, raise_if_spawning
 from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, leave_process_group, torchrun_restart_count
 from meshwright.launch.shared_weights import share_weights
-from meshwright.launch.source_check import check_source
-from meshwright.launch.user_code.entry_points import call_without_arguments
-from meshwright.launch.user_code.make_custom_model import make_custom_model
-from meshwright.launch.user_code.user_code import UserCode
+from meshwright.launch.user_code.make_custom_model import open_user_code
+from meshwright.launch.user_code.user_code import NO_USER_CODE, UserCode
 from meshwright.parallel.compile import require_compiler
 from meshwright.parallel.materialize import require_materialized
 from meshwright.parallel.parallelize import require_spec
@@ -46,49 +42,37 @@ MAX_RANKS_PER_HOST = 1024
 def make_job(
     config: RunConfig,
     folder: RunFolder,
-    user: UserCode | None = None,
+    user: UserCode = NO_USER_CODE,
     *,
+    accept_code: bool = False,
     fallback: bool = True,
     cluster: str | None = None,
 ) -> Job:
     """Validates the run and opens its data sources; forked ranks share the memory maps of this process."""
     raise_if_spawning()
-    user = user or UserCode()
-    custom = make_custom_model(user)
-    layout, batch = validate(config, own_model=custom is not None)
+    layout, batch = validate(config, own_model=user.model is not None)
     if layout.ranks > MAX_RANKS_PER_HOST and not started_by_torchrun():
         raise ConfigError(
             f"{layout.ranks:,} ranks on one host", f"expected at most {MAX_RANKS_PER_HOST:,}, or try torchrun"
         )
+    require_compiler(config)
+    config, custom, sources = open_user_code(config, user, accept_code)
     if custom is not None:
         require_spec(custom.spec, layout)
         require_materialized(custom.module)
     else:
         require_host_memory(config, layout)
-    require_compiler(config)
-    sources = open_job_sources(config, user)
-    if custom is not None:
-        custom = replace(custom, batch=find_structure(sources[0], custom.collate))
-    return Job(config, batch, layout, sources, folder, fallback=fallback, custom=custom, cluster=cluster)
-
-
-def open_job_sources(config: RunConfig, user: UserCode) -> list[Source]:
-    """Opens the user's dataset, or the data of the config."""
-    if user.source is None:
-        return open_sources(config.data, config.model.vocab, config.model.separator)
-    if config.data.mixture:
-        raise ConfigError("both data.mixture and source are given", "expected one of the two")
-    source = user.source
-    if callable(source) and (isinstance(source, type) or not hasattr(source, "__getitem__")):
-        source = call_without_arguments(source, "source")
-    if not is_source(source):
-        source = IndexableSource(source, collate=user.collate)
-    return [check_source(source, config.launch, user.collate)]
-
-
-def is_source(value: Any) -> bool:
-    """Whether a user's object implements `meshwright.data.source.Source`; other objects are indexed."""
-    return all(hasattr(value, name) for name in ("name", "masked_sample", "fingerprint", "__len__", "__getitem__"))
+    return Job(
+        config,
+        batch,
+        layout,
+        sources,
+        folder,
+        fallback=fallback,
+        custom=custom,
+        accept_code=accept_code,
+        cluster=cluster,
+    )
 
 
 def start_ranks(job: Job) -> Ranks:
@@ -193,6 +177,7 @@ def collect_facts(job: Job) -> dict[str, Any]:
         "config identity": fingerprint(identity(job.config)),
         "config placement": fingerprint(placement(job.config)),
         "code": code_fingerprint(),
+        "code of the model": job.config.custom_model.code,
         "data": [source.fingerprint() for source in job.sources],
         "dtype": job.config.precision.compute,
     }

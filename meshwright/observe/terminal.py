@@ -100,6 +100,9 @@ class Terminal:
         if event["changes"]:
             self.print(f"the result will not be bitwise the same: {'; '.join(event['changes'])}", "yellow")
 
+    def _code_changed(self, event: Event) -> None:
+        self.print_step(event, f"the run continues with other code: {'; '.join(event['changes'])}", "yellow")
+
     def _extended(self, event: Event) -> None:
         change = f"learning rate {event['lr']:.3e} instead of {event['lr_before']:.3e}"
         self.print_step(event, f"extended from {event['steps_before']} to {event['steps']} steps: {change}", "yellow")

@@ -18,6 +18,7 @@ Event = dict[str, Any]
 EVENT_KINDS = (
     "start",
     "restored",
+    "code_changed",
     "extended",
     "damaged",
     "step",

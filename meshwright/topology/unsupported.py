@@ -251,6 +251,8 @@ def min_shard_group_size(layout: Layout) -> int:
 
 def validate(config: RunConfig, own_model: bool = False) -> tuple[Layout, Batch]:
     """The layout and the batch of a config. Raises a ConfigError for an unsupported combination."""
+    if not own_model:
+        config.require_built_in_model()
     layout = Layout.from_config(config.layout)
     for rule in UNSUPPORTED:
         if own_model and rule.decoder_only:

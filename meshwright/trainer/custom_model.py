@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,10 @@ from meshwright.data.source import Collate
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.sync_batch_norm import synchronize_batch_norm
 from meshwright.trainer.objective import LossFunction, Metric, Objective, Reduction, shifts_labels
+
+
+CodeRecord = dict[str, Any]
+"""The code of a custom model, as identity.json records it: class, fingerprint, python, parts and structure."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,8 @@ class CustomModel:
     """what the loss returns; None: a sum, or what a model that computes its loss itself is known to return"""
     loss_names: tuple[str, ...] = ()
     """names of the sums, where the loss returns a dict of them"""
+    code: CodeRecord | None = None
+    """the fingerprints of the model, the loss and the functions beside them"""
 
     def __post_init__(self) -> None:
         count = self.batch.count

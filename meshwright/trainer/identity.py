@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import secrets
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,15 @@ from meshwright.data.stream import Stream
 from meshwright.errors import ConfigError, IdentityError
 from meshwright.io import atomic_write, read_json, write_error, write_json
 from meshwright.telemetry.run_folder import RunFolder
-from meshwright.trainer.custom_model import CustomModel
+from meshwright.trainer.custom_model import CodeRecord, CustomModel
 from meshwright.version import __version__
 
 MAX_DIFFERENCES = 4
 """Differences that an error lists; the rest are counted."""
+MAX_CODE_CHANGES = 32
+"""Changes of code that identity.json keeps of one attempt."""
+NO_CODE_RECORD = "the run folder has no record of the code of the model"
+"""The change of a run of an older version."""
 MAX_VALUE_LENGTH = 100
 """Characters of a value that an error shows."""
 SOURCE_CONTENT = re.compile(r"source\[(\d+)\]\.fingerprint")
@@ -35,12 +40,14 @@ def build_identity(
         values = {key: value for key, value in values.items() if not key.startswith("model.")}
         shapes = "\n".join(f"{name} {tuple(p.shape)}" for name, p in custom.module.named_parameters())
         values["model"] = hashlib.sha256(shapes.encode()).hexdigest()[:16]
+    code = custom.code if custom is not None else None
     known = [{"name": s.name, "samples": len(s), "fingerprint": s.fingerprint()} for s in sources]
     values |= {f"source[{i}].fingerprint": s["fingerprint"] for i, s in enumerate(known)}
     return {
         "meshwright": __version__,
         "identity": values,
-        "identity_fingerprint": fingerprint(values),
+        "identity_fingerprint": fingerprint(values | ({"code": code["fingerprint"]} if code else {})),
+        "code": code,
         "placement": placement(config),
         "placement_fingerprint": fingerprint(placement(config)),
         "sources": known,
@@ -49,12 +56,13 @@ def build_identity(
 
 
 def check_run_folder(
-    folder: RunFolder, record: dict[str, Any], *, fork: int, attempt: int, newest: int
+    folder: RunFolder, record: dict[str, Any], *, fork: int, attempt: int, newest: int, accept_code: bool = False
 ) -> dict[str, Any]:
     """Returns the record that identity.json should contain for this attempt, and writes nothing.
 
     A folder of another run raises an IdentityError with both values. More `steps` than before extend the run. A fork
-    starts a new timeline, once per job: earlier checkpoints count up to step `newest`.
+    starts a new timeline, once per job: earlier checkpoints count up to step `newest`. Other code of a custom model is
+    recorded if it is accepted, and for a fork; otherwise it raises an IdentityError that says what changed.
     """
     lineage: dict[str, Any] = {
         "run": secrets.token_hex(8),
@@ -62,11 +70,16 @@ def check_run_folder(
         "until": {},
         "forked_by": 0,
         "extensions": [],
+        "code_changes": [],
     }
     if not os.path.lexists(folder.identity_file):
         return record | lineage
     before = read_identity(folder)
     lineage = {key: before.get(key, value) for key, value in lineage.items()}
+    changes = describe_code_changes(before.get("code"), record.get("code"))
+    if changes:
+        change = {"attempt": attempt, "step": max(0, newest), "changes": changes[:MAX_CODE_CHANGES]}
+        lineage["code_changes"] = [*lineage["code_changes"], change]
     if fork:
         if record["identity"]["steps"] < newest:
             raise IdentityError(
@@ -88,6 +101,13 @@ def check_run_folder(
             f"run folder {folder.root} belongs to another run: {differences}",
             f"try {extend}another --run DIR, --fresh to set the old run aside, or --fork to continue from it",
         )
+    if changes and changes != [NO_CODE_RECORD] and not accept_code:
+        more = f" and {len(changes) - MAX_DIFFERENCES} more" if len(changes) > MAX_DIFFERENCES else ""
+        raise IdentityError(
+            f"run folder {folder.root}: the code of the run changed: {', '.join(changes[:MAX_DIFFERENCES])}{more}",
+            "try --accept-code to continue the run with it, another --run DIR, --fresh to set the old run aside, or the "
+            "code as it was",
+        )
     if steps > values.get("steps", steps):
         extension = {"attempt": attempt, "step": max(0, newest), "from": values["steps"], "to": steps}
         lineage["extensions"] = [*lineage["extensions"], extension]
@@ -98,6 +118,7 @@ def read_identity(folder: RunFolder) -> dict[str, Any]:
     """Reads identity.json as an untrusted file: what decides about a resume has the types that a run writes."""
     record = read_json(folder.identity_file)
     types = {"identity": dict, "run": str, "timeline": int, "until": dict, "forked_by": int, "extensions": list}
+    types |= {"code_changes": list}
     if not isinstance(record, dict) or "identity" not in record:
         found = "it is not an object with the key identity"
     elif wrong := [key for key, kind in types.items() if key in record and type(record[key]) is not kind]:
@@ -108,6 +129,8 @@ def read_identity(folder: RunFolder) -> dict[str, Any]:
         found = "until is not a table of timelines and steps"
     elif not all(is_extension(extension) for extension in record.get("extensions", [])):
         found = "extensions is not a list of extensions"
+    elif not is_code_record(record.get("code")):
+        found = "code is not a record of code"
     else:
         return record
     raise ConfigError(
@@ -118,6 +141,47 @@ def read_identity(folder: RunFolder) -> dict[str, Any]:
 
 def is_extension(value: Any) -> bool:
     return isinstance(value, dict) and all(type(value.get(key)) is int for key in ("attempt", "step", "from", "to"))
+
+
+def is_code_record(value: Any) -> bool:
+    """Whether a value of an untrusted record is the code of a custom model, or that of a built-in model: None."""
+    if value is None:
+        return True
+    if not isinstance(value, dict) or not isinstance(parts := value.get("parts"), dict):
+        return False
+    lines = value.get("structure")
+    return isinstance(lines, list) and all(isinstance(text, str) for text in (*parts.values(), *lines))
+
+
+def describe_code_changes(before: CodeRecord | None, now: CodeRecord | None) -> list[str]:
+    """Returns what changed in the code of a custom model: classes, functions and settings, each with its name.
+
+    Bytecode of another version of Python cannot be compared; constants, versions and structure can.
+    """
+    if now is None:
+        return []
+    if before is None:
+        return [NO_CODE_RECORD]
+    changes = []
+    same_python = before.get("python") == now["python"]
+    for name in sorted(before["parts"].keys() | now["parts"].keys()):
+        old, new = before["parts"].get(name), now["parts"].get(name)
+        if old == new:
+            continue
+        if name.startswith(("function ", "class ")):
+            if same_python:
+                changes.append(f"{name[:MAX_VALUE_LENGTH]} {'is new' if old is None else 'changed' if new else 'is gone'}")
+        else:
+            changes.append(f"{name[:MAX_VALUE_LENGTH]} was {short_text(old)} and is {short_text(new)}")
+    gone = [line for line in before["structure"] if line not in set(now["structure"])]
+    new_lines = [line for line in now["structure"] if line not in set(before["structure"])]
+    changes += [f"{short_text(old)} became {short_text(new)}" for old, new in zip_longest(gone, new_lines)]
+    return changes
+
+
+def short_text(text: str | None) -> str:
+    """A line of an untrusted code record for an error message."""
+    return "none" if text is None else text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}..."
 
 
 def write_run_folder(folder: RunFolder, config: RunConfig, record: dict[str, Any]) -> None:

@@ -64,6 +64,8 @@ class Job:
     """whether Meshwright's supervisor watches the ranks; under torchrun it does not"""
     custom: CustomModel | None = None
     """a custom model; None is the model of the config"""
+    accept_code: bool = False
+    """whether the run continues although the code of its custom model changed"""
     cluster: str | None = None
     """the cluster that the step time is predicted for; by default this machine, if it was measured"""
     listener: Callable[[Event], None] | None = None
@@ -158,7 +160,14 @@ class Training:
         record = build_identity(self.config, job.sources, self.stream, job.custom)
         if self.world.rank == 0:
             newest = next((entry.step for entry in list_published(self.store)), -1)
-            record = check_run_folder(job.folder, record, fork=job.fork, attempt=job.attempt, newest=newest)
+            record = check_run_folder(
+                job.folder,
+                record,
+                fork=job.fork,
+                attempt=job.attempt,
+                newest=newest,
+                accept_code=job.accept_code,
+            )
         identity: Event = self.world.broadcast_object(record if self.world.rank == 0 else None, "identity")
         return identity
 
@@ -168,6 +177,9 @@ class Training:
         listener = job.listener if rank == 0 else None
         log = EventLog(job.folder.events(rank), job.attempt, rank, listener, self.world.heartbeat.set_lost_events)
         log.write("start", **start_record(job, self.parallel_model, self.stream, self.identity, self.world))
+        for change in self.identity["code_changes"]:
+            if change["attempt"] == job.attempt:
+                log.write("code_changed", step=change["step"], changes=change["changes"])
         return log
 
     def _build_optimizer(self) -> AdamW:

@@ -1,18 +1,56 @@
-"""Makes the CustomModel of a verb from what the user passed to it."""
+"""Makes the CustomModel and opens the data of a verb from what the user passed to it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any, NamedTuple
+
 from torch import nn
 
-from meshwright.errors import ConfigError
+from meshwright.config import CustomModelConfig, RunConfig
+from meshwright.data.file_sources import open_sources
+from meshwright.data.source import IndexableSource, Source, find_structure
+from meshwright.errors import ConfigError, IdentityError
+from meshwright.launch.source_check import check_source
+from meshwright.launch.user_code.code_record import build_code_record
 from meshwright.launch.user_code.entry_points import call_without_arguments
 from meshwright.launch.user_code.user_code import UserCode
 from meshwright.parallel.infer_spec import infer_parallel_spec, merge
 from meshwright.trainer.custom_model import CustomModel
 
 
-def make_custom_model(user: UserCode) -> CustomModel | None:
-    """Returns the model that the user brings, or None if the model is that of the config. All verbs call this."""
+class UserRun(NamedTuple):
+    """What a verb runs: a config that records the custom model, if there is one, and the data."""
+
+    config: RunConfig
+    custom: CustomModel | None
+    sources: list[Source]
+
+
+def open_user_code(config: RunConfig, user: UserCode, accept_code: bool = False) -> UserRun:
+    """Makes the user's model and opens the user's dataset, or the data of the config. All verbs call this.
+
+    If the config comes from a run of a custom model, the user's code must be that of the run.
+    """
+    dataset = open_dataset(config, user)
+    custom = make_custom_model(user, dataset)
+    if custom is not None:
+        record = custom_model_config(custom, user)
+        if not accept_code:
+            require_same_code(config.custom_model, record)
+        config = replace(config, custom_model=record)
+    if dataset is None:
+        sources = open_sources(config.data, config.model.vocab, config.model.separator)
+    else:
+        source = dataset if is_source(dataset) else IndexableSource(dataset, collate=user.collate)
+        sources = [check_source(source, config.launch, user.collate)]
+    if custom is not None:
+        custom = replace(custom, batch=find_structure(sources[0], custom.collate))
+    return UserRun(config, custom, sources)
+
+
+def make_custom_model(user: UserCode, dataset: Any = None) -> CustomModel | None:
+    """Returns the model that the user brings, or None if the model is that of the config."""
     if user.model is None:
         for argument in ("loss", "parallel_spec", "metrics", "init"):
             if getattr(user, argument) is not None:
@@ -30,4 +68,43 @@ def make_custom_model(user: UserCode) -> CustomModel | None:
         collate=user.collate,
         metrics=dict(user.metrics or {}),
         reduction=user.reduction,
+        code=build_code_record(module, user, dataset),
     )
+
+
+def open_dataset(config: RunConfig, user: UserCode) -> Any:
+    """Returns the user's dataset, which a callable without arguments may open, or None."""
+    dataset = user.source
+    if callable(dataset) and (isinstance(dataset, type) or not hasattr(dataset, "__getitem__")):
+        dataset = call_without_arguments(dataset, "source")
+    if dataset is not None and config.data.mixture:
+        raise ConfigError("both data.mixture and source are given", "expected one of the two")
+    return dataset
+
+
+def custom_model_config(custom: CustomModel, user: UserCode) -> CustomModelConfig:
+    """The record of a custom model in the run file of its run."""
+    assert custom.code is not None
+    names = {name: text for name, text in user.entry_points.items() if name != "metrics"}
+    blocks = ", ".join(filter(None, [*custom.spec.before, custom.spec.blocks, *custom.spec.after]))
+    return CustomModelConfig(class_=custom.code["class"], code=custom.code["fingerprint"], blocks=blocks, **names)
+
+
+def require_same_code(before: CustomModelConfig, now: CustomModelConfig) -> None:
+    """Raises an IdentityError if the config is of a run of another model, or of the same model with other code."""
+    if before.class_ not in (None, now.class_):
+        raise IdentityError(
+            f"the config is of a run of the model {before.class_}, and the given model is {now.class_}",
+            f"try {before.options}",
+        )
+    if before.code not in (None, now.code):
+        raise IdentityError(
+            f"the code of the model, loss, collate or source is not that of the run of the config (hash "
+            f"{str(before.code)[:8]} -> {str(now.code)[:8]})",
+            "try the code of that run, or remove [custom_model] from the run file",
+        )
+
+
+def is_source(value: Any) -> bool:
+    """Whether a user's object implements `meshwright.data.source.Source`; other objects are indexed."""
+    return all(hasattr(value, name) for name in ("name", "masked_sample", "fingerprint", "__len__", "__getitem__"))

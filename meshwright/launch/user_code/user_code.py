@@ -33,3 +33,6 @@ class UserCode:
     """fills a parameter or buffer of a model on the meta device with its initial values"""
     entry_points: Mapping[str, str] = field(default_factory=dict)
     """argument -> the MODULE:NAME that was typed for it on the command line"""
+
+
+NO_USER_CODE = UserCode()

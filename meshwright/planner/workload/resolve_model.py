@@ -50,6 +50,7 @@ def resolve_model(name: str, overrides: Sequence[str] = ()) -> ResolvedModel:
 
 
 def resolve_run(config: RunConfig, name: str) -> ResolvedModel:
+    config.require_built_in_model()
     return ResolvedModel(model_architecture(config.model, name), config, config.model)
 
 
