@@ -17,7 +17,6 @@ from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.sync_batch_norm import synchronize_batch_norm
 from meshwright.trainer.objective import LossFunction, Metric, Objective, Reduction, shifts_labels
 
-
 CodeRecord = dict[str, Any]
 """The code of a custom model, as identity.json records it: class, fingerprint, python, parts and structure."""
 

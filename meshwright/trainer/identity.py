@@ -105,8 +105,7 @@ def check_run_folder(
         more = f" and {len(changes) - MAX_DIFFERENCES} more" if len(changes) > MAX_DIFFERENCES else ""
         raise IdentityError(
             f"run folder {folder.root}: the code of the run changed: {', '.join(changes[:MAX_DIFFERENCES])}{more}",
-            "try --accept-code to continue the run with it, another --run DIR, --fresh to set the old run aside, or the "
-            "code as it was",
+            "try --accept-code to continue the run with it, another --run DIR, or --fresh to set the old run aside",
         )
     if steps > values.get("steps", steps):
         extension = {"attempt": attempt, "step": max(0, newest), "from": values["steps"], "to": steps}
@@ -170,7 +169,9 @@ def describe_code_changes(before: CodeRecord | None, now: CodeRecord | None) -> 
             continue
         if name.startswith(("function ", "class ")):
             if same_python:
-                changes.append(f"{name[:MAX_VALUE_LENGTH]} {'is new' if old is None else 'changed' if new else 'is gone'}")
+                changes.append(
+                    f"{name[:MAX_VALUE_LENGTH]} {'is new' if old is None else 'changed' if new else 'is gone'}"
+                )
         else:
             changes.append(f"{name[:MAX_VALUE_LENGTH]} was {short_text(old)} and is {short_text(new)}")
     gone = [line for line in before["structure"] if line not in set(now["structure"])]

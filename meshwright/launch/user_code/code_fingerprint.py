@@ -1,8 +1,8 @@
 """Fingerprints of a user's code: what runs, not how it is written, so that comments and formatting do not count.
 
-A function counts by its bytecode, its defaults, the values that it closes over, and the functions, classes and constants
-of the user's modules that it refers to. A class counts by its methods and constants, and those of its bases. Code of
-installed packages counts by the version of the package; torch and Python are not part of it (`docs/records.md`).
+A function counts by its bytecode, its defaults, the values that it closes over, and the functions, classes and
+constants of the user's modules that it refers to. A class counts by its methods and constants, and those of its bases.
+Code of installed packages counts by the version of the package; checkpoints record the versions of torch and Python.
 """
 
 from __future__ import annotations
@@ -66,17 +66,20 @@ class CodeFingerprint:
             return self._add_package(function.__module__)
         closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         cells = {name: cell.cell_contents for name, cell in closure.items() if has_contents(cell)}
-        values = [function.__defaults__, function.__kwdefaults__, *cells.items()]
+        defaults = dict(enumerate(function.__defaults__ or ())) | (function.__kwdefaults__ or {})
+        values = [(name, value) for name, value in (defaults | cells).items() if self.counts(value)]
         text = "\n".join([*instructions(function.__code__), *map(plain_text, values)])
         self._set(f"function {qualified_name(function)}", text_hash(text))
-        for value in (*cells.values(), *(function.__defaults__ or ())):
+        for value in (cells | defaults).values():
             self.follow(value)
         for name, value in references(function):
-            if is_plain(value):
-                if self.text_counts or not isinstance(value, str):
-                    self._set(f"constant {name}", plain_text(value))
-            else:
-                self.follow(value)
+            self.follow(value)
+            if is_plain(value) and self.counts(value):
+                self._set(f"constant {name}", plain_text(value))
+
+    def counts(self, value: Any) -> bool:
+        """Whether a default, a constant or a value in a closure is part of the fingerprint."""
+        return self.text_counts or not isinstance(value, str)
 
     def follow(self, value: Any) -> None:
         """Adds what a function refers to if it is code; other objects are data."""
@@ -96,7 +99,7 @@ class CodeFingerprint:
                 function = getattr(value, "__func__", getattr(value, "fget", getattr(value, "func", value)))
                 if isinstance(function, types.FunctionType):
                     self._add_function(function)
-                elif not name.startswith("__") and is_plain(value):
+                elif not name.startswith("__") and is_plain(value) and self.counts(value):
                     constants[name] = value
             self._set(f"class {qualified_name(base)}", text_hash(plain_text(constants)))
 
@@ -144,7 +147,7 @@ def code_names(code: types.CodeType) -> Iterator[str]:
 
 
 def is_user_class(value: Any) -> bool:
-    """Whether a value is a class of the user's code: its module is not an installed one. In a notebook it has no file."""
+    """Whether a value is a class of the user's code. In a notebook, its module has no file."""
     if not isinstance(value, type) or value.__module__ in sys.stdlib_module_names:
         return False
     module = sys.modules.get(value.__module__)
@@ -174,16 +177,18 @@ def plain_text(value: Any) -> str:
     if isinstance(value, functools.partial):
         return f"partial({plain_text(value.func)}, {plain_text(value.args)}, {plain_text(value.keywords)})"
     module = type(value).__module__.partition(".")[0]
-    return repr(value) if module == "torch" and type(value).__name__ in ("dtype", "Size") else qualified_name(type(value))
+    return (
+        repr(value) if module == "torch" and type(value).__name__ in ("dtype", "Size") else qualified_name(type(value))
+    )
 
 
 def plain_attributes(value: Any) -> list[str]:
     """The public attributes of an object that are settings, such as a dropout rate or an activation function."""
     attributes = sorted(getattr(value, "__dict__", {}).items())
-    return [f"{name}={plain_text(item)}" for name, item in attributes if not name.startswith("_") and counts(item)]
+    return [f"{name}={plain_text(item)}" for name, item in attributes if not name.startswith("_") and is_setting(item)]
 
 
-def counts(value: Any) -> bool:
+def is_setting(value: Any) -> bool:
     """Whether an attribute of an object is a setting: a constant, a function, a class or a torch dtype."""
     kinds = (types.FunctionType, types.BuiltinFunctionType, type, functools.partial)
     return is_plain(value) or isinstance(value, kinds) or type(value).__name__ == "dtype"

@@ -45,8 +45,8 @@ def build_code_record(module: nn.Module, user: UserCode, source: Any = None) -> 
 
 
 def add_module(code: CodeFingerprint, root: nn.Module, root_name: str) -> list[str]:
-    """Adds the classes of a module tree, and returns its structure, one line per module. Blocks of equal structure share
-    their lines: `layers.*.act: ReLU() x 32`.
+    """Adds the classes of a module tree, and returns its structure, one line per module. Blocks of equal structure
+    share their lines: `model.layers.*.act: ReLU() x 32`.
     """
     lines: Counter[str] = Counter()
     for name, module in root.named_modules(remove_duplicate=False):
@@ -55,8 +55,8 @@ def add_module(code: CodeFingerprint, root: nn.Module, root_name: str) -> list[s
             code.follow(value)
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", f"{root_name}.{name}" if name else root_name)
         lines[f"{pattern}: {describe_module(module)}"] += 1
-    config = getattr(root, "config", None)
-    settings = config.to_dict() if hasattr(config, "to_dict") else {}
+    to_dict = getattr(getattr(root, "config", None), "to_dict", dict)  # a model of transformers
+    settings: dict[str, Any] = to_dict()
     return [
         *(f"{line} x {count}" if count > 1 else line for line, count in lines.items()),
         *(f"{root_name}.config.{key}: {plain_text(value)}" for key, value in sorted(settings.items())),

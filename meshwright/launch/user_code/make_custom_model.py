@@ -86,7 +86,9 @@ def custom_model_config(custom: CustomModel, user: UserCode) -> CustomModelConfi
     """The record of a custom model in the run file of its run."""
     assert custom.code is not None
     names = {name: text for name, text in user.entry_points.items() if name != "metrics"}
-    blocks = ", ".join(filter(None, [*custom.spec.before, custom.spec.blocks, *custom.spec.after]))
+    spec = custom.spec
+    patterns = (spec.blocks,) if isinstance(spec.blocks, str) else spec.blocks
+    blocks = ", ".join(filter(None, (*spec.before, *patterns, *spec.after)))
     return CustomModelConfig(class_=custom.code["class"], code=custom.code["fingerprint"], blocks=blocks, **names)
 
 

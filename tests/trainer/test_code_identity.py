@@ -1,0 +1,89 @@
+"""The code of a custom model is part of the identity of its run: a resume with other code is refused, or recorded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from custom_model import Points, custom_config, summed_cross_entropy
+from torch import nn
+
+from meshwright import train
+from meshwright.errors import ConfigError, IdentityError
+from meshwright.telemetry.events import read_events
+from meshwright.telemetry.run_folder import RunFolder
+from meshwright.trainer.identity import NO_CODE_RECORD, check_run_folder
+
+CODE = {
+    "class": "project.Net",
+    "fingerprint": "1" * 16,
+    "python": "3.11",
+    "parts": {"function project.loss": "a" * 16},
+    "structure": ["model: Net()"],
+}
+RECORD = {"identity": {"steps": 4}, "code": CODE}
+
+
+def classifier(activation: type[nn.Module] = nn.ReLU) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), activation(), nn.Linear(8, 3))
+
+
+def doubled_cross_entropy(outputs, targets):
+    return 2 * nn.functional.cross_entropy(outputs, targets, reduction="sum")
+
+
+def test_finished_run_is_not_complete_for_another_activation_or_loss(tmp_path):
+    def run(model, loss, **options):
+        return train(custom_config(2), model=model, loss=loss, source=Points(), run=tmp_path, quiet=True, **options)
+
+    first = run(classifier(), summed_cross_entropy)
+    with pytest.raises(IdentityError, match=r"model.*: ReLU\(.*\) became model.*: GELU\(.*; try accept_code=True") as raised:
+        run(classifier(nn.GELU), summed_cross_entropy)
+    assert "--" not in str(raised.value)
+    with pytest.raises(IdentityError, match="loss was custom_model.summed_cross_entropy and is .*doubled_cross_entropy"):
+        run(classifier(), doubled_cross_entropy)
+    assert run(classifier(), summed_cross_entropy).parameters_digest == first.parameters_digest
+    run(classifier(nn.GELU), summed_cross_entropy, accept_code=True)
+    [event] = [e for e in read_events(RunFolder(tmp_path).events(0)) if e["kind"] == "code_changed"]
+    [change] = json.loads((tmp_path / "identity.json").read_text())["code_changes"]
+    assert event["changes"] == change["changes"]
+    assert (event["step"], change["step"]) == (2, 2)
+    run(classifier(nn.GELU), summed_cross_entropy)  # it is the code of the run now
+
+
+def write_record(folder, **changes):
+    (folder / "identity.json").write_text(json.dumps(RECORD | changes))
+    return RunFolder(folder)
+
+
+def test_changed_function_is_refused_by_name_and_accepted_on_request(tmp_path):
+    folder = write_record(tmp_path)
+    now = RECORD | {"code": CODE | {"parts": {"function project.loss": "b" * 16}}}
+    with pytest.raises(IdentityError, match="the code of the run changed: function project.loss changed; try --accept-code"):
+        check_run_folder(folder, now, fork=0, attempt=2, newest=3)
+    record = check_run_folder(folder, now, fork=0, attempt=2, newest=3, accept_code=True)
+    assert record["code_changes"] == [{"attempt": 2, "step": 3, "changes": ["function project.loss changed"]}]
+    assert check_run_folder(folder, now, fork=2, attempt=2, newest=3)["code_changes"] == record["code_changes"]
+    assert check_run_folder(folder, RECORD, fork=0, attempt=2, newest=3)["code_changes"] == []
+
+
+def test_run_folder_of_an_older_version_resumes_with_a_note(tmp_path):
+    folder = write_record(tmp_path, code=None)
+    record = check_run_folder(folder, RECORD, fork=0, attempt=2, newest=3)
+    assert record["code_changes"][0]["changes"] == [NO_CODE_RECORD]
+
+
+@pytest.mark.parametrize("code", [3, [], {}, {"parts": {}}, {"parts": {"a": 1}, "structure": []}, {"parts": {}, "structure": [1]}])
+def test_odd_code_record_is_one_line_with_exit_code_2(tmp_path, code):
+    with pytest.raises(ConfigError, match="is not a valid identity record: code is not a record of code"):
+        check_run_folder(write_record(tmp_path, code=code), RECORD, fork=0, attempt=2, newest=-1)
+
+
+def test_differences_of_a_strangers_record_are_cut(tmp_path):
+    parts = {f"constant {'x' * 5000}{n}": "y" * 5000 for n in range(100)}
+    folder = write_record(tmp_path, code=CODE | {"parts": parts})
+    with pytest.raises(IdentityError) as raised:
+        check_run_folder(folder, RECORD, fork=0, attempt=2, newest=-1)
+    assert len(str(raised.value)) < 2000
