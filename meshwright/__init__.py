@@ -5,6 +5,7 @@
 - simulate: count communication and memory of a step on any number of ranks
 - prove: check the contracts of a config on this machine
 - RunConfig: the settings of a run
+- Result: what train returns
 - ParallelSpec: how to parallelize a model of your own
 - errors: the exceptions
 - testing: run a function on several ranks, in your own tests
@@ -17,16 +18,28 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.version import __version__
 
-__all__ = ["ParallelSpec", "RunConfig", "__version__", "errors", "plan", "prove", "simulate", "testing", "train"]
+__all__ = [
+    "ParallelSpec",
+    "Result",
+    "RunConfig",
+    "__version__",
+    "errors",
+    "plan",
+    "prove",
+    "simulate",
+    "testing",
+    "train",
+]
 
 if TYPE_CHECKING:
     from meshwright import errors, testing
-    from meshwright.api import plan, prove, simulate, train
+    from meshwright.api import Result, plan, prove, simulate, train
     from meshwright.config import RunConfig
     from meshwright.parallel.parallel_spec import ParallelSpec
 
 _MODULES = {
     "ParallelSpec": "meshwright.parallel.parallel_spec",
+    "Result": "meshwright.api",
     "RunConfig": "meshwright.config",
     "plan": "meshwright.api",
     "prove": "meshwright.api",

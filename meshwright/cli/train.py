@@ -27,6 +27,9 @@ def train(
     fork: Annotated[
         bool, flag("continue from the newest checkpoint with different settings, as a new timeline")
     ] = False,
+    accept_code: Annotated[
+        bool, flag("continue although the code of --model, --loss, --collate or --source changed, and record it")
+    ] = False,
     no_fallback: Annotated[
         bool, flag("exit with code 4 if the newest checkpoint is damaged, instead of using an older one")
     ] = False,
@@ -54,7 +57,17 @@ def train(
     faults.parse_faults(os.environ.get("MESHWRIGHT_FAULT", ""))  # a misspelled fault is reported before ranks start
     display = JsonLines if json else None
     train_config = api.train_as_rank if started_by_torchrun() else api.train_with_fork_server
-    train_config(config, run, display, entry_points, fresh=fresh, fork=fork, fallback=not no_fallback, cluster=cluster)
+    train_config(
+        config,
+        run,
+        display,
+        entry_points,
+        fresh=fresh,
+        fork=fork,
+        accept_code=accept_code,
+        fallback=not no_fallback,
+        cluster=cluster,
+    )
 
 
 def resolve_config(

@@ -36,9 +36,11 @@ class ForkServer:
         fallback: bool,
         cluster: str | None = None,
         entry_points: Mapping[str, str] | None = None,
+        accept_code: bool = False,
     ) -> None:
         self._config, self._folder, self._fork = config, folder, fork
-        self._options = {"fallback": fallback, "cluster": cluster, "entry_points": dict(entry_points or {})}
+        self._options = {"fallback": fallback, "cluster": cluster, "accept_code": accept_code}
+        self._entry_points = dict(entry_points or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._reader = -1
         self._result = b""
@@ -65,10 +67,11 @@ class ForkServer:
         self._mark = secrets.token_hex(8)
         environment = os.environ | {"OMP_NUM_THREADS": str(self._config.launch.threads), "PYTHONUNBUFFERED": "1"}
         job = {"config": config_to_dict(self._config), "folder": str(self._folder.root.resolve())}
+        job |= {"entry_points": self._entry_points, "options": self._options}
         log_file = create_file(self._log, os.O_WRONLY | os.O_APPEND)
         # The job is passed in a file: a pipe has room for 64 KiB, and a stopped server would block this process.
         with open(log_file, "ab") as log, tempfile.TemporaryFile("w+") as job_file:
-            json.dump(job | {"parent": os.getpid(), **self._options}, job_file)
+            json.dump(job | {"parent": os.getpid()}, job_file)
             job_file.seek(0)
             files = (writer, job_file.fileno())
             self._process = subprocess.Popen(

@@ -38,9 +38,9 @@ class ForkServerProcess:
 
         if self.job is None:
             folder = RunFolder(Path(self.request["folder"]))
-            job_options = {key: self.request[key] for key in ("fallback", "cluster")}
             user = load_user_code(self.request["entry_points"])
-            self.job = make_job(config_from_dict(self.request["config"]), folder, user, **job_options)
+            config = config_from_dict(self.request["config"])
+            self.job = make_job(config, folder, user, **self.request["options"])
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda received, _frame: self.signals.append(received))
         ranks = start_ranks(self.job.as_attempt(**options))

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from small_run import small_config, step_records
 
-from meshwright import train
-from meshwright.api import TrainResult
+from meshwright import Result, train
 from meshwright.checkpoint.listing import list_published, open_run_store
 from meshwright.checkpoint.unsharded import state_digest
 from meshwright.checkpoint.verify import find_damage
@@ -52,7 +51,7 @@ class Runs:
     def __init__(self, base: Path, monkeypatch: pytest.MonkeyPatch, golden: Callable[[int], Path]) -> None:
         self.folder, self.monkeypatch, self.golden = base / "run", monkeypatch, golden
 
-    def run(self, fault: str = "", *overrides: str, ranks: int = 2, **options: Any) -> TrainResult:
+    def run(self, fault: str = "", *overrides: str, ranks: int = 2, **options: Any) -> Result:
         self.monkeypatch.setenv("MESHWRIGHT_FAULT", fault)
         return train(config(*overrides, ranks=ranks), run=self.folder, quiet=True, **options)
 

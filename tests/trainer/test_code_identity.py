@@ -39,10 +39,14 @@ def test_finished_run_is_not_complete_for_another_activation_or_loss(tmp_path):
         return train(custom_config(2), model=model, loss=loss, source=Points(), run=tmp_path, quiet=True, **options)
 
     first = run(classifier(), summed_cross_entropy)
-    with pytest.raises(IdentityError, match=r"model.*: ReLU\(.*\) became model.*: GELU\(.*; try accept_code=True") as raised:
+    with pytest.raises(
+        IdentityError, match=r"model.*: ReLU\(.*\) became model.*: GELU\(.*; try accept_code=True"
+    ) as raised:
         run(classifier(nn.GELU), summed_cross_entropy)
     assert "--" not in str(raised.value)
-    with pytest.raises(IdentityError, match="loss was custom_model.summed_cross_entropy and is .*doubled_cross_entropy"):
+    with pytest.raises(
+        IdentityError, match=r"loss was custom_model\.summed_cross_entropy and is .*doubled_cross_entropy"
+    ):
         run(classifier(), doubled_cross_entropy)
     assert run(classifier(), summed_cross_entropy).parameters_digest == first.parameters_digest
     run(classifier(nn.GELU), summed_cross_entropy, accept_code=True)
@@ -61,7 +65,9 @@ def write_record(folder, **changes):
 def test_changed_function_is_refused_by_name_and_accepted_on_request(tmp_path):
     folder = write_record(tmp_path)
     now = RECORD | {"code": CODE | {"parts": {"function project.loss": "b" * 16}}}
-    with pytest.raises(IdentityError, match="the code of the run changed: function project.loss changed; try --accept-code"):
+    with pytest.raises(
+        IdentityError, match=r"code of the run changed: function project\.loss changed; try --accept-code"
+    ):
         check_run_folder(folder, now, fork=0, attempt=2, newest=3)
     record = check_run_folder(folder, now, fork=0, attempt=2, newest=3, accept_code=True)
     assert record["code_changes"] == [{"attempt": 2, "step": 3, "changes": ["function project.loss changed"]}]
@@ -75,7 +81,9 @@ def test_run_folder_of_an_older_version_resumes_with_a_note(tmp_path):
     assert record["code_changes"][0]["changes"] == [NO_CODE_RECORD]
 
 
-@pytest.mark.parametrize("code", [3, [], {}, {"parts": {}}, {"parts": {"a": 1}, "structure": []}, {"parts": {}, "structure": [1]}])
+@pytest.mark.parametrize(
+    "code", [3, [], {}, {"parts": {}}, {"parts": {"a": 1}, "structure": []}, {"parts": {}, "structure": [1]}]
+)
 def test_odd_code_record_is_one_line_with_exit_code_2(tmp_path, code):
     with pytest.raises(ConfigError, match="is not a valid identity record: code is not a record of code"):
         check_run_folder(write_record(tmp_path, code=code), RECORD, fork=0, attempt=2, newest=-1)

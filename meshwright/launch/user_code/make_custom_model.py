@@ -51,10 +51,8 @@ def open_user_code(config: RunConfig, user: UserCode, accept_code: bool = False)
 
 def make_custom_model(user: UserCode, dataset: Any = None) -> CustomModel | None:
     """Returns the model that the user brings, or None if the model is that of the config."""
+    user.require_model("loss", "parallel_spec", "metrics", "init")
     if user.model is None:
-        for argument in ("loss", "parallel_spec", "metrics", "init"):
-            if getattr(user, argument) is not None:
-                raise ConfigError(f"{argument} is given without a model", "expected model=... as well")
         return None
     module = user.model if isinstance(user.model, nn.Module) else call_without_arguments(user.model, "model")
     if not isinstance(module, nn.Module):

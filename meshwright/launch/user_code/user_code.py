@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from meshwright.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -33,6 +35,12 @@ class UserCode:
     """fills a parameter or buffer of a model on the meta device with its initial values"""
     entry_points: Mapping[str, str] = field(default_factory=dict)
     """argument -> the MODULE:NAME that was typed for it on the command line"""
+
+    def require_model(self, *arguments: str) -> None:
+        """Raises a ConfigError if one of these arguments is given without a model."""
+        for argument in arguments:
+            if self.model is None and getattr(self, argument) is not None:
+                raise ConfigError(f"{argument} is given without a model", f"try --model MODULE:NAME, or no {argument}")
 
 
 NO_USER_CODE = UserCode()

@@ -1,0 +1,133 @@
+"""The verbs that predict, as functions: plan, simulate and report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from meshwright.api.python_args import errors_for_python, validated
+from meshwright.config import RunConfig, config_from_dict, config_to_dict
+from meshwright.errors import ConfigError
+from meshwright.launch.user_code.user_code import UserCode
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from meshwright.parallel.parallel_spec import ParallelSpec
+    from meshwright.planner.search.plan_result import PlanResult
+    from meshwright.simulator.result import Simulation
+
+
+def plan(
+    model: str | Path | RunConfig,
+    cluster: str = "h100",
+    *,
+    ranks: int | None = None,
+    batch: int | None = None,
+    sequence: int | None = None,
+    precision: str | None = None,
+    choice: int = 1,
+    top: int = 5,
+    scale: bool = False,
+    critical_batch: float | None = None,
+    overrides: Sequence[str] = (),
+    plan_file: str = "PLAN.toml",
+) -> PlanResult:
+    """Searches for the fastest layout of a model on a cluster. Does not import torch and needs no devices.
+
+    Args:
+        model: a preset, the path of a run file, the path of a Hugging Face ``config.json``, or a config.
+        cluster: ``"h100"`` (one node), ``"h100:4"`` (devices), ``"h100:8x16"`` (16 nodes of 8), the path of a cluster
+            file, or ``"here"`` (this machine, as measured by ``meshwright plan measure``).
+        ranks: number of devices to use. Default: all devices of the cluster.
+        batch: samples per optimizer step, over all ranks. Default: that of the run.
+        sequence: tokens per sample. Default: that of the run.
+        precision: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"fp64"``, ``"fp8"`` or ``"fp4"``. Default: that of the run.
+        choice: which plan of the ranking is ``result.chosen`` and is explained; the best is 1.
+        top: number of plans in the ranking, at least.
+        scale: if True, also estimates how the plan scales to 64 times the devices.
+        critical_batch: critical batch size in tokens, for ``scale``. Default: estimated from the model size.
+        overrides: config keys to fix, such as ``["layout.tensor=8"]``; the search keeps them.
+        plan_file: name of the run file in the commands that the explanation suggests.
+
+    Returns:
+        PlanResult: the ranking, the chosen plan with predicted step time and memory, and its explanation.
+
+    Raises:
+        ConfigError: an argument is not valid, or no layout fits into memory.
+    """
+    from meshwright.planner.hardware.resolve_cluster import resolve_cluster, with_whole_nodes
+    from meshwright.planner.search.plan_result import make_plan
+    from meshwright.planner.workload.workload_args import build_workload, workload_from_config
+
+    if critical_batch is not None and not 0 < critical_batch < float("inf"):
+        raise ConfigError(f"critical batch {critical_batch} is out of range", "expected a number of tokens above 0")
+    devices = resolve_cluster(cluster)
+    if ranks is not None:
+        if not 1 <= ranks <= devices.device_count:
+            raise ConfigError(
+                f"{ranks} ranks on {devices.device_count} devices", f"expected 1 to {devices.device_count} ranks"
+            )
+        devices = with_whole_nodes(devices, ranks)
+    if isinstance(model, RunConfig):
+        changed = {"batch.global": batch, "data.sequence": sequence, "precision.compute": precision}
+        tree = config_to_dict(model)
+        for key, value in changed.items():
+            section, _, name = key.partition(".")
+            tree[section] |= {name: value} if value is not None else {}
+        workload = workload_from_config(config_from_dict(tree), overrides)
+    else:
+        workload = build_workload(str(model), overrides, batch, sequence, precision)
+    return make_plan(workload, devices, choice, top, scale, critical_batch, plan_file)
+
+
+def simulate(
+    config: RunConfig | None = None,
+    *,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    loss: Callable[..., Any] | None = None,
+    source: Any = None,
+    parallel_spec: ParallelSpec | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    reduction: Literal["sum", "mean"] | None = None,
+    ranks: int | None = None,
+    rank: Sequence[int] = (),
+) -> Simulation:
+    """Runs one step of the real model and parallelism on fake tensors, and counts communication and memory.
+
+    The simulation runs in this process on any number of ranks, needs no devices, and touches no run folder.
+
+    Args:
+        config: settings of the run. Default: the ``tiny`` preset.
+        model: model to simulate instead of that of the config, as in :func:`train`.
+        loss: loss of ``model``, as in :func:`train`.
+        source: dataset of ``model``, as in :func:`train`.
+        parallel_spec: how to parallelize ``model``, as in :func:`train`.
+        collate: makes a batch of a list of samples, as in :func:`train`.
+        reduction: what ``loss`` returns, as in :func:`train`.
+        ranks: total number of ranks; sets ``layout.replicate`` accordingly. Default: those of ``config.layout``.
+        rank: ranks to simulate. Default: rank 0 and, with a pipeline, the first rank of the last stage.
+
+    Returns:
+        Simulation: message and wire bytes per collective, and peak memory per class, of each simulated rank.
+
+    Raises:
+        ConfigError: the config is not valid on this number of ranks.
+        IdentityError: the config is of a run of another model.
+    """
+    user = UserCode(model, loss, source, parallel_spec, collate, reduction=reduction)
+    with errors_for_python():
+        return simulate_run(validated(config, ranks), user, rank)
+
+
+def simulate_run(config: RunConfig, user: UserCode, rank: Sequence[int] = ()) -> Simulation:
+    """Simulates the model of a config, or that of the user."""
+    from meshwright.launch.user_code.make_custom_model import open_user_code
+    from meshwright.simulator.simulate import simulate as simulate_config
+
+    user.require_model("loss", "source", "parallel_spec", "collate")
+    if user.model is None:
+        return simulate_config(config, rank)
+    config, custom, sources = open_user_code(config, user)
+    return simulate_config(config, rank, custom, sources)
