@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from rich.table import Table
 
 from meshwright.config import RunConfig, fingerprint, identity, placement
 from meshwright.data.file_sources import open_sources
-from meshwright.data.source import Source
+from meshwright.data.source import Source, find_structure
 from meshwright.errors import MeshwrightError, RestartsExhausted
 from meshwright.io import output_file, write_json
 from meshwright.prover.claims import Claim, cuda_devices
@@ -125,6 +125,7 @@ def certify(
     checks, proof = CHECKS, None
     if custom is not None:
         opened = sources or open_sources(config.data, config.model.vocab, config.model.separator)
+        custom = replace(custom, batch=find_structure(opened[0], custom.collate))
         proof = CustomProof(config, Subject(custom, opened))
         checks = proof.checks()
     results = []

@@ -147,9 +147,12 @@ class ReferenceTask:
             return False
         return not isfinite(self.one_step(state, step, **self.rounding()).steps[0].grad_norm)
 
-    def model_of_samples(self, samples: int) -> TrainedModel:
-        """The model in float64, which computes this number of samples at a time."""
-        return ReferenceModel(self.config, None, Passes(samples))
+    def micro_batches(self, step: StepTrace, accumulation: int) -> tuple[TrainedModel, list[Any]]:
+        """The model in float64, and the micro-batches of a step in global order."""
+        tokens, labels = (step.inputs[name].long() for name in ("tokens", "labels"))
+        micro = len(tokens) // (self.replicas * accumulation)
+        parts = list(zip(tokens.split(micro), labels.split(micro), strict=True))
+        return ReferenceModel(self.config, None, Passes(micro)), parts
 
     def stale_loss(self) -> float:
         """The loss of step 1 if step 0 updates nothing."""
@@ -208,20 +211,17 @@ def fit_sample_weights(
     """The gradients of a step as a weighted sum of those of its micro-batches: the weights, (data-parallel rank,
     micro-batch), and the relative error of the sum. All weights of a correct step are 1.
     """
-    cells = task.replicas * accumulation
-    micro = len(step.inputs) // cells
-    model = task.model_of_samples(micro)
     parameters = {name: value.double() for name, value in before.items()}
-    batch = (step.inputs, *step.other_inputs, step.labels)
-    valid, columns = max(1, model.count_valid(batch)), []
-    for part in zip(*(column.split(micro) for column in batch), strict=True):
+    model, parts = task.micro_batches(step, accumulation)
+    valid, columns = max(1, sum(model.count_valid(part) for part in parts)), []
+    for part in parts:
         _, gradients, _ = model.gradient(parameters, part, 1.0, step.step)
         share = model.count_valid(part) / valid
         zeros = {name: torch.zeros_like(parameters[name]) for name in names}
         columns.append(share * torch.cat([(zeros | gradients)[name].flatten() for name in names]))
-    parts, found = torch.stack(columns, 1), torch.cat([step.gradients[name].double().flatten() for name in names])
-    if not parts.isfinite().all() or not found.isfinite().all():
+    matrix, found = torch.stack(columns, 1), torch.cat([step.gradients[name].double().flatten() for name in names])
+    if not matrix.isfinite().all() or not found.isfinite().all():
         return torch.full((task.replicas, accumulation), float("nan")), float("inf")
-    weights = torch.linalg.lstsq(parts, found[:, None], driver="gelsd").solution
-    error = float((parts @ weights - found[:, None]).norm() / found.norm().clamp(min=1e-300))
+    weights = torch.linalg.lstsq(matrix, found[:, None], driver="gelsd").solution
+    error = float((matrix @ weights - found[:, None]).norm() / found.norm().clamp(min=1e-300))
     return weights.view(task.replicas, accumulation), error

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
+
+PADDING = -(1 << 40)
+"""Fills rows of micro-batches that are shorter than others when they are joined."""
 
 
 @dataclass
@@ -19,9 +23,8 @@ class StepTrace:
     lr: float
     tokens: int
     """the number of valid tokens of the global batch"""
-    inputs: Tensor
-    labels: Tensor
-    """(global batch, sequence): what the ranks fed to the model, in global order"""
+    inputs: dict[str, Tensor]
+    """what the ranks fed to the model, in global order: for the built-in models tokens and labels"""
     gradients: dict[str, Tensor]
     """full tensors, before clipping, of the mean loss of the global batch and the balance loss"""
     parameters: dict[str, Tensor]
@@ -30,8 +33,6 @@ class StepTrace:
     """the optimizer state after the update; empty if it is not known"""
     loss_scale: float = 1.0
     """the loss scale of the step"""
-    other_inputs: list[Tensor] = field(default_factory=list)
-    """what a custom model reads between its first input and its labels"""
 
 
 @dataclass
@@ -45,3 +46,21 @@ class Trace:
     """(step, loss, valid tokens)"""
     moments: dict[str, Tensor] = field(default_factory=dict)
     """after the last step: "<parameter>/exp_avg", "<parameter>/exp_avg_sq" and "<parameter>/step\""""
+
+
+def input_name(number: int, inputs: int) -> str:
+    """The name of an entry of a batch that is a tuple."""
+    return "labels" if number == inputs - 1 else "tokens" if inputs == 2 else f"input {number}"
+
+
+def join_rows(parts: list[Tensor]) -> Tensor:
+    """Joins the rows of micro-batches, which may be padded to different lengths."""
+    if len({part.shape[1:] for part in parts}) <= 1 or len({part.ndim for part in parts}) > 1:
+        return torch.cat(parts)
+    size = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+    joined = torch.full((sum(map(len, parts)), *size), PADDING, dtype=torch.float64)
+    first = 0
+    for part in parts:
+        joined[(slice(first, first + len(part)), *(slice(n) for n in part.shape[1:]))] = part.double()
+        first += len(part)
+    return joined

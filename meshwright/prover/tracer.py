@@ -18,8 +18,9 @@ from torch import Tensor
 from meshwright.data.loader import MicroBatch
 from meshwright.parallel.local_shard import LocalShard, local_shard, local_tensor
 from meshwright.parallel.parallel_model import router_biases
-from meshwright.prover.trace import StepTrace, Trace
+from meshwright.prover.trace import StepTrace, Trace, input_name, join_rows
 from meshwright.topology.layout import Layout
+from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.loop import Training
 from meshwright.trainer.step import StepOutcome, TrainingObserver
 
@@ -51,8 +52,8 @@ class RankStep:
     step: int
     seed: int
     """The seed of torch's generator in this step."""
-    inputs: list[NDArray[np.generic]]
-    """The tokens and the labels of the rank's samples."""
+    inputs: list[list[NDArray[np.generic]]]
+    """The entries of the batch, each by micro-batch."""
     gradients: Regions
     loss_scale: float = 1.0
     loss: float = float("nan")
@@ -68,6 +69,8 @@ class RankTrace:
     """A whole attempt as one rank saw it."""
 
     rank: int
+    input_names: tuple[str, ...] = ("tokens", "labels")
+    """the entries of a batch"""
     initial: Regions = field(default_factory=dict)
     initial_moments: Regions = field(default_factory=dict)
     steps: list[RankStep] = field(default_factory=list)
@@ -84,7 +87,8 @@ class Tracer(TrainingObserver):
 
     def on_start(self, training: Training) -> None:
         self.training = training
-        self.trace = RankTrace(training.world.rank, self._parameters(), self._moments())
+        names = input_names(training.job.custom)
+        self.trace = RankTrace(training.world.rank, names, self._parameters(), self._moments())
         trace_path(self.folder, self.trace.rank).unlink(missing_ok=True)
         self._append(self.trace)
 
@@ -97,7 +101,7 @@ class Tracer(TrainingObserver):
                 shard = local_shard(parameter).with_local(local_tensor(parameter.grad))
                 gradients[name] = region(shard, 1.0 / scale)
         columns = zip(*(batch.tensors for batch in batches), strict=True)
-        inputs = [np.concatenate([tensor.numpy() for tensor in column]) for column in columns]
+        inputs = [[tensor.numpy().copy() for tensor in column] for column in columns]
         self.trace.steps.append(RankStep(step, torch.initial_seed(), inputs, gradients, scale))
 
     def on_step(self, outcome: StepOutcome) -> None:
@@ -228,7 +232,7 @@ def assemble(ranks: list[RankTrace], layout: Layout) -> AssembledTrace:
                 for kind, name, value, right in reported
                 if value != right and not (value != value and right != right)
             ]
-        inputs = combine_inputs(records, layout, contradictions)
+        inputs = combine_inputs(records, layout, ranks[0].input_names, contradictions)
         of_coordinate: dict[int, set[int]] = {}
         for rank, record in records.items():
             of_coordinate.setdefault(layout.data_coordinate(rank), set()).add(record.seed)
@@ -241,13 +245,11 @@ def assemble(ranks: list[RankTrace], layout: Layout) -> AssembledTrace:
                 first.grad_norm,
                 first.lr,
                 first.tokens,
-                inputs[0],
-                inputs[-1],
+                inputs,
                 combine("gradient", first.step, {r: record.gradients for r, record in records.items()}),
                 combine("update", first.step, {r: record.parameters for r, record in records.items()}),
                 moments[-1],
                 first.loss_scale,
-                inputs[1:-1],
             )
         )
     contradictions += [
@@ -291,14 +293,26 @@ def combine_regions(
 
 
 def combine_inputs(
-    records: Mapping[int, RankStep], layout: Layout, contradictions: list[Contradiction]
-) -> list[Tensor]:
+    records: Mapping[int, RankStep], layout: Layout, names: tuple[str, ...], contradictions: list[Contradiction]
+) -> dict[str, Tensor]:
     """The inputs of the global batch in global order: those of one rank per data coordinate."""
-    by_coordinate: dict[int, list[NDArray[np.generic]]] = {}
+    by_coordinate: dict[int, list[list[NDArray[np.generic]]]] = {}
     for rank, record in records.items():
         known = by_coordinate.setdefault(layout.data_coordinate(rank), record.inputs)
-        if len(known) != len(record.inputs) or not all(map(np.array_equal, known, record.inputs)):
+        pairs = zip(chain(*known), chain(*record.inputs), strict=False)
+        if list(map(len, known)) != list(map(len, record.inputs)) or not all(np.array_equal(*pair) for pair in pairs):
             text = f"rank {rank} step {record.step}: reads other samples than the ranks of its slice"
             contradictions.append(Contradiction("inputs", record.step, text))
     columns = zip(*(by_coordinate[c] for c in sorted(by_coordinate)), strict=True)
-    return [torch.from_numpy(np.concatenate(column)) for column in columns]
+    return {
+        name: join_rows([torch.from_numpy(part) for part in chain(*column)])
+        for name, column in zip(names, columns, strict=True)
+    }
+
+
+def input_names(custom: CustomModel | None) -> tuple[str, ...]:
+    """The names of the entries of a batch."""
+    if custom is None:
+        return "tokens", "labels"
+    names = custom.batch.names
+    return tuple(input_name(i, len(names)) for i in range(len(names))) if custom.batch.is_tuple else names

@@ -257,7 +257,7 @@ def test_gradient_equals_finite_differences_of_the_loss(overrides):
         for sign in (1, -1):
             parameters = {key: value.clone() for key, value in trace.initial.items()}
             parameters[name].view(-1)[place[0]] += sign * change
-            result = ReferenceDecoder(config.model).forward(parameters, step.inputs, step.labels)
+            result = ReferenceDecoder(config.model).forward(parameters, step.inputs["tokens"], step.inputs["labels"])
             mean = result.token_losses.sum() / step.tokens
             losses.append(float(mean + config.model.router_aux_loss * result.balance.mean() * bool(overrides)))
         slope = (losses[0] - losses[1]) / (2 * change)
@@ -268,8 +268,8 @@ def test_loss_is_the_mean_over_valid_tokens_and_passes_do_not_matter(monkeypatch
     config = small_config("--optimizer.clip=0")
     whole = train(config, read_sample, [500], steps=range(2))
     step = whole.steps[0]
-    result = ReferenceDecoder(config.model).forward(whole.initial, step.inputs, step.labels)
-    assert step.tokens == int((step.labels != IGNORE_INDEX).sum()) == int((result.token_losses > 0).sum())
+    result = ReferenceDecoder(config.model).forward(whole.initial, step.inputs["tokens"], step.inputs["labels"])
+    assert step.tokens == int((step.inputs["labels"] != IGNORE_INDEX).sum()) == int((result.token_losses > 0).sum())
     assert step.loss == pytest.approx(float(result.token_losses.sum()) / step.tokens, rel=1e-12)
     monkeypatch.setattr("meshwright.prover.oracle.training.ELEMENTS_PER_PASS", 1)
     by_sample = train(config, read_sample, [500], steps=range(2), permute=True)

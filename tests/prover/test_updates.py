@@ -19,8 +19,7 @@ LR = 0.01
 
 
 def recorded(after: Tensor) -> StepTrace:
-    empty = torch.zeros(0)
-    return StepTrace(0, 1.0, float(GRADIENT.norm()), LR, 1, empty, empty, {"w": GRADIENT}, {"w": after})
+    return StepTrace(0, 1.0, float(GRADIENT.norm()), LR, 1, {}, {"w": GRADIENT}, {"w": after})
 
 
 def updated(factor: float) -> Tensor:

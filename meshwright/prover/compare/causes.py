@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import isclose, isnan
 
+import torch
 from torch import Tensor
 
 from meshwright.config import RunConfig
@@ -131,7 +132,10 @@ def evaluation_cause(found: Difference, measured: Trace) -> str:
 
 def inputs_cause(what: str, step: int, expected: Trace, measured: Trace) -> str:
     """Which samples of the global batch are not those of the stream."""
-    right, found = (read_inputs(trace, what, step) for trace in (expected, measured))
+    no_rows = torch.empty(0)
+    right, found = (
+        next(s.inputs.get(what, no_rows) for s in trace.steps if s.step == step) for trace in (expected, measured)
+    )
     if right.shape != found.shape:
         return f"the ranks read {tuple(found.shape)} in all, the global batch is {tuple(right.shape)}"
     wrong = (right != found).flatten(1).any(dim=1).nonzero().flatten().tolist()
@@ -140,14 +144,6 @@ def inputs_cause(what: str, step: int, expected: Trace, measured: Trace) -> str:
     if all(index is not None for index in moved):
         return f"the ranks read the right samples in another order: sample {wrong[0]} of the batch is sample {moved[0]}"
     return f"{len(wrong)} of {len(right)} samples are not those of the stream, first sample {wrong[0]} of the batch"
-
-
-def read_inputs(trace: Trace, what: str, number: int) -> Tensor:
-    """The inputs of a step that a quantity names."""
-    step = next(step for step in trace.steps if step.step == number)
-    if what in ("tokens", "labels"):
-        return step.inputs if what == "tokens" else step.labels
-    return step.other_inputs[int(what.removeprefix("input ")) - 1]
 
 
 def norm_cause(found: Difference) -> str:

@@ -129,11 +129,8 @@ def compare_step(
     right: StepTrace, step: StepTrace, before: Mapping[str, Tensor], measured_before: Mapping[str, Tensor]
 ) -> Iterator[Difference]:
     number = right.step
-    yield compare_tensors(Quantity("inputs", number, "tokens"), right.inputs, step.inputs)
-    for index, other in enumerate(right.other_inputs):
-        found = step.other_inputs[index] if index < len(step.other_inputs) else None
-        yield compare_tensors(Quantity("inputs", number, f"input {index + 1}"), other, found)
-    yield compare_tensors(Quantity("inputs", number, "labels"), right.labels, step.labels)
+    for name, values in right.inputs.items():
+        yield compare_tensors(Quantity("inputs", number, name), values, step.inputs.get(name))
     yield compare_numbers(Quantity("tokens", number), right.tokens, step.tokens)
     yield compare_numbers(Quantity("loss", number), right.loss, step.loss)
     if not isnan(right.loss):

@@ -15,8 +15,8 @@ from meshwright.data.source import ConcatenatedSource, Source, spaced_indices
 from meshwright.errors import ConfigError, describe_exception
 from meshwright.parallel.world import World
 from meshwright.prover.claims import Claim
-from meshwright.prover.oracle.plain_model import Passes, PlainModel, seed_all
-from meshwright.prover.oracle.steps import Batch, read_all
+from meshwright.prover.custom.subject import plain_objective
+from meshwright.prover.oracle.plain_model import Passes, PlainModel, Samples, seed_all
 from meshwright.torch_private import TorchDispatchMode
 from meshwright.trainer.custom_model import CustomModel
 
@@ -47,6 +47,8 @@ class ModelFacts:
     """why the loss of a batch is not the sum of the losses of its parts; '' if it is"""
     synchronized: bool = False
     """whether it depends on the batch through SyncBatchNorm alone"""
+    auxiliary: bool = False
+    """whether the loss contains an auxiliary loss of routers, which is that of a micro-batch"""
     without_gradient: tuple[str, ...] = ()
     """parameters that require a gradient and receive none"""
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -60,7 +62,7 @@ class ModelFacts:
     @property
     def divided(self) -> Literal["whole", "micro-batches", "ranks"]:
         """How the reference divides a batch."""
-        if self.random or (self.batch_dependence and not self.synchronized):
+        if self.random or self.auxiliary or (self.batch_dependence and not self.synchronized):
             return "ranks"
         return "micro-batches" if self.synchronized else "whole"
 
@@ -86,15 +88,15 @@ def collect_facts(_world: World, custom: CustomModel, sources: list[Source]) -> 
     """Tries the module on some samples, in a process of its own."""
     facts = ModelFacts(type(custom.module).__qualname__, tied=tied_parameters(custom.modules()))
     source = ConcatenatedSource(sources)
-    batch = read_all(lambda sample: source[sample], spaced_indices(len(source), SAMPLES))
-    model = PlainModel(custom.module, custom.loss, Passes())
+    batch = [source[sample] for sample in spaced_indices(len(source), SAMPLES)]
+    model = PlainModel(plain_objective(custom), Passes())
     lowest = LowestPrecision()
     try:
         with lowest:
             loss_of(model, batch).backward()
     except Exception as error:  # noqa: BLE001  a user's module may raise anything
         facts = replace(facts, float64=False, float64_error=f"{type(error).__name__}: {describe_exception(error)}")
-        model = PlainModel(custom.module, custom.loss, Passes(), dtype=torch.float32)
+        model = PlainModel(plain_objective(custom), Passes(), dtype=torch.float32)
         try:
             with lowest:
                 loss_of(model, batch).backward()
@@ -107,30 +109,32 @@ def collect_facts(_world: World, custom: CustomModel, sources: list[Source]) -> 
     unused = [name for name, p in model.parameters().items() if p.requires_grad and p.grad is None]
     facts = replace(facts, inner_precision=PRECISIONS[lowest.dtype], without_gradient=tuple(unused))
     with torch.no_grad():
+        seed_all(0)
+        facts = replace(facts, auxiliary=float(model.loss_sum(batch)) != float(loss_of(model, batch)))
         once, again, other = (float(loss_of(model, batch, seed)) for seed in (0, 0, 1))
         facts = replace(facts, repeatable=once == again or once != once, random=once == again != other)
         return with_batch_dependence(facts, model, batch)
 
 
-def with_batch_dependence(facts: ModelFacts, model: PlainModel, batch: Batch) -> ModelFacts:
+def with_batch_dependence(facts: ModelFacts, model: PlainModel, batch: Samples) -> ModelFacts:
     """Compares the loss of a batch with those of its halves, and with that of the reversed batch. Dropout is off."""
-    for child in model.module.modules():
+    for child in model.objective.module.modules():
         if isinstance(child, DROPOUT):
             child.p = 0.0
     if float(loss_of(model, batch, 0)) != float(loss_of(model, batch, 1)):
         return facts  # still random: nothing can be concluded
-    half = len(batch[0]) // 2
-    parts = [tuple(column[rows] for column in batch) for rows in (slice(half), slice(half, None))]
+    half = len(batch) // 2
+    parts = [batch[:half], batch[half:]]
     (whole, seen), *of_parts = [loss_with_outputs(model, part) for part in (batch, *parts)]
     halves = sum(loss for loss, _ in of_parts)
-    backwards = float(loss_of(model, tuple(column.flip(0) for column in batch)))
+    backwards = float(loss_of(model, batch[::-1]))
     limit = ROUNDING[facts.inner_precision] * max(abs(whole), 1e-300)
     if not abs(whole - halves) > limit and not abs(whole - backwards) > limit:
         return facts
     modules = first_dependent_modules(seen, [outputs for _, outputs in of_parts])
-    normalized = [name for name, child in model.module.named_modules() if is_batch_norm(child)]
+    normalized = [name for name, child in model.objective.module.named_modules() if is_batch_norm(child)]
     synchronized = bool(normalized) and all(
-        isinstance(child, nn.SyncBatchNorm) for child in model.module.modules() if is_batch_norm(child)
+        isinstance(child, nn.SyncBatchNorm) for child in model.objective.module.modules() if is_batch_norm(child)
     )
     if abs(whole - halves) > limit and normalized:
         reason = f"batch statistics by rank (BatchNorm): the output of {normalized[0]} depends on the other samples"
@@ -152,26 +156,27 @@ def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, BATCH_NORM) and (module.training or not module.track_running_stats)
 
 
-def loss_of(model: PlainModel, batch: Batch, seed: int = 0) -> Tensor:
+def loss_of(model: PlainModel, batch: Samples, seed: int = 0) -> Tensor:
+    """The loss without the auxiliary loss of routers, which is no sum over samples."""
     seed_all(seed)
-    return model.loss_sum(batch)
+    return model.loss_sum(batch, auxiliary=False)
 
 
 Outputs = dict[str, Tensor]
 
 
-def loss_with_outputs(model: PlainModel, batch: Batch) -> tuple[float, Outputs]:
+def loss_with_outputs(model: PlainModel, batch: Samples) -> tuple[float, Outputs]:
     """The loss, and every output of a module with one row per sample, in the order of computation."""
     outputs: Outputs = {}
 
     def keep(name: str) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and output.ndim and len(output) == len(batch[0]):
+            if isinstance(output, Tensor) and output.ndim and len(output) == len(batch):
                 outputs[name] = output.detach().clone()
 
         return hook
 
-    hooks = [child.register_forward_hook(keep(name)) for name, child in model.module.named_modules() if name]
+    hooks = [child.register_forward_hook(keep(name)) for name, child in model.objective.module.named_modules() if name]
     loss = float(loss_of(model, batch))
     for handle in hooks:
         handle.remove()
@@ -198,7 +203,7 @@ def tied_parameters(modules: list[nn.Module]) -> dict[str, tuple[str, ...]]:
 
 
 class LowestPrecision(TorchDispatchMode):
-    """Notes the lowest floating-point precision that an operator returns."""
+    """Notes the lowest floating-point precision to which an operator rounds tensors of a higher one."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -206,7 +211,11 @@ class LowestPrecision(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, Tensor) and tensor.dtype in PRECISIONS:
-                self.dtype = min(self.dtype, tensor.dtype, key=lambda dtype: -torch.finfo(dtype).eps)
+        read, returned = (
+            [value.dtype for value in values if isinstance(value, Tensor) and value.dtype in PRECISIONS]
+            for values in (args, result if isinstance(result, (tuple, list)) else [result])
+        )
+        for dtype in returned:
+            if any(torch.finfo(dtype).eps > torch.finfo(other).eps for other in read):
+                self.dtype = max(self.dtype, dtype, key=lambda dtype: torch.finfo(dtype).eps)
         return result

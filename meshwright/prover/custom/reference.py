@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright.config import RunConfig
 from meshwright.data.source import ConcatenatedSource
 from meshwright.prover.custom.model_facts import ModelFacts
+from meshwright.prover.custom.subject import plain_objective
 from meshwright.prover.oracle.optimizer import ReferenceState
 from meshwright.prover.oracle.plain_model import Passes, PlainModel
+from meshwright.prover.oracle.sampler import Sampler
 from meshwright.prover.oracle.steps import TrainedModel, train_steps
 from meshwright.prover.reference import ReferenceTask
-from meshwright.prover.trace import Trace
+from meshwright.prover.trace import StepTrace, Trace
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import uses_fsdp
 from meshwright.trainer.custom_model import CustomModel
+
+BY_ROUNDING = ("fp64", "fp32", "fp16", "bf16")
+"""The precisions, those that round least first."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,7 @@ class CustomReferenceTask(ReferenceTask):
     @property
     def noise_precision(self) -> str:
         """The lowest precision that the run computes in: the configured one, or a lower one inside the module."""
-        compute: str = self.config.precision.compute
-        return self.facts.inner_precision if compute in ("fp64", "fp32") else compute
+        return max(self.config.precision.compute, self.facts.inner_precision, key=BY_ROUNDING.index)
 
     def train(
         self,
@@ -57,28 +61,17 @@ class CustomReferenceTask(ReferenceTask):
         **_options: Any,
     ) -> Trace:
         """Trains the plain module. `permute` is None for the exact values, of which the buffers are kept."""
-        config, source = config or self.config, ConcatenatedSource(self.sources)
-
-        def read(sample: int) -> tuple[NDArray[Any], ...]:
-            return tuple(source[sample])
-
-        exact = self.facts.exact_dtype
+        config, exact = config or self.config, self.facts.exact_dtype
         model_dtype = autocast if low_precision_units and autocast is not None else dtype or exact
         passes = Passes(self.facts.divided, self.replicas, self.accumulation, bool(permute))
-        model = PlainModel(
-            self.custom.module,
-            self.custom.loss,
-            passes,
-            config.seed,
-            model_dtype,
-            None if low_precision_units else autocast,
-        )
+        low = None if low_precision_units else autocast
+        model = PlainModel(plain_objective(self.custom), passes, config.seed, model_dtype, low)
         model.load(self.buffers)
         trace = train_steps(
             config,
             model,
             start or ReferenceState({name: p.detach().clone() for name, p in model.parameters().items()}),
-            read,
+            self.read,
             [len(part) for part in self.sources],
             steps=range(self.first_step, config.steps) if steps is None else steps,
             dtype=dtype or exact,
@@ -99,5 +92,13 @@ class CustomReferenceTask(ReferenceTask):
         sharded = uses_fsdp(Layout.from_config(self.config.layout))
         return options | {"autocast": low, "low_precision_units": sharded}
 
-    def model_of_samples(self, samples: int) -> TrainedModel:  # noqa: ARG002
-        return PlainModel(self.custom.module, self.custom.loss, Passes(), self.config.seed, torch.float64)
+    def read(self, ids: Sequence[int]) -> list[Any]:
+        source = ConcatenatedSource(self.sources)
+        return [source[sample] for sample in ids]
+
+    def micro_batches(self, step: StepTrace, accumulation: int) -> tuple[TrainedModel, list[Any]]:
+        lengths = [len(part) for part in self.sources]
+        samples = self.read(Sampler.from_config(self.config, lengths).step(step.step))
+        passes = Passes("ranks", self.replicas, accumulation)
+        parts = [[samples[row] for row in rows.tolist()] for _, _, rows in passes.cells(len(samples))]
+        return PlainModel(plain_objective(self.custom), Passes(), self.config.seed, self.facts.exact_dtype), parts

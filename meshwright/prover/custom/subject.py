@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.data.source import Source
+from meshwright.prover.oracle.plain_objective import PlainObjective
+from meshwright.prover.tracer import input_names
 from meshwright.trainer.custom_model import CustomModel
 
 
@@ -35,3 +37,10 @@ class Subject:
             with torch.no_grad():
                 for tensor, value in zip(tensors, values, strict=True):
                     tensor.copy_(value)
+
+
+def plain_objective(custom: CustomModel) -> PlainObjective:
+    """The user's model and loss, without anything of the trainer's."""
+    rule, names = custom.batch.count, input_names(custom)
+    kind, entry = (rule.kind, names[rule.entry]) if rule is not None else ("valid", None)
+    return PlainObjective(custom.module, custom.loss, custom.collate, custom.reduction, kind, entry)

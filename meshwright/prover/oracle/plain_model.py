@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshwright.config import IGNORE_INDEX
 from meshwright.prover.oracle.optimizer import step_seed
-from meshwright.prover.oracle.steps import Batch
+from meshwright.prover.oracle.plain_objective import PlainObjective, named_entries
+from meshwright.prover.trace import join_rows
 
-Loss = Callable[[Any, Any], Any]
+Samples = Sequence[Any]
+"""samples as their source returns them"""
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,16 @@ class Passes:
         if self.divided == "whole":
             yield 0, 0, rows.flip(0) if self.reverse else rows
             return
-        parts = rows.view(self.replicas, self.micro_batches, -1)
         if self.divided == "micro-batches":
+            parts = rows.view(self.replicas, self.micro_batches, -1)
             for number, part in enumerate(parts.transpose(0, 1)):
                 yield 0, number, part.flip(0).flatten() if self.reverse else part.flatten()
             return
-        replicas = list(enumerate(parts))
+        yield from self.cells(samples)
+
+    def cells(self, samples: int) -> Iterator[tuple[int, int, Tensor]]:
+        """(replica, micro-batch, samples) of each micro-batch of a rank."""
+        replicas = list(enumerate(torch.arange(samples).view(self.replicas, self.micro_batches, -1)))
         for replica, of_replica in reversed(replicas) if self.reverse else replicas:
             for number, part in enumerate(of_replica):
                 yield replica, number, part
@@ -59,14 +64,13 @@ class PlainModel:
 
     def __init__(
         self,
-        module: nn.Module,
-        loss: Loss | None,
+        objective: PlainObjective,
         passes: Passes,
         seed: int = 0,
         dtype: torch.dtype = torch.float64,
         autocast: torch.dtype | None = None,
     ) -> None:
-        self.module, self.loss, self.passes, self.seed = module, loss, passes, seed
+        self.objective, self.passes, self.seed = objective, passes, seed
         self.dtype, self.low = dtype, autocast
         for part in self.parts().values():
             for tensor in (*part.parameters(), *part.buffers()):
@@ -78,7 +82,7 @@ class PlainModel:
 
     def parts(self) -> dict[str, nn.Module]:
         """The modules that may have parameters, by the prefix of their names."""
-        parts = {"model.": self.module, "loss.": self.loss}
+        parts = {"model.": self.objective.module, "loss.": self.objective.loss}
         return {prefix: part for prefix, part in parts.items() if isinstance(part, nn.Module)}
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -99,53 +103,53 @@ class PlainModel:
         for name, value in values.items():
             tensors[name].copy_(value)
 
-    def loss_sum(self, batch: Batch) -> Tensor:
-        """The sum of the losses of all valid targets. Floating-point inputs have the dtype of the weights."""
-        if self.loss is None:
-            raise ValueError("the model computes its loss itself")
-        *inputs, targets = (t.to(self.dtype) if t.is_floating_point() else t for t in batch)
+    def loss_sum(self, samples: Samples, auxiliary: bool = True) -> Tensor:
+        """The sum of the losses of all valid targets of these samples, computed together."""
         with self.autocast():
-            result = self.loss(self.module(*inputs), targets)
-        total: Tensor = result[0] if isinstance(result, tuple) else result
-        return total
+            return self.objective.total(self.objective.batch(samples), self.dtype, auxiliary)
 
     def autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast("cpu", self.low) if self.low is not None else nullcontext()
 
     def gradient(
-        self, parameters: dict[str, Tensor], batch: Batch, scale: float, step: int, /
+        self, parameters: dict[str, Tensor], samples: Samples, scale: float, step: int, /
     ) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
         """(mean loss over the batch, gradient of every parameter that receives one, no loads), by `backward`."""
         self.load(parameters)
         named = self.parameters()
         for parameter in named.values():
             parameter.grad = None
-        valid, total = max(1, self.count_valid(batch)), 0.0
-        for replica, number, rows in self.passes.divide(len(batch[0])):
+        valid, total = max(1, self.count_valid(samples)), 0.0
+        for replica, number, rows in self.passes.divide(len(samples)):
             if number == 0:
                 seed_all(step_seed(self.seed, step, replica))
-            mean = self.loss_sum(tuple(column[rows] for column in batch)) / valid
+            mean = self.loss_sum([samples[row] for row in rows.tolist()]) / valid
             (mean * scale).backward()
             total += float(mean.detach())
         gradients = {name: p.grad.to(parameters[name].dtype) / scale for name, p in named.items() if p.grad is not None}
         return total, gradients, {}
 
     @torch.no_grad()
-    def evaluate(self, parameters: dict[str, Tensor], batch: Batch) -> tuple[float, int]:
+    def evaluate(self, parameters: dict[str, Tensor], samples: Samples, /) -> tuple[float, int]:
         """(mean loss, number of valid targets) in evaluation mode."""
         self.load(parameters)
         modes = [(child, child.training) for part in self.parts().values() for child in part.modules()]
         for part in self.parts().values():
             part.eval()
-        total, valid = float(self.loss_sum(batch).double()), self.count_valid(batch)
+        total, valid = float(self.loss_sum(samples, auxiliary=True).double()), self.count_valid(samples)
         for child, mode in modes:
             child.training = mode
         return total / max(1, valid), valid
 
-    def count_valid(self, batch: Batch) -> int:
-        """Integer targets other than -100; samples if the targets are no integers."""
-        targets = batch[-1]
-        return len(targets) if targets.is_floating_point() else int((targets != IGNORE_INDEX).sum())
+    def count_valid(self, samples: Samples, /) -> int:
+        return self.objective.count(self.objective.batch(samples))
+
+    def inputs(self, samples: Samples, /) -> dict[str, Tensor]:
+        """The entries of the micro-batches of all ranks, in global order."""
+        in_order = replace(self.passes, reverse=False)
+        cells = [[samples[row] for row in rows.tolist()] for _, _, rows in in_order.cells(len(samples))]
+        batches = [named_entries(self.objective.batch(cell)) for cell in cells]
+        return {name: join_rows([batch[name] for batch in batches]) for name in batches[0]}
 
 
 def seed_all(seed: int) -> None:

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright.config import RunConfig
@@ -26,29 +24,31 @@ from meshwright.prover.oracle.optimizer import (
 from meshwright.prover.oracle.sampler import Sampler
 from meshwright.prover.trace import StepTrace, Trace
 
-Read = Callable[[int], tuple[NDArray[Any], ...]]
-"""sample id -> the arrays of the sample, labels last"""
-Batch = tuple[Tensor, ...]
-"""the arrays of all samples of a batch, labels last"""
+Read = Callable[[Sequence[int]], Any]
+"""sample ids -> the batch of these samples, as a model takes it"""
 
 
 class TrainedModel(Protocol):
     """What a model computes in a step."""
 
     def gradient(
-        self, parameters: dict[str, Tensor], batch: Batch, scale: float, step: int, /
+        self, parameters: dict[str, Tensor], batch: Any, scale: float, step: int, /
     ) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
         """(mean loss, its gradient for every parameter that has one, load of every router). `scale` is the loss scale,
         which the gradient no longer has.
         """
         ...
 
-    def evaluate(self, parameters: dict[str, Tensor], batch: Batch, /) -> tuple[float, int]:
+    def evaluate(self, parameters: dict[str, Tensor], batch: Any, /) -> tuple[float, int]:
         """(mean loss, number of valid targets) of held-out samples."""
         ...
 
-    def count_valid(self, batch: Batch) -> int:
+    def count_valid(self, batch: Any, /) -> int:
         """The number of targets that count in the loss."""
+        ...
+
+    def inputs(self, batch: Any, /) -> dict[str, Tensor]:
+        """The entries of a batch by name."""
         ...
 
 
@@ -75,12 +75,10 @@ def train_steps(
     trace = Trace(dict(state.parameters))
     held_out = sampler.evaluated(config.eval.samples) if config.eval.every else []
     for step in steps:
-        record, state = run_step(
-            config, model, state, step, read_all(read, sampler.step(step)), step in nonfinite_steps
-        )
+        record, state = run_step(config, model, state, step, read(sampler.step(step)), step in nonfinite_steps)
         trace.steps.append(record)
         if held_out and ((step + 1) % config.eval.every == 0 or step + 1 == config.steps):
-            trace.evaluations.append((step, *model.evaluate(state.parameters, read_all(read, held_out))))
+            trace.evaluations.append((step, *model.evaluate(state.parameters, read(held_out))))
     for name, moments in state.moments.items():
         updates = torch.tensor(float(moments.updates))
         trace.moments |= {
@@ -96,7 +94,7 @@ def run_step(
     model: TrainedModel,
     state: ReferenceState,
     step: int,
-    batch: Batch,
+    batch: Any,
     nonfinite: bool,
 ) -> tuple[StepTrace, ReferenceState]:
     """One optimizer step. A step whose loss or gradient is not finite changes nothing but the loss scale. A parameter
@@ -119,12 +117,5 @@ def run_step(
             updated[name], moments[name] = adamw(parameters[name], gradient * factor, before, lr, config.optimizer)
         for name, load in loads.items():
             updated[name] = router_bias(parameters[name], load, config.model.router_bias_rate)
-    record = StepTrace(step, loss, norm, lr, model.count_valid(batch), batch[0], batch[-1], gradients, dict(updated))
-    record.other_inputs = list(batch[1:-1])
+    record = StepTrace(step, loss, norm, lr, model.count_valid(batch), model.inputs(batch), gradients, dict(updated))
     return record, ReferenceState(updated, moments, state.loss_scale.after(finite))
-
-
-def read_all(read: Read, ids: Sequence[int]) -> Batch:
-    """The arrays of these samples, each stacked along a new first dimension."""
-    columns = zip(*(read(sample) for sample in ids), strict=True)
-    return tuple(torch.from_numpy(np.stack(column)) for column in columns)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright.config import IGNORE_INDEX, RunConfig
@@ -14,8 +18,13 @@ from meshwright.prover.oracle.decoder import LONG_SEQUENCE, Parameters, Referenc
 from meshwright.prover.oracle.equivalent_model import equivalent_parameters
 from meshwright.prover.oracle.initial_values import initial_values
 from meshwright.prover.oracle.optimizer import ReferenceState
-from meshwright.prover.oracle.steps import Batch, Read, train_steps
+from meshwright.prover.oracle.steps import train_steps
 from meshwright.prover.trace import Trace
+
+Read = Callable[[int], tuple[NDArray[Any], NDArray[Any]]]
+"""sample id -> (tokens, labels)"""
+Batch = tuple[Tensor, Tensor]
+"""(tokens, labels), each (samples, sequence)"""
 
 ELEMENTS_PER_PASS = 1 << 25
 """Activations that a forward pass keeps, at most; a pass has at least one sample."""
@@ -78,7 +87,7 @@ def train(
         config,
         model,
         start or ReferenceState(initial_values(config)),
-        read,
+        partial(read_all, read),
         lengths,
         steps=steps,
         dtype=dtype,
@@ -104,7 +113,7 @@ class ReferenceModel:
         the number of valid tokens. The gradient also has the balance loss, whose mean over sequences is multiplied by
         `router_aux_loss`. `scale` is the loss scale, which the gradient no longer has.
         """
-        tokens, labels = (column.long() for column in batch)
+        tokens, labels = batch
         valid = max(1, self.count_valid(batch))
         gradients: dict[str, Tensor] = {}
         total, loads = 0.0, dict[str, Tensor]()
@@ -138,7 +147,7 @@ class ReferenceModel:
     @torch.no_grad()
     def evaluate(self, parameters: Parameters, batch: Batch) -> tuple[float, int]:
         """(loss, number of valid tokens) of held-out samples."""
-        tokens, labels = (column.long() for column in batch)
+        tokens, labels = batch
         used, total = self.as_used(parameters), 0.0
         for samples in self.evaluation_passes(len(tokens)):
             total += float(self.decoder.forward(used, tokens[samples], labels[samples]).token_losses.double().sum())
@@ -147,6 +156,9 @@ class ReferenceModel:
 
     def count_valid(self, batch: Batch) -> int:
         return int((batch[1] != IGNORE_INDEX).sum())
+
+    def inputs(self, batch: Batch) -> dict[str, Tensor]:
+        return {"tokens": batch[0], "labels": batch[1]}
 
     def training_passes(self, samples: int) -> Iterator[Tensor]:
         """The sample indices of each forward pass: consecutive slices of the global batch."""
@@ -184,3 +196,9 @@ def samples_per_pass(config: RunConfig) -> int:
     scores = 3 * model.heads * min(sequence, LONG_SEQUENCE)
     per_token = 4 * model.vocab + model.layers * (16 * model.width + 5 * experts * model.ffn + scores)
     return max(1, ELEMENTS_PER_PASS // (sequence * per_token))
+
+
+def read_all(read: Read, ids: Sequence[int]) -> Batch:
+    """(tokens, labels), each (samples, sequence)."""
+    tokens, labels = zip(*(read(sample) for sample in ids), strict=True)
+    return tuple(torch.from_numpy(np.stack(column).astype(np.int64)) for column in (tokens, labels))  # type: ignore[return-value]
