@@ -13,19 +13,19 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from benchmarks import checkpoint, layouts, pipeline, recovery, sampler, throughput, zero
+from benchmarks import checkpoint, layouts, pipeline, recovery, sampler, throughput, transformers_loops, zero
 from benchmarks.throughput import TORCH
 
 RESULT = Path("bench.json")
-PACKAGES = ("meshwright", "torch", "numpy", "xxhash", "accelerate", "lightning-fabric", "torchdata")
-BENCHMARKS = ("throughput", "layouts", "zero", "pipeline", "sampler", "checkpoint", "recovery")
+PACKAGES = ("meshwright", "torch", "numpy", "xxhash", "accelerate", "lightning-fabric", "torchdata", "transformers")
+BENCHMARKS = ("throughput", "transformers", "layouts", "zero", "pipeline", "sampler", "checkpoint", "recovery")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--only", choices=BENCHMARKS, nargs="+", default=BENCHMARKS)
     parser.add_argument(
-        "--rounds", type=int, default=120, help="rounds of the throughput benchmark, each with one step of every loop"
+        "--rounds", type=int, default=120, help="rounds of the throughput benchmarks, each with one step of every loop"
     )
     args = parser.parse_args()
     if args.rounds < 1:
@@ -35,6 +35,8 @@ def main() -> None:
     result: dict[str, Any] = {"machine": machine()}
     if "throughput" in args.only:
         result["throughput"] = throughput.measure(args.rounds)
+    if "transformers" in args.only:
+        result["transformers"] = transformers_loops.measure(args.rounds)
     if "layouts" in args.only:
         result["layouts"] = layouts.measure()
     if "zero" in args.only:
@@ -93,6 +95,10 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
             ratio = result["throughput"]["ratio_to"][peer]
             value = ratio["median"] if ratio else None
             rows.append(target(f"throughput / {peer}", value, minimum, ">="))
+    if "transformers" in result:
+        ratio = result["transformers"]["ratio_to_accelerate"]
+        value = ratio["median"] if ratio else None
+        rows.append(target("transformers Llama / accelerate", value, transformers_loops.MIN_RATIO, ">="))
     if "layouts" in result:
         for name, row in result["layouts"]["layouts"].items():
             value = row["ratio_to_torch"]["median"]

@@ -11,22 +11,11 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from meshwright.config import RunConfig, load_config
-from meshwright.parallel.world import World
-from meshwright.prover.comm_volume import count_third_step
-from meshwright.prover.reference import (
-    LR,
-    ConcatenatedSource,
-    DataConfig,
-    Loader,
-    build_step,
-    proof_source,
-    proof_stream,
-)
-from meshwright.testing import run_ranks
+from benchmarks.counted_step import count_third_step, run_training
+from meshwright.config import load_config
 from meshwright.topology.schedule_timeline import build_timeline
 from meshwright.topology.schedules import SCHEDULES
-from meshwright.topology.unsupported import validate
+from meshwright.trainer.loop import Training
 from meshwright.trainer.step_recorder import idle_fraction
 
 SHAPE = ["--model.width=64", "--model.layers=8", "--model.ffn=176", "--model.vocab=64", "--data.sequence=16"]
@@ -46,7 +35,7 @@ def measure() -> dict[str, Any]:
 def measure_schedules(ranks: int, micro_batches: int, timed: bool) -> dict[str, Any]:
     options = [*SHAPE, f"--batch.global={micro_batches}", "--batch.micro=1", "--layout.replicate=1"]
     single = load_config(overrides=options)
-    [single_bytes] = run_ranks(peak_activation_bytes, 1, single)
+    [single_bytes] = run_training(peak_activation_bytes, single)
     rows = {}
     for kind in SCHEDULES:
         config = replace(
@@ -55,7 +44,7 @@ def measure_schedules(ranks: int, micro_batches: int, timed: bool) -> dict[str, 
             pipeline=replace(single.pipeline, schedule=kind, stages=SCHEDULES[kind].default_stages),
         )
         predicted = build_timeline(kind, ranks, micro_batches)
-        measured = run_ranks(measure_rank, ranks, config)
+        measured = run_training(measure_rank, config)
         rows[kind] = {
             "bubble in slots": round(float(predicted.bubble), 4),
             "micro-batches in flight, predicted": predicted.rank_peaks,
@@ -67,20 +56,14 @@ def measure_schedules(ranks: int, micro_batches: int, timed: bool) -> dict[str, 
     return rows
 
 
-def peak_activation_bytes(world: World, config: RunConfig) -> int:
-    return count_third_step(world, config).memory.peak["activation"]
+def peak_activation_bytes(training: Training) -> int:
+    return count_third_step(training).memory.peak["activation"]
 
 
-def measure_rank(world: World, config: RunConfig) -> dict[str, Any]:
-    layout, batch = validate(config)
-    step = build_step(world, config, layout)
-    loader = Loader(ConcatenatedSource([proof_source(config)]), proof_stream(config), batch, 0, DataConfig(workers=0))
-    batches = loader.steps(0, STEPS)
-    outcomes = [step.run(number, LR, batches) for number in range(STEPS)][2:]
+def measure_rank(training: Training) -> dict[str, Any]:
+    activation, step = peak_activation_bytes(training), training.step
+    learning_rate = training.resume.learning_rate
+    outcomes = [step.run(number, learning_rate(number), training.batches) for number in range(3, STEPS)]
     in_flight = {outcome.in_flight.peak_total for outcome in outcomes if outcome.in_flight is not None}
     idle = [idle_fraction(outcome.clock.seconds()) for outcome in outcomes]
-    return {
-        "in_flight": max(in_flight),
-        "idle": round(median(idle), 3),
-        "activation": peak_activation_bytes(world, config),
-    }
+    return {"in_flight": max(in_flight), "idle": round(median(idle), 3), "activation": activation}

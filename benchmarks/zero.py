@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.config import RunConfig, load_config
-from meshwright.models.registry import model_spec
-from meshwright.parallel.world import World
-from meshwright.prover.comm_volume import count_third_step
-from meshwright.testing import run_ranks
+from benchmarks.counted_step import count_third_step, run_training
+from meshwright.config import load_config
+from meshwright.trainer.loop import Training
 
 RANKS = 4
 STAGES = {"none": "ZeRO-0", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "ZeRO-3"}
@@ -23,15 +21,14 @@ def measure() -> dict[str, Any]:
     for accumulation in (1, 4):
         for kind, name in STAGES.items():
             options = [*SHAPE, f"--layout.shard={kind}", f"--batch.global={RANKS * accumulation}", "--batch.micro=1"]
-            table[f"{name}, {accumulation} micro-steps"] = run_ranks(
-                measure_stage, RANKS, load_config(overrides=options, ranks=RANKS)
-            )[0]
+            config = load_config(overrides=options, ranks=RANKS)
+            table[f"{name}, {accumulation} micro-steps"] = run_training(measure_stage, config)[0]
     return {"ranks": RANKS, "unit": "bytes of all parameters", "table": table}
 
 
-def measure_stage(world: World, config: RunConfig) -> dict[str, float]:
-    counted = count_third_step(world, config)
-    parameter_bytes = model_spec(config.model).parameter_count * 4
+def measure_stage(training: Training) -> dict[str, float]:
+    counted = count_third_step(training)
+    parameter_bytes = sum(parameter.numel() for parameter in training.module.parameters()) * 4
     wire = sum(group.wire_bytes for group in counted.rows() if group.axis != "control")
     memory = {
         kind: round(counted.memory.peak[kind] / parameter_bytes, 3) for kind in ("parameter", "gradient", "optimizer")
