@@ -7,7 +7,7 @@ is a partial sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,57 +19,58 @@ from meshwright.torch_private import FakeTensors
 
 
 def parameters_in_sharded_region(
-    model: nn.Module,
-    sharded: Iterable[nn.Module],
-    summed: Iterable[nn.Module],
-    run: Callable[[nn.Module], Any],
+    model: nn.Module, sharded: Iterable[str], summed: Iterable[str], passed: Iterable[str], inputs: dict[str, Any]
 ) -> set[str]:
-    """The names of the parameters that are used together with shards, inside of `model`.
+    """The names of the parameters that are used together with shards in a forward on fake tensors.
 
-    `sharded` are modules whose outputs are shards, `summed` those whose outputs are replicated again. `run` runs the
-    forward of a copy of the model on the meta device.
+    `sharded` are modules whose outputs are shards, `summed` those whose outputs are replicated again, and `passed`
+    those that are not run, because what they do depends on values: they return their first argument.
     """
-    names = {id(module): name for name, module in model.named_modules()}
     copied = copy_to_meta(model)
-    region = ShardedRegion(copied)
-    for module in sharded:
-        copied.get_submodule(names[id(module)]).register_forward_hook(lambda *call: region.add(call[-1]))
-    for module in summed:
-        copied.get_submodule(names[id(module)]).register_forward_hook(lambda *call: region.discard(call[-1]))
+    region = ShardedRegion(copied, inputs)
+    for name in sharded:
+        copied.get_submodule(name).register_forward_hook(lambda *call: region.add(call[-1]))
+    for name in summed:
+        copied.get_submodule(name).register_forward_hook(lambda *call: region.discard(call[-1]))
+    for name in passed:
+        copied.get_submodule(name).forward = lambda hidden, *_: hidden
     with torch.no_grad(), FakeTensors().active(), region:
-        run(copied)
+        copied(**inputs)
     return region.used
 
 
 class ShardedRegion(TorchFunctionMode):
     """Follows shards through the functions of torch: a result of a shard is a shard."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, inputs: dict[str, Any]) -> None:
         super().__init__()
         self.parameters = {id(p): {name} for name, p in model.named_parameters()}
-        self.shards: dict[int, Tensor] = {}
+        """tensors that are computed from parameters alone, and the names of these"""
+        self.activations = {id(tensor) for tensor in tensors_of(list(inputs.values()))}
+        self.shards: set[int] = set()
         self.kept_alive: list[Tensor] = []
         """a tensor that is freed would leave its id to another one"""
         self.used: set[str] = set()
 
     def add(self, output: Any) -> None:
-        self.shards.update({id(tensor): tensor for tensor in tensors_of(output)})
+        self.shards.update(id(tensor) for tensor in tensors_of(output))
 
     def discard(self, output: Any) -> None:
-        for tensor in tensors_of(output):
-            self.shards.pop(id(tensor), None)
+        self.shards.difference_update(id(tensor) for tensor in tensors_of(output))
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        inputs = list(tensors_of((*args, *(kwargs or {}).values())))
+        inputs = {id(tensor) for tensor in tensors_of((*args, *(kwargs or {}).values()))}
         outputs = list(tensors_of(result))
         self.kept_alive += outputs
-        names = [self.parameters[id(tensor)] for tensor in inputs if id(tensor) in self.parameters]
-        if any(id(tensor) in self.shards for tensor in inputs):
-            self.used.update(*names)
+        names = set().union(*(self.parameters[tensor] for tensor in inputs if tensor in self.parameters))
+        if inputs & self.shards:
+            self.used |= names
             self.add(outputs)
-        elif len(names) == len(inputs) and names:  # a cast or a view of parameters
-            self.parameters.update({id(tensor): set().union(*names) for tensor in outputs})
+        elif inputs & self.activations:
+            self.activations.update(id(tensor) for tensor in outputs)
+        elif names:
+            self.parameters.update({id(tensor): names for tensor in outputs})
         return result
 
 

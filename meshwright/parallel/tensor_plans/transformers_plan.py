@@ -107,21 +107,16 @@ def undeclared_styles(
     }
     if not undeclared:
         return {}
-    summed = [modules[name] for name, style in style_of.items() if isinstance(style, (Rowwise, SumOutput))]
     used = parameters_in_sharded_region(
-        model, [modules[name] for name in sharded], summed, lambda copied: run_on_dummy_tokens(copied, experts)
+        model,
+        sharded=sharded,
+        summed=[name for name, style in style_of.items() if isinstance(style, (Rowwise, SumOutput))],
+        passed=[name for name in modules if with_wildcards(name) in experts],
+        inputs={"input_ids": torch.zeros(1, 4, dtype=torch.int64, device="meta"), "use_cache": False},
     )
     found = [(with_wildcards(name), parameter) for name, parameter in undeclared if f"{name}.{parameter}" in used]
     names = {name for name, _ in found}
     return {name: PartialGradients(*{parameter for owner, parameter in found if owner == name}) for name in names}
-
-
-def run_on_dummy_tokens(model: nn.Module, experts: list[str]) -> Any:
-    """Runs a model on the meta device. Routed experts are left out: their loops depend on values."""
-    for name, module in model.named_modules():
-        if with_wildcards(name) in experts:
-            module.forward = lambda hidden, *_: hidden
-    return model(input_ids=torch.zeros(1, 4, dtype=torch.int64, device="meta"), use_cache=False)
 
 
 def module_style(name: str, style: str, module: nn.Module, config: Any) -> ParallelStyle:
