@@ -58,7 +58,7 @@ def make_job(
     require_compiler(config)
     config, custom, sources = open_user_code(config, user, accept_code)
     if custom is not None:
-        require_spec(custom.spec, layout)
+        require_spec(custom.module, custom.spec, layout)
         require_materialized(custom.module)
     else:
         require_host_memory(config, layout)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.parallel.parallel_spec import ParallelSpec, empty_tp_plan, find_modules
+from meshwright.parallel.parallel_spec import ParallelSpec, empty_tp_plan, find_modules, tied_parameters
 from meshwright.parallel.tensor_plans.transformers_plan import shipped_plans, transformers_tp_plan
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -175,14 +175,6 @@ def infer_experts(model: nn.Module) -> str:
         if len(stacked) > 1 and len({len(parameter) for parameter in stacked}) == 1 and len(required) == 3:
             return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
     return ""
-
-
-def tied_parameters(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """All names of each parameter that has several names."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
 def child(prefix: str, name: str) -> str:

@@ -94,7 +94,7 @@ def find_blocks(model: nn.Module, spec: ParallelSpec) -> list[nn.Module]:
     for pattern, found in blocks.items():
         if not found:
             raise ConfigError(
-                f"ParallelSpec.blocks = {pattern.removeprefix('model.')} matches no module of the model",
+                f"ParallelSpec.blocks = {pattern} matches no module of the model",
                 "expected the name of its blocks, such as layers.*",
             )
     return list(dict.fromkeys(block for found in blocks.values() for block in found))
@@ -156,7 +156,7 @@ def fsdp_units(model: nn.Module, spec: ParallelSpec) -> tuple[list[Unit], Unit |
 def require_modules(model: nn.Module, names: tuple[str, ...]) -> Unit:
     """The modules of these names; a name that matches none is a ConfigError."""
     matches = [(name, find_modules(model, name)) for name in names]
-    if missing := [name.removeprefix("model.") for name, modules in matches if not modules]:
+    if missing := [name for name, modules in matches if not modules]:
         raise ConfigError(
             f"ParallelSpec names {missing[0]}, and the model has no such module", "expected names of named_modules()"
         )
@@ -173,3 +173,11 @@ def parameter_owners(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Para
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 yield module, name, parameter
+
+
+def tied_parameters(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """All names of each parameter that has several names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)

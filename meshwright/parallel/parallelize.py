@@ -31,7 +31,7 @@ from meshwright.parallel.expert_parallel import apply_expert_parallel
 from meshwright.parallel.materialize import Fill, Materializer
 from meshwright.parallel.mesh import Meshes, build_meshes, new_group
 from meshwright.parallel.parallel_model import ParallelModel
-from meshwright.parallel.parallel_spec import ParallelSpec
+from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks, require_modules
 from meshwright.parallel.pipeline_parallel.pipeline_model import PipelineModel
 from meshwright.parallel.pipeline_parallel.stages import (
     TIED_COPIES,
@@ -42,7 +42,7 @@ from meshwright.parallel.pipeline_parallel.stages import (
     stage_plan,
 )
 from meshwright.parallel.sync_batch_norm import synchronize_batch_norm
-from meshwright.parallel.tensor_parallel import apply_tensor_parallel
+from meshwright.parallel.tensor_parallel import apply_tensor_parallel, require_tp_plan
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
 
@@ -67,7 +67,7 @@ def parallelize(
     """
     meshes = build_meshes(layout, world.device.type, experts=bool(config.model.experts) and fill is not None)
     synchronize_batch_norm(model, partial(new_group, layout, "replicate", "shard"))
-    require_spec(spec, layout)
+    require_spec(model, spec, layout)
     if plan is None and layout.pipeline > 1:
         plan = stage_plan(config, layout, world.rank)
     if plan is not None:
@@ -139,15 +139,15 @@ def apply_data_parallel(
     return ddp(module, config.ddp, world) if different_tokens else ParallelModel(module)
 
 
-def require_spec(spec: ParallelSpec, layout: Layout) -> None:
-    """Raises a ConfigError if an axis of the layout needs what the spec does not have."""
-    if layout.tensor > 1 and not spec.tp_plan():
+def require_spec(model: nn.Module, spec: ParallelSpec, layout: Layout) -> None:
+    """Raises a ConfigError if the spec names what the model does not have, or lacks what an axis needs."""
+    find_blocks(model, spec)
+    require_modules(model, (*spec.before, *spec.after))
+    if layout.tensor == 1:
+        return
+    if not spec.tp_plan():
         raise ConfigError(
             f"layout.tensor = {layout.tensor} needs a tensor-parallel plan, and ParallelSpec.tp_plan is empty",
             "try layout.tensor = 1, or ParallelSpec(..., tp_plan=lambda: {...})",
         )
-    if layout.expert > 1 and not spec.experts:
-        raise ConfigError(
-            f"layout.expert = {layout.expert} divides the experts of a model, and ParallelSpec.experts names none",
-            'try layout.expert = 1, or ParallelSpec(..., experts="layers.*.mlp.experts")',
-        )
+    require_tp_plan(model, spec, layout.tensor)

@@ -26,8 +26,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from meshwright.errors import ConfigError
 from meshwright.models.spec import ModelSpec
 from meshwright.parallel.parallel_spec import ParallelSpec, parameter_owners, require_modules
+from meshwright.parallel.tensor_plans.local_styles import LocalStyle
 
 SEQUENCE = 1
 """The sequence dimension of (batch, sequence, width)."""
@@ -121,12 +123,65 @@ def apply_tensor_parallel(model: nn.Module, spec: ParallelSpec, mesh: DeviceMesh
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module, name, parameter in parameter_owners(model):
         owners.setdefault(id(parameter), []).append((module, name))
-    tp_plan = dict(spec.tp_plan())
-    require_modules(model, tuple(tp_plan))  # torch only warns about a name that matches no module
-    parallelize_module(model, mesh, tp_plan, src_data_rank=None)
+    for pattern, style in spec.tp_plan().items():
+        for module in require_modules(model, (pattern,)):
+            parallelize_module(module, mesh, style, src_data_rank=None)
     for (first, name), *others in owners.values():
         for module, other in others:
             module._parameters[other] = first._parameters[name]
+
+
+def require_tp_plan(model: nn.Module, spec: ParallelSpec, degree: int) -> None:
+    """Raises a ConfigError for a plan that cannot be applied: a missing module, a dimension or a number of attention
+    heads that the degree does not divide, or a tied weight that its modules shard differently.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    dims: dict[int, set[int | None]] = {}
+    sharded: set[tuple[int, str]] = set()
+    for pattern, style in spec.tp_plan().items():
+        for module in require_modules(model, (pattern,)):
+            name = names[id(module)]
+            heads = getattr(style, "heads", degree)
+            if heads % degree:
+                raise ConfigError(
+                    f"layout.tensor = {degree} does not divide the {heads} attention heads of {name}",
+                    f"expected a divisor of {heads}",
+                )
+            for parameter_name, dim in sharded_dims(style, module).items():
+                parameter = getattr(module, parameter_name, None)
+                if parameter is None:
+                    continue
+                sharded.add((id(module), parameter_name))
+                dims.setdefault(id(parameter), set()).add(dim)
+                if dim is not None and parameter.shape[dim] % degree:
+                    raise ConfigError(
+                        f"layout.tensor = {degree} does not divide dimension {dim} of {name}.{parameter_name}, "
+                        f"which is {parameter.shape[dim]}",
+                        "try another layout.tensor, or a plan without this module",
+                    )
+    for module, parameter_name, parameter in parameter_owners(model):
+        if id(parameter) in dims and (id(module), parameter_name) not in sharded:
+            dims[id(parameter)].add(None)
+        if len(dims.get(id(parameter), ())) > 1:
+            raise ConfigError(
+                f"{names[id(module)]}.{parameter_name} is tied to another parameter, and the "
+                "tensor-parallel plan shards them differently",
+                "expected the same sharded dimension for all modules with this weight",
+            )
+
+
+def sharded_dims(style: ParallelStyle, module: nn.Module) -> dict[str, int | None]:
+    """Parameter -> the dimension that a style shards, None where it is replicated. Styles of the user's own are not
+    known.
+    """
+    if isinstance(style, LocalStyle):
+        return {name: p.dim if isinstance(p, Shard) else None for name, p in style.placements.items()}
+    embedding = isinstance(module, nn.Embedding)
+    if isinstance(style, ColwiseParallel):
+        return {"weight": 1} if embedding else {"weight": 0, "bias": 0}
+    if isinstance(style, RowwiseParallel):
+        return {"weight": 0} if embedding else {"weight": 1, "bias": None}
+    return {}
 
 
 @torch.no_grad()

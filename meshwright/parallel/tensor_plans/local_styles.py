@@ -78,9 +78,11 @@ class LocalStyle(ParallelStyle):
 class Colwise(LocalStyle):
     """A linear layer sharded by outputs: `gather` makes its output replicated, else it is a local shard."""
 
-    def __init__(self, gather: bool = False) -> None:
+    def __init__(self, gather: bool = False, heads: int = 0) -> None:
         super().__init__({"weight": Shard(0), "bias": Shard(0)})
         self.gather = gather
+        self.heads = heads
+        """the attention heads of the output, of which each rank has whole ones; 0 if it has none"""
 
     def enter(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return enter_shards(x, group)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from meshwright.errors import ConfigError
+from meshwright.parallel.parallel_spec import tied_parameters
 from meshwright.parallel.tensor_plans.local_styles import (
     Colwise,
     LatentKeys,
@@ -87,7 +88,17 @@ def translate(model: nn.Module, plan: Mapping[str, str]) -> dict[str, ParallelSt
             shards.setdefault(owner, {})[parameter] = Shard(0)
     for owner, placements in shards.items():
         result[owner] = LocalStyle(placements)
+    drop_tied_rows(model, result)
     return result | undeclared_styles(model, result, experts)
+
+
+def drop_tied_rows(model: nn.Module, plan: dict[str, ParallelStyle]) -> None:
+    """A tied weight stays replicated unless the plan shards all of its modules, as those of embedding and head."""
+    for names in tied_parameters(model):
+        owners = [with_wildcards(name.rpartition(".")[0]) for name in names]
+        if not all(isinstance(plan.get(owner), (VocabEmbedding, Colwise)) for owner in owners):
+            for owner in owners:
+                plan.pop(owner, None)
 
 
 def undeclared_styles(
@@ -126,6 +137,10 @@ def module_style(name: str, style: str, module: nn.Module, config: Any) -> Paral
         return LatentKeys(config.qk_rope_head_dim)
     if style not in STYLES:
         raise unknown_style(name, style)
+    last = name.rpartition(".")[2]
+    if style == "colwise" and last in SHARDS_HEADS:
+        heads = getattr(config, SHARDS_HEADS[last], None) or config.num_attention_heads
+        return Colwise(heads=heads if isinstance(heads, int) else 0)
     return STYLES[style]()
 
 
