@@ -131,7 +131,7 @@ class Objective(nn.Module):
                 "expected an output with .loss, or train(..., loss=...)",
             )
         if self.reduction == "mean":
-            return loss * self.count_targets(flat)
+            return mean_to_sum(loss, self.count_targets(flat))
         auxiliary = auxiliary_loss(self.model, outputs)
         return loss if auxiliary is None else loss + auxiliary * (self.count_targets(flat) - 1)
 
@@ -190,8 +190,16 @@ def split_result(result: Any) -> tuple[Any, Any]:
     return result
 
 
-def scale_parts(parts: Any, factor: Any) -> Any:
-    return {name: part * factor for name, part in parts.items()} if isinstance(parts, Mapping) else parts * factor
+def scale_parts(parts: Any, count: Any) -> Any:
+    if isinstance(parts, Mapping):
+        return {name: mean_to_sum(part, count) for name, part in parts.items()}
+    return mean_to_sum(parts, count)
+
+
+def mean_to_sum(loss: Tensor, count: Any) -> Tensor:
+    """The mean over no target is NaN and its sum is 0: a chunk of a sequence, or a micro-batch, may have none."""
+    count = torch.as_tensor(count, device=loss.device)
+    return torch.where(count > 0, loss * count, torch.zeros_like(loss))
 
 
 def gather_outputs(outputs: Any) -> Any:

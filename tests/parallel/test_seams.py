@@ -22,7 +22,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from meshwright.config import IGNORE_INDEX, ActivationCheckpointConfig
+from meshwright.config import IGNORE_INDEX, ActivationCheckpointConfig, load_config
+from meshwright.data.batch_structure import BatchStructure
 from meshwright.errors import ConfigError
 from meshwright.parallel.activation_checkpoint import apply_activation_checkpointing
 from meshwright.parallel.context_parallel.context_parallel import apply_context_parallel
@@ -31,8 +32,10 @@ from meshwright.parallel.context_parallel.start_check import check_context_paral
 from meshwright.parallel.infer_spec import infer_parallel_spec
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.parallel_spec import ParallelSpec
-from meshwright.parallel.parallelize import shard_batch
+from meshwright.parallel.parallelize import parallelize, shard_batch
 from meshwright.testing import run_ranks
+from meshwright.topology.unsupported import validate
+from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.objective import Objective
 
 VOCAB, WIDTH, SEQUENCE, BATCH = 23, 32, 16, 2
@@ -178,6 +181,38 @@ def compare_models(world) -> dict[tuple[str, str, str], float]:
 def test_context_parallel_custom_models_equal_one_process():
     for errors in run_ranks(compare_models, RANKS):
         assert not {case: error for case, error in errors.items() if not error < TOLERANCES.get(case[0], TOLERANCE)}
+
+
+def compare_own_losses(world) -> dict[str, float]:
+    """Models that compute their loss themselves: Llama shifts its labels, and BERT returns a mean. The second half of
+    the sequence has no label, so that a rank has none.
+    """
+    errors = {}
+    for name, method in (("llama", "ring"), ("llama", "all-to-all"), ("bert", "all-to-all")):
+        tokens, labels = batch()
+        labels[:, SEQUENCE // 2 :] = IGNORE_INDEX
+        structure = BatchStructure.of({"input_ids": 0, "labels": 0})
+        module = objective(name).model
+        custom = CustomModel(module, None, infer_parallel_spec(module), structure)
+        expected = results(custom.build_objective(world.device, torch.float64), (tokens, labels))
+        overrides = ["--layout.replicate=1", "--layout.context=2", f"--context.method={method}", "--batch.micro=1"]
+        config = load_config(overrides=[*overrides, "--precision.compute=fp64"], ranks=RANKS)
+        layout, _ = validate(config, own_model=True)
+        ours = custom.build_objective(world.device, torch.float64)
+        parallel_model = parallelize(ours, config, layout, world, custom.objective_spec())
+        ours.shift_before(parallel_model)
+        check_context_parallel(parallel_model, (tokens, labels), nullcontext)
+        found = results(ours, parallel_model.shard_inputs((tokens, labels)))
+        for tensor in found.values():
+            dist.all_reduce(tensor)
+        errors[f"{name} {method}"] = relative(found, expected)
+    return errors
+
+
+def test_context_parallel_models_with_a_loss_of_their_own_equal_one_process():
+    """Losses of transformers are computed in float32."""
+    for errors in run_ranks(compare_own_losses, RANKS):
+        assert not {name: error for name, error in errors.items() if not error < 1e-5}
 
 
 # Refusals, each in one line.
