@@ -245,7 +245,7 @@ def option_table(value: Any, where: str) -> OptionTable:
     """Reads a table of scalars; the model family validates its keys."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where} = {format_value(value)} is a value", "expected a table of settings")
-    parsed = {k: parse_toml_value(v) if isinstance(v, CommandLineValue) else v for k, v in value.items()}
+    parsed = {k: parse_toml_value(str(v)) if isinstance(v, CommandLineValue) else v for k, v in value.items()}
     for key, item in parsed.items():
         if not isinstance(item, (bool, int, float, str)):
             raise ConfigError(

@@ -62,6 +62,12 @@ class Architecture:
     """whether a dense feed-forward has biases"""
     qk_norm: bool = False
     """whether queries and keys are normalized per head"""
+    post_norms: bool = False
+    """whether attention and feed-forward are normalized after the last matrix, too"""
+    capped_scores: bool = False
+    """whether scores have a soft cap, so that attention materializes them"""
+    capped_logits: bool = False
+    """whether logits have a soft cap, whose tanh is saved for backward"""
     parallel_residual: bool = False
     """whether attention and feed-forward read the same input, and are added together"""
     sliding_window: int = 0
@@ -138,7 +144,9 @@ class Architecture:
     @property
     def vector_parameters(self) -> int:
         """Parameters in one layer's norms and biases."""
-        norms = 2 * self.width * (2 if self.norm == "layer" else 1) + (2 * self.head_dim if self.qk_norm else 0)
+        norms = (4 if self.post_norms else 2) * self.width * (2 if self.norm == "layer" else 1) + (
+            2 * self.head_dim if self.qk_norm else 0
+        )
         if self.latent_attention is not None:
             norms += self.latent_attention.q_lora_rank + self.latent_attention.kv_lora_rank
         qkv = self.head_dim * (self.heads + 2 * self.kv_heads) if self.bias or self.qkv_bias else 0

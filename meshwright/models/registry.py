@@ -19,6 +19,7 @@ from meshwright.models.spec import ModelSpec
 
 FAMILIES = {
     "llama": "meshwright.models.llama",
+    "gemma2": "meshwright.models.gemma2",
 }
 
 

@@ -110,6 +110,7 @@ STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "vocab_embedding": VocabParallelEmbedding,
     "vocab_head": VocabParallelHead,
     "sequence": SequenceParallel,
+    "sequence_local": lambda: SequenceParallel(use_local_output=True),
     "gather_sequence": GatherSequence,
     "local_sequence": LocalSequence,
     "colwise": ColwiseParallel,

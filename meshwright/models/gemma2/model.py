@@ -1,0 +1,165 @@
+"""The Gemma 2 family: norms before and after, soft-capped scores and logits, alternating sliding window, GeGLU.
+
+It computes what transformers' Gemma2ForCausalLM computes (arXiv:2408.00118). Parallelism replaces the same submodules
+as in the Llama family. No module casts below the precision of its input.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.config import ModelConfig
+from meshwright.models.attention import document_ids
+from meshwright.models.block_stack import BlockStack
+from meshwright.models.gemma2.spec import Gemma2Options
+from meshwright.models.loss import HeadLoss
+from meshwright.models.rotary import RotaryEmbedding, RotaryTables, apply_rotary
+
+
+class Gemma2Norm(nn.Module):
+    """x / rms(x) * (1 + weight), computed in float32 at least."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(config.width))
+        self.eps = config.norm_eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (F.rms_norm(wide, self.weight.shape, eps=self.eps) * (1.0 + self.weight)).to(x.dtype)
+
+
+class SoftCappedAttention(nn.Module):
+    """Causal attention with scores cap * tanh(scores / cap), within the last `window` tokens if that is not None. It
+    takes what `CoreAttention` takes, and does not cross documents.
+    """
+
+    def __init__(self, scale: float, cap: float, window: int | None) -> None:
+        super().__init__()
+        self.scale, self.cap, self.window = scale, cap, window
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+        batch, heads, tokens, size = q.shape
+        # The query heads of one key head are computed as more queries of that head, so keys are not copied.
+        grouped = q.reshape(batch, k.shape[1], -1, size)
+        scores = soft_cap(grouped @ k.transpose(-1, -2) * self.scale, self.cap)
+        scores = scores.view(batch, heads, tokens, tokens).masked_fill(self.masked(tokens, documents, q), -torch.inf)
+        weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+        return (weights.view(batch, k.shape[1], -1, tokens) @ v).view(q.shape)
+
+    def masked(self, tokens: int, documents: Tensor | None, like: Tensor) -> Tensor:
+        """True where a query does not see a key; broadcasts to (batch, heads, queries, keys)."""
+        visible = torch.ones(tokens, tokens, dtype=torch.bool, device=like.device).tril()
+        if self.window is not None:
+            visible = visible.triu(1 - self.window)
+        if documents is not None:
+            visible = visible & (documents[:, :, None] == documents[:, None, :])[:, None]
+        return ~visible
+
+
+class Gemma2Attention(nn.Module):
+    """Projections around `SoftCappedAttention`; every second block, from the first on, has the window."""
+
+    def __init__(self, config: ModelConfig, options: Gemma2Options, layer: int) -> None:
+        super().__init__()
+        self.head_size = options.head_dim(config)
+        kv_width = config.kv_heads * self.head_size
+        self.q = nn.Linear(config.width, config.heads * self.head_size, bias=False)
+        self.k = nn.Linear(config.width, kv_width, bias=False)
+        self.v = nn.Linear(config.width, kv_width, bias=False)
+        scale = (options.query_scale or self.head_size) ** -0.5
+        self.core = SoftCappedAttention(scale, options.attention_softcap, None if layer % 2 else options.window)
+        self.out = nn.Linear(config.heads * self.head_size, config.width, bias=False)
+
+    def forward(self, x: Tensor, rotary: RotaryTables) -> Tensor:
+        batch, sequence, _ = x.shape
+        # -1 instead of the number of heads: a tensor-parallel rank has a subset of the heads
+        q, k, v = (p(x).view(batch, sequence, -1, self.head_size).transpose(1, 2) for p in (self.q, self.k, self.v))
+        mixed = self.core(apply_rotary(q, rotary), apply_rotary(k, rotary), v, rotary.documents)
+        return self.out(mixed.transpose(1, 2).reshape(batch, sequence, -1))  # type: ignore[no-any-return]
+
+
+class GeGLU(nn.Module):
+    """down(gelu(gate(x)) * up(x)) with the tanh approximation of GELU."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, inner, bias=False)
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.gate(x), approximate="tanh") * self.up(x))  # type: ignore[no-any-return]
+
+
+class Gemma2Block(nn.Module):
+    """One transformer layer with norms before and after attention and feed-forward."""
+
+    def __init__(self, config: ModelConfig, options: Gemma2Options, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = Gemma2Norm(config)
+        self.attention = Gemma2Attention(config, options, layer)
+        self.attention_post_norm = Gemma2Norm(config)
+        self.ffn_norm = Gemma2Norm(config)
+        self.ffn = GeGLU(config.width, config.ffn)
+        self.ffn_post_norm = Gemma2Norm(config)
+
+    def forward(self, x: Tensor, rotary: RotaryTables) -> Tensor:
+        x = x + self.attention_post_norm(self.attention(self.attention_norm(x), rotary))
+        return x + self.ffn_post_norm(self.ffn(self.ffn_norm(x)))  # type: ignore[no-any-return]
+
+
+class Gemma2Decoder(nn.Module):
+    """Token ids -> hidden states; the embedding is scaled by the square root of the width."""
+
+    def __init__(self, config: ModelConfig, options: Gemma2Options) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocab, config.width)
+        self.blocks = nn.ModuleList(Gemma2Block(config, options, layer) for layer in range(config.layers))
+        self.stack = BlockStack()
+        self.norm = Gemma2Norm(config)
+        self.rotary = RotaryEmbedding(options.head_dim(config), config.rope_theta)
+        self.scale = config.width**0.5
+
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        x = self.embedding(tokens) * self.scale
+        rotary = self.rotary(tokens.shape[1], x.dtype, x.device, documents)
+        return self.norm(self.stack(self.blocks, x, rotary))  # type: ignore[no-any-return]
+
+
+class SoftCappedHead(HeadLoss):
+    """The output projection with logits cap * tanh(logits / cap), and the cross-entropy loss."""
+
+    def __init__(self, width: int, vocab: int, cap: float) -> None:
+        super().__init__(width, vocab)
+        self.cap = cap
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return soft_cap(super().logits(hidden), self.cap)
+
+
+class Gemma2(nn.Module):
+    """(tokens, labels) -> (sum of token losses, number of valid tokens)."""
+
+    def __init__(self, config: ModelConfig, options: Gemma2Options) -> None:
+        super().__init__()
+        self.decoder = Gemma2Decoder(config, options)
+        self.head = SoftCappedHead(config.width, config.vocab, options.logit_softcap)
+        self.separator = config.separator
+        if config.tie:
+            self.head.weight = self.decoder.embedding.weight
+
+    def forward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if documents is None:
+            documents = document_ids(tokens, self.separator)
+        return self.head(self.decoder(tokens, documents), labels)  # type: ignore[no-any-return]
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    return cap * (x / cap).tanh()
+
+
+def build(config: ModelConfig, options: Gemma2Options) -> Gemma2:
+    return Gemma2(config, options)
