@@ -149,7 +149,9 @@ class Gemma2(nn.Module):
         self.head = SoftCappedHead(config.width, config.vocab, options.logit_softcap)
         self.separator = config.separator
         if config.tie:
-            self.head.weight = self.decoder.embedding.weight
+            weight = self.decoder.embedding.weight
+            assert isinstance(weight, nn.Parameter)
+            self.head.weight = weight
 
     def forward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if documents is None:
