@@ -15,12 +15,13 @@ from meshwright.data.source import ConcatenatedSource, Source, spaced_indices
 from meshwright.errors import ConfigError, describe_exception
 from meshwright.parallel.world import World
 from meshwright.prover.claims import Claim
+from meshwright.prover.custom.copied_module import find_copy_problem, find_unregistered
 from meshwright.prover.custom.subject import plain_objective
 from meshwright.prover.oracle.plain_model import Passes, PlainModel, Samples, seed_all
 from meshwright.torch_private import TorchDispatchMode
 from meshwright.trainer.custom_model import CustomModel
 
-SAMPLES = 4
+SAMPLES = 6
 """Samples of the batch that is tried."""
 ROUNDING = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 0.05, "fp16": 0.01}
 """Relative differences of a loss that another order of sums explains, by the lowest precision in the module."""
@@ -49,6 +50,10 @@ class ModelFacts:
     """whether it depends on the batch through SyncBatchNorm alone"""
     auxiliary: bool = False
     """whether the loss contains an auxiliary loss of routers, which is that of a micro-batch"""
+    unregistered: str = ""
+    """a tensor that receives a gradient and is no parameter from the start; '' if there is none"""
+    copy_problem: str = ""
+    """how a copy of the module, which each rank trains, differs from the module; '' if it does not"""
     without_gradient: tuple[str, ...] = ()
     """parameters that require a gradient and receive none"""
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -76,11 +81,16 @@ class ModelFacts:
             if self.repeatable
             else "two passes differ: the forward pass keeps state between calls, or draws from a generator of its own",
         )
+        yield Claim(
+            f"{tried}: every tensor that receives a gradient is a parameter, and a copy of the module has its own",
+            not self.unregistered and not self.copy_problem,
+            self.unregistered or self.copy_problem or "all leaves of the gradient graph are parameters",
+        )
         wrong = bool(self.batch_dependence) and not self.synchronized
         yield Claim(
             f"{tried}: the loss of a batch is the sum of the losses of its parts, in any order",
             not wrong,
-            self.batch_dependence or f"{SAMPLES} samples, whole, in halves and reversed",
+            self.batch_dependence or f"{SAMPLES} samples, whole, in two parts and reversed",
         )
 
 
@@ -90,7 +100,7 @@ def collect_facts(_world: World, custom: CustomModel, sources: list[Source]) -> 
     source = ConcatenatedSource(sources)
     batch = [source[sample] for sample in spaced_indices(len(source), SAMPLES)]
     model = PlainModel(plain_objective(custom), Passes())
-    lowest = LowestPrecision()
+    lowest, names = LowestPrecision(), set(model.parameters())
     try:
         with lowest:
             loss_of(model, batch).backward()
@@ -108,6 +118,9 @@ def collect_facts(_world: World, custom: CustomModel, sources: list[Source]) -> 
             ) from second
     unused = [name for name, p in model.parameters().items() if p.requires_grad and p.grad is None]
     facts = replace(facts, inner_precision=PRECISIONS[lowest.dtype], without_gradient=tuple(unused))
+    facts = replace(facts, unregistered=find_unregistered(model, batch, names))
+    if not facts.unregistered:
+        facts = replace(facts, copy_problem=find_copy_problem(model, custom, batch))
     with torch.no_grad():
         seed_all(0)
         facts = replace(facts, auxiliary=float(model.loss_sum(batch)) != float(loss_of(model, batch)))
@@ -117,29 +130,29 @@ def collect_facts(_world: World, custom: CustomModel, sources: list[Source]) -> 
 
 
 def with_batch_dependence(facts: ModelFacts, model: PlainModel, batch: Samples) -> ModelFacts:
-    """Compares the loss of a batch with those of its halves, and with that of the reversed batch. Dropout is off."""
+    """Compares the loss of a batch with those of two parts, and with that of the reversed batch. Dropout is off."""
     for child in model.objective.module.modules():
         if isinstance(child, DROPOUT):
             child.p = 0.0
     if float(loss_of(model, batch, 0)) != float(loss_of(model, batch, 1)):
         return facts  # still random: nothing can be concluded
-    half = len(batch) // 2
+    half = len(batch) // 3
     parts = [batch[:half], batch[half:]]
     (whole, seen), *of_parts = [loss_with_outputs(model, part) for part in (batch, *parts)]
-    halves = sum(loss for loss, _ in of_parts)
+    of_both = sum(loss for loss, _ in of_parts)
     backwards = float(loss_of(model, batch[::-1]))
     limit = ROUNDING[facts.inner_precision] * max(abs(whole), 1e-300)
-    if not abs(whole - halves) > limit and not abs(whole - backwards) > limit:
+    if not abs(whole - of_both) > limit and not abs(whole - backwards) > limit:
         return facts
     modules = first_dependent_modules(seen, [outputs for _, outputs in of_parts])
     normalized = [name for name, child in model.objective.module.named_modules() if is_batch_norm(child)]
     synchronized = bool(normalized) and all(
         isinstance(child, nn.SyncBatchNorm) for child in model.objective.module.modules() if is_batch_norm(child)
     )
-    if abs(whole - halves) > limit and normalized:
+    if abs(whole - of_both) > limit and normalized:
         reason = f"batch statistics by rank (BatchNorm): the output of {normalized[0]} depends on the other samples"
         advice = "try nn.SyncBatchNorm.convert_sync_batchnorm(model), or a norm over the features"
-    elif abs(whole * 2 - halves) <= 2 * limit and not modules:
+    elif is_mean(model, batch, parts, whole, [loss for loss, _ in of_parts]) and not modules:
         reason, advice = "the loss is the mean over the batch, not the sum", "try reduction='sum'"
     elif modules:
         reason = f"the output of {modules[0]} for a sample depends on the other samples of the batch"
@@ -147,8 +160,15 @@ def with_batch_dependence(facts: ModelFacts, model: PlainModel, batch: Samples) 
     else:
         reason = "the loss depends on the number or the order of the samples in the batch"
         advice = "expected the sum over samples"
-    text = f"{reason}: loss {whole:.6g} of the batch, {halves:.6g} in halves, {backwards:.6g} reversed; {advice}"
+    text = f"{reason}: loss {whole:.6g} of the batch, {of_both:.6g} in two parts, {backwards:.6g} reversed; {advice}"
     return replace(facts, batch_dependence=text, synchronized=synchronized)
+
+
+def is_mean(model: PlainModel, batch: Samples, parts: list[Samples], whole: float, losses: list[float]) -> bool:
+    """Whether the loss of the batch is the mean of the losses of its parts, weighted by their valid targets."""
+    counts = [model.count_valid(part) for part in parts]
+    mean = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / max(1, model.count_valid(batch))
+    return abs(whole - mean) <= 1e-4 * abs(whole)
 
 
 def is_batch_norm(module: nn.Module) -> bool:

@@ -35,8 +35,8 @@ class CustomReferenceTask(ReferenceTask):
     facts: ModelFacts = field(kw_only=True)
     accumulation: int = 1
     """micro-batches per step"""
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    """the buffers after the last exact step; empty before the first"""
+    buffers: list[dict[str, Tensor]] = field(default_factory=lambda: [{}, {}])
+    """the buffers before and after the last exact step; empty: those of the module"""
 
     @property
     def follows_run(self) -> bool:
@@ -66,7 +66,8 @@ class CustomReferenceTask(ReferenceTask):
         passes = Passes(self.facts.divided, self.replicas, self.accumulation, bool(permute))
         low = None if low_precision_units else autocast
         model = PlainModel(plain_objective(self.custom), passes, config.seed, model_dtype, low)
-        model.load(self.buffers)
+        model.load(self.buffers[permute is None])
+        before = {name: buffer.detach().clone() for name, buffer in model.buffers().items()}
         trace = train_steps(
             config,
             model,
@@ -78,7 +79,7 @@ class CustomReferenceTask(ReferenceTask):
             nonfinite_steps=self.nonfinite_steps if nonfinite_steps is None else nonfinite_steps,
         )
         if permute is None:
-            self.buffers.update({name: buffer.detach().clone() for name, buffer in model.buffers().items()})
+            self.buffers[:] = [before, {name: buffer.detach().clone() for name, buffer in model.buffers().items()}]
         return trace
 
     def rounding(self) -> dict[str, Any]:

@@ -1,0 +1,470 @@
+"""The registry of faults that are seeded into models, losses, data and plans of users."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from custom_cases import CustomCase
+from custom_models import (
+    WIDTH,
+    Block,
+    Classifier,
+    Points,
+    TokenModel,
+    class_loss,
+    token_loss,
+)
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.nn import functional as F
+
+from meshwright.config import LayoutConfig
+from meshwright.parallel.parallel_spec import ParallelSpec
+
+REPLICATE = LayoutConfig(replicate=2)
+SHARD = LayoutConfig(replicate=2, shard="parameters")
+TENSOR = LayoutConfig(replicate=1, tensor=2)
+
+
+@dataclass(frozen=True)
+class CustomFault:
+    layout: LayoutConfig
+    build: Callable[[], CustomCase]
+    expected: tuple[str, ...]
+    """What the finding must contain."""
+
+
+CUSTOM_FAULTS: dict[str, CustomFault] = {}
+"""Every fault, by its name."""
+
+
+def custom_fault(layout: LayoutConfig, *expected: str) -> Callable:
+    """Registers the decorated function, which builds a case, as a fault."""
+
+    def register(build: Callable[[LayoutConfig], CustomCase]) -> Callable:
+        name = build.__name__.replace("_", " ")
+        assert name not in CUSTOM_FAULTS
+        CUSTOM_FAULTS[name] = CustomFault(layout, partial(build, layout), expected)
+        return build
+
+    return register
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def classifier(layout: LayoutConfig, module: type[Classifier] = Classifier, loss=class_loss, **fields) -> CustomCase:
+    return CustomCase(module(), loss, layout, fields.pop("source", Points()), **fields)
+
+
+def tokens(layout: LayoutConfig, module: type[TokenModel] = TokenModel, loss=token_loss, **fields) -> CustomCase:
+    return CustomCase(module(), loss, layout, **fields)
+
+
+# Losses and scales
+
+
+@custom_fault(REPLICATE)
+def loss_times_the_number_of_ranks(layout):
+    return classifier(layout, loss=lambda logits, labels: class_loss(logits, labels) * ranks())
+
+
+@custom_fault(REPLICATE)
+def outputs_divided_by_the_number_of_ranks(layout):
+    class Divided(Classifier):
+        def forward(self, x):
+            return super().forward(x) / ranks()
+
+    return classifier(layout, Divided)
+
+
+@custom_fault(REPLICATE)
+def mean_loss_that_is_a_sum_for_micro_batches_of_two(layout):
+    return classifier(layout, loss=lambda logits, labels: 2 * F.cross_entropy(logits, labels))
+
+
+@custom_fault(REPLICATE)
+def weighted_loss_divided_by_the_weights_of_the_batch(layout):
+    weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+    def loss(logits, labels):
+        return len(labels) * F.cross_entropy(logits, labels, weight=weight.to(logits.dtype))
+
+    return classifier(layout, loss=loss)
+
+
+@custom_fault(REPLICATE)
+def penalty_on_the_weights_in_every_micro_batch(layout):
+    class Penalized(Classifier):
+        def forward(self, x):
+            return super().forward(x), self.first.weight.square().sum()
+
+    return classifier(layout, Penalized, loss=lambda out, labels: class_loss(out[0], labels) + 0.1 * out[1])
+
+
+@custom_fault(REPLICATE)
+def contrastive_loss_between_the_samples_of_a_batch(layout):
+    return classifier(layout, loss=lambda logits, labels: class_loss(logits @ logits.T, torch.arange(len(labels))))
+
+
+@custom_fault(REPLICATE)
+def labels_shifted_on_one_rank(layout):
+    return tokens(layout, loss=lambda logits, labels: token_loss(logits, labels.roll(rank(), dims=1)))
+
+
+# Forward passes that depend on the rank, the batch or earlier calls
+
+
+@custom_fault(REPLICATE)
+def batch_norm_by_rank(layout):
+    return CustomCase(Classifier(nn.BatchNorm1d(WIDTH)), class_loss, layout, Points())
+
+
+@custom_fault(REPLICATE)
+def features_centered_over_the_batch(layout):
+    class Centered(Classifier):
+        def forward(self, x):
+            hidden = self.first(x)
+            return self.second(hidden - hidden.mean(dim=0))
+
+    return classifier(layout, Centered)
+
+
+@custom_fault(REPLICATE)
+def dropout_seeded_by_rank(layout):
+    class Seeded(Classifier):
+        def forward(self, x):
+            generator = torch.Generator().manual_seed(rank())
+            kept = torch.rand(x.shape[1:], generator=generator) < 0.8
+            return super().forward(x * kept)
+
+    return classifier(layout, Seeded)
+
+
+@custom_fault(REPLICATE)
+def noise_from_a_generator_of_its_own(layout):
+    class Noisy(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.random = np.random.default_rng(0)
+
+        def forward(self, x):
+            return super().forward(x + self.random.standard_normal())
+
+    return classifier(layout, Noisy)
+
+
+@custom_fault(REPLICATE)
+def scale_that_grows_with_every_call(layout):
+    class Counting(Classifier):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) * (1 + 0.01 * self.calls)
+
+    return classifier(layout, Counting)
+
+
+@custom_fault(REPLICATE)
+def buffer_changed_in_place_and_used(layout):
+    class Moving(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("center", torch.zeros(WIDTH))
+
+        def forward(self, x):
+            self.center.mul_(0.9).add_(0.1)
+            return super().forward(x - self.center)
+
+    return classifier(layout, Moving)
+
+
+@custom_fault(REPLICATE)
+def all_reduce_in_forward_without_gradient(layout):
+    class Reduced(Classifier):
+        def forward(self, x):
+            hidden = self.first(x)
+            total = hidden.detach().clone()
+            if dist.is_initialized():
+                dist.all_reduce(total)
+            return self.second(torch.tanh(hidden + 0.1 * total))
+
+    return classifier(layout, Reduced)
+
+
+@custom_fault(REPLICATE)
+def block_skipped_on_one_rank(layout):
+    class Skipping(TokenModel):
+        def forward(self, tokens):
+            hidden = self.embedding(tokens)
+            for number, block in enumerate(self.blocks):
+                hidden = hidden + (block(hidden) - hidden) * (0.0 if number == rank() == 1 else 1.0)
+            return self.head(self.norm(hidden))
+
+    return tokens(layout, Skipping)
+
+
+@custom_fault(REPLICATE)
+def inputs_changed_in_place(layout):
+    class Masking(TokenModel):
+        def forward(self, tokens):
+            tokens[:, 0] = 0
+            return super().forward(tokens)
+
+    return tokens(layout, Masking)
+
+
+@custom_fault(REPLICATE)
+def evaluation_that_depends_on_the_rank(layout):
+    class Evaluated(Classifier):
+        def forward(self, x):
+            return super().forward(x) * (1.0 if self.training else 1.0 + rank())
+
+    return classifier(layout, Evaluated)
+
+
+# Gradients
+
+
+@custom_fault(REPLICATE)
+def module_hook_that_divides_by_the_number_of_ranks(layout):
+    module = Classifier()
+    module.norm.register_full_backward_hook(lambda _module, inputs, _outputs: (inputs[0] / ranks(),))
+    return CustomCase(module, class_loss, layout, Points())
+
+
+@custom_fault(REPLICATE)
+def tensor_hook_that_is_lost(layout):
+    module = Classifier()
+    module.first.weight.register_hook(lambda gradient: 0.1 * gradient)
+    return CustomCase(module, class_loss, layout, Points())
+
+
+@custom_fault(REPLICATE)
+def branch_detached_on_several_ranks(layout):
+    class Detached(Classifier):
+        def forward(self, x):
+            hidden = self.first(x)
+            return self.second(torch.tanh(self.norm(hidden)) + (hidden.detach() if ranks() > 1 else hidden))
+
+    return classifier(layout, Detached)
+
+
+@custom_fault(REPLICATE)
+def head_that_keeps_the_weight_of_another_model(layout):
+    class Tied(TokenModel):
+        def __init__(self):
+            super().__init__()
+            del self.head
+            weight = self.embedding.weight
+            self.head = lambda hidden: hidden @ weight.T
+
+    return tokens(layout, Tied)
+
+
+@custom_fault(REPLICATE)
+def parameter_that_no_rank_registers(layout):
+    class Lazy(Classifier):
+        def forward(self, x):
+            if not hasattr(self, "scale"):
+                self.scale = nn.Parameter(torch.full((4,), 1.5, dtype=x.dtype))
+            return super().forward(x) * self.scale
+
+    return classifier(layout, Lazy)
+
+
+# Data
+
+
+@custom_fault(REPLICATE)
+def dataset_that_draws_random_numbers(layout):
+    class Random(Points):
+        def __getitem__(self, index):
+            values, label = super().__getitem__(index)
+            return values + np.float32(os.urandom(1)[0] / 256), label
+
+    return classifier(layout, source=Random())
+
+
+@custom_fault(REPLICATE)
+def dataset_that_depends_on_the_rank(layout):
+    class Ranked(Points):
+        def __getitem__(self, index):
+            values, label = super().__getitem__(index)
+            return values + np.float32(rank()), label
+
+    return classifier(layout, source=Ranked())
+
+
+@custom_fault(REPLICATE)
+def collate_that_depends_on_the_rank(layout):
+    def collate(samples):
+        samples = samples[::-1] if rank() else samples
+        return np.stack([s[0] for s in samples]), np.array([s[1] for s in samples])
+
+    return classifier(layout, options={"collate": collate})
+
+
+# Sharded parameters
+
+
+@custom_fault(SHARD)
+def parameter_shared_by_two_blocks(layout):
+    module = TokenModel()
+    module.blocks[1].up.weight = module.blocks[0].up.weight
+    return CustomCase(module, token_loss, layout)
+
+
+@custom_fault(SHARD)
+def weight_read_outside_of_its_block(layout):
+    class Reading(TokenModel):
+        def forward(self, tokens):
+            return super().forward(tokens) * (1 + 0.01 * self.blocks[0].up.weight.detach().norm())
+
+    return tokens(layout, Reading)
+
+
+# Tensor-parallel plans
+
+
+def tensor_fault(layout, plan, module: type[TokenModel] = TokenModel, **fields) -> CustomCase:
+    spec = ParallelSpec(
+        blocks="blocks.*", tp_plan=lambda: {f"blocks.*.{name}": style for name, style in plan().items()}
+    )
+    return tokens(layout, module, spec=spec, **fields)
+
+
+def with_block(block: type[Block]) -> type[TokenModel]:
+    return type("TokenModel", (TokenModel,), {"block": block})
+
+
+@custom_fault(TENSOR)
+def plan_with_rows_and_columns_exchanged(layout):
+    return tensor_fault(layout, lambda: {"up": RowwiseParallel(), "down": ColwiseParallel()})
+
+
+@custom_fault(TENSOR)
+def plan_without_the_second_matrix(layout):
+    return tensor_fault(layout, lambda: {"up": ColwiseParallel()})
+
+
+class WithoutReduction(ParallelStyle):
+    """A row-parallel linear layer whose partial sums are never added."""
+
+    def _apply(self, module: nn.Module, device_mesh) -> nn.Module:
+        mine, parts = device_mesh.get_local_rank(), device_mesh.size()
+        weight = module.weight.detach().chunk(parts, dim=1)[mine]
+
+        def forward(x):
+            full = module.weight.chunk(parts, dim=1)[mine]
+            return F.linear(x, full, module.bias)
+
+        assert weight is not None
+        module.forward = forward
+        return module
+
+
+@custom_fault(TENSOR)
+def plan_without_the_sum_over_rows(layout):
+    return tensor_fault(layout, lambda: {"up": ColwiseParallel(), "down": WithoutReduction()})
+
+
+class SummedTwice(RowwiseParallel):
+    """A row-parallel linear layer whose result is summed once more."""
+
+    def _apply(self, module: nn.Module, device_mesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
+
+        def hook(_module, _inputs, output):
+            total = output.clone()
+            dist.all_reduce(total, group=device_mesh.get_group())
+            return output + (total - output).detach()
+
+        module.register_forward_hook(hook)
+        return module
+
+
+@custom_fault(TENSOR)
+def plan_with_a_sum_too_many(layout):
+    return tensor_fault(layout, lambda: {"up": ColwiseParallel(), "down": SummedTwice()})
+
+
+class Scaled(Block):
+    """A block with a scale, equal on all ranks, inside of the sharded region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), 1.5))
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        return F.gelu(hidden) * self.scale
+
+
+@custom_fault(TENSOR)
+def scale_inside_of_the_sharded_region(layout):
+    return tensor_fault(layout, lambda: {"up": ColwiseParallel(), "down": RowwiseParallel()}, with_block(Scaled))
+
+
+class CopyWithoutSum(torch.autograd.Function):
+    """Copies to the tensor-parallel region; its backward does not add the gradients of the ranks."""
+
+    @staticmethod
+    def forward(_context, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_context, gradient):
+        return gradient
+
+
+class SumOfRows(torch.autograd.Function):
+    @staticmethod
+    def forward(_context, x):
+        x = x.clone()
+        if dist.is_initialized():
+            dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(_context, gradient):
+        return gradient
+
+
+class OwnParallel(Block):
+    """A block that divides its own matrices among the ranks, with a backward of its own."""
+
+    copy = CopyWithoutSum
+
+    def forward(self, x: Tensor) -> Tensor:
+        mine = slice(rank() * 2 * WIDTH // ranks(), (rank() + 1) * 2 * WIDTH // ranks())
+        hidden = F.gelu(F.linear(self.copy.apply(self.norm(x)), self.up.weight[mine], self.up.bias[mine]))
+        return x + SumOfRows.apply(F.linear(hidden, self.down.weight[:, mine]))
+
+
+@custom_fault(TENSOR)
+def autograd_function_without_a_sum_in_backward(layout):
+    plan = ParallelSpec(blocks="blocks.*", tp_plan=lambda: {"head": ColwiseParallel(output_layouts=Replicate())})
+    return tokens(layout, with_block(OwnParallel), spec=plan)
+
+
+@custom_fault(TENSOR)
+def dropout_inside_of_the_sharded_region_by_rank(layout):
+    class Dropping(Block):
+        def inner(self, hidden):
+            generator = torch.Generator().manual_seed(rank() + 1)
+            return F.gelu(hidden) * (torch.rand(hidden.shape[-1], generator=generator) < 0.7)
+
+    return tensor_fault(layout, lambda: {"up": ColwiseParallel(), "down": RowwiseParallel()}, with_block(Dropping))
