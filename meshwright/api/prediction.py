@@ -123,11 +123,8 @@ def simulate(
 
 def simulate_run(config: RunConfig, user: UserCode, rank: Sequence[int] = ()) -> Simulation:
     """Simulates the model of a config, or that of the user."""
-    from meshwright.launch.user_code.make_custom_model import open_user_code
+    from meshwright.launch.user_code.make_custom_model import open_model
     from meshwright.simulator.simulate import simulate as simulate_config
 
-    user.require_model("loss", "source", "parallel_spec", "collate")
-    if user.model is None:
-        return simulate_config(config, rank)
-    config, custom, sources = open_user_code(config, user)
+    config, custom, sources = open_model(config, user)
     return simulate_config(config, rank, custom, sources)

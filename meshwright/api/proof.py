@@ -52,7 +52,7 @@ def prove(
         IdentityError: the config is of a run of another model.
     """
     from meshwright.io import output_file
-    from meshwright.launch.user_code.make_custom_model import open_user_code
+    from meshwright.launch.user_code.make_custom_model import open_model
     from meshwright.prover.prove import certify
     from meshwright.topology.unsupported import validate
 
@@ -61,12 +61,8 @@ def prove(
         validate(config, own_model=model is not None)
         file = output_file(given_path(out, "out"), "out") if out is not None else None
         user = UserCode(model, loss, source, parallel_spec, collate, reduction=reduction)
-        user.require_model("loss", "source", "parallel_spec", "collate")
-        if model is None:
-            certificate = certify(config, full=full)
-        else:
-            config, custom, sources = open_user_code(config, user)
-            certificate = certify(config, full=full, custom=custom, sources=sources)
+        config, custom, sources = open_model(config, user)
+        certificate = certify(config, full=full, custom=custom, sources=sources)
         if file is not None:
             write_json(file, certificate)
         return certificate

@@ -48,7 +48,9 @@ def flag(help: str) -> Argument:
 
 
 Json = Annotated[bool, flag("print the result as JSON to standard output")]
-RunFile = Annotated[Path | None, positional("RUN.toml", "run file: settings that differ from the preset")]
+RunFile = Annotated[
+    Path | None, positional("RUN.toml", "run file: settings that differ from the preset; or a run folder")
+]
 Run = Annotated[Path, positional("RUN", "run folder, or a run file for a run that has not started")]
 Ranks = Annotated[str | None, option("N", "number of ranks; sets layout.replicate accordingly")]
 AtStep = Annotated[int | None, option("N", "checkpoint after N steps (default: the newest)")]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-from meshwright.cli.args import Json, Ranks, RunFile, flag, option
+from meshwright.cli.args import NO_ENTRY_POINTS, Json, Ranks, RunFile, flag, option
 
 
 def prove(
@@ -15,17 +16,21 @@ def prove(
     full: Annotated[bool, flag("prove the configured runs in full size; only the number of steps shrinks")] = False,
     json: Json = False,
     *,
+    entry_points: Mapping[str, str] = NO_ENTRY_POINTS,
     overrides: tuple[str, ...] = (),
 ) -> None:
     """Prove: check the stream, training, communication and recovery contracts of a config, and write a certificate."""
     from meshwright.config import load_config
     from meshwright.io import output_file
+    from meshwright.launch.user_code.entry_points import load_user_code
     from meshwright.topology.unsupported import validate
 
     config = load_config(file, overrides, ranks)
-    validate(config)
+    validate(config, own_model="model" in entry_points)
     output_file(out, "--out")
+    from meshwright.launch.user_code.make_custom_model import open_model
     from meshwright.prover.prove import prove as prove_config
 
-    if not prove_config(config, out, as_json=json, full=full):
+    config, custom, sources = open_model(config, load_user_code(entry_points))
+    if not prove_config(config, out, as_json=json, full=full, custom=custom, sources=sources):
         raise SystemExit(1)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
-from meshwright.cli.args import Json, Ranks, RunFile, option
+from meshwright.cli.args import NO_ENTRY_POINTS, Json, Ranks, RunFile, option
 from meshwright.cli.output import emit_json
 
 
@@ -16,17 +17,19 @@ def simulate(
     ] = (),
     json: Json = False,
     *,
+    entry_points: Mapping[str, str] = NO_ENTRY_POINTS,
     overrides: tuple[str, ...] = (),
 ) -> None:
     """Simulate: count communication and peak memory of a step on any number of ranks, without running them."""
-    from meshwright import api
+    from meshwright.api.prediction import simulate_run
     from meshwright.config import load_config
+    from meshwright.launch.user_code.entry_points import load_user_code
     from meshwright.observe.simulation_text import show
     from meshwright.topology.unsupported import validate
 
     config = load_config(file, overrides, ranks)
-    validate(config)  # before torch is imported
-    result = api.simulate(config, rank=rank)
+    validate(config, own_model="model" in entry_points)  # before torch is imported
+    result = simulate_run(config, load_user_code(entry_points), rank)
     if json:
         emit_json(result.to_json())
     else:

@@ -54,11 +54,13 @@ def load_config(
     """Loads and validates a config. Later sources take precedence over earlier ones, in the order of the arguments.
 
     Args:
-        path: run file in TOML. Default: the ``tiny`` preset.
+        path: run file in TOML, or the folder of a run. Default: the ``tiny`` preset.
         overrides: single settings as ``"key=value"`` or ``"--key=value"``, such as ``"optimizer.lr=3e-4"``.
         ranks: total number of ranks; sets ``layout.replicate`` accordingly.
         steps: number of optimizer steps.
     """
+    if path is not None and path.is_dir():
+        path = path / "run.toml"
     tree = read_toml(path) if path is not None else {}
     for override in overrides:
         key, separator, value = override.removeprefix("--").partition("=")

@@ -179,13 +179,14 @@ def spaced_indices(length: int, count: int) -> list[int]:
 
 def first_sample(source: Source) -> Sample:
     """Returns the first sample that can be decoded."""
+    found = "there is no sample"
     for index in range(min(len(source), FIRST_SAMPLE_SEARCH)):
         try:
             return source[index]
-        except Exception:  # noqa: BLE001  any sample that decodes has the structure and the shapes
-            continue
+        except Exception as error:  # noqa: BLE001  any sample that decodes has the structure and the shapes
+            found = f"{type(error).__name__}: {describe_exception(error)}"
     raise DataError(
-        f"source {source.name}: none of the first {FIRST_SAMPLE_SEARCH} samples can be decoded",
+        f"source {source.name}: none of the first {FIRST_SAMPLE_SEARCH} samples can be decoded ({found})",
         "try to read the dataset outside of Meshwright",
     )
 

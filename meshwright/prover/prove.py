@@ -153,9 +153,17 @@ def expected_duration(config: RunConfig, full: bool) -> str:
     return f"the training check{what} takes about {seconds:,.0f} s on this machine, the other checks about 30 s"
 
 
-def prove(config: RunConfig, out: Path, as_json: bool = False, full: bool = False) -> bool:
+def prove(
+    config: RunConfig,
+    out: Path,
+    as_json: bool = False,
+    full: bool = False,
+    *,
+    custom: CustomModel | None = None,
+    sources: list[Source] | None = None,
+) -> bool:
     """Runs every check, prints the results and writes the certificate; True if every claim holds. An `out` that cannot
-    be written is refused before the first check.
+    be written is refused before the first check. `custom` and `sources` are those of `certify`.
     """
     file = output_file(out, "--out")
     # An exception removes temporary folders; SIGTERM alone would not.
@@ -171,9 +179,9 @@ def prove(config: RunConfig, out: Path, as_json: bool = False, full: bool = Fals
             status = "[green]PASS[/]" if result.passed else "[red]FAIL[/]"
             console.print(f"{status} {result.check}: {escape(result.claim)}", highlight=False)
 
-    if duration := expected_duration(config, full):
+    if custom is None and (duration := expected_duration(config, full)):
         console.print(duration, highlight=False, soft_wrap=True)
-    certificate = certify(config, show, full)
+    certificate = certify(config, show, full, custom=custom, sources=sources)
     if as_json:
         print(json.dumps(certificate))
     else:

@@ -49,6 +49,12 @@ def open_user_code(config: RunConfig, user: UserCode, accept_code: bool = False)
     return UserRun(config, custom, sources)
 
 
+def open_model(config: RunConfig, user: UserCode) -> UserRun:
+    """The same for a verb that uses a dataset only together with a model. Without a model, no data is opened."""
+    user.require_model("loss", "source", "parallel_spec", "collate", "init")
+    return open_user_code(config, user) if user.model is not None else UserRun(config, None, [])
+
+
 def make_custom_model(user: UserCode, dataset: Any = None) -> CustomModel | None:
     """Returns the model that the user brings, or None if the model is that of the config."""
     user.require_model("loss", "parallel_spec", "metrics", "init")
