@@ -56,7 +56,8 @@ def make_job(
             f"{layout.ranks:,} ranks on one host", f"expected at most {MAX_RANKS_PER_HOST:,}, or try torchrun"
         )
     require_compiler(config)
-    config, custom, sources = open_user_code(config, user, accept_code)
+    # The identity of an existing run says more about other code than its config does.
+    config, custom, sources = open_user_code(config, user, accept_code or folder.has_run)
     if custom is not None:
         require_spec(custom.module, custom.spec, layout)
         require_materialized(custom.module)

@@ -80,6 +80,11 @@ def check_run_folder(
     if changes:
         change = {"attempt": attempt, "step": max(0, newest), "changes": changes[:MAX_CODE_CHANGES]}
         lineage["code_changes"] = [*lineage["code_changes"], change]
+    if changes and changes != [NO_CODE_RECORD] and 0 <= record["identity"]["steps"] <= newest:
+        raise IdentityError(
+            f"run folder {folder.root} is complete with other code: {list_changes(changes)}",
+            f"try --steps {newest + 1} or more with --accept-code, another --run DIR, or --fresh to set it aside",
+        )
     if fork:
         if record["identity"]["steps"] < newest:
             raise IdentityError(
@@ -102,9 +107,8 @@ def check_run_folder(
             f"try {extend}another --run DIR, --fresh to set the old run aside, or --fork to continue from it",
         )
     if changes and changes != [NO_CODE_RECORD] and not accept_code:
-        more = f" and {len(changes) - MAX_DIFFERENCES} more" if len(changes) > MAX_DIFFERENCES else ""
         raise IdentityError(
-            f"run folder {folder.root}: the code of the run changed: {', '.join(changes[:MAX_DIFFERENCES])}{more}",
+            f"run folder {folder.root}: the code of the run changed: {list_changes(changes)}",
             "try --accept-code to continue the run with it, another --run DIR, or --fresh to set the old run aside",
         )
     if steps > values.get("steps", steps):
@@ -177,7 +181,14 @@ def describe_code_changes(before: CodeRecord | None, now: CodeRecord | None) -> 
     gone = [line for line in before["structure"] if line not in set(now["structure"])]
     new_lines = [line for line in now["structure"] if line not in set(before["structure"])]
     changes += [f"{short_text(old)} became {short_text(new)}" for old, new in zip_longest(gone, new_lines)]
+    if before["structure"] != now["structure"] and not (gone or new_lines):
+        changes.append("the order of the modules changed")
     return changes
+
+
+def list_changes(changes: list[str]) -> str:
+    more = f" and {len(changes) - MAX_DIFFERENCES} more" if len(changes) > MAX_DIFFERENCES else ""
+    return ", ".join(changes[:MAX_DIFFERENCES]) + more
 
 
 def short_text(text: str | None) -> str:

@@ -113,10 +113,22 @@ def test_paths_of_a_dataset_do_not_count():
 
 
 def test_equal_blocks_share_a_line_of_the_structure():
-    [line] = [line for line in record_of(PROJECT)["structure"] if "layers.*" in line]
+    [line] = [line for line in record_of(PROJECT)["structure"] if "layers." in line]
     assert line == (
-        "model.layers.*: Linear(in_features=4, out_features=4, bias=True) weight[4, 4] float32 bias[4] float32 x 3"
+        "model.layers.0-2: Linear(in_features=4, out_features=4, bias=True) weight[4, 4] float32 bias[4] float32"
     )
+
+
+def test_order_of_modules_and_shared_parameters_count():
+    def record(*modules):
+        return build_code_record(nn.Sequential(*modules), UserCode())
+
+    assert describe_code_changes(record(nn.ReLU(), nn.Tanh()), record(nn.Tanh(), nn.ReLU()))
+    one, two, tied = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    tied.weight = one.weight
+    changes = describe_code_changes(record(one, two), record(one, tied))
+    assert "none became model.1: Linear(in_features=2, out_features=2, bias=True) weight = model.0.weight" in changes[1]
+    assert describe_code_changes(record(one, nn.ReLU(), two), record(one, nn.ReLU(), one))
 
 
 def test_frozen_parameters_eval_mode_and_the_reduction_count():

@@ -35,26 +35,26 @@ def doubled_cross_entropy(outputs, targets):
 
 
 def test_finished_run_is_not_complete_for_another_activation_or_loss(tmp_path):
-    def run(model, loss, **options):
-        return train(custom_config(2), model=model, loss=loss, source=Points(), run=tmp_path, quiet=True, **options)
+    def run(model, loss, steps=2, **options):
+        return train(custom_config(steps), model=model, loss=loss, source=Points(), run=tmp_path, quiet=True, **options)
 
     first = run(classifier(), summed_cross_entropy)
     with pytest.raises(
-        IdentityError, match=r"model.*: ReLU\(.*\) became model.*: GELU\(.*; try accept_code=True"
+        IdentityError, match=r"model.*: ReLU\(.*\) became model.*: GELU\(.*; try steps=3 or more with accept_code=True"
     ) as raised:
-        run(classifier(nn.GELU), summed_cross_entropy)
+        run(classifier(nn.GELU), summed_cross_entropy, accept_code=True)
     assert "--" not in str(raised.value)
     with pytest.raises(
         IdentityError, match=r"loss was custom_model\.summed_cross_entropy and is .*doubled_cross_entropy"
     ):
         run(classifier(), doubled_cross_entropy)
     assert run(classifier(), summed_cross_entropy).parameters_digest == first.parameters_digest
-    run(classifier(nn.GELU), summed_cross_entropy, accept_code=True)
+    run(classifier(nn.GELU), summed_cross_entropy, steps=3, accept_code=True)
     [event] = [e for e in read_events(RunFolder(tmp_path).events(0)) if e["kind"] == "code_changed"]
     [change] = json.loads((tmp_path / "identity.json").read_text())["code_changes"]
     assert event["changes"] == change["changes"]
     assert (event["step"], change["step"]) == (2, 2)
-    run(classifier(nn.GELU), summed_cross_entropy)  # it is the code of the run now
+    run(classifier(nn.GELU), summed_cross_entropy, steps=3)  # it is the code of the run now
 
 
 def write_record(folder, **changes):
@@ -73,6 +73,11 @@ def test_changed_function_is_refused_by_name_and_accepted_on_request(tmp_path):
     assert record["code_changes"] == [{"attempt": 2, "step": 3, "changes": ["function project.loss changed"]}]
     assert check_run_folder(folder, now, fork=2, attempt=2, newest=3)["code_changes"] == record["code_changes"]
     assert check_run_folder(folder, RECORD, fork=0, attempt=2, newest=3)["code_changes"] == []
+    for fork in (0, 2):
+        with pytest.raises(
+            IdentityError, match=r"complete with other code: function project\.loss changed; try --steps 5"
+        ):
+            check_run_folder(folder, now, fork=fork, attempt=2, newest=4, accept_code=True)
 
 
 def test_run_folder_of_an_older_version_resumes_with_a_note(tmp_path):

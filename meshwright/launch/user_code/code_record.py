@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import Counter
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +15,8 @@ from meshwright.trainer.custom_model import CodeRecord
 
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """The address of an object in its repr, which differs in every process."""
+POSITIONS = ("layer_idx", "layer_index")
+"""Attributes with which a block knows its position in the list of blocks; its name says it as well."""
 
 
 def build_code_record(module: nn.Module, user: UserCode, source: Any = None) -> CodeRecord:
@@ -45,33 +46,56 @@ def build_code_record(module: nn.Module, user: UserCode, source: Any = None) -> 
 
 
 def add_module(code: CodeFingerprint, root: nn.Module, root_name: str) -> list[str]:
-    """Adds the classes of a module tree, and returns its structure, one line per module. Blocks of equal structure
-    share their lines: `model.layers.*.act: ReLU() x 32`.
-    """
-    lines: Counter[str] = Counter()
-    for name, module in root.named_modules(remove_duplicate=False):
+    """Adds the classes of a module tree, and returns its structure, one line per module."""
+    for module in root.modules():
         code.add(type(module))
         for value in (*vars(module).values(), *module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             code.follow(value)
-        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", f"{root_name}.{name}" if name else root_name)
-        lines[f"{pattern}: {describe_module(module)}"] += 1
     to_dict = getattr(getattr(root, "config", None), "to_dict", dict)  # a model of transformers
     settings: dict[str, Any] = to_dict()
     return [
-        *(f"{line} x {count}" if count > 1 else line for line, count in lines.items()),
+        *(f"{name}: {text}" for name, text in describe_tree(root, root_name, {})),
         *(f"{root_name}.config.{key}: {plain_text(value)}" for key, value in sorted(settings.items())),
     ]
 
 
-def describe_module(module: nn.Module) -> str:
+def describe_tree(module: nn.Module, name: str, known: dict[int, str]) -> list[tuple[str, str]]:
+    """The (name, description) of a module and of all modules inside it. Consecutive children of equal structure share
+    their lines, as in `print(model)`: `model.layers.0-31.act`. `known` has the names of what was described before.
+    """
+    if id(module) in known:
+        return [(name, f"the same module as {known[id(module)]}")]
+    known[id(module)] = name
+    lines = [(name, describe_module(module, name, known))]
+    groups: list[tuple[str, str, list[tuple[str, str]]]] = []
+    for child_name, child in module._modules.items():
+        if child is None:
+            continue
+        full_name = f"{name}.{child_name}"
+        tree = [(line.removeprefix(full_name), text) for line, text in describe_tree(child, full_name, known)]
+        if groups and groups[-1][2] == tree and child_name.isdecimal():
+            groups[-1] = (groups[-1][0], child_name, tree)
+        else:
+            groups.append((child_name, child_name, tree))
+    for first, last, tree in groups:
+        children = first if first == last else f"{first}-{last}"
+        lines += [(f"{name}.{children}{line}", text) for line, text in tree]
+    return lines
+
+
+def describe_module(module: nn.Module, name: str, known: dict[int, str]) -> str:
     """The class, settings, parameters and buffers of a module, without those of its children."""
     shown = ADDRESS.sub("", " ".join(module.extra_repr().split()))
-    hidden = [text for text in plain_attributes(module) if text != "training=True" and text not in shown.split(", ")]
-    tensors = [describe_tensor(name, tensor) for name, tensor in module._parameters.items() if tensor is not None]
-    tensors += [describe_tensor(name, tensor) for name, tensor in module._buffers.items() if tensor is not None]
-    return f"{type(module).__name__}({', '.join(filter(None, [shown, *hidden]))})" + "".join(f" {t}" for t in tensors)
+    attributes = [text for text in plain_attributes(module) if text.partition("=")[0] not in POSITIONS]
+    hidden = [text for text in attributes if text != "training=True" and text not in shown.split(", ")]
+    tensors = (*module._parameters.items(), *module._buffers.items())
+    described = [describe_tensor(key, t, f"{name}.{key}", known) for key, t in tensors if t is not None]
+    return " ".join([f"{type(module).__name__}({', '.join(filter(None, [shown, *hidden]))})", *described])
 
 
-def describe_tensor(name: str, tensor: Tensor) -> str:
+def describe_tensor(key: str, tensor: Tensor, name: str, known: dict[int, str]) -> str:
+    if id(tensor) in known:
+        return f"{key} = {known[id(tensor)]}"
+    known[id(tensor)] = name
     frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else " frozen"
-    return f"{name}{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{frozen}"
+    return f"{key}{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{frozen}"
