@@ -46,7 +46,7 @@ class Result:
     evaluations: list[tuple[int, float]]
     """(step, held-out loss) of the evaluations of this call"""
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    """the user's metrics of the last step"""
+    """the metrics, and the parts of a loss that returns several sums, of the last step"""
     model: nn.Module | None = None
     """the trained module; None for a built-in model. A module on the meta device stays without values"""
 

@@ -43,6 +43,8 @@ MAX_RANKS = 1 << 16
 """The largest layout whose communication volume is compared."""
 MAX_NOTES = 16
 """The notes of a prediction, and the ranks of a pipeline, that a report shows."""
+UNITS = ("tokens", "samples", "targets")
+"""What a run may call its targets."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def build_report(folder: RunFolder) -> Report:
         attempt,
         len(steps),
         rows=[
-            *step_rows(steps, plan),
+            *step_rows(steps, plan, measurements.first.start.get("unit")),
             *phase_rows(steps, plan, layout),
             *memory_rows(measurements, plan),
             *pipeline_rows(measurements),
@@ -157,16 +159,18 @@ def median_of(steps: Iterable[RecordedStep], figure: Callable[[RecordedStep], fl
     return median(values) if values else None
 
 
-def step_rows(steps: list[RecordedStep], plan: Mapping[str, Any]) -> list[ReportRow]:
+def step_rows(steps: list[RecordedStep], plan: Mapping[str, Any], unit: Any = None) -> list[ReportRow]:
+    """The time of a step. `unit` is what the run calls a target; a plan predicts tokens."""
     seconds = median_of(steps, lambda step: step.seconds)
     flops, peak = finite_number(plan.get("flops")), finite_number(plan.get("peak_flops"))
     mfu = flops / seconds / peak if seconds and flops and peak else None
     rate = median_of(steps, lambda step: step.tokens / step.seconds)
+    rate_name = f"{unit}/s" if unit in UNITS else "tokens/s"
     no_step = "" if steps else "no timed step yet"
     no_peak = "" if peak or not plan.get("plan") else "the device's peak FLOP/s is unknown"
     return [
         ReportRow("step", "step time", "s", seconds, finite_number(plan.get("seconds")), no_step),
-        ReportRow("step", "tokens/s", "/s", rate, finite_number(plan.get("tokens_per_second"))),
+        ReportRow("step", rate_name, "/s", rate, finite_number(plan.get("tokens_per_second"))),
         ReportRow("step", "MFU", "share", mfu, finite_number(plan.get("mfu")), no_peak),
     ]
 

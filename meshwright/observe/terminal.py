@@ -42,7 +42,7 @@ class Terminal:
         self.config, self.folder, self.attempt = config, folder, attempt
         self.console = make_console(stream)
         self.recent: deque[Event] = deque(maxlen=RATE_WINDOW)
-        self.steps = config.steps
+        self.steps, self.unit = config.steps, "tokens"
         self.live: Live | None = None
         self.last_checkpoint = -1
 
@@ -64,6 +64,7 @@ class Terminal:
         self.print(f"step {event['step']}: {text}", style)
 
     def _start(self, event: Event) -> None:
+        self.unit = event.get("unit", self.unit)
         lines = header(self.config, self.folder, self.attempt, event)
         for line in lines[: 1 if event.get("restart") else None]:  # a restart is the same run
             self.print(line)
@@ -74,9 +75,10 @@ class Terminal:
     def _step(self, event: Event) -> None:
         self.recent.append(event)
         if self.live is not None:
-            self.live.update(live_line(list(self.recent), self.steps, self.console.width, self.last_checkpoint))
+            width = self.console.width
+            self.live.update(live_line(list(self.recent), self.steps, width, self.last_checkpoint, self.unit))
         elif event["step"] % self.config.log_every == 0 or event["step"] + 1 == self.steps:
-            self.print(plain_line(list(self.recent), self.steps, self.last_checkpoint))
+            self.print(plain_line(list(self.recent), self.steps, self.last_checkpoint, self.unit))
 
     def _counters(self, event: Event) -> None:
         rows = [row for row in event["communication"] if row["axis"] != "control"]
@@ -91,8 +93,8 @@ class Terminal:
         self.print_step(event, f"rank 0: sent {sent or 'nothing'}; {peak}", "dim")
 
     def _eval(self, event: Event) -> None:
-        loss = f"held-out loss {format_value(event['loss'], '.4f')} over {event['tokens']:,} tokens"
-        self.print(f"after {event['step'] + 1:>5} steps  {loss}", "bold")
+        loss = f"held-out loss {format_value(event['loss'], '.4f')} over {event['tokens']:,} {self.unit}"
+        self.print("  ".join([f"after {event['step'] + 1:>5} steps", loss, *metric_fields(event)]), "bold")
 
     def _restored(self, event: Event) -> None:
         restored = f"restored {event['checkpoint']} in {event['seconds']:.2f} s"
@@ -234,7 +236,7 @@ def steady_steps(recent: list[Event]) -> list[Event]:
 
 
 def rates(recent: list[Event]) -> tuple[float, float]:
-    """Returns (seconds per step, tokens per second) over the window."""
+    """Returns (seconds per step, tokens per second, or whatever a target is) over the window."""
     steps = steady_steps(recent)
     seconds = sum(event["seconds"] for event in steps)
     return seconds / len(steps), sum(event["tokens"] for event in steps) / max(seconds, 1e-9)
@@ -248,16 +250,22 @@ def phase_shares(recent: list[Event]) -> dict[str, float]:
     return {phase: spent / total for phase, spent in seconds.items()}
 
 
-def plain_line(recent: list[Event], steps: int, last_checkpoint: int = -1) -> str:
+def metric_fields(event: Event) -> list[str]:
+    """Returns the user's metrics of a step or evaluation."""
+    return [f"{name} {format_value(value, '.4g')}" for name, value in event.get("metrics", {}).items()]
+
+
+def plain_line(recent: list[Event], steps: int, last_checkpoint: int = -1, unit: str = "tokens") -> str:
     event = recent[-1]
     seconds_per_step, tokens_per_second = rates(recent)
     shares = phase_shares(recent).items()
     fields = [
         f"{event['step'] + 1:>6} of {steps} steps done",
         f"loss {format_value(event['loss'], '.4f')}",
+        *metric_fields(event),
         f"lr {event['lr']:.2e}",
         f"grad norm {format_value(event['grad_norm'], '.3f')}",
-        f"{tokens_per_second:,.0f} tokens/s",
+        f"{tokens_per_second:,.0f} {unit}/s",
         " ".join(f"{PHASE_NAMES.get(phase, phase)} {share:.0%}" for phase, share in shares if share >= 0.005),
         f"memory {format_bytes(event['memory'])}",
         f"eta {format_clock(seconds_per_step * (steps - event['step'] - 1))}",
@@ -267,18 +275,19 @@ def plain_line(recent: list[Event], steps: int, last_checkpoint: int = -1) -> st
     return "  ".join(fields)
 
 
-def live_line(recent: list[Event], steps: int, width: int, last_checkpoint: int = -1) -> Text:
+def live_line(recent: list[Event], steps: int, width: int, last_checkpoint: int = -1, unit: str = "tokens") -> Text:
     """Returns a progress bar and as many fields as fit into `width` columns, the most important ones first."""
     event, shares = recent[-1], phase_shares(recent)
     done = event["step"] + 1
     seconds_per_step, tokens_per_second = rates(recent)
     # In the order of the line; the number is the order in which the fields are given space.
-    fields: list[tuple[int, str, str]] = [
+    fields: list[tuple[float, str, str]] = [
         (0, f"{done}/{steps} steps", "bold"),
         (1, f"loss {format_value(event['loss'], '.4f')}", "bold"),
+        *((1 + number / 100, text, "bold") for number, text in enumerate(metric_fields(event), 1)),
         (6, f"grad norm {format_value(event['grad_norm'], '.2f')}", ""),
         (7, f"lr {event['lr']:.1e}", ""),
-        (3, f"{tokens_per_second:,.0f} tokens/s", ""),
+        (3, f"{tokens_per_second:,.0f} {unit}/s", ""),
         (10, f"data {shares['fetch'] + shares['copy']:.0%}", ""),
         (5, f"forward {shares['forward']:.0%}  backward {shares['backward']:.0%}", ""),
         (4, f"{PHASE_NAMES['sync']} {shares['sync']:.0%}", EXPOSED_STYLE),
@@ -288,7 +297,7 @@ def live_line(recent: list[Event], steps: int, width: int, last_checkpoint: int 
     ]
     if last_checkpoint >= 0:
         fields.append((9, f"checkpoint {last_checkpoint}", ""))
-    kept: set[int] = set()
+    kept: set[float] = set()
     space = width - MIN_BAR - 1
     for priority, text, _ in sorted(fields):
         if len(text) + 2 <= space or not kept:

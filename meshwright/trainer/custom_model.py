@@ -42,6 +42,10 @@ class CustomModel:
     """names of the sums, where the loss returns a dict of them"""
     code: CodeRecord | None = None
     """the fingerprints of the model, the loss and the functions beside them"""
+    unit: str = "targets"
+    """what a valid target is called on the terminal and in reports: tokens, samples or targets"""
+    notes: tuple[str, ...] = ()
+    """what the check of the first batch found, one line each"""
 
     def __post_init__(self) -> None:
         count = self.batch.count

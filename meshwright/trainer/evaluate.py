@@ -11,6 +11,7 @@ from meshwright.data.source import Collate, ConcatenatedSource
 from meshwright.data.stream import Stream
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
+from meshwright.trainer.objective import find_objective
 from meshwright.trainer.precision import Precision
 
 
@@ -42,11 +43,13 @@ class Evaluation:
     @torch.no_grad()
     def run(
         self, parallel_model: ParallelModel, precision: Precision, world: World, counts_tokens: bool, reports_loss: bool
-    ) -> tuple[float, int, str]:
-        """Returns the loss and the number of valid tokens over all ranks, and the first sample that this rank could not
-        decode. For `counts_tokens` and `reports_loss` see `StepContext`.
+    ) -> tuple[float, int, str, dict[str, float]]:
+        """Returns the loss and the number of valid tokens over all ranks, the first sample that this rank could not
+        decode, and the metrics. For `counts_tokens` and `reports_loss` see `StepContext`.
         """
-        sums = torch.zeros(2, dtype=torch.float64, device=world.device)
+        objective = find_objective(parallel_model.module)
+        names = objective.measured_names if objective is not None else ()
+        sums = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=world.device)
         bad, module = "", parallel_model.module
         modes = [(child, child.training) for child in module.modules()]
         module.eval()
@@ -58,12 +61,16 @@ class Evaluation:
                 bad = bad or str(batch.bad_samples[0])
             with precision.autocast(), parallel_model.micro_step(last=True):
                 total = parallel_model.forward_loss(*map(world.to_device, parallel_model.shard_inputs(batch.tensors)))
+            measured = objective.pop_measured(world.device) if objective is not None else sums[2:]
             if index < len(self.micro_batches):
                 loss = total.double() if reports_loss else torch.zeros((), device=world.device, dtype=torch.float64)
                 tokens = torch.tensor(float(batch.valid_targets) * counts_tokens, device=world.device)
-                sums += torch.stack([loss, tokens])
+                sums[:2] += torch.stack([loss, tokens])
+                if reports_loss and names:
+                    sums[2:] += measured
         parallel_model.reshard()
         for child, mode in modes:  # a user may have put some modules into eval mode
             child.training = mode
-        loss_sum, token_count = world.all_reduce(sums, "evaluation sum").wait().tolist()
-        return loss_sum / max(1.0, token_count), int(token_count), bad
+        loss_sum, token_count, *measured_sums = world.all_reduce(sums, "evaluation sum").wait().tolist()
+        metrics = objective.measured_values(measured_sums) if objective is not None else {}
+        return loss_sum / max(1.0, token_count), int(token_count), bad, metrics

@@ -89,6 +89,8 @@ class RunSummary:
     skipped: int
     parameters_digest: str
     evaluations: list[tuple[int, float]] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    """the parts of the loss and the metrics of the last step of this attempt"""
 
 
 def train_rank(job: Job, world: World) -> RunSummary:
@@ -361,7 +363,7 @@ class Training:
             self.parameters, self.job.layout, self.world, self.parallel_model.forward_is_collective
         )
         recorder = self.recorder
-        summary = RunSummary(self.done, recorder.loss, recorder.skipped, digest, recorder.evaluations)
+        summary = RunSummary(self.done, recorder.loss, recorder.skipped, digest, recorder.evaluations, recorder.metrics)
         self.plan_recorder.record_calibration(list(recorder.step_seconds), self.first_step, self.log)
         complete = self.first_step == self.done > 0
         self.log.write("end", **asdict(summary) | {"loss": finite_or_none(summary.loss), "was_complete": complete})

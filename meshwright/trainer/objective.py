@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -176,6 +177,16 @@ class Objective(nn.Module):
         if measured is None:
             return torch.zeros(2 * len(self.measured_names), dtype=torch.float64, device=device)
         return measured
+
+    def measured_values(self, sums: Sequence[float]) -> dict[str, float]:
+        """Returns sum / count of every measured name; NaN where nothing was counted."""
+        pairs = zip(self.measured_names, sums[::2], sums[1::2], strict=True)
+        return {name: total / count if count else math.nan for name, total, count in pairs}
+
+
+def find_objective(module: nn.Module) -> Objective | None:
+    """Returns the objective that a rank's module is or contains."""
+    return next((child for child in module.modules() if isinstance(child, Objective)), None)
 
 
 def split_result(result: Any) -> tuple[Any, Any]:

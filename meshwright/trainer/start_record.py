@@ -39,6 +39,7 @@ def start_record(
         "placement": identity["placement_fingerprint"],
         "parameters": parameter_count(job, parallel_model),
         "decoder": job.custom is None,
+        "unit": job.custom.unit if job.custom is not None else "tokens",
         "layout": str(job.layout),
         "shard": job.config.layout.shard,
         "notes": unused_settings(job.config, own_model=job.custom is not None) + source_notes(job.sources),

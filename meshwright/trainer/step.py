@@ -31,6 +31,7 @@ from meshwright.parallel.world import PendingAllReduce, World
 from meshwright.telemetry.step_clock import StepClock
 from meshwright.topology.layout import Layout
 from meshwright.trainer.expert_balancer import ExpertBalancer
+from meshwright.trainer.objective import find_objective
 from meshwright.trainer.precision import Precision
 
 
@@ -114,6 +115,8 @@ class StepOutcome:
     """whether the communication and memory counters were on, which makes a step slower"""
     in_flight: InFlightTracker | None = None
     """the micro-batches that this rank kept during a pipeline schedule"""
+    measured: Tensor | None = None
+    """the parts of the loss and the metrics as (sum, count) over all ranks, see `Objective.measured_names`"""
     expert_loads: Tensor | None = None
     """tokens per expert over all ranks, see `ExpertBalancer.update_biases`"""
 
@@ -128,6 +131,9 @@ class Step:
         self.expert_balancer = context.expert_balancer
         self.has_stateful_buffers = any(True for _ in stateful_buffers(self.parallel_model.module))
         self.in_flight: InFlightTracker | None = None
+        objective = find_objective(self.parallel_model.module)
+        self.objective = objective if objective is not None and objective.measured_names else None
+        self.measured: Tensor | None = None
 
     def run(
         self,
@@ -161,9 +167,19 @@ class Step:
         local = self._local_square(reduction, control, batches, norm) / scale**2
         on_host = copy_to_host(torch.stack([t.double() for t in (loss, norm, local, finite, scale)]))
         loads = copy_to_host(loads) if loads is not None else None
+        measured = copy_to_host(self.measured) if self.measured is not None else None
         clock.close()
         return StepOutcome(
-            step, lr, control, on_host, reduction, clock, batches, in_flight=self.in_flight, expert_loads=loads
+            step,
+            lr,
+            control,
+            on_host,
+            reduction,
+            clock,
+            batches,
+            in_flight=self.in_flight,
+            measured=measured,
+            expert_loads=loads,
         )
 
     def gradient(self, step: int, batches: list[MicroBatch], clock: StepClock) -> tuple[StepControl, Tensor]:
@@ -211,7 +227,7 @@ class Step:
 
         def sum_loss() -> None:  # overlaps with the last backward pass
             nonlocal loss_sum
-            loss_sum = self.world.all_reduce(total, "loss sum")
+            loss_sum = self.world.all_reduce(self._with_measured(total), "loss sum")
 
         hooks = PassHooks(enter, self.precision.autocast, scale_loss, sum_loss)
         self.in_flight = self.parallel_model.forward_backward(inputs, hooks)
@@ -223,7 +239,17 @@ class Step:
             sum_loss()
         assert control is not None
         assert loss_sum is not None
-        return control, loss_sum.wait()
+        if self.objective is None:
+            return control, loss_sum.wait()
+        loss, self.measured = loss_sum.wait().tensor_split([1])
+        return control, loss[0]
+
+    def _with_measured(self, total: Tensor) -> Tensor:
+        """Appends what the objective measured to the loss, so that one all-reduce sums both."""
+        if self.objective is None:
+            return total
+        measured = self.objective.pop_measured(self.world.device)
+        return torch.cat([total.double()[None], measured if self.context.reports_loss else torch.zeros_like(measured)])
 
     def check_context(self, first: Callable[[], MicroBatch]) -> None:
         """Compares a user's model on sequence chunks with itself on full sequences. A pipeline exchanges tensors of one
@@ -250,6 +276,8 @@ class Step:
             return tuple(map(self.world.to_device, self.parallel_model.shard_inputs(batch.tensors)))
 
         self.parallel_model.warmup_backward(load_inputs, self.precision.autocast)
+        if self.objective is not None:
+            self.objective.pop_measured(self.world.device)
         self.optimizer.zero_grad()
         self.expert_balancer.discard_loads()
         self.parallel_model.pop_gradient_reduction()

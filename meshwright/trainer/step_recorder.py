@@ -19,6 +19,7 @@ from meshwright.telemetry.events import EventLog
 from meshwright.topology.collectives import wire_bytes
 from meshwright.trainer.expert_balancer import imbalance
 from meshwright.trainer.numerics import NoiseScale, first_nonfinite
+from meshwright.trainer.objective import find_objective
 from meshwright.trainer.precision import Precision
 from meshwright.trainer.step import StepOutcome
 
@@ -45,6 +46,9 @@ class StepRecorder:
         """(step, seconds) of the newest steps without counters"""
         self.bad_samples = self.skipped = self.consecutive_skips = 0
         self.loss: float | None = None
+        self.objective = find_objective(parallel_model.module)
+        self.metrics: dict[str, float] = {}
+        """the metrics of the newest step"""
         self.evaluations: list[tuple[int, float]] = []
 
     def counters(self) -> dict[str, Any]:
@@ -95,6 +99,9 @@ class StepRecorder:
                 "live_by_stage": outcome.in_flight.peak,
                 "idle": idle_fraction(phases),
             }
+        if outcome.measured is not None and self.objective is not None:
+            self.metrics = self.objective.measured_values(outcome.measured.tolist())
+            extra["metrics"] = {name: finite_or_none(value) for name, value in self.metrics.items()}
         if outcome.expert_loads is not None:
             loads = outcome.expert_loads
             extra["experts"] = {"imbalance": imbalance(loads), "dropped": int(loads[:, -1].sum())}
@@ -123,14 +130,15 @@ class StepRecorder:
         self._bad_samples(outcome)
         self._nonfinite(outcome, loss, bool(finite))
 
-    def add_evaluation(self, step: int, loss: float, tokens: int, bad: str) -> None:
+    def add_evaluation(self, step: int, loss: float, tokens: int, bad: str, metrics: dict[str, float]) -> None:
         """Records an evaluation; a sample that cannot be decoded stops the run unless bad samples are quarantined."""
         if bad and self.config.data.on_bad_sample == "stop":
             raise DataError(
                 f"rank {self.world.rank} step {step}, evaluation: {bad}",
                 'try to repair the sample, or set data.on_bad_sample = "quarantine"',
             )
-        self.log.write("eval", step=step, loss=finite_or_none(loss), tokens=tokens)
+        measured = {"metrics": {name: finite_or_none(value) for name, value in metrics.items()}} if metrics else {}
+        self.log.write("eval", step=step, loss=finite_or_none(loss), tokens=tokens, **measured)
         self.evaluations.append((step, loss))
 
     def _bad_samples(self, outcome: StepOutcome) -> None:

@@ -85,7 +85,7 @@ def test_several_losses_are_added_and_measured():
     objective = Objective(model, losses, structure, loss_names=("class", "size"))
     total, _ = objective(*structure.flatten(batch))
     first, first_count, second, second_count = objective.pop_measured(torch.device("cpu")).tolist()
-    assert first + second == pytest.approx(float(total))
+    assert first + second == pytest.approx(total.item())
     assert first_count == second_count == 4
 
 

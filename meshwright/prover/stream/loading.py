@@ -256,7 +256,7 @@ def evaluate_on_ranks(checked: CheckedStream, batch: Batch, limit: int, expected
         evaluation = Evaluation(source, checked.stream, limit, batch, rank)
         read += [int(sample) for ids in evaluation.micro_batches for sample in ids]
         passes.add(evaluation.passes)
-        loss, count, bad = evaluation.run(cast(Any, RecordingModel()), precision, World(), True, True)
+        loss, count, bad, _ = evaluation.run(cast(Any, RecordingModel()), precision, World(), True, True)
         loss_sum += loss * count
         share = len(range(rank, len(expected), batch.replicas))
         if count != share or bad:
