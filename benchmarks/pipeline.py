@@ -16,7 +16,7 @@ from meshwright.config import load_config
 from meshwright.topology.schedule_timeline import build_timeline
 from meshwright.topology.schedules import SCHEDULES
 from meshwright.trainer.loop import Training
-from meshwright.trainer.step_recorder import idle_fraction
+from meshwright.trainer.records.step_recorder import idle_fraction
 
 SHAPE = ["--model.width=64", "--model.layers=8", "--model.ffn=176", "--model.vocab=64", "--data.sequence=16"]
 STEPS = 12

@@ -179,14 +179,16 @@ def spaced_indices(length: int, count: int) -> list[int]:
 
 def first_sample(source: Source) -> Sample:
     """Returns the first sample that can be decoded."""
-    found = "there is no sample"
+    reasons = []
     for index in range(min(len(source), FIRST_SAMPLE_SEARCH)):
         try:
             return source[index]
         except Exception as error:  # noqa: BLE001  any sample that decodes has the structure and the shapes
-            found = f"{type(error).__name__}: {describe_exception(error)}"
+            reasons.append(f"{type(error).__name__}: {describe_exception(error)}")
+    if not reasons:
+        raise DataError(f"source {source.name} is empty", "expected at least one sample")
     raise DataError(
-        f"source {source.name}: none of the first {FIRST_SAMPLE_SEARCH} samples can be decoded ({found})",
+        f"source {source.name}: the first {len(reasons)} sample(s) cannot be decoded: {reasons[0]}",
         "try to read the dataset outside of Meshwright",
     )
 

@@ -16,6 +16,7 @@ from meshwright.config import RunConfig, fingerprint, identity, placement
 from meshwright.data.token_files import raise_if_changed
 from meshwright.errors import ConfigError, MeshwrightError, PeerError, StoppedBySignal, describe_exception
 from meshwright.launch.environment import started_by_torchrun
+from meshwright.launch.first_batch_check import prepare_custom_model
 from meshwright.launch.host_memory import require_host_memory
 from meshwright.launch.ranks import Ranks, cuda_started, raise_if_spawning
 from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, leave_process_group, torchrun_restart_count
@@ -61,6 +62,7 @@ def make_job(
     if custom is not None:
         require_spec(custom.module, custom.spec, layout)
         require_materialized(custom.module)
+        custom = prepare_custom_model(custom, sources[0], config, layout)
     else:
         require_host_memory(config, layout)
     return Job(

@@ -34,14 +34,14 @@ from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.evaluate import Evaluation
 from meshwright.trainer.identity import build_identity, check_run_folder, write_run_folder
 from meshwright.trainer.objective import Objective, copy_trained_weights
-from meshwright.trainer.plan_recorder import PlanRecorder
 from meshwright.trainer.precision import Precision, set_determinism
+from meshwright.trainer.records.plan_recorder import PlanRecorder
+from meshwright.trainer.records.start_record import start_record
+from meshwright.trainer.records.step_recorder import StepRecorder, finite_or_none
 from meshwright.trainer.resume import ResumeState
 from meshwright.trainer.signals import SignalWatch
-from meshwright.trainer.start_record import start_record
 from meshwright.trainer.step import Step, StepContext, TrainingObserver
 from meshwright.trainer.step_counters import count_step
-from meshwright.trainer.step_recorder import StepRecorder, finite_or_none
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,22 @@ Reduction = Literal["sum", "mean"]
 
 SUM_ARGUMENT = "num_items_in_batch"
 """The argument by which models of transformers are told what to divide their summed loss by."""
+
+
+@dataclass(frozen=True)
+class BatchLoss:
+    """The loss of a micro-batch, and what it was computed from."""
+
+    total: Tensor
+    """the sum over valid targets"""
+    parts: Any
+    """the same, or a dict of the sums that it consists of"""
+    count: Tensor | None
+    """the number of valid targets, if the loss returned it"""
+    outputs: Any
+    target: Any
+    """what the loss gets beside the outputs: the target of a tuple, or the whole batch"""
+    flat: tuple[Tensor, ...]
 
 
 class Objective(nn.Module):
@@ -56,6 +73,10 @@ class Objective(nn.Module):
         self.loss = loss if isinstance(loss, nn.Module) or loss is None else _LossModule(loss)
         self.batch = batch
         self.reduction = reduction or ("sum" if loss is not None or returns_sum(model) else "mean")
+        self.auxiliary_scale = 1.0
+        """factor of the auxiliary loss of routers"""
+        self.has_auxiliary = False
+        """whether the model has added an auxiliary loss of routers to its loss"""
         self.labels_shifted = False
         """whether the targets that arrive are shifted already, as under context parallelism"""
         self.metrics = dict(metrics or {})
@@ -71,6 +92,13 @@ class Objective(nn.Module):
         self.keywords = () if batch.is_tuple else accepted_entries(model, batch, with_targets=loss is None)
 
     def forward(self, *flat: Tensor) -> tuple[Tensor, Tensor]:
+        loss = self.compute(flat)
+        if self.measured_names:
+            self.measure(loss)
+        return loss.total, torch.zeros((), device=loss.total.device) if loss.count is None else loss.count
+
+    def compute(self, flat: tuple[Tensor, ...]) -> BatchLoss:
+        """Runs the model and the loss on a micro-batch."""
         # numpy's floats are float64 by default; inputs follow the dtype of the model's weights
         flat = tuple(t.to(self.dtype) if t.is_floating_point() else t for t in flat)
         outputs = self.call_model(flat)
@@ -84,9 +112,7 @@ class Objective(nn.Module):
         if self.loss is not None and self.reduction == "mean":
             parts = scale_parts(parts, self.count_targets(flat) if count is None else count)
         total = torch.stack(list(parts.values())).sum() if isinstance(parts, Mapping) else parts
-        if self.measured_names:
-            self.measure(outputs, target, parts, count, flat)
-        return total, torch.zeros((), device=total.device) if count is None else torch.as_tensor(count)
+        return BatchLoss(total, parts, count, outputs, target, flat)
 
     def call_model(self, flat: tuple[Tensor, ...]) -> Any:
         """Calls the model with the entries of a batch: by keyword for a dict or dataclass, by position for a tuple."""
@@ -131,10 +157,13 @@ class Objective(nn.Module):
                 f"loss is None, and the model returned a {type(outputs).__name__} without a loss",
                 "expected an output with .loss, or train(..., loss=...)",
             )
-        if self.reduction == "mean":
-            return mean_to_sum(loss, self.count_targets(flat))
         auxiliary = auxiliary_loss(self.model, outputs)
-        return loss if auxiliary is None else loss + auxiliary * (self.count_targets(flat) - 1)
+        self.has_auxiliary = auxiliary is not None
+        if auxiliary is not None:
+            loss = loss - auxiliary
+        if self.reduction == "mean":
+            loss = mean_to_sum(loss, self.count_targets(flat))
+        return loss if auxiliary is None else loss + auxiliary * self.auxiliary_scale * self.count_targets(flat)
 
     def count_targets(self, flat: tuple[Tensor, ...]) -> Tensor:
         """Returns the number of valid targets of this rank's part of a micro-batch."""
@@ -147,10 +176,7 @@ class Objective(nn.Module):
         if count is None or self.batch.count is None:
             return
         if int(count) != (expected := int(self.count_targets(flat))):
-            raise ConfigError(
-                f"the loss counted {int(count)} valid targets, but the batch has {expected}",
-                "try to mask with the target -100, or return the sum alone",
-            )
+            raise count_error(int(count), expected)
 
     @property
     def measured_names(self) -> tuple[str, ...]:
@@ -158,16 +184,16 @@ class Objective(nn.Module):
         return (*self.loss_names, *self.metrics)
 
     @torch.no_grad()
-    def measure(self, outputs: Any, target: Any, parts: Any, count: Any, flat: tuple[Tensor, ...]) -> None:
+    def measure(self, loss: BatchLoss) -> None:
         """Adds (sum, count) of every measured name of a micro-batch to `measured`, without a collective."""
         values: list[Any] = []
         for name in self.loss_names:
-            values += [parts[name], self.count_targets(flat) if count is None else count]
+            values += [loss.parts[name], self.count_targets(loss.flat) if loss.count is None else loss.count]
         if self.metrics:
-            full = gather_outputs(outputs)
+            outputs = gather_outputs(loss.outputs)
             for name, metric in self.metrics.items():
-                values += measured_pair(name, metric(full, target))
-        device = flat[0].device
+                values += measured_pair(name, metric(outputs, loss.target))
+        device = loss.total.device
         vector = torch.stack([torch.as_tensor(v, device=device).detach().double() for v in values])
         self.measured = vector if self.measured is None else self.measured + vector
 
@@ -189,7 +215,14 @@ def find_objective(module: nn.Module) -> Objective | None:
     return next((child for child in module.modules() if isinstance(child, Objective)), None)
 
 
-def split_result(result: Any) -> tuple[Any, Any]:
+def count_error(found: int, expected: int) -> ConfigError:
+    return ConfigError(
+        f"the loss counted {found} valid targets, but the batch has {expected}",
+        "try to mask with the target -100, or return the sum alone",
+    )
+
+
+def split_result(result: Any) -> tuple[Any, Tensor | None]:
     """Splits what a loss returned into its sum or sums and its count; None for the count if it returned none."""
     if not isinstance(result, tuple):
         return result, None
@@ -198,7 +231,7 @@ def split_result(result: Any) -> tuple[Any, Any]:
             f"the loss returned a tuple of {len(result)} values that is not (sum, count)",
             'expected a sum, (sum, count), or a dict of sums such as {"first": ..., "second": ...}',
         )
-    return result
+    return result[0], torch.as_tensor(result[1])
 
 
 def scale_parts(parts: Any, count: Any) -> Any:

@@ -19,8 +19,8 @@ from meshwright.topology.axes import ALL_AXES
 from meshwright.topology.layout import Layout, stages_per_rank
 from meshwright.trainer.identity import code_fingerprint, describe_differences
 from meshwright.trainer.precision import Precision
+from meshwright.trainer.records.step_recorder import StepRecorder
 from meshwright.trainer.step import step_seed
-from meshwright.trainer.step_recorder import StepRecorder
 from meshwright.version import __version__
 
 DEFAULTS: dict[str, Any] = dict.fromkeys(ALL_AXES, 1) | {

@@ -24,7 +24,7 @@ from meshwright.trainer import loop as loop_module
 from meshwright.trainer.loop import Training
 from meshwright.trainer.numerics import NoiseScale
 from meshwright.trainer.precision import LossScale
-from meshwright.trainer.step_recorder import StepRecorder
+from meshwright.trainer.records.step_recorder import StepRecorder
 
 CONTENT = "every checkpoint has"
 RESTORED = "a restart restores bit for bit"

@@ -146,7 +146,7 @@ def test_run_of_zero_steps_completes(tmp_path, small):
 
 
 def test_empty_source_is_named(tmp_path):
-    with pytest.raises(DataError, match="source 0 is empty"):
+    with pytest.raises(DataError, match="source list is empty"):
         run_custom(tmp_path / "r", custom_config(), source=[])
 
 

@@ -14,7 +14,7 @@ from meshwright.errors import ConfigError
     [
         (nn.CrossEntropyLoss(), "reduction = 'mean'"),
         (lambda out, y: nn.functional.cross_entropy(out, y, reduction="none"), "shape"),
-        (lambda out, y: (summed_cross_entropy(out, y), 1), "the loss counted 1 valid targets, but the batch has 2"),
+        (lambda out, y: (summed_cross_entropy(out, y), 1), "the loss counted 1 valid targets, but the batch has 5"),
     ],
 )
 def test_loss_with_another_reduction_than_sum_is_refused(tmp_path, loss, message):

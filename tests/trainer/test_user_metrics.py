@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from custom_model import custom_config, run_custom, samples_of_step, step_records
+from custom_model import custom_config, run_custom, step_records
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from meshwright.config import EvalConfig
+from meshwright.data.stream import Stream
 from meshwright.telemetry.events import read_events
 
 
@@ -29,7 +30,7 @@ class Pairs:
         return 40
 
     def __getitem__(self, index):
-        entries = {"query": np.full(2, index / 8), "item": np.full(4, index % 7), "labels": index % 3}
+        entries = {"query": np.full(2, index / 8), "item": np.full(4, index % 7 / 7), "labels": index % 3}
         entries["labels"] = -100 if index % 5 == 0 else entries["labels"]
         return dict(reversed(entries.items())) if index % 2 else entries
 
@@ -49,25 +50,31 @@ def first_output(outputs, batch):
     return outputs[:, 0]
 
 
+def expected_values(model, ids):
+    samples = [Pairs()[int(i)] for i in ids]
+    batch = {key: torch.tensor(np.stack([s[key] for s in samples])) for key in ("item", "query", "labels")}
+    with torch.no_grad():
+        outputs = model.double()(batch["item"].double(), batch["query"])
+    valid = batch["labels"] != -100
+    sums = {name: float(value) / int(valid.sum()) for name, value in losses(outputs, batch).items()}
+    return sums | {"valid": float(valid.double().mean()), "first": float(outputs[:, 0].mean())}
+
+
 def test_metrics_and_parts_of_the_loss_are_exact_sums_over_ranks(tmp_path):
     torch.manual_seed(0)
-    model = Towers()
-    initial = {name: value.clone() for name, value in model.state_dict().items()}
+    model, initial = Towers(), Towers()
+    initial.load_state_dict(model.state_dict())
     config = custom_config(steps=3, ranks=2, eval=EvalConfig(holdout=0.2, every=3, samples=8))
-    options = {"model": model, "loss": losses, "source": Pairs()}
-    result, steps = run_custom(tmp_path / "r", config, metrics={"valid": valid_share, "first": first_output}, **options)
-    plain = Towers()
-    plain.load_state_dict(initial)
-    events = read_events(tmp_path / "r" / "events" / "rank-00000.jsonl")
-    ids = next(e for e in events if e["kind"] == "start")
-    assert (ids["unit"], steps[0]["samples"]) == ("samples", 8)
+    metrics = {"valid": valid_share, "first": first_output}
+    result, steps = run_custom(tmp_path, config, model=model, loss=losses, source=Pairs(), metrics=metrics)
+    events = list(read_events(tmp_path / "events" / "rank-00000.jsonl"))
+    [start], [evaluation] = ([e for e in events if e["kind"] == kind] for kind in ("start", "eval"))
+    stream = Stream.from_lengths(config.seed, 8, [40], [1.0], 0.2)
 
-    expected = expected_values(plain, samples_of_step(tmp_path / "r", 0))
-    assert steps[0]["metrics"] == pytest.approx(expected, rel=1e-6)
-    assert steps[0]["loss"] == pytest.approx(expected["class"] + expected["size"], rel=1e-6)
-    assert steps[0]["metrics"] == step_records(tmp_path / "r", rank=1)[0]["metrics"]
-    assert result.metrics == pytest.approx(steps[-1]["metrics"])
-
-    held_out = held_out_samples(tmp_path / "r")
-    [evaluation] = [e for e in events if e["kind"] == "eval"]
-    assert evaluation["metrics"] == pytest.approx(expected_values(model, held_out), rel=1e-6)
+    expected = expected_values(initial, stream.step(0))
+    assert steps[0]["metrics"] == pytest.approx(expected, rel=1e-5)
+    assert steps[0]["loss"] == pytest.approx(expected["class"] + expected["size"], rel=1e-5)
+    assert steps[0]["metrics"] == step_records(tmp_path, rank=1)[0]["metrics"]
+    assert result.metrics == steps[-1]["metrics"]
+    assert evaluation["metrics"] == pytest.approx(expected_values(model, stream.held_out_samples(8)), rel=1e-5)
+    assert start["unit"] == "samples"

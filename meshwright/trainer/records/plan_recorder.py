@@ -13,7 +13,7 @@ from meshwright.parallel.world import World
 from meshwright.planner.calibration.run_prediction import predict_run
 from meshwright.telemetry.events import EventLog
 from meshwright.telemetry.run_measurements import WARMUP_STEPS
-from meshwright.trainer.start_record import device_name
+from meshwright.trainer.records.start_record import device_name
 
 if TYPE_CHECKING:
     from meshwright.trainer.loop import Job

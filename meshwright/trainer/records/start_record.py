@@ -42,7 +42,9 @@ def start_record(
         "unit": job.custom.unit if job.custom is not None else "tokens",
         "layout": str(job.layout),
         "shard": job.config.layout.shard,
-        "notes": unused_settings(job.config, own_model=job.custom is not None) + source_notes(job.sources),
+        "notes": unused_settings(job.config, own_model=job.custom is not None)
+        + source_notes(job.sources)
+        + list(job.custom.notes if job.custom is not None else ()),
         "pipeline": pipeline_record(job, world.rank),
         "groups": {axis: list(islice(job.layout.groups(axis), MAX_GROUPS)) for axis in job.layout.active_axes},
         "hosts": world.hosts,

@@ -1,0 +1,48 @@
+"""Checks a custom model on its first samples in a process of its own, which can be ended and leaves nothing behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from meshwright.config import RunConfig
+from meshwright.data.source import Source, find_structure
+from meshwright.errors import ConfigError
+from meshwright.launch.ranks import run_ranks
+from meshwright.recover.failures import RanksFailed
+from meshwright.topology.layout import Layout
+from meshwright.topology.parameter_shards import uses_ddp
+from meshwright.trainer.custom_model import CustomModel
+from meshwright.trainer.first_batch import FirstBatch, check_first_batch
+
+
+def prepare_custom_model(custom: CustomModel, source: Source, config: RunConfig, layout: Layout) -> CustomModel:
+    """Returns the custom model with the structure of its batches, how their targets are counted, and notes. Raises
+    ConfigError if its loss is not a sum over samples.
+    """
+    custom = replace(custom, batch=find_structure(source, custom.collate))
+    launch = config.launch
+    try:
+        [found] = run_ranks(run_check, 1, custom, source, launch.threads, timeout=launch.hang_timeout)
+    except RanksFailed as failed:
+        if failed.first.error_type == "Hang":
+            raise ConfigError(
+                f"the model did not finish its first batch within launch.hang_timeout = {launch.hang_timeout:g} s",
+                "try the model on one batch outside of Meshwright, or a longer launch.hang_timeout",
+            ) from None
+        raise failed.cause() from None
+    assert isinstance(found, FirstBatch)
+    if found.unused and uses_ddp(layout) and not (config.ddp.find_unused_parameters or config.ddp.static_graph):
+        more = f" and {len(found.unused) - 1} more" if len(found.unused) > 1 else ""
+        raise ConfigError(
+            f"{found.unused[0]}{more} got no gradient from the first batch, and DDP waits for one of every parameter",
+            "try ddp.find_unused_parameters = true, or requires_grad_(False) for parameters that are never used",
+        )
+    return found.apply(custom)
+
+
+def run_check(_world: Any, custom: CustomModel, source: Source, threads: int) -> FirstBatch:
+    torch.set_num_threads(threads)
+    return check_first_batch(custom, source)
