@@ -20,8 +20,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["OpOverload", "TorchDispatchMode"]
+__all__ = ["OpOverload", "TorchDispatchMode", "TreeSpec", "tree_flatten", "tree_leaves", "tree_unflatten"]
 """Names that are re-exported as they are."""
 
 foreach_norm = torch._foreach_norm
@@ -94,6 +95,17 @@ class StageWithFilteredP2P(PipelineStage):
 
     def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Tensor:
         return vote_yes() if uses_fake_backend() else super()._warmup_backward_result(*args, **kwargs)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """The address of a tensor's storage object, which views share; fake tensors have no address of their data."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def uses_fake_backend() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.block_stack import BlockStack
 from meshwright.models.rotary import RotaryTables
 from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks
+from meshwright.parallel.pipeline_parallel.stand_ins import StandIn
 
 SAVED_OPS = (
     "mm",
@@ -81,15 +83,21 @@ def selective_policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any)
 
 
 class CheckpointedBlockStack(BlockStack):
-    """Checkpoints segments of consecutive blocks: only the input of every segment is saved."""
+    """Checkpoints segments of consecutive blocks: only the input of every segment is saved. Stand-ins for blocks of
+    other pipeline stages are in no segment.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size = size
 
     def forward(self, blocks: Iterable[nn.Module], x: Tensor, rotary: RotaryTables) -> Tensor:
-        block_list = list(blocks)
-        for start in range(0, len(block_list), self.size):
-            segment = partial(super().forward, block_list[start : start + self.size])
-            x = checkpoint(segment, x, rotary, use_reentrant=False) if torch.is_grad_enabled() else segment(x, rotary)
+        for is_stand_in, group in groupby(blocks, key=lambda block: isinstance(block, StandIn)):
+            block_list = list(group)
+            if is_stand_in or not torch.is_grad_enabled():
+                x = super().forward(block_list, x, rotary)
+                continue
+            for start in range(0, len(block_list), self.size):
+                segment = partial(super().forward, block_list[start : start + self.size])
+                x = checkpoint(segment, x, rotary, use_reentrant=False)
         return x

@@ -82,6 +82,7 @@ class ParallelSpec:
         tp_plan = {name: style for name, style in self.tp_plan().items() if find_modules(model, name)}
         return replace(
             self,
+            blocks=tuple(pattern for pattern in self.block_patterns if find_modules(model, pattern)),
             before=tuple(name for name in self.before if find_modules(model, name)),
             after=tuple(name for name in self.after if find_modules(model, name)),
             tp_plan=lambda: tp_plan,

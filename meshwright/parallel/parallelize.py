@@ -1,6 +1,6 @@
 """The one order in which the axes of parallelism are applied to a model.
 
-1. pipeline              keep only the blocks of this rank's stages
+1. pipeline              divide the model into this rank's stages; all later steps are applied to each stage
 2. tensor                shard weight matrices as DTensors; all later steps see local shards
 3. expert                keep this rank's experts; tokens travel to theirs by all-to-all
 4. context               attention and positions of sequence chunks
@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor, nn
@@ -33,18 +34,12 @@ from meshwright.parallel.mesh import Meshes, build_meshes, new_group
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks, require_modules
 from meshwright.parallel.pipeline_parallel.pipeline_model import PipelineModel
-from meshwright.parallel.pipeline_parallel.stages import (
-    TIED_COPIES,
-    StagePlan,
-    build_stages,
-    prune_to_stages,
-    stage_parallel_spec,
-    stage_plan,
-)
+from meshwright.parallel.pipeline_parallel.stages import StagePlan, divide_into_stages
 from meshwright.parallel.sync_batch_norm import synchronize_batch_norm
-from meshwright.parallel.tensor_parallel import apply_tensor_parallel, require_tp_plan
+from meshwright.parallel.tensor_parallel import apply_tensor_parallel, require_tp_plan, shards_sequence
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
+from meshwright.topology.parameter_shards import PipelinePlacement, pipeline_placement
 
 DDPFactory = Callable[[nn.Module, DDPConfig, World], ParallelModel]
 
@@ -57,86 +52,85 @@ def parallelize(
     spec: ParallelSpec,
     fill: Fill | None = None,
     *,
-    plan: StagePlan | None = None,
+    placement: PipelinePlacement | None = None,
     ddp: DDPFactory = DDPModel,
 ) -> ParallelModel:
     """Applies every axis of the layout to a model.
 
-    `fill` initializes a model that is on the meta device. The simulator
-    passes `plan` for a model with fewer blocks than the config has, and `ddp` to replace DDP.
+    `fill` initializes a model that is on the meta device. `placement` has the pipeline stages of this rank; by default
+    all blocks of the model cost the same. The simulator passes `ddp` to replace DDP.
     """
     meshes = build_meshes(layout, world.device.type, experts=bool(config.model.experts) and fill is not None)
     synchronize_batch_norm(model, partial(new_group, layout, "replicate", "shard"))
     require_spec(model, spec, layout)
-    if plan is None and layout.pipeline > 1:
-        plan = stage_plan(config, layout, world.rank)
-    if plan is not None:
-        prune_to_stages(model, plan)
-        spec = spec.restricted_to(model)
-    if tensor_mesh := meshes.submesh("tensor"):
-        apply_tensor_parallel(model, spec, tensor_mesh)
-    apply_expert_parallel(model, spec, meshes)
-    context = None
-    if meshes.context_group is not None:
-        context = apply_context_parallel(model, spec, meshes.context_group, config.context.method)
-        if context.is_custom and config.compile.enabled:
-            raise ConfigError(
-                "compile.enabled = true is unsupported with context parallelism of a user's model, whose attention is "
-                "replaced where it is called",
-                "try compile.enabled = false, or layout.context = 1",
-            )
-    apply_activation_checkpointing(model, spec, config.activation_checkpoint)
-    if config.compile.enabled:
-        apply_compile(model, spec)
     materializer = Materializer(model, fill, world.device)
-    data_parallel = partial(
-        apply_data_parallel,
-        config=config,
-        layout=layout,
-        world=world,
-        meshes=meshes,
-        materializer=materializer,
-        ddp=ddp,
-    )
-    if plan is None:
-        parallel_model = data_parallel(model, spec)
+    context = ContextAttention(meshes.context_group, config.context.method) if meshes.context_group else None
+    apply = AxisOrder(config, layout, world, meshes, context, materializer, ddp)
+    if layout.pipeline == 1:
+        parallel_model = apply(model, spec)
     else:
-        materializer.copied_from |= TIED_COPIES if config.model.tie else {}
-        stages = {i: data_parallel(stage, stage_parallel_spec(stage)) for i, stage in build_stages(model, plan).items()}
-        parallel_model = PipelineModel(model, stages, plan, meshes, world.device, tied=config.model.tie)
+        if placement is None:
+            placement = pipeline_placement(config, layout, world.rank, (1.0,) * len(find_blocks(model, spec)))
+        coordinate = layout.coordinates(world.rank)["pipeline"]
+        plan = StagePlan(config.pipeline.schedule, layout.pipeline, coordinate, placement)
+        divided = divide_into_stages(model, spec, plan, world.device)
+        materializer.copied_from |= {tied.copy_name: tied.owner_name for tied in divided.tied}
+        stages = {
+            index: apply(stage, spec.under_objective().restricted_to(stage)) for index, stage in divided.stages.items()
+        }
+        sequence_shards = layout.tensor if shards_sequence(spec) else 1
+        parallel_model = PipelineModel(model, stages, divided, plan, meshes, world.device, sequence_shards)
     parallel_model.meshes = meshes
     parallel_model.context = context
-    if context is not None or plan is not None:
+    if context is not None:
         parallel_model.shard_inputs = partial(shard_batch, context, getattr(model, "separator", None))
     return parallel_model
 
 
-def shard_batch(
-    context: ContextAttention | None, separator: int | None, batch: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
-    chunks = context.chunks if context is not None and context.enabled else None
-    return local_chunk(batch, chunks=chunks, separator=separator)
+def shard_batch(context: ContextAttention, separator: int | None, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return local_chunk(batch, chunks=context.chunks if context.enabled else None, separator=separator)
 
 
-def apply_data_parallel(
-    module: nn.Module,
-    spec: ParallelSpec,
-    config: RunConfig,
-    layout: Layout,
-    world: World,
-    meshes: Meshes,
-    materializer: Materializer,
-    ddp: DDPFactory,
-) -> ParallelModel:
-    """Wraps a model or a pipeline stage by FSDP2 or DDP, or by neither if no other rank processes different tokens."""
-    different_tokens = layout.data_degree * layout.context > 1
-    if different_tokens and meshes.dense_mesh is not None:
-        parallel_model = FSDPModel(module, spec, config, meshes, materializer.allocate)
-        materializer.initialize(module)
-        return parallel_model
-    materializer.allocate(module)
-    materializer.initialize(module)
-    return ddp(module, config.ddp, world) if different_tokens else ParallelModel(module)
+@dataclass(frozen=True)
+class AxisOrder:
+    """Applies every axis but the pipeline to a model, or to one pipeline stage."""
+
+    config: RunConfig
+    layout: Layout
+    world: World
+    meshes: Meshes
+    context: ContextAttention | None
+    materializer: Materializer
+    ddp: DDPFactory
+
+    def __call__(self, model: nn.Module, spec: ParallelSpec) -> ParallelModel:
+        config, meshes = self.config, self.meshes
+        if tensor_mesh := meshes.submesh("tensor"):
+            apply_tensor_parallel(model, spec, tensor_mesh)
+        apply_expert_parallel(model, spec, meshes)
+        if self.context is not None:
+            apply_context_parallel(model, spec, self.context)
+            if self.context.is_custom and config.compile.enabled:
+                raise ConfigError(
+                    "compile.enabled = true is unsupported with context parallelism of a user's model, whose attention "
+                    "is replaced where it is called",
+                    "try compile.enabled = false, or layout.context = 1",
+                )
+        apply_activation_checkpointing(model, spec, config.activation_checkpoint)
+        if config.compile.enabled:
+            apply_compile(model, spec)
+        return self.data_parallel(model, spec)
+
+    def data_parallel(self, module: nn.Module, spec: ParallelSpec) -> ParallelModel:
+        """Wraps a module by FSDP2 or DDP, or by neither if no other rank processes different tokens."""
+        different_tokens = self.layout.data_degree * self.layout.context > 1
+        if different_tokens and self.meshes.dense_mesh is not None:
+            parallel_model = FSDPModel(module, spec, self.config, self.meshes, self.materializer.allocate)
+            self.materializer.initialize(module)
+            return parallel_model
+        self.materializer.allocate(module)
+        self.materializer.initialize(module)
+        return self.ddp(module, self.config.ddp, self.world) if different_tokens else ParallelModel(module)
 
 
 def require_spec(model: nn.Module, spec: ParallelSpec, layout: Layout) -> None:

@@ -185,6 +185,14 @@ def sharded_dims(style: ParallelStyle, module: nn.Module) -> dict[str, int | Non
     return {}
 
 
+def shards_sequence(spec: ParallelSpec) -> bool:
+    """Whether the hidden states between blocks are sharded over the sequence, so that norms have torch's
+    SequenceParallel style.
+    """
+    styles = (style for style in spec.tp_plan().values() if isinstance(style, SequenceParallel))
+    return any(placement.is_shard(SEQUENCE) for style in styles for placement in style.sequence_sharding)
+
+
 @torch.no_grad()
 def reduce_partial_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
     """All-reduces gradients that are partial sums over the tensor axis, in one collective: those of norms, which

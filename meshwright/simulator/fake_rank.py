@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,14 +16,13 @@ from meshwright.config import Batch, RunConfig
 from meshwright.data.loader import MicroBatch
 from meshwright.errors import ConfigError
 from meshwright.models.init import build_on_meta
-from meshwright.models.registry import model_spec
+from meshwright.models.registry import block_costs, model_spec
 from meshwright.models.trace import copy_to_meta
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel.local_shard import LocalShard
 from meshwright.parallel.materialize import Materializer
 from meshwright.parallel.parallel_model import InFlightTracker, ParallelModel
 from meshwright.parallel.parallelize import parallelize
-from meshwright.parallel.pipeline_parallel.stages import StagePlan, stage_plan
 from meshwright.parallel.tensor_parallel import family_parallel_spec
 from meshwright.parallel.world import World
 from meshwright.simulator.extrapolation import MemoryTimeline, SimulatedStep
@@ -33,7 +31,7 @@ from meshwright.simulator.uniform_routing import route_uniformly
 from meshwright.telemetry.memory_classes import TENSOR_CLASSES
 from meshwright.telemetry.memory_tracker import UNINITIALIZED, MemoryTracker
 from meshwright.topology.layout import Layout
-from meshwright.topology.parameter_shards import PipelinePlacement
+from meshwright.topology.parameter_shards import PipelinePlacement, pipeline_placement
 from meshwright.torch_private import FakeTensors, clear_dtensor_cache, init_fake_process_group, patched_for_simulation
 from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.precision import Precision
@@ -141,12 +139,16 @@ def parallelize_fake_model(
 ) -> ParallelModel:
     """Builds and parallelizes the real model. torch shards fake parameters only outside the fake tensor mode."""
     dtype = Precision(config.precision, world.device).weights
-    model = build_on_meta(replace(config.model, layers=sum(size.blocks)), dtype)
+    placement = pipeline_placement(config, layout, world.rank, block_costs(config))
+    blocks = sum(size.blocks)
+    if layout.pipeline > 1:
+        placement = shrink_stages(placement, size)
+        blocks += len(size.blocks) + 1
+    model = build_on_meta(replace(config.model, layers=blocks), dtype)
     with fake_tensors.active():
         Materializer(model, None, world.device).allocate(model)
-    plan = shrink_stages(stage_plan(config, layout, world.rank), size) if layout.pipeline > 1 else None
     spec = family_parallel_spec(model_spec(config.model))
-    parallel_model = parallelize(model, config, layout, world, spec, skip_init, plan=plan, ddp=FakeDDP)
+    parallel_model = parallelize(model, config, layout, world, spec, skip_init, placement=placement, ddp=FakeDDP)
     route_uniformly(parallel_model.module)
     return parallel_model
 
@@ -169,16 +171,13 @@ def skip_init(_shard: LocalShard, _name: str) -> None:
     """Initializes a fake parameter: there is nothing to write."""
 
 
-def shrink_stages(plan: StagePlan, size: StepSize) -> StagePlan:
-    """Returns the same stages with fewer blocks each, numbered from 0."""
-    stops = list(accumulate(size.blocks))
-    stages = {
-        stage: range(stop - count, stop)
-        for stage, stop, count in zip(plan.placement.stages, stops, size.blocks, strict=True)
-    }  # fmt: skip
-    return replace(
-        plan, placement=PipelinePlacement(stages, plan.placement.stage_count), micro_batches=size.micro_steps
-    )
+def shrink_stages(placement: PipelinePlacement, size: StepSize) -> PipelinePlacement:
+    """Returns the same stages with fewer blocks each. A block of another stage precedes and follows each of them, as in
+    the full model.
+    """
+    starts = [1 + index + sum(size.blocks[:index]) for index in range(len(size.blocks))]
+    spans = [range(start, start + count) for start, count in zip(starts, size.blocks, strict=True)]
+    return PipelinePlacement(dict(zip(placement.stages, spans, strict=True)), placement.stage_count)
 
 
 def trace_second_step(

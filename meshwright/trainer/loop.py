@@ -19,7 +19,7 @@ from meshwright.data.source import ConcatenatedSource, Source
 from meshwright.data.token_files import raise_if_changed
 from meshwright.errors import CheckpointError, StoppedBySignal
 from meshwright.models.init import build_on_meta, init_shard
-from meshwright.models.registry import model_spec
+from meshwright.models.registry import block_costs, model_spec
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel.data_parallel.replica_check import compare_replicas
 from meshwright.parallel.local_shard import LocalShard, local_shard
@@ -30,6 +30,7 @@ from meshwright.parallel.world import World
 from meshwright.telemetry.events import Event, EventLog
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
+from meshwright.topology.parameter_shards import pipeline_placement
 from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.evaluate import Evaluation
 from meshwright.trainer.identity import build_identity, check_run_folder, write_run_folder
@@ -399,4 +400,5 @@ def build_parallel_decoder(config: RunConfig, layout: Layout, precision: Precisi
         world,
         family_parallel_spec(spec),
         initialize,
+        placement=pipeline_placement(config, layout, world.rank, block_costs(config)),
     )

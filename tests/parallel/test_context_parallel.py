@@ -219,10 +219,11 @@ def one_process(separator: int | None, dtype: torch.dtype, group: int) -> dict[s
 def context_parallel(group, method: str, separator: int | None, dtype: torch.dtype, mode: str, number: int):
     """Loss, count and gradients, summed over the ranks of a context group."""
     model = build_model(ModelConfig(**{**MODEL.__dict__, "separator": separator}), 0, dtype)
-    chunks = apply_context_parallel(model, SPEC, group, method).chunks
+    attention = ContextAttention(group, method)
+    apply_context_parallel(model, SPEC, attention)
     apply_activation_checkpointing(model, SPEC, ActivationCheckpointConfig(mode=mode))
     with MemoryTracker(model) as memory, CommCounter({group.group_name: "context"}) as ledger:
-        total, count = model(*local_chunk(batch(number), chunks, separator))
+        total, count = model(*local_chunk(batch(number), attention.chunks, separator))
         saved = (
             memory.current_bytes["activation"]
             + memory.current_bytes["communication"]
@@ -293,9 +294,10 @@ def with_tensor(world):
     for method in METHODS:
         model = build_model(MODEL, 0, torch.float64)
         apply_tensor_parallel(model, SPEC, mesh["tensor"])
-        chunks = apply_context_parallel(model, SPEC, group, method).chunks
+        attention = ContextAttention(group, method)
+        apply_context_parallel(model, SPEC, attention)
         with loss_parallel():
-            total, count = model(*local_chunk(batch(0), chunks, 3))
+            total, count = model(*local_chunk(batch(0), attention.chunks, 3))
             total.backward()
         reduce_partial_gradients(model.parameters(), mesh["tensor"])
         results = {name: p.grad.full_tensor() for name, p in model.named_parameters()}

@@ -26,6 +26,7 @@ from meshwright.config import IGNORE_INDEX, ActivationCheckpointConfig, load_con
 from meshwright.data.batch_structure import BatchStructure
 from meshwright.errors import ConfigError
 from meshwright.parallel.activation_checkpoint import apply_activation_checkpointing
+from meshwright.parallel.context_parallel.context_attention import ContextAttention
 from meshwright.parallel.context_parallel.context_parallel import apply_context_parallel
 from meshwright.parallel.context_parallel.sequence_chunks import local_chunk
 from meshwright.parallel.context_parallel.start_check import check_context_parallel
@@ -167,7 +168,8 @@ def compare_models(world) -> dict[tuple[str, str, str], float]:
         for method, mode in product(methods, ("none", "full")):
             model = objective(name)
             spec = spec_of(model)
-            context = apply_context_parallel(model, spec, dist.group.WORLD, method)
+            context = ContextAttention(dist.group.WORLD, method)
+            apply_context_parallel(model, spec, context)
             apply_activation_checkpointing(model, spec, ActivationCheckpointConfig(mode=mode))
             ours = results(model, local_chunk(batch(), context.chunks, None))
             for tensor in ours.values():
@@ -256,7 +258,8 @@ def refused(model: nn.Module, method: str, loss=token_loss, positions: str = "",
     spec = ParallelSpec(positions=positions).under_objective()
     parallel_model = ParallelModel(Objective(model, loss))
     try:
-        parallel_model.context = apply_context_parallel(parallel_model.module, spec, dist.group.WORLD, method)
+        parallel_model.context = ContextAttention(dist.group.WORLD, method)
+        apply_context_parallel(parallel_model.module, spec, parallel_model.context)
         parallel_model.shard_inputs = partial(shard_batch, parallel_model.context, None)
         check_context_parallel(parallel_model, inputs or batch(), nullcontext)
     except ConfigError as error:

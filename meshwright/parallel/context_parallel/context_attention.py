@@ -24,6 +24,8 @@ class ContextAttention:
         self.enabled = True
         self.is_custom = False
         """whether the model is a user's, so that its calls are replaced where it makes them"""
+        self.implementations: set[str] = set()
+        """names under which transformers' attention interface has it"""
         self.observe: Callable[[AttentionCall], None] = lambda _call: None
         """called with every call of the model"""
 

@@ -9,7 +9,6 @@ import inspect
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -18,21 +17,17 @@ from meshwright.models.rotary import RotaryEmbedding
 from meshwright.models.spec import AttentionSeam
 from meshwright.parallel.context_parallel.context_attention import ContextAttention
 from meshwright.parallel.context_parallel.seams import CoreAttentionSeam, TorchAttentionSeam
-from meshwright.parallel.context_parallel.sequence_chunks import ChunkRotaryEmbedding, ContextMethod
+from meshwright.parallel.context_parallel.sequence_chunks import ChunkRotaryEmbedding
 from meshwright.parallel.context_parallel.transformers_seam import replace_attention
 from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks, find_modules
 
 
-def apply_context_parallel(
-    model: nn.Module, spec: ParallelSpec, group: dist.ProcessGroup, method: ContextMethod
-) -> ContextAttention:
-    """Replaces attention and positions of the model by those of a rank with sequence chunks."""
-    attention = ContextAttention(group, method)
+def apply_context_parallel(model: nn.Module, spec: ParallelSpec, attention: ContextAttention) -> None:
+    """Replaces attention and positions of a model or pipeline stage by those of a rank with sequence chunks."""
     if spec.attention.modules:
         replace_modules(model, attention, spec.attention)
     else:
         replace_calls(model, attention, spec)
-    return attention
 
 
 def replace_modules(model: nn.Module, attention: ContextAttention, seam: AttentionSeam) -> None:

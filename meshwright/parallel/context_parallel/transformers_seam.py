@@ -42,6 +42,8 @@ def replace_attention(model: nn.Module, attention: ContextAttention) -> None:
     configs = {id(module.config): module.config for module in models if module._can_set_attn_implementation()}
     for config in configs.values():
         own = config._attn_implementation
+        if own in attention.implementations:  # replaced for another stage of the rank
+            continue
         if own not in OWN_IMPLEMENTATIONS:
             raise ConfigError(
                 f"context parallelism runs the attention of a transformers model on full sequences, and "
@@ -57,6 +59,7 @@ def replace_attention(model: nn.Module, attention: ContextAttention) -> None:
         name = f"meshwright-{own}-{next(NUMBERS)}"
         transformers.AttentionInterface.register(name, seam.attend)
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, seam.mask)
+        attention.implementations.add(name)
         config._attn_implementation = name
 
 

@@ -1,44 +1,45 @@
-"""The pipeline stages of one rank, and the weight that the first and the last stage share."""
+"""The pipeline stages of one rank: the model's own forward, with stand-ins for the modules of other stages.
+
+Every stage has a copy of the modules that contain blocks. Blocks, and the modules before and after them, are the same
+objects as in the model, where they keep their parameter names. The model itself loses the modules of other ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.config import RunConfig, derive_batch
 from meshwright.config.parallelism import ScheduleName
-from meshwright.models.llama.model import LanguageModel
-from meshwright.models.registry import block_costs
-from meshwright.parallel.local_shard import local_tensor
-from meshwright.parallel.parallel_spec import ParallelSpec
-from meshwright.topology.layout import Layout
-from meshwright.topology.parameter_shards import PipelinePlacement, pipeline_placement
+from meshwright.errors import ConfigError
+from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks, require_modules
+from meshwright.parallel.pipeline_parallel.model_trace import ModelTracer, shown
+from meshwright.parallel.pipeline_parallel.stand_ins import (
+    BlockRole,
+    BlockStandIn,
+    OuterStandIn,
+    StageOutput,
+    StagePass,
+    TensorShape,
+)
+from meshwright.parallel.pipeline_parallel.tied_weights import TiedWeight, separate_tied_weights
+from meshwright.topology.parameter_shards import PipelinePlacement
 from meshwright.topology.schedules import rank_of_stage
-
-TIED_COPIES = {"head.weight": "decoder.embedding.weight"}
-"""Copy -> owner: in a pipeline, a tied head has a copy of the embedding."""
-
-STAGE_SPEC = ParallelSpec(blocks="blocks.*", before=("embedding",), after=("norm", "head"), experts="blocks.*.ffn.bank")
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The schedule of a pipeline, the stages of this rank, and the activations between stages."""
+    """The schedule of a pipeline and the stages of this rank."""
 
     schedule: ScheduleName
     ranks: int
     rank: int
     placement: PipelinePlacement
     """the stages of this rank and their blocks"""
-    micro_batches: int
-    hidden_shape: tuple[int, ...]
-    """the shape of a micro-batch's activations between stages"""
-    dtype: torch.dtype
 
     @property
     def last_stage(self) -> int:
@@ -49,110 +50,222 @@ class StagePlan:
         return rank_of_stage(self.schedule, self.ranks, stage)
 
 
-def stage_plan(config: RunConfig, layout: Layout, rank: int) -> StagePlan:
-    batch = derive_batch(config.batch, layout.data_degree)
-    local_sequence = config.data.sequence // (layout.context * layout.tensor)
-    return StagePlan(
-        config.pipeline.schedule,
-        layout.pipeline,
-        layout.coordinates(rank)["pipeline"],
-        pipeline_placement(config, layout, rank, block_costs(config)),
-        batch.accumulation,
-        (batch.micro, local_sequence, config.model.width),
-        torch.float64 if config.precision.compute == "fp64" else torch.float32,
-    )
+@dataclass(frozen=True)
+class Vacancy:
+    """A place in a stage where a module of another stage was."""
+
+    parent: nn.Module
+    attribute: str
+    name: str
+    """the name of the module in the full model"""
+
+
+@dataclass(frozen=True)
+class ParameterVacancy:
+    """A place in a stage where a parameter of a module that contains blocks was; the first stage has it."""
+
+    parent: nn.Module
+    attribute: str
+    shape: TensorShape
+
+
+Vacancies = list[Vacancy | ParameterVacancy]
 
 
 class Stage(nn.Module):
-    """Consecutive blocks, with the embedding in the first stage and the head in the last. The modules stay in the model
-    too, where they keep their parameter names.
-    """
+    """The model's forward from the hidden states that arrive to those that leave, or to the loss in the last stage."""
 
-    def __init__(self, model: LanguageModel, blocks: range, first: bool, last: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        index: int,
+        blocks: range,
+        is_last: bool,
+        vacancies: Vacancies,
+        containers: list[tuple[nn.Module, nn.Module]],
+    ) -> None:
         super().__init__()
-        decoder = model.decoder
-        self.blocks = nn.ModuleDict({str(index): decoder.blocks[str(index)] for index in blocks})  # type: ignore[call-overload]
-        self.stack, self.rotary = decoder.stack, decoder.rotary
-        self.embedding = decoder.embedding if first else None
-        self.norm = decoder.norm if last else None
-        self.head = model.head if last else None
+        self.model = model
+        self.index, self.blocks, self.is_last = index, blocks, is_last
+        self.vacancies, self.containers = vacancies, containers
+        self.current: list[StagePass] = []
+        """the pass that runs now, which all stand-ins of the stage see"""
+        self.output = TensorShape((), torch.float32)
+        """what the stage returns"""
         self.autocast: Callable[[], AbstractContextManager[None]] = nullcontext
         """the context of forward only: a schedule runs backward in the same call"""
 
-    def forward(self, x: Tensor, labels: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Tokens or hidden states -> hidden states, or the sum of token losses in the last stage."""
-        with self.autocast():
-            if self.embedding is not None:
-                x = self.embedding(x)
-            rotary = self.rotary(labels.shape[1], x.dtype, x.device, documents)
-            x = self.stack(self.blocks.values(), x, rotary)
-            if self.norm is None or self.head is None:
-                return x
-            total, _ = self.head(self.norm(x), labels)
-            return total.reshape(1)  # type: ignore[no-any-return]
+    def fill_vacancies(self, tracer: ModelTracer) -> None:
+        """Puts stand-ins where modules of other stages were. No axis of parallelism has seen them."""
+        block_names = list(tracer.blocks)
+        for vacancy in self.vacancies:
+            if isinstance(vacancy, ParameterVacancy):
+                vars(vacancy.parent)[vacancy.attribute] = vacancy.shape.zeros(tracer.device)
+                continue
+            if vacancy.name in tracer.blocks:
+                index = block_names.index(vacancy.name)
+                original = tracer.blocks[vacancy.name]
+                stand_in: nn.Module = BlockStandIn(original, self.current, index, self.role_of(index))
+            else:
+                original = (tracer.before | tracer.after)[vacancy.name]
+                stand_in = OuterStandIn(original, self.current, vacancy.name)
+            vacancy.parent._modules[vacancy.attribute] = stand_in
+
+    def role_of(self, block: int) -> BlockRole:
+        """What the stand-in for a block of another stage does."""
+        if self.index and block == self.blocks[0] - 1:
+            return "enter"
+        return "leave" if not self.is_last and block == self.blocks[-1] + 1 else "pass"
+
+    def forward(self, hidden: Tensor | None = None, **batch: Tensor) -> Tensor:
+        """The hidden states of the previous stage, and all tensors of the micro-batch -> hidden states, or the sum of
+        losses in the last stage.
+        """
+        now = self.current[0]
+        now.received = hidden
+        now.calls.clear()
+        for copied, original in self.containers:
+            copied.training = original.training
+        try:
+            with self.autocast():
+                total, _ = self.model(*batch.values())
+                return total.reshape(1)  # type: ignore[no-any-return]
+        except StageOutput as output:
+            result = output.hidden
+        finally:
+            now.received = None
+        if TensorShape.of(result) != self.output:
+            raise ConfigError(
+                f"stage {self.index} of the pipeline returns hidden states of shape {tuple(result.shape)} and dtype "
+                f"{result.dtype}; expected {self.output.shape} and {self.output.dtype}, as in the model without a "
+                "pipeline",
+                "try to name what changes the shape in ParallelSpec.tp_plan, or layout.pipeline = 1",
+            )
+        if torch.is_grad_enabled() and not result.requires_grad:  # every parameter of the stage is frozen
+            return result.detach().requires_grad_()
+        return result
 
 
-def stage_parallel_spec(stage: Stage) -> ParallelSpec:
-    """The spec of one stage, which has an embedding, or a norm and a head, or neither."""
-    return STAGE_SPEC.restricted_to(stage)
+@dataclass
+class PipelineStages:
+    """The stages of this rank, and what they share."""
+
+    stages: dict[int, Stage]
+    tracer: ModelTracer
+    tied: list[TiedWeight]
 
 
-def prune_to_stages(model: nn.Module, plan: StagePlan) -> None:
-    """Removes the modules of other ranks' stages from the model. A tied head gets a weight of its own."""
-    assert isinstance(model, LanguageModel)
-    decoder = model.decoder
-    blocks = {str(index): decoder.blocks[index] for span in plan.placement.stages.values() for index in span}
-    decoder.blocks = nn.ModuleDict(blocks)  # type: ignore[assignment]
-    if plan.placement.has_last_stage and model.head.weight is decoder.embedding.weight:
-        model.head.weight = nn.Parameter(torch.empty_like(model.head.weight))
-    if not plan.placement.has_first_stage:
-        decoder.embedding = None  # type: ignore[assignment]
-    if not plan.placement.has_last_stage:
-        decoder.norm = model.head = None  # type: ignore[assignment]
+def divide_into_stages(model: nn.Module, spec: ParallelSpec, plan: StagePlan, device: torch.device) -> PipelineStages:
+    """Divides the model into the stages of this rank, and removes what only other ranks have from it."""
+    parts = find_parts(model, spec)
+    tracer = ModelTracer(model, parts.blocks, parts.before, parts.after, device)
+    placement = plan.placement
+    tied = separate_tied_weights(
+        model,
+        [module for _, module in parts.blocks],
+        [module for _, module in parts.after],
+        (plan.rank_of_stage(0), plan.rank_of_stage(plan.last_stage)),
+        (placement.has_first_stage, placement.has_last_stage),
+    )
+    stages = {}
+    everywhere: set[int] = set()
+    for index, span in placement.stages.items():
+        is_last = index == plan.last_stage
+        local = [parts.blocks[block] for block in span]
+        local += (parts.before if index == 0 else []) + (parts.after if is_last else [])
+        copier = ContainerCopier(parts, {id(module) for _, module in local}, is_first=index == 0)
+        stages[index] = Stage(copier.copy(model), index, span, is_last, copier.vacancies, copier.containers)
+        everywhere |= copier.local
+    for container in parts.containers.values():
+        for name, child in container._modules.items():
+            if id(child) in parts.names and id(child) not in everywhere:
+                container._modules[name] = None
+        if not placement.has_first_stage:
+            container._parameters.update(dict.fromkeys(container._parameters))
+    return PipelineStages(stages, tracer, tied)
 
 
-def build_stages(model: nn.Module, plan: StagePlan) -> dict[int, Stage]:
-    """The stages of this rank, from a pruned model."""
-    assert isinstance(model, LanguageModel)
-    return {
-        index: Stage(model, blocks, first=index == 0, last=index == plan.last_stage)
-        for index, blocks in plan.placement.stages.items()
-    }
+Named = list[tuple[str, nn.Module]]
 
 
-class TiedWeight:
-    """A tied weight in the first and the last stage. The first stage owns it: it receives the gradient of the head, and
-    sends the new value back after each update.
+@dataclass(frozen=True)
+class Parts:
+    """The modules of a model that belong to one stage each, and the modules that contain them."""
+
+    blocks: Named
+    before: Named
+    after: Named
+    containers: dict[int, nn.Module]
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        return {id(module): name for name, module in (*self.blocks, *self.before, *self.after)}
+
+
+def find_parts(model: nn.Module, spec: ParallelSpec) -> Parts:
+    """Finds the parts of a model. A parameter of none of them is a ConfigError, except for those of modules that
+    contain blocks.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def with_parameters(modules: list[nn.Module]) -> Named:
+        return [(names[id(module)], module) for module in modules if any(True for _ in module.parameters())]
+
+    blocks = [(names[id(block)], block) for block in find_blocks(model, spec)]
+    before, after = (with_parameters(require_modules(model, ends)) for ends in (spec.before, spec.after))
+    parts = Parts(blocks, before, after, {})
+    inside = {id(module) for _, part in (*blocks, *before, *after) for module in part.modules()}
+
+    def visit(module: nn.Module) -> bool:
+        """Whether a module is a part, or contains one."""
+        if id(module) in parts.names:
+            return True
+        children = [visit(child) for child in module.children()]
+        if any(children):
+            parts.containers[id(module)] = module
+        return id(module) in parts.containers
+
+    visit(model)
+    for name, module in model.named_modules():
+        if id(module) not in inside and id(module) not in parts.containers and module._parameters:
+            raise ConfigError(
+                f"layout.pipeline: {shown(name)} has parameters, and is neither inside of a block nor before or after "
+                "the blocks, so no stage has it",
+                f"try to name {shown(name)} in ParallelSpec.before or after",
+            )
+    return parts
+
+
+class ContainerCopier:
+    """Copies the modules that contain parts for one stage, without the parts of other stages. All other modules are
+    shared with the model.
     """
 
-    def __init__(self, model: nn.Module, plan: StagePlan, group: dist.ProcessGroup) -> None:
-        assert isinstance(model, LanguageModel)
-        self.owned = model.decoder.embedding.weight if model.decoder.embedding is not None else None
-        self.tied_copy = model.head.weight if model.head is not None else None
-        self.owner, self.user, self.group = plan.rank_of_stage(0), plan.rank_of_stage(plan.last_stage), group
+    def __init__(self, parts: Parts, local: set[int], is_first: bool) -> None:
+        self.parts, self.local, self.is_first = parts, local, is_first
+        self.vacancies: Vacancies = []
+        self.containers: list[tuple[nn.Module, nn.Module]] = []
+        """(copy, original)"""
+        self.copies: dict[int, nn.Module] = {}
 
-    @torch.no_grad()
-    def sum_gradients(self) -> None:
-        if self.tied_copy is not None:
-            assert self.tied_copy.grad is not None
-            head_grad = local_tensor(self.tied_copy.grad)
-            self.tied_copy.grad = None
-            if self.owned is None:
-                dist.send(head_grad.contiguous(), group=self.group, group_dst=self.owner)
-                return
-        if self.owned is not None:
-            assert self.owned.grad is not None
-            embedding_grad = local_tensor(self.owned.grad)
-            if self.tied_copy is None:
-                head_grad = torch.empty_like(embedding_grad)
-                dist.recv(head_grad, group=self.group, group_src=self.user)
-            embedding_grad += head_grad
+    def copy(self, module: nn.Module) -> nn.Module:
+        if id(module) not in self.parts.containers:
+            return module
+        if id(module) not in self.copies:
+            duplicate = self.copies[id(module)] = object.__new__(type(module))
+            vars(duplicate).update(vars(module))  # buffers are shared, and the parameters of the first stage
+            duplicate._modules = dict(self.children(module, duplicate))
+            self.containers.append((duplicate, module))
+            if not self.is_first:
+                duplicate._parameters = dict.fromkeys(module._parameters)
+                shapes = {k: TensorShape.of(p) for k, p in module._parameters.items() if p is not None}
+                self.vacancies += [ParameterVacancy(duplicate, name, shape) for name, shape in shapes.items()]
+        return self.copies[id(module)]
 
-    @torch.no_grad()
-    def broadcast_value(self) -> None:
-        if self.owned is not None and self.tied_copy is not None:
-            local_tensor(self.tied_copy).copy_(local_tensor(self.owned))
-        elif self.owned is not None:
-            dist.send(local_tensor(self.owned).contiguous(), group=self.group, group_dst=self.user)
-        elif self.tied_copy is not None:
-            dist.recv(local_tensor(self.tied_copy), group=self.group, group_src=self.owner)
+    def children(self, module: nn.Module, duplicate: nn.Module) -> Iterator[tuple[str, nn.Module | None]]:
+        for name, child in module._modules.items():
+            if child is None or id(child) in self.local or id(child) not in self.parts.names:
+                yield name, child and self.copy(child)
+            else:
+                self.vacancies.append(Vacancy(duplicate, name, self.parts.names[id(child)]))
+                yield name, None
