@@ -212,7 +212,11 @@ PYTHON_SPELLING = {
 
 
 def with_python_hint(error: MeshwrightError) -> MeshwrightError:
-    """Rewrites the command-line options in the hint of an error as keyword arguments of `meshwright.train`."""
+    """Rewrites the command-line options in the text of an error as arguments of Meshwright's functions."""
     for pattern, spelling in PYTHON_SPELLING.items():
         error.hint = re.sub(pattern, spelling, error.hint)
+    error.message, error.hint = (
+        re.sub(r"(?<!torchrun )--([a-z][a-z-]*)", lambda option: option[1].replace("-", "_"), text)
+        for text in (error.message, error.hint)
+    )
     return error

@@ -20,7 +20,7 @@ import torch
 import meshwright
 from meshwright import RunConfig, train
 from meshwright.config import BatchConfig, DataConfig, EvalConfig
-from meshwright.errors import ConfigError, DataError, IdentityError, MeshwrightError, NumericsError
+from meshwright.errors import ConfigError, DataError, IdentityError, NumericsError, RankError
 from meshwright.prover.claims import Claim
 
 ROOT = Path(__file__).parents[1]
@@ -242,14 +242,20 @@ def test_unreadable_sample_raises_data_error(tmp_path):
         linear_run(tmp_path / "r", squared_error, BrokenSource())
 
 
-def test_exception_in_the_users_loss_raises_meshwright_error_with_its_traceback(tmp_path):
+def test_exception_in_the_users_loss_raises_rank_error_with_its_line_and_traceback(tmp_path):
     def failing_loss(outputs, targets):
         raise ZeroDivisionError("my mistake")
 
-    with pytest.raises(MeshwrightError, match="ZeroDivisionError: my mistake") as raised:
+    expected = r"rank [01]\S*.*: ZeroDivisionError: my mistake \(\S*test_api.py, line \d+\); deterministic: failed again"
+    with pytest.raises(RankError, match=expected) as raised:
         linear_run(tmp_path / "r", failing_loss)
-    assert raised.value.rank in (0, 1)
-    assert any("failing_loss" in note for note in raised.value.__notes__)
+    error = raised.value
+    assert error.rank in (0, 1)
+    assert error.phase
+    assert "failing_loss" in error.traceback
+    assert error.__notes__ == [error.traceback]
+    [log] = (tmp_path / "r" / "attempts" / "0001").glob(f"rank-{error.rank:05d}.log")
+    assert "failing_loss" in log.read_text()
 
 
 def test_identity_error_advises_keyword_arguments_not_command_line_options(tmp_path):

@@ -43,10 +43,18 @@ def test_errors_of_signals_can_be_rebuilt_from_their_arguments(number):
         ("try another --run DIR, --fresh or --fork", "try another run=DIR, fresh=True or fork=True"),
         ("leave out --no-fallback", "leave out fallback=False"),
         ("try --layout.replicate=1", "try layout.replicate = 1"),
+        ("try --model my.models:build --parallel-spec my:SPEC", "try model=my.models:build parallel_spec=my:SPEC"),
+        ("try --accept-code", "try accept_code=True"),
+        ("try --critical-batch 5 or torchrun --nproc-per-node 2", "try critical_batch 5 or torchrun --nproc-per-node 2"),
     ],
 )
 def test_command_line_options_in_a_hint_become_keyword_arguments(hint, python):
     assert with_python_hint(MeshwrightError("message", hint)).hint == python
+
+
+def test_command_line_options_in_a_message_become_names_of_arguments():
+    error = with_python_hint(ConfigError("--precision fp9 is unknown", "expected fp32"))
+    assert str(error) == "precision fp9 is unknown; expected fp32"
 
 
 def test_gloo_and_nccl_errors_of_a_lost_peer_are_recognized():

@@ -19,6 +19,7 @@ from meshwright.cli.simulate import simulate
 from meshwright.cli.train import train
 from meshwright.errors import ConfigError, MeshwrightError, limit_error
 from meshwright.io import printable
+from meshwright.recover.failures import RanksFailed
 
 VERBS: dict[str, Verb] = {
     "train": train,
@@ -50,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         dispatch(list(sys.argv[1:] if argv is None else argv))
     except MeshwrightError as error:
-        print(printable(f"meshwright: {' '.join(str(error).splitlines())}"), file=sys.stderr)
+        # The tracebacks of ranks are in their logs.
+        text = error.describe(with_traceback=False) if isinstance(error, RanksFailed) else str(error)
+        print(printable(f"meshwright: {' '.join(text.splitlines())}"), file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

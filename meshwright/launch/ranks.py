@@ -313,7 +313,8 @@ def _rank_main(
         # By value: torch's pickler would pass tensors as handles to memory that ends with this process.
         writer.send_bytes(pickle.dumps(("value", value)))
     except BaseException as error:  # noqa: BLE001  every end of a rank is reported
-        failure = Failure.from_exception(rendezvous.rank, error, heartbeat.step if heartbeat.step >= 0 else None)
+        step = heartbeat.step if heartbeat.step >= 0 else None
+        failure = Failure.from_exception(rendezvous.rank, error, step, heartbeat.phase)
         writer.send_bytes(pickle.dumps(("failure", failure)))
         status = failure.exit_code
         with suppress(OSError):  # the disk of the log may be full

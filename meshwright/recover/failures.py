@@ -13,11 +13,13 @@ from meshwright.errors import (
     ConfigError,
     MeshwrightError,
     PeerError,
+    RankError,
     StoppedBySignal,
     cut_text,
     describe_exception,
     is_peer_loss,
     limit_error,
+    user_location,
 )
 
 MAX_TRACEBACK = 1 << 16
@@ -44,9 +46,13 @@ class Failure:
     step: int | None = None
     error_args: tuple[Any, ...] | None = field(default=None)
     """The constructor arguments of a MeshwrightError, so that `RanksFailed.cause` can rebuild it."""
+    phase: str = ""
+    """What the rank was doing, as its heartbeat calls it."""
+    location: str = ""
+    """The line of the user's code in which the exception was raised."""
 
     @classmethod
-    def from_exception(cls, rank: int, error: BaseException, step: int | None = None) -> Failure:
+    def from_exception(cls, rank: int, error: BaseException, step: int | None = None, phase: str = "") -> Failure:
         if step is None:  # before the first step, only the machine can be the reason that a limit is reached
             error = limit_error(error) or error
         message = describe_exception(error)
@@ -63,6 +69,8 @@ class Failure:
             "" if known else format_traceback(error),
             step,
             plain_args(error) if known else None,
+            phase,
+            "" if known else user_location(error),
         )
 
     @classmethod
@@ -124,16 +132,17 @@ class RanksFailed(MeshwrightError):
 
     def cause(self) -> MeshwrightError:
         """The root cause as an exception to raise in this process: the class that the rank raised if it is one of
-        Meshwright's, else a MeshwrightError that names rank, step, class and message, with the traceback as a note.
+        Meshwright's, else a RankError that names rank, step, phase, class, message and line, with the traceback.
         """
         first = self.first
         error_class = next((c for c in error_classes() if c.__name__ == first.error_type), None)
         if error_class is not None and first.error_args is not None:
             error = error_class(*first.error_args)
         else:
-            error = MeshwrightError(self._root_cause_line())
+            error = RankError(self._root_cause_line(), self.verdict)
+            error.phase, error.traceback = first.phase, first.traceback.rstrip()
             if first.traceback:
-                error.add_note(first.traceback.rstrip())
+                error.add_note(error.traceback)
         error.exit_code = self.exit_code
         error.rank = first.rank if first.rank >= 0 else None
         error.step = first.step if error.step is None else error.step
@@ -141,28 +150,42 @@ class RanksFailed(MeshwrightError):
 
     def _root_cause_line(self) -> str:
         first = self.first
-        verdict = f"{self.verdict}; " if self.verdict else ""
         if f"rank {first.rank}" in first.message or first.rank < 0:
-            return verdict + first.message
+            return first.message
+        return f"{self._location()}{first.error_type}: {one_line(first.message)}{self._user_line()}"
+
+    def _location(self) -> str:
+        """Rank, step and phase of the root cause."""
+        first = self.first
         step = f", step {first.step}" if first.step is not None else ""
-        return f"{verdict}rank {first.rank}{step}: {first.error_type}: {first.message}"
+        return f"rank {first.rank}{step}{f', {first.phase}' if first.phase else ''}: "
+
+    def _user_line(self) -> str:
+        return f" ({self.first.location})" if self.first.location else ""
 
     def __str__(self) -> str:
+        return self.describe(with_traceback=True)
+
+    def describe(self, with_traceback: bool) -> str:
         """The root cause, then one line for every other rank that reports something else."""
         first = self.first
         if first.error_type in (StoppedBySignal.__name__, ConfigError.__name__):
             return first.message
         # Next to one of Meshwright's own errors, the ranks that lost their peer add nothing.
         known = bool(not first.traceback and first.error_type != "Killed")
-        where = "" if f"rank {first.rank}" in first.message or known else f"rank {first.rank}: {first.error_type}: "
+        where = "" if f"rank {first.rank}" in first.message or known else f"{self._location()}{first.error_type}: "
         lines = [self.verdict] if self.verdict else []
-        lines.append(where + first.message)
-        if first.traceback:
+        lines.append(where + first.message + self._user_line())
+        if first.traceback and with_traceback:
             lines.append(first.traceback.rstrip())
         for other in self.failures[1:]:
             if other.message != first.message and not (known and other.secondary):
                 lines.append(f"  also rank {other.rank}: {other.error_type}: {other.message.partition(chr(10))[0]}")
         return "\n".join(lines)
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def error_classes(base: type[MeshwrightError] = MeshwrightError) -> Iterator[type[MeshwrightError]]:

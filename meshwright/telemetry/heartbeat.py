@@ -46,6 +46,7 @@ class Heartbeat:
                 os.close(file)
         self.beats = self.collective_count = self.completed_steps = 0
         self.step = -1
+        self.phase = "start"
         self.phase_seconds = [0.0] * len(TIMED_PHASES)
         HEAD.pack_into(self.memory, 0, MAGIC, 1, os.getpid(), process_start(os.getpid()))
         self.enter("start", -1)
@@ -53,6 +54,7 @@ class Heartbeat:
     def enter(self, phase: str, step: int | None = None) -> None:
         """Records that the training thread is now in this phase, of this step."""
         self.beats += 1
+        self.phase = phase
         if step is not None:
             self.step = step
         NOW.pack_into(self.memory, AT_NOW, self.step, self.beats, time.monotonic_ns(), phase.encode())
