@@ -246,7 +246,9 @@ def test_exception_in_the_users_loss_raises_rank_error_with_its_line_and_traceba
     def failing_loss(outputs, targets):
         raise ZeroDivisionError("my mistake")
 
-    expected = r"rank [01]\S*.*: ZeroDivisionError: my mistake \(\S*test_api.py, line \d+\); deterministic: failed again"
+    expected = (
+        r"rank [01]\S*.*: ZeroDivisionError: my mistake \(\S*test_api.py, line \d+\); deterministic: failed again"
+    )
     with pytest.raises(RankError, match=expected) as raised:
         linear_run(tmp_path / "r", failing_loss)
     error = raised.value

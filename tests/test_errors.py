@@ -45,7 +45,10 @@ def test_errors_of_signals_can_be_rebuilt_from_their_arguments(number):
         ("try --layout.replicate=1", "try layout.replicate = 1"),
         ("try --model my.models:build --parallel-spec my:SPEC", "try model=my.models:build parallel_spec=my:SPEC"),
         ("try --accept-code", "try accept_code=True"),
-        ("try --critical-batch 5 or torchrun --nproc-per-node 2", "try critical_batch 5 or torchrun --nproc-per-node 2"),
+        (
+            "try --critical-batch 5 or torchrun --nproc-per-node 2",
+            "try critical_batch 5 or torchrun --nproc-per-node 2",
+        ),
     ],
 )
 def test_command_line_options_in_a_hint_become_keyword_arguments(hint, python):
