@@ -57,6 +57,11 @@ class ReferenceTask:
         return self.config.precision.compute != "fp64"
 
     @property
+    def tied(self) -> Mapping[str, tuple[str, ...]]:
+        """The other names of tied parameters of a custom model."""
+        return {}
+
+    @property
     def noise_precision(self) -> str:
         """The lowest precision that the run computes in."""
         return self.config.precision.compute

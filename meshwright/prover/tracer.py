@@ -179,6 +179,8 @@ class Contradiction(NamedTuple):
     step: int
     """-1 before the first step"""
     text: str
+    name: str = ""
+    """the parameter, if there is one"""
 
 
 @dataclass
@@ -194,6 +196,8 @@ class AssembledTrace:
     """In the order of the steps."""
     owners: dict[str, list[tuple[Index, int]]]
     """For every tensor, its regions and the rank that has each."""
+    conflicts: dict[tuple[str, int, str], dict[int, Region]] = field(default_factory=dict)
+    """(kind, step, parameter) of a contradiction -> the values of every rank"""
 
     def owner(self, name: str, element: tuple[int, ...]) -> int:
         """The first rank that has an element of a tensor; 0 if there is none."""
@@ -207,9 +211,14 @@ class AssembledTrace:
 def assemble(ranks: list[RankTrace], layout: Layout) -> AssembledTrace:
     """Combines the local shards of all ranks into full tensors."""
     contradictions: list[Contradiction] = []
+    conflicts: dict[tuple[str, int, str], dict[int, Region]] = {}
 
     def combine(kind: str, step: int, regions: Mapping[int, Regions]) -> dict[str, Tensor]:
-        return combine_regions(kind, step, regions, contradictions)
+        known = len(contradictions)
+        combined = combine_regions(kind, step, regions, contradictions)
+        for name in {contradiction.name for contradiction in contradictions[known:]}:
+            conflicts[kind, step, name] = {rank: parts[name] for rank, parts in regions.items() if name in parts}
+        return combined
 
     initial = combine("initial", -1, {trace.rank: trace.initial for trace in ranks})
     moments = [combine("initial", -1, {trace.rank: trace.initial_moments for trace in ranks})]
@@ -267,7 +276,7 @@ def assemble(ranks: list[RankTrace], layout: Layout) -> AssembledTrace:
         for name, part in of_rank.initial.items():
             owners.setdefault(name, []).append((part.where, of_rank.rank))
     trace = Trace(initial, steps, ranks[0].evaluations, moments[-1])
-    return AssembledTrace(trace, moments, seeds, contradictions, owners)
+    return AssembledTrace(trace, moments, seeds, contradictions, owners, conflicts)
 
 
 def combine_regions(
@@ -286,7 +295,7 @@ def combine_regions(
                 when = f"rank {rank} step {step}" if step >= 0 else f"rank {rank}"
                 what = "gradient" if kind == "gradient" else "value"
                 text = f"{when}: the {what} of {name} differs from that of another rank with the shard"
-                contradictions.append(Contradiction(kind, step, text))
+                contradictions.append(Contradiction(kind, step, text, name))
                 continue
             combined[name][part.where], filled[name][part.where] = part.values, True
     return {name: torch.from_numpy(values) for name, values in combined.items()}

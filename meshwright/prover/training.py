@@ -28,6 +28,7 @@ from meshwright.prover.claims import (
 )
 from meshwright.prover.comm_volume import check_communication
 from meshwright.prover.compare.causes import NEXT_MOVES, NEXT_MOVES_ON_ONE_RANK, Evidence, likely_cause
+from meshwright.prover.compare.custom_causes import NEXT_MOVES_OF_CUSTOM, custom_gradient_cause, explain_conflict
 from meshwright.prover.compare.discrepancy import PHASES, Difference, Quantity, compare_traces
 from meshwright.prover.compare.updates import updates_by_definition
 from meshwright.prover.oracle.optimizer import step_seed
@@ -261,7 +262,11 @@ def describe_comparison(traced: TracedRun, measured: AssembledTrace, reference: 
         wrong = [found for found in wrong if found.quantity not in by_definition]
     contradictions = sorted(measured.contradictions, key=computation_order)
     if contradictions and (not wrong or computation_order(contradictions[0]) < computation_order(wrong[0].quantity)):
-        return False, f"{contradictions[0].text} ({len(contradictions)} such values)"
+        found = contradictions[0]
+        right = next((step.gradients.get(found.name) for step in exact.steps if step.step == found.step), None)
+        cause = explain_conflict(found.name, found.step, measured, right, traced.job.layout)
+        text = f"{found.text} ({len(contradictions)} such values)"
+        return False, f"{text}: {cause}" if cause else text
     if wrong:
         return False, describe_finding(traced, wrong, exact, measured)
     if seed := wrong_seed(traced.task.config, measured):
@@ -311,6 +316,8 @@ def describe_finding(traced: TracedRun, wrong: list[Difference], exact: Trace, m
         return cast("tuple[Tensor, float]", fitted)
 
     evidence = Evidence(job.config, exact, measured, job.layout, job.batch.accumulation, stale_loss, fit_weights)
+    if job.custom is not None:
+        evidence = replace(evidence, explain_gradients=custom_gradient_cause, tied=traced.task.tied)
     try:
         cause = likely_cause(wrong, evidence)
     except RanksFailed as error:  # the difference is a finding without its cause, too
@@ -320,6 +327,7 @@ def describe_finding(traced: TracedRun, wrong: list[Difference], exact: Trace, m
     rank, phase = measured.owner(first.quantity.name, first.element), PHASES[first.quantity.kind]
     size = f"a relative error of {first.error:.1e} (factor {first.factor:.4g})"
     moves = NEXT_MOVES if job.layout.ranks > 1 else NEXT_MOVES | NEXT_MOVES_ON_ONE_RANK
+    moves = moves | (NEXT_MOVES_OF_CUSTOM if job.custom is not None else {})
     advice = moves[phase].format(step=max(0, first.quantity.step), rank=rank)
     return (
         f"rank {rank}, phase {phase}: {first.quantity} differs from the reference by {size}: {cause}; "

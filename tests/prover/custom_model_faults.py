@@ -32,6 +32,11 @@ REPLICATE = LayoutConfig(replicate=2)
 SHARD = LayoutConfig(replicate=2, shard="parameters")
 TENSOR = LayoutConfig(replicate=1, tensor=2)
 
+FORWARD = "the forward pass or the loss depends on the rank or on the number of ranks"
+BATCH_LOSS = "the loss depends on the number or the order of the samples in the batch"
+STATE = "the forward pass keeps state between calls, or draws from a generator of its own"
+TENSOR_FORWARD = "a row of tp_plan is wrong, or a reduction over the tensor axis is missing or made twice"
+
 
 @dataclass(frozen=True)
 class CustomFault:
@@ -76,12 +81,12 @@ def tokens(layout: LayoutConfig, module: type[TokenModel] = TokenModel, loss=tok
 # Losses and scales
 
 
-@custom_fault(REPLICATE)
+@custom_fault(REPLICATE, "gradients are 2 times as large: summed over the replicate axis (2) once too often")
 def loss_times_the_number_of_ranks(layout):
     return classifier(layout, loss=lambda logits, labels: class_loss(logits, labels) * ranks())
 
 
-@custom_fault(REPLICATE)
+@custom_fault(REPLICATE, FORWARD)
 def outputs_divided_by_the_number_of_ranks(layout):
     class Divided(Classifier):
         def forward(self, x):
@@ -90,12 +95,12 @@ def outputs_divided_by_the_number_of_ranks(layout):
     return classifier(layout, Divided)
 
 
-@custom_fault(REPLICATE)
+@custom_fault(REPLICATE, "the loss is the mean over the batch, not the sum")
 def mean_loss_that_is_a_sum_for_micro_batches_of_two(layout):
     return classifier(layout, loss=lambda logits, labels: 2 * F.cross_entropy(logits, labels))
 
 
-@custom_fault(REPLICATE)
+@custom_fault(REPLICATE, BATCH_LOSS)
 def weighted_loss_divided_by_the_weights_of_the_batch(layout):
     weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
 
@@ -105,7 +110,7 @@ def weighted_loss_divided_by_the_weights_of_the_batch(layout):
     return classifier(layout, loss=loss)
 
 
-@custom_fault(REPLICATE)
+@custom_fault(REPLICATE, BATCH_LOSS)
 def penalty_on_the_weights_in_every_micro_batch(layout):
     class Penalized(Classifier):
         def forward(self, x):
@@ -114,12 +119,12 @@ def penalty_on_the_weights_in_every_micro_batch(layout):
     return classifier(layout, Penalized, loss=lambda out, labels: class_loss(out[0], labels) + 0.1 * out[1])
 
 
-@custom_fault(REPLICATE)
+@custom_fault(REPLICATE, BATCH_LOSS)
 def contrastive_loss_between_the_samples_of_a_batch(layout):
     return classifier(layout, loss=lambda logits, labels: class_loss(logits @ logits.T, torch.arange(len(labels))))
 
 
-@custom_fault(REPLICATE)
+@custom_fault(REPLICATE, FORWARD)
 def labels_shifted_on_one_rank(layout):
     return tokens(layout, loss=lambda logits, labels: token_loss(logits, labels.roll(rank(), dims=1)))
 
@@ -127,12 +132,12 @@ def labels_shifted_on_one_rank(layout):
 # Forward passes that depend on the rank, the batch or earlier calls
 
 
-@custom_fault(REPLICATE)
+@custom_fault(REPLICATE, "batch statistics by rank (BatchNorm): the output of norm")
 def batch_norm_by_rank(layout):
     return CustomCase(Classifier(nn.BatchNorm1d(WIDTH)), class_loss, layout, Points())
 
 
-@custom_fault(REPLICATE)
+@custom_fault(REPLICATE, "depends on the other samples of the batch")
 def features_centered_over_the_batch(layout):
     class Centered(Classifier):
         def forward(self, x):
@@ -142,7 +147,7 @@ def features_centered_over_the_batch(layout):
     return classifier(layout, Centered)
 
 
-@custom_fault(REPLICATE)
+@custom_fault(REPLICATE, FORWARD)
 def dropout_seeded_by_rank(layout):
     class Seeded(Classifier):
         def forward(self, x):
@@ -153,7 +158,7 @@ def dropout_seeded_by_rank(layout):
     return classifier(layout, Seeded)
 
 
-@custom_fault(REPLICATE)
+@custom_fault(REPLICATE, STATE)
 def noise_from_a_generator_of_its_own(layout):
     class Noisy(Classifier):
         def __init__(self):
@@ -166,7 +171,7 @@ def noise_from_a_generator_of_its_own(layout):
     return classifier(layout, Noisy)
 
 
-@custom_fault(REPLICATE)
+@custom_fault(REPLICATE, STATE)
 def scale_that_grows_with_every_call(layout):
     class Counting(Classifier):
         calls = 0
@@ -178,7 +183,7 @@ def scale_that_grows_with_every_call(layout):
     return classifier(layout, Counting)
 
 
-@custom_fault(REPLICATE)
+@custom_fault(REPLICATE, STATE)
 def buffer_changed_in_place_and_used(layout):
     class Moving(Classifier):
         def __init__(self):
@@ -192,7 +197,7 @@ def buffer_changed_in_place_and_used(layout):
     return classifier(layout, Moving)
 
 
-@custom_fault(REPLICATE)
+@custom_fault(REPLICATE, FORWARD)
 def all_reduce_in_forward_without_gradient(layout):
     class Reduced(Classifier):
         def forward(self, x):
@@ -200,12 +205,12 @@ def all_reduce_in_forward_without_gradient(layout):
             total = hidden.detach().clone()
             if dist.is_initialized():
                 dist.all_reduce(total)
-            return self.second(torch.tanh(hidden + 0.1 * total))
+            return self.second(torch.tanh(self.norm(hidden + 0.1 * total)))
 
     return classifier(layout, Reduced)
 
 
-@custom_fault(REPLICATE)
+@custom_fault(REPLICATE, FORWARD)
 def block_skipped_on_one_rank(layout):
     class Skipping(TokenModel):
         def forward(self, tokens):
@@ -217,7 +222,7 @@ def block_skipped_on_one_rank(layout):
     return tokens(layout, Skipping)
 
 
-@custom_fault(REPLICATE)
+@custom_fault(REPLICATE, "tokens of step 0", "let forward change no input in place")
 def inputs_changed_in_place(layout):
     class Masking(TokenModel):
         def forward(self, tokens):
@@ -227,7 +232,7 @@ def inputs_changed_in_place(layout):
     return tokens(layout, Masking)
 
 
-@custom_fault(REPLICATE)
+@custom_fault(REPLICATE, "evaluation after step 1", "training is correct")
 def evaluation_that_depends_on_the_rank(layout):
     class Evaluated(Classifier):
         def forward(self, x):
@@ -239,21 +244,23 @@ def evaluation_that_depends_on_the_rank(layout):
 # Gradients
 
 
-@custom_fault(REPLICATE)
+@custom_fault(
+    REPLICATE, "2 of 6 gradients are 0.5 times as large: averaged over the replicate axis", "first.weight: a hook"
+)
 def module_hook_that_divides_by_the_number_of_ranks(layout):
     module = Classifier()
     module.norm.register_full_backward_hook(lambda _module, inputs, _outputs: (inputs[0] / ranks(),))
     return CustomCase(module, class_loss, layout, Points())
 
 
-@custom_fault(REPLICATE)
+@custom_fault(REPLICATE, "gradient of model.first.weight", "a hook on the tensor, which a copy does not have")
 def tensor_hook_that_is_lost(layout):
     module = Classifier()
     module.first.weight.register_hook(lambda gradient: 0.1 * gradient)
     return CustomCase(module, class_loss, layout, Points())
 
 
-@custom_fault(REPLICATE)
+@custom_fault(REPLICATE, "correct down to model.norm.weight and wrong below: a hook, a detach")
 def branch_detached_on_several_ranks(layout):
     class Detached(Classifier):
         def forward(self, x):
@@ -263,7 +270,9 @@ def branch_detached_on_several_ranks(layout):
     return classifier(layout, Detached)
 
 
-@custom_fault(REPLICATE)
+@custom_fault(
+    REPLICATE, "model.embedding.weight of the original", "the weight is tied in the module and not in the copy"
+)
 def head_that_keeps_the_weight_of_another_model(layout):
     class Tied(TokenModel):
         def __init__(self):
@@ -275,7 +284,7 @@ def head_that_keeps_the_weight_of_another_model(layout):
     return tokens(layout, Tied)
 
 
-@custom_fault(REPLICATE)
+@custom_fault(REPLICATE, "model.scale", "left out of the optimizer")
 def parameter_that_no_rank_registers(layout):
     class Lazy(Classifier):
         def forward(self, x):
@@ -289,7 +298,7 @@ def parameter_that_no_rank_registers(layout):
 # Data
 
 
-@custom_fault(REPLICATE)
+@custom_fault(REPLICATE, "not those of the stream", "functions of the index alone")
 def dataset_that_draws_random_numbers(layout):
     class Random(Points):
         def __getitem__(self, index):
@@ -299,7 +308,7 @@ def dataset_that_draws_random_numbers(layout):
     return classifier(layout, source=Random())
 
 
-@custom_fault(REPLICATE)
+@custom_fault(REPLICATE, "4 of 8 samples are not those of the stream")
 def dataset_that_depends_on_the_rank(layout):
     class Ranked(Points):
         def __getitem__(self, index):
@@ -309,7 +318,7 @@ def dataset_that_depends_on_the_rank(layout):
     return classifier(layout, source=Ranked())
 
 
-@custom_fault(REPLICATE)
+@custom_fault(REPLICATE, "the right samples in another order")
 def collate_that_depends_on_the_rank(layout):
     def collate(samples):
         samples = samples[::-1] if rank() else samples
@@ -321,14 +330,14 @@ def collate_that_depends_on_the_rank(layout):
 # Sharded parameters
 
 
-@custom_fault(SHARD)
+@custom_fault(SHARD, "shares a parameter")
 def parameter_shared_by_two_blocks(layout):
     module = TokenModel()
     module.blocks[1].up.weight = module.blocks[0].up.weight
     return CustomCase(module, token_loss, layout)
 
 
-@custom_fault(SHARD)
+@custom_fault(SHARD, "mixed torch.Tensor and DTensor")
 def weight_read_outside_of_its_block(layout):
     class Reading(TokenModel):
         def forward(self, tokens):
@@ -351,12 +360,12 @@ def with_block(block: type[Block]) -> type[TokenModel]:
     return type("TokenModel", (TokenModel,), {"block": block})
 
 
-@custom_fault(TENSOR)
+@custom_fault(TENSOR, "must have same reduction dim")
 def plan_with_rows_and_columns_exchanged(layout):
     return tensor_fault(layout, lambda: {"up": RowwiseParallel(), "down": ColwiseParallel()})
 
 
-@custom_fault(TENSOR)
+@custom_fault(TENSOR, "shapes cannot be multiplied")
 def plan_without_the_second_matrix(layout):
     return tensor_fault(layout, lambda: {"up": ColwiseParallel()})
 
@@ -377,7 +386,7 @@ class WithoutReduction(ParallelStyle):
         return module
 
 
-@custom_fault(TENSOR)
+@custom_fault(TENSOR, TENSOR_FORWARD, "differs between the ranks of the tensor axis")
 def plan_without_the_sum_over_rows(layout):
     return tensor_fault(layout, lambda: {"up": ColwiseParallel(), "down": WithoutReduction()})
 
@@ -397,7 +406,7 @@ class SummedTwice(RowwiseParallel):
         return module
 
 
-@custom_fault(TENSOR)
+@custom_fault(TENSOR, TENSOR_FORWARD)
 def plan_with_a_sum_too_many(layout):
     return tensor_fault(layout, lambda: {"up": ColwiseParallel(), "down": SummedTwice()})
 
@@ -413,7 +422,7 @@ class Scaled(Block):
         return F.gelu(hidden) * self.scale
 
 
-@custom_fault(TENSOR)
+@custom_fault(TENSOR, "partial gradient of model.blocks.0.scale, a replicated parameter, over the tensor axis")
 def scale_inside_of_the_sharded_region(layout):
     return tensor_fault(layout, lambda: {"up": ColwiseParallel(), "down": RowwiseParallel()}, with_block(Scaled))
 
@@ -454,13 +463,15 @@ class OwnParallel(Block):
         return x + SumOfRows.apply(F.linear(hidden, self.down.weight[:, mine]))
 
 
-@custom_fault(TENSOR)
+@custom_fault(
+    TENSOR, "gradient of model.embedding.weight, a replicated parameter, differs between the ranks of the tensor axis"
+)
 def autograd_function_without_a_sum_in_backward(layout):
     plan = ParallelSpec(blocks="blocks.*", tp_plan=lambda: {"head": ColwiseParallel(output_layouts=Replicate())})
     return tokens(layout, with_block(OwnParallel), spec=plan)
 
 
-@custom_fault(TENSOR)
+@custom_fault(TENSOR, TENSOR_FORWARD)
 def dropout_inside_of_the_sharded_region_by_rank(layout):
     class Dropping(Block):
         def inner(self, hidden):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import isclose, isnan
 
@@ -40,6 +40,9 @@ NEXT_MOVES_ON_ONE_RANK = dict.fromkeys(
     "run `meshwright prove --layout.replicate=1` with the settings of a preset, then change one setting at a time",
 )
 
+GradientCause = Callable[[list[Difference], Difference, "Evidence", list[str]], str]
+"""(wrong gradients, first difference, evidence, all parameters) -> cause"""
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -54,6 +57,10 @@ class Evidence:
     """computes the loss that step 1 has if step 0 updates nothing"""
     fit_sample_weights: Callable[[StepTrace, Mapping[str, Tensor], list[str]], tuple[Tensor, float]]
     """computes the weights of all micro-batches in the gradients of a step, and the relative error of their sum"""
+    explain_gradients: GradientCause | None = None
+    """what explains wrong gradients of a custom model; None: the built-in models"""
+    tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """the other names of tied parameters of a custom model"""
 
     def update_of(self, number: int) -> RecordedUpdate:
         """What the optimizer of the run read and wrote in a step."""
@@ -117,7 +124,7 @@ def cause_of_first(differences: list[Difference], evidence: Evidence) -> str:
     ):
         return "stale parameters: the update did not reach the unsharded parameters"
     if gradients:
-        return gradient_cause(gradients, first, evidence, names)
+        return (evidence.explain_gradients or gradient_cause)(gradients, first, evidence, names)
     factor = describe_factor(first.factor, evidence.layout, evidence.accumulation)
     return f"only the reported loss is wrong: {factor or 'it is not summed over all ranks'}"
 
@@ -295,6 +302,8 @@ def weights_cause(step: int, wrong: list[str], evidence: Evidence) -> str:
     if not error <= MAX_FIT_ERROR.get(precision, MAX_ROUNDING):
         return ""
     rows = (weights.round(decimals=6) + 0.0).tolist()
+    if all(equal_within(weight, 1.0) for row in rows for weight in row):
+        return ""
     if all(equal_within(weight, row[0]) or abs(weight - row[0]) < 1e-3 for row in rows for weight in row):
         counts = [f"those of data-parallel rank {rank} {row[0]:.4g} times" for rank, row in enumerate(rows)]
         return "the samples count unequally, " + ", ".join(counts)

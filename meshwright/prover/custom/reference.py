@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,10 @@ class CustomReferenceTask(ReferenceTask):
     @property
     def follows_run(self) -> bool:
         return True
+
+    @property
+    def tied(self) -> Mapping[str, tuple[str, ...]]:
+        return self.facts.tied
 
     @property
     def noise_precision(self) -> str:
