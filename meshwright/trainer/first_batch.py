@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.config import IGNORE_INDEX
 from meshwright.data.batch_structure import BatchStructure, CountRule
 from meshwright.data.loader import MicroBatchDataset, count_targets
 from meshwright.data.source import ConcatenatedSource, Source
 from meshwright.errors import ConfigError, DataError, MeshwrightError, describe_exception
+from meshwright.parallel.sync_batch_norm import GroupBatchNorm
 from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.model_notes import BATCH_NORMS, gradient_notes, model_notes, unused_parameters
 from meshwright.trainer.objective import BatchLoss, Objective, Reduction, count_error
@@ -147,7 +148,7 @@ def build_copy(custom: CustomModel, flat: Flat) -> tuple[Objective, float]:
     for dtype, tolerance in TOLERANCES.items():
         objective = custom.build_objective(torch.device("cpu"), dtype)
         try:
-            with seeded(0), torch.no_grad():
+            with seeded(0):
                 objective.compute(flat)
         except MeshwrightError:
             raise
@@ -363,7 +364,7 @@ class BatchCheck:
         """Notes a forward pass that depends on the other samples of a batch in training mode only; `model_notes` names
         batch normalization.
         """
-        if any(isinstance(child, (*BATCH_NORMS, nn.SyncBatchNorm)) for child in self.objective.modules()):
+        if any(isinstance(child, (*BATCH_NORMS, GroupBatchNorm)) for child in self.objective.modules()):
             return
         losses, is_random = self.losses()
         if not is_random and losses.error() > self.tolerance:
