@@ -15,7 +15,7 @@ from meshwright.parallel.world import World
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
 from meshwright.trainer.loop import Job, Training
-from meshwright.trainer.step_counters import StepCounters, count_step
+from meshwright.trainer.records.step_counters import StepCounters, count_step
 
 T = TypeVar("T")
 

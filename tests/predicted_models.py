@@ -17,11 +17,12 @@ from meshwright.data.source import ConcatenatedSource, IndexableSource
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel.infer_spec import infer_parallel_spec
 from meshwright.topology.unsupported import validate
+from meshwright.trainer.build import build_parallel_model
 from meshwright.trainer.custom_model import CustomModel
-from meshwright.trainer.loop import Job, build_parallel_model
+from meshwright.trainer.loop import Job
 from meshwright.trainer.precision import Precision
+from meshwright.trainer.records.step_counters import count_step
 from meshwright.trainer.step import Step, StepContext
-from meshwright.trainer.step_counters import count_step
 
 SEQUENCE, VOCAB, CLASSES = 32, 512, 10
 SIZES = {
@@ -196,7 +197,7 @@ def count_real_step(world: Any, config: RunConfig, name: str) -> Any:
     data = sources(name)
     job = Job(config, batch, layout, data, folder=None, custom=custom_model(name))  # type: ignore[arg-type]
     precision = Precision(config.precision, world.device)
-    model = build_parallel_model(job, precision, world)
+    model = build_parallel_model(job.config, job.layout, job.custom, precision, world)
     optimizer = AdamW(model.parameters(), config.optimizer, layout, world, config.optimizer.cpu_offload)
     step = Step(StepContext.for_rank(config, layout, world, model, optimizer, precision))
     stream = build_stream(config, data)

@@ -16,10 +16,10 @@ from meshwright.prover.shrink.sizes import fit_accumulation, shrink
 from meshwright.prover.shrink.source import MaskedSource
 from meshwright.topology.layout import Layout
 from meshwright.topology.unsupported import validate
-from meshwright.trainer.loop import build_parallel_decoder
+from meshwright.trainer.build import build_parallel_decoder
 from meshwright.trainer.precision import Precision
+from meshwright.trainer.records.step_counters import StepCounters, count_step
 from meshwright.trainer.step import Step, StepContext
-from meshwright.trainer.step_counters import StepCounters, count_step
 
 LR = 0.01
 SAMPLES = 1000

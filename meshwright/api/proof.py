@@ -12,7 +12,7 @@ from meshwright.io import write_json
 from meshwright.launch.user_code.user_code import UserCode
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from meshwright.parallel.parallel_spec import ParallelSpec
 
@@ -26,6 +26,7 @@ def prove(
     parallel_spec: ParallelSpec | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     reduction: Literal["sum", "mean"] | None = None,
+    init: Callable[[str, Tensor], Any] | None = None,
     ranks: int | None = None,
     out: str | Path | None = None,
     full: bool = False,
@@ -40,6 +41,7 @@ def prove(
         parallel_spec: how to parallelize ``model``, as in :func:`train`.
         collate: makes a batch of a list of samples, as in :func:`train`.
         reduction: what ``loss`` returns, as in :func:`train`.
+        init: initializes a ``model`` on the meta device, as in :func:`train`.
         ranks: total number of ranks; sets ``layout.replicate`` accordingly. Default: those of ``config.layout``.
         out: file to write the certificate to, as JSON. Default: it is not written.
         full: prove the configured runs in full size; only the number of steps shrinks. Default: ``False``.
@@ -52,7 +54,7 @@ def prove(
         IdentityError: the config is of a run of another model.
     """
     from meshwright.io import output_file
-    from meshwright.launch.user_code.make_custom_model import open_model
+    from meshwright.launch.user_code.make_custom_model import open_model_with_values
     from meshwright.prover.prove import certify
     from meshwright.topology.unsupported import validate
 
@@ -60,8 +62,8 @@ def prove(
         config = validated(config, ranks)
         validate(config, own_model=model is not None)
         file = output_file(given_path(out, "out"), "out") if out is not None else None
-        user = UserCode(model, loss, source, parallel_spec, collate, reduction=reduction)
-        config, custom, sources = open_model(config, user)
+        user = UserCode(model, loss, source, parallel_spec, collate, reduction=reduction, init=init)
+        config, custom, sources = open_model_with_values(config, user)
         certificate = certify(config, full=full, custom=custom, sources=sources)
         if file is not None:
             write_json(file, certificate)

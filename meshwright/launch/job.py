@@ -16,7 +16,6 @@ from meshwright.config import RunConfig, fingerprint, identity, placement
 from meshwright.data.token_files import raise_if_changed
 from meshwright.errors import ConfigError, MeshwrightError, PeerError, StoppedBySignal, describe_exception
 from meshwright.launch.environment import started_by_torchrun
-from meshwright.launch.first_batch_check import prepare_custom_model
 from meshwright.launch.host_memory import require_host_memory
 from meshwright.launch.ranks import Ranks, cuda_started, raise_if_spawning
 from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, leave_process_group, torchrun_restart_count
@@ -24,8 +23,6 @@ from meshwright.launch.shared_weights import share_weights
 from meshwright.launch.user_code.make_custom_model import open_user_code
 from meshwright.launch.user_code.user_code import NO_USER_CODE, UserCode
 from meshwright.parallel.compile import require_compiler
-from meshwright.parallel.materialize import require_materialized
-from meshwright.parallel.parallelize import require_spec
 from meshwright.recover.incidents import Incident
 from meshwright.recover.lease import Lease, acquire_lease
 from meshwright.recover.supervisor import newest_checkpoint_step, record_lost_attempts, warn
@@ -60,9 +57,7 @@ def make_job(
     # The identity of an existing run says more about other code than its config does.
     config, custom, sources = open_user_code(config, user, accept_code or folder.has_run)
     if custom is not None:
-        require_spec(custom.module, custom.spec, layout)
-        require_materialized(custom.module)
-        custom = prepare_custom_model(custom, sources[0], config, layout)
+        custom.require_init()
     else:
         require_host_memory(config, layout)
     return Job(

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from meshwright.errors import ConfigError
 from meshwright.parallel.local_shard import LocalShard, local_shard
 from meshwright.parallel.parallel_spec import parameter_owners
 
@@ -51,13 +50,3 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters and buffers of a module."""
     yield from module.named_parameters()
     yield from module.named_buffers()
-
-
-def require_materialized(model: nn.Module) -> None:
-    """Raises a ConfigError for a user's model on the meta device; only the built-in decoder is initialized by shard."""
-    on_meta = [name for name, tensor in named_tensors(model) if tensor.is_meta]
-    if on_meta:
-        raise ConfigError(
-            f"the model is on the meta device ({on_meta[0]} and {len(on_meta) - 1} more tensors), and has no values",
-            'try model.to_empty(device="cpu") and initialize its parameters before train(model=...)',
-        )

@@ -35,8 +35,8 @@ from meshwright.topology.parameter_shards import PipelinePlacement, pipeline_pla
 from meshwright.torch_private import FakeTensors, clear_dtensor_cache, init_fake_process_group, patched_for_simulation
 from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.precision import Precision
+from meshwright.trainer.records.step_counters import count_step
 from meshwright.trainer.step import Step, StepContext, StepControl
-from meshwright.trainer.step_counters import count_step
 
 CLASSES = (*TENSOR_CLASSES, UNINITIALIZED)
 LR = 1e-3

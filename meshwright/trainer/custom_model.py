@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.data.batch_structure import BatchStructure, CountRule
 from meshwright.data.loader import TOKENS_AND_LABELS
 from meshwright.data.source import Collate
+from meshwright.errors import ConfigError
+from meshwright.parallel.materialize import Materializer, named_tensors
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.sync_batch_norm import synchronize_batch_norm
 from meshwright.trainer.objective import LossFunction, Metric, Objective, Reduction, shifts_labels
@@ -40,6 +43,8 @@ class CustomModel:
     """what the loss returns; None: a sum, or what a model that computes its loss itself is known to return"""
     loss_names: tuple[str, ...] = ()
     """names of the sums, where the loss returns a dict of them"""
+    init: Callable[[str, Tensor], Any] | None = None
+    """writes the initial values of a parameter or buffer of a model on the meta device"""
     code: CodeRecord | None = None
     """the fingerprints of the model, the loss and the functions beside them"""
     unit: str = "targets"
@@ -56,20 +61,64 @@ class CustomModel:
         """Returns the modules that may have parameters: the model, and the loss if it is a module."""
         return [module for module in (self.module, self.loss) if isinstance(module, nn.Module)]
 
+    def on_meta(self) -> set[str]:
+        """Returns the names of the parameters and buffers that are on the meta device, and have no values."""
+        return {name for name, tensor in named_tensors(self.module) if tensor.is_meta}
+
+    def require_init(self) -> None:
+        """Raises a ConfigError if the model is on the meta device, and nothing initializes it."""
+        if self.init is None and (names := sorted(self.on_meta())):
+            raise ConfigError(
+                f"the model is on the meta device ({names[0]} and {len(names) - 1} more tensors), and has no init",
+                "expected init=..., a function of a name and a tensor that writes the initial values into the tensor",
+            )
+
+    def initial_values(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+        """Returns the initial values of a full parameter or buffer on the meta device. They depend on the seed and the
+        name alone, so they are the same on every layout.
+        """
+        assert self.init is not None
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        full = torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            self.init(name, full)
+        if full.is_floating_point() and full.isnan().any():
+            raise ConfigError(
+                f"init wrote no values, or NaN, to {name}",
+                "expected init(name, tensor) to write all values of every parameter and buffer, in place",
+            )
+        return full
+
+    def with_values(self, seed: int) -> CustomModel:
+        """Returns the model with its initial values, in this process, if it is on the meta device."""
+        if not self.on_meta():
+            return self
+        module = copy.deepcopy(self.module)
+        Materializer(module, None, torch.device("cpu")).allocate(module)
+        for name, tensor in named_tensors(module):
+            if name in self.on_meta():
+                tensor.data.copy_(self.initial_values(name, tuple(tensor.shape), tensor.dtype, seed))
+        return replace(self, module=module)
+
     def build_objective(self, device: torch.device, dtype: torch.dtype) -> Objective:
         """Returns a copy of model and loss as one module on a device."""
         module = copy.deepcopy(self.module)
-        loss = copy.deepcopy(self.loss) if isinstance(self.loss, nn.Module) else self.loss
+        loss = copy.deepcopy(self.loss).to(device) if isinstance(self.loss, nn.Module) else self.loss
         synchronize_batch_norm(module)
         disable_caches(module)
+        if self.on_meta():
+            module = module.to(dtype)._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        else:
+            module = module.to(device, dtype)
         return Objective(
-            module.to(device, dtype),
+            module,
             loss,
             self.batch,
             reduction=self.reduction,
             metrics=self.metrics,
             loss_names=self.loss_names,
-        ).to(device)
+        )
 
     def objective_spec(self) -> ParallelSpec:
         """Returns the spec of the module that `build_objective` returns."""

@@ -18,19 +18,15 @@ from meshwright.data.sample_lookup import build_stream
 from meshwright.data.source import ConcatenatedSource, Source
 from meshwright.data.token_files import raise_if_changed
 from meshwright.errors import CheckpointError, StoppedBySignal
-from meshwright.models.init import build_on_meta, init_shard
-from meshwright.models.registry import block_costs, model_spec
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel.data_parallel.replica_check import compare_replicas
-from meshwright.parallel.local_shard import LocalShard, local_shard
-from meshwright.parallel.parallel_model import ParallelModel, router_biases
-from meshwright.parallel.parallelize import parallelize
-from meshwright.parallel.tensor_parallel import family_parallel_spec
+from meshwright.parallel.local_shard import local_shard
+from meshwright.parallel.parallel_model import router_biases
 from meshwright.parallel.world import World
 from meshwright.telemetry.events import Event, EventLog
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
-from meshwright.topology.parameter_shards import pipeline_placement
+from meshwright.trainer.build import build_parallel_model
 from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.evaluate import Evaluation
 from meshwright.trainer.identity import build_identity, check_run_folder, write_run_folder
@@ -38,11 +34,11 @@ from meshwright.trainer.objective import Objective, copy_trained_weights
 from meshwright.trainer.precision import Precision, set_determinism
 from meshwright.trainer.records.plan_recorder import PlanRecorder
 from meshwright.trainer.records.start_record import start_record
+from meshwright.trainer.records.step_counters import count_step
 from meshwright.trainer.records.step_recorder import StepRecorder, finite_or_none
 from meshwright.trainer.resume import ResumeState
 from meshwright.trainer.signals import SignalWatch
 from meshwright.trainer.step import Step, StepContext, TrainingObserver
-from meshwright.trainer.step_counters import count_step
 
 
 @dataclass(frozen=True)
@@ -124,7 +120,7 @@ class Training:
         set_determinism(self.config.precision.deterministic, self.config.launch.threads, world.device)
 
         self.precision = Precision(self.config.precision, world.device)
-        self.parallel_model = build_parallel_model(job, self.precision, world)
+        self.parallel_model = build_parallel_model(self.config, job.layout, job.custom, self.precision, world)
         self.module = self.parallel_model.module
         self.stream = build_stream(self.config, job.sources)
         self.store = open_run_store(job.folder)
@@ -373,32 +369,3 @@ class Training:
             write = self.world.rank == 0 or not self.job.supervised  # forked ranks share the modules, torchrun's do not
             copy_trained_weights(self.module, self.job.custom.modules(), write)
         return summary
-
-
-def build_parallel_model(job: Job, precision: Precision, world: World) -> ParallelModel:
-    """Builds and parallelizes the configured decoder or the custom model."""
-    if job.custom is None:
-        return build_parallel_decoder(job.config, job.layout, precision, world)
-    objective = job.custom.build_objective(world.device, precision.weights)
-    parallel_model = parallelize(objective, job.config, job.layout, world, job.custom.objective_spec())
-    if parallel_model.context is not None:
-        objective.shift_before(parallel_model)
-    return parallel_model
-
-
-def build_parallel_decoder(config: RunConfig, layout: Layout, precision: Precision, world: World) -> ParallelModel:
-    """Builds the configured decoder; each rank initializes its own shards."""
-    spec = model_spec(config.model)
-
-    def initialize(shard: LocalShard, name: str) -> None:
-        init_shard(shard.local, name, shard.shape, shard.offset, spec, config.seed)
-
-    return parallelize(
-        build_on_meta(config.model, precision.weights),
-        config,
-        layout,
-        world,
-        family_parallel_spec(spec),
-        initialize,
-        placement=pipeline_placement(config, layout, world.rank, block_costs(config)),
-    )

@@ -369,6 +369,8 @@ def copy_trained_weights(trained: Objective, targets: list[nn.Module], write: bo
     for module, target in zip((trained.model, trained.loss), targets, strict=False):
         state = module.state_dict() if module is not None else {}
         for name, value in target.state_dict().items():
+            if value.is_meta:  # no process has the model whole
+                continue
             full = full_tensor(state[name])
             if write:
                 value.copy_(full)

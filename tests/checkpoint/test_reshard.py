@@ -21,7 +21,7 @@ from meshwright.parallel.local_shard import local_shard
 from meshwright.store.posix import PosixStore
 from meshwright.testing import run_ranks
 from meshwright.topology.layout import Layout
-from meshwright.trainer.loop import build_parallel_decoder
+from meshwright.trainer.build import build_parallel_decoder
 from meshwright.trainer.precision import Precision
 
 UNEVEN = ("--model.vocab=250", "--model.ffn=46", "--model.kv_heads=2", "--batch.global=24")

@@ -24,7 +24,7 @@ from meshwright.store.posix import PosixStore
 from meshwright.testing import run_ranks
 from meshwright.topology.layout import Layout
 from meshwright.topology.unsupported import validate
-from meshwright.trainer.loop import build_parallel_decoder
+from meshwright.trainer.build import build_parallel_decoder
 from meshwright.trainer.precision import Precision
 
 SIZES = ("--model.layers=4", "--model.vocab=250", "--model.ffn=46", "--model.kv_heads=2", "--batch.global=8")

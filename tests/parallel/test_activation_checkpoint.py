@@ -13,7 +13,7 @@ from step_harness import LR, build_loader, build_step
 from meshwright.config import RunConfig, load_config
 from meshwright.parallel.world import World
 from meshwright.topology.unsupported import validate
-from meshwright.trainer.step_counters import count_step
+from meshwright.trainer.records.step_counters import count_step
 
 LAYERS = 36
 SHAPE = ["--model.width=32", "--model.ffn=8", "--model.heads=1", "--model.kv_heads=1", f"--model.layers={LAYERS}"]

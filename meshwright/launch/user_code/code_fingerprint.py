@@ -18,7 +18,7 @@ from typing import Any
 
 from meshwright.errors import is_user_file
 
-Parts = dict[str, str]
+CodeParts = dict[str, str]
 """What a piece of code consists of ("class project.Net", "function project.loss", "package timm") -> hash or value."""
 
 MAX_VALUE = 200
@@ -31,7 +31,7 @@ class CodeFingerprint:
     """Collects the parts of a user's code, following what functions and classes refer to."""
 
     def __init__(self) -> None:
-        self.parts: Parts = {}
+        self.parts: CodeParts = {}
         self.text_counts = True
         """whether constants that are text count: those of a dataset are mostly paths, and its samples count anyway"""
         self._seen: set[int] = set()

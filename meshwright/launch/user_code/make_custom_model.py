@@ -9,13 +9,16 @@ from torch import nn
 
 from meshwright.config import CustomModelConfig, RunConfig
 from meshwright.data.file_sources import open_sources
-from meshwright.data.source import IndexableSource, Source, find_structure
+from meshwright.data.source import IndexableSource, Source
 from meshwright.errors import ConfigError, IdentityError
+from meshwright.launch.first_batch_check import prepare_custom_model
 from meshwright.launch.source_check import check_source
 from meshwright.launch.user_code.code_record import build_code_record
 from meshwright.launch.user_code.entry_points import call_without_arguments
 from meshwright.launch.user_code.user_code import UserCode
 from meshwright.parallel.infer_spec import infer_parallel_spec, merge
+from meshwright.parallel.parallelize import require_spec
+from meshwright.topology.layout import Layout
 from meshwright.trainer.custom_model import CustomModel
 
 
@@ -45,7 +48,9 @@ def open_user_code(config: RunConfig, user: UserCode, accept_code: bool = False)
         source = dataset if is_source(dataset) else IndexableSource(dataset, collate=user.collate)
         sources = [check_source(source, config.launch, user.collate)]
     if custom is not None:
-        custom = replace(custom, batch=find_structure(sources[0], custom.collate))
+        layout = Layout.from_config(config.layout)
+        require_spec(custom.module, custom.spec, layout)
+        custom = prepare_custom_model(custom, sources[0], config, layout)
     return UserRun(config, custom, sources)
 
 
@@ -53,6 +58,15 @@ def open_model(config: RunConfig, user: UserCode) -> UserRun:
     """The same for a verb that uses a dataset only together with a model. Without a model, no data is opened."""
     user.require_model("loss", "source", "parallel_spec", "collate", "init")
     return open_user_code(config, user) if user.model is not None else UserRun(config, None, [])
+
+
+def open_model_with_values(config: RunConfig, user: UserCode) -> UserRun:
+    """The same for `prove`, whose reference has the whole model in one process."""
+    config, custom, sources = open_model(config, user)
+    if custom is not None:
+        custom.require_init()
+        custom = custom.with_values(config.seed)
+    return UserRun(config, custom, sources)
 
 
 def make_custom_model(user: UserCode, dataset: Any = None) -> CustomModel | None:
@@ -72,6 +86,7 @@ def make_custom_model(user: UserCode, dataset: Any = None) -> CustomModel | None
         collate=user.collate,
         metrics=dict(user.metrics or {}),
         reduction=user.reduction,
+        init=user.init,
         code=build_code_record(module, user, dataset),
     )
 

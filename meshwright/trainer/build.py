@@ -1,0 +1,63 @@
+"""Builds the parallelized model of a rank: the configured decoder, or a custom model."""
+
+from __future__ import annotations
+
+from meshwright.config import RunConfig
+from meshwright.models.init import build_on_meta, init_shard
+from meshwright.models.registry import block_costs, model_spec
+from meshwright.parallel.local_shard import LocalShard
+from meshwright.parallel.materialize import Fill
+from meshwright.parallel.parallel_model import ParallelModel
+from meshwright.parallel.parallelize import parallelize
+from meshwright.parallel.tensor_parallel import family_parallel_spec
+from meshwright.parallel.world import World
+from meshwright.topology.layout import Layout
+from meshwright.topology.parameter_shards import pipeline_placement
+from meshwright.trainer.custom_model import CustomModel
+from meshwright.trainer.precision import Precision
+
+
+def build_parallel_model(
+    config: RunConfig, layout: Layout, custom: CustomModel | None, precision: Precision, world: World
+) -> ParallelModel:
+    """Builds and parallelizes the configured decoder or the custom model."""
+    if custom is None:
+        return build_parallel_decoder(config, layout, precision, world)
+    objective = custom.build_objective(world.device, precision.weights)
+    fill = fill_shards(custom, config.seed) if custom.on_meta() else None
+    parallel_model = parallelize(objective, config, layout, world, custom.objective_spec(), fill)
+    if parallel_model.context is not None:
+        objective.shift_before(parallel_model)
+    return parallel_model
+
+
+def build_parallel_decoder(config: RunConfig, layout: Layout, precision: Precision, world: World) -> ParallelModel:
+    """Builds the configured decoder; each rank initializes its own shards."""
+    spec = model_spec(config.model)
+
+    def initialize(shard: LocalShard, name: str) -> None:
+        init_shard(shard.local, name, shard.shape, shard.offset, spec, config.seed)
+
+    return parallelize(
+        build_on_meta(config.model, precision.weights),
+        config,
+        layout,
+        world,
+        family_parallel_spec(spec),
+        initialize,
+        placement=pipeline_placement(config, layout, world.rank, block_costs(config)),
+    )
+
+
+def fill_shards(custom: CustomModel, seed: int) -> Fill:
+    """Returns the function that initializes the shards of a custom model on the meta device by the user's `init`."""
+    on_meta = custom.on_meta()
+
+    def fill(shard: LocalShard, name: str) -> None:
+        own_name = name.removeprefix("model.")
+        if own_name in on_meta:
+            full = custom.initial_values(own_name, shard.shape, shard.local.dtype, seed)
+            ends = zip(shard.offset, shard.local.shape, strict=True)
+            shard.local.copy_(full[tuple(slice(start, start + size) for start, size in ends)])
+
+    return fill
