@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
 from meshwright.parallel.parallel_model import Autocast
-from meshwright.parallel.pipeline_parallel.stand_ins import ModelTrace, Result, TensorShape, hidden_argument
+from meshwright.parallel.pipeline_parallel.stand_ins import ModelTrace, ModuleResult, TensorShape, hidden_argument
 from meshwright.torch_private import (
     FakeTensors,
     TorchDispatchMode,
@@ -154,8 +154,8 @@ class TracedPass:
         self.tracer, self.sources = tracer, sources
         self.names = list(tracer.blocks)
         self.inputs: list[TensorShape] = []
-        self.results: list[Result] = []
-        self.outer_results: dict[str, list[Result]] = {name: [] for name in tracer.before}
+        self.results: list[ModuleResult] = []
+        self.outer_results: dict[str, list[ModuleResult]] = {name: [] for name in tracer.before}
         self.last: Tensor | None = None
         """the hidden states that the last traced block returned"""
 
@@ -176,7 +176,7 @@ class TracedPass:
 
     def run_outer(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = forward(*args, **kwargs)
-        self.outer_results[name].append(Result.of(result))
+        self.outer_results[name].append(ModuleResult.of(result))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.sources.add(leaf, frozenset({f"the result of {shown(name)}"}))
@@ -229,7 +229,7 @@ class TracedPass:
 
     def _block_result(
         self, name: str, index: int, forward: Callable[..., Any], args: Any, kwargs: Any, hidden: Tensor
-    ) -> Result:
+    ) -> ModuleResult:
         """The result of a block. One that cannot run on fake tensors, because its shapes depend on values (experts),
         is taken to return hidden states alone; its stage checks that.
         """
@@ -237,18 +237,18 @@ class TracedPass:
         sources.block = label = block_label(self.names[index])
         sources.allowed = sources.of(hidden) | {label}
         try:
-            return Result.of(forward(*args, **kwargs))
+            return ModuleResult.of(forward(*args, **kwargs))
         except ForeignValue as foreign:
             raise ConfigError(
                 f"pipeline stages cannot divide the model: {foreign}",
                 f"expected {name} to get hidden states as an argument, and nothing else of other blocks",
             ) from None
         except Exception:  # noqa: BLE001
-            return Result.of(hidden)
+            return ModuleResult.of(hidden)
         finally:
             sources.block = None
 
-    def _fresh(self, result: Result, index: int) -> Any:
+    def _fresh(self, result: ModuleResult, index: int) -> Any:
         """New tensors in the structure of a result, which come from this block and from nothing else."""
         fresh = [
             torch.empty(leaf.shape, dtype=leaf.dtype, device=self.tracer.device)

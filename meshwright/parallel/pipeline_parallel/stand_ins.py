@@ -42,7 +42,7 @@ class TensorShape:
 
 
 @dataclass(frozen=True)
-class Result:
+class ModuleResult:
     """What a module returned: a tensor, or tensors and other values in tuples, dicts and model outputs."""
 
     leaves: tuple[Any, ...]
@@ -50,9 +50,9 @@ class Result:
     tree: TreeSpec
 
     @staticmethod
-    def of(value: Any) -> Result:
+    def of(value: Any) -> ModuleResult:
         leaves, tree = tree_flatten(value)
-        return Result(tuple(TensorShape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), tree)
+        return ModuleResult(tuple(TensorShape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), tree)
 
     @property
     def hidden(self) -> TensorShape | None:
@@ -72,8 +72,8 @@ class ModelTrace:
 
     block_inputs: tuple[TensorShape, ...]
     """the hidden states that every block receives"""
-    block_results: tuple[Result, ...]
-    outer_results: dict[str, list[Result]]
+    block_results: tuple[ModuleResult, ...]
+    outer_results: dict[str, list[ModuleResult]]
     """what every module of `before` returned, call by call"""
     loss: TensorShape
 
