@@ -24,10 +24,8 @@ class Residual(nn.Module):
 def build() -> nn.Module:
     """Batch statistics of each rank would make the result depend on the layout: they are computed over all ranks."""
     torch.manual_seed(0)
-    blocks = nn.Sequential(*(Residual(16) for _ in range(3)))
-    model = nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 2)
-    )
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 2))
+    model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), *(Residual(16) for _ in range(3)), head)
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
