@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,11 @@ class Architecture:
     latent_attention: LatentAttention | None = None
     """sizes of multi-head latent attention; None for other attention"""
 
+    loss_in_head_unit: ClassVar[bool] = True
+    """whether the loss runs inside the FSDP unit of the head"""
+    axes: ClassVar[frozenset[str]] = frozenset(("shard", "tensor", "pipeline", "context", "expert"))
+    """axes of parallelism, besides replication, that can serve the model"""
+
     @property
     def ffn_matrices(self) -> int:
         """Matrices of one feed-forward."""
@@ -123,6 +128,11 @@ class Architecture:
     def is_moe_layer(self, layer: int) -> bool:
         """Whether the layer has experts."""
         return self.experts > 0 and layer >= self.dense_layers
+
+    @property
+    def all_expert_parameters(self) -> int:
+        """Parameters of all experts of all layers."""
+        return self.moe_layers * self.experts * self.expert_parameters
 
     @property
     def moe_layers(self) -> int:

@@ -80,6 +80,22 @@ class ModuleCost:
     """as torch.utils.flop_counter counts them: a multiply-add is two, and attention has all pairs of tokens"""
     activations: Cost = Cost()
     """bytes that autograd saves for backward, without parameters, in the dtype of the parameters"""
+    backward_flops: Cost = Cost()
+    matmul_outputs: Cost = Cost()
+    """bytes of the outputs of matrix products and attention, which selective activation checkpointing saves"""
+    output: Cost = Cost()
+    """bytes of the hidden states that it returns"""
+    forward_peak: Cost = Cost()
+    """bytes in addition to `activations`, at the peak of forward"""
+    backward_peak: Cost = Cost()
+    """bytes in addition to `activations`, at the peak of backward, without gradients of earlier parameters"""
+    gradients_at_peak: Cost = Cost()
+    """bytes by which the peak of backward is larger if the gradients of its parameters stay in memory"""
+    traffic: Cost = Cost()
+    backward_traffic: Cost = Cost()
+    """bytes that operators other than matrix products and attention read and write"""
+    operators: int = 0
+    """operators of forward"""
 
 
 @dataclass(frozen=True)

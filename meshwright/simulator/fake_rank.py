@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.config import Batch, RunConfig
 from meshwright.data.loader import MicroBatch
 from meshwright.errors import ConfigError
 from meshwright.models.init import build_on_meta
 from meshwright.models.registry import block_costs, model_spec
-from meshwright.models.trace import copy_to_meta
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel.local_shard import LocalShard
 from meshwright.parallel.materialize import Materializer
@@ -37,6 +36,7 @@ from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.precision import Precision
 from meshwright.trainer.records.step_counters import count_step
 from meshwright.trainer.step import Step, StepContext, StepControl
+from meshwright.trainer.trace_custom_model import build_objective_on_meta
 
 CLASSES = (*TENSOR_CLASSES, UNINITIALIZED)
 LR = 1e-3
@@ -158,13 +158,10 @@ def parallelize_custom_model(
 ) -> ParallelModel:
     """Parallelizes a copy of a user's model and loss without their values."""
     dtype = Precision(config.precision, world.device).weights
-    loss = copy_to_meta(custom.loss) if isinstance(custom.loss, nn.Module) else custom.loss
-    on_meta = replace(custom, module=copy_to_meta(custom.module), loss=loss)
-    objective = on_meta.build_objective(torch.device("meta"), dtype)
-    objective.checked = True  # a real run checks the values of its first batch
+    objective = build_objective_on_meta(custom, dtype)
     with fake_tensors.active():
         Materializer(objective, None, world.device).allocate(objective)
-    return parallelize(objective, config, layout, world, on_meta.objective_spec(), ddp=FakeDDP)
+    return parallelize(objective, config, layout, world, custom.objective_spec(), ddp=FakeDDP)
 
 
 def skip_init(_shard: LocalShard, _name: str) -> None:

@@ -148,8 +148,8 @@ def simulate_rank(
 
 
 def count_blocks(custom: CustomModel) -> dict[int, int]:
-    """The number of blocks of the only stage of a user's model; a model without a ParallelSpec counts as one block."""
-    return {0: len(find_blocks(custom.module, custom.spec)) if custom.spec is not None else 1}
+    """The number of blocks of the only stage of a user's model; a model without repeated blocks counts as one block."""
+    return {0: len(find_blocks(custom.module, custom.spec)) if any(custom.spec.block_patterns) else 1}
 
 
 def require_few_passes(blocks: int, micro_steps: int, config: RunConfig) -> None:

@@ -34,7 +34,8 @@ Megatron keeps what it all-gathers again in backward as local shards.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, singledispatch
+from typing import Any
 
 from meshwright.config.dtypes import COMPUTE_BYTES
 from meshwright.models.architecture import Architecture
@@ -111,8 +112,48 @@ class BlockActivations:
     """copies of the block's weights that autocast makes, and keeps to the end of forward"""
 
 
+@singledispatch
+def hidden_state_bytes(model: Any, settings: ActivationSettings) -> float:
+    """Bytes of the hidden states between two blocks, for one micro-batch."""
+    raise NotImplementedError(type(model))
+
+
+@hidden_state_bytes.register
+def _(model: Architecture, settings: ActivationSettings) -> float:
+    return settings.residual_stream(model.width)
+
+
+@singledispatch
+def input_bytes(model: Any, settings: ActivationSettings) -> float:
+    """Bytes of the tensors of one micro-batch."""
+    raise NotImplementedError(type(model))
+
+
+@input_bytes.register
+def _(_model: Architecture, settings: ActivationSettings) -> float:
+    return 16 * settings.tokens  # tokens and labels
+
+
+@singledispatch
+def outer_activations(model: Any, settings: ActivationSettings) -> float:
+    """Bytes that the modules before the blocks save for one micro-batch, in addition to the inputs of the blocks."""
+    raise NotImplementedError(type(model))
+
+
+@outer_activations.register
+def _(_model: Architecture, _settings: ActivationSettings) -> float:
+    return 0.0
+
+
+@singledispatch
+def block_activations(model: Any, settings: ActivationSettings, moe: bool) -> BlockActivations:
+    """Bytes of one block for one micro-batch."""
+    raise NotImplementedError(type(model))
+
+
+@block_activations.register
 @cache
-def block_activations(model: Architecture, settings: ActivationSettings, moe: bool) -> BlockActivations:
+def _(model: Architecture, settings: ActivationSettings, moe: bool) -> BlockActivations:
     attention, ffn = attention_activations(model, settings), ffn_activations(model, settings, moe)
     residual = settings.residual_stream(model.width)
     norms = 2 * norm_activations(model, settings)
@@ -293,8 +334,15 @@ class HeadActivations:
     """gradients that wait for the weight gradients of a split backward pass"""
 
 
+@singledispatch
+def head_activations(model: Any, settings: ActivationSettings) -> HeadActivations:
+    """Bytes of the final norm, the head and the loss for one micro-batch."""
+    raise NotImplementedError(type(model))
+
+
+@head_activations.register
 @cache
-def head_activations(model: Architecture, settings: ActivationSettings) -> HeadActivations:
+def _(model: Architecture, settings: ActivationSettings) -> HeadActivations:
     residual = settings.residual_stream(model.width)
     saved = residual + norm_activations(model, settings) + matmul_inputs(model, settings, 1)
     if settings.autocast:

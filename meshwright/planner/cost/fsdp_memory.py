@@ -38,6 +38,9 @@ from meshwright.planner.cost.activations import (
     HeadActivations,
     block_activations,
     head_activations,
+    hidden_state_bytes,
+    input_bytes,
+    outer_activations,
 )
 from meshwright.planner.cost.estimate import MemoryEstimate
 from meshwright.planner.cost.in_flight import SchedulePoint
@@ -78,11 +81,12 @@ def stage_memory(job: PlannedJob, settings: ActivationSettings, layers: StageLay
     head = head_activations(job.model, settings) if layers.is_last else None
     saved = layers.dense_layers * block_activations(job.model, settings, False).saved if layers.dense_layers else 0.0
     saved += layers.moe_layers * block.saved if layers.moe_layers else 0.0
-    residual = settings.residual_stream(job.model.width)
+    residual = hidden_state_bytes(job.model, settings)
     output = residual if job.trainer.keeps_stage_outputs and not layers.next_on_rank else 0.0
+    outer = outer_activations(job.model, settings) if layers.is_first else 0.0
     received = residual if job.trainer.torch_native and not layers.is_first else 0.0
     return StageMemory(
-        layers, parameters, block, head, saved, saved + (head.saved if head else output) - received
+        layers, parameters, block, head, saved, saved + outer + (head.saved if head else output) - received
     )  # fmt: skip
 
 
@@ -136,7 +140,7 @@ class StepMemory:
         self.dense = sum(stage.parameters.dense for stage in stages)
         self.experts = sum(stage.parameters.experts for stage in stages)
         self.shards = self.dense / self.shard_ranks + self.experts / self.expert_shard_ranks
-        self.residual = settings.residual_stream(job.model.width)
+        self.residual = hidden_state_bytes(job.model, settings)
         self.base = self.persistent()
 
     def persistent(self) -> MemoryEstimate:
@@ -148,8 +152,8 @@ class StepMemory:
             state = state + self.parameter_bytes * owned if self.settings.on_cpu else 0.0
         neighbours = sum((not stage.layers.is_first) + (not stage.layers.is_last) for stage in self.stages)
         receive_buffers = neighbours * self.micro_steps * self.residual if self.pipelined else 0.0
-        # Tokens and labels of the step, which a pipeline concatenates.
-        batch = 16 * self.settings.tokens * self.micro_steps * (2 if self.pipelined else 1)
+        # The inputs of the step, which a pipeline concatenates.
+        batch = input_bytes(self.job.model, self.settings) * self.micro_steps * (2 if self.pipelined else 1)
         return MemoryEstimate(
             self.shards * self.parameter_bytes,
             self.dense * self.gradient_bytes if self.ddp else 0.0,
@@ -372,6 +376,8 @@ class StepMemory:
             if at_end:
                 return without_embedding, prefetched
             return (head if moment == "loss_backward" else block), prefetched
+        if moment.startswith("loss_") and not self.job.model.loss_in_head_unit and not self.stays_unsharded:
+            return tied, prefetched if tied else 0.0
         last = moment == "last_block" or self.stages[point.stage].layers.layers == 1
         reduced = (parameters.head if last else parameters.block) if in_backward and sharded else 0.0
         if self.stays_unsharded:

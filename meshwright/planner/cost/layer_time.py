@@ -10,11 +10,13 @@ masked half, and flash backward runs five products where forward runs two.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, singledispatch
+from typing import Any
 
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.kernel_time import KernelRate, kernel_rate, matmul_time, memory_bound_time
 from meshwright.planner.workload.planned_job import PlannedJob
+from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 
 
@@ -47,7 +49,7 @@ MatmulShape = tuple[int, int, int, int]
 class LayerShape:
     """Everything that the time of a layer depends on. Hashable, so that equal layers are computed once."""
 
-    model: Architecture
+    model: Architecture | TracedModel
     trainer: TrainerProfile
     tokens: int
     sequence: int
@@ -92,8 +94,8 @@ def layer_shape(job: PlannedJob) -> LayerShape:
     )
 
 
-def attention_projections(shape: LayerShape) -> list[MatmulShape]:
-    model, tensor, tokens = shape.model, shape.tensor, shape.tokens
+def attention_projections(model: Architecture, shape: LayerShape) -> list[MatmulShape]:
+    tensor, tokens = shape.tensor, shape.tokens
     if model.latent_attention is None:
         qkv = model.head_dim * (model.heads + 2 * model.kv_heads) // tensor
         return [(tokens, max(1, qkv), model.width, 1), (tokens, model.width, model.heads * model.head_dim // tensor, 1)]
@@ -110,8 +112,8 @@ def attention_projections(shape: LayerShape) -> list[MatmulShape]:
     return matmuls
 
 
-def feed_forward_matmuls(shape: LayerShape, moe: bool) -> list[MatmulShape]:
-    model, tensor, tokens = shape.model, shape.tensor, shape.tokens
+def feed_forward_matmuls(model: Architecture, shape: LayerShape, moe: bool) -> list[MatmulShape]:
+    tensor, tokens = shape.tensor, shape.tokens
     up = model.ffn_matrices - 1
     if not moe:
         return [(tokens, up * model.ffn // tensor, model.width, 1), (tokens, model.width, model.ffn // tensor, 1)]
@@ -133,10 +135,41 @@ def routed_tokens(shape: LayerShape) -> int:
     return shape.tokens * shape.model.experts_active // shape.tensor
 
 
-@cache
 def layer_time(shape: LayerShape, moe: bool) -> LayerTime:
+    """The time of one block."""
+    return block_time(shape.model, shape, moe)
+
+
+def embedding_time(shape: LayerShape) -> LayerTime:
+    """The time of what stands before the blocks."""
+    return first_time(shape.model, shape)
+
+
+def head_time(shape: LayerShape) -> LayerTime:
+    """The time of the output projection and the loss. Activation checkpointing does not recompute them."""
+    return last_time(shape.model, shape)
+
+
+@singledispatch
+def block_time(model: Any, shape: LayerShape, moe: bool) -> LayerTime:
+    raise NotImplementedError(type(model))
+
+
+@singledispatch
+def first_time(model: Any, shape: LayerShape) -> LayerTime:
+    raise NotImplementedError(type(model))
+
+
+@singledispatch
+def last_time(model: Any, shape: LayerShape) -> LayerTime:
+    raise NotImplementedError(type(model))
+
+
+@block_time.register
+@cache
+def _(model: Architecture, shape: LayerShape, moe: bool) -> LayerTime:
     trainer = shape.trainer
-    matmuls = attention_projections(shape) + feed_forward_matmuls(shape, moe)
+    matmuls = attention_projections(model, shape) + feed_forward_matmuls(model, shape, moe)
     linear = sum(matmul_time(shape.linear_rate, *matmul) for matmul in matmuls)
     input_gradients = sum(matmul_time(shape.linear_rate, m, k, n, count) for m, n, k, count in matmuls)
     weight_gradients = sum(matmul_time(shape.linear_rate, n, k, m, count) for m, n, k, count in matmuls)
@@ -146,9 +179,9 @@ def layer_time(shape: LayerShape, moe: bool) -> LayerTime:
         gradient_elements = sum(count * (m * n + n * k) for m, n, k, count in matmuls)
         linear += trainer.quantize_traffic_bytes * elements / bandwidth
         input_gradients += trainer.quantize_traffic_bytes * gradient_elements / bandwidth
-    attention, attention_backward = attention_time(shape)
+    attention, attention_backward = attention_time(model, shape)
     weights = sum(count * n * k for _, n, k, count in matmuls)
-    moved_bytes = pointwise_bytes(shape, moe) + trainer.recast_traffic_bytes * weights
+    moved_bytes = pointwise_bytes(model, shape, moe) + trainer.recast_traffic_bytes * weights
     pointwise = memory_bound_time(shape.rate, moved_bytes, 8)
     pointwise_backward = memory_bound_time(shape.rate, 2 * moved_bytes, 14)
     launch = trainer.moe_layer_launch_seconds if moe else trainer.layer_launch_seconds
@@ -171,16 +204,16 @@ def with_launches(shape: LayerShape, compute: float, launch: float) -> float:
     return compute + launch if shape.on_cpu else max(compute, launch)
 
 
-def attention_flops(shape: LayerShape) -> float:
+def attention_flops(model: Architecture, shape: LayerShape) -> float:
     """FLOPs of attention in forward, without a causal mask."""
-    return 2.0 * shape.tokens * shape.sequence * shape.model.attention_width / shape.tensor
+    return 2.0 * shape.tokens * shape.sequence * model.attention_width / shape.tensor
 
 
-def attention_time(shape: LayerShape) -> tuple[float, float]:
+def attention_time(model: Architecture, shape: LayerShape) -> tuple[float, float]:
     """Seconds of attention without its projections, forward and backward."""
-    model, trainer = shape.model, shape.trainer
+    trainer = shape.trainer
     if trainer.flash_attention:
-        causal_flops = attention_flops(shape) / 2
+        causal_flops = attention_flops(model, shape) / 2
         efficiency = trainer.attention_efficiency * head_dim_efficiency(model)
         efficiency = efficiency * (trainer.post_ampere_attention if shape.post_ampere else 1.0)
         slowdown = trainer.context_attention_slowdown if shape.context > 1 else 1.0
@@ -201,9 +234,9 @@ def head_dim_efficiency(model: Architecture) -> float:
     return float(min(1.0, (size / 128) ** 0.45))
 
 
-def pointwise_bytes(shape: LayerShape, moe: bool) -> float:
+def pointwise_bytes(model: Architecture, shape: LayerShape, moe: bool) -> float:
     """Bytes that the memory-bound kernels of a forward pass move, without attention scores."""
-    model, trainer, tensor = shape.model, shape.trainer, shape.tensor
+    trainer, tensor = shape.trainer, shape.tensor
     residual = (
         trainer.residual_traffic_bytes * shape.tokens * model.width / (tensor if trainer.sequence_parallel else 1)
     )
@@ -216,17 +249,18 @@ def pointwise_bytes(shape: LayerShape, moe: bool) -> float:
     return residual + permuted + trainer.ffn_traffic_bytes * inner * (model.ffn_matrices - 1)
 
 
+@first_time.register
 @cache
-def embedding_time(shape: LayerShape) -> LayerTime:
-    moved_bytes = 4.0 * shape.tokens * shape.model.width
+def _(model: Architecture, shape: LayerShape) -> LayerTime:
+    moved_bytes = 4.0 * shape.tokens * model.width
     return LayerTime(memory_bound_time(shape.rate, moved_bytes), memory_bound_time(shape.rate, 3 * moved_bytes), 0.0)
 
 
+@last_time.register
 @cache
-def head_time(shape: LayerShape) -> LayerTime:
-    """The output projection and the loss. Activation checkpointing does not recompute them."""
-    tokens, width = shape.tokens, shape.model.width
-    vocab = -(-shape.model.vocab // shape.tensor // 8) * 8
+def _(model: Architecture, shape: LayerShape) -> LayerTime:
+    tokens, width = shape.tokens, model.width
+    vocab = -(-model.vocab // shape.tensor // 8) * 8
     projection = matmul_time(shape.rate, tokens, vocab, width)
     weight_gradient = matmul_time(shape.rate, vocab, width, tokens)
     loss = shape.trainer.loss_traffic_bytes * tokens * vocab / shape.rate.bandwidth

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.activations import ActivationSettings
 from meshwright.planner.cost.estimate import MemoryEstimate
 from meshwright.planner.cost.fsdp_memory import StepMemory, data_sharding, stage_memory
@@ -49,7 +50,9 @@ def activation_settings(job: PlannedJob) -> ActivationSettings:
         job.checkpoint_segment if job.activation_checkpoint == "full" else 1,
         job.context_method,
         on_cpu=job.cluster.device.is_cpu,
-        document_mask=job.run_config is not None and job.run_config.model.separator is not None,
+        document_mask=job.run_config is not None
+        and isinstance(job.model, Architecture)
+        and job.run_config.model.separator is not None,
         autocast=job.trainer.torch_native and job.precision in ("bf16", "fp16") and not data_sharding(job)[0],
     )
 

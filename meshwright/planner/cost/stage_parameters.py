@@ -13,8 +13,9 @@ most trainers, and the first stages get the remainder. Meshwright's own runs bal
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, singledispatch
 from itertools import accumulate
+from typing import Any
 
 from meshwright.models.architecture import Architecture
 from meshwright.models.registry import model_spec
@@ -79,7 +80,8 @@ def pipeline_stages(job: PlannedJob) -> tuple[StageLayers, ...]:
     if job.layout.pipeline == 1:
         return divide_layers(job.model, 1, None)
     run = job.run_config
-    costs = model_spec(run.model).block_costs(job.sequence) if run is not None else None
+    declared = run is not None and isinstance(job.model, Architecture)
+    costs = model_spec(run.model).block_costs(job.sequence) if run is not None and declared else None
     return divide_layers(job.model, job.layout.pipeline * job.stages_per_rank, costs)
 
 
@@ -94,8 +96,15 @@ def assign_stages(
     ]
 
 
+@singledispatch
+def divide_layers(model: Any, stages: int, costs: tuple[float, ...] | None) -> tuple[StageLayers, ...]:
+    """The layers of every stage."""
+    raise NotImplementedError(type(model))
+
+
+@divide_layers.register
 @cache
-def divide_layers(model: Architecture, stages: int, costs: tuple[float, ...] | None) -> tuple[StageLayers, ...]:
+def _(model: Architecture, stages: int, costs: tuple[float, ...] | None) -> tuple[StageLayers, ...]:
     ranges = partition_evenly(model.layers, stages) if costs is None else partition_blocks(costs, stages)
     divided = []
     for index, layers in enumerate(ranges):
@@ -114,11 +123,15 @@ def partition_evenly(layers: int, stages: int) -> list[range]:
     return [range(start, start + count) for start, count in zip(starts, counts, strict=False)]
 
 
-@cache
-def stage_parameters(
-    model: Architecture, stage: StageLayers, tensor: int, expert: int, no_pipeline: bool
-) -> StageParameters:
+@singledispatch
+def stage_parameters(model: Any, stage: StageLayers, tensor: int, expert: int, no_pipeline: bool) -> StageParameters:
     """Without a pipeline, tied embeddings exist once."""
+    raise NotImplementedError(type(model))
+
+
+@stage_parameters.register
+@cache
+def _(model: Architecture, stage: StageLayers, tensor: int, expert: int, no_pipeline: bool) -> StageParameters:
     attention = model.attention_parameters / tensor
     dense = attention + model.ffn_parameters / tensor + model.vector_parameters
     shared = model.experts_shared * model.expert_parameters / tensor

@@ -9,8 +9,10 @@ overlapped communication costs what it takes longer than the computation, and sl
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, singledispatch
+from typing import Any
 
+from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.collective_time import (
     CollectiveTime,
     collective_time,
@@ -183,12 +185,13 @@ def estimate_step(
     add_data_parallel(job, step, slow, slowest)
     step.add("update", optimizer_time(job, max(rank_parameters(job, counts).updated for counts in times)))
     step.add("other", job.trainer.fixed_step_seconds)
-    model_flops = sum(step_flops(job))
-    hardware_flops = model_flops + recompute_flops(job)
+    flops = step_flops(job.model, job)
     phases = {phase: seconds for phase, seconds in step.phases.items() if seconds > 0}
     nearly_full = any(memory.total > NEARLY_FULL * job.cluster.device.memory for memory in memory_by_rank)
     low, high, source = interval(job, phases, nearly_full, has_assumptions)
-    return Estimate(job, memory_by_rank, phases, step.calls, low, high, source, model_flops, hardware_flops)
+    return Estimate(
+        job, memory_by_rank, phases, step.calls, low, high, source, flops.model, flops.model + flops.recomputed
+    )
 
 
 def add_pipeline_sends(job: PlannedJob, shape: LayerShape, step: StepTime, ranks: int) -> None:
@@ -290,21 +293,34 @@ def add_fsdp_units(job: PlannedJob, step: StepTime, group: ParameterGroup, slow:
     step.add("contention", micro_steps * units * trainer.contention * overlapped)
 
 
-def step_flops(job: PlannedJob) -> tuple[float, float]:
-    """FLOPs of a step over all devices, forward and backward: of matrix products, and of causal attention."""
-    model, tokens = job.model, job.tokens_per_step
+@dataclass(frozen=True)
+class StepFlops:
+    """FLOPs of a step over all devices."""
+
+    model: float
+    """forward and backward"""
+    recomputed: float
+    """what activation checkpointing repeats"""
+
+
+@singledispatch
+def step_flops(model: Any, job: PlannedJob) -> StepFlops:
+    raise NotImplementedError(type(model))
+
+
+@step_flops.register
+def _(model: Architecture, job: PlannedJob) -> StepFlops:
+    """Matrix products, and causal attention."""
+    tokens = job.tokens_per_step
     layers = ((0, model.layers - model.moe_layers), (model.layers - 1, model.moe_layers))  # a dense and a MoE layer
     active = sum(model.active_matrix_parameters(layer) * count for layer, count in layers)
     matmul_flops = 6.0 * tokens * (active + model.vocab * model.width)
-    return matmul_flops, 3.0 * tokens * job.sequence * model.attention_width * model.layers
-
-
-def recompute_flops(job: PlannedJob) -> float:
-    """FLOPs that activation checkpointing repeats."""
-    matmul_flops, attention_flops = step_flops(job)
+    attention_flops = 3.0 * tokens * job.sequence * model.attention_width * model.layers
+    recomputed = 0.0
     if job.activation_checkpoint in ("full", "alternate"):
         fraction = 0.5 if job.activation_checkpoint == "alternate" else 1.0
-        head_flops = 6.0 * job.tokens_per_step * job.model.vocab * job.model.width
-        return fraction * (matmul_flops - head_flops + attention_flops) / 3
-    recomputes_scores = job.activation_checkpoint == "selective" and not job.trainer.flash_attention
-    return attention_flops / 3 if recomputes_scores else 0.0
+        head_flops = 6.0 * tokens * model.vocab * model.width
+        recomputed = fraction * (matmul_flops - head_flops + attention_flops) / 3
+    elif job.activation_checkpoint == "selective" and not job.trainer.flash_attention:
+        recomputed = attention_flops / 3
+    return StepFlops(matmul_flops + attention_flops, recomputed)

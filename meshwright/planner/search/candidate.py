@@ -9,6 +9,7 @@ from meshwright.config import Batch, LayoutConfig, PipelineConfig, RunConfig
 from meshwright.errors import ConfigError
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.workload.planned_job import PlannedJob
+from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.trainer_profiles import MESHWRIGHT, MESHWRIGHT_COMPILED
 from meshwright.planner.workload.workload import Workload
 from meshwright.topology import schedules
@@ -95,18 +96,23 @@ def candidate_config(base: RunConfig, candidate: Candidate) -> RunConfig:
     return replace(base, **changed)
 
 
+def traced_model(work: Workload) -> TracedModel | None:
+    """The user's model of a workload, or None if it is described by an architecture."""
+    return work.model if isinstance(work.model, TracedModel) else None
+
+
 def exact_job(work: Workload, cluster: Cluster, candidate: Candidate) -> PlannedJob:
     """Returns the job with its run configuration if the workload has one, so that exact formulas apply."""
     if work.base_config is None:
         return candidate_job(work, cluster, candidate)
-    return PlannedJob.from_config(candidate_config(work.base_config, candidate), cluster, work.model.name)
+    return PlannedJob.from_config(candidate_config(work.base_config, candidate), cluster, work.model.name, traced_model(work))
 
 
 def validation_error(work: Workload, candidate: Candidate) -> ConfigError | None:
     """Returns the error with which Meshwright, or a trainer with the usual rules, rejects the candidate."""
     try:
         if work.base_config is not None:
-            validate(candidate_config(work.base_config, candidate))
+            validate(candidate_config(work.base_config, candidate), own_model=traced_model(work) is not None)
         elif candidate.layout.pipeline > 1:
             micro_batches = work.global_batch // (candidate.layout.data_degree * candidate.micro)
             schedules.validate_schedule(

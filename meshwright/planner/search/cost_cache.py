@@ -73,7 +73,7 @@ class CostCache:
 def min_state_bytes(work: Workload, candidate: Candidate) -> float:
     """Returns a lower bound of a rank's parameters, gradients and optimizer state: everything divides evenly."""
     model, layout, profile = work.model, candidate.layout, MESHWRIGHT
-    expert_parameters = model.moe_layers * model.experts * model.expert_parameters
+    expert_parameters = model.all_expert_parameters
     dense_parameters = model.parameters - expert_parameters
     parameters = (dense_parameters + expert_parameters / layout.expert) / layout.tensor / layout.pipeline
     shard_ranks = layout.shard * layout.context if candidate.sharding != "none" else 1

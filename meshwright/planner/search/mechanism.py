@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from meshwright.io import format_bytes, format_count
+from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import memory_label
+from meshwright.planner.workload.traced_model import TracedModel
 
 SHARDED_STATE = {
     "none": (),
@@ -45,12 +47,7 @@ def mechanism(plan: Estimate) -> list[str]:
             f"tokens of each sequence; {job.context_method} attention."
         )
     if layout.tensor > 1:
-        columns = ffn_width(plan)
-        sentences.append(
-            f"tensor {layout.tensor}: {model.heads} heads and {columns:,} ffn columns per layer become "
-            f"{model.heads // layout.tensor} and {columns // layout.tensor:,} per rank; activations between them are "
-            f"sharded along the sequence."
-        )
+        sentences.append(f"tensor {layout.tensor}: {describe_tensor(model, layout.tensor)}.")
     if layout.expert > 1:
         sentences.append(
             f"expert {layout.expert}: {model.experts} experts per layer, {model.experts // layout.expert} per rank."
@@ -63,9 +60,15 @@ def mechanism(plan: Estimate) -> list[str]:
     return sentences or [f"one device holds the model and its optimizer state: {format_bytes(memory.total)}."]
 
 
-def ffn_width(plan: Estimate) -> int:
-    model = plan.job.model
-    return model.expert_ffn or model.ffn
+def describe_tensor(model: Architecture | TracedModel, degree: int) -> str:
+    if isinstance(model, TracedModel):
+        sharded = sum(parameter.tp_dim is not None for parameter in model.spec.parameters)
+        return f"each rank has 1 / {degree} of the {sharded} weights in the tensor-parallel plan"
+    columns = model.expert_ffn or model.ffn
+    return (
+        f"{model.heads} heads and {columns:,} ffn columns per layer become {model.heads // degree} and "
+        f"{columns // degree:,} per rank; activations between them are sharded along the sequence"
+    )
 
 
 def samples_per_step(plan: Estimate) -> str:

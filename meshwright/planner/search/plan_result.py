@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.config import config_to_toml
 from meshwright.errors import ConfigError
+from meshwright.models.architecture import Architecture
 from meshwright.planner.calibration.prediction import prediction_record
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.hardware.cluster import Cluster
@@ -19,6 +20,7 @@ from meshwright.planner.search.ladder import LadderStep, build_ladder
 from meshwright.planner.search.scaling import ScalingRow, ScalingTable, scaling_table
 from meshwright.planner.search.search import MIN_RANKED, SearchResult, search
 from meshwright.planner.search.suggestions import infeasible_error
+from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.workload import Workload
 
 
@@ -67,7 +69,7 @@ def plan_json(result: PlanResult, top: int) -> dict[str, Any]:
     """Returns the result as JSON; every plan in it is a prediction record."""
     work, cluster = result.workload, result.cluster
     return {
-        "model": dataclasses.asdict(work.model) | {"parameters": work.model.parameters},
+        "model": model_json(work.model),
         "cluster": json.loads(json.dumps(dataclasses.asdict(cluster))) | {"devices": cluster.device_count},
         "trainable": work.base_config is not None,
         "pinned": dict(work.pinned),
@@ -99,6 +101,11 @@ def plan_json(result: PlanResult, top: int) -> dict[str, Any]:
         "explanation": dataclasses.asdict(result.explanation),
         "scaling": scaling_json(result.scaling) if result.scaling else None,
     }
+
+
+def model_json(model: Architecture | TracedModel) -> dict[str, Any]:
+    sizes = model.to_json() if isinstance(model, TracedModel) else dataclasses.asdict(model)
+    return sizes | {"parameters": model.parameters}
 
 
 def scaling_json(table: ScalingTable) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from meshwright.planner.search.candidate import Candidate, candidate_job
 from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.search import search
 from meshwright.planner.search.search_space import divisors, fills_schedule
+from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.workload import Workload
 
 FACTORS = (1, 2, 4, 8, 16, 32, 64)
@@ -148,7 +149,7 @@ def serial_fraction(rows: list[ScalingRow]) -> float:
     return min(1.0, max(0.0, numerator / denominator)) if denominator else 0.0
 
 
-def critical_batch(model: Architecture, given: float | None = None) -> tuple[float, str]:
+def critical_batch(model: Architecture | TracedModel, given: float | None = None) -> tuple[float, str]:
     """Returns the critical batch in tokens, at which doubling the batch saves only a quarter of the steps, and where
     the figure comes from.
 

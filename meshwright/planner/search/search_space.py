@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import lcm
 
+from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.workload import Workload
 from meshwright.topology.layout import Layout
 from meshwright.topology.schedules import SCHEDULES, find_schedule
@@ -58,6 +59,8 @@ def tensor_degree_divides(work: Workload, degree: int) -> bool:
     A vocabulary may be padded, except in Meshwright's own decoder.
     """
     model = work.model
+    if isinstance(model, TracedModel):
+        return model.tensor_degree_divides(degree)
     sizes = [model.heads, model.kv_heads, model.ffn, work.sequence]
     sizes += [model.expert_ffn] * (model.experts > 0) + [model.vocab] * (work.base_config is not None)
     return all(size % degree == 0 for size in sizes)
@@ -70,7 +73,7 @@ def model_parallel_degrees(
 
     The tensor axis is innermost, so tensor-parallel groups lie inside a node where possible.
     """
-    model, pinned, axes = work.model, work.pinned, space.axes
+    model, pinned, axes = work.model, work.pinned, space.axes & work.model.axes
     max_tensor = space.max_tensor_degree or devices_per_node
     for tensor in permitted_degrees(divisors(ranks), "tensor" in axes, pinned.get("layout.tensor")):
         if (tensor > max_tensor and "layout.tensor" not in pinned) or not tensor_degree_divides(work, tensor):

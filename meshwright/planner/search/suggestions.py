@@ -7,6 +7,7 @@ from typing import Any
 
 from meshwright.errors import ConfigError
 from meshwright.io import format_bytes
+from meshwright.models.architecture import Architecture
 from meshwright.planner.describe import describe_plan, memory_by_class, memory_label
 from meshwright.planner.hardware.cluster import NODE_TYPES, Cluster
 from meshwright.planner.search.cost_cache import CostCache
@@ -62,7 +63,7 @@ def feasible_changes(work: Workload, cluster: Cluster) -> list[str]:
             changes.append(f"the same number of {device.name} with {format_bytes(device.memory)}")
             break
     sequence = work.sequence // 2
-    while sequence >= 128:
+    while sequence >= 128 and isinstance(work.model, Architecture):
         if fits(work.with_size(sequence=sequence), cluster):
             changes.append(f"--sequence {sequence}")
             break
@@ -109,12 +110,12 @@ def describe_indivisible(work: Workload, cluster: Cluster) -> str:
     if cluster.device_count % group:
         factors = f"tensor {tensor} x context {context} x pipeline {pipeline}"
         return f"{cluster.device_count:,} devices do not divide into groups of {group:,} ({factors})"
-    for name, number in (
-        ("heads", model.heads),
-        ("kv heads", model.kv_heads),
-        ("ffn columns", model.ffn),
-        ("tokens", work.sequence),
-    ):
+    for axis, degree in (("tensor", tensor), ("context", context), ("pipeline", pipeline), ("expert", expert)):
+        if degree > 1 and axis not in model.axes:
+            return f"layout.{axis} = {degree} cannot serve {model.name} by its ParallelSpec"
+    sizes = [("heads", model.heads), ("kv heads", model.kv_heads), ("tokens", work.sequence)]
+    sizes += [("ffn columns", model.ffn)] if isinstance(model, Architecture) else []
+    for name, number in sizes:
         if number % tensor:
             return f"layout.tensor = {tensor} does not divide {number:,} {name}"
     if pipeline > model.layers:

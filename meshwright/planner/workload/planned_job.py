@@ -8,6 +8,7 @@ from meshwright.config import Batch, RunConfig, derive_batch
 from meshwright.models.architecture import Architecture
 from meshwright.models.registry import model_architecture
 from meshwright.planner.hardware.cluster import Cluster
+from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.trainer_profiles import MESHWRIGHT, MESHWRIGHT_COMPILED
 from meshwright.topology.layout import Layout, stages_per_rank
@@ -18,7 +19,7 @@ from meshwright.topology.schedules import find_schedule
 class PlannedJob:
     """Everything that step time, memory and communication volume depend on."""
 
-    model: Architecture
+    model: Architecture | TracedModel
     """the model"""
     cluster: Cluster
     """the devices and links; it may have more devices than the layout uses"""
@@ -51,15 +52,17 @@ class PlannedJob:
         find_schedule(self.schedule)  # raises ConfigError if the schedule is unknown
 
     @classmethod
-    def from_config(cls, config: RunConfig, cluster: Cluster, name: str = "") -> PlannedJob:
-        """Returns the job of a Meshwright run on a cluster."""
+    def from_config(
+        cls, config: RunConfig, cluster: Cluster, name: str = "", traced: TracedModel | None = None
+    ) -> PlannedJob:
+        """Returns the job of a Meshwright run on a cluster; `traced` is a model that replaces that of the config."""
         layout = Layout.from_config(config.layout)
         return cls(
-            model_architecture(config.model, name or config.preset),
+            traced or model_architecture(config.model, name or config.preset),
             cluster,
             layout,
             derive_batch(config.batch, layout.data_degree),
-            config.data.sequence,
+            traced.sequence if traced else config.data.sequence,
             config.layout.shard,
             config.precision.compute,
             config.activation_checkpoint.mode,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from meshwright.config import RunConfig
 from meshwright.models.architecture import Architecture
+from meshwright.planner.workload.traced_model import TracedModel
 
 SEARCHED_KEYS = (
     "layout.replicate",
@@ -29,7 +30,7 @@ SEARCHED_KEYS = (
 class Workload:
     """The model, batch and precision for which a layout is searched."""
 
-    model: Architecture
+    model: Architecture | TracedModel
     """the model"""
     global_batch: int
     """samples per step over all ranks"""

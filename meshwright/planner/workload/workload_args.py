@@ -11,6 +11,7 @@ from meshwright.config.dtypes import COMPUTE_BYTES, PRECISIONS
 from meshwright.errors import ConfigError
 from meshwright.models.registry import model_architecture
 from meshwright.planner.workload.resolve_model import resolve_model
+from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.workload import SEARCHED_KEYS, Workload
 
 DEFAULT_TOKENS_PER_STEP = 4 << 20
@@ -70,12 +71,16 @@ def build_workload(
     )
 
 
-def workload_from_config(config: RunConfig, overrides: Sequence[str] = ()) -> Workload:
-    """Builds the workload of a run, with the SEARCHED_KEYS that `--KEY=VALUE` options pin."""
+def workload_from_config(
+    config: RunConfig, overrides: Sequence[str] = (), traced: TracedModel | None = None
+) -> Workload:
+    """Builds the workload of a run, with the SEARCHED_KEYS that `--KEY=VALUE` options pin. `traced` is a user's model,
+    which replaces that of the config.
+    """
     pinned, _ = split_overrides(overrides)
     free = replace(config, batch=replace(config.batch, micro=None))
-    model = model_architecture(config.model, config.preset)
-    sequence, precision = config.data.sequence, config.precision.compute
+    model = traced or model_architecture(config.model, config.preset)
+    sequence, precision = traced.sequence if traced else config.data.sequence, config.precision.compute
     return Workload(model, config.batch.global_, sequence, precision, free, parse_pins(pinned))
 
 

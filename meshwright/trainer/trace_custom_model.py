@@ -1,0 +1,122 @@
+"""Traces a user's model for the planner: parameters, FLOPs and memory of each block, on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from meshwright.config import PrecisionConfig
+from meshwright.data.loader import MicroBatch
+from meshwright.models.trace import TracedModule, copy_to_meta, trace_model
+from meshwright.parallel.parallel_spec import find_blocks, find_modules
+from meshwright.planner.workload.traced_model import TracedModel
+from meshwright.trainer.custom_model import CustomModel
+from meshwright.trainer.objective import Objective
+from meshwright.trainer.precision import Precision
+
+PREFIX = "model."
+"""Names of the model's modules have this prefix inside an Objective."""
+
+
+def build_objective_on_meta(custom: CustomModel, dtype: torch.dtype) -> Objective:
+    """Returns a copy of model and loss without values, which takes no memory."""
+    loss = copy_to_meta(custom.loss) if isinstance(custom.loss, nn.Module) else custom.loss
+    on_meta = replace(custom, module=copy_to_meta(custom.module), loss=loss)
+    objective = on_meta.build_objective(torch.device("meta"), dtype)
+    objective.checked = True  # a real run checks the values of its first batch
+    return objective
+
+
+def trace_custom_model(
+    custom: CustomModel, micro_batch: MicroBatch, config: PrecisionConfig, samples: Sequence[int]
+) -> TracedModel:
+    """Traces forward and backward of micro-batches with these numbers of samples, one or two, in the run's precision.
+
+    In a mixed precision, FSDP2 casts the parameters of blocks, and DDP leaves it to autocast: both are traced.
+    """
+    precision = Precision(config, torch.device("cpu"))
+    replicated = build_objective_on_meta(custom, precision.weights)
+    name = type(custom.module).__name__
+    tensors = micro_batch.tensors
+    autocast_spec, attention = trace_model(describe(custom, replicated), name, tensors, samples, precision.autocast)
+    spec = autocast_spec
+    if precision.compute != precision.weights:
+        sharded = cast_units(build_objective_on_meta(custom, precision.weights), custom, precision.compute)
+        spec, _ = trace_model(describe(custom, sharded), name, tensors, samples, precision.autocast)
+    tokens = tensors[0]
+    is_text = tokens.ndim == 2 and not tokens.is_floating_point()
+    return TracedModel(
+        name,
+        spec,
+        autocast_spec,
+        tokens.shape[1] if is_text else 1,
+        sum(tensor.nbytes for tensor in tensors) // len(tokens),
+        *((attention.heads, attention.kv_heads, attention.head_dim) if attention else (0, 0, 0)),
+        axes=frozenset(served_axes(custom, attention is not None and is_text)),
+    )
+
+
+def describe(custom: CustomModel, objective: Objective) -> TracedModule:
+    """Names the parts of an objective as the user's model names them."""
+    spec = custom.objective_spec()
+    names = {module: name.removeprefix(PREFIX) for name, module in objective.named_modules()}
+    blocks = find_blocks(objective, spec) if any(custom.spec.block_patterns) else []
+    experts = find_modules(objective, spec.experts) if spec.experts else []
+    return TracedModule(
+        objective,
+        {names[block]: block for block in blocks},
+        tuple(names[module] for name in spec.before for module in find_modules(objective, name)),
+        tuple(names[module] for name in spec.after for module in find_modules(objective, name)),
+        tensor_parallel_dims(custom, objective),
+        frozenset(f"{names[module]}.{name}" for module in experts for name, _ in module.named_parameters()),
+        PREFIX,
+    )
+
+
+def tensor_parallel_dims(custom: CustomModel, objective: Objective) -> dict[str, int]:
+    """The parameters that a tensor-parallel plan shards, and the dimension: rows of the weight of a column-wise linear
+    layer and of a row-wise embedding, columns in the other two cases.
+    """
+    dims = {}
+    for pattern, style in custom.objective_spec().tp_plan().items():
+        column_wise, row_wise = "Colwise" in type(style).__name__, "Rowwise" in type(style).__name__
+        if not (column_wise or row_wise):
+            continue
+        for module in find_modules(objective, pattern):
+            is_embedding = isinstance(module, nn.Embedding)
+            for parameter_name, parameter in module.named_parameters(recurse=False):
+                dim = 0 if column_wise != is_embedding else 1
+                if parameter.ndim > dim:
+                    dims[name_of(objective, module, parameter_name)] = dim
+    return dims
+
+
+def name_of(objective: Objective, module: nn.Module, parameter: str) -> str:
+    name = next(name for name, other in objective.named_modules() if other is module)
+    return f"{name.removeprefix(PREFIX)}.{parameter}"
+
+
+def cast_units(objective: Objective, custom: CustomModel, dtype: torch.dtype) -> Objective:
+    """Casts the parameters of the units that FSDP2 unshards in the compute precision: the blocks and what follows."""
+    spec = custom.objective_spec()
+    blocks = find_blocks(objective, spec) if any(custom.spec.block_patterns) else []
+    after = [module for name in spec.after for module in find_modules(objective, name)]
+    for unit in (*blocks, *after):
+        unit.to(dtype)
+    return objective
+
+
+def served_axes(custom: CustomModel, has_attention: bool) -> list[str]:
+    """The axes besides data parallelism that can serve a model."""
+    spec = custom.spec
+    several_blocks = any(spec.block_patterns) and len(find_blocks(custom.module, spec)) > 1
+    served = {
+        "tensor": bool(spec.tp_plan()),
+        "pipeline": several_blocks,
+        "context": has_attention and bool(spec.positions),
+        "expert": bool(spec.experts),
+    }
+    return ["shard", *(axis for axis, is_served in served.items() if is_served)]
