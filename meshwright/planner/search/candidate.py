@@ -105,7 +105,9 @@ def exact_job(work: Workload, cluster: Cluster, candidate: Candidate) -> Planned
     """Returns the job with its run configuration if the workload has one, so that exact formulas apply."""
     if work.base_config is None:
         return candidate_job(work, cluster, candidate)
-    return PlannedJob.from_config(candidate_config(work.base_config, candidate), cluster, work.model.name, traced_model(work))
+    return PlannedJob.from_config(
+        candidate_config(work.base_config, candidate), cluster, work.model.name, traced_model(work)
+    )
 
 
 def validation_error(work: Workload, candidate: Candidate) -> ConfigError | None:
