@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import lcm
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwright.config import IGNORE_INDEX, ActivationCheckpointConfig, ModelConfig
+from meshwright.config.model import OptionTable
 from meshwright.errors import ConfigError
 from meshwright.models.attention import CoreAttention, document_ids
 from meshwright.models.init import build_model
@@ -33,6 +35,7 @@ BATCH, HEADS, SEQUENCE, SIZE = 2, 12, 48, 4
 METHODS = ("ring", "all-to-all")
 MODEL = ModelConfig(vocab=20, width=32, layers=2, heads=4, kv_heads=2, ffn=24, separator=3)
 SPEC = family_parallel_spec(model_spec(MODEL))
+GEMMA = replace(MODEL, family="gemma2", options=OptionTable({"window": 5}))
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}
 """Errors of values near 1: a few roundings. In bf16 most of it is the rounding of the reference itself."""
 
@@ -208,8 +211,10 @@ def batch(group: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, labels
 
 
-def one_process(separator: int | None, dtype: torch.dtype, group: int) -> dict[str, torch.Tensor]:
-    model = build_model(ModelConfig(**{**MODEL.__dict__, "separator": separator}), 0, dtype)
+def one_process(
+    separator: int | None, dtype: torch.dtype, group: int, config: ModelConfig = MODEL
+) -> dict[str, torch.Tensor]:
+    model = build_model(replace(config, separator=separator), 0, dtype)
     total, count = model(*batch(group))
     total.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -218,7 +223,7 @@ def one_process(separator: int | None, dtype: torch.dtype, group: int) -> dict[s
 
 def context_parallel(group, method: str, separator: int | None, dtype: torch.dtype, mode: str, number: int):
     """Loss, count and gradients, summed over the ranks of a context group."""
-    model = build_model(ModelConfig(**{**MODEL.__dict__, "separator": separator}), 0, dtype)
+    model = build_model(replace(MODEL, separator=separator), 0, dtype)
     attention = ContextAttention(group, method)
     apply_context_parallel(model, SPEC, attention)
     apply_activation_checkpointing(model, SPEC, ActivationCheckpointConfig(mode=mode))
@@ -291,11 +296,11 @@ def with_tensor(world):
     """Context parallelism over one mesh dimension, tensor parallelism over the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "tensor"))
     group, errors = mesh.get_group("context"), []
-    for method in METHODS:
-        model = build_model(MODEL, 0, torch.float64)
-        apply_tensor_parallel(model, SPEC, mesh["tensor"])
+    for config, method in ((MODEL, "ring"), (MODEL, "all-to-all"), (GEMMA, "all-to-all")):
+        model, spec = build_model(config, 0, torch.float64), family_parallel_spec(model_spec(config))
+        apply_tensor_parallel(model, spec, mesh["tensor"])
         attention = ContextAttention(group, method)
-        apply_context_parallel(model, SPEC, attention)
+        apply_context_parallel(model, spec, attention)
         with loss_parallel():
             total, count = model(*local_chunk(batch(0), attention.chunks, 3))
             total.backward()
@@ -304,7 +309,7 @@ def with_tensor(world):
         results |= {"loss": total.detach().clone(), "count": count}
         for tensor in results.values():
             dist.all_reduce(tensor, group=group)
-        errors.append(relative(results, one_process(3, torch.float64, 0)))
+        errors.append(relative(results, one_process(3, torch.float64, 0, config)))
     return errors
 
 
@@ -330,6 +335,9 @@ def error_messages(world):
     attentions = [core_attention(method, group) for method in METHODS]
     calls = [partial(attention, q, k, v, torch.zeros(2, SEQUENCE)) for attention in attentions]
     calls.append(partial(attentions[1], k, k, v, None))
+    spec = family_parallel_spec(model_spec(GEMMA))
+    model = build_model(GEMMA, 0, torch.float64)
+    calls.append(partial(apply_context_parallel, model, spec, ContextAttention(group, "ring")))
     messages = []
     for call in calls:
         with pytest.raises((ConfigError, ValueError)) as caught:
@@ -346,8 +354,11 @@ def one_rank_and_errors(world):
 
 
 def test_context_parallel_on_one_rank_and_its_errors():
-    for error, sent, (ring, exchange, heads) in run_ranks(one_rank_and_errors, 2):
+    for error, sent, (ring, exchange, heads, family) in run_ranks(one_rank_and_errors, 2):
         assert error < 1e-13
         assert sent == 0
         assert ring == exchange == "document ids cover 48 tokens; expected the full sequence of 96"
         assert "layout.context = 2 with context.method = all-to-all does not divide 3 local query heads" in heads
+        assert (
+            "context.method = ring computes plain attention, and the attention of this model has a soft cap" in family
+        )

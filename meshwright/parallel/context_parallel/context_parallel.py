@@ -16,6 +16,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.rotary import RotaryEmbedding
 from meshwright.models.spec import AttentionSeam
 from meshwright.parallel.context_parallel.context_attention import ContextAttention
+from meshwright.parallel.context_parallel.ring_attention import beyond_ring
 from meshwright.parallel.context_parallel.seams import CoreAttentionSeam, TorchAttentionSeam
 from meshwright.parallel.context_parallel.sequence_chunks import ChunkRotaryEmbedding
 from meshwright.parallel.context_parallel.transformers_seam import replace_attention
@@ -32,13 +33,15 @@ def apply_context_parallel(model: nn.Module, spec: ParallelSpec, attention: Cont
 
 def replace_modules(model: nn.Module, attention: ContextAttention, seam: AttentionSeam) -> None:
     """Replaces attention and rotary positions of a built-in family."""
+    if attention.method == "ring" and not seam.is_plain:
+        raise beyond_ring("a soft cap or a sliding window")
     cores = set(find_modules(model, seam.modules))
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, RotaryEmbedding):
                 setattr(module, name, ChunkRotaryEmbedding(child, attention.chunks))
             elif child in cores:
-                setattr(module, name, CoreAttentionSeam(child, attention, seam.is_plain))
+                setattr(module, name, CoreAttentionSeam(child, attention))
 
 
 def replace_calls(model: nn.Module, attention: ContextAttention, spec: ParallelSpec) -> None:

@@ -159,6 +159,14 @@ def slice_queries(result: AttentionResult, queries: slice) -> AttentionResult:
     return AttentionResult(result.out[:, :, queries], result.lse[:, :, queries])
 
 
+def beyond_ring(what: str) -> ConfigError:
+    """The error for attention that is more than softmax(scale q k) v with a causal mask or none."""
+    return ConfigError(
+        f"context.method = ring computes plain attention, and the attention of this model has {what}",
+        "try context.method = all-to-all",
+    )
+
+
 class RingAttention:
     """The attention of a rank with two sequence chunks: plain softmax attention, causal or full."""
 
@@ -168,10 +176,7 @@ class RingAttention:
 
     def __call__(self, call: AttentionCall) -> Tensor:
         if beyond := "a mask" if call.mask is not None else call.beyond_plain:
-            raise ConfigError(
-                f"context.method = ring computes plain attention, and the attention of this model has {beyond}",
-                "try context.method = all-to-all",
-            )
+            raise beyond_ring(beyond)
         q = call.q if call.scale is None else call.q * (call.scale * call.q.shape[-1] ** 0.5)
         require_full_documents(call.documents, q.shape[2] * self.group.size())
         with recompute_all():

@@ -27,17 +27,16 @@ TORCH_ATTENTION = F.scaled_dot_product_attention
 class CoreAttentionSeam(nn.Module):
     """Replaces a module of a built-in family that attends after projection and rotation."""
 
-    def __init__(self, core: nn.Module, attention: ContextAttention, is_plain: bool = True) -> None:
+    def __init__(self, core: nn.Module, attention: ContextAttention) -> None:
         super().__init__()
         self.core, self.attention = core, attention
-        self.beyond_plain = "" if is_plain else "a soft cap or a sliding window"
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         def attend(q: Tensor, k: Tensor, v: Tensor, _mask: Tensor | None) -> Tensor:
             return self.core(q, k, v, documents)  # type: ignore[no-any-return]
 
-        return self.attention(AttentionCall(q, k, v, attend, documents=documents, beyond_plain=self.beyond_plain))
+        return self.attention(AttentionCall(q, k, v, attend, documents=documents))
 
 
 @dataclass

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from meshwright.errors import ConfigError
 from meshwright.parallel.context_parallel.attention_call import AttentionCall
 from meshwright.parallel.context_parallel.context_attention import ContextAttention
+from meshwright.parallel.context_parallel.ring_attention import beyond_ring
 from meshwright.parallel.context_parallel.seams import (
     TORCH_ATTENTION,
     gather_chunks,
@@ -142,7 +143,4 @@ def require_plain_mask(
     padded = attention_mask is not None and not bool(attention_mask.all())
     windowed = local_size is not None and local_size <= sequence
     if beyond := "padding" if padded else "a sliding window" if windowed else "a mask of its own" if use_vmap else "":
-        raise ConfigError(
-            f"context.method = ring computes plain attention, and the attention of this model has {beyond}",
-            "try context.method = all-to-all",
-        )
+        raise beyond_ring(beyond)
