@@ -66,7 +66,7 @@ class ParallelSpec:
 
     def under_objective(self) -> ParallelSpec:
         """The same spec for the module that contains the model as `model`, beside its loss."""
-        tp_plan = self.tp_plan
+        tp_plan, seam = self.tp_plan, self.attention.modules
         return replace(
             self,
             blocks=tuple(f"model.{pattern}" if pattern else "model" for pattern in self.block_patterns),
@@ -74,6 +74,7 @@ class ParallelSpec:
             after=tuple(f"model.{name}" for name in self.after),
             tp_plan=lambda: {f"model.{name}": style for name, style in tp_plan().items()},
             experts=f"model.{self.experts}" if self.experts else "",
+            attention=replace(self.attention, modules=seam and f"model.{seam}"),
             tied=tuple(tuple(f"model.{name}" for name in names) for names in self.tied),
         )
 

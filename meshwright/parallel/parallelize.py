@@ -137,6 +137,11 @@ def require_spec(model: nn.Module, spec: ParallelSpec, layout: Layout) -> None:
     """Raises a ConfigError if the spec names what the model does not have, or lacks what an axis needs."""
     find_blocks(model, spec)
     require_modules(model, (*spec.before, *spec.after))
+    if layout.expert > 1 and not spec.experts:
+        raise ConfigError(
+            f"layout.expert = {layout.expert} divides the experts of a model, and ParallelSpec.experts names none",
+            'try layout.expert = 1, or ParallelSpec(..., experts="layers.*.mlp.experts")',
+        )
     if layout.tensor == 1:
         return
     if not spec.tp_plan():

@@ -24,10 +24,13 @@ def build_parallel_model(
     if custom is None:
         return build_parallel_decoder(config, layout, precision, world)
     objective = custom.build_objective(world.device, precision.weights)
+    if layout.context > 1:
+        objective.take_shifted_labels()
     fill = fill_shards(custom, config.seed) if custom.on_meta() else None
     parallel_model = parallelize(objective, config, layout, world, custom.objective_spec(), fill)
-    if parallel_model.context is not None:
-        objective.shift_before(parallel_model)
+    if objective.labels_shifted:
+        shard_inputs = parallel_model.shard_inputs
+        parallel_model.shard_inputs = lambda flat: shard_inputs(objective.shift_labels(flat))
     return parallel_model
 
 

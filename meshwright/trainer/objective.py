@@ -17,7 +17,6 @@ from meshwright.data.batch_structure import BatchStructure, CountRule
 from meshwright.data.loader import TOKENS_AND_LABELS, target_count
 from meshwright.errors import ConfigError
 from meshwright.parallel.local_shard import full_tensor
-from meshwright.parallel.parallel_model import ParallelModel
 
 LossFunction = Callable[[Any, Any], Any]
 Metric = Callable[[Any, Any], Any]
@@ -126,19 +125,16 @@ class Objective(nn.Module):
             arguments["shift_labels"] = arguments["labels"]
         return self.model(**arguments)
 
-    def shift_before(self, parallel_model: ParallelModel) -> None:
-        """Shifts the labels of full sequences, where the model would shift those of a chunk and lose the last one."""
-        rule = self.batch.count
-        if self.loss is not None or rule is None or rule.kind != "shifted":
-            return
-        self.labels_shifted = True
-        shard_inputs, entry = parallel_model.shard_inputs, rule.entry % len(self.batch.names)
+    def take_shifted_labels(self) -> None:
+        """Prepares for `shift_labels`: a model that shifts the labels of a sequence chunk would lose the last one."""
+        self.labels_shifted = self.loss is None and self.batch.count is not None and self.batch.count.kind == "shifted"
 
-        def shift_then_shard(flat: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            shifted = nn.functional.pad(flat[entry][:, 1:], (0, 1), value=IGNORE_INDEX)
-            return shard_inputs((*flat[:entry], shifted, *flat[entry + 1 :]))
-
-        parallel_model.shard_inputs = shift_then_shard
+    def shift_labels(self, flat: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Shifts the labels of full sequences."""
+        assert self.batch.count is not None
+        entry = self.batch.count.entry % len(flat)
+        shifted = nn.functional.pad(flat[entry][:, 1:], (0, 1), value=IGNORE_INDEX)
+        return (*flat[:entry], shifted, *flat[entry + 1 :])
 
     def loss_argument(self, flat: tuple[Tensor, ...]) -> Any:
         """Returns what the loss and the metrics get beside the outputs: the target of a tuple, or the whole batch."""

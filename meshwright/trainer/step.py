@@ -252,17 +252,17 @@ class Step:
         return torch.cat([total.double()[None], measured if self.context.reports_loss else torch.zeros_like(measured)])
 
     def check_context(self, first: Callable[[], MicroBatch]) -> None:
-        """Compares a user's model on sequence chunks with itself on full sequences. A pipeline exchanges tensors of one
-        size, so it is not compared.
-        """
+        """Compares a user's model on sequence chunks with itself on full sequences."""
         context = self.parallel_model.context
-        if context is None or not context.is_custom or self.parallel_model.interleaves_backward:
+        if context is None or not context.is_custom:
             return
         self.world.heartbeat.enter("warmup")
         batch = first()
         if all(row[0] for row in self.world.all_gather_ints(bool(batch.tensors), name="context check")):
             tensors = tuple(map(self.world.to_device, batch.tensors))
             check_context_parallel(self.parallel_model, tensors, self.precision.autocast)
+        if self.objective is not None:
+            self.objective.pop_measured(self.world.device)
 
     def warmup_backward(self, first: Callable[[], MicroBatch]) -> None:
         """Runs the warm-up backward of models that need one (DDP) and discards what it leaves behind."""

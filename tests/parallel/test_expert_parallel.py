@@ -348,4 +348,4 @@ def test_experts_that_cannot_be_divided_are_refused():
     assert "a forward of (hidden states, chosen experts, weights)" in refused_experts(2, model.model.layers[0].mlp.gate)
     layout = Layout(replicate=2, expert=2)
     with pytest.raises(ConfigError, match="2 divides the experts of a model, and ParallelSpec"):
-        require_spec(ParallelSpec(), layout)
+        require_spec(model, ParallelSpec(), layout)

@@ -33,11 +33,13 @@ from meshwright.parallel.context_parallel.start_check import check_context_paral
 from meshwright.parallel.infer_spec import infer_parallel_spec
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.parallel_spec import ParallelSpec
-from meshwright.parallel.parallelize import parallelize, shard_batch
+from meshwright.parallel.parallelize import shard_batch
 from meshwright.testing import run_ranks
 from meshwright.topology.unsupported import validate
+from meshwright.trainer.build import build_parallel_model
 from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.objective import Objective
+from meshwright.trainer.precision import Precision
 
 VOCAB, WIDTH, SEQUENCE, BATCH = 23, 32, 16, 2
 RANKS = 2
@@ -200,11 +202,10 @@ def compare_own_losses(world) -> dict[str, float]:
         overrides = ["--layout.replicate=1", "--layout.context=2", f"--context.method={method}", "--batch.micro=1"]
         config = load_config(overrides=[*overrides, "--precision.compute=fp64"], ranks=RANKS)
         layout, _ = validate(config, own_model=True)
-        ours = custom.build_objective(world.device, torch.float64)
-        parallel_model = parallelize(ours, config, layout, world, custom.objective_spec())
-        ours.shift_before(parallel_model)
+        precision = Precision(config.precision, world.device)
+        parallel_model = build_parallel_model(config, layout, custom, precision, world)
         check_context_parallel(parallel_model, (tokens, labels), nullcontext)
-        found = results(ours, parallel_model.shard_inputs((tokens, labels)))
+        found = results(parallel_model.module, parallel_model.shard_inputs((tokens, labels)))
         for tensor in found.values():
             dist.all_reduce(tensor)
         errors[f"{name} {method}"] = relative(found, expected)

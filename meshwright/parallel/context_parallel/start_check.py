@@ -1,7 +1,7 @@
 """Before the first step: a user's model computes on sequence chunks what it computes on full sequences.
 
 A model that derives positions from the length of its input, or that mixes tokens outside of attention, would train on
-wrong values without a word. Both show in the keys of attention: those of a chunk must be those of the full sequence.
+wrong values. Both show in the keys of attention: those of a chunk must be those of the full sequence.
 """
 
 from __future__ import annotations

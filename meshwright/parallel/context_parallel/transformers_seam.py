@@ -29,7 +29,8 @@ from meshwright.parallel.parallel_spec import copy_module
 OWN_IMPLEMENTATIONS = ("sdpa", "eager")
 PER_HEAD_ARGUMENTS = ("position_bias", "s_aux")
 """Arguments of an attention function that have a value per head or per pair of tokens of the rank."""
-NUMBERS = count()
+PREFIX, NUMBERS = "meshwright-", count()
+"""The names of implementations that are registered here."""
 
 
 def replace_attention(model: nn.Module, attention: ContextAttention) -> None:
@@ -57,7 +58,7 @@ def replace_attention(model: nn.Module, attention: ContextAttention) -> None:
                 "try output_router_logits = False in the config of the model, or layout.context = 1",
             )
         seam = TransformersSeam(attention, own)
-        name = f"meshwright-{own}-{next(NUMBERS)}"
+        name = f"{PREFIX}{own}-{next(NUMBERS)}"
         transformers.AttentionInterface.register(name, seam.attend)
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, seam.mask)
         attention.implementations.add(name)
