@@ -185,6 +185,7 @@ def header(config: RunConfig, folder: Path, attempt: int, start: Event) -> list[
         f"  ranks   {start['ranks']} on {start['device']}, {threads}; {start['layout']}; torch {start['torch']}",
         *mesh_lines(start),
         *pipeline_lines(start),
+        *(f"  spec    {line}" for line in start.get("inferred", ())),
         *(f"  note    {note}" for note in start.get("notes", ())),
         f"  config  {folder / 'run.toml'}  identity {start['identity']}  placement {start['placement']}",
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -20,51 +19,42 @@ SMALLEST_SHARE = 0.05
 """A list of equal modules with a smaller share of the parameters than this is not a list of blocks."""
 
 
-def infer_parallel_spec(module: nn.Module, run: Callable[[], Any] | None = None) -> ParallelSpec:
-    """The spec of a model, from its modules alone.
+def infer_parallel_spec(
+    module: nn.Module, given: ParallelSpec | None = None, run: Callable[[], Any] | None = None
+) -> ParallelSpec:
+    """The spec of a model, from its modules alone. Fields that the user has given win.
 
     `run` runs the forward of the model, on fake tensors for example: modules outside of the blocks are then ordered by
     their first call, and those that are not called stay in the root unit. Without it they are ordered as registered.
     """
-    blocks = infer_blocks(module)
-    before, after = infer_ends(module, blocks)
+    given = given or ParallelSpec()
+    patterns = infer_blocks(module)
+    blocks = given.blocks or (patterns[0] if len(patterns) == 1 else patterns or "")
+    before, after = infer_ends(module, ParallelSpec(blocks))
     if run is not None:
-        before, after = order_by_calls(module, blocks, before + after, run)
+        before, after = order_by_calls(module, ParallelSpec(blocks), before + after, run)
+    shipped = any(shipped_plans(module))
+    inferred_plan = partial(transformers_tp_plan, module) if shipped else empty_tp_plan
     return ParallelSpec(
-        blocks=blocks[0] if len(blocks) == 1 else blocks or "",
-        before=before,
-        after=after,
-        tp_plan=partial(transformers_tp_plan, module) if any(shipped_plans(module)) else empty_tp_plan,
-        positions=infer_positions(module),
-        experts=infer_experts(module),
+        blocks=blocks,
+        before=given.before or before,
+        after=given.after or after,
+        tp_plan=inferred_plan if given.tp_plan is empty_tp_plan else given.tp_plan,
+        positions=given.positions or infer_positions(module),
+        experts=given.experts or infer_experts(module),
         tied=tied_parameters(module),
     )
-
-
-def merge(given: ParallelSpec | None, inferred: ParallelSpec) -> ParallelSpec:
-    """The inferred spec with the fields that the user gave."""
-    if given is None:
-        return inferred
-    set_fields = {f.name: getattr(given, f.name) for f in fields(given) if getattr(given, f.name) not in ("", ())}
-    if given.tp_plan is empty_tp_plan:
-        del set_fields["tp_plan"]
-    if "blocks" in set_fields and given.blocks != inferred.blocks:
-        inferred = replace(inferred, before=(), after=())  # they were found around other blocks
-    return replace(inferred, **set_fields)
 
 
 def describe_spec(spec: ParallelSpec, given: ParallelSpec | None = None) -> list[str]:
     """What was inferred, one line per field of ParallelSpec that the user has not given."""
     given = given or ParallelSpec()
-    tp_plan = sorted(spec.tp_plan()) if given.tp_plan is empty_tp_plan else []
     names = ", ".join
     lines = {
-        "blocks": names(spec.block_patterns)
-        if any(spec.block_patterns)
-        else "no repeated modules: the whole model is one FSDP unit",
+        "blocks": names(spec.block_patterns) or "no repeated modules, so that the whole model is one FSDP unit",
         "before": names(spec.before),
         "after": names(spec.after),
-        "tp_plan": f"{len(tp_plan)} modules, such as {tp_plan[0]}" if tp_plan else "",
+        "tp_plan": "" if spec.tp_plan is empty_tp_plan else "the plan that transformers ships for this model",
         "positions": spec.positions,
         "experts": spec.experts,
         "tied": names(" = ".join(group) for group in spec.tied),
@@ -106,42 +96,42 @@ def is_inside(name: str, other: str) -> bool:
     return name != other and (other == "" or name.startswith(f"{other}."))
 
 
-def infer_ends(model: nn.Module, blocks: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def infer_ends(model: nn.Module, spec: ParallelSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(modules with parameters registered before the first block, those after the last block).
 
     Modules between two lists of blocks are left to the root unit.
     """
-    if not blocks or blocks == ("*",):
+    blocks = {id(block) for pattern in spec.block_patterns for block in find_modules(model, pattern)}
+    names = [name for name, _ in model.named_modules()]
+    positions = [index for index, module in enumerate(model.modules()) if id(module) in blocks]
+    if not positions or id(model) in blocks:
         return (), ()
-    lists = [pattern.removesuffix("*").removesuffix(".") for pattern in blocks]
-    ends = list(outer_modules(model, "", lists))
-    order = [name for name, _ in model.named_modules()]
-    first, last = order.index(lists[0]), order.index(lists[-1])
+    ends = [(names.index(name), name) for name in outer_modules(model, "", blocks)]
     return (
-        tuple(name for name in ends if order.index(name) < first),
-        tuple(name for name in ends if order.index(name) > last),
+        tuple(name for index, name in ends if index < positions[0]),
+        tuple(name for index, name in ends if index > positions[-1]),
     )
 
 
-def outer_modules(module: nn.Module, prefix: str, lists: list[str]) -> Iterator[str]:
+def outer_modules(module: nn.Module, prefix: str, blocks: set[int]) -> Iterator[str]:
     """The largest modules with parameters that contain no block and have a forward."""
     for child_name, submodule in module.named_children():
         name = child(prefix, child_name)
-        if name in lists or not any(True for _ in submodule.parameters()):
+        if id(submodule) in blocks or not any(True for _ in submodule.parameters()):
             continue
         has_forward = not isinstance(submodule, (nn.ModuleList, nn.ModuleDict))
-        if has_forward and not any(is_inside(other, name) for other in lists):
+        if has_forward and not any(id(inner) in blocks for inner in submodule.modules()):
             yield name
         else:
-            yield from outer_modules(submodule, name, lists)
+            yield from outer_modules(submodule, name, blocks)
 
 
 def order_by_calls(
-    model: nn.Module, blocks: tuple[str, ...], names: tuple[str, ...], run: Callable[[], Any]
+    model: nn.Module, spec: ParallelSpec, names: tuple[str, ...], run: Callable[[], Any]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(modules first called before the first block, those first called after the last block), as `run` calls them."""
-    block_modules = [block for pattern in blocks for block in find_modules(model, pattern)]
-    watched = {id(model.get_submodule(name)): name for name in names} | {id(block): "" for block in block_modules}
+    blocks = [block for pattern in spec.block_patterns for block in find_modules(model, pattern)]
+    watched = {id(model.get_submodule(name)): name for name in names} | {id(block): "" for block in blocks}
     calls: list[str] = []
     hooks = [
         module.register_forward_pre_hook(lambda module, _inputs: calls.append(watched[id(module)]))

@@ -49,6 +49,8 @@ class CustomModel:
     """the fingerprints of the model, the loss and the functions beside them"""
     unit: str = "targets"
     """what a valid target is called on the terminal and in reports: tokens, samples or targets"""
+    inferred: tuple[str, ...] = ()
+    """what was inferred of the spec, one line per field"""
     notes: tuple[str, ...] = ()
     """what the check of the first batch found, one line each"""
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from meshwright.parallel.infer_spec import describe_spec, infer_parallel_spec, merge
+from meshwright.parallel.infer_spec import describe_spec, infer_parallel_spec
 from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks, fsdp_units, parameter_ids
 
 transformers.logging.set_verbosity_error()
@@ -119,7 +119,7 @@ def test_stages_of_one_class_are_all_blocks():
 def test_a_forward_orders_the_ends_by_their_calls():
     model = StagedCNN()
     assert infer_parallel_spec(model).before == ("head", "stem")
-    spec = infer_parallel_spec(model, lambda: model(torch.zeros(2, 3, 8)))
+    spec = infer_parallel_spec(model, run=lambda: model(torch.zeros(2, 3, 8)))
     assert (spec.before, spec.after) == (("stem",), ("head",))
 
 
@@ -148,10 +148,10 @@ def test_every_parameter_is_in_a_unit_or_left_to_the_root():
 def test_given_fields_win_and_others_are_inferred():
     model = StagedCNN()
     inferred = infer_parallel_spec(model)
-    merged = merge(ParallelSpec(after=("unused",)), inferred)
-    assert (merged.blocks, merged.before, merged.after) == (inferred.blocks, inferred.before, ("unused",))
-    assert merge(ParallelSpec(blocks="stage2.*"), inferred).before == ()
-    assert merge(None, inferred) is inferred
+    spec = infer_parallel_spec(model, ParallelSpec(after=("unused",)))
+    assert (spec.blocks, spec.before, spec.after) == (inferred.blocks, inferred.before, ("unused",))
+    around_last_stage = infer_parallel_spec(model, ParallelSpec(blocks="stage2.*"))
+    assert around_last_stage.before == ("head", "stem", "stage1", "wider")
 
 
 def test_description_names_only_inferred_fields():

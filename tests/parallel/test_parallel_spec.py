@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -233,3 +234,39 @@ def test_modules_around_the_blocks_must_not_contain_a_block():
             example.ResidualMLP(width=8, depth=2),
             ParallelSpec(blocks="blocks.*", before=("embed", "blocks.0")),
         )
+
+
+class HeadFirst(nn.Module):
+    """The head is registered first, and one module is never called: both are seen in a forward on fake tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 1)
+        self.unused = nn.Linear(8, 8)
+        self.embed = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(example.ResidualBlock(8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).squeeze(-1)
+
+
+def test_fsdp_units_of_an_inferred_spec_follow_the_calls_of_a_forward(tmp_path):
+    state = {}
+    for name, layout in (("single_process", {"replicate": 1}), ("fsdp", {"replicate": 2, "shard": "parameters"})):
+        torch.manual_seed(0)
+        model = HeadFirst().double()
+        config = config_from_dict(SETTINGS | {"layout": layout})
+        train(
+            config, model=model, loss=example.summed_squared_error, source=example.SineDataset(),
+            run=tmp_path / name, quiet=True,
+        )  # fmt: skip
+        state[name] = model.state_dict()
+    for name, expected in state["single_process"].items():
+        assert torch.allclose(state["fsdp"][name], expected, rtol=1e-10, atol=1e-12), name
+    start = json.loads((tmp_path / "fsdp" / "events" / "rank-00000.jsonl").read_text().split("\n")[0])
+    assert start["inferred"] == [
+        "ParallelSpec.blocks: blocks.*", "ParallelSpec.before: embed", "ParallelSpec.after: head"
+    ]  # fmt: skip

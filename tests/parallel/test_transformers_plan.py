@@ -16,7 +16,7 @@ from benchmarks.transformers_plans import build, full, loss_and_gradients
 from meshwright import ParallelSpec, train
 from meshwright.config import config_from_dict
 from meshwright.errors import ConfigError
-from meshwright.parallel.infer_spec import infer_parallel_spec, merge
+from meshwright.parallel.infer_spec import infer_parallel_spec
 from meshwright.parallel.tensor_parallel import apply_tensor_parallel, reduce_partial_gradients, require_tp_plan
 from meshwright.parallel.tensor_plans.local_styles import Colwise, PartialGradients
 from meshwright.testing import World, run_ranks
@@ -143,6 +143,6 @@ def test_fewer_key_value_heads_than_tensor_parallel_ranks_are_named():
 
 def test_a_tied_weight_that_is_sharded_once_is_named():
     model = build("gemma2")
-    spec = merge(ParallelSpec(tp_plan=lambda: {"lm_head": ColwiseParallel()}), infer_parallel_spec(model))
+    spec = infer_parallel_spec(model, ParallelSpec(tp_plan=lambda: {"lm_head": ColwiseParallel()}))
     with pytest.raises(ConfigError, match=r"model.embed_tokens.weight is tied to another parameter"):
         require_tp_plan(model, spec, 2)

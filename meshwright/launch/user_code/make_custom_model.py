@@ -15,8 +15,9 @@ from meshwright.launch.first_batch_check import prepare_custom_model
 from meshwright.launch.source_check import check_source
 from meshwright.launch.user_code.code_record import build_code_record
 from meshwright.launch.user_code.entry_points import call_without_arguments
+from meshwright.launch.user_code.spec_from_forward import infer_spec_from_forward
 from meshwright.launch.user_code.user_code import UserCode
-from meshwright.parallel.infer_spec import infer_parallel_spec, merge
+from meshwright.parallel.infer_spec import describe_spec, infer_parallel_spec
 from meshwright.parallel.parallelize import require_spec
 from meshwright.topology.layout import Layout
 from meshwright.trainer.custom_model import CustomModel
@@ -51,6 +52,8 @@ def open_user_code(config: RunConfig, user: UserCode, accept_code: bool = False)
         layout = Layout.from_config(config.layout)
         require_spec(custom.module, custom.spec, layout)
         custom = prepare_custom_model(custom, sources[0], config, layout)
+        spec = infer_spec_from_forward(custom, sources[0], user.parallel_spec)
+        custom = replace(custom, spec=spec, inferred=tuple(describe_spec(spec, user.parallel_spec)))
     return UserRun(config, custom, sources)
 
 
@@ -82,7 +85,7 @@ def make_custom_model(user: UserCode, dataset: Any = None) -> CustomModel | None
     return CustomModel(
         module,
         user.loss,
-        merge(user.parallel_spec, infer_parallel_spec(module)),
+        infer_parallel_spec(module, user.parallel_spec),
         collate=user.collate,
         metrics=dict(user.metrics or {}),
         reduction=user.reduction,

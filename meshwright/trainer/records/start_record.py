@@ -42,6 +42,7 @@ def start_record(
         "unit": job.custom.unit if job.custom is not None else "tokens",
         "layout": str(job.layout),
         "shard": job.config.layout.shard,
+        "inferred": list(job.custom.inferred if job.custom is not None else ()),
         "notes": unused_settings(job.config, own_model=job.custom is not None)
         + source_notes(job.sources)
         + list(job.custom.notes if job.custom is not None else ()),
