@@ -46,22 +46,22 @@ class ShardedRegion(TorchFunctionMode):
         super().__init__()
         self.parameters = {id(p): {name} for name, p in model.named_parameters()}
         """tensors that are computed from parameters alone, and the names of these"""
-        self.activations = {id(tensor) for tensor in tensors_of(list(inputs.values()))}
+        self.activations = {id(tensor) for tensor in iter_tensors(list(inputs.values()))}
         self.shards: set[int] = set()
         self.kept_alive: list[Tensor] = []
         """a tensor that is freed would leave its id to another one"""
         self.used: set[str] = set()
 
     def add(self, output: Any) -> None:
-        self.shards.update(id(tensor) for tensor in tensors_of(output))
+        self.shards.update(id(tensor) for tensor in iter_tensors(output))
 
     def discard(self, output: Any) -> None:
-        self.shards.difference_update(id(tensor) for tensor in tensors_of(output))
+        self.shards.difference_update(id(tensor) for tensor in iter_tensors(output))
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        inputs = {id(tensor) for tensor in tensors_of((*args, *(kwargs or {}).values()))}
-        outputs = list(tensors_of(result))
+        inputs = {id(tensor) for tensor in iter_tensors((*args, *(kwargs or {}).values()))}
+        outputs = list(iter_tensors(result))
         self.kept_alive += outputs
         names = set().union(*(self.parameters[tensor] for tensor in inputs if tensor in self.parameters))
         if inputs & self.shards:
@@ -74,9 +74,9 @@ class ShardedRegion(TorchFunctionMode):
         return result
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
+def iter_tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors_of(item)
+            yield from iter_tensors(item)
