@@ -22,6 +22,7 @@ from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, lea
 from meshwright.launch.shared_weights import share_weights
 from meshwright.launch.user_code.make_custom_model import open_user_code
 from meshwright.launch.user_code.user_code import NO_USER_CODE, UserCode
+from meshwright.models.registry import validate_family
 from meshwright.parallel.compile import require_compiler
 from meshwright.recover.incidents import Incident
 from meshwright.recover.lease import Lease, acquire_lease
@@ -59,6 +60,7 @@ def make_job(
     if custom is not None:
         custom.require_init()
     else:
+        validate_family(config)
         require_host_memory(config, layout)
     return Job(
         config,

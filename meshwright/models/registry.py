@@ -31,6 +31,16 @@ def model_spec(config: ModelConfig) -> ModelSpec:
     return spec
 
 
+def validate_family(config: RunConfig) -> None:
+    """Raises ConfigError if the family cannot be trained on the layout of the config."""
+    seam = model_spec(config.model).attention
+    if config.layout.context > 1 and config.context.method == "ring" and not seam.is_plain:
+        raise ConfigError(
+            f"context.method = ring computes plain attention, and that of the family {config.model.family} is not",
+            "try context.method = all-to-all",
+        )
+
+
 def block_costs(config: RunConfig) -> tuple[float, ...]:
     """FLOPs per sample of every block of the configured model, by which pipeline stages are balanced."""
     return model_spec(config.model).block_costs(config.data.sequence)

@@ -15,6 +15,7 @@ from meshwright.topology.parameter_shapes import ParameterShape
 
 BEFORE, AFTER, ROOT = "before", "after", "root"
 """FSDP units outside of the blocks: the modules before them, those after them, and the parameters of neither."""
+AROUND_BLOCKS = (BEFORE, AFTER, ROOT)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from meshwright.data.loader import Loader, MicroBatch
 from meshwright.data.sample_lookup import build_stream
 from meshwright.data.source import ConcatenatedSource, Source
 from meshwright.errors import ConfigError, DataError, MeshwrightError
-from meshwright.models.registry import block_costs, model_spec
+from meshwright.models.registry import block_costs, model_spec, validate_family
 from meshwright.parallel.parallel_model import InFlightTracker
 from meshwright.parallel.parallel_spec import find_blocks
 from meshwright.parallel.world import World
@@ -64,6 +64,8 @@ def simulate(
     start = time.monotonic()
     config = replace(config, compile=replace(config.compile, enabled=False))
     layout, batch = validate(config, own_model=custom is not None)
+    if custom is None:
+        validate_family(config)
     selected = select_ranks(ranks, layout)
     step = CustomStep(custom, first_micro_batch(config, batch, sources, custom)) if custom is not None else None
     results = [simulate_rank(config, layout, batch, rank, step) for rank in selected]

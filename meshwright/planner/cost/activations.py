@@ -157,6 +157,8 @@ def _(model: Architecture, settings: ActivationSettings, moe: bool) -> BlockActi
     attention, ffn = attention_activations(model, settings), ffn_activations(model, settings, moe)
     residual = settings.residual_stream(model.width)
     norms = 2 * norm_activations(model, settings)
+    if model.post_norms:  # the inputs of these norms are saved for them alone
+        norms += 2 * (norm_activations(model, settings) + residual)
     masks = 2 * settings.residual_tokens * model.width if settings.trainer.dropout_masks else 0
     cast = autocast_weights(model, settings, moe)
     total = 2 * residual + norms + masks + attention.saved + ffn.saved + cast
@@ -245,10 +247,13 @@ def attention_activations(model: Architecture, settings: ActivationSettings) -> 
         queries, values = model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), model.heads * mla.v_head_dim
         keys, latent = queries + values, 2 * (mla.q_lora_rank + mla.kv_lora_rank) + mla.qk_rope_head_dim
     token_layout = values if settings.on_cpu or (ring and not trainer.fused_kernels) else 0
-    logsumexp = tokens * model.heads * settings.reduction_bytes if trainer.flash_attention else 0.0
+    flash_attention = trainer.flash_attention and not model.capped_scores
+    logsumexp = tokens * model.heads * settings.reduction_bytes if flash_attention else 0.0
     qkvo = tokens * (queries + keys + values) * e + logsumexp
     scores = 0.0
-    if not trainer.flash_attention:
+    if model.capped_scores:
+        scores = tokens * settings.sequence * model.heads * capped_score_bytes(settings)
+    elif not flash_attention:
         scores = tokens * settings.sequence / layout.context * model.heads * (2 * e + 1 if trainer.dropout_masks else e)
     masks = 0.0
     if settings.document_mask and (settings.context_method == "all-to-all" or layout.context == 1):
@@ -268,6 +273,12 @@ def attention_activations(model: Architecture, settings: ActivationSettings) -> 
         scores=scores,
         attention_output=tokens * values * e + logsumexp,
     )
+
+
+def capped_score_bytes(settings: ActivationSettings) -> float:
+    """Bytes saved per score with a soft cap: tanh, softmax, and its copy in the compute dtype if that is narrower."""
+    narrow = settings.compute_bytes if settings.compute_bytes < settings.reduction_bytes else 0
+    return settings.compute_bytes + settings.reduction_bytes + narrow
 
 
 def ffn_activations(model: Architecture, settings: ActivationSettings, moe: bool) -> ModuleActivations:

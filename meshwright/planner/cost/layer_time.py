@@ -212,7 +212,7 @@ def attention_flops(model: Architecture, shape: LayerShape) -> float:
 def attention_time(model: Architecture, shape: LayerShape) -> tuple[float, float]:
     """Seconds of attention without its projections, forward and backward."""
     trainer = shape.trainer
-    if trainer.flash_attention:
+    if trainer.flash_attention and not model.capped_scores:
         causal_flops = attention_flops(model, shape) / 2
         efficiency = trainer.attention_efficiency * head_dim_efficiency(model)
         efficiency = efficiency * (trainer.post_ampere_attention if shape.post_ampere else 1.0)

@@ -28,6 +28,7 @@ from math import lcm
 
 from meshwright.config import Batch, RunConfig
 from meshwright.config.dtypes import COMPUTE_BYTES
+from meshwright.models.spec import ModelSpec
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import ParameterShard, PipelinePlacement
 from meshwright.topology.schedules import rank_of_stage
@@ -53,12 +54,12 @@ def forward_passes(config: RunConfig) -> int:
 
 
 def tensor_parallel_messages(
-    config: RunConfig, layout: Layout, batch: Batch, placement: PipelinePlacement
+    config: RunConfig, layout: Layout, batch: Batch, placement: PipelinePlacement, spec: ModelSpec
 ) -> MessageBytes:
     tokens = batch.micro * config.data.sequence // layout.context
     activation = tokens * config.model.width * COMPUTE_BYTES[config.precision.compute]
     embedding = tokens * config.model.width * weight_bytes(config)  # the embedding's output, and its gradient
-    all_gathers, reduce_scatters = recomputed_collectives(config, placement)
+    all_gathers, reduce_scatters = recomputed_collectives(config, placement, spec)
     per_block = 2 * tensor_parallel_modules(config)
     first, last, layers = placement.has_first_stage, placement.has_last_stage, placement.layers
     messages: MessageBytes = Counter()
@@ -76,10 +77,11 @@ def tensor_parallel_modules(config: RunConfig) -> int:
     return 1 if config.model.experts and not config.model.experts_shared else 2
 
 
-def recomputed_collectives(config: RunConfig, placement: PipelinePlacement) -> tuple[int, int]:
+def recomputed_collectives(config: RunConfig, placement: PipelinePlacement, spec: ModelSpec) -> tuple[int, int]:
     """The all-gathers and reduce-scatters that activation checkpointing repeats. The reduce-scatter at the end of a
     block produces nothing that the block's backward needs, so it is not repeated, except inside a segment of several
-    blocks. A mixture of experts ends with a reduce-scatter only if it has shared experts and no load-balancing loss.
+    blocks, and before a norm at the end of the block. A mixture of experts ends with a reduce-scatter only if it has
+    shared experts and no load-balancing loss.
     """
     checkpointing, model, modules = config.activation_checkpoint, config.model, tensor_parallel_modules(config)
     if checkpointing.mode == "none":
@@ -87,16 +89,19 @@ def recomputed_collectives(config: RunConfig, placement: PipelinePlacement) -> t
     if checkpointing.mode == "selective":
         return modules * placement.layers, 0
     ends_with_scatter = not model.experts or (model.experts_shared > 0 and not model.router_aux_loss)
+    if spec.architecture is not None and spec.architecture.post_norms:
+        ends_with_scatter = False
     segments = sum(-(-len(blocks) // checkpointing.segment) for blocks in placement.stages.values())
     return modules * placement.layers, modules * placement.layers - segments * ends_with_scatter
 
 
 def context_parallel_messages(
-    config: RunConfig, layout: Layout, batch: Batch, placement: PipelinePlacement
+    config: RunConfig, layout: Layout, batch: Batch, placement: PipelinePlacement, spec: ModelSpec
 ) -> MessageBytes:
-    model, ranks = config.model, layout.context
+    model, ranks = spec.architecture, layout.context
+    assert model is not None
     heads, kv_heads = model.heads // layout.tensor, model.kv_heads // layout.tensor
-    head_elements = batch.micro * (config.data.sequence // ranks) * (model.width // model.heads)
+    head_elements = batch.micro * (config.data.sequence // ranks) * model.head_dim
     compute_bytes, gradient_bytes = COMPUTE_BYTES[config.precision.compute], weight_bytes(config)
     if config.context.method == "ring":
         forward = (ranks - 1) * 2 * kv_heads * head_elements * compute_bytes

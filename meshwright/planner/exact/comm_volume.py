@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from meshwright.config import Batch, RunConfig
 from meshwright.config.dtypes import COMPUTE_BYTES
 from meshwright.models.registry import model_spec
-from meshwright.models.spec import ModelSpec
+from meshwright.models.spec import BEFORE, ROOT, ModelSpec
 from meshwright.planner.exact.activation_messages import (
     MessageBytes,
     context_parallel_messages,
@@ -87,12 +87,12 @@ def comm_volume(
     elif uses_fsdp(layout):
         messages += fsdp_messages(config, layout, batch, group_by_unit(parameters), rank)
     if layout.tensor > 1:
-        messages += tensor_parallel_messages(config, layout, batch, placement)
+        messages += tensor_parallel_messages(config, layout, batch, placement, spec)
         partial = sum(parameter.numel for parameter in parameters if parameter.grad_is_partial)
         reductions = reductions_per_step(config, layout, batch)
         messages["tensor", "all_reduce"] += reductions * partial * partial_gradient_bytes(config, layout, batch)
     if layout.context > 1:
-        messages += context_parallel_messages(config, layout, batch, placement)
+        messages += context_parallel_messages(config, layout, batch, placement, spec)
     if config.model.experts:
         messages += expert_parallel_messages(config, layout, batch, placement)
     if layout.pipeline > 1:
@@ -150,12 +150,11 @@ def partial_gradient_bytes(config: RunConfig, layout: Layout, batch: Batch) -> i
 
 
 def unsharded_bytes(config: RunConfig, units: Units) -> dict[str, int]:
-    """Bytes of each unsharded unit: in the compute dtype, except for the unit with the embedding."""
-    compute_bytes = COMPUTE_BYTES[config.precision.compute]
-    has_embedding = {unit: members[0].name == "decoder.embedding.weight" for unit, members in units.items()}
+    """Bytes of each unsharded unit: in the compute dtype, except for the units of the modules before the blocks."""
+    element_bytes = dict.fromkeys(units, COMPUTE_BYTES[config.precision.compute])
+    element_bytes |= {BEFORE: weight_bytes(config), ROOT: weight_bytes(config)}
     return {
-        unit: sum(parameter.padded_numel for parameter in members)
-        * (weight_bytes(config) if has_embedding[unit] else compute_bytes)
+        unit: sum(parameter.padded_numel for parameter in members) * element_bytes[unit]
         for unit, members in units.items()
     }
 

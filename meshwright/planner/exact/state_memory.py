@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from meshwright.config import Batch, RunConfig
 from meshwright.models.registry import model_spec
-from meshwright.models.spec import ModelSpec
+from meshwright.models.spec import AROUND_BLOCKS, ModelSpec
 from meshwright.planner.exact.activation_messages import weight_bytes
 from meshwright.planner.exact.comm_volume import ranks_after_forward, run_unshard_timeline, unsharded_bytes
 from meshwright.planner.exact.unshard_timeline import last_backward, nest_units, rank_actions
@@ -73,7 +73,7 @@ def peak_unsharded(config: RunConfig, layout: Layout, units: Units) -> int:
         return root + peak_resharded(config, units, sizes)
     segment = config.activation_checkpoint.segment if config.activation_checkpoint.mode == "full" else 1
     nests = {nest[0]: sum(sizes[unit] for unit in nest) for nest in nest_units(sizes)}
-    blocks = [size for unit, size in nests.items() if unit.startswith("decoder.blocks.")]
+    blocks = [size for unit, size in nests.items() if unit not in AROUND_BLOCKS]
     return root + max(sum(blocks[:segment]), *nests.values())  # the blocks of a segment are unsharded together
 
 
@@ -163,6 +163,6 @@ def pipeline_gradients(config: RunConfig, layout: Layout, batch: Batch, units: U
             for unit in stage_units:
                 timeline.compute(unit)
         if last[action.stage] == index:
-            for unit in sorted(stage_units, key=lambda unit: not unit.startswith("decoder.blocks.")):  # blocks first
+            for unit in sorted(stage_units, key=lambda unit: unit in AROUND_BLOCKS):  # blocks first
                 timeline.reduce(unit)
     return timeline.peak

@@ -7,6 +7,7 @@ from typing import Any
 
 from meshwright.config import Batch, LayoutConfig, PipelineConfig, RunConfig
 from meshwright.errors import ConfigError
+from meshwright.models.registry import validate_family
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.traced_model import TracedModel
@@ -114,7 +115,10 @@ def validation_error(work: Workload, candidate: Candidate) -> ConfigError | None
     """Returns the error with which Meshwright, or a trainer with the usual rules, rejects the candidate."""
     try:
         if work.base_config is not None:
-            validate(candidate_config(work.base_config, candidate), own_model=traced_model(work) is not None)
+            config, own_model = candidate_config(work.base_config, candidate), traced_model(work) is not None
+            validate(config, own_model=own_model)
+            if not own_model:
+                validate_family(config)
         elif candidate.layout.pipeline > 1:
             micro_batches = work.global_batch // (candidate.layout.data_degree * candidate.micro)
             schedules.validate_schedule(
