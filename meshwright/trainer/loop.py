@@ -146,10 +146,8 @@ class Training:
         self.step.warmup_backward(loader.first)
 
         self.done = self.first_step = self._restore()
-        if world.rank == 0:
-            write_run_folder(
-                job.folder, self.config, self.identity
-            )  # after every check, or a refused run would change it
+        if world.rank == 0:  # after every check, or a refused run would change the folder
+            write_run_folder(job.folder, self.config, self.identity)
         self.batches = loader.steps(self.done, self.config.steps)
         job.observer.on_start(self)
 
@@ -159,13 +157,9 @@ class Training:
         record = build_identity(self.config, job.sources, self.stream, job.custom)
         if self.world.rank == 0:
             newest = next((entry.step for entry in list_published(self.store)), -1)
+            attempt, accept_code = job.attempt, job.accept_code
             record = check_run_folder(
-                job.folder,
-                record,
-                fork=job.fork,
-                attempt=job.attempt,
-                newest=newest,
-                accept_code=job.accept_code,
+                job.folder, record, fork=job.fork, attempt=attempt, newest=newest, accept_code=accept_code
             )
         identity: Event = self.world.broadcast_object(record if self.world.rank == 0 else None, "identity")
         return identity
