@@ -25,7 +25,7 @@ def prepare_custom_model(custom: CustomModel, source: Source, config: RunConfig,
     custom = replace(custom, batch=find_structure(source, custom.collate))
     launch = config.launch
     try:
-        [found] = run_ranks(run_check, 1, custom, source, launch.threads, timeout=launch.hang_timeout)
+        [found] = run_ranks(run_check, 1, custom, source, config, timeout=launch.hang_timeout)
     except RanksFailed as failed:
         if failed.first.error_type == "Hang":
             raise ConfigError(
@@ -43,6 +43,6 @@ def prepare_custom_model(custom: CustomModel, source: Source, config: RunConfig,
     return found.apply(custom)
 
 
-def run_check(_world: Any, custom: CustomModel, source: Source, threads: int) -> FirstBatch:
-    torch.set_num_threads(threads)
-    return check_first_batch(custom, source)
+def run_check(_world: Any, custom: CustomModel, source: Source, config: RunConfig) -> FirstBatch:
+    torch.set_num_threads(config.launch.threads)
+    return check_first_batch(custom, source, config.seed)

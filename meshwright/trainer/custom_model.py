@@ -43,6 +43,8 @@ class CustomModel:
     """what the loss returns; None: a sum, or what a model that computes its loss itself is known to return"""
     loss_names: tuple[str, ...] = ()
     """names of the sums, where the loss returns a dict of them"""
+    returns_count: bool = False
+    """whether the loss returns the number of its targets, which is then compared at every step"""
     init: Callable[[str, Tensor], Any] | None = None
     """writes the initial values of a parameter or buffer of a model on the meta device"""
     code: CodeRecord | None = None
@@ -120,6 +122,7 @@ class CustomModel:
             reduction=self.reduction,
             metrics=self.metrics,
             loss_names=self.loss_names,
+            returns_count=self.returns_count,
         )
 
     def objective_spec(self) -> ParallelSpec:

@@ -48,8 +48,8 @@ class Evaluation:
         decode, and the metrics. For `counts_tokens` and `reports_loss` see `StepContext`.
         """
         objective = find_objective(parallel_model.module)
-        names = objective.measured_names if objective is not None else ()
-        sums = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=world.device)
+        length = objective.measured_length if objective is not None else 0
+        sums = torch.zeros(2 + length, dtype=torch.float64, device=world.device)
         bad, module = "", parallel_model.module
         modes = [(child, child.training) for child in module.modules()]
         module.eval()
@@ -66,11 +66,13 @@ class Evaluation:
                 loss = total.double() if reports_loss else torch.zeros((), device=world.device, dtype=torch.float64)
                 tokens = torch.tensor(float(batch.valid_targets) * counts_tokens, device=world.device)
                 sums[:2] += torch.stack([loss, tokens])
-                if reports_loss and names:
+                if reports_loss and length:
                     sums[2:] += measured
         parallel_model.reshard()
         for child, mode in modes:  # a user may have put some modules into eval mode
             child.training = mode
         loss_sum, token_count, *measured_sums = world.all_reduce(sums, "evaluation sum").wait().tolist()
-        metrics = objective.measured_values(measured_sums) if objective is not None else {}
+        metrics = (
+            objective.measured_values(measured_sums, int(token_count), "evaluation") if objective is not None else {}
+        )
         return loss_sum / max(1.0, token_count), int(token_count), bad, metrics

@@ -55,6 +55,8 @@ class FirstBatch:
     loss_names: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     """parameters that require a gradient and got none"""
+    returns_count: bool = False
+    """whether the loss returns the number of its targets"""
 
     def apply(self, custom: CustomModel) -> CustomModel:
         """Returns the custom model as it is trained."""
@@ -65,6 +67,7 @@ class FirstBatch:
             notes=self.notes,
             reduction=self.reduction or custom.reduction,
             loss_names=self.loss_names,
+            returns_count=self.returns_count,
         )
 
 
@@ -83,15 +86,17 @@ class Losses:
         return abs(self.whole - first - second) / max(abs(first) + abs(second), abs(self.whole), 1e-30)
 
 
-def check_first_batch(custom: CustomModel, source: Source) -> FirstBatch:
+def check_first_batch(custom: CustomModel, source: Source, seed: int = 0) -> FirstBatch:
     """Finds out how the loss of a custom model counts its targets. Raises ConfigError if the loss of a batch is not the
-    sum over its samples. `custom.batch` is the structure of the source's samples.
+    sum over its samples. `custom.batch` is the structure of the source's samples. A model on the meta device gets its
+    initial values by `seed`.
     """
-    notes = model_notes(custom.module)
     batches = read_batches(custom, source)
-    unit = find_unit(custom.batch, batches[0])
     if reason := why_unchecked(custom, batches[0]):
-        return FirstBatch(custom.batch.count, unit, (*notes, f"the first batch is not checked: {reason}"))
+        unchecked = (*model_notes(custom.module), f"the first batch is not checked: {reason}")
+        return FirstBatch(custom.batch.count, find_unit(custom.batch, batches[0]), unchecked)
+    custom = custom.with_values(seed)
+    notes = model_notes(custom.module)
     objective, tolerance = build_copy(custom, batches[0])
     notes += BatchCheck(objective, batches, tolerance).run()
     notes += gradient_notes(objective.model, custom.spec)
@@ -102,6 +107,7 @@ def check_first_batch(custom: CustomModel, source: Source) -> FirstBatch:
         objective.reduction,
         objective.loss_names,
         tuple(unused_parameters(objective.model)),
+        objective.returns_count,
     )
 
 
@@ -133,10 +139,8 @@ def find_unit(batch: BatchStructure, flat: Flat) -> str:
 
 def why_unchecked(custom: CustomModel, flat: Flat) -> str:
     """Returns why the model cannot be run on the first batch, or an empty text."""
-    parameters = [p for module in custom.modules() for p in module.parameters()]
-    if any(p.is_meta for p in parameters):
-        return "the model is on the meta device"
-    size, targets = sum(p.numel() for p in parameters), max(SAMPLES, count_targets(custom.batch.count, flat))
+    size = sum(p.numel() for module in custom.modules() for p in module.parameters())
+    targets = max(SAMPLES, count_targets(custom.batch.count, flat))
     if size > MAX_PARAMETERS or 2 * size * targets > MAX_FLOPS:
         return f"a pass of {size:,} parameters over {targets:,} targets would take long on a CPU"
     return ""
@@ -192,6 +196,7 @@ class BatchCheck:
         with seeded(0):
             first = objective.compute(self.batches[0])
         objective.loss_names = tuple(first.parts) if isinstance(first.parts, dict) else ()
+        objective.returns_count = first.count is not None
         objective.auxiliary_scale = 0.0
         if objective.has_auxiliary:
             self.notes.append(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
 from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks
@@ -30,25 +30,25 @@ def model_notes(model: nn.Module) -> list[str]:
         notes.append(f"{len(frozen)} of {len(named)} parameters are frozen: {short_list(frozen)}")
     notes += [
         f"{first} and {second} have equal values and are two parameters; tied weights must be one parameter"
-        for first, second in equal_parameters(named)
+        for first, second in untied_embeddings(model)
     ]
     return notes
 
 
-def equal_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[str, str]]:
-    """Returns pairs of matrices with equal values that are not constant: ties that an initialization has broken."""
-    seen: dict[tuple[torch.Size, float], tuple[str, nn.Parameter]] = {}
-    pairs = []
-    for name, parameter in named:
-        if parameter.ndim < 2 or parameter.is_meta or not parameter.is_floating_point():
-            continue
-        value = parameter.detach()
-        if value.numel() < 2 or bool((value == value.flatten()[0]).all()):
-            continue
-        first, other = seen.setdefault((value.shape, float(value.double().sum())), (name, parameter))
-        if other is not parameter and torch.equal(other, parameter):
-            pairs.append((first, name))
-    return pairs
+def untied_embeddings(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yields pairs of an embedding's weights and another matrix with equal values: a tie that an initialization has
+    broken. Other matrices may be copies, such as the layers of `nn.TransformerEncoder`.
+    """
+    embeddings = {f"{name}.weight": c.weight for name, c in model.named_modules() if isinstance(c, nn.Embedding)}
+    for name, parameter in model.named_parameters():
+        for other, weight in embeddings.items():
+            if name not in embeddings and not weight.is_meta and same_values(weight, parameter):
+                yield other, name
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have equal values that are not all the same."""
+    return one.shape == other.shape and torch.equal(one, other) and bool((one != one.flatten()[0]).any())
 
 
 def check_declared_ties(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from meshwright.config import IGNORE_INDEX
 from meshwright.data.batch_structure import BatchStructure, CountRule
 from meshwright.data.loader import TOKENS_AND_LABELS, target_count
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, DataError
 from meshwright.parallel.local_shard import full_tensor
 
 LossFunction = Callable[[Any, Any], Any]
@@ -61,6 +61,7 @@ class Objective(nn.Module):
         reduction: Reduction | None = None,
         metrics: Mapping[str, Metric] | None = None,
         loss_names: tuple[str, ...] = (),
+        returns_count: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -80,6 +81,7 @@ class Objective(nn.Module):
         """whether the targets that arrive are shifted already, as under context parallelism"""
         self.metrics = dict(metrics or {})
         self.loss_names = loss_names
+        self.returns_count = returns_count
         self.measured: Tensor | None = None
         self.checked = False
         check_declared_reduction(loss, self.reduction)
@@ -92,7 +94,7 @@ class Objective(nn.Module):
 
     def forward(self, *flat: Tensor) -> tuple[Tensor, Tensor]:
         loss = self.compute(flat)
-        if self.measured_names:
+        if self.measured_length:
             self.measure(loss)
         return loss.total, torch.zeros((), device=loss.total.device) if loss.count is None else loss.count
 
@@ -179,10 +181,15 @@ class Objective(nn.Module):
         """The names of what is measured beside the loss: the parts of the loss, then the metrics."""
         return (*self.loss_names, *self.metrics)
 
+    @property
+    def measured_length(self) -> int:
+        """The length of `measured`: the count of the loss if it returns one, then (sum, count) of every name."""
+        return int(self.returns_count) + 2 * len(self.measured_names)
+
     @torch.no_grad()
     def measure(self, loss: BatchLoss) -> None:
-        """Adds (sum, count) of every measured name of a micro-batch to `measured`, without a collective."""
-        values: list[Any] = []
+        """Adds what a micro-batch measures to `measured`, without a collective."""
+        values: list[Any] = [loss.count] if self.returns_count else []
         for name in self.loss_names:
             values += [loss.parts[name], self.count_targets(loss.flat) if loss.count is None else loss.count]
         if self.metrics:
@@ -197,11 +204,20 @@ class Objective(nn.Module):
         """Returns the sums and counts since the last call; zeros where this rank computed no loss."""
         measured, self.measured = self.measured, None
         if measured is None:
-            return torch.zeros(2 * len(self.measured_names), dtype=torch.float64, device=device)
+            return torch.zeros(self.measured_length, dtype=torch.float64, device=device)
         return measured
 
-    def measured_values(self, sums: Sequence[float]) -> dict[str, float]:
-        """Returns sum / count of every measured name; NaN where nothing was counted."""
+    def measured_values(self, sums: Sequence[float], targets: int, where: str) -> dict[str, float]:
+        """Returns sum / count of every measured name; NaN where nothing was counted. Raises DataError if the loss has
+        counted another number of targets than the batches have.
+        """
+        if self.returns_count:
+            counted, *sums = sums
+            if round(counted) != targets:
+                raise DataError(
+                    f"{where}: the loss counted {round(counted)} valid targets, and the batch has {targets}",
+                    "expected the count of the first batch's rule at every step: mask targets with -100",
+                )
         pairs = zip(self.measured_names, sums[::2], sums[1::2], strict=True)
         return {name: total / count if count else math.nan for name, total, count in pairs}
 

@@ -132,7 +132,7 @@ class Step:
         self.has_stateful_buffers = any(True for _ in stateful_buffers(self.parallel_model.module))
         self.in_flight: InFlightTracker | None = None
         objective = find_objective(self.parallel_model.module)
-        self.objective = objective if objective is not None and objective.measured_names else None
+        self.objective = objective if objective is not None and objective.measured_length else None
         self.measured: Tensor | None = None
 
     def run(
@@ -187,6 +187,8 @@ class Step:
         batch, and returns that loss.
         """
         self._seed(step)
+        if self.objective is not None:
+            self.objective.measured = None  # a pass outside of a step may have left something
         self.expert_balancer.begin_step(self.precision.scale, self.precision.weights)
         if faults.fail_point("step.collective", step) == "desync":
             self.world.all_reduce(torch.zeros(7), "injected all-reduce").wait()
@@ -276,8 +278,6 @@ class Step:
             return tuple(map(self.world.to_device, self.parallel_model.shard_inputs(batch.tensors)))
 
         self.parallel_model.warmup_backward(load_inputs, self.precision.autocast)
-        if self.objective is not None:
-            self.objective.pop_measured(self.world.device)
         self.optimizer.zero_grad()
         self.expert_balancer.discard_loads()
         self.parallel_model.pop_gradient_reduction()

@@ -22,6 +22,7 @@ from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.topology.layout import Layout
 from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.first_batch import FirstBatch, check_first_batch
+from meshwright.trainer.model_notes import model_notes
 
 
 def check(model, loss, samples, collate=None, blocks="", **options) -> FirstBatch:
@@ -176,7 +177,8 @@ def test_count_of_the_loss_names_the_entry_that_it_counts():
     def masked(outputs, batch):
         return (outputs * batch["mask"]).sum(), batch["mask"].sum()
 
-    assert check(Named(), masked, samples).count == CountRule("nonzero", 0)
+    found = check(Named(), masked, samples)
+    assert (found.count, found.returns_count) == (CountRule("nonzero", 0), True)
     with pytest.raises(ConfigError, match="the loss returned no count, and no entry of a sample is named labels"):
         check(Named(), lambda o, b: (o * b["mask"]).sum(), samples)
     with pytest.raises(ConfigError, match="the loss counted 17 valid targets, but the batch has 5"):
@@ -243,6 +245,8 @@ def test_ties_that_an_initialization_has_broken_are_named():
     samples = [(np.arange(i, i + 5) % 11, np.arange(i + 1, i + 6) % 11) for i in range(6)]
     model = Tied()
     assert check(model, summed, samples).notes == ()
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), 2)
+    assert model_notes(encoder) == []  # its layers are copies of one
     model.head.weight = nn.Parameter(model.embedding.weight.detach().clone())
     [note] = check(model, summed, samples).notes
     assert note.startswith("embedding.weight and head.weight have equal values and are two parameters")
@@ -295,12 +299,15 @@ def test_loss_that_is_not_finite_is_left_to_the_first_step():
     assert check(linear(), summed, samples).notes == ()
 
 
-def test_large_and_meta_models_are_not_checked_and_say_so(monkeypatch):
+def test_large_model_is_not_checked_and_says_so(monkeypatch):
     monkeypatch.setattr("meshwright.trainer.first_batch.MAX_FLOPS", 10)
     [note] = check(linear(), cross_entropy, points()).notes
     assert note.startswith("the first batch is not checked: a pass of 67 parameters over 5 targets")
-    [note] = check(linear().to("meta"), cross_entropy, points()).notes
-    assert note == "the first batch is not checked: the model is on the meta device"
+
+
+def test_model_on_the_meta_device_is_checked_with_its_initial_values():
+    with pytest.raises(ConfigError, match="the loss is a mean"):
+        check(linear().to("meta"), cross_entropy, points(), init=lambda name, tensor: tensor.normal_())
 
 
 def test_model_that_fails_on_the_first_batch_is_refused_in_one_line():

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from meshwright.data.batch_structure import BatchStructure
 from meshwright.data.loader import target_count
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, DataError
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.objective import Objective
@@ -110,6 +110,18 @@ def test_metrics_are_summed_over_micro_batches():
     assert (right, count, samples) == (int((model(x).argmax(1) == y).sum()), 6, 6)
     assert size == pytest.approx(float(model(x).abs().sum()))
     assert objective.pop_measured(torch.device("cpu")).tolist() == [0, 0, 0, 0]
+
+
+def test_count_of_the_loss_is_compared_at_every_step():
+    def loss(outputs, targets):
+        return cross_entropy(outputs, targets, reduction="sum"), len(targets)  # counts targets that are ignored
+
+    objective = Objective(nn.Linear(2, 3), loss, returns_count=True)
+    objective(torch.randn(4, 2), torch.tensor([0, 1, 2, 0]))
+    assert objective.measured_values(objective.pop_measured(torch.device("cpu")).tolist(), 4, "step 0") == {}
+    objective(torch.randn(4, 2), torch.tensor([0, 1, 2, -100]))
+    with pytest.raises(DataError, match="step 1: the loss counted 4 valid targets, and the batch has 3"):
+        objective.measured_values(objective.pop_measured(torch.device("cpu")).tolist(), 3, "step 1")
 
 
 def test_metric_without_a_count_is_refused():

@@ -9,6 +9,7 @@ from custom_model import custom_config, run_custom, step_records
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from meshwright.checkpoint.inspect import find_published
 from meshwright.config import EvalConfig
 from meshwright.data.stream import Stream
 from meshwright.telemetry.events import read_events
@@ -18,8 +19,11 @@ class Towers(nn.Module):
     def __init__(self):
         super().__init__()
         self.left, self.right = nn.Linear(4, 3), nn.Linear(2, 3)
+        self.right.requires_grad_(False)
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, item, query):
+        self.calls += 1
         return self.left(item) + self.right(query)
 
 
@@ -77,4 +81,12 @@ def test_metrics_and_parts_of_the_loss_are_exact_sums_over_ranks(tmp_path):
     assert steps[0]["metrics"] == step_records(tmp_path, rank=1)[0]["metrics"]
     assert result.metrics == steps[-1]["metrics"]
     assert evaluation["metrics"] == pytest.approx(expected_values(model, stream.held_out_samples(8)), rel=1e-5)
-    assert start["unit"] == "samples"
+    assert (start["unit"], start["notes"]) == ("samples", ["2 of 4 parameters are frozen: right.weight, right.bias"])
+
+    # frozen parameters and buffers are saved and come back; only trained parameters have moments
+    assert torch.equal(model.right.weight.double(), initial.right.weight)
+    assert model.calls > 0
+    [newest, *_] = find_published(tmp_path, None)
+    names = set(newest.manifest.tensors)
+    assert {"model.right.weight", "model.calls"} <= {name.split("/")[-1] for name in names}
+    assert not [name for name in names if "right" in name and ("exp_avg" in name or "moment" in name)]

@@ -100,8 +100,11 @@ class StepRecorder:
                 "idle": idle_fraction(phases),
             }
         if outcome.measured is not None and self.objective is not None:
-            self.metrics = self.objective.measured_values(outcome.measured.tolist())
-            extra["metrics"] = {name: finite_or_none(value) for name, value in self.metrics.items()}
+            self.metrics = self.objective.measured_values(
+                outcome.measured.tolist(), outcome.control.tokens, f"rank {self.world.rank} step {outcome.step}"
+            )
+            if self.metrics:
+                extra["metrics"] = {name: finite_or_none(value) for name, value in self.metrics.items()}
         if outcome.expert_loads is not None:
             loads = outcome.expert_loads
             extra["experts"] = {"imbalance": imbalance(loads), "dropped": int(loads[:, -1].sum())}
