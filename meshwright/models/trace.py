@@ -127,6 +127,7 @@ class PassTracker(MemoryTracker):
         super().__init__(module)
         self.units = {name: UnitTrace() for name in units}
         self.attention: AttentionShape | None = None
+        self.routed_tokens = 0
         self.unit, self.in_backward = BEFORE, False
         self.start = self.peak_bytes = self.peak_with_gradients = self.gradients_before = 0
         self.saved: dict[str, list[int]] = {name: [] for name in units}
@@ -192,6 +193,8 @@ class PassTracker(MemoryTracker):
         if "attention" in packet.__name__ and self.attention is None:
             query, key = list(tensors_in(args))[:2]
             self.attention = AttentionShape(query.shape[1], key.shape[1], query.shape[-1])
+        if packet is aten._grouped_mm:
+            self.routed_tokens = self.routed_tokens or args[0].shape[0]
         moved = sum(tensor.nbytes for tensor in (*tensors_in(args), *tensors_in(result)))
         if self.in_backward:
             trace.backward_flops += flops
@@ -262,11 +265,14 @@ def nested_values(values: Iterable[Any]) -> Iterable[Any]:
 
 
 @dataclass(frozen=True)
-class TracedPass:
+class PassTrace:
     """Forward and backward of one micro-batch."""
 
+    samples: int
     units: dict[str, UnitTrace]
     attention: AttentionShape | None
+    routed_tokens: int
+    """rows of the first matrix product with the weights of several experts: tokens times experts per token"""
 
 
 def trace_pass(
@@ -274,7 +280,7 @@ def trace_pass(
     batch: Sequence[Tensor],
     samples: int,
     autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> TracedPass:
+) -> PassTrace:
     """Runs forward and backward on fake tensors with the shapes and dtypes of `batch`, but this many samples."""
     fake_tensors = FakeTensors()
     with patched_for_simulation(), fake_tensors.active():
@@ -294,7 +300,7 @@ def trace_pass(
                 tracker.leave_unit()
         finally:
             hooks.remove()
-    return TracedPass(tracker.units, tracker.attention)
+    return PassTrace(samples, tracker.units, tracker.attention, tracker.routed_tokens)
 
 
 def allocate_fake(module: ModuleT) -> ModuleT:
@@ -328,14 +334,14 @@ def trace_model(
     batch: Sequence[Tensor],
     samples: Sequence[int],
     autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> tuple[ModelSpec, AttentionShape | None]:
+) -> tuple[ModelSpec, PassTrace]:
     """Makes the ModelSpec of a module. `samples` are one or two sizes of a micro-batch; with two, costs have a constant
     part. Neither memory for the model nor for activations is allocated.
     """
     passes = {count: trace_pass(traced, batch, count, autocast) for count in samples}
 
     def cost(unit: str) -> ModuleCost:
-        return fit_costs({count: traced_pass.units[unit] for count, traced_pass in passes.items()})
+        return fit_costs({count: pass_trace.units[unit] for count, pass_trace in passes.items()})
 
     spec = ModelSpec(
         name,
@@ -347,18 +353,18 @@ def trace_model(
         cost(AFTER),
         tied=tied_names(traced),
     )
-    return spec, passes[samples[0]].attention
+    return spec, passes[samples[0]]
 
 
 def parameter_specs(traced: TracedModule) -> Iterable[ParameterSpec]:
-    """Every parameter once, in the order of the module; a tied weight belongs to the root unit."""
-    tied = set(tied_names(traced).values())
+    """Every parameter once, in the order of the module."""
+    units = outer_units(traced)
     for full_name, parameter in traced.module.named_parameters():
         name = full_name.removeprefix(traced.prefix)
         yield ParameterSpec(
             name,
             tuple(parameter.shape),
-            ROOT if name in tied else unit_of(name, traced),
+            next((unit for module, unit in units.items() if name.startswith(f"{module}.")), ROOT),
             traced.tp_dims.get(name),
             name in traced.expert_weights,
             dtype=str(parameter.dtype).removeprefix("torch."),
@@ -366,16 +372,14 @@ def parameter_specs(traced: TracedModule) -> Iterable[ParameterSpec]:
         )
 
 
-def unit_of(name: str, traced: TracedModule) -> str:
-    """The FSDP unit of a parameter."""
-    for unit, modules in (
-        *((block, (block,)) for block in traced.blocks),
-        (BEFORE, traced.before),
-        (AFTER, traced.after),
-    ):
-        if any(name.startswith(f"{module}.") for module in modules):
-            return unit
-    return ROOT
+def outer_units(traced: TracedModule) -> dict[str, str]:
+    """Module -> its FSDP unit. Modules around the blocks that share a weight belong to the root unit."""
+    tied = {name for pair in tied_names(traced).items() for name in pair}
+    units = {block: block for block in traced.blocks}
+    for unit, modules in ((BEFORE, traced.before), (AFTER, traced.after)):
+        is_shared = any(name.startswith(tuple(f"{module}." for module in modules)) for name in tied)
+        units |= dict.fromkeys(modules, ROOT if is_shared else unit)
+    return units
 
 
 def tied_names(traced: TracedModule) -> dict[str, str]:

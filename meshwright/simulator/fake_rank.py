@@ -35,8 +35,8 @@ from meshwright.torch_private import FakeTensors, clear_dtensor_cache, init_fake
 from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.precision import Precision
 from meshwright.trainer.records.step_counters import count_step
+from meshwright.trainer.records.trace_custom_model import build_objective_on_meta
 from meshwright.trainer.step import Step, StepContext, StepControl
-from meshwright.trainer.trace_custom_model import build_objective_on_meta
 
 CLASSES = (*TENSOR_CLASSES, UNINITIALIZED)
 LR = 1e-3

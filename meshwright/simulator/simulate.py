@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from meshwright.config import Batch, RunConfig
-from meshwright.data.loader import Loader, MicroBatch
-from meshwright.data.sample_lookup import build_stream
-from meshwright.data.source import ConcatenatedSource, Source
-from meshwright.errors import ConfigError, DataError, MeshwrightError
+from meshwright.data.source import Source
+from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.models.registry import block_costs, model_spec, validate_family
 from meshwright.parallel.parallel_model import InFlightTracker
 from meshwright.parallel.parallel_spec import find_blocks
@@ -38,6 +36,7 @@ from meshwright.topology.schedules import SCHEDULES
 from meshwright.topology.unsupported import validate
 from meshwright.topology.unused_settings import unused_settings
 from meshwright.trainer.custom_model import CustomModel
+from meshwright.trainer.records.trace_custom_model import first_micro_batch
 
 MIN_BLOCKS = 4
 """The first two blocks and the last two. With only one block between the first and the last, it may not be possible to
@@ -81,17 +80,6 @@ def simulate(
         [*assumptions(config, layout, custom is not None), *unused_settings(config)],
         round(time.monotonic() - start, 3),
     )
-
-
-def first_micro_batch(config: RunConfig, batch: Batch, sources: Sequence[Source], custom: CustomModel) -> MicroBatch:
-    """The first micro-batch of a run. A sample that cannot be decoded is a DataError."""
-    stream = build_stream(config, list(sources))
-    source = ConcatenatedSource(list(sources))
-    loader = Loader(source, stream, batch, 0, config.data, structure=custom.batch, collate=custom.collate)
-    micro_batch = loader.first()
-    if not micro_batch.tensors:
-        raise DataError(str(micro_batch.bad_samples[0]), "try to repair the sample")
-    return micro_batch
 
 
 def count_parameters(config: RunConfig, custom: CustomModel | None) -> int:

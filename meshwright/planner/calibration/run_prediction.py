@@ -7,6 +7,7 @@ predicted for every run of Meshwright's decoder, communication volume exactly.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import Any
@@ -20,10 +21,12 @@ from meshwright.planner.calibration.prediction import VERSION, prediction_record
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.exact.activation_messages import data_dependent_axes
 from meshwright.planner.exact.comm_volume import comm_volume
+from meshwright.planner.exact.custom_volume import custom_comm_volume, custom_state_memory, has_exact_volume
 from meshwright.planner.exact.state_memory import state_memory
 from meshwright.planner.hardware.cluster import NODE_TYPES, Cluster, Device, Link, preset_cluster
 from meshwright.planner.hardware.resolve_cluster import machine_file, measured_machine, resolve_cluster
 from meshwright.planner.workload.planned_job import PlannedJob
+from meshwright.planner.workload.traced_model import TracedModel
 
 MAX_EXACT_SECONDS = 0.04
 """Time at the start of a run for exact formulas; pipeline ranks that are left then are omitted."""
@@ -65,7 +68,11 @@ class RunPrediction:
 
 
 def predict_run(
-    config: RunConfig, attempt: int, device: str, cluster: str | None = None, own_model: bool = False
+    config: RunConfig,
+    attempt: int,
+    device: str,
+    cluster: str | None = None,
+    trace: Callable[[], TracedModel] | None = None,
 ) -> RunPrediction:
     """Predicts a run; an error in the prediction is noted and does not stop the run.
 
@@ -74,25 +81,26 @@ def predict_run(
         attempt: number of the attempt.
         device: torch's name of the device, or `cpu`.
         cluster: the name of a cluster; default: this machine as measured.
-        own_model: whether the run trains a user's model, for which there are no formulas.
+        trace: traces the user's model that the run trains; None if the run trains the model of its config.
     """
     header = {"version": VERSION, "attempt": attempt}
-    if own_model:
-        return RunPrediction(header | {"notes": ["custom model: the planner has no formulas for it"]})
     try:
-        return predict_decoder(header, config, device, cluster)
+        return predict_job(header, config, device, cluster, trace() if trace is not None else None)
     except Exception as error:  # noqa: BLE001  a prediction must not stop a run
         return RunPrediction(header | {"notes": [f"no prediction: {type(error).__name__}: {error}"]})
 
 
-def predict_decoder(header: dict[str, Any], config: RunConfig, device: str, name: str | None) -> RunPrediction:
-    """Predicts a run of Meshwright's decoder."""
+def predict_job(
+    header: dict[str, Any], config: RunConfig, device: str, name: str | None, traced: TracedModel | None
+) -> RunPrediction:
+    """Predicts a run of the model of its config, or of a user's model."""
     cluster, note = find_cluster(config, device, name)
     known = cluster is not None
-    job = PlannedJob.from_config(config, cluster or stand_in_cluster(device))
+    job = PlannedJob.from_config(config, cluster or stand_in_cluster(device), traced=traced)
     corrected = estimate(job)
     uncorrected = estimate(job, corrections=UNCORRECTED) if known and is_this_machine(job.cluster) else None
-    record = header | prediction_record(corrected) | exact_record(job, config, on_cpu=device == "cpu")
+    exact = exact_record(job, config, device == "cpu") if traced is None else custom_record(job, config, traced, device)
+    record = header | prediction_record(corrected) | exact
     record["notes"] = [*record["notes"], *([note] if note else [])]
     record["peak_flops"] = corrected.peak_flops if known or device_preset(device) else None
     record["uncorrected"] = (
@@ -125,6 +133,19 @@ def exact_record(job: PlannedJob, config: RunConfig, on_cpu: bool) -> dict[str, 
         "communication_exact": communication,
         "communication_data_dependent": data_dependent_axes(config, layout),
         "state_memory_exact": memory,
+    }
+
+
+def custom_record(job: PlannedJob, config: RunConfig, traced: TracedModel, device: str) -> dict[str, Any]:
+    """The same for a user's model: exact under data parallelism."""
+    layout, batch = job.layout, job.batch
+    if not has_exact_volume(layout):
+        return {"communication_exact": {}, "communication_data_dependent": {}, "state_memory_exact": {}}
+    memory = custom_state_memory(traced, config, layout, batch) if device == "cpu" else None
+    return {
+        "communication_exact": {"0": [asdict(row) for row in custom_comm_volume(traced, config, layout, batch)]},
+        "communication_data_dependent": {},
+        "state_memory_exact": {"0": asdict(memory)} if memory is not None else {},
     }
 
 

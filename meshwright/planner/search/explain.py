@@ -21,11 +21,13 @@ from meshwright.planner.describe import (
     wire_bytes_per_step,
 )
 from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
+from meshwright.planner.exact.custom_volume import custom_comm_volume, has_exact_volume
 from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.ladder import Bottleneck, find_bottleneck
 from meshwright.planner.search.mechanism import mechanism, replicated, sharded
 from meshwright.planner.search.scaling import scaled_estimate
 from meshwright.planner.workload.planned_job import PlannedJob
+from meshwright.planner.workload.traced_model import TracedModel
 
 SCALE_FACTOR = 10
 """The multiple of the devices at which the explanation says what breaks first."""
@@ -193,7 +195,11 @@ def largest_transfer(plan: Estimate) -> CollectiveVolume | None:
     job = plan.job
     if job.run_config is None:
         return None
-    rows = comm_volume(job.run_config, job.layout, job.batch)
+    if isinstance(job.model, TracedModel):
+        exact = has_exact_volume(job.layout)
+        rows = custom_comm_volume(job.model, job.run_config, job.layout, job.batch) if exact else []
+    else:
+        rows = comm_volume(job.run_config, job.layout, job.batch)
     return max(rows, key=lambda row: row.message_bytes, default=None)
 
 

@@ -24,6 +24,10 @@ class TracedModel:
     """tokens per sample; 1 if samples are not sequences of tokens"""
     sample_bytes: int
     """bytes of the tensors of one sample"""
+    buffer_bytes: int = 0
+    """bytes of buffers that data-parallel ranks broadcast"""
+    measured: int = 0
+    """parts of the loss and metrics that are summed over ranks beside the loss"""
     heads: int = 0
     """query heads of an attention that context parallelism can switch; 0 if there is none"""
     kv_heads: int = 0

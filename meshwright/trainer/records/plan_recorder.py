@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -11,15 +12,23 @@ from meshwright.errors import ConfigError
 from meshwright.io import write_json
 from meshwright.parallel.world import World
 from meshwright.planner.calibration.run_prediction import predict_run
+from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.telemetry.events import EventLog
 from meshwright.telemetry.run_measurements import WARMUP_STEPS
 from meshwright.trainer.records.start_record import device_name
+from meshwright.trainer.records.trace_custom_model import trace_run
 
 if TYPE_CHECKING:
     from meshwright.trainer.loop import Job
 
 MIN_STEPS = 10
 """Timed steps that a run needs to enter the calibration."""
+
+
+def trace_job(job: Job) -> TracedModel:
+    """Traces the user's model of a job."""
+    assert job.custom is not None
+    return trace_run(job.custom, job.config, job.batch, job.sources)
 
 
 class PlanRecorder:
@@ -30,9 +39,8 @@ class PlanRecorder:
         self.peak: int | None = None
         """the largest peak of live tensor bytes that was counted"""
         if self.is_recorder:
-            self.prediction = predict_run(
-                job.config, job.attempt, device_name(world.device), job.cluster, own_model=job.custom is not None
-            )
+            trace = partial(trace_job, job) if job.custom is not None else None
+            self.prediction = predict_run(job.config, job.attempt, device_name(world.device), job.cluster, trace)
             with suppress(OSError):
                 write_json(job.folder.plan_file, self.prediction.record)
 

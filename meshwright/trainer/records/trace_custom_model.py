@@ -8,9 +8,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from meshwright.config import PrecisionConfig
-from meshwright.data.loader import MicroBatch
+from meshwright.config import Batch, PrecisionConfig, RunConfig
+from meshwright.data.loader import Loader, MicroBatch
+from meshwright.data.sample_lookup import build_stream
+from meshwright.data.source import ConcatenatedSource, Source
+from meshwright.errors import DataError
 from meshwright.models.trace import TracedModule, copy_to_meta, trace_model
+from meshwright.parallel.parallel_model import stateful_buffers
 from meshwright.parallel.parallel_spec import find_blocks, find_modules
 from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.trainer.custom_model import CustomModel
@@ -21,6 +25,17 @@ PREFIX = "model."
 """Names of the model's modules have this prefix inside an Objective."""
 
 
+def first_micro_batch(config: RunConfig, batch: Batch, sources: Sequence[Source], custom: CustomModel) -> MicroBatch:
+    """The first micro-batch of a run. A sample that cannot be decoded is a DataError."""
+    stream = build_stream(config, list(sources))
+    source = ConcatenatedSource(list(sources))
+    loader = Loader(source, stream, batch, 0, config.data, structure=custom.batch, collate=custom.collate)
+    micro_batch = loader.first()
+    if not micro_batch.tensors:
+        raise DataError(str(micro_batch.bad_samples[0]), "try to repair the sample")
+    return micro_batch
+
+
 def build_objective_on_meta(custom: CustomModel, dtype: torch.dtype) -> Objective:
     """Returns a copy of model and loss without values, which takes no memory."""
     loss = copy_to_meta(custom.loss) if isinstance(custom.loss, nn.Module) else custom.loss
@@ -28,6 +43,14 @@ def build_objective_on_meta(custom: CustomModel, dtype: torch.dtype) -> Objectiv
     objective = on_meta.build_objective(torch.device("meta"), dtype)
     objective.checked = True  # a real run checks the values of its first batch
     return objective
+
+
+def trace_run(
+    custom: CustomModel, config: RunConfig, batch: Batch, sources: Sequence[Source], samples: Sequence[int] = ()
+) -> TracedModel:
+    """Traces the model of a run on its first micro-batch, by default with the run's number of samples."""
+    micro_batch = first_micro_batch(config, batch, sources, custom)
+    return trace_custom_model(custom, micro_batch, config.precision, samples or (batch.micro,))
 
 
 def trace_custom_model(
@@ -41,20 +64,25 @@ def trace_custom_model(
     replicated = build_objective_on_meta(custom, precision.weights)
     name = type(custom.module).__name__
     tensors = micro_batch.tensors
-    autocast_spec, attention = trace_model(describe(custom, replicated), name, tensors, samples, precision.autocast)
+    autocast_spec, pass_trace = trace_model(describe(custom, replicated), name, tensors, samples, precision.autocast)
     spec = autocast_spec
     if precision.compute != precision.weights:
         sharded = cast_units(build_objective_on_meta(custom, precision.weights), custom, precision.compute)
         spec, _ = trace_model(describe(custom, sharded), name, tensors, samples, precision.autocast)
     tokens = tensors[0]
     is_text = tokens.ndim == 2 and not tokens.is_floating_point()
+    sequence = tokens.shape[1] if is_text else 1
+    attention, routed_tokens = pass_trace.attention, pass_trace.routed_tokens
     return TracedModel(
         name,
         spec,
         autocast_spec,
-        tokens.shape[1] if is_text else 1,
+        sequence,
         sum(tensor.nbytes for tensor in tensors) // len(tokens),
+        sum(buffer.nbytes for buffer in stateful_buffers(replicated)),
+        len(replicated.measured_names),
         *((attention.heads, attention.kv_heads, attention.head_dim) if attention else (0, 0, 0)),
+        experts_active=max(1, routed_tokens // (pass_trace.samples * sequence)),
         axes=frozenset(served_axes(custom, attention is not None and is_text)),
     )
 
