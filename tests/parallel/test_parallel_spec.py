@@ -236,6 +236,17 @@ def test_modules_around_the_blocks_must_not_contain_a_block():
         )
 
 
+class ScaledBlock(example.ResidualBlock):
+    """A block with a scalar, which FSDP2 cannot shard."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
 class HeadFirst(nn.Module):
     """The head is registered first, and one module is never called: both are seen in a forward on fake tensors."""
 
@@ -244,16 +255,17 @@ class HeadFirst(nn.Module):
         self.head = nn.Linear(8, 1)
         self.unused = nn.Linear(8, 8)
         self.embed = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(example.ResidualBlock(8) for _ in range(2))
+        self.blocks = nn.ModuleList(ScaledBlock(8) for _ in range(2))
+        self.temperature = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
+        x = self.embed(x) / self.temperature
         for block in self.blocks:
             x = block(x)
         return self.head(x).squeeze(-1)
 
 
-def test_fsdp_units_of_an_inferred_spec_follow_the_calls_of_a_forward(tmp_path):
+def test_fsdp_with_an_inferred_spec_scalars_and_an_unused_module_gives_the_weights_of_one_process(tmp_path):
     state = {}
     for name, layout in (("single_process", {"replicate": 1}), ("fsdp", {"replicate": 2, "shard": "parameters"})):
         torch.manual_seed(0)

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -83,10 +84,17 @@ class FSDPModel(ParallelModel):
                 reshard_after_forward=reshard,
                 mp_policy=mixed_precision_policy(config, first=unit is first_unit),
                 shard_placement_fn=partial(shard_placement, data_mesh),
+                ignored_params=set(find_scalars(*unit)),
             )
         allocate(module)  # the parameters of no other unit
+        scalars = find_scalars(module)
+        self.scalars = [scalar for scalar in scalars if scalar.requires_grad]
         fully_shard(
-            module, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=mixed_precision_policy(config, first=True)
+            module,
+            mesh=data_mesh,
+            reshard_after_forward=reshard,
+            mp_policy=mixed_precision_policy(config, first=True),
+            ignored_params=set(scalars),
         )
         self.root = as_fsdp_module(module)
         for unit_module in self.units():
@@ -117,6 +125,15 @@ class FSDPModel(ParallelModel):
         self.broadcast_buffers()  # as DDP does
         with super().micro_step(last):
             yield
+        if last:
+            self.reduce_scalars()
+
+    def reduce_scalars(self) -> None:
+        """Sums the gradients of scalars over data-parallel ranks. FSDP2 cannot shard them, so they are replicated."""
+        for scalar in self.scalars:
+            scalar.grad = torch.zeros_like(scalar) if scalar.grad is None else scalar.grad
+            for group in self.groups:
+                dist.all_reduce(scalar.grad, group=group)
 
     def internal_tensors(self) -> Iterable[tuple[str, Tensor]]:
         return fsdp_tensors(self.module)
@@ -124,6 +141,11 @@ class FSDPModel(ParallelModel):
     def reshard(self) -> None:
         for unit in self.units():
             unit.reshard()
+
+
+def find_scalars(*modules: nn.Module) -> list[nn.Parameter]:
+    """The parameters without a dimension, each once."""
+    return list(dict.fromkeys(p for module in modules for p in module.parameters() if p.ndim == 0))
 
 
 def allow_unused_parameters(unit: FSDPModule) -> None:

@@ -168,6 +168,8 @@ class PipelineModel(ParallelModel):
             hooks.enter("sync")  # every stage but the first waits for its first micro-batch
             with unwrap_stage_errors():
                 self.schedule.step(target=columns[-1], return_outputs=False, **named_columns(columns))
+            for stage_model in self.stages.values():
+                stage_model.reduce_scalars()
             for tied in self.divided.tied:
                 tied.sum_gradients(self.group)
         return self.in_flight
