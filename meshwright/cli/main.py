@@ -19,7 +19,6 @@ from meshwright.cli.simulate import simulate
 from meshwright.cli.train import train
 from meshwright.errors import ConfigError, MeshwrightError, limit_error
 from meshwright.io import printable
-from meshwright.recover.failures import RanksFailed
 
 VERBS: dict[str, Verb] = {
     "train": train,
@@ -51,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         dispatch(list(sys.argv[1:] if argv is None else argv))
     except MeshwrightError as error:
+        from meshwright.recover.failures import RanksFailed
+
         # The tracebacks of ranks are in their logs.
         text = error.describe(with_traceback=False) if isinstance(error, RanksFailed) else str(error)
         print(printable(f"meshwright: {' '.join(text.splitlines())}"), file=sys.stderr)
