@@ -5,6 +5,7 @@
 - simulate: count communication and memory of a step on any number of ranks
 - prove: check the contracts of a config on this machine
 - RunConfig: the settings of a run
+- report: compare what a run measured with what was predicted
 - Result: what train returns
 - ParallelSpec: how to parallelize a model of your own
 - errors: the exceptions
@@ -26,6 +27,7 @@ __all__ = [
     "errors",
     "plan",
     "prove",
+    "report",
     "simulate",
     "testing",
     "train",
@@ -33,7 +35,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from meshwright import errors, testing
-    from meshwright.api import Result, plan, prove, simulate, train
+    from meshwright.api import Result, plan, prove, report, simulate, train
     from meshwright.config import RunConfig
     from meshwright.parallel.parallel_spec import ParallelSpec
 
@@ -43,6 +45,7 @@ _MODULES = {
     "RunConfig": "meshwright.config",
     "plan": "meshwright.api",
     "prove": "meshwright.api",
+    "report": "meshwright.api",
     "simulate": "meshwright.api",
     "train": "meshwright.api",
 }

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from meshwright.api.python_args import errors_for_python, validated
-from meshwright.config import RunConfig, config_from_dict, config_to_dict
-from meshwright.errors import ConfigError
+from meshwright.api.python_args import errors_for_python, given_path, validated
+from meshwright.config import RunConfig, config_from_dict, config_to_dict, load_config
+from meshwright.errors import ConfigError, IdentityError
 from meshwright.launch.user_code.user_code import UserCode
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from meshwright.observe.run_report import Report
     from meshwright.parallel.parallel_spec import ParallelSpec
     from meshwright.planner.search.plan_result import PlanResult
     from meshwright.simulator.result import Simulation
+    from meshwright.telemetry.run_folder import RunFolder
 
 
 def plan(
@@ -128,3 +131,65 @@ def simulate_run(config: RunConfig, user: UserCode, rank: Sequence[int] = ()) ->
 
     config, custom, sources = open_model(config, user)
     return simulate_config(config, rank, custom, sources)
+
+
+def report(
+    run: str | Path,
+    *,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    loss: Callable[..., Any] | None = None,
+    source: Any = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    reduction: Literal["sum", "mean"] | None = None,
+) -> Report:
+    """Compares what a run measured with what was predicted for it.
+
+    The report reads records alone: nothing that a run folder names is imported. A model that is given is compared with
+    the recorded one.
+
+    Args:
+        run: folder of a run that is running, finished or failed.
+        model: model of the run, as in :func:`train`.
+        loss: loss of ``model``, as in :func:`train`.
+        source: dataset of ``model``, as in :func:`train`.
+        collate: makes a batch of a list of samples, as in :func:`train`.
+        reduction: what ``loss`` returns, as in :func:`train`.
+
+    Returns:
+        Report: measured and predicted step time, memory and communication, with the errors.
+
+    Raises:
+        ConfigError: ``run`` is not a run folder.
+        IdentityError: the run is one of another model, or of other code.
+    """
+    user = UserCode(model, loss, source, collate=collate, reduction=reduction)
+    with errors_for_python():
+        return report_run(given_path(run, "run"), user)
+
+
+def report_run(run: Path, user: UserCode) -> Report:
+    """Reports a run, and says which custom model it trains."""
+    from meshwright.observe.run_report import build_report
+    from meshwright.telemetry.run_folder import RunFolder
+
+    folder = RunFolder(run)
+    result = build_report(folder)
+    config = recorded_config(folder)
+    if user.model is not None:
+        from meshwright.launch.user_code.make_custom_model import open_model
+
+        if config is None or config.custom_model.class_ is None:
+            raise IdentityError(f"{run} has no record of a run of a custom model", "try it without --model")
+        open_model(config, user)
+    if config is None or config.custom_model.class_ is None:
+        return result
+    note = f"custom model {config.custom_model.class_}; for other verbs: {config.custom_model.options}"
+    return replace(result, notes=[note, *result.notes])
+
+
+def recorded_config(folder: RunFolder) -> RunConfig | None:
+    """The config of a run folder, or None if it is missing or damaged: a report reads what there is."""
+    try:
+        return load_config(folder.run_file)
+    except ConfigError:
+        return None

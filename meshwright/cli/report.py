@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-from meshwright.cli.args import Json, flag, positional
+from meshwright.cli.args import NO_ENTRY_POINTS, Json, flag, positional
 from meshwright.cli.output import emit_json
 
 
@@ -13,13 +14,15 @@ def report(
     run: Annotated[Path, positional("RUN", "folder of a run that is running, finished or failed")],
     strict: Annotated[bool, flag("exit with code 1 if counted bytes differ from the predicted ones")] = False,
     json: Json = False,
+    *,
+    entry_points: Mapping[str, str] = NO_ENTRY_POINTS,
 ) -> None:
     """Report: show measured step time, memory and communication next to their predictions, with the errors."""
+    from meshwright.api.prediction import report_run
+    from meshwright.launch.user_code.entry_points import load_user_code
     from meshwright.observe.report_text import report_json, show_report
-    from meshwright.observe.run_report import build_report
-    from meshwright.telemetry.run_folder import RunFolder
 
-    result = build_report(RunFolder(run))
+    result = report_run(run, load_user_code(entry_points))
     if json:
         emit_json(report_json(result))
     else:
