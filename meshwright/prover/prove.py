@@ -125,7 +125,7 @@ def certify(
     checks, proof = CHECKS, None
     if custom is not None:
         opened = sources or open_sources(config.data, config.model.vocab, config.model.separator)
-        custom = replace(custom, batch=find_structure(opened[0], custom.collate))
+        custom = replace(custom, batch=find_structure(opened[0], custom.collate))  # read where its check refuses it
         proof = CustomProof(config, Subject(custom, opened))
         checks = proof.checks()
     results = []

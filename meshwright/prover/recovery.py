@@ -9,6 +9,7 @@ from pathlib import Path
 from meshwright.config import RunConfig
 from meshwright.errors import RestartsExhausted
 from meshwright.prover.claims import Claim, describe_settings, proof_folder
+from meshwright.prover.custom.subject import Subject
 from meshwright.prover.oracle.optimizer import learning_rate, step_seed
 from meshwright.prover.shrink.runs import changes
 from meshwright.prover.state.checkpoint_content import (
@@ -67,24 +68,27 @@ def nonfinite_faults() -> str:
     return ",".join(f"step.backward:rank0:nan@step{step}x1000" for step in NONFINITE_STEPS)
 
 
-def check_recovery(config: RunConfig) -> Iterator[Claim]:
-    """Runs the config undisturbed, killed at every fail point, and with damaged checkpoints on another layout."""
-    yield check_real_layout(config)
+def check_recovery(config: RunConfig, subject: Subject | None = None) -> Iterator[Claim]:
+    """Runs the config undisturbed, killed at every fail point, and with damaged checkpoints on another layout. With a
+    `subject`, a user's model and data run; the regions of its shards have no formulas.
+    """
+    if subject is None:
+        yield check_real_layout(config)
     yield check_large_files()
     with proof_folder() as base:
-        yield from check_kills(config, base)
-        yield from check_damage_and_reshard(config, base / "resharded")
+        yield from check_kills(config, base, subject)
+        yield from check_damage_and_reshard(config, base / "resharded", subject)
 
 
-def check_kills(user: RunConfig, base: Path) -> Iterator[Claim]:
+def check_kills(user: RunConfig, base: Path, subject: Subject | None = None) -> Iterator[Claim]:
     """An undisturbed run with a delayed writer, and a killed run: their checkpoints, restarts and steps."""
     steps_per_kill = STEPS_PER_KILL["async" if user.checkpoint.mode == "async" else "sync"]
-    config = kill_config(user, steps_per_kill * len(KILL_POINTS) + 4)
+    config = kill_config(user, steps_per_kill * len(KILL_POINTS) + 4, subject is not None)
     layout, mode = Layout.from_config(config.layout), config.checkpoint.mode
     changed = changes(user, config)
     claim = f"{layout}{describe_settings(config)}, {mode} saves, {config.steps} steps: an undisturbed run completes"
     for delay in WRITER_DELAYS if mode == "async" else (0.0,):
-        undisturbed = RecordedRun(user, config, base / f"undisturbed-{delay}")
+        undisturbed = RecordedRun(user, config, base / f"undisturbed-{delay}", subject)
         if problem := train(undisturbed, f"{nonfinite_faults()},save.begin:slow={delay}"):
             yield Claim(claim, False, problem, changed)
             return
@@ -103,6 +107,7 @@ def check_kills(user: RunConfig, base: Path) -> Iterator[Claim]:
             launch=replace(config.launch, restarts=len(KILL_POINTS)),
         ),
         base / "killed",
+        subject,
     )
     problem = train(killed, f"{nonfinite_faults()},{kill_schedule(layout.ranks, steps_per_kill)}")
     yield check_restarts(killed, problem)
@@ -119,7 +124,8 @@ def check_checkpoints(run: RecordedRun, delay: float = 0.0) -> Claim:
     problems = []
     for content in contents:
         problems += [f"{content.folder.name}: {p}" for p in compare_with_memory(content, reference, layout, batch)]
-        problems += [f"{content.folder.name}: {p}" for p in compare_regions(content, run.config)]
+        if run.subject is None:
+            problems += [f"{content.folder.name}: {p}" for p in compare_regions(content, run.config)]
     overtaken = overtaken_checkpoints(run, delay)
     claim = "every checkpoint has the tensors, counters, scaler, seeds, learning rate and stream position of its step"
     measured = f"{len(contents)} checkpoints compared with the memory of {layout.ranks} ranks"
@@ -258,13 +264,13 @@ def check_step_events(undisturbed: RecordedRun, killed: RecordedRun) -> Claim:
     )
 
 
-def check_damage_and_reshard(user: RunConfig, root: Path) -> Iterator[Claim]:
+def check_damage_and_reshard(user: RunConfig, root: Path, subject: Subject | None = None) -> Iterator[Claim]:
     """Saves at every step; damages the newest checkpoints and resumes; then restarts on another layout and back."""
-    run = RecordedRun(user, with_real_blocks(user, len(DAMAGES) + 3), root)
-    layout, blocks = Layout.from_config(run.config.layout), run.config.model.layers
-    other = another_layout(run.config)
+    own_model = subject is not None
+    run = RecordedRun(user, with_real_blocks(user, len(DAMAGES) + 3, own_model), root, subject)
+    layout, other = Layout.from_config(run.config.layout), another_layout(run.config, own_model)
     there = Layout.from_config(other.layout)
-    claim = f"{layout}{describe_settings(run.config)}, {blocks} blocks: a run that saves after every step completes"
+    claim = f"{layout}{describe_settings(run.config)}, {run.model}: a run that saves after every step completes"
     problem = train(run, nonfinite_faults())
     contents = published_checkpoints(run.root)
     if problem or len(contents) < run.config.steps:
@@ -279,7 +285,7 @@ def check_damage_and_reshard(user: RunConfig, root: Path) -> Iterator[Claim]:
     if problem:
         return
     for attempt, config, direction in ((3, other, f"{layout} to {there}"), (4, run.config, f"{there} to {layout}")):
-        moved = RecordedRun(user, config, run.root)
+        moved = RecordedRun(user, config, run.root, subject)
         newest = next(reversed(published_checkpoints(run.root)), None)
         problem = train(moved, "", save_at_start=True)
         yield check_resharded(moved, newest, attempt, direction, problem)
@@ -346,15 +352,14 @@ def check_resharded(
     for content in written:
         differences = [
             *compare_with_memory(content, reference, layout, config.batch.global_),
-            *compare_regions(content, config),
+            *(compare_regions(content, config) if run.subject is None else ()),
         ]
         problems += [f"{content.folder.name}, written after it: {text}" for text in differences]
     tensors = {name for state in states for name in state.tensors}
     return Claim(
         claim,
         not problems,
-        "; ".join(problems[:2])
-        or f"{len(tensors)} tensors of {config.model.layers} blocks on {layout.ranks} ranks, saved there again",
+        "; ".join(problems[:2]) or f"{len(tensors)} tensors of {run.model} on {layout.ranks} ranks, saved there again",
     )
 
 

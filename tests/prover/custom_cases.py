@@ -58,7 +58,7 @@ class CustomCase:
         )
 
     def prepare(self, facts: ModelFacts, folder: Path) -> TracedRun:
-        run = next(run for run in custom_runs(self.config(), True, True) if run.name == FLOAT64)
+        run = next(run for run in custom_runs(self.config(), float64=True) if run.name == FLOAT64)
         return prepare_custom(run, self.subject(), facts, folder)
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from functools import cache
 
+import custom_model_faults
+import custom_plan_faults
 import pytest
 from custom_cases import CustomCase, prove_cases
-from custom_model_faults import CUSTOM_FAULTS, REPLICATE, SHARD, TENSOR
+from custom_faults import CUSTOM_FAULTS, REPLICATE, SHARD, TENSOR
 from custom_models import TENSOR_SPEC, WIDTH, Classifier, Points, TokenModel, class_loss, token_loss
 from torch import nn
 
 from meshwright.config import LayoutConfig
 
-LAYOUTS = {"replicate": REPLICATE, "shard": SHARD, "tensor": TENSOR}
+MODULES = (custom_model_faults, custom_plan_faults)
 
 
 def clean_cases() -> dict[str, CustomCase]:
@@ -47,6 +49,7 @@ def results(layout: LayoutConfig) -> dict[str, tuple[bool, str]]:
 
 def test_there_are_more_than_thirty_faults():
     assert len(CUSTOM_FAULTS) > 30
+    assert {fault.build.func.__module__ for fault in CUSTOM_FAULTS.values()} == {module.__name__ for module in MODULES}
 
 
 @pytest.mark.parametrize("name", list(clean_cases()))

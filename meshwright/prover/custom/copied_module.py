@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.prover.custom.subject import plain_objective
-from meshwright.prover.oracle.plain_model import Passes, PlainModel, Samples, seed_all
+from meshwright.prover.oracle.plain_model import BatchDivision, PlainModel, Samples, seed_all
 from meshwright.trainer.custom_model import CustomModel
 
 
@@ -37,7 +37,7 @@ def find_copy_problem(model: PlainModel, custom: CustomModel, samples: Samples) 
     """How the gradients of a copy differ from those of the module: every rank trains a copy. '' if they do not."""
     loss = copy.deepcopy(custom.loss) if isinstance(custom.loss, nn.Module) else custom.loss
     copied = replace(custom, module=copy.deepcopy(custom.module), loss=loss)
-    other = PlainModel(plain_objective(copied), Passes(), dtype=model.dtype)
+    other = PlainModel(plain_objective(copied), BatchDivision(), dtype=model.dtype)
     own, found = ({id(p): n for n, p in m.parameters().items()} for m in (model, other))
     for leaf in leaves_of(loss_of(other, samples)):
         if id(leaf) not in found:

@@ -16,8 +16,8 @@ from meshwright.errors import ConfigError, describe_exception
 from meshwright.parallel.world import World
 from meshwright.prover.claims import Claim
 from meshwright.prover.custom.copied_module import find_copy_problem, find_unregistered
-from meshwright.prover.custom.subject import plain_objective
-from meshwright.prover.oracle.plain_model import Passes, PlainModel, Samples, seed_all
+from meshwright.prover.custom.subject import plain_objective, tied_parameters
+from meshwright.prover.oracle.plain_model import BatchDivision, PlainModel, Samples, seed_all
 from meshwright.torch_private import TorchDispatchMode
 from meshwright.trainer.custom_model import CustomModel
 
@@ -99,14 +99,14 @@ def collect_facts(_world: World, custom: CustomModel, sources: list[Source]) -> 
     facts = ModelFacts(type(custom.module).__qualname__, tied=tied_parameters(custom.modules()))
     source = ConcatenatedSource(sources)
     batch = [source[sample] for sample in spaced_indices(len(source), SAMPLES)]
-    model = PlainModel(plain_objective(custom), Passes())
+    model = PlainModel(plain_objective(custom), BatchDivision())
     lowest, names = LowestPrecision(), set(model.parameters())
     try:
         with lowest:
             loss_of(model, batch).backward()
     except Exception as error:  # noqa: BLE001  a user's module may raise anything
         facts = replace(facts, float64=False, float64_error=f"{type(error).__name__}: {describe_exception(error)}")
-        model = PlainModel(plain_objective(custom), Passes(), dtype=torch.float32)
+        model = PlainModel(plain_objective(custom), BatchDivision(), dtype=torch.float32)
         try:
             with lowest:
                 loss_of(model, batch).backward()
@@ -211,15 +211,6 @@ def first_dependent_modules(whole: Outputs, parts: list[Outputs]) -> list[str]:
         if len(together) == len(parts) and not torch.allclose(torch.cat(together), output, rtol=1e-4, atol=1e-6):
             found.append(name)
     return found
-
-
-def tied_parameters(modules: list[nn.Module]) -> dict[str, tuple[str, ...]]:
-    """Parameters that have several names: the first name -> the others."""
-    names: dict[int, list[str]] = {}
-    for prefix, module in zip(("model.", "loss."), modules, strict=False):
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(prefix + name)
-    return {first: tuple(others) for first, *others in names.values() if others}
 
 
 class LowestPrecision(TorchDispatchMode):

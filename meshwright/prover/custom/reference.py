@@ -14,7 +14,7 @@ from meshwright.data.source import ConcatenatedSource
 from meshwright.prover.custom.model_facts import ModelFacts
 from meshwright.prover.custom.subject import plain_objective
 from meshwright.prover.oracle.optimizer import ReferenceState
-from meshwright.prover.oracle.plain_model import Passes, PlainModel
+from meshwright.prover.oracle.plain_model import BatchDivision, PlainModel
 from meshwright.prover.oracle.sampler import Sampler
 from meshwright.prover.oracle.steps import TrainedModel, train_steps
 from meshwright.prover.reference import ReferenceTask
@@ -67,7 +67,7 @@ class CustomReferenceTask(ReferenceTask):
         """Trains the plain module. `permute` is None for the exact values, of which the buffers are kept."""
         config, exact = config or self.config, self.facts.exact_dtype
         model_dtype = autocast if low_precision_units and autocast is not None else dtype or exact
-        passes = Passes(self.facts.divided, self.replicas, self.accumulation, bool(permute))
+        passes = BatchDivision(self.facts.divided, self.replicas, self.accumulation, bool(permute))
         low = None if low_precision_units else autocast
         model = PlainModel(plain_objective(self.custom), passes, config.seed, model_dtype, low)
         model.load(self.buffers[permute is None])
@@ -104,6 +104,8 @@ class CustomReferenceTask(ReferenceTask):
     def micro_batches(self, step: StepTrace, accumulation: int) -> tuple[TrainedModel, list[Any]]:
         lengths = [len(part) for part in self.sources]
         samples = self.read(Sampler.from_config(self.config, lengths).step(step.step))
-        passes = Passes("ranks", self.replicas, accumulation)
+        passes = BatchDivision("ranks", self.replicas, accumulation)
         parts = [[samples[row] for row in rows.tolist()] for _, _, rows in passes.cells(len(samples))]
-        return PlainModel(plain_objective(self.custom), Passes(), self.config.seed, self.facts.exact_dtype), parts
+        return PlainModel(
+            plain_objective(self.custom), BatchDivision(), self.config.seed, self.facts.exact_dtype
+        ), parts

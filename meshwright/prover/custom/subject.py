@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from meshwright.data.source import Source
 from meshwright.prover.oracle.plain_objective import PlainObjective
@@ -44,3 +45,12 @@ def plain_objective(custom: CustomModel) -> PlainObjective:
     rule, names = custom.batch.count, input_names(custom)
     kind, entry = (rule.kind, names[rule.entry]) if rule is not None else ("valid", None)
     return PlainObjective(custom.module, custom.loss, custom.collate, custom.reduction, kind, entry)
+
+
+def tied_parameters(modules: list[nn.Module]) -> dict[str, tuple[str, ...]]:
+    """Parameters that have several names: the first name -> the others."""
+    names: dict[int, list[str]] = {}
+    for prefix, module in zip(("model.", "loss."), modules, strict=False):
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(prefix + name)
+    return {first: tuple(others) for first, *others in names.values() if others}

@@ -35,7 +35,7 @@ def check_custom_training(config: RunConfig, subject: Subject, facts: ModelFacts
     """Trains every proof run and compares it with the plain module. The first run that differs is repeated with one
     axis at a time.
     """
-    proofs = custom_runs(config, subject.custom.spec is not None, facts.float64, cuda_devices(config.launch))
+    proofs = custom_runs(config, facts.float64, cuda_devices(config.launch))
     finished: dict[int, tuple[TracedRun, Outcome, Reference | None]] = {}
     explained = False
     with proof_folder() as base:

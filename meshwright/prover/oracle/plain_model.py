@@ -22,7 +22,7 @@ Samples = Sequence[Any]
 
 
 @dataclass(frozen=True)
-class Passes:
+class BatchDivision:
     """How the batch of a step is divided into forward passes. Whole batches are the definition. A model whose forward
     depends on the batch, or draws random numbers, is computed as the ranks divide the batch.
     """
@@ -65,7 +65,7 @@ class PlainModel:
     def __init__(
         self,
         objective: PlainObjective,
-        passes: Passes,
+        passes: BatchDivision,
         seed: int = 0,
         dtype: torch.dtype = torch.float64,
         autocast: torch.dtype | None = None,

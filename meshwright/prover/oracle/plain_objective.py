@@ -52,13 +52,17 @@ class PlainObjective:
                 loss = loss - weight * router
             given_as_sum = self.reduction == "sum" and "num_items_in_batch" not in parameters(self.module)
             return loss if given_as_sum else loss * self.count(batch)
-        if isinstance(batch, tuple):
-            result = self.loss(self.module(*batch[:-1]), batch[-1])
-        else:
-            result = self.loss(self.module(**self.arguments(batch, with_targets=False)), batch)
+        result = self.result(batch)
         value = result[0] if isinstance(result, tuple) else result
         total: Tensor = torch.stack(list(value.values())).sum() if isinstance(value, Mapping) else value
         return total * self.count(batch) if self.reduction == "mean" else total
+
+    def result(self, batch: Any) -> Any:
+        """What the loss returns for the outputs of the model."""
+        assert self.loss is not None
+        if isinstance(batch, tuple):
+            return self.loss(self.module(*batch[:-1]), batch[-1])
+        return self.loss(self.module(**self.arguments(batch, with_targets=False)), batch)
 
     def arguments(self, batch: Any, with_targets: bool) -> dict[str, Any]:
         """The entries of a dict or dataclass that the forward of the model takes by name."""
@@ -74,7 +78,8 @@ class PlainObjective:
         """The number of valid targets."""
         entries = named_entries(batch)
         if self.count_entry is None:
-            return 0
+            with torch.no_grad():
+                return int(self.result(batch)[1])
         entry = entries[self.count_entry]
         if self.count_kind == "nonzero":
             return int(entry.count_nonzero())

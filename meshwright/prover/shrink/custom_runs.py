@@ -41,10 +41,8 @@ SMALL_BUCKETS_MB = 0.001
 VARIATION_STEPS = 6
 
 
-def custom_runs(config: RunConfig, shards: bool, float64: bool, devices: int = 0) -> list[ProofRun]:
-    """The proof runs on a machine with `devices` CUDA devices. `shards`: whether a ParallelSpec names the blocks of the
-    model, so that it can be sharded; `float64`: whether it computes in float64.
-    """
+def custom_runs(config: RunConfig, float64: bool, devices: int = 0) -> list[ProofRun]:
+    """The proof runs on a machine with `devices` CUDA devices. `float64`: whether the model computes in float64."""
     layouts = small_layouts(config.layout)
     configured = [shrink_custom(config, layout) for layout in layouts]
     if devices < max(Layout.from_config(layout).ranks for layout in layouts):
@@ -61,7 +59,7 @@ def custom_runs(config: RunConfig, shards: bool, float64: bool, devices: int = 0
     runs += named_runs(
         config, "variation", [run for run in varied if is_valid(run, own_model=True)][:1], nonfinite=True
     )
-    return runs + resumed(config, (in_float64 or configured)[0], shards)
+    return runs + resumed(config, (in_float64 or configured)[0])
 
 
 def shrink_custom(config: RunConfig, layout_config: LayoutConfig) -> RunConfig:
@@ -114,7 +112,7 @@ def variation(config: RunConfig, layout_config: LayoutConfig) -> RunConfig:
     )
 
 
-def resumed(config: RunConfig, proof: RunConfig, shards: bool) -> list[ProofRun]:
+def resumed(config: RunConfig, proof: RunConfig) -> list[ProofRun]:
     """The run that continues from its middle checkpoint on another layout: other data axes, or one rank."""
     user = Layout.from_config(proof.layout)
     if proof.steps <= CADENCE:
@@ -122,8 +120,7 @@ def resumed(config: RunConfig, proof: RunConfig, shards: bool) -> list[ProofRun]
     for layout_config in layouts_after_resume(proof.layout):
         layout = Layout.from_config(layout_config)
         kept = ("tensor", "context", "pipeline", "expert")
-        kept_by_model = all(getattr(layout, axis) in (1, getattr(user, axis)) for axis in kept)
-        if kept_by_model and (shards or layout.shard == 1):
+        if all(getattr(layout, axis) in (1, getattr(user, axis)) for axis in kept):
             continued = place(proof, layout_config, own_model=True)
             if continued is not None:
                 return [ProofRun("another layout", proof, changes(config, proof), resume_layout=continued)]

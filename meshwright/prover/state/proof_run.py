@@ -8,6 +8,7 @@ from pathlib import Path
 from meshwright.config import RunConfig
 from meshwright.data.source import Sample, Source
 from meshwright.prover.claims import fault_environment, proof_job, supervise_quietly
+from meshwright.prover.custom.subject import Subject
 from meshwright.prover.shrink import open_proof_sources
 from meshwright.prover.shrink.runs import changes
 from meshwright.prover.state.recording import StateRecord, StateRecorder, read_records
@@ -27,6 +28,8 @@ class RecordedRun:
     config: RunConfig
     """what runs"""
     root: Path
+    subject: Subject | None = None
+    """a user's model and data, in place of those of the config"""
 
     @property
     def folder(self) -> RunFolder:
@@ -36,10 +39,20 @@ class RecordedRun:
         """Trains to the last step, from the newest checkpoint; raises RanksFailed or RestartsExhausted. With
         `save_at_start` the restored state is saved again before the first step.
         """
-        sources: list[Source] = list(map(PartlyUndecodable, open_proof_sources(self.user, self.config)))
         recorder = StateRecorder(self.root / "states", save_at_start)
+        if self.subject is not None:
+            with fault_environment(faults), self.subject.unchanged():
+                job = proof_job(self.config, self.subject.sources, self.folder, recorder, self.subject.custom)
+                supervise_quietly(job)
+            return
+        sources: list[Source] = list(map(PartlyUndecodable, open_proof_sources(self.user, self.config)))
         with fault_environment(faults):
             supervise_quietly(proof_job(self.config, sources, self.folder, recorder))
+
+    @property
+    def model(self) -> str:
+        """The class of a user's model; the number of blocks of the built-in one."""
+        return self.subject.name if self.subject is not None else f"{self.config.model.layers} blocks"
 
     @property
     def changes(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ import xxhash
 from torch import Tensor
 
 from meshwright.parallel.local_shard import LocalShard, local_shard
+from meshwright.prover.custom.subject import tied_parameters
 from meshwright.trainer.step import TrainingObserver
 
 if TYPE_CHECKING:
@@ -112,8 +113,14 @@ class StateRecorder(TrainingObserver):
 def state_in_memory(training: Training) -> Iterator[tuple[str, LocalShard]]:
     """Every tensor that the next step reads, in model order."""
     module, optimizer = training.module, training.optimizer
+    custom, seen = training.job.custom, set()
+    tied = tied_parameters(custom.modules()) if custom is not None else {}
+    first_names = {other: first for first, others in tied.items() for other in others}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        yield f"model/{name}", local_shard(parameter)
+        stored = first_names.get(name, name)  # a checkpoint has a tied weight once
+        if stored not in seen:
+            seen.add(stored)
+            yield f"model/{stored}", local_shard(parameter)
     if optimizer.offload:
         for name, shard, local in zip(optimizer.names, optimizer.shards, optimizer.local_parameters, strict=True):
             yield f"offloaded/{name}", shard.with_local(local.detach())

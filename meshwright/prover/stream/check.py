@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from meshwright.config import RunConfig
+from meshwright.data.source import Source
 from meshwright.prover.claims import Claim
 from meshwright.prover.stream.checked_stream import CheckedStream, WrongStream
 from meshwright.prover.stream.epochs import check_epochs, check_held_out_samples
@@ -27,10 +28,17 @@ CLAIMS: dict[str, Callable[[CheckedStream], str]] = {
 """Claim -> check, which returns what was measured and raises `WrongStream` if the claim does not hold."""
 
 
-def check_stream(config: RunConfig) -> Iterator[Claim]:
-    """Every sample's position is a pure function of the seed: no rank count, worker or restart changes it."""
-    checked = CheckedStream.open(config)
-    for claim, check in CLAIMS.items():
+NEEDS_FILES = (check_sources, check_loader_tensors)
+"""Checks that read the files of the config independently; a user's dataset has no second reader."""
+
+
+def check_stream(config: RunConfig, sources: list[Source] | None = None) -> Iterator[Claim]:
+    """Every sample's position is a pure function of the seed: no rank count, worker or restart changes it. `sources`
+    are a user's own datasets, in place of the files of the config.
+    """
+    checked = CheckedStream.open(config, sources)
+    claims = {claim: check for claim, check in CLAIMS.items() if sources is None or check not in NEEDS_FILES}
+    for claim, check in claims.items():
         try:
             yield Claim(claim, True, check(checked))
         except WrongStream as difference:

@@ -50,14 +50,19 @@ class CheckedStream:
     """Chooses positions; its seed is fixed, so that a failure can be repeated."""
 
     @classmethod
-    def open(cls, config: RunConfig) -> CheckedStream:
-        sources = open_sources(config.data, config.model.vocab, config.model.separator)
+    def open(cls, config: RunConfig, own_sources: list[Source] | None = None) -> CheckedStream:
+        """Opens the data of the config, or takes a user's own sources, which have no independent reader."""
+        sources = own_sources or open_sources(config.data, config.model.vocab, config.model.separator)
         layout = Layout.from_config(config.layout)
-        readers = open_readers(config)
-        lengths = [
-            len(source) if isinstance(reader, DocumentReader) and not reader.complete else reader.samples
-            for source, reader in zip(sources, readers, strict=True)
-        ]
+        readers = open_readers(config) if own_sources is None else []
+        lengths = (
+            [
+                len(source) if isinstance(reader, DocumentReader) and not reader.complete else reader.samples
+                for source, reader in zip(sources, readers, strict=True)
+            ]
+            if own_sources is None
+            else [len(source) for source in sources]
+        )
         return cls(
             config,
             layout,
