@@ -111,7 +111,7 @@ class CheckpointSaver:
         self.group = dist.new_group(backend="gloo") if world.size > 1 else None
         self.block_sizes = block_sizes
         self.retention = RetentionPolicy(store, attempt, config.keep, config.keep_every, lineage)
-        layout = layout or Layout(replicate=world.size)
+        layout = self.layout = layout or Layout(replicate=world.size)
         self.stager = HostStager(state(), layout, world.rank) if config.mode != "off" else None
         self.planner = LocalShardSavePlanner()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
@@ -295,7 +295,9 @@ class CheckpointSaver:
         nonfinite = next((name for name, shard in state.items() if not is_finite(name, shard.local)), "")
         digests = stager.replicas.digests(stager.checksums)
         rows = self._all_gather(bool(nonfinite), metadata.used_parameters, *digests)
-        if len({row[1] for row in rows}) > 1:
+        pipeline_ranks = [self.layout.coordinates(rank)["pipeline"] for rank in range(len(rows))]
+        uses = {(pipeline_rank, row[1]) for pipeline_rank, row in zip(pipeline_ranks, rows, strict=True)}
+        if len(uses) > self.layout.pipeline:
             raise NumericsError(
                 f"step {step - 1}: ranks used different parameters, and nothing was published",
                 "try ddp.find_unused_parameters = true",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -88,6 +89,8 @@ class ParallelModel:
     """the attention of sequence chunks; None: this rank has full sequences"""
     has_loss = True
     """whether this rank computes a loss; in a pipeline only the rank of the last stage does"""
+    stage_blocks: Mapping[int, range] = MappingProxyType({})
+    """the blocks of every pipeline stage of this rank"""
     tied_copies: frozenset[str] = frozenset()
     """parameters that mirror a tied parameter of another stage; they are neither updated nor saved here"""
     zero_in_place = False

@@ -15,14 +15,12 @@ class Axis:
     description: str
     reads_different_samples: bool = False
     """whether ranks that differ on this axis read different samples of the global batch"""
-    needs_decoder: bool = False
-    """whether it needs to know the modules of the model, so that only the built-in decoder supports it"""
     has_own_ranks: bool = True
     """whether the axis multiplies the number of ranks; expert parallelism reuses the ranks of other axes"""
 
 
 AXIS_TABLE = (
-    Axis("pipeline", "layout.pipeline", "consecutive blocks are divided into stages", needs_decoder=True),
+    Axis("pipeline", "layout.pipeline", "consecutive blocks are divided into stages"),
     Axis("replicate", "layout.replicate", "every rank holds a full replica", reads_different_samples=True),
     Axis(
         "shard",
@@ -51,6 +49,3 @@ ALL_AXES = tuple(axis.name for axis in AXIS_TABLE)
 
 DATA_AXES = tuple(axis.name for axis in AXIS_TABLE if axis.reads_different_samples)
 """Axes that split the global batch."""
-
-DECODER_ONLY_AXES = tuple(axis.name for axis in AXIS_TABLE if axis.needs_decoder)
-"""Axes that a user's model cannot use."""

@@ -9,7 +9,6 @@ from math import gcd, lcm
 from meshwright.config import Batch, RunConfig, derive_batch
 from meshwright.config.constraints import nearest_multiples, nearest_values
 from meshwright.errors import ConfigError
-from meshwright.topology.axes import DECODER_ONLY_AXES
 from meshwright.topology.layout import Layout, stages_per_rank
 from meshwright.topology.schedules import UNSPLIT_BACKWARD, find_schedule, validate_schedule
 
@@ -261,11 +260,6 @@ def validate(config: RunConfig, own_model: bool = False) -> tuple[Layout, Batch]
             raise ConfigError(
                 f"layout {layout} is unsupported: {rule.combination}: {rule.reason}", f"try {alternative}"
             )
-    if own_model and (axes := [axis for axis in DECODER_ONLY_AXES if getattr(layout, axis) > 1]):
-        raise ConfigError(
-            f"layout {layout} is unsupported: {axes[0]} parallelism works with the built-in decoder only",
-            f"try layout.{axes[0]} = 1",
-        )
     batch = derive_batch(config.batch, layout.data_degree)
     if layout.pipeline > 1:
         passes = layout.pipeline * stages_per_rank(config) * batch.accumulation

@@ -17,6 +17,7 @@ from meshwright.data.batch_structure import BatchStructure, CountRule
 from meshwright.data.loader import TOKENS_AND_LABELS, target_count
 from meshwright.errors import ConfigError, DataError
 from meshwright.parallel.local_shard import full_tensor
+from meshwright.torch_private import is_fake
 
 LossFunction = Callable[[Any, Any], Any]
 Metric = Callable[[Any, Any], Any]
@@ -82,7 +83,8 @@ class Objective(nn.Module):
         self.metrics = dict(metrics or {})
         self.loss_names = loss_names
         self.returns_count = returns_count
-        self.measured: Tensor | None = None
+        self.measured: list[Tensor] = []
+        """sums and counts since the last `pop_measured`; the stages of a pipeline share the list"""
         self.checked = False
         check_declared_reduction(loss, self.reduction)
         if loss is None and (batch.is_tuple or batch.count is None):
@@ -94,7 +96,7 @@ class Objective(nn.Module):
 
     def forward(self, *flat: Tensor) -> tuple[Tensor, Tensor]:
         loss = self.compute(flat)
-        if self.measured_length:
+        if self.measured_length and not is_fake(loss.total):
             self.measure(loss)
         return loss.total, torch.zeros((), device=loss.total.device) if loss.count is None else loss.count
 
@@ -106,7 +108,7 @@ class Objective(nn.Module):
         target = self.loss_argument(flat)
         result = self.own_loss(outputs, flat) if self.loss is None else self.loss(outputs, target)
         parts, count = split_result(result)
-        if not self.checked:
+        if not self.checked and not is_fake(flat[0]):
             check_parts(parts)
             self.check_count(count, flat)
             self.checked = True
@@ -198,14 +200,13 @@ class Objective(nn.Module):
                 values += measured_pair(name, metric(outputs, loss.target))
         device = loss.total.device
         vector = torch.stack([torch.as_tensor(v, device=device).detach().double() for v in values])
-        self.measured = vector if self.measured is None else self.measured + vector
+        self.measured[:] = [vector if not self.measured else self.measured[0] + vector]
 
     def pop_measured(self, device: torch.device) -> Tensor:
         """Returns the sums and counts since the last call; zeros where this rank computed no loss."""
-        measured, self.measured = self.measured, None
-        if measured is None:
+        if not self.measured:
             return torch.zeros(self.measured_length, dtype=torch.float64, device=device)
-        return measured
+        return self.measured.pop()
 
     def measured_values(self, sums: Sequence[float], targets: int, where: str) -> dict[str, float]:
         """Returns sum / count of every measured name; NaN where nothing was counted. Raises DataError if the loss has

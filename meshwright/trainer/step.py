@@ -47,6 +47,8 @@ class StepContext:
     seed: int = 0
     data_coordinate: int = 0
     """the position among the data-parallel ranks; ranks with the same one read the same samples"""
+    pipeline_ranks: int = 1
+    pipeline_rank: int = 0
     counts_tokens: bool = True
     """whether this rank's tokens enter the global count: one of the ranks that read the same samples does"""
     reports_loss: bool = True
@@ -79,6 +81,8 @@ class StepContext:
             ExpertBalancer(parallel_model.module, config, world),
             seed=config.seed,
             data_coordinate=layout.data_coordinate(world.rank),
+            pipeline_ranks=layout.pipeline,
+            pipeline_rank=layout.coordinates(world.rank)["pipeline"],
             counts_tokens=layout.counts_tokens(world.rank),
             # Tensor-parallel ranks compute the same loss, and only a pipeline's last stage computes one.
             reports_loss=parallel_model.has_loss and layout.is_first_on(world.rank, ["tensor"]),
@@ -304,19 +308,24 @@ class Step:
 
     def _control_vector(self, step: int, batches: list[MicroBatch]) -> list[int]:
         """Returns this rank's step control vector: tokens, bad samples, ranks with bad samples, SIGINT, SIGTERM, save
-        due, save finished, hash of the parameters with a gradient, its square.
+        due, save finished, and for every pipeline rank the hash of its parameters with a gradient, and its square.
         """
         bad = sum(len(batch.bad_samples) for batch in batches)
         received = self.context.signal_seen()
         signals = [received == signal.SIGINT, received == signal.SIGTERM]
         counts = [sum(b.valid_targets for b in batches), bad, int(bad > 0)] if self.context.counts_tokens else [0, 0, 0]
         used = self.optimizer.used_parameters & 0xFFFF
-        return [*counts, *signals, *self.context.save_state(step + 1), used, used**2]
+        uses = [0] * (2 * self.context.pipeline_ranks)  # pipeline ranks have different parameters
+        start = 2 * self.context.pipeline_rank
+        uses[start : start + 2] = used, used**2
+        return [*counts, *signals, *self.context.save_state(step + 1), *uses]
 
     def _read_control(self, step: int, batches: list[MicroBatch], sums: Tensor) -> StepControl:
         """Reads the summed control vector. It is equal on every rank, so every rank stops at this step or none does."""
-        tokens, bad, bad_ranks, interrupted, terminated, due, finished, used, squares = sums.tolist()
-        if squares * self.world.size != used**2:  # Cauchy-Schwarz: equality holds only if all ranks have the same hash
+        tokens, bad, bad_ranks, interrupted, terminated, due, finished, *uses = sums.tolist()
+        ranks = self.world.size // self.context.pipeline_ranks
+        # Cauchy-Schwarz: equality holds only if all ranks with the same stages have the same hash
+        if any(squares * ranks != used**2 for used, squares in zip(uses[::2], uses[1::2], strict=True)):
             raise parameter_use_error(self.world.rank, step - 1)
         if bad and not self.context.quarantine:
             local: list[BadSample] = [sample for batch in batches for sample in batch.bad_samples]

@@ -83,13 +83,6 @@ def test_own_model_brings_its_own_tensor_parallel_plan():
     assert validate(config, own_model=True)[0].tensor == 3
 
 
-@pytest.mark.parametrize("axis", ["pipeline"])
-def test_own_model_supports_no_axis_that_needs_the_decoder(axis):
-    config = load_config(overrides=[f"--layout.{axis}=2", "--batch.micro=1"])
-    with pytest.raises(ConfigError, match=f"works with the built-in decoder only; try layout.{axis} = 1"):
-        validate(config, own_model=True)
-
-
 def test_documentation_has_the_table_of_unsupported_combinations():
     text = (Path(__file__).parents[2] / "docs" / "layouts.md").read_text()
     section = text.split("## Unsupported combinations")[1].split("\n## ")[0]

@@ -95,6 +95,7 @@ class PipelineModel(ParallelModel):
         self.group = meshes.dense_mesh.get_group("pipeline")
         self.groups = next(iter(stages.values())).groups
         self.has_loss = plan.last_stage in stages
+        self.stage_blocks = plan.placement.stages
         self.tied_copies = frozenset(tied.copy_name for tied in divided.tied if tied.tied_copy is not None)
         self.in_flight = InFlightTracker()
         self.scale_loss: Callable[[Tensor], Tensor] = lambda loss: loss

@@ -10,12 +10,11 @@ import torch
 
 from meshwright.data.stream import Stream
 from meshwright.data.token_files import source_notes
-from meshwright.models.registry import block_costs, model_spec
+from meshwright.models.registry import model_spec
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
 from meshwright.telemetry.events import Event
 from meshwright.topology.layout import stages_per_rank
-from meshwright.topology.parameter_shards import pipeline_placement
 from meshwright.topology.schedule_orders import action_orders
 from meshwright.topology.schedule_timeline import bubble_formula, peak_in_flight
 from meshwright.topology.unused_settings import unused_settings
@@ -37,7 +36,7 @@ def start_record(
         "supervised": job.supervised,
         "identity": identity["identity_fingerprint"],
         "placement": identity["placement_fingerprint"],
-        "parameters": parameter_count(job, parallel_model),
+        "parameters": parameter_count(job),
         "decoder": job.custom is None,
         "unit": job.custom.unit if job.custom is not None else "tokens",
         "layout": str(job.layout),
@@ -46,7 +45,7 @@ def start_record(
         "notes": unused_settings(job.config, own_model=job.custom is not None)
         + source_notes(job.sources)
         + list(job.custom.notes if job.custom is not None else ()),
-        "pipeline": pipeline_record(job, world.rank),
+        "pipeline": pipeline_record(job, parallel_model, world.rank),
         "groups": {axis: list(islice(job.layout.groups(axis), MAX_GROUPS)) for axis in job.layout.active_axes},
         "hosts": world.hosts,
         "ranks": world.size,
@@ -63,7 +62,7 @@ def start_record(
     }
 
 
-def pipeline_record(job: Job, rank: int) -> Event | None:
+def pipeline_record(job: Job, parallel_model: ParallelModel, rank: int) -> Event | None:
     """Returns what the schedule predicts for this rank, to be compared with what steps record; None without stages."""
     layout, kind = job.layout, job.config.pipeline.schedule
     if layout.pipeline == 1:
@@ -71,21 +70,18 @@ def pipeline_record(job: Job, rank: int) -> Event | None:
     per_rank, position = stages_per_rank(job.config), layout.coordinates(rank)["pipeline"]
     record: Event = {
         "schedule": kind,
-        "stages": {
-            s: [span.start, span.stop - 1]
-            for s, span in pipeline_placement(job.config, layout, rank, block_costs(job.config)).stages.items()
-        },
+        "stages": {stage: [blocks[0], blocks[-1]] for stage, blocks in parallel_model.stage_blocks.items()},
         "live": peak_in_flight(action_orders(kind, layout.pipeline, job.batch.accumulation, per_rank)[position]),
     }
     bubble = bubble_formula(kind, layout.pipeline, job.batch.accumulation, per_rank)
     return record | {"bubble": round(float(bubble[1]), 4) if bubble is not None else None}
 
 
-def parameter_count(job: Job, parallel_model: ParallelModel) -> int:
-    """Returns the number of parameters of the full model, of which a pipeline rank has a part."""
+def parameter_count(job: Job) -> int:
+    """Returns the number of parameters of the full model."""
     if job.custom is None:
         return model_spec(job.config.model).parameter_count
-    return sum(p.numel() for p in parallel_model.module.parameters())
+    return sum(p.numel() for module in job.custom.modules() for p in module.parameters())
 
 
 def device_name(device: torch.device) -> str:
