@@ -44,7 +44,7 @@ class ValueSources(TorchDispatchMode):
         """keeps every labelled storage alive, so that no other gets its address"""
         self.block: str | None = None
         """the block that runs now"""
-        self.allowed: frozenset[str] = frozenset()
+        self.own_labels: frozenset[str] = frozenset()
         """labels that its operators may read"""
 
     def of(self, *tensors: Tensor) -> frozenset[str]:
@@ -63,7 +63,7 @@ class ValueSources(TorchDispatchMode):
         labels: frozenset[str] = self.of(*inputs)
         views = frozenset() if func._schema.is_mutable else frozenset(map(storage_id, inputs))
         if self.block is not None:
-            if foreign := labels - self.allowed:
+            if foreign := labels - self.own_labels:
                 raise ForeignValue(f"{min(foreign)} is used inside {self.block}")
             labels |= {self.block}
         for leaf in tree_leaves(result):
@@ -235,7 +235,7 @@ class TracedPass:
         """
         sources = self.sources
         sources.block = label = block_label(self.names[index])
-        sources.allowed = sources.of(hidden) | {label}
+        sources.own_labels = sources.of(hidden) | {label}
         try:
             return ModuleResult.of(forward(*args, **kwargs))
         except ForeignValue as foreign:
@@ -270,8 +270,8 @@ class TracedPass:
                 "expected every block of ParallelSpec.blocks to run once",
             )
         results = [total, count] if isinstance(count, Tensor) else [total]
-        allowed = {block_label(self.names[-1])}
-        for label in sorted(self.sources.of(*results) - allowed):
+        last = {block_label(self.names[-1])}
+        for label in sorted(self.sources.of(*results) - last):
             if "ParallelSpec.after" not in label:
                 raise ConfigError(
                     f"pipeline stages cannot divide the model: {label} is used behind the blocks",

@@ -157,7 +157,7 @@ class PipelineStages:
 
 def divide_into_stages(model: nn.Module, spec: ParallelSpec, plan: StagePlan, device: torch.device) -> PipelineStages:
     """Divides the model into the stages of this rank, and removes what only other ranks have from it."""
-    parts = find_parts(model, spec)
+    parts = find_stage_modules(model, spec)
     tracer = ModelTracer(model, parts.blocks, parts.before, parts.after, device)
     placement = plan.placement
     tied = separate_tied_weights(
@@ -189,7 +189,7 @@ Named = list[tuple[str, nn.Module]]
 
 
 @dataclass(frozen=True)
-class Parts:
+class StageModules:
     """The modules of a model that belong to one stage each, and the modules that contain them."""
 
     blocks: Named
@@ -202,7 +202,7 @@ class Parts:
         return {id(module): name for name, module in (*self.blocks, *self.before, *self.after)}
 
 
-def find_parts(model: nn.Module, spec: ParallelSpec) -> Parts:
+def find_stage_modules(model: nn.Module, spec: ParallelSpec) -> StageModules:
     """Finds the parts of a model. A parameter of none of them is a ConfigError, except for those of modules that
     contain blocks.
     """
@@ -213,7 +213,7 @@ def find_parts(model: nn.Module, spec: ParallelSpec) -> Parts:
 
     blocks = [(names[id(block)], block) for block in find_blocks(model, spec)]
     before, after = (with_parameters(require_modules(model, ends)) for ends in (spec.before, spec.after))
-    parts = Parts(blocks, before, after, {})
+    parts = StageModules(blocks, before, after, {})
     inside = {id(module) for _, part in (*blocks, *before, *after) for module in part.modules()}
 
     def visit(module: nn.Module) -> bool:
@@ -241,7 +241,7 @@ class ContainerCopier:
     shared with the model.
     """
 
-    def __init__(self, parts: Parts, local: set[int], is_first: bool) -> None:
+    def __init__(self, parts: StageModules, local: set[int], is_first: bool) -> None:
         self.parts, self.local, self.is_first = parts, local, is_first
         self.vacancies: Vacancies = []
         self.containers: list[tuple[nn.Module, nn.Module]] = []

@@ -53,9 +53,10 @@ from meshwright.topology.parameter_shards import (
 )
 from meshwright.topology.schedules import SCHEDULES
 
-CONTROL_VECTOR_BYTES = 9 * 8
-"""The step control vector: tokens, bad samples, their ranks, two signals, two save flags, two flags on parameters that
-were used."""
+CONTROL_VECTOR_BYTES = 7 * 8
+"""The step control vector: tokens, bad samples, their ranks, two signals, two save flags."""
+USED_PARAMETERS_BYTES = 2 * 8
+"""What it has for every pipeline rank: two flags on parameters that were used."""
 
 
 @dataclass(frozen=True, order=True)
@@ -131,7 +132,8 @@ def control_bytes(config: RunConfig, layout: Layout) -> int:
     """The step control vector, the loss, the gradient norm if ranks have different parameters, and the expert loads."""
     norm = 8 if set(layout.active_axes) - {"replicate", "context"} else 0
     loads = 8 * config.model.layers * (config.model.experts + 1) if config.model.experts else 0
-    return CONTROL_VECTOR_BYTES + weight_bytes(config) + norm + loads
+    vector = CONTROL_VECTOR_BYTES + USED_PARAMETERS_BYTES * layout.pipeline
+    return vector + weight_bytes(config) + norm + loads
 
 
 def reductions_per_step(config: RunConfig, layout: Layout, batch: Batch) -> int:
