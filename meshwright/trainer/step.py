@@ -192,7 +192,7 @@ class Step:
         """
         self._seed(step)
         if self.objective is not None:
-            self.objective.measured = None  # a pass outside of a step may have left something
+            self.objective.measured.clear()  # a pass outside of a step may have left something
         self.expert_balancer.begin_step(self.precision.scale, self.precision.weights)
         if faults.fail_point("step.collective", step) == "desync":
             self.world.all_reduce(torch.zeros(7), "injected all-reduce").wait()
