@@ -14,7 +14,7 @@ from meshwright.config import BatchConfig, EvalConfig, LaunchConfig, LayoutConfi
 from meshwright.data.source import IndexableSource, find_structure
 from meshwright.errors import MeshwrightError
 from meshwright.launch.ranks import run_ranks
-from meshwright.parallel.infer_spec import infer_parallel_spec, merge
+from meshwright.parallel.infer_spec import infer_parallel_spec
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.prover.claims import fault_environment
 from meshwright.prover.custom.model_facts import ModelFacts, collect_facts
@@ -44,7 +44,7 @@ class CustomCase:
 
     def subject(self) -> Subject:
         source = IndexableSource(self.source, collate=self.options.get("collate"))
-        spec = merge(self.spec, infer_parallel_spec(self.module))
+        spec = infer_parallel_spec(self.module, self.spec)
         custom = CustomModel(self.module, self.loss, spec, **self.options)
         return Subject(replace(custom, batch=find_structure(source, custom.collate)), [source])
 
