@@ -15,7 +15,7 @@ from meshwright.recover.failures import RanksFailed
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import uses_ddp
 from meshwright.trainer.custom_model import CustomModel
-from meshwright.trainer.first_batch import FirstBatch, check_first_batch
+from meshwright.trainer.first_batch.check import FirstBatch, check_first_batch
 
 
 def prepare_custom_model(custom: CustomModel, source: Source, config: RunConfig, layout: Layout) -> CustomModel:

@@ -1,4 +1,4 @@
-"""Tests of meshwright.trainer.first_batch: what is wrong by construction is refused or named before the first step."""
+"""Tests of meshwright.trainer.first_batch: what is wrong by construction is refused or named before a step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from meshwright.launch.first_batch_check import prepare_custom_model
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.topology.layout import Layout
 from meshwright.trainer.custom_model import CustomModel
-from meshwright.trainer.first_batch import FirstBatch, check_first_batch
-from meshwright.trainer.model_notes import model_notes
+from meshwright.trainer.first_batch.check import FirstBatch, check_first_batch
+from meshwright.trainer.first_batch.model_notes import model_notes
 
 
 def check(model, loss, samples, collate=None, blocks="", **options) -> FirstBatch:
@@ -300,7 +300,7 @@ def test_loss_that_is_not_finite_is_left_to_the_first_step():
 
 
 def test_large_model_is_not_checked_and_says_so(monkeypatch):
-    monkeypatch.setattr("meshwright.trainer.first_batch.MAX_FLOPS", 10)
+    monkeypatch.setattr("meshwright.trainer.first_batch.check.MAX_FLOPS", 10)
     [note] = check(linear(), cross_entropy, points()).notes
     assert note.startswith("the first batch is not checked: a pass of 67 parameters over 5 targets")
 

@@ -24,7 +24,7 @@ from meshwright.data.source import ConcatenatedSource, Source
 from meshwright.errors import ConfigError, DataError, MeshwrightError, describe_exception
 from meshwright.parallel.sync_batch_norm import GroupBatchNorm
 from meshwright.trainer.custom_model import CustomModel
-from meshwright.trainer.model_notes import BATCH_NORMS, gradient_notes, model_notes, unused_parameters
+from meshwright.trainer.first_batch.model_notes import BATCH_NORMS, gradient_notes, model_notes, unused_parameters
 from meshwright.trainer.objective import BatchLoss, Objective, Reduction, count_error
 
 SAMPLES, FIRST_PART = 5, 2
