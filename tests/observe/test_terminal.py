@@ -82,6 +82,17 @@ def test_run_without_a_terminal_prints_a_header_and_a_line_per_log_every_steps()
     assert "done: 300 steps, 2 skipped, loss 2.5000; parameters abababababababab" in text
 
 
+def test_units_and_metrics_follow_the_data():
+    start = START | {"unit": "samples", "decoder": False}
+    evaluation = {"kind": "eval", "attempt": 1, "step": 0, "loss": 2.0, "tokens": 99, "metrics": {"accuracy": 0.75}}
+    text = show(start, step(0, metrics={"accuracy": 0.5, "recall": None}), evaluation)
+    assert "loss 2.5000  accuracy 0.5  recall non-finite  lr" in text
+    assert "2,000 samples/s" in text
+    assert "held-out loss 2.0000 over 99 samples  accuracy 0.75" in text
+    assert "tokens" not in text
+    assert "accuracy 0.5" in live_line([step(3, metrics={"accuracy": 0.5})], 10, 80, unit="samples").plain
+
+
 def test_counter_is_a_number_of_completed_steps():
     assert "     1 of 300 steps done" in show(step(0))
     assert live_line([step(209)], 300, 80).plain.lstrip("━").startswith("  210/300 steps")
