@@ -18,14 +18,21 @@ if TYPE_CHECKING:
     from meshwright.observe.run_report import Report
     from meshwright.parallel.parallel_spec import ParallelSpec
     from meshwright.planner.search.plan_result import PlanResult
+    from meshwright.planner.workload.workload import Workload
     from meshwright.simulator.result import Simulation
     from meshwright.telemetry.run_folder import RunFolder
 
 
 def plan(
-    model: str | Path | RunConfig,
+    config: str | Path | RunConfig | None = None,
     cluster: str = "h100",
     *,
+    model: nn.Module | Callable[[], nn.Module] | str | Path | RunConfig | None = None,
+    loss: Callable[..., Any] | None = None,
+    source: Any = None,
+    parallel_spec: ParallelSpec | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    reduction: Literal["sum", "mean"] | None = None,
     ranks: int | None = None,
     batch: int | None = None,
     sequence: int | None = None,
@@ -37,12 +44,20 @@ def plan(
     overrides: Sequence[str] = (),
     plan_file: str = "PLAN.toml",
 ) -> PlanResult:
-    """Searches for the fastest layout of a model on a cluster. Does not import torch and needs no devices.
+    """Searches for the fastest layout of a model on a cluster. Needs no devices, and imports torch only for a model of
+    one's own, which is traced on fake tensors.
 
     Args:
-        model: a preset, the path of a run file, the path of a Hugging Face ``config.json``, or a config.
+        config: a preset, the path of a run file, the path of a Hugging Face ``config.json``, or a config. Default for
+            a model of one's own: the ``tiny`` preset, of which batch, precision and optimizer are used.
         cluster: ``"h100"`` (one node), ``"h100:4"`` (devices), ``"h100:8x16"`` (16 nodes of 8), the path of a cluster
             file, or ``"here"`` (this machine, as measured by ``meshwright plan measure``).
+        model: model to plan instead of that of the config, as in :func:`train`. It may be on the meta device.
+        loss: loss of ``model``, as in :func:`train`.
+        source: dataset of ``model``, as in :func:`train`; the shapes of its first samples are used.
+        parallel_spec: how to parallelize ``model``, as in :func:`train`.
+        collate: makes a batch of a list of samples, as in :func:`train`.
+        reduction: what ``loss`` returns, as in :func:`train`.
         ranks: number of devices to use. Default: all devices of the cluster.
         batch: samples per optimizer step, over all ranks. Default: that of the run.
         sequence: tokens per sample. Default: that of the run.
@@ -62,8 +77,11 @@ def plan(
     """
     from meshwright.planner.hardware.resolve_cluster import resolve_cluster, with_whole_nodes
     from meshwright.planner.search.plan_result import make_plan
-    from meshwright.planner.workload.workload_args import build_workload, workload_from_config
 
+    if config is None and isinstance(model, str | Path | RunConfig):
+        config, model = model, None
+    assert not isinstance(model, str | Path | RunConfig)
+    user = UserCode(model, loss, source, parallel_spec, collate, reduction=reduction)
     if critical_batch is not None and not 0 < critical_batch < float("inf"):
         raise ConfigError(f"critical batch {critical_batch} is out of range", "expected a number of tokens above 0")
     devices = resolve_cluster(cluster)
@@ -73,16 +91,47 @@ def plan(
                 f"{ranks} ranks on {devices.device_count} devices", f"expected 1 to {devices.device_count} ranks"
             )
         devices = with_whole_nodes(devices, ranks)
-    if isinstance(model, RunConfig):
-        changed = {"batch.global": batch, "data.sequence": sequence, "precision.compute": precision}
-        tree = config_to_dict(model)
-        for key, value in changed.items():
-            section, _, name = key.partition(".")
-            tree[section] |= {name: value} if value is not None else {}
-        workload = workload_from_config(config_from_dict(tree), overrides)
-    else:
-        workload = build_workload(str(model), overrides, batch, sequence, precision)
-    return make_plan(workload, devices, choice, top, scale, critical_batch, plan_file)
+    with errors_for_python():
+        workload = plan_workload(config, user, overrides, batch, sequence, precision)
+        return make_plan(workload, devices, choice, top, scale, critical_batch, plan_file)
+
+
+def plan_workload(
+    config: str | Path | RunConfig | None,
+    user: UserCode,
+    overrides: Sequence[str] = (),
+    batch: int | None = None,
+    sequence: int | None = None,
+    precision: str | None = None,
+) -> Workload:
+    """Describes what is to be planned: the model of a config or of a name, or the user's model with that config."""
+    from meshwright.planner.workload.resolve_model import resolve_model
+    from meshwright.planner.workload.workload_args import build_workload, split_overrides, workload_from_config
+
+    if user.model is None:
+        user.require_model("loss", "source", "parallel_spec", "collate")
+        if config is None:
+            raise ConfigError("neither a config nor a model is given", "expected a preset, a run file, or model=...")
+    elif isinstance(config, str | Path):
+        config = resolve_model(str(config), split_overrides(overrides)[1]).run_config
+    elif config is None:
+        config = RunConfig()
+    if not isinstance(config, RunConfig):
+        return build_workload(str(config), overrides, batch, sequence, precision)
+    changed = {"batch.global": batch, "data.sequence": sequence, "precision.compute": precision}
+    tree = config_to_dict(config)
+    for key, value in changed.items():
+        section, _, name = key.partition(".")
+        tree[section] |= {name: value} if value is not None else {}
+    config = config_from_dict(tree)
+    if user.model is None:
+        return workload_from_config(config, overrides)
+    from meshwright.launch.user_code.make_custom_model import open_model_shapes
+    from meshwright.trainer.records.trace_custom_model import trace_workload
+
+    config, custom, sources = open_model_shapes(config, user)
+    assert custom is not None
+    return workload_from_config(config, overrides, trace_workload(custom, config, sources))
 
 
 def simulate(
@@ -126,10 +175,10 @@ def simulate(
 
 def simulate_run(config: RunConfig, user: UserCode, rank: Sequence[int] = ()) -> Simulation:
     """Simulates the model of a config, or that of the user."""
-    from meshwright.launch.user_code.make_custom_model import open_model
+    from meshwright.launch.user_code.make_custom_model import open_model_shapes
     from meshwright.simulator.simulate import simulate as simulate_config
 
-    config, custom, sources = open_model(config, user)
+    config, custom, sources = open_model_shapes(config, user)
     return simulate_config(config, rank, custom, sources)
 
 

@@ -177,8 +177,9 @@ class PassTracker(MemoryTracker):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if result is not NotImplemented and isinstance(func, OpOverload) and not func.is_view:
-            self.count_operator(func, args, kwargs or {}, result)
+        if isinstance(func, OpOverload) and not func.is_view and func.overloadpacket is not aten._unsafe_view:
+            if any(True for _ in tensors_in(result)):
+                self.count_operator(func, args, kwargs or {}, result)
         return result
 
     def count_operator(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
@@ -195,7 +196,8 @@ class PassTracker(MemoryTracker):
             self.attention = AttentionShape(query.shape[1], key.shape[1], query.shape[-1])
         if packet is aten._grouped_mm:
             self.routed_tokens = self.routed_tokens or args[0].shape[0]
-        moved = sum(tensor.nbytes for tensor in (*tensors_in(args), *tensors_in(result)))
+        reads = () if packet is aten.embedding else tensors_in(args)  # a lookup reads as much as it writes
+        moved = sum(tensor.nbytes for tensor in (*reads, *tensors_in(result)))
         if self.in_backward:
             trace.backward_flops += flops
             trace.backward_traffic += 0 if flops else moved

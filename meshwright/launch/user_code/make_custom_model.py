@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright.config import CustomModelConfig, RunConfig
 from meshwright.data.file_sources import open_sources
-from meshwright.data.source import IndexableSource, Source
+from meshwright.data.source import IndexableSource, Source, find_structure
 from meshwright.errors import ConfigError, IdentityError
 from meshwright.launch.first_batch_check import prepare_custom_model
 from meshwright.launch.source_check import check_source
@@ -31,10 +31,13 @@ class UserRun(NamedTuple):
     sources: list[Source]
 
 
-def open_user_code(config: RunConfig, user: UserCode, accept_code: bool = False) -> UserRun:
+def open_user_code(
+    config: RunConfig, user: UserCode, accept_code: bool = False, needs_values: bool = True
+) -> UserRun:
     """Makes the user's model and opens the user's dataset, or the data of the config. All verbs call this.
 
-    If the config comes from a run of a custom model, the user's code must be that of the run.
+    If the config comes from a run of a custom model, the user's code must be that of the run. Without `needs_values`,
+    the model is not run on its first batch, and may be on the meta device.
     """
     dataset = open_dataset(config, user)
     custom = make_custom_model(user, dataset)
@@ -51,7 +54,10 @@ def open_user_code(config: RunConfig, user: UserCode, accept_code: bool = False)
     if custom is not None:
         layout = Layout.from_config(config.layout)
         require_spec(custom.module, custom.spec, layout)
-        custom = prepare_custom_model(custom, sources[0], config, layout)
+        if needs_values:
+            custom = prepare_custom_model(custom, sources[0], config, layout)
+        else:
+            custom = replace(custom, batch=find_structure(sources[0], custom.collate))
         spec = infer_spec_from_forward(custom, sources[0], user.parallel_spec)
         custom = replace(custom, spec=spec, inferred=tuple(describe_spec(spec, user.parallel_spec)))
     return UserRun(config, custom, sources)
@@ -61,6 +67,13 @@ def open_model(config: RunConfig, user: UserCode) -> UserRun:
     """The same for a verb that uses a dataset only together with a model. Without a model, no data is opened."""
     user.require_model("loss", "source", "parallel_spec", "collate", "init")
     return open_user_code(config, user) if user.model is not None else UserRun(config, None, [])
+
+
+def open_model_shapes(config: RunConfig, user: UserCode) -> UserRun:
+    """The same for `plan` and `simulate`, which use the shapes of the model and of its data."""
+    if user.model is None:
+        return open_model(config, user)
+    return open_user_code(config, user, needs_values=False)
 
 
 def open_model_with_values(config: RunConfig, user: UserCode) -> UserRun:

@@ -53,6 +53,17 @@ def trace_run(
     return trace_custom_model(custom, micro_batch, config.precision, samples or (batch.micro,))
 
 
+PLANNED_SAMPLES = (2, 4)
+"""Sizes of the micro-batches that are traced for a plan, which may choose another size."""
+
+
+def trace_workload(custom: CustomModel, config: RunConfig, sources: Sequence[Source]) -> TracedModel:
+    """Traces a model for a plan, whose layout and micro-batches are not known yet."""
+    samples = min(config.batch.global_, PLANNED_SAMPLES[-1])
+    batch = Batch(config.batch.global_, samples, 1, config.batch.global_ // samples)
+    return trace_run(custom, config, batch, sources, PLANNED_SAMPLES)
+
+
 def trace_custom_model(
     custom: CustomModel, micro_batch: MicroBatch, config: PrecisionConfig, samples: Sequence[int]
 ) -> TracedModel:
