@@ -31,9 +31,7 @@ class UserRun(NamedTuple):
     sources: list[Source]
 
 
-def open_user_code(
-    config: RunConfig, user: UserCode, accept_code: bool = False, needs_values: bool = True
-) -> UserRun:
+def open_user_code(config: RunConfig, user: UserCode, accept_code: bool = False, needs_values: bool = True) -> UserRun:
     """Makes the user's model and opens the user's dataset, or the data of the config. All verbs call this.
 
     If the config comes from a run of a custom model, the user's code must be that of the run. Without `needs_values`,

@@ -1,4 +1,6 @@
-"""A simulated step of a user's model equals its real step on forked ranks: every collective, and peak memory.
+"""What `simulate` and `plan` predict of a user's model, beside the counters of its real step on forked ranks.
+
+A simulated step equals the real one: every collective, and peak memory. The planner's memory is within 5 %.
 
 Gloo's reduce-scatter works on a copy of its input, which the simulation does not count; the peak may be there.
 """
@@ -11,7 +13,11 @@ import pytest
 from predicted_models import MODELS, config_for, count_real_step, custom_model, sources
 
 from meshwright.launch.ranks import run_ranks
+from meshwright.planner.calibration.run_prediction import UNKNOWN_HOST
+from meshwright.planner.cost.peak_memory import estimate_memory
+from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.simulator.simulate import simulate
+from meshwright.trainer.records.trace_custom_model import trace_workload
 
 LAYOUTS = {
     "DDP": {},
@@ -53,3 +59,9 @@ def assert_equal(case, real):
     assert simulated.peak["parameter"] == peak["parameter"]
     assert simulated.peak["gradient"] == peak["gradient"]
     assert simulated.peak_total == pytest.approx(total, rel=0.01)
+    assert planned_memory(model, config_for(**LAYOUTS[layout])) == pytest.approx(total, rel=0.05)
+
+
+def planned_memory(name, config):
+    traced = trace_workload(custom_model(name), config, sources(name))
+    return estimate_memory(PlannedJob.from_config(config, UNKNOWN_HOST, traced=traced))[0].tensors
