@@ -161,7 +161,9 @@ def parallelize_custom_model(
     objective = build_objective_on_meta(custom, dtype)
     with fake_tensors.active():
         Materializer(objective, None, world.device).allocate(objective)
-    return parallelize(objective, config, layout, world, custom.objective_spec(), ddp=FakeDDP)
+    parallel_model = parallelize(objective, config, layout, world, custom.objective_spec(), ddp=FakeDDP)
+    route_uniformly(parallel_model.module)
+    return parallel_model
 
 
 def skip_init(_shard: LocalShard, _name: str) -> None:

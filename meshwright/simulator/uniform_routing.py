@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.models.experts import Experts
-from meshwright.parallel.expert_parallel import AllToAllDispatch
+from meshwright.parallel.expert_parallel import AllToAllDispatch, DispatchedExperts
 
 
 def route_uniformly(model: nn.Module) -> None:
@@ -21,6 +21,9 @@ def route_uniformly(model: nn.Module) -> None:
             experts.admit = partial(admit_uniformly, experts)  # type: ignore[method-assign]
         if isinstance(experts.dispatch, AllToAllDispatch):
             experts.dispatch.split_sizes = rows_per_rank  # type: ignore[method-assign, assignment]
+    for forward in (module.forward for module in model.modules()):
+        if isinstance(forward, DispatchedExperts):
+            forward.dispatch.split_sizes = rows_per_rank  # type: ignore[method-assign, assignment]
 
 
 def split_evenly(rows: int, parts: int) -> list[int]:
