@@ -177,9 +177,9 @@ class PassTracker(MemoryTracker):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if isinstance(func, OpOverload) and not func.is_view and func.overloadpacket is not aten._unsafe_view:
-            if any(True for _ in tensors_in(result)):
-                self.count_operator(func, args, kwargs or {}, result)
+        computes = isinstance(func, OpOverload) and not func.is_view and func.overloadpacket is not aten._unsafe_view
+        if computes and any(True for _ in tensors_in(result)):
+            self.count_operator(func, args, kwargs or {}, result)
         return result
 
     def count_operator(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
