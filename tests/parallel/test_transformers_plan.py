@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from benchmarks.transformers_plans import build, full, loss_and_gradients
+from benchmarks.transformers_plans import build, compare, families, full, loss_and_gradients, relative_errors
 from meshwright import ParallelSpec, train
 from meshwright.config import config_from_dict
 from meshwright.errors import ConfigError
@@ -32,7 +32,22 @@ FAMILIES = {
     "deepseek_v3": "multi-head latent attention",
     "mixtral": "routed experts, which stay replicated",
     "gpt_neox": "biases, fused heads",
+    "gpt2": "a plan of our own, with transposed and fused matrices",
+    "bert": "a plan of our own",
+    "vit": "a plan of our own, on images",
 }
+
+
+def build_vit() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+    config = transformers.ViTConfig(**sizes, image_size=8, patch_size=4)
+    return transformers.ViTForImageClassification(config).double().eval()
+
+
+def images() -> dict[str, torch.Tensor]:
+    pixels = torch.randn(2, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return {"pixel_values": pixels, "labels": torch.tensor([0, 1])}
 
 
 def gradients_of_all_families(_world: World) -> dict[str, dict[str, float]]:
@@ -40,17 +55,15 @@ def gradients_of_all_families(_world: World) -> dict[str, dict[str, float]]:
     errors = {}
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
     for family in FAMILIES:
-        model = build(family)
-        _, expected = loss_and_gradients(copy.deepcopy(model), 2)
+        model = build_vit() if family == "vit" else build(family)
+        batch = images() if family == "vit" else None
+        _, expected = loss_and_gradients(copy.deepcopy(model), 2, batch)
         apply_tensor_parallel(model, infer_parallel_spec(model), mesh)
-        loss_and_gradients(model, 2)
+        loss_and_gradients(model, 2, batch)
         reduce_partial_gradients(model.parameters(), mesh)
         found = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         assert found.keys() == expected.keys()
-        errors[family] = {
-            name: float((found[name] - gradient).abs().max() / gradient.abs().max().clamp_min(1e-12))
-            for name, gradient in expected.items()
-        }
+        errors[family] = relative_errors(found, expected)
     return errors
 
 
@@ -112,8 +125,15 @@ def test_shipped_plan_is_translated_on_the_meta_device():
 
 def test_models_without_a_shipped_plan_have_no_plan():
     with torch.device("meta"):
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2))
+        model = transformers.T5ForConditionalGeneration(transformers.T5Config(num_layers=2))
     assert infer_parallel_spec(model).tp_plan() == {}
+
+
+@pytest.mark.long
+def test_translations_of_all_shipped_plans_give_the_gradients_of_one_process():
+    known = {"doge", "inkling_text"}  # refused in one line: the first mixes all heads, the second shards 3-d weights
+    rows = [compare(family, "meshwright", "tensor") for family in families("tensor") if family not in known]
+    assert not [row for row in rows if row.verdict != "right"]
 
 
 class TwoLayers(nn.Module):

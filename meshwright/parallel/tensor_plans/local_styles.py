@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -26,6 +27,9 @@ class LocalStyle(ParallelStyle):
     stay as they are.
     """
 
+    transposed = False
+    """whether the weight is (inputs, outputs), as in the Conv1D of transformers, and not (outputs, inputs)"""
+
     def __init__(self, placements: Mapping[str, Placement], partial_gradients: bool = False) -> None:
         self.placements, self.partial_gradients = dict(placements), partial_gradients
 
@@ -34,7 +38,8 @@ class LocalStyle(ParallelStyle):
             if (parameter := module._parameters.get(name)) is not None:
                 sharded = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=None)
                 module.register_parameter(name, nn.Parameter(sharded, parameter.requires_grad))
-        module.forward = partial(self.run, module, module.forward, device_mesh.get_group())
+        forward = partial(transposed_linear, module) if self.transposed else module.forward
+        module.forward = partial(self.run, module, forward, device_mesh.get_group())
         return module
 
     def run(
@@ -75,12 +80,16 @@ class LocalStyle(ParallelStyle):
         return parameter.to_local(grad_placements=[replicated if p.is_replicate() else p for p in parameter.placements])
 
 
+def transposed_linear(module: nn.Module, x: Tensor) -> Tensor:
+    return F.linear(x, module.weight.t(), module.bias)  # type: ignore[operator,arg-type]
+
+
 class Colwise(LocalStyle):
     """A linear layer sharded by outputs: `gather` makes its output replicated, else it is a local shard."""
 
-    def __init__(self, gather: bool = False, heads: int = 0) -> None:
-        super().__init__({"weight": Shard(0), "bias": Shard(0)})
-        self.gather = gather
+    def __init__(self, gather: bool = False, heads: int = 0, transposed: bool = False) -> None:
+        super().__init__({"weight": Shard(1 if transposed else 0), "bias": Shard(0)})
+        self.gather, self.transposed = gather, transposed
         self.heads = heads
         """the attention heads of the output, of which each rank has whole ones; 0 if it has none"""
 
@@ -96,9 +105,9 @@ class Rowwise(LocalStyle):
     `split` takes this rank's shard of a replicated input, else the input is a local shard.
     """
 
-    def __init__(self, split: bool = False) -> None:
-        super().__init__({"weight": Shard(1), "bias": Replicate()})
-        self.split = split
+    def __init__(self, split: bool = False, transposed: bool = False) -> None:
+        super().__init__({"weight": Shard(0 if transposed else 1), "bias": Replicate()})
+        self.split, self.transposed = split, transposed
 
     def enter(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return split_to_shards(x, group) if self.split else x

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,13 +29,13 @@ from meshwright.parallel.tensor_plans.local_styles import (
 )
 from meshwright.parallel.tensor_plans.sharded_region import parameters_in_sharded_region
 
-STYLES: dict[str, Callable[[], ParallelStyle]] = {
+STYLES: dict[str, Callable[..., ParallelStyle]] = {
     "colwise": Colwise,
-    "colwise_gather_output": lambda: Colwise(gather=True),
-    "colwise_rep": lambda: Colwise(gather=True),
+    "colwise_gather_output": partial(Colwise, gather=True),
+    "colwise_rep": partial(Colwise, gather=True),
     "rowwise": Rowwise,
-    "rowwise_split_input": lambda: Rowwise(split=True),
-    "rowwise_rep": lambda: Rowwise(split=True),
+    "rowwise_split_input": partial(Rowwise, split=True),
+    "rowwise_rep": partial(Rowwise, split=True),
     "embedding_rowwise": VocabEmbedding,
     "all_reduce": SumOutput,
 }
@@ -44,18 +45,52 @@ SHARDS_HEADS = {
     "q_proj": "num_attention_heads",
     "q_b_proj": "num_attention_heads",
     "kv_b_proj": "num_attention_heads",
+    **dict.fromkeys(("query", "key", "value"), "num_attention_heads"),
     "k_proj": "num_key_value_heads",
     "v_proj": "num_key_value_heads",
 }
 """Projections that must be sharded by whole heads, and the setting with their number."""
 
 
+OWN_PLANS = {
+    "bert": {
+        **{f"encoder.layer.*.attention.self.{name}": "colwise" for name in ("query", "key", "value")},
+        "encoder.layer.*.attention.output.dense": "rowwise",
+        "encoder.layer.*.intermediate.dense": "colwise",
+        "encoder.layer.*.output.dense": "rowwise",
+    },
+    "vit": {
+        **{f"layers.*.attention.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
+        "layers.*.attention.o_proj": "rowwise",
+        "layers.*.mlp.fc1": "colwise",
+        "layers.*.mlp.fc2": "rowwise",
+    },
+    "gpt2": {
+        "h.*.attn.c_attn": "colwise_gather_output",
+        "h.*.attn.c_proj": "rowwise_split_input",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    },
+}
+"""Plans of families for which transformers ships none, with names inside of the base model."""
+
+
+def find_plan(module: nn.Module) -> dict[str, str]:
+    """The plan that transformers ships for a model, or ours; empty for other modules."""
+    plan = getattr(module, "tp_plan", None)
+    if not isinstance(plan, dict) or plan:
+        return plan if isinstance(plan, dict) else {}
+    own = OWN_PLANS.get(getattr(getattr(module, "config", None), "model_type", ""), {})
+    prefix = getattr(module, "base_model_prefix", "")
+    return {f"{prefix}.{name}" if hasattr(module, prefix) else name: style for name, style in own.items()}
+
+
 def shipped_plans(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, str]]]:
     """(name, module, plan) of the outermost modules with a plan of transformers."""
     found: list[str] = []
     for name, module in model.named_modules():
-        plan = getattr(module, "tp_plan", None)
-        if isinstance(plan, dict) and plan and not any(name.startswith(f"{outer}.") or not outer for outer in found):
+        plan = find_plan(module)
+        if plan and not any(name.startswith(f"{outer}.") or not outer for outer in found):
             found.append(name)
             yield name, module, plan
 
@@ -137,11 +172,12 @@ def module_style(name: str, style: str, module: nn.Module, config: Any) -> Paral
         return LatentKeys(config.qk_rope_head_dim)
     if style not in STYLES:
         raise unknown_style(name, style)
+    options: dict[str, Any] = {"transposed": True} if type(module).__name__ == "Conv1D" else {}
     last = name.rpartition(".")[2]
     if style == "colwise" and last in SHARDS_HEADS:
         heads = getattr(config, SHARDS_HEADS[last], None) or config.num_attention_heads
-        return Colwise(heads=heads if isinstance(heads, int) else 0)
-    return STYLES[style]()
+        options["heads"] = heads if isinstance(heads, int) else 0
+    return STYLES[style](**options)
 
 
 def unknown_style(name: str, style: str) -> ConfigError:
