@@ -32,6 +32,7 @@ from meshwright.telemetry.memory_tracker import UNINITIALIZED, MemoryTracker
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import PipelinePlacement, pipeline_placement
 from meshwright.torch_private import FakeTensors, clear_dtensor_cache, init_fake_process_group, patched_for_simulation
+from meshwright.trainer.build import parallelize_objective
 from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.precision import Precision
 from meshwright.trainer.records.step_counters import count_step
@@ -161,7 +162,7 @@ def parallelize_custom_model(
     objective = build_objective_on_meta(custom, dtype)
     with fake_tensors.active():
         Materializer(objective, None, world.device).allocate(objective)
-    parallel_model = parallelize(objective, config, layout, world, custom.objective_spec(), ddp=FakeDDP)
+    parallel_model = parallelize_objective(objective, custom, config, layout, world, ddp=FakeDDP)
     route_uniformly(parallel_model.module)
     return parallel_model
 

@@ -104,14 +104,12 @@ def simulate_rank(
     config: RunConfig, layout: Layout, batch: Batch, rank: int, step: CustomStep | None = None
 ) -> RankResult:
     start = time.monotonic()
-    stages = {
-        stage: len(blocks)
-        for stage, blocks in pipeline_placement(config, layout, rank, block_costs(config)).stages.items()
-    }
+    costs = block_costs(config) if step is None else (1.0,) * count_blocks(step.custom)
+    placement = pipeline_placement(config, layout, rank, costs)
+    stages = {stage: len(blocks) for stage, blocks in placement.stages.items()}
     blocks = plan_blocks(config, layout, list(stages.values()))
     if step is not None:  # its blocks may differ, so all of them run
-        stages = count_blocks(step.custom)
-        blocks = Extrapolation(sum(stages.values()))
+        blocks = Extrapolation(min(stages.values()))
     micro_steps = plan_micro_steps(config, layout, batch)
     with fake_world(rank, layout.ranks) as world:
         simulated = StepSimulator(config, layout, batch, world, list(stages.values()), step)
@@ -137,9 +135,9 @@ def simulate_rank(
     )
 
 
-def count_blocks(custom: CustomModel) -> dict[int, int]:
-    """The number of blocks of the only stage of a user's model; a model without repeated blocks counts as one block."""
-    return {0: len(find_blocks(custom.module, custom.spec)) if any(custom.spec.block_patterns) else 1}
+def count_blocks(custom: CustomModel) -> int:
+    """The number of blocks of a user's model; a model without repeated blocks counts as one block."""
+    return len(find_blocks(custom.module, custom.spec)) if any(custom.spec.block_patterns) else 1
 
 
 def require_few_passes(blocks: int, micro_steps: int, config: RunConfig) -> None:

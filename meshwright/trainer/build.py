@@ -5,15 +5,17 @@ from __future__ import annotations
 from meshwright.config import RunConfig
 from meshwright.models.init import build_on_meta, init_shard
 from meshwright.models.registry import block_costs, model_spec
+from meshwright.parallel.data_parallel.ddp import DDPModel
 from meshwright.parallel.local_shard import LocalShard
 from meshwright.parallel.materialize import Fill
 from meshwright.parallel.parallel_model import ParallelModel
-from meshwright.parallel.parallelize import parallelize
+from meshwright.parallel.parallelize import DDPFactory, parallelize
 from meshwright.parallel.tensor_parallel import family_parallel_spec
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import pipeline_placement
 from meshwright.trainer.custom_model import CustomModel
+from meshwright.trainer.objective import Objective
 from meshwright.trainer.precision import Precision
 
 
@@ -23,11 +25,24 @@ def build_parallel_model(
     """Builds and parallelizes the configured decoder or the custom model."""
     if custom is None:
         return build_parallel_decoder(config, layout, precision, world)
+    fill = fill_shards(custom, config.seed) if custom.on_meta() else None
     objective = custom.build_objective(world.device, precision.weights)
+    return parallelize_objective(objective, custom, config, layout, world, fill)
+
+
+def parallelize_objective(
+    objective: Objective,
+    custom: CustomModel,
+    config: RunConfig,
+    layout: Layout,
+    world: World,
+    fill: Fill | None = None,
+    ddp: DDPFactory = DDPModel,
+) -> ParallelModel:
+    """Parallelizes a custom model and its loss. Under context parallelism, labels are shifted before they are cut."""
     if layout.context > 1:
         objective.take_shifted_labels()
-    fill = fill_shards(custom, config.seed) if custom.on_meta() else None
-    parallel_model = parallelize(objective, config, layout, world, custom.objective_spec(), fill)
+    parallel_model = parallelize(objective, config, layout, world, custom.objective_spec(), fill, ddp=ddp)
     if objective.labels_shifted:
         shard_inputs = parallel_model.shard_inputs
         parallel_model.shard_inputs = lambda flat: shard_inputs(objective.shift_labels(flat))

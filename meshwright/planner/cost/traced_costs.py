@@ -63,7 +63,7 @@ def unit_bytes(cost: ModuleCost, settings: ActivationSettings, hidden: float) ->
         return total if tensor == 1 else min(total, replicated) + max(0.0, total - replicated) / tensor
 
     return UnitBytes(
-        of(cost.activations, 4 * hidden),
+        of(cost.activations, 6 * hidden),
         hidden,
         of(cost.matmul_outputs, 2 * hidden),
         of(cost.forward_peak, hidden),
@@ -143,7 +143,7 @@ def _(model: TracedModel, settings: ActivationSettings) -> HeadActivations:
 @divide_layers.register
 @cache
 def _(model: TracedModel, stages: int, costs: tuple[float, ...] | None) -> tuple[StageLayers, ...]:  # noqa: ARG001
-    ranges = partition_blocks(model.spec.block_costs(1) if model.spec.blocks else (1.0,), stages)
+    ranges = partition_blocks((1.0,) * model.layers, stages)
     return tuple(StageLayers(len(blocks), 0, i == 0, i == stages - 1) for i, blocks in enumerate(ranges))
 
 

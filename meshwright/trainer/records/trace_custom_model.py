@@ -121,7 +121,8 @@ def tensor_parallel_dims(custom: CustomModel, objective: Objective) -> dict[str,
     """
     dims = {}
     for pattern, style in custom.objective_spec().tp_plan().items():
-        column_wise, row_wise = "Colwise" in type(style).__name__, "Rowwise" in type(style).__name__
+        kind = type(style).__name__
+        column_wise, row_wise = "Colwise" in kind, "Rowwise" in kind or "VocabEmbedding" in kind
         if not (column_wise or row_wise):
             continue
         for module in find_modules(objective, pattern):
