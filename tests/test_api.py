@@ -91,7 +91,19 @@ def test_import_meshwright_does_not_import_torch():
 
 def test_dir_lists_the_public_names_and_each_of_them_resolves():
     assert dir(meshwright) == sorted(meshwright.__all__)
-    for name in ("train", "plan", "simulate", "prove", "RunConfig", "ParallelSpec", "errors", "testing", "__version__"):
+    for name in (
+        "train",
+        "plan",
+        "simulate",
+        "prove",
+        "report",
+        "Result",
+        "RunConfig",
+        "ParallelSpec",
+        "errors",
+        "testing",
+        "__version__",
+    ):
         assert name in dir(meshwright)
         assert getattr(meshwright, name) is not None
     assert meshwright.RunConfig is RunConfig
@@ -99,7 +111,7 @@ def test_dir_lists_the_public_names_and_each_of_them_resolves():
         _ = meshwright.nothing
 
 
-@pytest.mark.parametrize("name", ["train", "plan", "simulate", "prove"])
+@pytest.mark.parametrize("name", ["train", "plan", "simulate", "prove", "report"])
 def test_every_argument_of_a_public_function_is_documented(name):
     function = getattr(meshwright, name)
     arguments, _, rest = inspect.getdoc(function).partition("Args:")[2].partition("Returns:")
@@ -277,6 +289,16 @@ def test_plan_takes_a_preset_or_a_config_and_returns_the_ranking():
     assert fixed.chosen.job.batch.global_ == 32
     with pytest.raises(ConfigError, match="3 ranks on 2 devices; expected 1 to 2 ranks"):
         meshwright.plan("tiny", "h100:2", ranks=3)
+
+
+def test_plan_and_simulate_take_a_users_model():
+    model, data = torch.nn.Linear(2, 2), [(np.ones(2, np.float32), np.ones(2, np.float32))] * 8
+    config = RunConfig(batch=BatchConfig(global_=8), eval=EvalConfig(holdout=0.0))
+    assert meshwright.simulate(config, model=model, loss=squared_error, source=data).parameters == 6
+    result = meshwright.plan(config, "h100:2", model=model, loss=squared_error, source=data)
+    assert result.workload.model.parameters == 6
+    with pytest.raises(ConfigError, match=r"source is given without a model; try model=MODULE:NAME, or no source"):
+        meshwright.simulate(config, source=data)
 
 
 def test_prove_returns_the_certificate_and_writes_it(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.api.python_args import errors_for_python, given_path, validated
-from meshwright.config import RunConfig, config_from_dict, config_to_dict, load_config
+from meshwright.config import PRESETS, RunConfig, config_from_dict, config_to_dict, load_config
 from meshwright.errors import ConfigError, IdentityError
 from meshwright.launch.user_code.user_code import UserCode
 
@@ -75,13 +75,29 @@ def plan(
     Raises:
         ConfigError: an argument is not valid, or no layout fits into memory.
     """
-    from meshwright.planner.hardware.resolve_cluster import resolve_cluster, with_whole_nodes
-    from meshwright.planner.search.plan_result import make_plan
-
     if config is None and isinstance(model, str | Path | RunConfig):
         config, model = model, None
     assert not isinstance(model, str | Path | RunConfig)
     user = UserCode(model, loss, source, parallel_spec, collate, reduction=reduction)
+    with errors_for_python():
+        workload = plan_workload(config, user, overrides, batch, sequence, precision)
+        return plan_run(workload, cluster, ranks, choice, top, scale, critical_batch, plan_file)
+
+
+def plan_run(
+    workload: Workload,
+    cluster: str,
+    ranks: int | None,
+    choice: int,
+    top: int,
+    scale: bool,
+    critical_batch: float | None,
+    plan_file: str,
+) -> PlanResult:
+    """Plans a workload on so many devices of a cluster."""
+    from meshwright.planner.hardware.resolve_cluster import resolve_cluster, with_whole_nodes
+    from meshwright.planner.search.plan_result import make_plan
+
     if critical_batch is not None and not 0 < critical_batch < float("inf"):
         raise ConfigError(f"critical batch {critical_batch} is out of range", "expected a number of tokens above 0")
     devices = resolve_cluster(cluster)
@@ -91,9 +107,7 @@ def plan(
                 f"{ranks} ranks on {devices.device_count} devices", f"expected 1 to {devices.device_count} ranks"
             )
         devices = with_whole_nodes(devices, ranks)
-    with errors_for_python():
-        workload = plan_workload(config, user, overrides, batch, sequence, precision)
-        return make_plan(workload, devices, choice, top, scale, critical_batch, plan_file)
+    return make_plan(workload, devices, choice, top, scale, critical_batch, plan_file)
 
 
 def plan_workload(
@@ -105,7 +119,6 @@ def plan_workload(
     precision: str | None = None,
 ) -> Workload:
     """Describes what is to be planned: the model of a config or of a name, or the user's model with that config."""
-    from meshwright.planner.workload.resolve_model import resolve_model
     from meshwright.planner.workload.workload_args import build_workload, split_overrides, workload_from_config
 
     if user.model is None:
@@ -113,7 +126,8 @@ def plan_workload(
         if config is None:
             raise ConfigError("neither a config nor a model is given", "expected a preset, a run file, or model=...")
     elif isinstance(config, str | Path):
-        config = resolve_model(str(config), split_overrides(overrides)[1]).run_config
+        preset, settings = str(config) in PRESETS, split_overrides(overrides)[1]
+        config = load_config(None if preset else Path(config), [*([f"preset={config}"] if preset else []), *settings])
     elif config is None:
         config = RunConfig()
     if not isinstance(config, RunConfig):
@@ -125,7 +139,10 @@ def plan_workload(
         tree[section] |= {name: value} if value is not None else {}
     config = config_from_dict(tree)
     if user.model is None:
+        config.require_built_in_model()
         return workload_from_config(config, overrides)
+    if sequence is not None:
+        raise ConfigError("the sequence length of a custom model is that of its data", "try it without --sequence")
     from meshwright.launch.user_code.make_custom_model import open_model_shapes
     from meshwright.trainer.records.trace_custom_model import trace_workload
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-from meshwright.cli.args import Json, flag, option, positional
+from meshwright.cli.args import NO_ENTRY_POINTS, Json, flag, option, positional
 from meshwright.cli.output import emit_json, emit_text
 from meshwright.errors import ConfigError
 
@@ -13,8 +14,8 @@ MAX_SIZE = 1 << 24
 
 
 def plan(
-    model: Annotated[
-        str | None, positional("MODEL", "preset, run file, or config.json of a Hugging Face model")
+    config: Annotated[
+        str | None, positional("MODEL", "preset, run file, or config.json of a Hugging Face model; or --model")
     ] = None,
     cluster: Annotated[
         str,
@@ -44,18 +45,20 @@ def plan(
         Path | None, option("PLAN.toml", "write the plan as a run file, and its figures as JSON next to it")
     ] = None,
     *,
+    entry_points: Mapping[str, str] = NO_ENTRY_POINTS,
     overrides: tuple[str, ...] = (),
 ) -> None:
     """Plan: find the best layout of a model on a cluster, and explain it; config keys that you set are kept."""
     if replay is not None:
         replay_published_runs(replay, json)
         return
-    if model is None:
+    if config is None and "model" not in entry_points:
         raise ConfigError("no model is given", "try meshwright plan MODEL, or meshwright plan --replay RUNS.json")
     from json import dumps
 
-    from meshwright import api
+    from meshwright.api.prediction import plan_run, plan_workload
     from meshwright.io import output_file, write_output
+    from meshwright.launch.user_code.entry_points import load_user_code
     from meshwright.observe.plan_text import show_plan
     from meshwright.planner.calibration.prediction import prediction_record
     from meshwright.planner.search.plan_result import plan_json, plan_toml
@@ -73,20 +76,9 @@ def plan(
     for path, argument in written:
         if path is not None:
             output_file(path, argument)
-    result = api.plan(
-        model,
-        cluster,
-        ranks=ranks,
-        batch=batch,
-        sequence=sequence,
-        precision=precision,
-        choice=explain[0] if explain else 1,
-        top=top,
-        scale=scale,
-        critical_batch=critical_batch,
-        overrides=overrides,
-        plan_file=str(out or "PLAN.toml"),
-    )
+    workload = plan_workload(config, load_user_code(entry_points), overrides, batch, sequence, precision)
+    choice = explain[0] if explain else 1
+    result = plan_run(workload, cluster, ranks, choice, top, scale, critical_batch, str(out or "PLAN.toml"))
     if out is not None:
         write_output(out, plan_toml(result), "--out")
         write_output(out.with_suffix(".json"), dumps(prediction_record(result.chosen), indent=1) + "\n", "--out")

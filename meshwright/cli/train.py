@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from meshwright.cli.args import NO_ENTRY_POINTS, Json, Ranks, RunFile, flag, option
 from meshwright.cli.output import emit
+from meshwright.errors import ConfigError
 
 if TYPE_CHECKING:
     from meshwright.config import RunConfig
@@ -52,6 +53,11 @@ def train(
 
     if restarts is not None:
         overrides = (*overrides, f"--launch.restarts={restarts}")
+    if plan == "best" and "model" in entry_points:
+        raise ConfigError(
+            "--plan best plans the model of the config",
+            "try meshwright plan --model ... --out PLAN.toml, then --plan PLAN.toml",
+        )
     config = resolve_config(plan, cluster, file, overrides, ranks, steps, json)
     validate(config, own_model="model" in entry_points)
     faults.parse_faults(os.environ.get("MESHWRIGHT_FAULT", ""))  # a misspelled fault is reported before ranks start

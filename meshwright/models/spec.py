@@ -191,6 +191,8 @@ class ModelSpec:
     def block_costs(self, sequence: int) -> tuple[float, ...]:
         """FLOPs per sample of every block; the first and the last block include those of the modules around them."""
         costs = [block.cost.flops.of(1, sequence) for block in self.blocks]
+        if not costs:  # a model without blocks
+            return ()
         costs[0] += self.before_cost.flops.of(1, sequence)
         costs[-1] += self.after_cost.flops.of(1, sequence)
         return tuple(costs)

@@ -100,6 +100,12 @@ def test_report_of_a_custom_model_names_it_without_importing_it(project, monkeyp
     assert "my_project.models" not in sys.modules
 
 
+def test_plan_best_is_refused_for_a_custom_model(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--plan", "best", *TYPED])
+    assert "--plan best plans the model of the config; try meshwright plan --model" in capsys.readouterr().err
+
+
 def test_typed_code_is_compared_with_the_record(project, tmp_path):
     (tmp_path / "my_project").mkdir()
     changed = PROJECT.replace("nn.ReLU()", "nn.GELU()")
