@@ -25,6 +25,7 @@ from meshwright.data.source import Source, find_structure
 from meshwright.errors import MeshwrightError, RestartsExhausted
 from meshwright.io import output_file, write_json
 from meshwright.prover.claims import Claim, cuda_devices
+from meshwright.prover.custom.family_model import REFERENCES, family_custom_model
 from meshwright.prover.custom.proof import CustomProof
 from meshwright.prover.custom.subject import Subject
 from meshwright.prover.initialization import check_initialization
@@ -121,6 +122,8 @@ def certify(
     """Runs every check on this machine, passes each result to `on_result`, and returns the certificate. With `custom`,
     the user's own model is proven as it is; `sources` are its data, by default those of the config.
     """
+    if custom is None and config.model.family not in REFERENCES:
+        custom = family_custom_model(config)
     torch.set_num_threads(config.launch.threads)
     checks, proof = CHECKS, None
     if custom is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import meshwright
 from meshwright.config import ModelConfig
 from meshwright.models.init import build_model, build_on_meta
 from meshwright.models.registry import FAMILIES, model_spec
@@ -26,6 +28,17 @@ MODELS = {
     "gemma2 tied": replace(SMALL, family="gemma2", tie=True),
 }
 BATCH, SEQUENCE = 2, 48
+
+
+def test_a_family_is_one_folder_and_one_line_of_the_registry():
+    """Nothing else in the package imports the modules of a family, or names a family."""
+    package = Path(meshwright.__file__).parent
+    for family in FAMILIES:
+        for path in package.rglob("*.py"):
+            if package / "models" / family in path.parents or path == package / "models" / "registry.py":
+                continue
+            assert f"models.{family}" not in path.read_text(), path
+    assert {path.name for path in (package / "models").iterdir() if (path / "spec.py").exists()} == set(FAMILIES)
 
 
 def test_every_family_is_compared():

@@ -12,6 +12,7 @@ default, and does so differently in float32 and float64. The step has already di
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -34,11 +35,6 @@ from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.parallel_spec import ParallelSpec, fsdp_units
 from meshwright.topology.parameter_shapes import fsdp_shard_dim
 from meshwright.torch_private import fsdp_tensors
-
-# FSDP2 warns about units whose outputs are views, because in-place changes of them are lost. Our modules make no such
-# changes; the warning stays on for users' modules.
-OWN_UNITS = "Embedding|RMSNorm, FSDPHeadLoss|Block|LanguageModel|Stage|ExpertWeights"
-warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \(FSDP({OWN_UNITS})\) returned a view tensor")
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 
@@ -68,6 +64,7 @@ class FSDPModel(ParallelModel):
         # Under expert parallelism, expert weights have a smaller shard group than their block.
         for expert_weights in find_expert_weights(module, spec) if meshes.expert_mesh is not None else []:
             allocate(expert_weights)
+            ignore_view_warning([expert_weights])
             fully_shard(
                 expert_weights,
                 mesh=meshes.expert_data_mesh,
@@ -78,6 +75,7 @@ class FSDPModel(ParallelModel):
         for unit in units:
             for child in unit:
                 allocate(child)
+            ignore_view_warning(unit)
             fully_shard(
                 unit,
                 mesh=data_mesh,
@@ -87,6 +85,7 @@ class FSDPModel(ParallelModel):
                 ignored_params=set(find_scalars(*unit)),
             )
         allocate(module)  # the parameters of no other unit
+        ignore_view_warning([module])
         scalars = find_scalars(module)
         self.scalars = [scalar for scalar in scalars if scalar.requires_grad]
         fully_shard(
@@ -146,6 +145,17 @@ class FSDPModel(ParallelModel):
 def find_scalars(*modules: nn.Module) -> list[nn.Parameter]:
     """The parameters without a dimension, each once."""
     return list(dict.fromkeys(p for module in modules for p in module.parameters() if p.ndim == 0))
+
+
+def ignore_view_warning(unit: list[nn.Module]) -> None:
+    """Silences FSDP2's warning about a unit whose output is a view, which is for changes in place. Modules of this
+    package and of torch make none; the warning stays on for users' modules.
+    """
+    if all(type(module).__module__.startswith(("meshwright.", "torch.")) for module in unit):
+        names = ", ".join(f"FSDP{type(module).__name__}" for module in unit)
+        warnings.filterwarnings(
+            "ignore", message=rf"FSDP2-wrapped module \({re.escape(names)}\) returned a view tensor"
+        )
 
 
 def allow_unused_parameters(unit: FSDPModule) -> None:

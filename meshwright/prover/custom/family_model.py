@@ -1,0 +1,43 @@
+"""A model of a family without an independent reference, proven as a custom model: against its own module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from meshwright.config import RunConfig
+from meshwright.models.init import build_model
+from meshwright.models.registry import model_spec
+from meshwright.parallel.tensor_parallel import family_parallel_spec
+from meshwright.trainer.custom_model import CustomModel
+
+REFERENCES = ("llama",)
+"""The families that `prover/oracle/decoder.py` computes again."""
+
+
+class FamilyModel(nn.Module):
+    """Tokens and labels -> the sum of token losses, as a model that computes its loss itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        total, _ = self.model(tokens, labels)
+        return {"loss": total}
+
+
+def name_entries(samples: Sequence[Any]) -> dict[str, Any]:
+    """The collate function: (tokens, labels) of every sample -> a batch by name."""
+    tokens, labels = zip(*samples, strict=True)
+    return {"tokens": np.stack(tokens), "labels": np.stack(labels)}
+
+
+def family_custom_model(config: RunConfig) -> CustomModel:
+    """The configured model with its initial weights."""
+    module = FamilyModel(build_model(config.model, config.seed))
+    spec = family_parallel_spec(model_spec(config.model)).under_objective()
+    return CustomModel(module, None, spec, collate=name_entries, reduction="sum")
