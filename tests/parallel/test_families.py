@@ -97,7 +97,8 @@ def counted_bytes(world, configs):
 
 
 def test_communication_and_memory_of_gemma2_are_predicted_exactly():
-    configs = [family_config(layout, tie) for layout in LAYOUTS.values() for tie in ("true", "false")]
+    layouts = [options for name, options in LAYOUTS.items() if "pipeline" not in name]
+    configs = [family_config(layout, tie) for layout in layouts for tie in ("true", "false")]
     by_rank = run_ranks(counted_bytes, 4, configs)
     for index, config in enumerate(configs):
         layout, batch = validate(config)
