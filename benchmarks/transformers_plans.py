@@ -60,6 +60,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "gemma3n_text": LAYER_TYPES | {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 96, "laurel_rank": 8},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16, "layer_types": ["attention", "attention"]},
+    **dict.fromkeys(["bailing_hybrid", "beam", "flint"], {"first_k_dense_replace": 0}),
     "zaya": {"num_experts_per_tok": 1},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "lfm2_moe": {"layer_types": ["full_attention", "full_attention"], "num_dense_layers": 1},

@@ -136,6 +136,12 @@ def test_translations_of_all_shipped_plans_give_the_gradients_of_one_process():
     assert not [row for row in rows if row.verdict != "right"]
 
 
+def test_a_shipped_plan_that_cannot_run_is_refused():
+    model = build("doge")
+    with pytest.raises(ConfigError, match="plan that transformers ships for doge cannot run"):
+        infer_parallel_spec(model).tp_plan()
+
+
 class TwoLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()

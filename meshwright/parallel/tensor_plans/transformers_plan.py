@@ -75,6 +75,10 @@ OWN_PLANS = {
 """Plans of families for which transformers ships none, with names inside of the base model."""
 
 
+WRONG_PLANS = {"doge": "its attention mask has all heads, and the plan gives each rank some of them"}
+"""Families whose shipped plan does not run, and why."""
+
+
 def find_plan(module: nn.Module) -> dict[str, str]:
     """The plan that transformers ships for a model, or ours; empty for other modules."""
     plan = getattr(module, "tp_plan", None)
@@ -108,6 +112,11 @@ def translate(model: nn.Module, plan: Mapping[str, str]) -> dict[str, ParallelSt
     modules, parameters = wildcard_names(model)
     config: Any = model.config
     config = config.get_text_config()
+    if reason := WRONG_PLANS.get(config.model_type):
+        raise ConfigError(
+            f"the tensor-parallel plan that transformers ships for {config.model_type} cannot run: {reason}",
+            "try layout.tensor = 1, or ParallelSpec(tp_plan=...)",
+        )
     experts = [name for name, style in plan.items() if style == "moe_tp_experts"]
     result: dict[str, ParallelStyle] = {}
     shards: dict[str, dict[str, Shard]] = {}
