@@ -53,6 +53,7 @@ SMALL = {
 }
 LATENT = {"head_dim": 4, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
 LATENT |= {"kv_lora_rank": 16, "q_lora_rank": 16, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+EXPERTS_IN_ALL_LAYERS = {"first_k_dense_replace": 0}
 LAYER_TYPES = {"layer_types": ["full_attention", "sliding_attention"]}
 OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(["axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"], LATENT),
@@ -60,7 +61,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "gemma3n_text": LAYER_TYPES | {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 96, "laurel_rank": 8},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16, "layer_types": ["attention", "attention"]},
-    **dict.fromkeys(["bailing_hybrid", "beam", "flint"], {"first_k_dense_replace": 0}),
+    **dict.fromkeys(["bailing_hybrid", "beam", "flint"], EXPERTS_IN_ALL_LAYERS),
     "zaya": {"num_experts_per_tok": 1},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "lfm2_moe": {"layer_types": ["full_attention", "full_attention"], "num_dense_layers": 1},
