@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.data.batch_structure import BatchStructure, CountRule
 from meshwright.data.loader import TOKENS_AND_LABELS
 from meshwright.data.source import Collate
 from meshwright.errors import ConfigError
+from meshwright.parallel.local_shard import full_tensor
 from meshwright.parallel.materialize import Materializer, named_tensors
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.sync_batch_norm import synchronize_batch_norm
@@ -135,3 +137,35 @@ def disable_caches(module: nn.Module) -> None:
     for submodule in module.modules():
         if getattr(getattr(submodule, "config", None), "use_cache", False):
             submodule.config.use_cache = False  # type: ignore[union-attr]
+
+
+@torch.no_grad()
+def copy_trained_weights(
+    trained: Objective, targets: list[nn.Module], write: bool, pipeline: dist.ProcessGroup | None
+) -> None:
+    """Copies the trained weights into the custom modules. All ranks gather the shards; those with `write` copy them.
+    Every rank of a `pipeline` has the weights of its stages only.
+    """
+    for module, target in zip((trained.model, trained.loss), targets, strict=False):
+        state = module.state_dict() if module is not None else {}
+        names = [set(state)]
+        if pipeline is not None:
+            names = [set() for _ in range(pipeline.size())]
+            dist.all_gather_object(names, set(state), group=pipeline)
+        for name, value in target.state_dict().items():
+            if value.is_meta:  # no process has the model whole
+                continue
+            owner = next(rank for rank, of_rank in enumerate(names) if name in of_rank)
+            full = (
+                full_tensor(state[name]) if name in state and (pipeline is None or pipeline.rank() == owner) else None
+            )
+            if pipeline is not None:
+                full = torch.empty_like(value, device=device_of(trained)) if full is None else full.contiguous()
+                dist.broadcast(full, group=pipeline, group_src=owner)
+            if write:
+                assert full is not None
+                value.copy_(full)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device

@@ -27,10 +27,10 @@ from meshwright.telemetry.events import Event, EventLog
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
 from meshwright.trainer.build import build_parallel_model
-from meshwright.trainer.custom_model import CustomModel
+from meshwright.trainer.custom_model import CustomModel, copy_trained_weights
 from meshwright.trainer.evaluate import Evaluation
 from meshwright.trainer.identity import build_identity, check_run_folder, write_run_folder
-from meshwright.trainer.objective import Objective, copy_trained_weights
+from meshwright.trainer.objective import Objective
 from meshwright.trainer.precision import Precision, set_determinism
 from meshwright.trainer.records.plan_recorder import PlanRecorder
 from meshwright.trainer.records.start_record import start_record
@@ -361,5 +361,7 @@ class Training:
         self.log.close()
         if self.job.custom is not None and isinstance(self.module, Objective):
             write = self.world.rank == 0 or not self.job.supervised  # forked ranks share the modules, torchrun's do not
-            copy_trained_weights(self.module, self.job.custom.modules(), write)
+            mesh = self.parallel_model.meshes.submesh("pipeline")
+            group = mesh.get_group() if mesh is not None else None
+            copy_trained_weights(self.module, self.job.custom.modules(), write, group)
         return summary

@@ -374,16 +374,3 @@ class _LossModule(nn.Module):
 
     def forward(self, outputs: Any, targets: Any) -> Any:
         return self.function(outputs, targets)
-
-
-@torch.no_grad()
-def copy_trained_weights(trained: Objective, targets: list[nn.Module], write: bool) -> None:
-    """Copies the trained weights into the custom modules. All ranks gather the shards; those with `write` copy them."""
-    for module, target in zip((trained.model, trained.loss), targets, strict=False):
-        state = module.state_dict() if module is not None else {}
-        for name, value in target.state_dict().items():
-            if value.is_meta:  # no process has the model whole
-                continue
-            full = full_tensor(state[name])
-            if write:
-                value.copy_(full)

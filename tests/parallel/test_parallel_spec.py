@@ -35,6 +35,8 @@ LAYOUTS = {
     "FSDP2": {"replicate": 2, "shard": "parameters"},
     "tensor parallel": {"replicate": 1, "tensor": 2},
     "FSDP2 and tensor parallel": {"replicate": 2, "shard": "gradients", "tensor": 2},
+    "pipeline": {"replicate": 1, "pipeline": 2},
+    "pipeline, FSDP2": {"replicate": 2, "shard": "parameters", "pipeline": 2},
 }
 
 
