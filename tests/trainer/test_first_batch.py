@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from meshwright.config import DDPConfig, LayoutConfig, RunConfig
 from meshwright.data.batch_structure import CountRule
 from meshwright.data.source import IndexableSource, find_structure
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, RankError
 from meshwright.launch.first_batch_check import prepare_custom_model
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.topology.layout import Layout
@@ -310,14 +310,7 @@ def test_model_on_the_meta_device_is_checked_with_its_initial_values():
         check(linear().to("meta"), cross_entropy, points(), init=lambda name, tensor: tensor.normal_())
 
 
-def test_model_that_fails_on_the_first_batch_is_refused_in_one_line():
-    with pytest.raises(ConfigError) as failed:
-        check(nn.Linear(5, 3), summed, points())
-    assert "Linear or its loss fails on the first 5 samples: RuntimeError: mat1 and mat2" in str(failed.value)
-    assert "\n" not in str(failed.value)
-
-
-def test_check_in_a_process_of_its_own_refuses_unused_parameters_under_ddp():
+def test_check_in_a_process_of_its_own_reports_unused_parameters_and_failures_of_the_model():
     source = IndexableSource(points())
     custom = CustomModel(Blocks(), summed, ParallelSpec(blocks="layers.*"))
     config = RunConfig(layout=LayoutConfig(replicate=2))
@@ -325,5 +318,8 @@ def test_check_in_a_process_of_its_own_refuses_unused_parameters_under_ddp():
     with pytest.raises(ConfigError) as failed:
         prepare_custom_model(custom, source, config, layout)
     assert "unused.weight and 1 more got no gradient from the first batch" in str(failed.value)
+    with pytest.raises(RankError, match="RuntimeError: mat1 and mat2 shapes cannot be multiplied") as failed:
+        prepare_custom_model(replace(custom, module=nn.Linear(5, 3), spec=ParallelSpec()), source, config, layout)
+    assert "in forward" in failed.value.traceback
     used = replace(config, ddp=DDPConfig(find_unused_parameters=True))
     assert prepare_custom_model(custom, source, used, layout).unit == "samples"

@@ -21,7 +21,7 @@ from meshwright.config import IGNORE_INDEX
 from meshwright.data.batch_structure import BatchStructure, CountRule
 from meshwright.data.loader import MicroBatchDataset, count_targets
 from meshwright.data.source import ConcatenatedSource, Source
-from meshwright.errors import ConfigError, DataError, MeshwrightError, describe_exception
+from meshwright.errors import ConfigError, DataError, MeshwrightError
 from meshwright.parallel.sync_batch_norm import GroupBatchNorm
 from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.first_batch.model_notes import BATCH_NORMS, gradient_notes, model_notes, unused_parameters
@@ -161,11 +161,8 @@ def build_copy(custom: CustomModel, flat: Flat) -> tuple[Objective, float]:
             continue
         objective.checked = False
         return objective, tolerance
-    text = f"{type(failure).__name__}: {' '.join(describe_exception(failure).split())}" if failure else ""
-    raise ConfigError(
-        f"{type(custom.module).__name__} or its loss fails on the first {SAMPLES} samples: {text}",
-        "try the model and the loss on one batch",
-    ) from failure
+    assert failure is not None
+    raise failure  # it is reported as a failure of a rank, with the line and the traceback of the user's code
 
 
 @contextmanager
