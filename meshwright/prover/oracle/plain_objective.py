@@ -50,8 +50,8 @@ class PlainObjective:
             router, weight = getattr(outputs, "aux_loss", None), getattr(self.module, "router_aux_loss_coef", 0.0)
             if not auxiliary and isinstance(router, Tensor):
                 loss = loss - weight * router
-            given_as_sum = self.reduction == "sum" and "num_items_in_batch" not in parameters(self.module)
-            return loss if given_as_sum else loss * self.count(batch)
+            is_sum = self.reduction == "sum" and not self.takes("num_items_in_batch")
+            return loss if is_sum else loss * self.count(batch)
         result = self.result(batch)
         value = result[0] if isinstance(result, tuple) else result
         total: Tensor = torch.stack(list(value.values())).sum() if isinstance(value, Mapping) else value
@@ -66,13 +66,14 @@ class PlainObjective:
 
     def arguments(self, batch: Any, with_targets: bool) -> dict[str, Any]:
         """The entries of a dict or dataclass that the forward of the model takes by name."""
-        taken = parameters(self.module)
-        anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
         return {
-            name: value
-            for name, value in children(batch)
-            if (anything or name in taken) and (with_targets or name not in TARGETS)
+            name: value for name, value in children(batch) if self.takes(name) and (with_targets or name not in TARGETS)
         }
+
+    def takes(self, name: str) -> bool:
+        """Whether the forward of the model takes an argument of this name."""
+        parameters = inspect.signature(self.module.forward).parameters
+        return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
     def count(self, batch: Any) -> int:
         """The number of valid targets."""
@@ -87,10 +88,6 @@ class PlainObjective:
             return len(entry)
         counted = entry[..., 1:] if self.count_kind == "shifted" else entry
         return int((counted != IGNORE_INDEX).sum())
-
-
-def parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(module.forward).parameters
 
 
 def children(value: Any) -> list[tuple[str, Any]]:

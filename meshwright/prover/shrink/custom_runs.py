@@ -84,14 +84,17 @@ def shrink_custom(config: RunConfig, layout_config: LayoutConfig) -> RunConfig:
 
 
 def data_variations(config: LayoutConfig) -> list[LayoutConfig]:
-    """Layouts in which a data axis has degree three; the model may not divide into three otherwise."""
+    """Layouts in which a data axis has degree three; the model may not divide into three otherwise. The last one is
+    the user's own.
+    """
     user = Layout.from_config(config)
     kept = ("tensor", "context", "pipeline")
-    return [
+    with_three = [
         layout
         for layout in layouts_with_degree_three(config)
         if all(getattr(Layout.from_config(layout), axis) in (1, getattr(user, axis)) for axis in kept)
     ]
+    return [*with_three, small_layouts(config)[0]]
 
 
 def variation(config: RunConfig, layout_config: LayoutConfig) -> RunConfig:
