@@ -27,6 +27,27 @@ class TokenSource:
         return tokens[:-1], labels
 
 
+class Texts:
+    """Dicts with token sequences of different lengths, which `pad` makes a batch of."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int):
+        tokens = np.random.default_rng(index).integers(0, VOCAB, 3 + index % 4)
+        return {"labels": tokens[1:], "tokens": tokens[:-1]}
+
+
+def pad(samples: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Pads to the longest sample of the batch; padded labels are ignored."""
+    size = max(len(sample["tokens"]) for sample in samples)
+    batch = {"tokens": np.zeros((len(samples), size), np.int64), "labels": np.full((len(samples), size), -100)}
+    for row, sample in enumerate(samples):
+        for name, values in sample.items():
+            batch[name][row, : len(values)] = values
+    return batch
+
+
 class Points:
     """Vectors with a class."""
 
@@ -92,6 +113,10 @@ class Classifier(nn.Module):
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def text_loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return token_loss(logits, batch["labels"])
 
 
 def class_loss(logits: Tensor, labels: Tensor) -> Tensor:

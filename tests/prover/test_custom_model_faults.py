@@ -9,11 +9,23 @@ import custom_plan_faults
 import pytest
 from custom_cases import CustomCase, prove_cases
 from custom_faults import CUSTOM_FAULTS, REPLICATE, SHARD, TENSOR
-from custom_models import TENSOR_SPEC, WIDTH, Classifier, Points, TokenModel, class_loss, token_loss
+from custom_models import (
+    TENSOR_SPEC,
+    WIDTH,
+    Classifier,
+    Points,
+    Texts,
+    TokenModel,
+    class_loss,
+    pad,
+    text_loss,
+    token_loss,
+)
 from torch import nn
 
 from meshwright.config import LayoutConfig
 
+PIPELINE = LayoutConfig(replicate=1, pipeline=2)
 MODULES = (custom_model_faults, custom_plan_faults)
 
 
@@ -24,6 +36,7 @@ def clean_cases() -> dict[str, CustomCase]:
         "replicate, tied": CustomCase(TokenModel(tie=True), token_loss, REPLICATE),
         "replicate, dropout": CustomCase(Classifier(nn.Dropout(0.2)), class_loss, REPLICATE, Points()),
         "replicate, synchronized": CustomCase(Classifier(nn.SyncBatchNorm(WIDTH)), class_loss, REPLICATE, Points()),
+        "replicate, padded dicts": CustomCase(TokenModel(), text_loss, REPLICATE, Texts(), options={"collate": pad}),
         "shard": CustomCase(TokenModel(), token_loss, SHARD),
         "shard, tied": CustomCase(TokenModel(tie=True), token_loss, SHARD),
         "shard gradients": CustomCase(TokenModel(), token_loss, LayoutConfig(replicate=2, shard="gradients")),
@@ -32,6 +45,7 @@ def clean_cases() -> dict[str, CustomCase]:
         ),
         "tensor": CustomCase(TokenModel(), token_loss, TENSOR, spec=TENSOR_SPEC),
         "tensor, tied": CustomCase(TokenModel(tie=True), token_loss, TENSOR, spec=TENSOR_SPEC),
+        "pipeline": CustomCase(TokenModel(), token_loss, PIPELINE),
     }
 
 

@@ -1,0 +1,106 @@
+"""The proof of a custom model: what the certificate says, what it leaves open, and which axis it names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import custom_model_faults
+import custom_plan_faults
+import pytest
+import torch
+from custom_cases import CustomCase
+from custom_faults import CUSTOM_FAULTS, REPLICATE
+from custom_models import Classifier, Points, TokenModel, class_loss, pad, text_loss, token_loss
+from torch.nn import functional as F
+
+from meshwright import train
+from meshwright.config import LayoutConfig
+from meshwright.prover.custom.proof import CustomProof
+from meshwright.prover.custom.training import explain_axes
+from meshwright.prover.oracle.plain_objective import PlainObjective
+from meshwright.prover.prove import certify
+from meshwright.prover.shrink.custom_runs import custom_runs
+
+MODULES = (custom_model_faults, custom_plan_faults)
+"""The modules that register the faults."""
+
+
+def proof(case: CustomCase) -> CustomProof:
+    return CustomProof(case.config(), case.subject())
+
+
+def test_certificate_describes_the_model_that_was_proven():
+    described = proof(CustomCase(Classifier(), class_loss, REPLICATE, Points())).describe()
+    assert described["class"] == "custom_models.Classifier"
+    assert described["parameters"] == sum(p.numel() for p in Classifier().parameters())
+    assert described["layout"] == "replicate 2"
+
+
+def test_loss_that_train_refuses_is_a_failed_claim_and_nothing_is_trained():
+    mean = proof(CustomCase(Classifier(), F.cross_entropy, REPLICATE, Points()))
+    first = next(mean.check_model())
+    assert not first.passed
+    assert "mean" in first.measured
+    assert not {"training", "recovery"} & mean.checks().keys()
+    assert any("`train` refuses the model" in sentence for sentence in mean.not_proven())
+
+
+def test_what_needs_formulas_of_built_in_models_is_listed_as_not_proven():
+    listed = "; ".join(proof(CustomCase(Classifier(), class_loss, REPLICATE, Points())).not_proven())
+    assert "initial weights" in listed
+    assert "communication volume" in listed
+    assert "content of samples" in listed
+
+
+def test_axis_of_a_fault_is_named(tmp_path):
+    case = CUSTOM_FAULTS["outputs divided by the number of ranks"].build()
+    of_case = proof(case)
+    run = next(run for run in custom_runs(case.config(), float64=True) if run.name == "float64")
+    text = explain_axes(case.config(), run, of_case.subject, of_case.facts, tmp_path)
+    assert text == "axis: one rank is right, so the replicate axis is the cause"
+
+
+def test_custom_model_stays_on_its_axes_when_a_proof_run_continues_elsewhere():
+    for layout in (LayoutConfig(replicate=2), LayoutConfig(replicate=1, tensor=2), LayoutConfig(replicate=2, tensor=2)):
+        config = replace(CustomCase(Classifier(), class_loss, REPLICATE, Points()).config(), layout=layout)
+        for run in custom_runs(config, float64=True):
+            assert run.config.model == config.model
+            assert (run.resume_layout or run.config).layout.tensor in (1, layout.tensor)
+            assert (run.resume_layout or run.config).layout.pipeline == 1
+
+
+def test_plain_objective_passes_dicts_by_keyword_and_counts_unpadded_labels():
+    model = TokenModel().double()
+    objective = PlainObjective(model, text_loss, pad)
+    samples = [{"labels": [1, 2, 3], "tokens": [0, 1, 2]}, {"tokens": [4, 5], "labels": [5, 6]}]
+    batch = objective.batch([{n: torch.tensor(v).numpy() for n, v in s.items()} for s in samples])
+    by_hand = sum(token_loss(model(torch.tensor([s["tokens"]])), torch.tensor([s["labels"]])) for s in samples)
+    assert torch.allclose(objective.total(batch, torch.float64), by_hand)
+    assert objective.count(batch) == 5
+
+
+def test_pipeline_returns_the_trained_weights_of_every_stage(tmp_path):
+    case = CustomCase(TokenModel(), token_loss, LayoutConfig(replicate=1, pipeline=2))
+    before = {name: value.clone() for name, value in case.module.state_dict().items()}
+    train(case.config(), model=case.module, loss=token_loss, source=case.source, run=tmp_path / "run", quiet=True)
+    assert not [name for name, value in case.module.state_dict().items() if torch.equal(value, before[name])]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [LayoutConfig(replicate=2, shard="parameters"), LayoutConfig(replicate=2)])
+def test_whole_certificate_of_a_custom_model_holds(layout):
+    case = CustomCase(TokenModel(tie=True), token_loss, layout)
+    certificate = certify(case.config(), custom=case.subject().custom, sources=case.subject().sources)
+    assert certificate["passed"], [check for check in certificate["checks"] if not check["passed"]]
+    assert {check["check"] for check in certificate["checks"]} >= {"stream", "model", "training", "recovery"}
+
+
+@pytest.mark.long
+def test_axis_of_a_fault_is_named_in_a_hybrid_layout(tmp_path):
+    case = replace(
+        CUSTOM_FAULTS["scale inside of the sharded region"].build(), layout=LayoutConfig(replicate=2, tensor=2)
+    )
+    of_case = proof(case)
+    run = next(run for run in custom_runs(case.config(), float64=True) if run.name == "float64")
+    text = explain_axes(case.config(), run, of_case.subject, of_case.facts, tmp_path)
+    assert text == "axis: tensor alone differs, replicate alone is right"
