@@ -1,7 +1,8 @@
 """Memory and time of a user's model, from what was traced of it; torch-free.
 
-The costs of a block are those of the mean block. Context parallelism divides what grows with the samples; tensor
-parallelism divides everything but the hidden states.
+The costs of a block are those of the mean block. Context parallelism divides what grows with the samples. Tensor
+parallelism divides activations as it divides the weights of the blocks, except for the inputs, the normalized inputs
+and the outputs of two norms.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def costs_of(model: TracedModel, settings: ActivationSettings) -> tuple[ModuleCo
     return spec.before_cost, [block.cost for block in spec.blocks], spec.after_cost
 
 
-def unit_bytes(cost: ModuleCost, settings: ActivationSettings, hidden: float) -> UnitBytes:
-    tensor = settings.layout.tensor
+def unit_bytes(cost: ModuleCost, settings: ActivationSettings, hidden: float, tensor_share: float = 1.0) -> UnitBytes:
+    tensor = 1 / (1 - tensor_share + tensor_share / settings.layout.tensor)
 
     def of(part: Cost, replicated: float = 0.0) -> float:
         total = part.constant + part.per_sample * settings.micro_batch / settings.layout.context
@@ -87,7 +88,7 @@ def _(model: TracedModel, settings: ActivationSettings) -> float:
 def mean_block(model: TracedModel, settings: ActivationSettings) -> UnitBytes:
     """The mean block. Its peak of backward, on top of all blocks, is that of the block with the largest peak."""
     hidden = hidden_state_bytes(model, settings)
-    units = [unit_bytes(cost, settings, hidden) for cost in costs_of(model, settings)[1]]
+    units = [unit_bytes(cost, settings, hidden, model.tensor_share) for cost in costs_of(model, settings)[1]]
     if not units:
         return UnitBytes(0.0, 0.0, 0.0, 0.0, 0.0)
     saved = peak = forward = 0.0
@@ -134,7 +135,7 @@ def _(model: TracedModel, settings: ActivationSettings) -> float:
 def _(model: TracedModel, settings: ActivationSettings) -> HeadActivations:
     _, _, after = costs_of(model, settings)
     hidden = hidden_state_bytes(model, settings)
-    unit = unit_bytes(after, settings, hidden)
+    unit = unit_bytes(after, settings, hidden, tensor_share=0.0)  # the loss has all logits
     return HeadActivations(
         unit.saved, 0.0, unit.forward_peak, unit.backward_peak, 0.0, unit.matmul_outputs + 2 * hidden
     )

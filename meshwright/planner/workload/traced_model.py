@@ -88,6 +88,13 @@ class TracedModel:
         """Parameters of all experts of all layers, if they are declared."""
         return sum(parameter.local_numel() for parameter in self.spec.parameters if parameter.is_expert_weight)
 
+    @cached_property
+    def tensor_share(self) -> float:
+        """The share of the weights of the blocks that the tensor-parallel plan shards."""
+        weights = [p for p in self.spec.parameters if p.unit in self.spec.block_names and len(p.shape) > 1]
+        sharded = sum(p.local_numel() for p in weights if p.tp_dim is not None)
+        return sharded / max(1, sum(p.local_numel() for p in weights))
+
     def tensor_degree_divides(self, degree: int) -> bool:
         """Whether every parameter of the tensor-parallel plan, and every head, divides evenly."""
         if degree == 1:
