@@ -25,9 +25,18 @@ LAYOUTS = {
     "ZeRO-1": {"shard": "optimizer", "accumulation": 2},
     "ZeRO-2": {"shard": "gradients", "accumulation": 2},
     "ZeRO-3": {"shard": "parameters"},
+    "tensor": {"replicate": 1, "tensor": 2},
+    "pipeline": {"replicate": 1, "pipeline": 2, "micro": 1, "accumulation": 4},
+    "context": {"replicate": 1, "context": 2},
 }
-QUICK = (("Llama", "DDP"), ("Mixtral", "ZeRO-3"), ("CNN", "DDP with accumulation"), ("BERT", "ZeRO-1"))
-ALL = tuple((model, layout) for model in MODELS for layout in LAYOUTS)
+DATA_PARALLEL = [layout for layout in LAYOUTS if layout not in ("tensor", "pipeline", "context")]
+QUICK = (("Llama", "DDP"), ("Mixtral", "ZeRO-3"), ("CNN", "DDP with accumulation"), ("BERT", "ZeRO-1"), ("GPT-2", "pipeline"))
+ALL = (
+    *((model, layout) for model in MODELS for layout in DATA_PARALLEL),
+    *((model, layout) for model in ("Llama", "Qwen3", "Mistral") for layout in ("tensor", "pipeline", "context")),
+    *((model, "pipeline") for model in ("GPT-2", "ViT")),
+    ("Mixtral", "tensor"),
+)
 
 
 def count_steps(world, cases):
