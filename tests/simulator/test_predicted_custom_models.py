@@ -30,7 +30,7 @@ LAYOUTS = {
     "context": {"replicate": 1, "context": 2},
 }
 DATA_PARALLEL = [layout for layout in LAYOUTS if layout not in ("tensor", "pipeline", "context")]
-QUICK = (("Llama", "DDP"), ("Mixtral", "ZeRO-3"), ("CNN", "DDP with accumulation"), ("BERT", "ZeRO-1"), ("GPT-2", "pipeline"))
+QUICK = (("Mixtral", "ZeRO-3"), ("CNN", "DDP with accumulation"), ("GPT-2", "pipeline"))
 ALL = (
     *((model, layout) for model in MODELS for layout in DATA_PARALLEL),
     *((model, layout) for model in ("Llama", "Qwen3", "Mistral") for layout in ("tensor", "pipeline", "context")),
