@@ -19,7 +19,7 @@ def attention(query, key, value, *_args, out_val, **_kwargs):
 
 
 def attention_backward(_gradient, query, key, value, *_args, out_val, **_kwargs):
-    """Scores are computed again, and there are four more products of the same size."""
+    """Backward recomputes the scores, and has four more products of the same size."""
     return sdpa_flop_count(query.shape, key.shape, value.shape) * 5 // 2
 
 
