@@ -53,7 +53,6 @@ SMALL = {
 }
 LATENT = {"head_dim": 4, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
 LATENT |= {"kv_lora_rank": 16, "q_lora_rank": 16, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-EXPERTS_IN_ALL_LAYERS = {"first_k_dense_replace": 0}
 LAYER_TYPES = {"layer_types": ["full_attention", "sliding_attention"]}
 OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(["axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"], LATENT),
@@ -61,15 +60,20 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "gemma3n_text": LAYER_TYPES | {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 96, "laurel_rank": 8},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16, "layer_types": ["attention", "attention"]},
-    **dict.fromkeys(["bailing_hybrid", "beam", "flint"], EXPERTS_IN_ALL_LAYERS),
+    "bailing_hybrid": {"first_k_dense_replace": 0, "n_group": 2, "topk_group": 1},
+    "beam": {"mlp_layer_types": ["dense", "sparse"], "n_group": 2, "topk_group": 1},
+    "flint": {"mlp_only_layers": []},
+    "llama4_text": {"interleave_moe_layer_step": 1},
     "zaya": {"num_experts_per_tok": 1},
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "lfm2_moe": {"layer_types": ["full_attention", "full_attention"], "num_dense_layers": 1},
 }
 """Settings of families whose configs need more than SMALL."""
 
-TOO_LARGE = ("llama4", "phi4_multimodal")
-"""Families whose configs make a large vision or audio tower whatever SMALL says; llama4_text is compared instead."""
+NOT_COMPARED = {
+    "llama4": "its config makes a large vision tower; llama4_text is compared instead",
+    "phi4_multimodal": "its config makes large vision and audio towers",
+    "cohere_compass_text": "its config needs rotary settings for each type of layer",
+}
 
 
 @dataclass(frozen=True)
@@ -221,7 +225,7 @@ def families(axis: str) -> Iterator[str]:
     plan = "base_model_tp_plan" if axis == "tensor" else "base_model_ep_plan"
     for family, config in transformers.CONFIG_MAPPING.items():
         causal = config in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-        if getattr(config, plan, None) and causal and family not in TOO_LARGE:
+        if getattr(config, plan, None) and causal and family not in NOT_COMPARED:
             yield family
 
 

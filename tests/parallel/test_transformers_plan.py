@@ -103,7 +103,7 @@ def train_qwen3(folder, layout: dict[str, Any], **overrides: Any) -> dict[str, t
 
 
 def test_qwen3_on_fsdp_and_tensor_parallel_ranks_gives_the_weights_of_one_process(tmp_path):
-    """float32 casts inside of the model round differently, so weights differ by less than an update of 0.01."""
+    """The model casts to float32 inside, so that sums in another order may differ by more than 1e-10."""
     expected = train_qwen3(tmp_path / "single_process", {"replicate": 1})
     layouts = {
         "tensor": ({"replicate": 1, "tensor": 2}, {}),
@@ -112,7 +112,7 @@ def test_qwen3_on_fsdp_and_tensor_parallel_ranks_gives_the_weights_of_one_proces
     for name, (layout, overrides) in layouts.items():
         state = train_qwen3(tmp_path / name, layout, **overrides)
         for parameter, value in expected.items():
-            assert torch.allclose(state[parameter], value, rtol=1e-4, atol=1e-5), (name, parameter)
+            assert torch.allclose(state[parameter], value, rtol=1e-7, atol=1e-9), (name, parameter)
 
 
 def test_shipped_plan_is_translated_on_the_meta_device():
