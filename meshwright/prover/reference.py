@@ -218,10 +218,10 @@ def fit_sample_weights(
     """
     parameters = {name: value.double() for name, value in before.items()}
     model, parts = task.micro_batches(step, accumulation)
-    valid, columns = max(1, sum(model.count_valid(part) for part in parts)), []
+    valid, columns = max(1, sum(model.count_valid_targets(part) for part in parts)), []
     for part in parts:
         _, gradients, _ = model.gradient(parameters, part, 1.0, step.step)
-        share = model.count_valid(part) / valid
+        share = model.count_valid_targets(part) / valid
         zeros = {name: torch.zeros_like(parameters[name]) for name in names}
         columns.append(share * torch.cat([(zeros | gradients)[name].flatten() for name in names]))
     matrix, found = torch.stack(columns, 1), torch.cat([step.gradients[name].double().flatten() for name in names])

@@ -166,8 +166,10 @@ def with_batch_dependence(facts: ModelFacts, model: PlainModel, batch: Samples) 
 
 def is_mean(model: PlainModel, batch: Samples, parts: list[Samples], whole: float, losses: list[float]) -> bool:
     """Whether the loss of the batch is the mean of the losses of its parts, weighted by their valid targets."""
-    counts = [model.count_valid(part) for part in parts]
-    mean = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / max(1, model.count_valid(batch))
+    counts = [model.count_valid_targets(part) for part in parts]
+    mean = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / max(
+        1, model.count_valid_targets(batch)
+    )
     return abs(whole - mean) <= 1e-4 * abs(whole)
 
 

@@ -119,7 +119,7 @@ class PlainModel:
         named = self.parameters()
         for parameter in named.values():
             parameter.grad = None
-        valid, total = max(1, self.count_valid(samples)), 0.0
+        valid, total = max(1, self.count_valid_targets(samples)), 0.0
         for replica, number, rows in self.passes.divide(len(samples)):
             if number == 0:
                 seed_all(step_seed(self.seed, step, replica))
@@ -136,12 +136,12 @@ class PlainModel:
         modes = [(child, child.training) for part in self.parts().values() for child in part.modules()]
         for part in self.parts().values():
             part.eval()
-        total, valid = float(self.loss_sum(samples, auxiliary=True).double()), self.count_valid(samples)
+        total, valid = float(self.loss_sum(samples, auxiliary=True).double()), self.count_valid_targets(samples)
         for child, mode in modes:
             child.training = mode
         return total / max(1, valid), valid
 
-    def count_valid(self, samples: Samples, /) -> int:
+    def count_valid_targets(self, samples: Samples, /) -> int:
         return self.objective.count(self.objective.batch(samples))
 
     def inputs(self, samples: Samples, /) -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ class TrainedModel(Protocol):
         """(mean loss, number of valid targets) of held-out samples."""
         ...
 
-    def count_valid(self, batch: Any, /) -> int:
+    def count_valid_targets(self, batch: Any, /) -> int:
         """The number of targets that count in the loss."""
         ...
 
@@ -117,5 +117,7 @@ def run_step(
             updated[name], moments[name] = adamw(parameters[name], gradient * factor, before, lr, config.optimizer)
         for name, load in loads.items():
             updated[name] = router_bias(parameters[name], load, config.model.router_bias_rate)
-    record = StepTrace(step, loss, norm, lr, model.count_valid(batch), model.inputs(batch), gradients, dict(updated))
+    record = StepTrace(
+        step, loss, norm, lr, model.count_valid_targets(batch), model.inputs(batch), gradients, dict(updated)
+    )
     return record, ReferenceState(updated, moments, state.loss_scale.after(finite))

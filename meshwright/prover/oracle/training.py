@@ -114,7 +114,7 @@ class ReferenceModel:
         `router_aux_loss`. `scale` is the loss scale, which the gradient no longer has.
         """
         tokens, labels = batch
-        valid = max(1, self.count_valid(batch))
+        valid = max(1, self.count_valid_targets(batch))
         gradients: dict[str, Tensor] = {}
         total, loads = 0.0, dict[str, Tensor]()
         for rank in torch.arange(len(tokens)).chunk(self.compression.ranks):
@@ -151,10 +151,10 @@ class ReferenceModel:
         used, total = self.as_used(parameters), 0.0
         for samples in self.evaluation_passes(len(tokens)):
             total += float(self.decoder.forward(used, tokens[samples], labels[samples]).token_losses.double().sum())
-        valid = self.count_valid(batch)
+        valid = self.count_valid_targets(batch)
         return total / max(1, valid), valid
 
-    def count_valid(self, batch: Batch) -> int:
+    def count_valid_targets(self, batch: Batch) -> int:
         return int((batch[1] != IGNORE_INDEX).sum())
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
