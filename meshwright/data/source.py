@@ -104,8 +104,8 @@ class IndexableSource:
     """A map-style dataset as a source: any object with `__len__` and `__getitem__`, such as a list or a torch Dataset.
 
     An item is a tuple of arrays or numbers (the target last), a dict or dataclass of them, or one one-dimensional
-    integer array: a token sequence, which is split into inputs and shifted labels. What a collate function takes is
-    left as it is.
+    array or list of integers: a token sequence, which is split into inputs and shifted labels. What a collate function
+    takes is left as it is.
     """
 
     def __init__(self, dataset: Any, name: str = "", collate: Collate | None = None) -> None:
@@ -124,7 +124,7 @@ class IndexableSource:
         item = self.dataset[index]
         if self.collate is not None or isinstance(item, Mapping) or is_dataclass_value(item):
             return item
-        if isinstance(item, (tuple, list)) and not all(np.isscalar(value) for value in item):
+        if isinstance(item, tuple) or (isinstance(item, list) and not all(np.isscalar(value) for value in item)):
             return tuple(item)
         tokens = np.asarray(item)
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.size < 2:

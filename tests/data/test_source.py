@@ -15,6 +15,8 @@ def test_indexable_source_accepts_tuples_sequences_and_dicts():
     assert [int(target) for _, target in (pairs[0], pairs[1])] == [1, 0]
     sequences = IndexableSource([[1, 2, 3], [4, 5, 6]])
     assert [array.tolist() for array in sequences[1]] == [[4, 5], [5, 6]]
+    numbers = IndexableSource([(3, 1), (5, 7, 0)])  # a tuple is (inputs..., target), of integers too
+    assert [numbers[0], numbers[1]] == [(3, 1), (5, 7, 0)]
     records = IndexableSource([{"x": np.ones(2), "y": 3}])
     assert sorted(records[0]) == ["x", "y"]
 

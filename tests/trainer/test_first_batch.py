@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -247,6 +248,9 @@ def test_ties_that_an_initialization_has_broken_are_named():
     assert check(model, summed, samples).notes == ()
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), 2)
     assert model_notes(encoder) == []  # its layers are copies of one
+    layers = nn.ModuleList(deepcopy(nn.ModuleList([model.embedding, nn.Linear(8, 11, bias=False)])) for _ in range(2))
+    layers[1][1].weight = nn.Parameter(model.embedding.weight.detach().clone())
+    assert model_notes(nn.ModuleDict({"layers": layers}), ParallelSpec(blocks="layers.*")) == []
     model.head.weight = nn.Parameter(model.embedding.weight.detach().clone())
     [note] = check(model, summed, samples).notes
     assert note.startswith("embedding.weight and head.weight have equal values and are two parameters")

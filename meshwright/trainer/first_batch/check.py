@@ -93,10 +93,10 @@ def check_first_batch(custom: CustomModel, source: Source, seed: int = 0) -> Fir
     """
     batches = read_batches(custom, source)
     if reason := why_unchecked(custom, batches[0]):
-        unchecked = (*model_notes(custom.module), f"the first batch is not checked: {reason}")
+        unchecked = (*model_notes(custom.module, custom.spec), f"the first batch is not checked: {reason}")
         return FirstBatch(custom.batch.count, find_unit(custom.batch, batches[0]), unchecked)
     custom = custom.with_values(seed)
-    notes = model_notes(custom.module)
+    notes = model_notes(custom.module, custom.spec)
     objective, tolerance = build_copy(custom, batches[0])
     notes += BatchCheck(objective, batches, tolerance).run()
     notes += gradient_notes(objective.model, custom.spec)

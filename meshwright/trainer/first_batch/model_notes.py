@@ -16,7 +16,7 @@ SHOWN = 3
 """Names that a note lists; the rest are counted."""
 
 
-def model_notes(model: nn.Module) -> list[str]:
+def model_notes(model: nn.Module, spec: ParallelSpec = ParallelSpec()) -> list[str]:
     """Returns notes about the modules and parameters of a model. Raises ConfigError if declared ties do not exist."""
     check_declared_ties(model)
     notes = []
@@ -30,19 +30,22 @@ def model_notes(model: nn.Module) -> list[str]:
         notes.append(f"{len(frozen)} of {len(named)} parameters are frozen: {short_list(frozen)}")
     notes += [
         f"{first} and {second} have equal values and are two parameters; tied weights must be one parameter"
-        for first, second in untied_embeddings(model)
+        for first, second in untied_embeddings(model, spec)
     ]
     return notes
 
 
-def untied_embeddings(model: nn.Module) -> Iterator[tuple[str, str]]:
+def untied_embeddings(model: nn.Module, spec: ParallelSpec) -> Iterator[tuple[str, str]]:
     """Yields pairs of an embedding's weights and another matrix with equal values: a tie that an initialization has
-    broken. Other matrices may be copies, such as the layers of `nn.TransformerEncoder`.
+    broken. Two parameters inside of blocks may be copies, as the layers of `nn.TransformerEncoder` are.
     """
+    of_blocks = {id(p) for block in find_blocks(model, spec) if block is not model for p in block.parameters()}
     embeddings = {f"{name}.weight": c.weight for name, c in model.named_modules() if isinstance(c, nn.Embedding)}
     for name, parameter in model.named_parameters():
         for other, weight in embeddings.items():
-            if name not in embeddings and not weight.is_meta and same_values(weight, parameter):
+            if name in embeddings or weight.is_meta or {id(weight), id(parameter)} <= of_blocks:
+                continue
+            if same_values(weight, parameter):
                 yield other, name
 
 
