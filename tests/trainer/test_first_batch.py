@@ -247,7 +247,7 @@ def test_ties_that_an_initialization_has_broken_are_named():
     model = Tied()
     assert check(model, summed, samples).notes == ()
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), 2)
-    assert model_notes(encoder) == []  # its layers are copies of one
+    assert model_notes(encoder, ParallelSpec()) == []  # its layers are copies of one
     layers = nn.ModuleList(deepcopy(nn.ModuleList([model.embedding, nn.Linear(8, 11, bias=False)])) for _ in range(2))
     layers[1][1].weight = nn.Parameter(model.embedding.weight.detach().clone())
     assert model_notes(nn.ModuleDict({"layers": layers}), ParallelSpec(blocks="layers.*")) == []

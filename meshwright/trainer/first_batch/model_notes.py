@@ -16,7 +16,7 @@ SHOWN = 3
 """Names that a note lists; the rest are counted."""
 
 
-def model_notes(model: nn.Module, spec: ParallelSpec = ParallelSpec()) -> list[str]:
+def model_notes(model: nn.Module, spec: ParallelSpec) -> list[str]:
     """Returns notes about the modules and parameters of a model. Raises ConfigError if declared ties do not exist."""
     check_declared_ties(model)
     notes = []
