@@ -31,6 +31,7 @@ from meshwright.checkpoint.state import CheckpointState
 from meshwright.checkpoint.verify import shard_header, verify_file
 from meshwright.config import BLOCK_SIZES, BlockSizes, CheckpointConfig
 from meshwright.errors import BusyError, CheckpointError, MeshwrightError, NumericsError, PeerError, is_peer_loss
+from meshwright.parallel.data_parallel.rank_agreement import ModelUse, use_error
 from meshwright.parallel.local_shard import LocalShard
 from meshwright.parallel.world import World
 from meshwright.store.interface import Store
@@ -54,8 +55,8 @@ class CheckpointMetadata:
     """The logical owner that this rank stands for, such as its data-parallel rank."""
     owner_state: dict[str, Any]
     """The non-tensor state of the owner."""
-    used_parameters: int = 0
-    """A checksum of which parameters the last step used; nothing is published unless ranks agree on it."""
+    model_use: ModelUse = field(default_factory=ModelUse)
+    """How the last step ran the model; nothing is published unless ranks agree on it."""
 
 
 @dataclass
@@ -294,21 +295,17 @@ class CheckpointSaver:
         step = metadata.step
         nonfinite = next((name for name, shard in state.items() if not is_finite(name, shard.local)), "")
         digests = stager.replicas.digests(stager.checksums)
-        rows = self._all_gather(bool(nonfinite), metadata.used_parameters, *digests)
+        rows = self._all_gather(bool(nonfinite), *metadata.model_use, *digests)
         pipeline_ranks = [self.layout.coordinates(rank)["pipeline"] for rank in range(len(rows))]
-        uses = {(pipeline_rank, row[1]) for pipeline_rank, row in zip(pipeline_ranks, rows, strict=True)}
-        if len(uses) > self.layout.pipeline:
-            raise NumericsError(
-                f"step {step - 1}: ranks used different parameters, and nothing was published",
-                "try ddp.find_unused_parameters = true",
-            )
+        if error := use_error([ModelUse(*row[1:3]) for row in rows], pipeline_ranks, step - 1):
+            raise error
         if failed := [rank for rank, row in enumerate(rows) if row[0]]:
             tensor = nonfinite if self.world.rank == failed[0] else "its state"
             raise NumericsError(
                 f"rank {failed[0]} step {step}: {tensor} is not finite, and nothing was published",
                 "try the records of earlier steps in events/",
             )
-        if mismatch := stager.replicas.find_mismatch([row[2:] for row in rows]):
+        if mismatch := stager.replicas.find_mismatch([row[3:] for row in rows]):
             raise mismatch.error(self.world.rank, step)
 
     def _publish(

@@ -24,15 +24,17 @@ def infer_parallel_spec(
 ) -> ParallelSpec:
     """The spec of a model, from its modules alone. Fields that the user has given win.
 
-    `run` runs the forward of the model, on fake tensors for example: modules outside of the blocks are then ordered by
-    their first call, and those that are not called stay in the root unit. Without it they are ordered as registered.
+    `run` runs the forward of the model, on fake tensors for example: a list of modules that it does not call once each,
+    in order, belongs to the root unit; modules outside of the blocks are ordered by their first call, and those that
+    are not called stay in the root unit. Without it they are ordered as registered.
     """
     given = given or ParallelSpec()
-    patterns = infer_blocks(module)
+    calls = None if run is None else record_calls(module, run)
+    patterns = infer_blocks(module, calls)
     blocks = given.blocks or (patterns[0] if len(patterns) == 1 else patterns or "")
     before, after = infer_ends(module, ParallelSpec(blocks))
-    if run is not None:
-        before, after = order_by_calls(module, ParallelSpec(blocks), before + after, run)
+    if calls is not None:
+        before, after = order_by_calls(module, ParallelSpec(blocks), before + after, calls)
     shipped = any(shipped_plans(module))
     inferred_plan = partial(transformers_tp_plan, module) if shipped else empty_tp_plan
     return ParallelSpec(
@@ -51,7 +53,8 @@ def describe_spec(spec: ParallelSpec, given: ParallelSpec | None = None) -> list
     given = given or ParallelSpec()
     names = ", ".join
     lines = {
-        "blocks": names(spec.block_patterns) or "no repeated modules, so that the whole model is one FSDP unit",
+        "blocks": names(spec.block_patterns)
+        or "no repeated modules that are called once each, so the whole model is one FSDP unit",
         "before": names(spec.before),
         "after": names(spec.after),
         "tp_plan": "" if spec.tp_plan is empty_tp_plan else "the plan that transformers ships for this model",
@@ -63,10 +66,11 @@ def describe_spec(spec: ParallelSpec, given: ParallelSpec | None = None) -> list
     return [f"ParallelSpec.{name}: {text}" for name, text in lines.items() if text and getattr(given, name) in empty]
 
 
-def infer_blocks(model: nn.Module) -> tuple[str, ...]:
+def infer_blocks(model: nn.Module, calls: list[nn.Module] | None = None) -> tuple[str, ...]:
     """The names of the repeated blocks, `layers.*`, in the order of registration: the outermost lists of modules of one
     class. A list of one module counts where transformers names its class as a unit (`_no_split_modules`), and a small
-    list where a large one has modules of the same class.
+    list where a large one has modules of the same class. With the calls of a forward, a list counts if its modules are
+    called once each, in order: FSDP2 needs all ranks to call the same units in the same order.
     """
     units = {str(name) for sub in model.modules() for name in getattr(sub, "_no_split_modules", None) or ()}
     lists = outermost(
@@ -75,7 +79,30 @@ def infer_blocks(model: nn.Module) -> tuple[str, ...]:
     total = sum(parameter.numel() for parameter in model.parameters())
     sizes = {name: sum(p.numel() for item in items for p in item.parameters()) for name, items in lists.items()}
     classes = {type(items[0]) for name, items in lists.items() if sizes[name] > SMALLEST_SHARE * total}
-    return tuple(child(name, "*") for name, items in lists.items() if type(items[0]) in classes)
+    return tuple(
+        child(name, "*")
+        for name, items in lists.items()
+        if type(items[0]) in classes and (calls is None or called_in_order(items, calls))
+    )
+
+
+def record_calls(model: nn.Module, run: Callable[[], Any]) -> list[nn.Module]:
+    """The modules in the order in which `run` calls them."""
+    calls: list[nn.Module] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda module, _inputs: calls.append(module)) for module in model.modules()
+    ]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def called_in_order(items: list[nn.Module], calls: list[nn.Module]) -> bool:
+    """Whether the modules of a list are called once each, in order."""
+    return [module for module in calls if module in items] == items
 
 
 def module_lists(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
@@ -127,27 +154,21 @@ def outer_modules(module: nn.Module, prefix: str, blocks: set[int]) -> Iterator[
 
 
 def order_by_calls(
-    model: nn.Module, spec: ParallelSpec, names: tuple[str, ...], run: Callable[[], Any]
+    model: nn.Module, spec: ParallelSpec, names: tuple[str, ...], calls: list[nn.Module]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(modules first called before the first block, those first called after the last block), as `run` calls them."""
+    """(modules first called before the first block, those first called after the last block). Modules of a list that
+    is not called in order stay in the root unit: ranks may call different ones.
+    """
     blocks = [block for pattern in spec.block_patterns for block in find_modules(model, pattern)]
-    watched = {id(model.get_submodule(name)): name for name in names} | {id(block): "" for block in blocks}
-    calls: list[str] = []
-    hooks = [
-        module.register_forward_pre_hook(lambda module, _inputs: calls.append(watched[id(module)]))
-        for module in model.modules()
-        if id(module) in watched
-    ]
-    try:
-        run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if "" not in calls:
+    routed = [name for name, items in module_lists(model) if not called_in_order(items, calls)]
+    names = tuple(name for name in names if not any(is_inside(name, other) for other in routed))
+    watched = {model.get_submodule(name): name for name in names} | dict.fromkeys(blocks, "")
+    called = [watched[module] for module in calls if module in watched]
+    if "" not in called:
         return (), ()
-    first, last = calls.index(""), len(calls) - 1 - calls[::-1].index("")
-    before, inside = set(calls[:first]), set(calls[first:last])
-    after = set(calls[last:]) - before - inside
+    first, last = called.index(""), len(called) - 1 - called[::-1].index("")
+    before, inside = set(called[:first]), set(called[first:last])
+    after = set(called[last:]) - before - inside
     return tuple(n for n in names if n in before - inside), tuple(n for n in names if n in after)
 
 

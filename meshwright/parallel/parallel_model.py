@@ -179,6 +179,10 @@ class ParallelModel:
     def reshard(self) -> None:
         """Frees unsharded parameters after a forward pass outside a step (FSDP2)."""
 
+    def pop_block_calls(self) -> int:
+        """Returns a hash of the order of calls of the blocks since the last call; 0 where any order is right."""
+        return 0
+
     def pop_gradient_reduction(self) -> GradientReduction:
         """Returns the gradient reduction since the last call; all zeros where it is not counted at every step."""
         return GradientReduction()

@@ -312,7 +312,7 @@ class Training:
         self.job.observer.on_evaluation(self.done - 1, result[0], result[1])
 
     def checkpoint_metadata(self) -> CheckpointMetadata:
-        return self.resume.metadata(self.done, self.recorder, self.precision, self.optimizer.used_parameters)
+        return self.resume.metadata(self.done, self.recorder, self.precision, self.step.model_use)
 
     def save_if_due(self) -> None:
         """Starts a save if the step control vector asked for one, and records the result of the previous save."""

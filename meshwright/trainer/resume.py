@@ -14,6 +14,7 @@ from meshwright.config import Batch, RunConfig
 from meshwright.data.stream import Stream
 from meshwright.errors import DataError, IdentityError
 from meshwright.optim.schedule import learning_rate
+from meshwright.parallel.data_parallel.rank_agreement import ModelUse
 from meshwright.parallel.world import World
 from meshwright.topology.axes import ALL_AXES
 from meshwright.topology.layout import Layout, stages_per_rank
@@ -71,7 +72,7 @@ class ResumeState:
             "made_by": self.made_by,
         }
 
-    def metadata(self, done: int, recorder: StepRecorder, precision: Precision, used: int) -> CheckpointMetadata:
+    def metadata(self, done: int, recorder: StepRecorder, precision: Precision, use: ModelUse) -> CheckpointMetadata:
         """Returns what a checkpoint after `done` steps keeps beside its tensors."""
         common = {
             "data": self.stream_position(done),
@@ -80,7 +81,7 @@ class ResumeState:
             "scaler": precision.scaler.to_json() if precision.scaler is not None else {},
             "counters": recorder.counters(),
         }
-        return CheckpointMetadata(done, common, self.owner, {"noise": recorder.noise.to_json()}, used)
+        return CheckpointMetadata(done, common, self.owner, {"noise": recorder.noise.to_json()}, use)
 
     def apply(self, manifest: Manifest, recorder: StepRecorder, precision: Precision) -> None:
         """Restores the small state. State of a data coordinate is restored only if their number has not changed."""

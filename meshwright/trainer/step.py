@@ -16,9 +16,10 @@ from torch import Tensor
 from meshwright import faults
 from meshwright.config import RunConfig
 from meshwright.data.loader import BadSample, MicroBatch
-from meshwright.errors import DataError, NumericsError, PeerError, StoppedBySignal
+from meshwright.errors import DataError, PeerError, StoppedBySignal
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel.context_parallel.start_check import check_context_parallel
+from meshwright.parallel.data_parallel.rank_agreement import ModelUse, use_error
 from meshwright.parallel.local_shard import local_tensor
 from meshwright.parallel.parallel_model import (
     GradientReduction,
@@ -138,6 +139,8 @@ class Step:
         objective = find_objective(self.parallel_model.module)
         self.objective = objective if objective is not None and objective.measured_length else None
         self.measured: Tensor | None = None
+        self.block_calls = 0
+        """the order in which the last step called the blocks, see `ParallelModel.pop_block_calls`"""
 
     def run(
         self,
@@ -236,7 +239,9 @@ class Step:
             loss_sum = self.world.all_reduce(self._with_measured(total), "loss sum")
 
         hooks = PassHooks(enter, self.precision.autocast, scale_loss, sum_loss)
+        self.parallel_model.pop_block_calls()  # those of an evaluation
         self.in_flight = self.parallel_model.forward_backward(inputs, hooks)
+        self.block_calls = self.parallel_model.pop_block_calls()
 
         clock.enter("sync")
         if loss_sum is None:  # a pipeline: not every rank computes a loss
@@ -308,17 +313,29 @@ class Step:
 
     def _control_vector(self, step: int, batches: list[MicroBatch]) -> list[int]:
         """Returns this rank's step control vector: tokens, bad samples, ranks with bad samples, SIGINT, SIGTERM, save
-        due, save finished, and for every pipeline rank the hash of its parameters with a gradient, and its square.
+        due, save finished, and for every pipeline rank the hash of its last use of the model, and its square.
         """
         bad = sum(len(batch.bad_samples) for batch in batches)
         received = self.context.signal_seen()
         signals = [received == signal.SIGINT, received == signal.SIGTERM]
         counts = [sum(b.valid_targets for b in batches), bad, int(bad > 0)] if self.context.counts_tokens else [0, 0, 0]
-        used = self.optimizer.used_parameters & 0xFFFF
+        used = self.model_use.short
         uses = [0] * (2 * self.context.pipeline_ranks)  # pipeline ranks have different parameters
         start = 2 * self.context.pipeline_rank
         uses[start : start + 2] = used, used**2
         return [*counts, *signals, *self.context.save_state(step + 1), *uses]
+
+    @property
+    def model_use(self) -> ModelUse:
+        """How this rank ran the model in the last step."""
+        return ModelUse(self.optimizer.used_parameters, self.block_calls)
+
+    def _raise_use_error(self, step: int) -> None:
+        """Raises on every rank, with the rank that ran the model differently."""
+        rows = self.world.all_gather_ints(self.context.pipeline_rank, *self.model_use, name="use of the model")
+        error = use_error([ModelUse(*use) for _, *use in rows], [pipeline_rank for pipeline_rank, *_ in rows], step)
+        assert error is not None
+        raise error
 
     def _read_control(self, step: int, batches: list[MicroBatch], sums: Tensor) -> StepControl:
         """Reads the summed control vector. It is equal on every rank, so every rank stops at this step or none does."""
@@ -326,7 +343,7 @@ class Step:
         ranks = self.world.size // self.context.pipeline_ranks
         # Cauchy-Schwarz: equality holds only if all ranks with the same stages have the same hash
         if any(squares * ranks != used**2 for used, squares in zip(uses[::2], uses[1::2], strict=True)):
-            raise parameter_use_error(self.world.rank, step - 1)
+            self._raise_use_error(step - 1)
         if bad and not self.context.quarantine:
             local: list[BadSample] = [sample for batch in batches for sample in batch.bad_samples]
             if local:
@@ -362,16 +379,6 @@ def copy_to_host(tensor: Tensor) -> Tensor:
     """Starts an asynchronous copy to pinned memory; it is complete once the step's clock has passed."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return host.copy_(tensor, non_blocking=True)
-
-
-def parameter_use_error(rank: int, step: int) -> NumericsError:
-    """The error for ranks that used different parameters: FSDP2 has then summed gradients of different parameters, and
-    DDP would have waited for ever.
-    """
-    return NumericsError(
-        f"rank {rank} step {step}: ranks used different parameters, so gradients of different parameters were summed",
-        "try ddp.find_unused_parameters = true",
-    )
 
 
 def step_seed(seed: int, step: int, coordinate: int) -> int:

@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from meshwright.parallel.infer_spec import describe_spec, infer_parallel_spec
+from meshwright.parallel.infer_spec import called_in_order, describe_spec, infer_parallel_spec
 from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks, fsdp_units, parameter_ids
 
 transformers.logging.set_verbosity_error()
@@ -121,6 +121,36 @@ def test_a_forward_orders_the_ends_by_their_calls():
     assert infer_parallel_spec(model).before == ("head", "stem")
     spec = infer_parallel_spec(model, run=lambda: model(torch.zeros(2, 3, 8)))
     assert (spec.before, spec.after) == (("stem",), ("head",))
+
+
+class WithHeads(nn.Module):
+    """Blocks, one of several equal heads, and an embedding; `skip` is a block that the forward does not call."""
+
+    def __init__(self, skip: int | None = None) -> None:
+        super().__init__()
+        self.skip, self.embed = skip, nn.Linear(3, 4)
+        self.blocks = nn.ModuleList([Block(4) for _ in range(3)])
+        self.heads = nn.ModuleList([nn.Linear(4, 40) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x).mT
+        for index, block in enumerate(self.blocks):
+            x = x if index == self.skip else block(x)
+        return self.heads[0](x.mT)  # type: ignore[no-any-return]
+
+
+def test_modules_that_a_forward_does_not_call_once_each_in_order_are_no_fsdp_units():
+    def spec_of(model: nn.Module) -> ParallelSpec:
+        return infer_parallel_spec(model, run=lambda: model(torch.zeros(2, 8, 3)))
+
+    routed = spec_of(WithHeads())
+    assert infer_parallel_spec(WithHeads()).blocks == ("blocks.*", "heads.*")
+    assert (routed.blocks, routed.before, routed.after) == ("blocks.*", ("embed",), ())
+    dropped = spec_of(WithHeads(skip=1))
+    assert (dropped.blocks, dropped.before, dropped.after) == ("", (), ())
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert called_in_order([first, second], [first, second])
+    assert not called_in_order([first, second], [second, first])
 
 
 def test_a_sequential_of_equal_modules_is_a_list_of_blocks_at_the_root():

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from meshwright import ParallelSpec, train
 from meshwright.config import config_from_dict
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, NumericsError
 from meshwright.parallel.parallel_spec import fsdp_units
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_parallel_spec.py"
@@ -139,9 +140,9 @@ class Branching(example.ResidualMLP):
         return self.head(self.blocks[0](x)).squeeze(-1)
 
 
-def train_branching(folder, layout: dict, unused: bool) -> dict[str, torch.Tensor]:
+def train_branching(folder, layout: dict, unused: bool, model: nn.Module | None = None) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    model = Branching().double()
+    model = (model or Branching()).double()
     settings = SETTINGS | {
         "batch": {"global": 8, "micro": 1},
         "layout": layout,
@@ -170,6 +171,25 @@ def test_ranks_that_use_different_parameters_fail_without_find_unused_parameters
     with pytest.raises(Exception, match=r"ranks used different parameters.*try ddp.find_unused_parameters = true"):
         train_branching(tmp_path / "sharded", {"replicate": 4, "shard": "parameters"}, False)
     assert not list((tmp_path / "sharded").glob("checkpoints/*/manifest.json"))
+
+
+class Reordering(example.ResidualMLP):
+    """The ranks call their blocks in different orders, as they do if the order is drawn at random."""
+
+    def __init__(self) -> None:
+        super().__init__(width=8, depth=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        first = dist.get_rank() if dist.is_initialized() else 0
+        return self.head(self.blocks[1 - first](self.blocks[first](x))).squeeze(-1)
+
+
+def test_ranks_that_call_blocks_in_different_orders_fail_before_anything_is_saved(tmp_path):
+    message = r"rank 1 step \d+: blocks of the model were called in another order than on rank 0.*layout.shard = none"
+    with pytest.raises(NumericsError, match=message):
+        train_branching(tmp_path / "run", {"replicate": 2, "shard": "parameters"}, True, Reordering())
+    assert not list((tmp_path / "run").glob("checkpoints/*/manifest.json"))
 
 
 class WithBatchNorm(example.ResidualMLP):

@@ -18,8 +18,8 @@ from meshwright.trainer.custom_model import CustomModel
 
 
 def infer_spec_from_forward(custom: CustomModel, source: Source, given: ParallelSpec | None) -> ParallelSpec:
-    """The spec of the model. Modules outside of the blocks are ordered by their first call on the first sample, or as
-    registered where the forward depends on values, which fake tensors do not have.
+    """The spec of the model. Blocks and the modules around them are those that the forward of the first sample calls in
+    order; where the forward depends on values, which fake tensors do not have, they are those registered in order.
     """
     spec = infer_parallel_spec(custom.module, given)
     dataset = MicroBatchDataset(ConcatenatedSource([source]), False, custom.batch, custom.collate)
@@ -37,4 +37,4 @@ def infer_spec_from_forward(custom: CustomModel, source: Source, given: Parallel
         ordered = infer_parallel_spec(objective.model, given, run)
     except Exception:  # noqa: BLE001  the check of the first batch names errors of the forward
         return spec
-    return replace(spec, before=ordered.before, after=ordered.after)
+    return replace(spec, blocks=ordered.blocks, before=ordered.before, after=ordered.after)

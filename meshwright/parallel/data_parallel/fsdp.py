@@ -29,10 +29,11 @@ from torch.distributed.tensor import DTensor, Shard
 from meshwright.config import RunConfig
 from meshwright.config.dtypes import TORCH_NAMES
 from meshwright.errors import ConfigError
+from meshwright.parallel.data_parallel.rank_agreement import BlockCalls
 from meshwright.parallel.expert_parallel import find_expert_weights
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.parallel_model import ParallelModel
-from meshwright.parallel.parallel_spec import ParallelSpec, fsdp_units
+from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks, fsdp_units
 from meshwright.topology.parameter_shapes import fsdp_shard_dim
 from meshwright.torch_private import fsdp_tensors
 
@@ -96,6 +97,7 @@ class FSDPModel(ParallelModel):
             ignored_params=set(scalars),
         )
         self.root = as_fsdp_module(module)
+        self.block_calls = BlockCalls(block for block in find_blocks(module, spec) if block is not module)
         for unit_module in self.units():
             unit_module.set_gradient_divide_factor(1.0)
             unit_module.set_force_sum_reduction_for_comms(True)
@@ -136,6 +138,9 @@ class FSDPModel(ParallelModel):
 
     def internal_tensors(self) -> Iterable[tuple[str, Tensor]]:
         return fsdp_tensors(self.module)
+
+    def pop_block_calls(self) -> int:
+        return self.block_calls.pop()
 
     def reshard(self) -> None:
         for unit in self.units():

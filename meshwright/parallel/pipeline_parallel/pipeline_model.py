@@ -8,6 +8,7 @@ the global token count, so the schedule must not scale gradients again (`scale_g
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -204,6 +205,9 @@ class PipelineModel(ParallelModel):
     def internal_tensors(self) -> Iterable[tuple[str, Tensor]]:
         received = (("communication", buffer) for stage in self.tracked_stages for buffer in stage.receive_buffers())
         return chain(received, chain.from_iterable(stage.internal_tensors() for stage in self.stages.values()))
+
+    def pop_block_calls(self) -> int:
+        return zlib.crc32(repr([stage.pop_block_calls() for stage in self.stages.values()]).encode())
 
     def reshard(self) -> None:
         for stage in self.stages.values():
