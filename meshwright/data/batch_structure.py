@@ -22,11 +22,13 @@ class CountRule:
     """How the number of valid targets of a batch follows from its entries; the summed loss is divided by it."""
 
     kind: Literal["valid", "shifted", "nonzero", "samples"] = "valid"
-    """`valid`: integer targets other than -100, or samples where targets are not integers; `shifted`: the same without
+    """`valid`: integer targets other than `ignored`, or samples where targets are not integers; `shifted`: the same without
     the first position of each sequence, which a model that shifts its labels never predicts; `nonzero`: entries of a
     mask; `samples`: samples of the batch"""
     entry: int = -1
     """position of the entry in the flat tuple"""
+    ignored: int = -100
+    """the value of integer targets that are not valid"""
 
 
 @dataclass(frozen=True)

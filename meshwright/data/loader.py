@@ -109,9 +109,17 @@ class MicroBatchDataset(Dataset[MicroBatch]):
                 raise ValueError(f"entry {name!r} has dtype {array.dtype}, expected numbers")
         return arrays
 
+    def _masked_arrays(self) -> tuple[NDArray[Any], ...]:
+        """Returns a sample without valid targets."""
+        rule, arrays = self.structure.count, list(self._arrays(self.source.masked_sample()))
+        if rule is not None and rule.ignored != IGNORE_INDEX:
+            for target in self.structure.targets:
+                arrays[target] = np.full_like(arrays[target], rule.ignored)
+        return tuple(arrays)
+
     def _stack(self, ids: Positions, decoded: list[Any]) -> list[NDArray[Any]]:
         """Stacks samples of equal shapes; a sample that could not be decoded is replaced by a masked one."""
-        masked = self._arrays(self.source.masked_sample()) if any(sample is None for sample in decoded) else ()
+        masked = self._masked_arrays() if any(sample is None for sample in decoded) else ()
         rows: list[tuple[NDArray[Any], ...]] = [masked if arrays is None else arrays for arrays in decoded]
         expected = [array.shape for array in rows[0]]
         for sample, arrays in zip(map(int, ids), rows, strict=True):
@@ -162,7 +170,7 @@ def target_count(rule: CountRule, tensors: Sequence[Tensor]) -> Tensor:
         return torch.tensor(len(entry), device=entry.device)
     if rule.kind == "nonzero":
         return (entry != 0).sum()
-    return ((entry[..., 1:] if rule.kind == "shifted" else entry) != IGNORE_INDEX).sum()
+    return ((entry[..., 1:] if rule.kind == "shifted" else entry) != rule.ignored).sum()
 
 
 def fits_shared_memory(needed_bytes: int, path: str = SHARED_MEMORY) -> bool:

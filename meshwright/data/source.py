@@ -239,7 +239,8 @@ def raise_if_not_repeatable(source: Source, collate: Collate | None = None) -> N
 
 
 def masked_batch(sample: Sample, structure: BatchStructure, name: str) -> Sample:
-    """Returns a sample or batch with the same inputs whose targets are all IGNORE_INDEX."""
+    """Returns a sample or batch with the same inputs whose targets are all ignored."""
+    ignored = IGNORE_INDEX if structure.count is None else structure.count.ignored
     flat = [np.asarray(value) for value in structure.flatten(sample)]
     if not structure.targets:
         raise DataError(
@@ -252,7 +253,7 @@ def masked_batch(sample: Sample, structure: BatchStructure, name: str) -> Sample
                 f"source {name} cannot quarantine a sample: targets of dtype {flat[target].dtype} cannot be masked",
                 'try integer targets, or data.on_bad_sample = "stop"',
             )
-        flat[target] = np.full_like(flat[target], IGNORE_INDEX)
+        flat[target] = np.full_like(flat[target], ignored)
     return structure.unflatten(flat)
 
 

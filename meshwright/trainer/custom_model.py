@@ -20,7 +20,7 @@ from meshwright.parallel.local_shard import full_tensor
 from meshwright.parallel.materialize import Materializer, named_tensors
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.sync_batch_norm import synchronize_batch_norm
-from meshwright.trainer.objective import LossFunction, Metric, Objective, Reduction, shifts_labels
+from meshwright.trainer.objective import LossFunction, Metric, Objective, Reduction, ignored_target, shifts_labels
 
 CodeRecord = dict[str, Any]
 """The code of a custom model, as identity.json records it: class, fingerprint, python, parts and structure."""
@@ -46,7 +46,7 @@ class CustomModel:
     loss_names: tuple[str, ...] = ()
     """names of the sums, where the loss returns a dict of them"""
     returns_count: bool = False
-    """whether the loss returns the number of its targets, which is then compared at every step"""
+    """whether the loss returns, or may return, the number of its targets, which is then compared at every step"""
     init: Callable[[str, Tensor], Any] | None = None
     """writes the initial values of a parameter or buffer of a model on the meta device"""
     code: CodeRecord | None = None
@@ -62,6 +62,8 @@ class CustomModel:
         count = self.batch.count
         if self.loss is None and count is not None and count.kind == "valid" and shifts_labels(self.module):
             object.__setattr__(self, "batch", self.batch.with_count(CountRule("shifted", count.entry)))
+        elif count is not None and (ignored := ignored_target(self.loss)) is not None:
+            object.__setattr__(self, "batch", self.batch.with_count(replace(count, ignored=ignored)))
 
     def modules(self) -> list[nn.Module]:
         """Returns the modules that may have parameters: the model, and the loss if it is a module."""

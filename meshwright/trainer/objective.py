@@ -191,7 +191,7 @@ class Objective(nn.Module):
     @torch.no_grad()
     def measure(self, loss: BatchLoss) -> None:
         """Adds what a micro-batch measures to `measured`, without a collective."""
-        values: list[Any] = [loss.count] if self.returns_count else []
+        values: list[Any] = [math.nan if loss.count is None else loss.count] if self.returns_count else []
         for name in self.loss_names:
             values += [loss.parts[name], self.count_targets(loss.flat) if loss.count is None else loss.count]
         if self.metrics:
@@ -214,7 +214,7 @@ class Objective(nn.Module):
         """
         if self.returns_count:
             counted, *sums = sums
-            if round(counted) != targets:
+            if not math.isnan(counted) and round(counted) != targets:  # NaN: the loss has returned no count
                 raise DataError(
                     f"{where}: the loss counted {round(counted)} valid targets, and the batch has {targets}",
                     "expected the count of the first batch's rule at every step: mask targets with -100",
@@ -306,6 +306,12 @@ def check_declared_reduction(loss: LossFunction | None, reduction: Reduction) ->
             f"the loss has reduction = {found!r}, and {reduction!r} is expected",
             "expected reduction='sum' (the step divides by the global count), or try train(..., reduction='mean')",
         )
+
+
+def ignored_target(loss: LossFunction | None) -> int | None:
+    """Returns the `ignore_index` of a loss module, or of a `functools.partial`; None if it has none."""
+    found = getattr(loss, "ignore_index", None)
+    return found if found is not None else getattr(loss, "keywords", {}).get("ignore_index")
 
 
 def accepted_entries(model: nn.Module, batch: BatchStructure, with_targets: bool) -> tuple[str, ...]:

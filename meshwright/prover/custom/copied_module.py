@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 from meshwright.prover.custom.subject import plain_objective
 from meshwright.prover.oracle.plain_model import BatchDivision, PlainModel, Samples, seed_all
 from meshwright.trainer.custom_model import CustomModel
+from meshwright.trainer.first_batch.trained_tensors import has_hook, leaves_of
 
 
 def find_unregistered(model: PlainModel, samples: Samples, names: set[str]) -> str:
@@ -56,10 +55,6 @@ def find_copy_problem(model: PlainModel, custom: CustomModel, samples: Samples) 
     return ""
 
 
-def has_hook(parameter: nn.Parameter) -> bool:
-    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
 def loss_of(model: PlainModel, samples: Samples) -> Tensor:
     seed_all(0)
     return model.loss_sum(samples)
@@ -70,17 +65,3 @@ def gradients_of(model: PlainModel, samples: Samples) -> dict[str, Tensor]:
         parameter.grad = None
     loss_of(model, samples).backward()
     return {name: p.grad.clone() for name, p in model.parameters().items() if p.grad is not None}
-
-
-def leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """The leaves of the gradient graph of a loss."""
-    pending: list[Any] = [loss.grad_fn]
-    seen = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        pending += [following for following, _ in node.next_functions]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from meshwright.config import IGNORE_INDEX
 from meshwright.data.source import Source
 from meshwright.prover.oracle.plain_objective import PlainObjective
 from meshwright.prover.tracer import input_names
@@ -44,7 +45,8 @@ def plain_objective(custom: CustomModel) -> PlainObjective:
     """The user's model and loss, without anything of the trainer's."""
     rule, names = custom.batch.count, input_names(custom)
     kind, entry = (rule.kind, names[rule.entry]) if rule is not None else ("valid", None)
-    return PlainObjective(custom.module, custom.loss, custom.collate, custom.reduction, kind, entry)
+    ignored = IGNORE_INDEX if rule is None else rule.ignored
+    return PlainObjective(custom.module, custom.loss, custom.collate, custom.reduction, kind, entry, ignored)
 
 
 def tied_parameters(modules: list[nn.Module]) -> dict[str, tuple[str, ...]]:

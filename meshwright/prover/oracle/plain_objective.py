@@ -34,6 +34,8 @@ class PlainObjective:
     """what is counted in an entry: valid targets, those but the first (shifted), nonzero values, or samples"""
     count_entry: str | None = "labels"
     """None: the loss returns the count"""
+    ignored: int = IGNORE_INDEX
+    """the value of integer targets that are not valid"""
 
     def batch(self, samples: Sequence[Any]) -> Any:
         """The batch of some samples: stacked, or what the user's function makes of them."""
@@ -87,7 +89,7 @@ class PlainObjective:
         if self.count_kind == "samples" or entry.is_floating_point():
             return len(entry)
         counted = entry[..., 1:] if self.count_kind == "shifted" else entry
-        return int((counted != IGNORE_INDEX).sum())
+        return int((counted != self.ignored).sum())
 
 
 def children(value: Any) -> list[tuple[str, Any]]:
