@@ -22,9 +22,9 @@ class CountRule:
     """How the number of valid targets of a batch follows from its entries; the summed loss is divided by it."""
 
     kind: Literal["valid", "shifted", "nonzero", "samples"] = "valid"
-    """`valid`: integer targets other than `ignored`, or samples where targets are not integers; `shifted`: the same without
-    the first position of each sequence, which a model that shifts its labels never predicts; `nonzero`: entries of a
-    mask; `samples`: samples of the batch"""
+    """`valid`: integer targets that are not `ignored`, or samples where targets are not integers; `shifted`: the same
+    without the first position of each sequence, which a model that shifts its labels never predicts; `nonzero`: entries
+    of a mask; `samples`: samples of the batch"""
     entry: int = -1
     """position of the entry in the flat tuple"""
     ignored: int = -100

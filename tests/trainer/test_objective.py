@@ -122,6 +122,9 @@ def test_count_of_the_loss_is_compared_at_every_step():
     objective(torch.randn(4, 2), torch.tensor([0, 1, 2, -100]))
     with pytest.raises(DataError, match="step 1: the loss counted 4 valid targets, and the batch has 3"):
         objective.measured_values(objective.pop_measured(torch.device("cpu")).tolist(), 3, "step 1")
+    objective.loss = nn.CrossEntropyLoss(reduction="sum")  # a model that was not checked: the loss returns no count
+    objective(torch.randn(4, 2), torch.tensor([0, 1, 2, -100]))
+    assert objective.measured_values(objective.pop_measured(torch.device("cpu")).tolist(), 3, "step 2") == {}
 
 
 def test_metric_without_a_count_is_refused():

@@ -90,8 +90,8 @@ def leave_unchecked(custom: CustomModel, flat: Flat, reason: str) -> FirstBatch:
     """Returns what is known without a pass. Raises ConfigError if that does not include how targets are counted."""
     if custom.batch.count is None:
         raise ConfigError(
-            f"no entry of a sample is named labels, label, targets or target ({', '.join(custom.batch.names)}), and the "
-            f"first batch is not checked: {reason}",
+            f"no entry of a sample is named labels, label, targets or target ({', '.join(custom.batch.names)}), and "
+            f"the first batch is not checked: {reason}",
             "expected an entry of that name, by which the targets are counted",
         )
     notes = (*model_notes(custom.module, custom.spec), f"the first batch is not checked: {reason}")
