@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from meshwright import train
-from meshwright.config import BatchConfig, EvalConfig, LaunchConfig, LayoutConfig, PipelineConfig, RunConfig
+from meshwright.config import BatchConfig, ContextConfig, EvalConfig, LaunchConfig, LayoutConfig, RunConfig
 from meshwright.errors import ConfigError
 from meshwright.launch.user_code.make_custom_model import open_user_code
 from meshwright.launch.user_code.user_code import UserCode
@@ -36,8 +36,8 @@ from meshwright.prover.shrink.custom_runs import custom_runs
 PAGE = Path(__file__).parent / "models.md"
 BEGIN, END = "<!-- table of models: begin -->", "<!-- table of models: end -->"
 SEQUENCE, VOCABULARY, IMAGE = 8, 32, 16
-REFUSED = "the run failed: layout."
-"""How the failure of a run begins whose layout a rank refused."""
+REFUSED = re.compile("the run failed: (.*); (?:expected|try) ")
+"""The failure of a run whose layout a rank refused: an error with a hint."""
 
 LAYOUTS = {
     "DDP": LayoutConfig(replicate=2),
@@ -162,7 +162,7 @@ def config_for(layout: LayoutConfig) -> RunConfig:
         steps=3,
         layout=layout,
         batch=BatchConfig(global_=8, micro=2),
-        pipeline=PipelineConfig(schedule="1f1b"),
+        context=ContextConfig(method="all-to-all"),
         eval=EvalConfig(every=2, holdout=0.2, samples=4),
         launch=LaunchConfig(device="cpu", collective_timeout=60.0),
     )
@@ -182,8 +182,8 @@ def prove_layout(user: UserCode, layout: LayoutConfig) -> str:
             claim, *_ = execute_and_compare(prepare_custom(run, proof.subject, facts, folder / "run"), proof.subject)
     except ConfigError as error:
         return f"no: {error.message}"
-    if claim.measured.startswith(REFUSED):
-        return f"no: {claim.measured.removeprefix(REFUSED)}"
+    if refused := REFUSED.match(claim.measured):
+        return f"no: {refused[1]}"
     found = re.search(r"largest relative error (\S+)", claim.measured)
     return found[1] if claim.passed and found else f"WRONG: {claim.measured}"
 

@@ -162,7 +162,8 @@ def copy_trained_weights(
                 full_tensor(state[name]) if name in state and (pipeline is None or pipeline.rank() == owner) else None
             )
             if pipeline is not None:
-                full = torch.empty_like(value, device=device_of(trained)) if full is None else full.contiguous()
+                # Training may be in another dtype than the user's module, which decides the size of the message.
+                full = value.to(device_of(trained), copy=True) if full is None else full.to(value.dtype).contiguous()
                 dist.broadcast(full, group=pipeline, group_src=owner)
             if write:
                 assert full is not None
