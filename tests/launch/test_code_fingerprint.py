@@ -168,7 +168,7 @@ def test_decorated_function_counts_by_what_it_wraps():
         return function
 
     parts = CodeFingerprint()
-    parts.add(decorated(2))
+    parts.add(decorated(2), "loss")
     assert [name for name in parts.parts if "decorated" in name]
 
 

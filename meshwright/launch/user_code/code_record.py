@@ -9,7 +9,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.config import fingerprint
-from meshwright.launch.user_code.code_fingerprint import CodeFingerprint, plain_attributes, plain_text, qualified_name
+from meshwright.launch.user_code.code_fingerprint import (
+    CodeFingerprint,
+    constant_buffers,
+    is_setting,
+    plain_text,
+    qualified_name,
+)
+from meshwright.launch.user_code.object_state import tensor_text
 from meshwright.launch.user_code.user_code import UserCode
 from meshwright.trainer.custom_model import CodeRecord
 
@@ -24,17 +31,23 @@ def build_code_record(module: nn.Module, user: UserCode, source: Any = None) -> 
     ParallelSpec is placement.
     """
     code = CodeFingerprint()
-    structure = add_module(code, module, "model")
-    if isinstance(user.loss, nn.Module):
-        structure += add_module(code, user.loss, "loss")
-    given = {"loss": user.loss, "collate": user.collate, "init": user.init}
-    roles = {name: code.add(value) for name, value in given.items() if value is not None}
+    if source is not None:
+        code.known[id(source)] = "source"  # its samples count, and its attributes are mostly paths
+    modules = {"model": module} | ({"loss": user.loss} if isinstance(user.loss, nn.Module) else {})
+    for root in modules.values():
+        add_module_code(code, root)
+    for name, value in {"loss": user.loss, "collate": user.collate, "init": user.init}.items():
+        if value is not None and name not in modules:
+            code.add(value, name)
+    structure = [line for name, root in modules.items() for line in describe_model(code, root, name)]
+    code.describe_values()
     if source is not None:
         code.text_counts = False
-        roles["source"] = code.add(type(source))
+        code.add(type(source), "source")
         for value in getattr(source, "__dict__", {}).values():
             code.follow(value)
-    parts = code.parts | roles | {"reduction": str(user.reduction)}
+        code.describe_values()
+    parts = code.parts | {"reduction": str(user.reduction)}
     python = ".".join(map(str, sys.version_info[:2]))
     return {
         "class": qualified_name(type(module)),
@@ -45,34 +58,39 @@ def build_code_record(module: nn.Module, user: UserCode, source: Any = None) -> 
     }
 
 
-def add_module(code: CodeFingerprint, root: nn.Module, root_name: str) -> list[str]:
-    """Adds the classes of a module tree, and returns its structure, one line per module."""
+def add_module_code(code: CodeFingerprint, root: nn.Module) -> None:
+    """Adds the classes of a module tree, and the functions that its modules refer to."""
     for module in root.modules():
-        code.add(type(module))
+        code.follow(type(module))
         for value in (*vars(module).values(), *module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            code.follow(value)
+            if callable(value):
+                code.follow(value)
+
+
+def describe_model(code: CodeFingerprint, root: nn.Module, root_name: str) -> list[str]:
+    """The structure of a module tree, one line per module, and its settings."""
     to_dict = getattr(getattr(root, "config", None), "to_dict", dict)  # a model of transformers
     settings: dict[str, Any] = to_dict()
     return [
-        *(f"{name}: {text}" for name, text in describe_tree(root, root_name, {})),
+        *(f"{name}: {text}" for name, text in describe_tree(code, root, root_name)),
         *(f"{root_name}.config.{key}: {plain_text(value)}" for key, value in sorted(settings.items())),
     ]
 
 
-def describe_tree(module: nn.Module, name: str, known: dict[int, str]) -> list[tuple[str, str]]:
-    """The (name, description) of a module and of all modules inside it. Consecutive children of equal structure share
-    their lines, as in `print(model)`: `model.layers.0-31.act`. `known` has the names of what was described before.
+def describe_tree(code: CodeFingerprint, module: nn.Module, name: str) -> list[tuple[str, str]]:
+    """The (name, description) of a module, of its settings, and of all modules inside it. Consecutive children of equal
+    structure share their lines, as in `print(model)`: `model.layers.0-31.act`.
     """
-    if id(module) in known:
-        return [(name, f"the same module as {known[id(module)]}")]
-    known[id(module)] = name
-    lines = [(name, describe_module(module, name, known))]
+    if id(module) in code.known:
+        return [(name, f"the same module as {code.known[id(module)]}")]
+    code.known[id(module)] = name
+    lines = describe_module(code, module, name)
     groups: list[tuple[str, str, list[tuple[str, str]]]] = []
     for child_name, child in module._modules.items():
         if child is None:
             continue
         full_name = f"{name}.{child_name}"
-        tree = [(line.removeprefix(full_name), text) for line, text in describe_tree(child, full_name, known)]
+        tree = [(line.removeprefix(full_name), text) for line, text in describe_tree(code, child, full_name)]
         if groups and groups[-1][2] == tree and child_name.isdecimal():
             groups[-1] = (groups[-1][0], child_name, tree)
         else:
@@ -83,19 +101,25 @@ def describe_tree(module: nn.Module, name: str, known: dict[int, str]) -> list[t
     return lines
 
 
-def describe_module(module: nn.Module, name: str, known: dict[int, str]) -> str:
-    """The class, settings, parameters and buffers of a module, without those of its children."""
+def describe_module(code: CodeFingerprint, module: nn.Module, name: str) -> list[tuple[str, str]]:
+    """The class, settings, parameters and buffers of a module in one line, and a line for every value inside settings
+    that are objects. Its children are not described.
+    """
     shown = ADDRESS.sub("", " ".join(module.extra_repr().split()))
-    attributes = [text for text in plain_attributes(module) if text.partition("=")[0] not in POSITIONS]
-    hidden = [text for text in attributes if text != "training=True" and text not in shown.split(", ")]
+    attributes = {key: value for key, value in code.attributes(module).items() if key not in POSITIONS}
+    settings = [f"{key}={plain_text(value)}" for key, value in attributes.items() if is_setting(value)]
+    hidden = [text for text in settings if text != "training=True" and text not in shown.split(", ")]
+    constant = constant_buffers(module)
     tensors = (*module._parameters.items(), *module._buffers.items())
-    described = [describe_tensor(key, t, f"{name}.{key}", known) for key, t in tensors if t is not None]
-    return " ".join([f"{type(module).__name__}({', '.join(filter(None, [shown, *hidden]))})", *described])
+    described = [describe_tensor(code, key, t, f"{name}.{key}", key in constant) for key, t in tensors if t is not None]
+    line = " ".join([f"{type(module).__name__}({', '.join(filter(None, [shown, *hidden]))})", *described])
+    objects = [(key, value) for key, value in attributes.items() if not is_setting(value)]
+    return [(name, line), *(found for key, value in objects for found in code.lines(value, f"{name}.{key}"))]
 
 
-def describe_tensor(key: str, tensor: Tensor, name: str, known: dict[int, str]) -> str:
-    if id(tensor) in known:
-        return f"{key} = {known[id(tensor)]}"
-    known[id(tensor)] = name
+def describe_tensor(code: CodeFingerprint, key: str, tensor: Tensor, name: str, with_values: bool) -> str:
+    if id(tensor) in code.known:
+        return f"{key} = {code.known[id(tensor)]}"
+    code.known[id(tensor)] = name
     frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else " frozen"
-    return f"{key}{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{frozen}"
+    return f"{key}{tensor_text(tensor, with_values)}{frozen}"
