@@ -42,10 +42,14 @@ LAYOUTS = {
 
 
 def train_example(
-    folder, layout: dict, parallel_spec: ParallelSpec | None = example.PARALLEL_SPEC, **overrides
+    folder,
+    layout: dict,
+    parallel_spec: ParallelSpec | None = example.PARALLEL_SPEC,
+    dtype: torch.dtype = torch.float64,
+    **overrides,
 ) -> nn.Module:
     torch.manual_seed(0)
-    model = example.ResidualMLP(width=8, depth=2).double()
+    model = example.ResidualMLP(width=8, depth=2).to(dtype)
     config = config_from_dict(SETTINGS | {"layout": layout} | overrides)
     train(
         config,
@@ -62,6 +66,12 @@ def train_example(
 @pytest.fixture(scope="module")
 def single_process(tmp_path_factory) -> dict[str, torch.Tensor]:
     return train_example(tmp_path_factory.mktemp("single_process") / "run", {"replicate": 1}).state_dict()
+
+
+def test_stages_return_their_weights_in_the_dtype_of_the_users_module(tmp_path):
+    layout = {"replicate": 1, "pipeline": 2}
+    model = train_example(tmp_path / "run", layout, dtype=torch.float32, steps=1)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
