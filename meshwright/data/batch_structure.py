@@ -94,10 +94,6 @@ class BatchStructure:
         """Returns the top-level entries of a dict or dataclass by name."""
         return {name: child_value(child, flat) for name, child in self.root.children}
 
-    def entry_position(self, name: str) -> int | None:
-        """Returns the position of a top-level entry in the flat tuple; None where there is none or it is nested."""
-        return self.names.index(name) if name in self.names else None
-
     def target_names(self) -> set[str]:
         """Returns the top-level names of entries that contain nothing but targets."""
         return {name for name, child in self.root.children if set(leaves(child)) <= set(self.targets)}

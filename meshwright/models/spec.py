@@ -196,13 +196,3 @@ class ModelSpec:
         costs[0] += self.before_cost.flops.of(1, sequence)
         costs[-1] += self.after_cost.flops.of(1, sequence)
         return tuple(costs)
-
-    def forward_flops(self, batch: int, sequence: int = 1) -> float:
-        """FLOPs of one forward pass of the full model."""
-        costs = [self.before_cost, *(block.cost for block in self.blocks), self.after_cost]
-        return sum(cost.flops.of(batch, sequence) for cost in costs)
-
-    def saved_activations(self, batch: int, sequence: int = 1) -> float:
-        """Bytes that one forward pass of the full model saves for backward."""
-        costs = [self.before_cost, *(block.cost for block in self.blocks), self.after_cost]
-        return sum(cost.activations.of(batch, sequence) for cost in costs)

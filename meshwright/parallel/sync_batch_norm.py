@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 class GroupBatchNorm(_BatchNorm):
     """Normalizes with the mean and variance over the batches of all ranks of a group, whose sizes may differ. Without a
-    group, statistics are those of the local batch.
+    group, statistics are those of the local batch. Statistics are float32 at least.
     """
 
     process_group: dist.ProcessGroup | None
@@ -27,18 +27,24 @@ class GroupBatchNorm(_BatchNorm):
         if not self.training and self.running_mean is not None:
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
         dims = [0, *range(2, x.ndim)]
-        sums = self.sum_over_ranks(torch.cat((x.sum(dims), x.new_tensor([x.numel() // x.shape[1]]))))
+        local_count = x.numel() // x.shape[1]
+        if local_count * (self.process_group.size() if self.process_group is not None else 1) == 1:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
+        values = x.to(torch.promote_types(x.dtype, torch.float32))
+        # Sums over ranks are float64, in which counts are exact.
+        local = torch.tensor([local_count], dtype=torch.float64, device=x.device)
+        sums = self.sum_over_ranks(torch.cat((values.sum(dims).double(), local)))
         count = sums[-1].detach()
         shape = (1, -1, *(1 for _ in dims[1:]))
-        mean = sums[:-1] / count
-        centered = x - mean.view(shape)
-        variance = self.sum_over_ranks(centered.square().sum(dims)) / count
+        mean = (sums[:-1] / count).to(values.dtype)
+        centered = values - mean.view(shape)
+        variance = (self.sum_over_ranks(centered.square().sum(dims).double()) / count).to(values.dtype)
         if self.track_running_stats:
             update_running_statistics(self, mean.detach(), variance.detach() * count / (count - 1))
         normalized = centered * (variance + self.eps).rsqrt().view(shape)
-        if self.weight is None:
-            return normalized
-        return normalized * self.weight.view(shape) + self.bias.view(shape)
+        if self.weight is not None:
+            normalized = normalized * self.weight.view(shape) + self.bias.view(shape)
+        return normalized.to(x.dtype)
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         if self.process_group is None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from predicted_models import MODELS, config_for, custom_model, sources
+import transformers
+from predicted_models import MODELS, config_for, custom_model, sources, summed_loss
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from meshwright.trainer.records.trace_custom_model import trace_workload
+from meshwright.parallel.infer_spec import infer_parallel_spec
+from meshwright.trainer.custom_model import CustomModel
+from meshwright.trainer.records.trace_custom_model import tensor_parallel_dims, trace_workload
 
 SAMPLES = 4
 aten = torch.ops.aten
@@ -86,3 +89,13 @@ def test_tied_weights_count_once_and_belong_to_the_root_unit():
     spec = trace_workload(custom_model("GPT-2"), config_for(), sources("GPT-2")).spec
     assert spec.tied == {"lm_head.weight": "transformer.wte.weight"}
     assert spec.by_name["lm_head.weight"].unit == "root"
+
+
+def test_traced_tensor_parallel_dims_are_those_of_transposed_weights():
+    """The weights of GPT-2 are (inputs, outputs); the bias of a row-wise layer is replicated."""
+    config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=24, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
+    custom = CustomModel(model, summed_loss, infer_parallel_spec(model))
+    dims = tensor_parallel_dims(custom, custom.build_objective(torch.device("cpu"), torch.float32))
+    expected = {"c_fc.weight": 1, "c_fc.bias": 0, "c_proj.weight": 0}
+    assert {name.partition("mlp.")[2]: dim for name, dim in dims.items() if ".mlp." in name} == expected

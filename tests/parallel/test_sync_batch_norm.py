@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -52,3 +53,24 @@ def test_without_a_group_it_is_batch_normalization():
     model, plain = build(nn.SyncBatchNorm), build(nn.BatchNorm2d)
     synchronize_batch_norm(model)
     torch.testing.assert_close(model(batch()), plain(batch()), rtol=1e-10, atol=1e-10)
+
+
+def test_statistics_of_half_precision_are_those_of_float32():
+    """A sum of 40,000 values in bfloat16 stops growing, and such a count is not exact."""
+    x = (torch.randn(4, 2, 100, 100, generator=torch.Generator().manual_seed(2)) + 3).bfloat16()
+    model, plain = nn.SyncBatchNorm(2), nn.BatchNorm2d(2)
+    synchronize_batch_norm(model)
+    output = model(x)
+    expected = plain(x.float())
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.float(), expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(model.running_mean, plain.running_mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model.running_var, plain.running_var, rtol=1e-5, atol=1e-6)
+
+
+def test_one_value_per_channel_raises_as_torch_does():
+    model, plain = nn.SyncBatchNorm(2), nn.BatchNorm1d(2)
+    synchronize_batch_norm(model)
+    for norm in (model, plain):
+        with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+            norm(torch.zeros(1, 2))

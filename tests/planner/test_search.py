@@ -10,6 +10,8 @@ from math import prod
 import pytest
 from planned_cases import CASES, cached_plan, cost_cache, untrainable_workload
 
+from meshwright.config import load_config
+from meshwright.models.registry import model_architecture
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search.candidate import Candidate, candidate_config, validation_error
 from meshwright.planner.search.cost_cache import CostCache
@@ -24,12 +26,14 @@ from meshwright.planner.search.search_space import (
     CHECKPOINT_MODES,
     SHARDINGS,
     SearchSpace,
+    context_methods,
     divisors,
     fills_schedule,
     model_parallel_degrees,
     pipeline_schedules,
     sharded_layouts,
 )
+from meshwright.planner.workload.workload import Workload
 from meshwright.topology.unsupported import validate
 
 
@@ -189,3 +193,13 @@ def test_divisors_are_complete():
     for number in (1, 2, 12, 97, 360, 16384):
         assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
     assert prod(divisors(12)) == 1728
+
+
+def test_ring_attention_is_offered_only_to_families_with_plain_attention():
+    def methods(family: str) -> list[str]:
+        config = load_config(overrides=[f"--model.family={family}"])
+        work = Workload(model_architecture(config.model, family), 8, 512, base_config=config)
+        return list(context_methods(work, context=2, tensor=1))
+
+    assert methods("llama") == ["ring", "all-to-all"]
+    assert methods("gemma2") == ["all-to-all"]

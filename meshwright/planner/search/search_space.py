@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import lcm
 
+from meshwright.models.registry import model_spec
 from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.workload import Workload
 from meshwright.topology.layout import Layout
@@ -100,16 +101,26 @@ def permitted_degrees(degrees: list[int], axis_is_free: bool, pin: int | str | N
 
 
 def context_methods(work: Workload, context: int, tensor: int) -> Iterator[str]:
-    """Yields the methods of context parallelism that divide the sequence evenly; without the axis there is one."""
+    """Yields the methods of context parallelism that compute the model's attention and divide the sequence evenly;
+    without the axis there is one.
+    """
     if context == 1:
         yield "ring"
         return
     pin = work.pinned.get("context.method")
-    if work.sequence % (context * lcm(2, tensor)) == 0 and pin in (None, "ring"):
+    divides = work.sequence % (context * lcm(2, tensor)) == 0
+    if divides and attention_is_plain(work) and pin in (None, "ring"):
         yield "ring"
     divides = work.sequence % (context * tensor) == 0 and work.model.heads % (context * tensor) == 0
     if divides and pin in (None, "all-to-all"):
         yield "all-to-all"
+
+
+def attention_is_plain(work: Workload) -> bool:
+    """Whether ring attention, which computes plain attention, is that of the model's family."""
+    if work.base_config is None or isinstance(work.model, TracedModel):
+        return True
+    return model_spec(work.base_config.model).attention.is_plain
 
 
 def expert_degrees(work: Workload, data_and_context_ranks: int, axis_is_free: bool) -> list[int]:

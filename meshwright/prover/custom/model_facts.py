@@ -16,7 +16,7 @@ from meshwright.errors import ConfigError, describe_exception
 from meshwright.parallel.world import World
 from meshwright.prover.claims import Claim
 from meshwright.prover.custom.copied_module import find_copy_problem, find_unregistered
-from meshwright.prover.custom.subject import plain_objective, tied_parameters
+from meshwright.prover.custom.subject import plain_objective, find_tied_parameters
 from meshwright.prover.oracle.plain_model import BatchDivision, PlainModel, Samples, seed_all
 from meshwright.torch_private import TorchDispatchMode
 from meshwright.trainer.custom_model import CustomModel
@@ -96,7 +96,7 @@ class ModelFacts:
 
 def collect_facts(_world: World, custom: CustomModel, sources: list[Source]) -> ModelFacts:
     """Tries the module on some samples, in a process of its own."""
-    facts = ModelFacts(type(custom.module).__qualname__, tied=tied_parameters(custom.modules()))
+    facts = ModelFacts(type(custom.module).__qualname__, tied=find_tied_parameters(custom.modules()))
     source = ConcatenatedSource(sources)
     batch = [source[sample] for sample in spaced_indices(len(source), SAMPLES)]
     model = PlainModel(plain_objective(custom), BatchDivision())

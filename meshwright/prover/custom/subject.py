@@ -49,7 +49,7 @@ def plain_objective(custom: CustomModel) -> PlainObjective:
     return PlainObjective(custom.module, custom.loss, custom.collate, custom.reduction, kind, entry, ignored)
 
 
-def tied_parameters(modules: list[nn.Module]) -> dict[str, tuple[str, ...]]:
+def find_tied_parameters(modules: list[nn.Module]) -> dict[str, tuple[str, ...]]:
     """Parameters that have several names: the first name -> the others."""
     names: dict[int, list[str]] = {}
     for prefix, module in zip(("model.", "loss."), modules, strict=False):

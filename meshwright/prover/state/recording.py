@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor
 
 from meshwright.parallel.local_shard import LocalShard, local_shard
-from meshwright.prover.custom.subject import tied_parameters
+from meshwright.prover.custom.subject import find_tied_parameters
 from meshwright.trainer.step import TrainingObserver
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def state_in_memory(training: Training) -> Iterator[tuple[str, LocalShard]]:
     """Every tensor that the next step reads, in model order."""
     module, optimizer = training.module, training.optimizer
     custom, seen = training.job.custom, set()
-    tied = tied_parameters(custom.modules()) if custom is not None else {}
+    tied = find_tied_parameters(custom.modules()) if custom is not None else {}
     first_names = {other: first for first, others in tied.items() for other in others}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         stored = first_names.get(name, name)  # a checkpoint has a tied weight once

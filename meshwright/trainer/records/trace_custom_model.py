@@ -16,6 +16,7 @@ from meshwright.errors import DataError
 from meshwright.models.trace import TracedModule, copy_to_meta, trace_model
 from meshwright.parallel.parallel_model import stateful_buffers
 from meshwright.parallel.parallel_spec import find_blocks, find_modules
+from meshwright.parallel.tensor_parallel import sharded_dims
 from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.objective import Objective
@@ -116,27 +117,15 @@ def describe(custom: CustomModel, objective: Objective) -> TracedModule:
 
 
 def tensor_parallel_dims(custom: CustomModel, objective: Objective) -> dict[str, int]:
-    """The parameters that a tensor-parallel plan shards, and the dimension: rows of the weight of a column-wise linear
-    layer and of a row-wise embedding, columns in the other two cases.
-    """
-    dims = {}
-    for pattern, style in custom.objective_spec().tp_plan().items():
-        kind = type(style).__name__
-        column_wise, row_wise = "Colwise" in kind, "Rowwise" in kind or "VocabEmbedding" in kind
-        if not (column_wise or row_wise):
-            continue
-        for module in find_modules(objective, pattern):
-            is_embedding = isinstance(module, nn.Embedding)
-            for parameter_name, parameter in module.named_parameters(recurse=False):
-                dim = 0 if column_wise != is_embedding else 1
-                if parameter.ndim > dim:
-                    dims[name_of(objective, module, parameter_name)] = dim
-    return dims
-
-
-def name_of(objective: Objective, module: nn.Module, parameter: str) -> str:
-    name = next(name for name, other in objective.named_modules() if other is module)
-    return f"{name.removeprefix(PREFIX)}.{parameter}"
+    """The parameters that the tensor-parallel plan shards, and the dimension."""
+    names = {module: name.removeprefix(PREFIX) for name, module in objective.named_modules()}
+    return {
+        f"{names[module]}.{parameter}": dim
+        for pattern, style in custom.objective_spec().tp_plan().items()
+        for module in find_modules(objective, pattern)
+        for parameter, dim in sharded_dims(style, module).items()
+        if dim is not None and getattr(module, parameter, None) is not None
+    }
 
 
 def cast_units(objective: Objective, custom: CustomModel, dtype: torch.dtype) -> Objective:
