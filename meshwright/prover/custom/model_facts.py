@@ -16,7 +16,7 @@ from meshwright.errors import ConfigError, describe_exception
 from meshwright.parallel.world import World
 from meshwright.prover.claims import Claim
 from meshwright.prover.custom.copied_module import find_copy_problem, find_unregistered
-from meshwright.prover.custom.subject import plain_objective, find_tied_parameters
+from meshwright.prover.custom.subject import find_tied_parameters, plain_objective
 from meshwright.prover.oracle.plain_model import BatchDivision, PlainModel, Samples, seed_all
 from meshwright.torch_private import TorchDispatchMode
 from meshwright.trainer.custom_model import CustomModel
