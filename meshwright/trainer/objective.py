@@ -18,6 +18,7 @@ from meshwright.data.loader import TOKENS_AND_LABELS, target_count
 from meshwright.errors import ConfigError, DataError
 from meshwright.parallel.local_shard import full_tensor
 from meshwright.torch_private import is_fake
+from meshwright.trainer.forward_arguments import accepted_entries, accepts, describe_dropped, dropped_entries
 
 LossFunction = Callable[[Any, Any], Any]
 Metric = Callable[[Any, Any], Any]
@@ -91,6 +92,11 @@ class Objective(nn.Module):
             raise ConfigError(
                 "loss is None, and samples have no entry named labels for a model that computes its loss itself",
                 'expected samples such as {"input_ids": ..., "labels": ...}, or train(..., loss=...)',
+            )
+        if loss is None and not self.metrics and (dropped := dropped_entries(model, batch)):
+            raise ConfigError(
+                f"{describe_dropped(model, dropped)}, and there is no other use for it",
+                "expected entries with the names of forward's arguments, or try to leave it out of the samples",
             )
         self.keywords = () if batch.is_tuple else accepted_entries(model, batch, with_targets=loss is None)
 
@@ -312,32 +318,6 @@ def ignored_target(loss: LossFunction | None) -> int | None:
     """Returns the `ignore_index` of a loss module, or of a `functools.partial`; None if it has none."""
     found = getattr(loss, "ignore_index", None)
     return found if found is not None else getattr(loss, "keywords", {}).get("ignore_index")
-
-
-def accepted_entries(model: nn.Module, batch: BatchStructure, with_targets: bool) -> tuple[str, ...]:
-    """Returns the entries of a dict or dataclass that the model's forward gets by keyword."""
-    parameters = inspect.signature(model.forward).parameters
-    targets = set() if with_targets else batch.target_names()
-    names = [name for name, _ in batch.root.children]
-    if missing := [
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        and (parameter.kind is parameter.POSITIONAL_ONLY or name not in names)
-    ]:
-        raise ConfigError(
-            f"forward of {type(model).__name__} needs {', '.join(missing)}, and samples have the entries "
-            f"{', '.join(names)}",
-            "expected entries with the names of forward's arguments: a dict is passed by keyword, never by position",
-        )
-    return tuple(name for name in names if name not in targets and accepts(model, name))
-
-
-def accepts(model: nn.Module, argument: str) -> bool:
-    """Whether the model's forward takes an argument by keyword."""
-    parameters = inspect.signature(model.forward).parameters
-    return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def returns_sum(model: nn.Module) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -92,6 +93,14 @@ def test_quarantine_masks_the_bad_samples_and_no_other():
     assert [int(i) for i in micro_batch.tensors[0][:, 0]] == expected
     assert micro_batch.valid_targets == 48 * 2
     assert {bad.sample for bad in micro_batch.bad_samples} == {17, 4}
+
+
+def test_quarantine_masks_with_the_ignored_target_of_the_loss():
+    loader = make_loader(IndexDataset({17, 4}), Batch(50, 50, 1, 1), on_bad_sample="quarantine")
+    structure = loader.dataset.structure
+    loader.dataset.structure = structure.with_count(replace(structure.count, ignored=0))
+    masked = loader.dataset[np.array([17, 18], np.uint64)]
+    assert (masked.tensors[1][0].tolist(), masked.valid_targets) == ([0, 0], 2)
 
 
 def test_samples_of_different_shapes_are_an_error():

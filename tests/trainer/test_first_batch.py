@@ -5,64 +5,25 @@ from __future__ import annotations
 import re
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from first_batch_models import OwnLoss, check, language_model, linear, points, sequences, summed
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from meshwright.config import DDPConfig, LayoutConfig, RunConfig
 from meshwright.data.batch_structure import CountRule
-from meshwright.data.source import IndexableSource, find_structure
+from meshwright.data.source import IndexableSource
 from meshwright.errors import ConfigError, RankError
 from meshwright.launch.first_batch_check import prepare_custom_model
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.topology.layout import Layout
 from meshwright.trainer.custom_model import CustomModel
-from meshwright.trainer.first_batch import first_samples
-from meshwright.trainer.first_batch.check import FirstBatch, check_first_batch
+from meshwright.trainer.first_batch.check import FirstBatch
 from meshwright.trainer.first_batch.model_notes import model_notes
-
-
-def check(model, loss, samples, collate=None, blocks="", **options) -> FirstBatch:
-    source = IndexableSource(samples, collate=collate)
-    spec = ParallelSpec(blocks=blocks)
-    structure = find_structure(source, collate)
-    return check_first_batch(CustomModel(model, loss, spec, structure, collate, **options), source)
-
-
-def points(count: int = 8, **extra):
-    """Tuples of four numbers and a class; a label is ignored."""
-    rows = np.random.default_rng(0).normal(size=(count, 4))
-    return [(row, -100 if i == 1 else i % 3) for i, row in enumerate(rows)]
-
-
-def sequences(shifted: bool = False, ignored: bool = True):
-    """Dicts of tokens and labels that equal the tokens, or the next tokens."""
-    rows = np.random.default_rng(0).integers(0, 11, size=(6, 9))
-    labels = np.where((rows % 5 == 0) & ignored, -100, rows)
-    if shifted:
-        return [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
-    return [{"input_ids": row[:-1], "labels": label[:-1]} for row, label in zip(rows, labels, strict=True)]
-
-
-def summed(outputs, targets):
-    return cross_entropy(outputs, targets, reduction="sum")
-
-
-def linear(*layers) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), *layers, nn.Linear(8, 3))
-
-
-def language_model() -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=11, **sizes))
 
 
 def test_sum_is_accepted():
@@ -147,17 +108,6 @@ def test_labels_that_nothing_shifts_are_named():
     [note] = check(language_model(), loss, sequences()).notes
     assert "the model learns to copy its input" in note
     assert check(language_model(), loss, sequences(shifted=True)).notes == ()
-
-
-class OwnLoss(nn.Module):
-    """A model that computes a loss of a given reduction itself."""
-
-    def __init__(self, reduction):
-        super().__init__()
-        self.layer, self.reduction = nn.Linear(4, 3), reduction
-
-    def forward(self, x, labels):
-        return SimpleNamespace(loss=cross_entropy(self.layer(x), labels, reduction=self.reduction))
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
@@ -303,96 +253,6 @@ def test_regression_counts_samples():
 def test_loss_that_is_not_finite_is_left_to_the_first_step():
     samples = [(np.full(4, np.nan), 0) for _ in range(6)]
     assert check(linear(), summed, samples).notes == ()
-
-
-def test_large_model_is_not_checked_and_says_so(monkeypatch):
-    monkeypatch.setattr(first_samples, "MAX_FLOPS", 10)
-    found = check(linear(), cross_entropy, points())
-    [note] = found.notes
-    assert note.startswith("the first batch is not checked: 16 passes of 67 parameters over 5 targets")
-    assert found.returns_count  # it is compared at every step, if the loss returns one
-    with pytest.raises(ConfigError, match=r"no entry of a sample is named labels, label, targets or target \(x, y\)"):
-        check(OwnLoss("sum"), summed, [{"x": row, "y": label} for row, label in points()])
-
-
-def test_sequences_of_a_large_model_are_shortened(monkeypatch):
-    model = language_model()
-    monkeypatch.setattr(first_samples, "SHORTENED_FLOPS", 1.0)
-    monkeypatch.setattr(first_samples, "MIN_SEQUENCE", 4)
-    lengths = []
-    handle = model.register_forward_pre_hook(
-        lambda _module, _args, keywords: lengths.append(keywords["input_ids"].shape), with_kwargs=True
-    )
-
-    def mean(outputs, batch):
-        return cross_entropy(outputs.logits.flatten(0, 1), batch["labels"].flatten())
-
-    with pytest.raises(ConfigError, match="the loss is a mean"):
-        check(model, mean, sequences())
-    assert {shape[1] for shape in lengths} == {4}
-    handle.remove()
-
-    class FixedLength(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding, self.positions = nn.Embedding(11, 11), nn.Parameter(torch.zeros(8, 11))
-
-        def forward(self, input_ids):
-            return self.embedding(input_ids) + self.positions
-
-    [note] = check(FixedLength(), lambda o, b: summed(o.flatten(0, 1), b["labels"].flatten()), sequences()).notes
-    assert note.endswith("the model fails on shorter sequences: RuntimeError")
-
-
-def test_hook_on_a_parameter_is_refused():
-    model = linear()
-    model[0].weight.register_hook(lambda gradient: 0.1 * gradient)
-    with pytest.raises(ConfigError, match=r"0\.weight has a hook on the tensor"):
-        check(model, summed, points())
-
-
-class InPlainList(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.rest = nn.Linear(4, 4), [nn.Linear(4, 3)]
-
-    def forward(self, x):
-        return self.rest[0](self.first(x))
-
-
-def test_parameters_that_are_never_updated_are_refused():
-    with pytest.raises(ConfigError, match=r"a parameter of shape \(3, 4\) receives a gradient and is not registered"):
-        check(InPlainList(), summed, points())
-    model = linear()
-    with pytest.raises(ConfigError, match=r"still computes with 0\.weight of the original"):
-        check(model, lambda o, t: summed(o, t) + 0 * model[0].weight.sum(), points())
-
-
-def test_ignored_target_of_the_loss_is_not_counted():
-    samples = [(row, abs(label) % 3) for row, label in points()]
-    loss = nn.CrossEntropyLoss(ignore_index=0, reduction="sum")
-    assert check(linear(), loss, samples).count == CountRule("valid", 1, ignored=0)
-    assert check(linear(), partial(cross_entropy, ignore_index=0), samples, reduction="mean").count.ignored == 0
-
-
-def test_declared_mean_is_checked_with_masked_and_shifted_labels():
-    def mean(outputs, batch):
-        return cross_entropy(outputs.logits.mT, batch["labels"])
-
-    def mean_of_means(outputs, batch):
-        losses = cross_entropy(outputs.logits.mT, batch["labels"], reduction="none")
-        return (losses.sum(1) / (batch["labels"] != -100).sum(1)).mean()
-
-    def shifting_mean(outputs, batch):
-        return cross_entropy(outputs.logits[:, :-1].mT, batch["labels"][:, 1:])
-
-    unmasked = sequences(shifted=True)
-    assert check(language_model(), mean, unmasked, reduction="mean").count == CountRule("valid", 1)
-    with pytest.raises(ConfigError, match="the loss is the mean of the means of its samples"):
-        check(language_model(), mean_of_means, unmasked, reduction="mean")
-    with pytest.raises(ConfigError, match="labels are shifted twice"):
-        check(language_model(), shifting_mean, unmasked, reduction="mean")
-    assert check(language_model(), shifting_mean, sequences(), reduction="mean").count == CountRule("shifted", 1)
 
 
 def test_model_on_the_meta_device_is_checked_with_its_initial_values():

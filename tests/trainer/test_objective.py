@@ -75,6 +75,20 @@ def test_dict_without_the_arguments_of_forward_is_refused():
     assert "forward of Towers needs item, and samples have the entries labels, a, query" in str(failed.value)
 
 
+class OwnLoss(nn.Module):
+    def forward(self, x, mask=None, labels=None):
+        raise NotImplementedError
+
+
+def test_entry_that_nothing_takes_is_refused():
+    model = OwnLoss()
+    model.layer = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"forward of OwnLoss does not take maks \(similar: mask\), and there is"):
+        Objective(model, None, BatchStructure.of({"labels": 0, "x": 1, "maks": 2}))
+    Objective(model, None, BatchStructure.of({"labels": 0, "x": 1, "mask": 2}))
+    Objective(model, weighted, BatchStructure.of({"labels": 0, "x": 1, "maks": 2}))  # the loss gets it
+
+
 def test_several_losses_are_added_and_measured():
     model, batch = Towers(), vars(example())
     structure = BatchStructure.of(batch)

@@ -18,6 +18,7 @@ from meshwright.trainer.first_batch.batch_check import BatchCheck, seeded
 from meshwright.trainer.first_batch.first_samples import Flat, find_unit, read_batches, shorten, why_unchecked
 from meshwright.trainer.first_batch.model_notes import gradient_notes, model_notes, unused_parameters
 from meshwright.trainer.first_batch.trained_tensors import check_hooks, check_registered
+from meshwright.trainer.forward_arguments import describe_dropped, dropped_entries
 from meshwright.trainer.objective import Objective, Reduction
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -71,7 +72,7 @@ def check_first_batch(custom: CustomModel, source: Source, seed: int = 0) -> Fir
             raise
         reason = f"it would take long on a CPU, and the model fails on shorter sequences: {type(error).__name__}"
         return leave_unchecked(custom, complete[0], reason)
-    notes = model_notes(custom.module, custom.spec)
+    notes = model_notes(custom.module, custom.spec) + entry_notes(custom)
     notes += BatchCheck(objective, batches, tolerance).run(custom.modules())
     notes += gradient_notes(objective.model, custom.spec)
     unused = unused_parameters(objective.model) if batches is complete else []  # an expert may need a longer sequence
@@ -94,8 +95,15 @@ def leave_unchecked(custom: CustomModel, flat: Flat, reason: str) -> FirstBatch:
             f"the first batch is not checked: {reason}",
             "expected an entry of that name, by which the targets are counted",
         )
-    notes = (*model_notes(custom.module, custom.spec), f"the first batch is not checked: {reason}")
-    return FirstBatch(custom.batch.count, find_unit(custom.batch, flat), notes, returns_count=True)
+    notes = [*model_notes(custom.module, custom.spec), *entry_notes(custom)]
+    notes.append(f"the first batch is not checked: {reason}")
+    return FirstBatch(custom.batch.count, find_unit(custom.batch, flat), tuple(notes), returns_count=True)
+
+
+def entry_notes(custom: CustomModel) -> list[str]:
+    """Returns a note about entries of samples that the model does not get."""
+    dropped = dropped_entries(custom.module, custom.batch)
+    return [f"{describe_dropped(custom.module, dropped)}: loss and metrics alone get it"] if dropped else []
 
 
 def build_copy(custom: CustomModel, flat: Flat) -> tuple[Objective, float]:
