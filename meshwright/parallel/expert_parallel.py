@@ -23,6 +23,10 @@ from meshwright.models.experts import ExpertDispatch, Experts, SequenceCounts
 from meshwright.parallel.all_to_all import all_to_all
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.parallel_spec import ParallelSpec, copy_module, find_modules
+from meshwright.torch_private import is_fake
+
+SUM_TOLERANCE = 0.05
+"""The relative error of half precision; another use of the weights changes the outputs by their own size."""
 
 
 class AllToAllDispatch(ExpertDispatch):
@@ -78,7 +82,7 @@ class DispatchedExperts:
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        self.module, self.own_forward = module, type(module).forward
+        self.module, self.own_forward, self.name = module, type(module).forward, type(module).__name__
         self.signature = inspect.signature(module.forward)
         self.dispatch = AllToAllDispatch(group)
         self.names = [name for name, _ in module.named_parameters(recurse=False)]
@@ -87,10 +91,14 @@ class DispatchedExperts:
         numbers = {name: value for name, value in vars(module).items() if type(value) is int and "experts" in name}
         self.count_names = [name for name, value in numbers.items() if value == self.count]
         """attributes with the number of experts, such as `num_experts`"""
+        self.checked = False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         hidden, chosen, weights = self.signature.bind(*args, **kwargs).args
+        if not self.checked and not is_fake(hidden):
+            self.require_sum_of_experts(hidden, chosen, weights)
+            self.checked = True
         active, width = chosen.shape[-1], hidden.shape[-1]
         order = chosen.flatten().argsort(stable=True)
         counts = (chosen.reshape(-1, 1) == torch.arange(self.count, device=chosen.device)).sum(dim=0)
@@ -105,10 +113,50 @@ class DispatchedExperts:
         parameters = {name: local_weight(self.module, name) for name in self.names}
         if not len(rows):  # the gradients are zero and not missing, and backward takes part in the all-to-all
             return rows + sum(parameter[:0].sum() for parameter in parameters.values())
-        local = copy_module(self.module, parameters | dict.fromkeys(self.count_names, self.local_count))
+        local = self.with_experts(parameters, self.local_count)
         expert = torch.arange(self.local_count, device=rows.device).repeat_interleave(counts, output_size=len(rows))
         ones = torch.ones(len(rows), 1, dtype=dtype, device=rows.device)
         return self.own_forward(local, rows, expert[:, None], ones)  # type: ignore[no-any-return]
+
+    def with_experts(self, parameters: dict[str, Tensor], count: int, **attributes: object) -> nn.Module:
+        """A copy of the module that has these experts only."""
+        return copy_module(self.module, parameters | dict.fromkeys(self.count_names, count) | attributes)
+
+    def require_sum_of_experts(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> None:
+        """Raises a ConfigError if the arguments are others, or if the module's forward on random rows and weights is
+        not the sum of the outputs of single experts, times their weights.
+        """
+        in_place = hidden.is_floating_point() and not chosen.is_floating_point() and weights.shape == chosen.shape
+        if not in_place or self.error_of_sum(hidden, weights) > SUM_TOLERANCE:
+            raise ConfigError(
+                f"the forward of {self.name}, which ParallelSpec.experts names, is not the sum of the outputs of the "
+                "chosen experts times their weights",
+                "expected a forward of (hidden states, chosen experts, weights) that is linear in the weights; or try "
+                "layout.expert = 1",
+            )
+
+    @torch.no_grad()
+    def error_of_sum(self, hidden: Tensor, weights: Tensor) -> float:
+        """The error of the sum over two experts with random parameters, relative to the largest output."""
+        generator = torch.Generator().manual_seed(0)
+
+        def random(*shape: int, like: Tensor) -> Tensor:
+            values: Tensor = torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+            return values.to(like.device, like.dtype)
+
+        count, tokens = min(2, self.local_count), 4
+        local = {name: local_weight(self.module, name) for name in self.names}
+        experts = {name: random(count, *p.shape[1:], like=p) for name, p in local.items()}
+        rows = random(tokens, hidden.shape[-1], like=hidden) * hidden.shape[-1] ** 0.5
+        scales = random(tokens, count, like=weights).abs() + 0.1
+        chosen = torch.arange(count, device=hidden.device).expand(tokens, count)
+        expected = self.own_forward(self.with_experts(experts, count, training=False), rows, chosen, scales)
+        total = torch.zeros_like(expected)
+        for index in range(count):
+            one = self.with_experts({name: p[index : index + 1] for name, p in experts.items()}, 1, training=False)
+            first = torch.zeros_like(chosen[:, :1])
+            total += self.own_forward(one, rows, first, torch.ones_like(scales[:, :1])) * scales[:, index, None]
+        return float((total - expected).abs().max() / expected.abs().max())
 
 
 def apply_expert_parallel(model: nn.Module, spec: ParallelSpec, meshes: Meshes) -> None:

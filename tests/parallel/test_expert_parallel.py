@@ -25,6 +25,7 @@ from meshwright.parallel.data_parallel.replica_check import compare_replicas
 from meshwright.parallel.expert_parallel import (
     AllReduceCounts,
     AllToAllDispatch,
+    DispatchedExperts,
     expert_sort_order,
     local_expert_matrices,
     require_divisible,
@@ -324,6 +325,35 @@ def refused_experts(ranks: int, module: nn.Module) -> str:
     return str(caught.value)
 
 
+class ScaledInputs(nn.Module):
+    """Experts whose inputs, not their outputs, are multiplied by the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, hidden, chosen, weights):
+        inputs = hidden[:, None] * weights[..., None]
+        return torch.einsum("tkh,tkhi->tki", inputs, self.up[chosen]).relu().square().sum(1)
+
+
+class ReorderedArguments(ScaledInputs):
+    def forward(self, hidden, weights, chosen):
+        outputs = torch.einsum("th,tkhi->tki", hidden, self.up[chosen])
+        return (outputs * weights[..., None]).sum(1)
+
+
+def refused_sums(_world) -> list[str]:
+    hidden, weights, chosen = torch.ones(3, 8), torch.ones(3, 2), torch.tensor([[0, 1]] * 3)
+    cases = {ScaledInputs: (hidden, chosen, weights), ReorderedArguments: (hidden, weights, chosen)}
+    messages = []
+    for module_class, arguments in cases.items():
+        with pytest.raises(ConfigError) as caught:
+            DispatchedExperts(module_class(), dist.group.WORLD)(*arguments)
+        messages.append(str(caught.value))
+    return messages
+
+
 def transformers_cases(world):
     return {
         "mixtral": transformers_case(world, "mixtral", torch.float64),
@@ -338,6 +368,12 @@ def test_experts_of_transformers_models_equal_one_process(ranks):
     for errors in run_ranks(transformers_cases, ranks):
         for name, error in errors.items():
             assert error < (TOLERANCE[torch.float32] if "kernel" in name else 1e-10), name
+
+
+def test_experts_whose_forward_is_not_a_weighted_sum_are_refused():
+    for messages in run_ranks(refused_sums, 2):
+        assert "the forward of ScaledInputs, which ParallelSpec.experts names, is not the sum of" in messages[0]
+        assert "the forward of ReorderedArguments" in messages[1]
 
 
 def test_experts_that_cannot_be_divided_are_refused():
