@@ -21,7 +21,7 @@ MAX_PARAMETERS = 1 << 29
 """Parameters of the largest model that is checked: the copy has 8 bytes for each."""
 MAX_FLOPS = 1e13
 """FLOPs of the largest check, at 2 per parameter, target and pass: some minutes on a CPU core."""
-SHORTENED_FLOPS = 1e12
+SHORTENED_FLOPS = 3e11
 """FLOPs above which the sequences of the samples are cut: some ten seconds on a CPU core."""
 MIN_SEQUENCE = 8
 """Tokens of the shortest sequence that is cut from a sample."""
