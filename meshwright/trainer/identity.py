@@ -132,6 +132,8 @@ def read_identity(folder: RunFolder) -> dict[str, Any]:
         found = "until is not a table of timelines and steps"
     elif not all(is_extension(extension) for extension in record.get("extensions", [])):
         found = "extensions is not a list of extensions"
+    elif not all(is_code_change(change) for change in record.get("code_changes", [])):
+        found = "code_changes is not a list of changes of code"
     elif not is_code_record(record.get("code")):
         found = "code is not a record of code"
     else:
@@ -146,6 +148,13 @@ def is_extension(value: Any) -> bool:
     return isinstance(value, dict) and all(type(value.get(key)) is int for key in ("attempt", "step", "from", "to"))
 
 
+def is_code_change(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(changes := value.get("changes"), list):
+        return False
+    numbers = all(type(value.get(key)) is int for key in ("attempt", "step"))
+    return numbers and all(isinstance(text, str) for text in changes)
+
+
 def is_code_record(value: Any) -> bool:
     """Whether a value of an untrusted record is the code of a custom model, or that of a built-in model: None."""
     if value is None:
@@ -153,13 +162,17 @@ def is_code_record(value: Any) -> bool:
     if not isinstance(value, dict) or not isinstance(parts := value.get("parts"), dict):
         return False
     lines = value.get("structure")
-    return isinstance(lines, list) and all(isinstance(text, str) for text in (*parts.values(), *lines))
+    return (
+        isinstance(lines, list)
+        and isinstance(value.get("python", ""), str)
+        and all(isinstance(text, str) for text in (*parts.values(), *lines))
+    )
 
 
 def describe_code_changes(before: CodeRecord | None, now: CodeRecord | None) -> list[str]:
     """Returns what changed in the code of a custom model: classes, functions and settings, each with its name.
 
-    Bytecode of another version of Python cannot be compared; constants, versions and structure can.
+    Bytecode of another version of Python cannot be compared, which is a change; constants, versions and structure can.
     """
     if now is None:
         return []
@@ -167,6 +180,9 @@ def describe_code_changes(before: CodeRecord | None, now: CodeRecord | None) -> 
         return [NO_CODE_RECORD]
     changes = []
     same_python = before.get("python") == now["python"]
+    if not same_python:
+        version = short_text(before.get("python"))
+        changes.append(f"Python was {version} and is {now['python']}, so code cannot be compared")
     for name in sorted(before["parts"].keys() | now["parts"].keys()):
         old, new = before["parts"].get(name), now["parts"].get(name)
         if old == new:
@@ -178,8 +194,9 @@ def describe_code_changes(before: CodeRecord | None, now: CodeRecord | None) -> 
                 )
         else:
             changes.append(f"{name[:MAX_VALUE_LENGTH]} was {short_text(old)} and is {short_text(new)}")
-    gone = [line for line in before["structure"] if line not in set(now["structure"])]
-    new_lines = [line for line in now["structure"] if line not in set(before["structure"])]
+    old_lines, lines = set(before["structure"]), set(now["structure"])
+    gone = [line for line in before["structure"] if line not in lines]
+    new_lines = [line for line in now["structure"] if line not in old_lines]
     changes += [f"{short_text(old)} became {short_text(new)}" for old, new in zip_longest(gone, new_lines)]
     if before["structure"] != now["structure"] and not (gone or new_lines):
         changes.append("the order of the modules changed")

@@ -112,7 +112,7 @@ def run_project(source: str = PROJECT) -> types.ModuleType:
     return project
 
 
-def record_of(source: str = PROJECT):
+def record_project(source: str = PROJECT):
     project = run_project(source)
     return build_code_record(project.Net(), UserCode(loss=project.loss))
 
@@ -147,13 +147,13 @@ def _forget_project():
 )
 def test_value_that_the_code_uses_counts(old, new, expected):
     assert PROJECT.count(old) == 1
-    changes = describe_code_changes(record_of(), record_of(PROJECT.replace(old, new)))
+    changes = describe_code_changes(record_project(), record_project(PROJECT.replace(old, new)))
     assert any(expected in change for change in changes), changes
 
 
 @pytest.mark.parametrize(("old", "new"), [("steps=100", "steps=200"), ("CACHE = {}", "CACHE={1: 2}")])
 def test_setting_that_the_code_does_not_mention_and_a_cache_do_not_count(old, new):
-    assert record_of() == record_of(PROJECT.replace(old, new))
+    assert record_project() == record_project(PROJECT.replace(old, new))
 
 
 def test_use_of_a_model_does_not_change_its_fingerprint():
@@ -172,16 +172,16 @@ def test_use_of_a_model_does_not_change_its_fingerprint():
 def test_fingerprint_is_the_same_in_another_process(tmp_path):
     script = tmp_path / "script.py"
     lines = ["import sys", "sys.path.insert(0, sys.argv[1])", "import test_value_fingerprint as test"]
-    script.write_text("\n".join([*lines, "print(test.record_of()['fingerprint'])"]))
+    script.write_text("\n".join([*lines, "print(test.record_project()['fingerprint'])"]))
     environment = os.environ | {"PYTHONHASHSEED": "77"}
     command = [sys.executable, str(script), os.path.dirname(__file__)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=True)
-    assert found.stdout.split() == [record_of()["fingerprint"]]
+    assert found.stdout.split() == [record_project()["fingerprint"]]
 
 
 def test_many_values_are_one_line_and_a_cycle_ends():
     many = PROJECT.replace("self.helper = Helper()", "self.helper = {n: n for n in range(5000)}")
-    [line] = [line for line in record_of(many)["structure"] if "blocks.0.helper" in line]
+    [line] = [line for line in record_project(many)["structure"] if "blocks.0.helper" in line]
     assert "of 5001 values, hash" in line
     cycle = PROJECT.replace("self.helper = Helper()", "self.helper = [self]")
-    assert "the same object as model.blocks.0" in "\n".join(record_of(cycle)["structure"])
+    assert "the same object as model.blocks.0" in "\n".join(record_project(cycle)["structure"])

@@ -13,7 +13,7 @@ from meshwright import train
 from meshwright.errors import ConfigError, IdentityError
 from meshwright.telemetry.events import read_events
 from meshwright.telemetry.run_folder import RunFolder
-from meshwright.trainer.identity import NO_CODE_RECORD, check_run_folder
+from meshwright.trainer.identity import NO_CODE_RECORD, check_run_folder, describe_code_changes
 
 CODE = {
     "class": "project.Net",
@@ -92,6 +92,36 @@ def test_run_folder_of_an_older_version_resumes_with_a_note(tmp_path):
 def test_odd_code_record_is_one_line_with_exit_code_2(tmp_path, code):
     with pytest.raises(ConfigError, match="is not a valid identity record: code is not a record of code"):
         check_run_folder(write_record(tmp_path, code=code), RECORD, fork=0, attempt=2, newest=-1)
+
+
+@pytest.mark.parametrize(
+    "change", [3, {}, {"attempt": 1, "step": 2, "changes": [3]}, {"attempt": 1, "step": "2", "changes": []}]
+)
+def test_odd_change_of_code_is_one_line_with_exit_code_2(tmp_path, change):
+    with pytest.raises(ConfigError, match="code_changes is not a list of changes of code"):
+        check_run_folder(write_record(tmp_path, code_changes=[change]), RECORD, fork=0, attempt=2, newest=-1)
+
+
+def test_other_version_of_python_is_accepted_on_request_only(tmp_path):
+    folder, now = write_record(tmp_path), RECORD | {"code": CODE | {"python": "3.99"}}
+    with pytest.raises(IdentityError, match=r"Python was 3\.11 and is 3\.99, so code cannot be compared; try --accept"):
+        check_run_folder(folder, now, fork=0, attempt=2, newest=3)
+    assert check_run_folder(folder, now, fork=0, attempt=2, newest=3, accept_code=True)["code_changes"]
+
+
+def test_large_structure_of_a_stranger_is_compared_in_linear_time():
+    class Line(str):
+        compared = 0
+
+        def __eq__(self, other):
+            Line.compared += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    before, now = (CODE | {"structure": [Line(f"{n}{kind}") for n in range(2000)]} for kind in "ab")
+    assert len(describe_code_changes(before, now)) == 2000
+    assert Line.compared < 10_000
 
 
 def test_differences_of_a_strangers_record_are_cut(tmp_path):
