@@ -13,7 +13,7 @@ from meshwright.errors import ConfigError, IdentityError
 from meshwright.launch.user_code.user_code import UserCode
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from meshwright.observe.run_report import Report
     from meshwright.parallel.parallel_spec import ParallelSpec
@@ -33,6 +33,7 @@ def plan(
     parallel_spec: ParallelSpec | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     reduction: Literal["sum", "mean"] | None = None,
+    init: Callable[[str, Tensor], Any] | None = None,
     ranks: int | None = None,
     batch: int | None = None,
     sequence: int | None = None,
@@ -58,6 +59,7 @@ def plan(
         parallel_spec: how to parallelize ``model``, as in :func:`train`.
         collate: makes a batch of a list of samples, as in :func:`train`.
         reduction: what ``loss`` returns, as in :func:`train`.
+        init: initializes a ``model`` on the meta device, as in :func:`train`.
         ranks: number of devices to use. Default: all devices of the cluster.
         batch: samples per optimizer step, over all ranks. Default: that of the run.
         sequence: tokens per sample. Default: that of the run.
@@ -78,7 +80,7 @@ def plan(
     if config is None and isinstance(model, str | Path | RunConfig):
         config, model = model, None
     assert not isinstance(model, str | Path | RunConfig)
-    user = UserCode(model, loss, source, parallel_spec, collate, reduction=reduction)
+    user = UserCode(model, loss, source, parallel_spec, collate, reduction=reduction, init=init)
     with errors_for_python():
         workload = plan_workload(config, user, overrides, batch, sequence, precision)
         return plan_run(workload, cluster, ranks, choice, top, scale, critical_batch, plan_file)
@@ -122,7 +124,7 @@ def plan_workload(
     from meshwright.planner.workload.workload_args import build_workload, split_overrides, workload_from_config
 
     if user.model is None:
-        user.require_model("loss", "source", "parallel_spec", "collate")
+        user.require_model("loss", "source", "parallel_spec", "collate", "init", "reduction")
         if config is None:
             raise ConfigError("neither a config nor a model is given", "expected a preset, a run file, or model=...")
     elif isinstance(config, str | Path):
@@ -160,6 +162,7 @@ def simulate(
     parallel_spec: ParallelSpec | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     reduction: Literal["sum", "mean"] | None = None,
+    init: Callable[[str, Tensor], Any] | None = None,
     ranks: int | None = None,
     rank: Sequence[int] = (),
 ) -> Simulation:
@@ -175,6 +178,7 @@ def simulate(
         parallel_spec: how to parallelize ``model``, as in :func:`train`.
         collate: makes a batch of a list of samples, as in :func:`train`.
         reduction: what ``loss`` returns, as in :func:`train`.
+        init: initializes a ``model`` on the meta device, as in :func:`train`.
         ranks: total number of ranks; sets ``layout.replicate`` accordingly. Default: those of ``config.layout``.
         rank: ranks to simulate. Default: rank 0 and, with a pipeline, the first rank of the last stage.
 
@@ -185,7 +189,7 @@ def simulate(
         ConfigError: the config is not valid on this number of ranks.
         IdentityError: the config is of a run of another model.
     """
-    user = UserCode(model, loss, source, parallel_spec, collate, reduction=reduction)
+    user = UserCode(model, loss, source, parallel_spec, collate, reduction=reduction, init=init)
     with errors_for_python():
         return simulate_run(validated(config, ranks), user, rank)
 
@@ -205,8 +209,10 @@ def report(
     model: nn.Module | Callable[[], nn.Module] | None = None,
     loss: Callable[..., Any] | None = None,
     source: Any = None,
+    parallel_spec: ParallelSpec | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     reduction: Literal["sum", "mean"] | None = None,
+    init: Callable[[str, Tensor], Any] | None = None,
 ) -> Report:
     """Compares what a run measured with what was predicted for it.
 
@@ -218,8 +224,10 @@ def report(
         model: model of the run, as in :func:`train`.
         loss: loss of ``model``, as in :func:`train`.
         source: dataset of ``model``, as in :func:`train`.
+        parallel_spec: how to parallelize ``model``, as in :func:`train`.
         collate: makes a batch of a list of samples, as in :func:`train`.
         reduction: what ``loss`` returns, as in :func:`train`.
+        init: initializes a ``model`` on the meta device, as in :func:`train`.
 
     Returns:
         Report: measured and predicted step time, memory and communication, with the errors.
@@ -228,7 +236,7 @@ def report(
         ConfigError: ``run`` is not a run folder.
         IdentityError: the run is one of another model, or of other code.
     """
-    user = UserCode(model, loss, source, collate=collate, reduction=reduction)
+    user = UserCode(model, loss, source, parallel_spec, collate, reduction=reduction, init=init)
     with errors_for_python():
         return report_run(given_path(run, "run"), user)
 
@@ -242,11 +250,11 @@ def report_run(run: Path, user: UserCode) -> Report:
     result = build_report(folder)
     config = recorded_config(folder)
     if user.model is not None:
-        from meshwright.launch.user_code.make_custom_model import open_model
+        from meshwright.launch.user_code.make_custom_model import open_model_shapes
 
         if config is None or config.custom_model.class_ is None:
             raise IdentityError(f"{run} has no record of a run of a custom model", "try it without --model")
-        open_model(config, user)
+        open_model_shapes(config, user)
     if config is None or config.custom_model.class_ is None:
         return result
     note = f"custom model {config.custom_model.class_}; for other verbs: {config.custom_model.options}"

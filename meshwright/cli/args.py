@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from meshwright.errors import ConfigError
 
@@ -58,7 +58,7 @@ AtStep = Annotated[int | None, option("N", "checkpoint after N steps (default: t
 
 ENTRY_POINTS = {
     "model": "model to use instead of the built-in one: an nn.Module, or a function or class that builds it",
-    "loss": "loss of --model: the sum over valid targets, as a function or a module",
+    "loss": "loss of --model, as a function or a module",
     "source": "map-style dataset to use instead of the configured data, or a function or class that opens it",
     "collate": "function that makes a batch of a list of samples",
     "metrics": "dict of metrics of --model: name -> function",
@@ -66,6 +66,9 @@ ENTRY_POINTS = {
     "init": "function that initializes the parameters of a --model on the meta device",
 }
 """Arguments that name an object of the user's code as MODULE:NAME -> help."""
+Reduction = Annotated[
+    Literal["sum", "mean"] | None, option("sum|mean", "what --loss returns: the sum over valid targets, or their mean")
+]
 NO_ENTRY_POINTS: Mapping[str, str] = types.MappingProxyType({})
 
 
@@ -104,7 +107,7 @@ def parse(verb: Verb, name: str, args: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(f"unknown {kind} {unknown[0]}", f"{hint}try {parser.prog} --help")
     values = vars(namespace) | values
     if parser.accepts_entry_points:
-        typed = {argument: values.pop(argument) for argument in ENTRY_POINTS}
+        typed = {argument: values.pop(argument) for argument in (*ENTRY_POINTS, "reduction")}
         values["entry_points"] = {argument: text for argument, text in typed.items() if text is not None}
     return values
 
@@ -121,6 +124,7 @@ def build_parser(verb: Verb, name: str) -> Parser:
             parser.accepts_entry_points = True
             for argument, text in ENTRY_POINTS.items():
                 add_argument(parser, argument, Annotated[str | None, option("MODULE:NAME", text)], None)
+            add_argument(parser, "reduction", Reduction, None)
         else:
             add_argument(parser, parameter.name, hints[parameter.name], parameter.default)
     return parser
@@ -137,6 +141,7 @@ def add_argument(parser: Parser, name: str, hint: Any, default: Any) -> None:
     many = get_origin(kind) is tuple
     value_type = get_args(kind)[0] if many else kind
     value_type = parse_path if value_type is Path else value_type
+    choices = get_args(kind) if get_origin(kind) is Literal else None
     if argument.positional:
         add(name, metavar=argument.metavar, type=value_type, nargs=None if required else "?")
         return
@@ -149,7 +154,8 @@ def add_argument(parser: Parser, name: str, hint: Any, default: Any) -> None:
             *strings,
             dest=name,
             metavar=argument.metavar,
-            type=value_type,
+            type=str if choices else value_type,
+            choices=choices,
             nargs="*" if many else None,
             required=required,
             default=None if required else default,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -34,6 +35,8 @@ class Placement:
 
 
 PLACEMENT = Placement()
+ENTRY_POINT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+"""MODULE:NAME, both of which may be dotted."""
 IGNORE_INDEX = -100
 """Label of a token that is excluded from the loss, in data and loss alike (the default of torch's cross_entropy)."""
 

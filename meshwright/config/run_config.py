@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from meshwright.config.constraints import (
+    ENTRY_POINT,
     MAX_GLOBAL_BATCH,
     PLACEMENT,
     NonNegativeInt,
@@ -220,6 +221,10 @@ class LaunchConfig:
     """a rank whose local phases take this many times those of the other ranks is reported as a straggler"""
 
 
+ENTRY_POINT_KEYS = ("model", "loss", "source", "collate", "parallel_spec", "init")
+"""Keys of `custom_model` that name an object of the user's code."""
+
+
 @dataclass(frozen=True)
 class CustomModelConfig:
     """The custom model of a run. `train` writes this section to the run file of its run folder: every verb compares it
@@ -244,12 +249,22 @@ class CustomModelConfig:
     """what was typed as --parallel-spec"""
     init: str | None = None
     """what was typed as --init"""
+    reduction: Literal["sum", "mean"] | None = None
+    """what was typed as --reduction"""
+
+    def __post_init__(self) -> None:
+        """Refuses what is not an entry point: messages show the recorded ones as a command to type."""
+        for name in ENTRY_POINT_KEYS:
+            if (text := getattr(self, name)) is not None and not ENTRY_POINT.fullmatch(text):
+                raise ConfigError(f"custom_model.{name} is not an entry point", "expected MODULE:NAME")
+        for name in ("class_", "code", "blocks"):
+            if not (getattr(self, name) or "").isprintable():
+                raise ConfigError(f"custom_model.{name.rstrip('_')} has control characters", "expected printable text")
 
     @property
     def options(self) -> str:
         """The command-line options that name the model, its loss and its data."""
-        names = ("model", "loss", "source", "collate", "parallel_spec", "init")
-        typed = {name.replace("_", "-"): getattr(self, name) for name in names}
+        typed = {name.replace("_", "-"): getattr(self, name) for name in (*ENTRY_POINT_KEYS, "reduction")}
         return " ".join(f"--{name} {text}" for name, text in typed.items() if text) or "--model MODULE:NAME"
 
 

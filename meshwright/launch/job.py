@@ -55,8 +55,8 @@ def make_job(
             f"{layout.ranks:,} ranks on one host", f"expected at most {MAX_RANKS_PER_HOST:,}, or try torchrun"
         )
     require_compiler(config)
-    # The identity of an existing run says more about other code than its config does.
-    config, custom, sources = open_user_code(config, user, accept_code or folder.has_run)
+    # The config may come from another run; the identity of the run folder says which code is that of this run.
+    config, custom, sources = open_user_code(config, user, same_code=False)
     if custom is not None:
         custom.require_init()
     else:

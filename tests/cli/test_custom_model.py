@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli import main
-from meshwright.config import load_config
+from meshwright.cli.args import parse
+from meshwright.cli.simulate import simulate
+from meshwright.config import CustomModelConfig, load_config
+from meshwright.errors import ConfigError
 
 PROJECT = """
 import numpy as np
@@ -104,6 +108,29 @@ def test_plan_best_is_refused_for_a_custom_model(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--plan", "best", *TYPED])
     assert "--plan best plans the model of the config; try meshwright plan --model" in capsys.readouterr().err
+
+
+def test_reduction_is_typed_and_recorded(project, monkeypatch):
+    typed = parse(simulate, "simulate", [*TYPED, "--reduction", "mean"])["entry_points"]
+    assert typed["reduction"] == "mean"
+    options = CustomModelConfig(**typed).options
+    assert options == " ".join([*TYPED, "--reduction", "mean"])
+    with pytest.raises(ConfigError, match="invalid choice: 'max'"):
+        parse(simulate, "simulate", [*TYPED, "--reduction", "max"])
+
+
+@pytest.mark.parametrize("text", ["a:b; rm -rf .", "a:b $(id)", "`id`", "a:b\nc", "--model"])
+def test_recorded_text_that_is_not_an_entry_point_is_never_printed(project, tmp_path, text, capsys):
+    shutil.copytree(project / "r", tmp_path / "r")
+    file = tmp_path / "r" / "run.toml"
+    file.write_text(file.read_text().replace('"my_project.models:build"', json.dumps(text)))
+    with pytest.raises(SystemExit) as exit:
+        main(["simulate", str(tmp_path / "r")])
+    main(["report", str(tmp_path / "r")])
+    output = capsys.readouterr()
+    assert exit.value.code == 2
+    assert "custom_model.model is not an entry point; expected MODULE:NAME" in output.err
+    assert text not in output.out + output.err.replace("--model MODULE", "")
 
 
 def test_typed_code_is_compared_with_the_record(project, tmp_path):

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.config.constraints import ENTRY_POINT
 from meshwright.errors import ConfigError, describe_exception, user_location
 from meshwright.launch.user_code.user_code import UserCode
 
-ENTRY_POINT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-"""MODULE:NAME, both of which may be dotted."""
-
 
 def load_user_code(entry_points: Mapping[str, str]) -> UserCode:
-    """Imports the entry points of a command line: argument -> MODULE:NAME."""
-    values = {argument: load_entry_point(argument, text) for argument, text in entry_points.items()}
+    """Imports the entry points of a command line: argument -> MODULE:NAME. A reduction is a word, not an object."""
+    values = {
+        argument: text if argument == "reduction" else load_entry_point(argument, text)
+        for argument, text in entry_points.items()
+    }
     for argument in ("loss", "collate"):
         if isinstance(value := values.get(argument), type):
             values[argument] = call_without_arguments(value, argument)

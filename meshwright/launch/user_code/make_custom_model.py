@@ -31,17 +31,17 @@ class UserRun(NamedTuple):
     sources: list[Source]
 
 
-def open_user_code(config: RunConfig, user: UserCode, accept_code: bool = False, needs_values: bool = True) -> UserRun:
+def open_user_code(config: RunConfig, user: UserCode, same_code: bool = True, needs_values: bool = True) -> UserRun:
     """Makes the user's model and opens the user's dataset, or the data of the config. All verbs call this.
 
-    If the config comes from a run of a custom model, the user's code must be that of the run. Without `needs_values`,
-    the model is not run on its first batch, and may be on the meta device.
+    If the config comes from a run of a custom model, the user's code must be that of the run with `same_code`. Without
+    `needs_values`, the model is not run on its first batch, and may be on the meta device.
     """
     dataset = open_dataset(config, user)
     custom = make_custom_model(user, dataset)
     if custom is not None:
         record = custom_model_config(custom, user)
-        if not accept_code:
+        if same_code:
             require_same_code(config.custom_model, record)
         config = replace(config, custom_model=record)
     if dataset is None:
@@ -61,22 +61,17 @@ def open_user_code(config: RunConfig, user: UserCode, accept_code: bool = False,
     return UserRun(config, custom, sources)
 
 
-def open_model(config: RunConfig, user: UserCode) -> UserRun:
-    """The same for a verb that uses a dataset only together with a model. Without a model, no data is opened."""
-    user.require_model("loss", "source", "parallel_spec", "collate", "init")
-    return open_user_code(config, user) if user.model is not None else UserRun(config, None, [])
-
-
 def open_model_shapes(config: RunConfig, user: UserCode) -> UserRun:
-    """The same for `plan` and `simulate`, which use the shapes of the model and of its data."""
-    if user.model is None:
-        return open_model(config, user)
-    return open_user_code(config, user, needs_values=False)
+    """The same for `plan`, `simulate` and `report`, which use the shapes of the model and of its data. Without a model,
+    no data is opened.
+    """
+    user.require_model("loss", "source", "parallel_spec", "collate", "init", "reduction")
+    return open_user_code(config, user, needs_values=False) if user.model is not None else UserRun(config, None, [])
 
 
 def open_model_with_values(config: RunConfig, user: UserCode) -> UserRun:
-    """The same for `prove`, whose reference has the whole model in one process."""
-    config, custom, sources = open_model(config, user)
+    """The same for `prove`, which has the whole model in one process and runs the first batch itself."""
+    config, custom, sources = open_model_shapes(config, user)
     if custom is not None:
         custom.require_init()
         custom = custom.with_values(config.seed)
@@ -85,7 +80,7 @@ def open_model_with_values(config: RunConfig, user: UserCode) -> UserRun:
 
 def make_custom_model(user: UserCode, dataset: Any = None) -> CustomModel | None:
     """Returns the model that the user brings, or None if the model is that of the config."""
-    user.require_model("loss", "parallel_spec", "metrics", "init")
+    user.require_model("loss", "parallel_spec", "metrics", "init", "reduction")
     if user.model is None:
         return None
     module = user.model if isinstance(user.model, nn.Module) else call_without_arguments(user.model, "model")
