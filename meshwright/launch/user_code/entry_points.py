@@ -20,7 +20,7 @@ from meshwright.launch.user_code.user_code import UserCode
 
 def load_user_code(entry_points: Mapping[str, str]) -> UserCode:
     """Imports the entry points of a command line: argument -> MODULE:NAME. A reduction is a word, not an object."""
-    values = {
+    values: dict[str, Any] = {
         argument: text if argument == "reduction" else load_entry_point(argument, text)
         for argument, text in entry_points.items()
     }

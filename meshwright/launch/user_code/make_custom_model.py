@@ -113,7 +113,7 @@ def open_dataset(config: RunConfig, user: UserCode) -> Any:
 def custom_model_config(custom: CustomModel, user: UserCode) -> CustomModelConfig:
     """The record of a custom model in the run file of its run."""
     assert custom.code is not None
-    names = {name: text for name, text in user.entry_points.items() if name != "metrics"}
+    names: dict[str, Any] = {name: text for name, text in user.entry_points.items() if name != "metrics"}
     spec = custom.spec
     patterns = (spec.blocks,) if isinstance(spec.blocks, str) else spec.blocks
     blocks = ", ".join(filter(None, (*spec.before, *patterns, *spec.after)))
