@@ -1,4 +1,4 @@
-"""What the verbs do with a user's model before they use it: when its code is compared, and when its first batch runs."""
+"""What verbs do with a user's model before they use it: when its code is compared, and when its first batch runs."""
 
 from __future__ import annotations
 
