@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -112,7 +112,7 @@ class CustomModel:
     def build_objective(self, device: torch.device, dtype: torch.dtype) -> Objective:
         """Returns a copy of model and loss as one module on a device."""
         module = copy.deepcopy(self.module)
-        loss = copy.deepcopy(self.loss).to(device) if isinstance(self.loss, nn.Module) else self.loss
+        loss = copy.deepcopy(self.loss).to(device, dtype) if isinstance(self.loss, nn.Module) else self.loss
         synchronize_batch_norm(module)
         disable_caches(module)
         if self.on_meta():
@@ -149,12 +149,12 @@ def copy_trained_weights(
     Every rank of a `pipeline` has the weights of its stages only.
     """
     for module, target in zip((trained.model, trained.loss), targets, strict=False):
-        state = module.state_dict() if module is not None else {}
+        state = dict(saved_tensors(module)) if module is not None else {}
         names = [set(state)]
         if pipeline is not None:
             names = [set() for _ in range(pipeline.size())]
             dist.all_gather_object(names, set(state), group=pipeline)
-        for name, value in target.state_dict().items():
+        for name, value in saved_tensors(target):
             if value.is_meta:  # no process has the model whole
                 continue
             owner = next(rank for rank, of_rank in enumerate(names) if name in of_rank)
@@ -168,6 +168,17 @@ def copy_trained_weights(
             if write:
                 assert full is not None
                 value.copy_(full)
+
+
+def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and persistent buffers of a module by all of their names. `state_dict` may return copies of them,
+    and values that are no tensors.
+    """
+    yield from module.named_parameters(remove_duplicate=False)
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def device_of(module: nn.Module) -> torch.device:

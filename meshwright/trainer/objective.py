@@ -340,9 +340,23 @@ SINGLE_LABEL = "single_label_classification"
 
 def shifts_labels(model: nn.Module) -> bool:
     """Whether a model that computes its loss itself compares position i with label i + 1, as causal language models of
-    transformers do.
+    transformers do. Some of them name `ForCausalLMLoss` and compute the loss without it; decoders behind an encoder get
+    their inputs shifted instead.
     """
-    return getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+    return (
+        getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+        and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        and any(calls_loss_function(type(module)) for module in model.modules())  # the model may be wrapped
+    )
+
+
+def calls_loss_function(kind: type[nn.Module]) -> bool:
+    """Whether forward of a class, or the forward of a base class that it calls, uses `self.loss_function`."""
+    for base in kind.__mro__:
+        code = getattr(inspect.unwrap(vars(base).get("forward", len)), "__code__", None)
+        if code is not None and ("loss_function" in code.co_names or "super" not in code.co_names):
+            return "loss_function" in code.co_names
+    return False
 
 
 def auxiliary_loss(model: nn.Module, outputs: Any) -> Tensor | None:

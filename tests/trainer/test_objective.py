@@ -16,7 +16,7 @@ from meshwright.data.batch_structure import BatchStructure
 from meshwright.data.loader import target_count
 from meshwright.errors import ConfigError, DataError
 from meshwright.parallel.parallel_spec import ParallelSpec
-from meshwright.trainer.custom_model import CustomModel
+from meshwright.trainer.custom_model import CustomModel, copy_trained_weights
 from meshwright.trainer.objective import Objective
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -151,31 +151,115 @@ TOKENS = torch.arange(24).reshape(3, 8) % 11
 LABELS = torch.where(TOKENS % 5 == 0, -100, TOKENS)
 
 
+class LlamaOfAUser(transformers.LlamaForCausalLM):
+    def forward(self, input_ids, labels=None):
+        return super().forward(input_ids=input_ids, labels=labels)
+
+
 def text_model(name):
     torch.manual_seed(0)
     kinds = {
         "Llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig(vocab_size=11, **SMALL)),
         "GPT-2": (transformers.GPT2LMHeadModel, transformers.GPT2Config(vocab_size=11, n_embd=16, n_layer=1, n_head=2)),
         "BERT": (transformers.BertForMaskedLM, transformers.BertConfig(vocab_size=11, **SMALL)),
+        "BART decoder": (
+            transformers.BartForCausalLM,
+            transformers.BartConfig(vocab_size=11, d_model=16, decoder_layers=1, decoder_attention_heads=2),
+        ),
+        "subclass": (LlamaOfAUser, transformers.LlamaConfig(vocab_size=11, **SMALL)),
     }
     kind, config = kinds[name]
     return kind(config).eval()
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT-2", "BERT"])
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "BERT", "BART decoder", "subclass"])
 def test_model_of_transformers_returns_the_sum_over_the_labels_that_it_predicts(name):
     model, batch = text_model(name), {"input_ids": TOKENS, "labels": LABELS}
     custom = CustomModel(model, None, ParallelSpec(blocks=""), BatchStructure.of(batch))
     objective = custom.build_objective(torch.device("cpu"), torch.float32).eval()
     flat = custom.batch.flatten(batch)
     logits = model(input_ids=TOKENS).logits
-    if name == "BERT":
+    if name in ("BERT", "BART decoder"):
         expected, targets = cross_entropy(logits.flatten(0, 1), LABELS.flatten(), reduction="sum"), LABELS
     else:
         targets = LABELS[:, 1:]
         expected = cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten(), reduction="sum")
     assert float(objective(*flat)[0]) == pytest.approx(float(expected), rel=1e-6)
     assert int(target_count(custom.batch.count, flat)) == int((targets != -100).sum())
+
+
+@pytest.mark.parametrize("name", ["T5", "BART"])
+def test_encoder_decoder_of_transformers_counts_every_label(name):
+    torch.manual_seed(0)
+    if name == "T5":
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+        model = transformers.T5ForConditionalGeneration(
+            transformers.T5Config(vocab_size=11, decoder_start_token_id=0, **sizes)
+        )
+    else:
+        ends = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+        config = transformers.BartConfig(
+            vocab_size=11, d_model=16, **ends, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2
+        )
+        model = transformers.BartForConditionalGeneration(config)
+    batch = {"input_ids": TOKENS, "labels": LABELS}
+    custom = CustomModel(model, None, ParallelSpec(blocks=""), BatchStructure.of(batch))
+    objective = custom.build_objective(torch.device("cpu"), torch.float32).eval()
+    logits = model.eval()(**batch).logits
+    expected = cross_entropy(logits.flatten(0, 1), LABELS.flatten(), reduction="sum")
+    flat = custom.batch.flatten(batch)
+    assert float(objective(*flat)[0]) == pytest.approx(float(expected), rel=1e-6)
+    assert int(target_count(custom.batch.count, flat)) == int((LABELS != -100).sum())
+
+
+class WeightedLoss(nn.Module):
+    """A loss with a parameter and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.classes = nn.Linear(3, 3)
+        self.register_buffer("weight", torch.ones(3))
+
+    def forward(self, outputs, targets):
+        return cross_entropy(self.classes(outputs), targets, self.weight, reduction="sum")
+
+
+def test_loss_module_has_the_dtype_of_the_model():
+    custom = CustomModel(nn.Linear(2, 3), WeightedLoss(), ParallelSpec(blocks=""))
+    objective = custom.build_objective(torch.device("cpu"), torch.float64)
+    total, _ = objective(torch.ones(4, 2), torch.arange(4) % 3)
+    assert total.dtype == torch.float64
+
+
+class UnusualState(nn.Linear):
+    """Its state_dict contains copies, and a value that is no tensor."""
+
+    def __init__(self):
+        super().__init__(2, 3)
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("scratch", torch.zeros(()), persistent=False)
+
+    def state_dict(self, *args, **options):
+        return {name: copy.deepcopy(value) for name, value in super().state_dict(*args, **options).items()}
+
+    def get_extra_state(self):
+        return {"version": 1}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_trained_weights_are_copied_into_the_parameters_and_persistent_buffers():
+    custom = CustomModel(UnusualState(), WeightedLoss(), ParallelSpec(blocks=""))
+    objective = custom.build_objective(torch.device("cpu"), torch.float64)
+    with torch.no_grad():
+        for tensor in (*objective.parameters(), *objective.buffers()):
+            tensor.fill_(7.0)
+    copy_trained_weights(objective, custom.modules(), write=True, pipeline=None)
+    model, loss = custom.modules()
+    copied = (model.weight, model.bias, model.steps, loss.classes.weight, loss.weight)
+    assert all(bool((tensor == 7.0).all()) and tensor.dtype == torch.float32 for tensor in copied)
+    assert model.scratch == 0
 
 
 def test_labels_that_arrive_shifted_are_not_shifted_again():
