@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshwright.config import RunConfig
+from meshwright.config import Batch, RunConfig
 from meshwright.data.source import ConcatenatedSource, Source
 from meshwright.parallel.world import World
 from meshwright.prover.compare.discrepancy import compare_traces
@@ -55,6 +55,10 @@ class ReferenceTask:
     def follows_run(self) -> bool:
         """Whether each step is computed from the state of the run."""
         return self.config.precision.compute != "fp64"
+
+    def on_layout(self, _config: RunConfig, _batch: Batch) -> ReferenceTask:
+        """The reference of the same run on another layout: the definition of a built-in model does not depend on it."""
+        return self
 
     @property
     def tied(self) -> Mapping[str, tuple[str, ...]]:

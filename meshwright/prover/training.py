@@ -154,7 +154,7 @@ def check_resume(traced: TracedRun, first: TracedRun, outcome: Outcome, referenc
     assert traced.run.resume_layout is not None
     folder = traced.job.folder
     job = proof_job(traced.run.resume_layout, first.job.sources, folder, Tracer(folder.root), first.job.custom)
-    resumed = replace(traced, job=job)
+    resumed = replace(traced, job=job, task=traced.task.on_layout(job.config, job.batch))
     claim = (
         f"{traced.run.name}: a run on {first.job.layout}{describe_settings(first.job.config)} continues on "
         f"{resumed.job.layout}{describe_settings(resumed.job.config)}, {describe_model(first.job)}: the "
@@ -176,9 +176,9 @@ def check_resume(traced: TracedRun, first: TracedRun, outcome: Outcome, referenc
         if found is None or not torch.equal(found, right):
             rank = continued.owner(name, ())
             return Claim(claim, False, f"rank {rank}: {name} is not restored as it was after {done} steps", changes)
-    if traced.task.follows_run:
+    if resumed.task.follows_run:
         launch = replace(job.config.launch, device="cpu")
-        [[reference]] = run_ranks(compute_references, 1, [traced.task], [continued], launch=launch, timeout=MAX_SECONDS)
+        [[reference]] = run_ranks(compute_references, 1, [resumed.task], [continued], launch=launch, timeout=MAX_SECONDS)
         passed, text = describe_comparison(resumed, continued, with_initial(reference, before))
         return Claim(claim, passed, f"from step {done}: {text}", changes)
     exact, tolerances, _ = reference

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import custom_model_faults
 import custom_plan_faults
@@ -10,16 +11,18 @@ import pytest
 import torch
 from custom_cases import CustomCase
 from custom_faults import CUSTOM_FAULTS, REPLICATE
-from custom_models import Classifier, Points, TokenModel, class_loss, pad, text_loss, token_loss
+from custom_models import Classifier, Points, Texts, TokenModel, class_loss, pad, text_loss, token_loss
 from torch.nn import functional as F
 
 from meshwright import train
-from meshwright.config import LayoutConfig
+from meshwright.config import LayoutConfig, PrecisionConfig
+from meshwright.prover.custom.model_facts import ModelFacts
 from meshwright.prover.custom.proof import CustomProof
-from meshwright.prover.custom.training import explain_axes
+from meshwright.prover.custom.training import explain_axes, prepare_custom
 from meshwright.prover.oracle.plain_objective import PlainObjective
 from meshwright.prover.prove import certify
 from meshwright.prover.shrink.custom_runs import custom_runs
+from meshwright.topology.unsupported import validate
 
 MODULES = (custom_model_faults, custom_plan_faults)
 """The modules that register the faults."""
@@ -67,6 +70,33 @@ def test_custom_model_stays_on_its_axes_when_a_proof_run_continues_elsewhere():
             assert run.config.model == config.model
             assert (run.resume_layout or run.config).layout.tensor in (1, layout.tensor)
             assert (run.resume_layout or run.config).layout.pipeline == 1
+
+
+@pytest.mark.parametrize("compute", ["fp32", "fp64"])
+def test_run_that_continues_on_another_layout_is_one_that_was_compared(compute):
+    config = replace(CustomCase(Classifier(), class_loss, REPLICATE, Points()).config(), steps=4)
+    *others, resumed = custom_runs(replace(config, precision=PrecisionConfig(compute=compute)), float64=True)
+    assert resumed.resume_layout is not None
+    assert resumed.config in [run.config for run in others]
+
+
+def test_expert_axis_keeps_a_degree_that_divides_the_experts_of_the_model():
+    layout = LayoutConfig(replicate=2, shard="parameters", expert=2)
+    runs = custom_runs(replace(CustomCase(Classifier(), class_loss, layout, Points()).config(), steps=4), float64=True)
+    assert {(run.resume_layout or run.config).layout.expert for run in runs} <= {1, 2}
+    assert any(run.name == "variation" for run in runs)
+
+
+def test_batches_that_pad_are_compared_as_the_layout_after_a_resume_divides_them():
+    proof_of_texts = proof(CustomCase(TokenModel(), text_loss, REPLICATE, Texts(), options={"collate": pad}))
+    run = next(
+        run for run in custom_runs(replace(proof_of_texts.config, steps=4), float64=True) if run.resume_layout is not None
+    )
+    task = prepare_custom(run, proof_of_texts.subject, ModelFacts(""), Path()).task
+    _, batch = validate(run.resume_layout, own_model=True)
+    resumed = task.on_layout(run.resume_layout, batch)
+    assert (task.replicas, task.accumulation) != (batch.replicas, batch.accumulation)
+    assert (resumed.replicas, resumed.accumulation) == (batch.replicas, batch.accumulation)
 
 
 def test_plain_objective_passes_dicts_by_keyword_and_counts_unpadded_labels():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.config import RunConfig
+from meshwright.config import Batch, RunConfig
 from meshwright.data.source import ConcatenatedSource
 from meshwright.prover.custom.model_facts import ModelFacts
 from meshwright.prover.custom.subject import plain_objective
@@ -41,6 +41,10 @@ class CustomReferenceTask(ReferenceTask):
     @property
     def follows_run(self) -> bool:
         return True
+
+    def on_layout(self, config: RunConfig, batch: Batch) -> CustomReferenceTask:
+        """A collate function may pad, so that what a rank reads depends on how the layout divides the batch."""
+        return replace(self, config=config, replicas=batch.replicas, accumulation=batch.accumulation)
 
     @property
     def tied(self) -> Mapping[str, tuple[str, ...]]:

@@ -39,6 +39,8 @@ from meshwright.topology.unsupported import validate
 SMALL_BUCKETS_MB = 0.001
 """The size of DDP's buckets, so that also a small model has several."""
 VARIATION_STEPS = 6
+KEPT = ("tensor", "context", "pipeline", "expert")
+"""Axes whose degree must divide something in the model: it stays the user's, or becomes one."""
 
 
 def custom_runs(config: RunConfig, float64: bool, devices: int = 0) -> list[ProofRun]:
@@ -51,7 +53,8 @@ def custom_runs(config: RunConfig, float64: bool, devices: int = 0) -> list[Proo
     if config.precision.compute == "fp16":
         configured = [with_changing_loss_scale(replace(run, steps=min(config.steps or 5, 5))) for run in configured]
     if config.precision.compute == "fp64":
-        runs = named_runs(config, "as configured", [replace(run, count_bytes_every=SMALL.steps) for run in in_float64])
+        in_float64 = [replace(run, count_bytes_every=SMALL.steps) for run in in_float64]
+        runs = named_runs(config, "as configured", in_float64)
     else:
         runs = named_runs(config, "as configured", configured) + named_runs(config, "float64", in_float64)
     vary = as_float64 if float64 else lambda run: run
@@ -84,15 +87,14 @@ def shrink_custom(config: RunConfig, layout_config: LayoutConfig) -> RunConfig:
 
 
 def data_variations(config: LayoutConfig) -> list[LayoutConfig]:
-    """Layouts in which a data axis has degree three; the model may not divide into three otherwise. The last one is
-    the user's own.
+    """Layouts in which a data axis has degree three; heads, blocks and experts of the model may not divide into three.
+    The last one is the user's own.
     """
     user = Layout.from_config(config)
-    kept = ("tensor", "context", "pipeline")
     with_three = [
         layout
         for layout in layouts_with_degree_three(config)
-        if all(getattr(Layout.from_config(layout), axis) in (1, getattr(user, axis)) for axis in kept)
+        if all(getattr(Layout.from_config(layout), axis) in (1, getattr(user, axis)) for axis in KEPT)
     ]
     return [*with_three, small_layouts(config)[0]]
 
@@ -122,8 +124,7 @@ def resumed(config: RunConfig, proof: RunConfig) -> list[ProofRun]:
         return []
     for layout_config in layouts_after_resume(proof.layout):
         layout = Layout.from_config(layout_config)
-        kept = ("tensor", "context", "pipeline", "expert")
-        if all(getattr(layout, axis) in (1, getattr(user, axis)) for axis in kept):
+        if all(getattr(layout, axis) in (1, getattr(user, axis)) for axis in KEPT):
             continued = place(proof, layout_config, own_model=True)
             if continued is not None:
                 return [ProofRun("another layout", proof, changes(config, proof), resume_layout=continued)]
