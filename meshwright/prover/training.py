@@ -178,7 +178,9 @@ def check_resume(traced: TracedRun, first: TracedRun, outcome: Outcome, referenc
             return Claim(claim, False, f"rank {rank}: {name} is not restored as it was after {done} steps", changes)
     if resumed.task.follows_run:
         launch = replace(job.config.launch, device="cpu")
-        [[reference]] = run_ranks(compute_references, 1, [resumed.task], [continued], launch=launch, timeout=MAX_SECONDS)
+        [[reference]] = run_ranks(
+            compute_references, 1, [resumed.task], [continued], launch=launch, timeout=MAX_SECONDS
+        )
         passed, text = describe_comparison(resumed, continued, with_initial(reference, before))
         return Claim(claim, passed, f"from step {done}: {text}", changes)
     exact, tolerances, _ = reference

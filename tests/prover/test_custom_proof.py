@@ -90,7 +90,9 @@ def test_expert_axis_keeps_a_degree_that_divides_the_experts_of_the_model():
 def test_batches_that_pad_are_compared_as_the_layout_after_a_resume_divides_them():
     proof_of_texts = proof(CustomCase(TokenModel(), text_loss, REPLICATE, Texts(), options={"collate": pad}))
     run = next(
-        run for run in custom_runs(replace(proof_of_texts.config, steps=4), float64=True) if run.resume_layout is not None
+        run
+        for run in custom_runs(replace(proof_of_texts.config, steps=4), float64=True)
+        if run.resume_layout is not None
     )
     task = prepare_custom(run, proof_of_texts.subject, ModelFacts(""), Path()).task
     _, batch = validate(run.resume_layout, own_model=True)
