@@ -207,7 +207,8 @@ class CodeFingerprint:
 
     def attributes(self, value: Any) -> dict[str, Any]:
         """The attributes of an object that are settings: of the user's objects all that their methods do not change, of
-        other objects public constants and functions.
+        other objects public constants and functions. A private attribute that the user's code does not mention is one
+        of a base class.
         """
         found = instance_attributes(value)
         cls: Any = type(value)
@@ -220,7 +221,9 @@ class CodeFingerprint:
         return {
             name: item
             for name, item in found.items()
-            if name not in skipped and not (isinstance(item, Tensor) and is_random(cls))
+            if name not in skipped
+            and (name in self._names or not name.startswith("_"))
+            and not (isinstance(item, Tensor) and is_random(cls))
         }
 
     def _add_package(self, module: str | None) -> None:
