@@ -57,9 +57,7 @@ def make_job(
     require_compiler(config)
     # The config may come from another run; the identity of the run folder says which code is that of this run.
     config, custom, sources = open_user_code(config, user, same_code=False)
-    if custom is not None:
-        custom.require_init()
-    else:
+    if custom is None:
         validate_family(config)
         require_host_memory(config, layout)
     return Job(

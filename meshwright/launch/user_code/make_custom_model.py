@@ -53,6 +53,7 @@ def open_user_code(config: RunConfig, user: UserCode, same_code: bool = True, ne
         layout = Layout.from_config(config.layout)
         require_spec(custom.module, custom.spec, layout)
         if needs_values:
+            custom.require_init()
             custom = prepare_custom_model(custom, sources[0], config, layout)
         else:
             custom = replace(custom, batch=find_structure(sources[0], custom.collate))
@@ -73,7 +74,6 @@ def open_model_with_values(config: RunConfig, user: UserCode) -> UserRun:
     """The same for `prove`, which has the whole model in one process and runs the first batch itself."""
     config, custom, sources = open_model_shapes(config, user)
     if custom is not None:
-        custom.require_init()
         custom = custom.with_values(config.seed)
     return UserRun(config, custom, sources)
 
