@@ -74,6 +74,7 @@ def open_model_with_values(config: RunConfig, user: UserCode) -> UserRun:
     """The same for `prove`, which has the whole model in one process and runs the first batch itself."""
     config, custom, sources = open_model_shapes(config, user)
     if custom is not None:
+        custom.require_init()
         custom = custom.with_values(config.seed)
     return UserRun(config, custom, sources)
 
