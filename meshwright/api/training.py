@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -105,7 +106,7 @@ def train(
         init: initializes a ``model`` on the meta device: ``init(name, tensor)`` writes the initial values of the
             parameter or buffer of this name into ``tensor``, which is full and on the CPU. Every rank calls it for the
             tensors of which it has a shard, one after the other; random numbers depend on ``config.seed`` and the name.
-        run: run folder. Default: ``runs/PRESET``.
+        run: run folder. Default: ``runs/PRESET``, or ``runs/NAME`` with the class or function of ``model`` in lower case.
         fresh: if True, starts from step 0. An existing run folder is renamed, not deleted.
         fork: if True, continues from the newest checkpoint although settings that change the numbers differ, and
             records a new timeline.
@@ -169,7 +170,7 @@ def _train(
     from meshwright.launch.job import make_job, run_in_this_process, start_ranks, torchrun_rendezvous_info
 
     config = validated(config)
-    folder = run_folder(run, config)
+    folder = run_folder(run, default_name(config, user.entry_points, user.model))
     job = make_job(config, folder, user, accept_code=accept_code, fallback=fallback, cluster=cluster)
     module = job.custom.module if job.custom is not None else None
     rendezvous = torchrun_rendezvous_info()
@@ -199,8 +200,10 @@ def train_as_rank(
 ) -> Result:
     """Trains in this process as one of torchrun's ranks, for the command line."""
     from meshwright.launch.user_code.entry_points import load_user_code
+    from meshwright.launch.user_code.make_custom_model import torch_seed
 
-    user = load_user_code(entry_points)
+    with torch_seed(config.seed):
+        user = load_user_code(entry_points)
     return _train(
         config,
         run,
@@ -227,7 +230,7 @@ def train_with_fork_server(
     cluster: str | None = None,
 ) -> Result:
     """Trains on ranks that a fork server starts, so that this process does not import torch, for the command line."""
-    folder = run_folder(run, config)
+    folder = run_folder(run, default_name(config, entry_points))
     fork_server = ForkServer(config, folder, fork, fallback, cluster, entry_points, accept_code)
     try:
         viewers = viewer_factory(config, folder, display)
@@ -236,10 +239,19 @@ def train_with_fork_server(
         fork_server.close()
 
 
-def run_folder(run: str | Path | None, config: RunConfig) -> RunFolder:
+def default_name(config: RunConfig, entry_points: Mapping[str, str], model: Any = None) -> str:
+    """The name of a run folder that was not given: the preset, or the class or function of a custom model."""
+    if typed := entry_points.get("model"):
+        return re.split("[.:]", typed)[-1].lower()
+    if model is None:
+        return config.preset
+    return str(getattr(model, "__name__", type(model).__name__)).strip("<>").lower()
+
+
+def run_folder(run: str | Path | None, name: str) -> RunFolder:
     """Resolves the run folder once, so that a later change of a link or of the working directory has no effect."""
     try:
-        return RunFolder((given_path(run, "run") if run is not None else Path("runs") / config.preset).resolve())
+        return RunFolder((given_path(run, "run") if run is not None else Path("runs") / name).resolve())
     except (OSError, ValueError, RuntimeError) as error:  # a loop of symbolic links, a name with a null character
         raise ConfigError(f"run {run!s} is not a folder: {error}", "expected --run DIR") from None
 

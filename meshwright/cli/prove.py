@@ -28,9 +28,11 @@ def prove(
     config = load_config(file, overrides, ranks)
     validate(config, own_model="model" in entry_points)
     output_file(out, "--out")
-    from meshwright.launch.user_code.make_custom_model import open_model_with_values
+    from meshwright.launch.user_code.make_custom_model import open_model_with_values, torch_seed
     from meshwright.prover.prove import prove as prove_config
 
-    config, custom, sources = open_model_with_values(config, load_user_code(entry_points))
+    with torch_seed(config.seed):
+        user = load_user_code(entry_points)
+    config, custom, sources = open_model_with_values(config, user)
     if not prove_config(config, out, as_json=json, full=full, custom=custom, sources=sources):
         raise SystemExit(1)

@@ -35,11 +35,13 @@ class ForkServerProcess:
         # Importing torch takes seconds, during which a signal has its default effect.
         from meshwright.launch.job import make_job, start_ranks
         from meshwright.launch.user_code.entry_points import load_user_code
+        from meshwright.launch.user_code.make_custom_model import torch_seed
 
         if self.job is None:
             folder = RunFolder(Path(self.request["folder"]))
-            user = load_user_code(self.request["entry_points"])
             config = config_from_dict(self.request["config"])
+            with torch_seed(config.seed):
+                user = load_user_code(self.request["entry_points"])
             self.job = make_job(config, folder, user, **self.request["options"])
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda received, _frame: self.signals.append(received))

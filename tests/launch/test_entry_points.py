@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import pytest
+import torch
 from torch import nn
 
+from meshwright.api.training import default_name
+from meshwright.config import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.launch.user_code.entry_points import load_user_code
-from meshwright.launch.user_code.make_custom_model import make_custom_model
+from meshwright.launch.user_code.make_custom_model import make_custom_model, open_user_code
 from meshwright.launch.user_code.user_code import UserCode
 
 PROJECT = """
@@ -62,7 +66,8 @@ def test_entry_points_are_imported_from_the_current_folder(project, name):
     [
         ("my_project.models", "--model my_project.models is not an entry point; expected MODULE:NAME"),
         ("my_project.models:", "is not an entry point"),
-        ("../models.py:build", "is not an entry point"),
+        ("models.py:build", "is the path of a file; try --model models:build$"),
+        ("../src/models.py:build", r"try --model models:build in the folder \.\./src, or with PYTHONPATH=\.\./src"),
         ("my_project.model:build", "the import of my_project.model raised ModuleNotFoundError: No module named"),
         (
             "my_project.fails:build",
@@ -85,6 +90,33 @@ def test_exception_while_the_model_is_built_names_its_line(project):
     expected = r"broken\(\) raised ValueError: no weights \(my_project/models.py, line \d+\)"
     with pytest.raises(ConfigError, match=expected):
         make_custom_model(user)
+
+
+def test_callable_builds_the_model_under_the_seed_and_the_state_is_restored():
+    state = torch.get_rng_state()
+    first, again, other = (
+        make_custom_model(UserCode(model=partial(nn.Linear, 2, 2), loss=nn.MSELoss(reduction="sum")), seed=seed).module
+        for seed in (3, 3, 4)
+    )
+    assert torch.equal(first.weight, again.weight)
+    assert not torch.equal(first.weight, other.weight)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_model_without_data_is_refused_before_it_is_built():
+    with pytest.raises(ConfigError, match="a model is given without data: .*; try --source MODULE:NAME"):
+        open_user_code(RunConfig(), UserCode(model=dict))
+
+
+def test_default_run_folder_has_the_name_of_the_model():
+    config = RunConfig()
+    assert default_name(config, {}) == "tiny"
+    assert default_name(config, {"model": "my_project.models:Registry.Net"}) == "net"
+    assert [default_name(config, {}, model) for model in (nn.Linear, nn.Linear(1, 1), partial(dict))] == [
+        "linear",
+        "linear",
+        "partial",
+    ]
 
 
 def test_model_that_is_not_a_module_is_a_config_error():

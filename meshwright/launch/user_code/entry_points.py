@@ -33,6 +33,14 @@ def load_user_code(entry_points: Mapping[str, str]) -> UserCode:
 def load_entry_point(argument: str, text: str) -> Any:
     """Imports MODULE and returns its attribute NAME. Modules of the current folder are found, as by `python -m`."""
     option = f"--{argument.replace('_', '-')} {text}"
+    path, _, attribute = text.partition(":")
+    if "/" in path or path.endswith(".py"):
+        file = Path(path)
+        folder = f" in the folder {file.parent}, or with PYTHONPATH={file.parent}" if "/" in path else ""
+        raise ConfigError(
+            f"{option} is the path of a file",
+            f"try --{argument.replace('_', '-')} {file.name.removesuffix('.py')}:{attribute or 'NAME'}{folder}",
+        )
     if not ENTRY_POINT.fullmatch(text):
         raise ConfigError(f"{option} is not an entry point", "expected MODULE:NAME, such as my_project.models:build")
     module_name, _, name = text.partition(":")
@@ -43,7 +51,7 @@ def load_entry_point(argument: str, text: str) -> Any:
     except Exception as error:
         raise ConfigError(
             f"{option}: the import of {module_name} raised {describe_user_error(error)}",
-            f"expected a module that Python can import from {here}",
+            f"expected a module that Python can import from {here} or PYTHONPATH",
         ) from error
     for part in name.split("."):
         if not hasattr(value, part):

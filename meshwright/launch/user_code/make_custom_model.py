@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from meshwright.config import CustomModelConfig, RunConfig
@@ -37,8 +40,9 @@ def open_user_code(config: RunConfig, user: UserCode, same_code: bool = True, ne
     If the config comes from a run of a custom model, the user's code must be that of the run with `same_code`. Without
     `needs_values`, the model is not run on its first batch, and may be on the meta device.
     """
+    require_source(config, user)
     dataset = open_dataset(config, user)
-    custom = make_custom_model(user, dataset)
+    custom = make_custom_model(user, dataset, config.seed)
     if custom is not None:
         record = custom_model_config(custom, user)
         if same_code:
@@ -79,12 +83,15 @@ def open_model_with_values(config: RunConfig, user: UserCode) -> UserRun:
     return UserRun(config, custom, sources)
 
 
-def make_custom_model(user: UserCode, dataset: Any = None) -> CustomModel | None:
-    """Returns the model that the user brings, or None if the model is that of the config."""
+def make_custom_model(user: UserCode, dataset: Any = None, seed: int = 0) -> CustomModel | None:
+    """Returns the model that the user brings, or None if the model is that of the config. A callable builds it under
+    `seed`.
+    """
     user.require_model("loss", "parallel_spec", "metrics", "init", "reduction")
     if user.model is None:
         return None
-    module = user.model if isinstance(user.model, nn.Module) else call_without_arguments(user.model, "model")
+    with torch_seed(seed):
+        module = user.model if isinstance(user.model, nn.Module) else call_without_arguments(user.model, "model")
     if not isinstance(module, nn.Module):
         raise ConfigError(
             f"the model is a {type(module).__name__}", "expected an nn.Module, or a callable that returns one"
@@ -99,6 +106,24 @@ def make_custom_model(user: UserCode, dataset: Any = None) -> CustomModel | None
         init=user.init,
         code=build_code_record(module, user, dataset),
     )
+
+
+@contextmanager
+def torch_seed(seed: int) -> Iterator[None]:
+    """Seeds torch's generators while a user's code builds a model, and restores them: the process is the user's."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield
+
+
+def require_source(config: RunConfig, user: UserCode) -> None:
+    """Raises a ConfigError if a model is given without data: the default text is for the built-in model."""
+    if user.model is not None and user.source is None and config.data.kind == "stdlib" and not config.data.mixture:
+        raise ConfigError(
+            "a model is given without data: the default data, data.kind = stdlib, is text for the built-in model",
+            "try --source MODULE:NAME, or data.kind and data.path of token or text files",
+        )
 
 
 def open_dataset(config: RunConfig, user: UserCode) -> Any:
