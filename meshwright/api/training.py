@@ -106,7 +106,7 @@ def train(
         init: initializes a ``model`` on the meta device: ``init(name, tensor)`` writes the initial values of the
             parameter or buffer of this name into ``tensor``, which is full and on the CPU. Every rank calls it for the
             tensors of which it has a shard, one after the other; random numbers depend on ``config.seed`` and the name.
-        run: run folder. Default: ``runs/PRESET``, or ``runs/NAME`` with the class or function of ``model`` in lower case.
+        run: run folder. Default: ``runs/PRESET``, or ``runs/NAME`` of the class or function of ``model`` in lower case.
         fresh: if True, starts from step 0. An existing run folder is renamed, not deleted.
         fork: if True, continues from the newest checkpoint although settings that change the numbers differ, and
             records a new timeline.

@@ -16,6 +16,7 @@ from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import uses_ddp
 from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.first_batch.check import FirstBatch, check_first_batch
+from meshwright.trainer.first_batch.model_notes import dtype_notes
 
 
 def prepare_custom_model(custom: CustomModel, source: Source, config: RunConfig, layout: Layout) -> CustomModel:
@@ -40,7 +41,8 @@ def prepare_custom_model(custom: CustomModel, source: Source, config: RunConfig,
             f"{found.unused[0]}{more} got no gradient from the first batch, and DDP waits for one of every parameter",
             "try ddp.find_unused_parameters = true, or requires_grad_(False) for parameters that are never used",
         )
-    return found.apply(custom)
+    custom = found.apply(custom)
+    return replace(custom, notes=(*custom.notes, *dtype_notes(custom.module, config.precision)))
 
 
 def run_check(_world: Any, custom: CustomModel, source: Source, config: RunConfig) -> FirstBatch:

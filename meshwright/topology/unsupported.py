@@ -14,6 +14,8 @@ from meshwright.topology.schedules import UNSPLIT_BACKWARD, find_schedule, valid
 
 MAX_DEGREE = 4096
 """The largest degree that an error message suggests."""
+MAX_MICRO_BATCH = 4096
+"""Largest micro-batch that an error suggests."""
 MAX_PIPELINE_PASSES = 1 << 20
 """Limit of forward passes per step over all pipeline stages: a schedule is a list of them."""
 
@@ -248,6 +250,18 @@ def min_shard_group_size(layout: Layout) -> int:
     return gcd(layout.shard, layout.expert_axes_size // layout.expert)
 
 
+def nearest_micro_batch(config: RunConfig, layout: Layout, batch: Batch) -> int | None:
+    """Returns the size of a micro-batch nearest to the present one with which the pipeline schedule runs, if any."""
+    sizes = [size for size in range(1, min(batch.local, MAX_MICRO_BATCH) + 1) if batch.local % size == 0]
+    for size in sorted(sizes, key=lambda size: abs(size - batch.micro)):
+        try:
+            validate_schedule(config.pipeline.schedule, layout.pipeline, batch.local // size, stages_per_rank(config))
+        except ConfigError:
+            continue
+        return size
+    return None
+
+
 def validate(config: RunConfig, own_model: bool = False) -> tuple[Layout, Batch]:
     """The layout and the batch of a config. Raises a ConfigError for an unsupported combination."""
     if not own_model:
@@ -273,9 +287,10 @@ def validate(config: RunConfig, own_model: bool = False) -> tuple[Layout, Batch]
             validate_schedule(config.pipeline.schedule, layout.pipeline, batch.accumulation, stages_per_rank(config))
         except ConfigError as error:
             origin = f"a rank has {batch.local} samples per step, divided by batch.micro = {batch.micro}"
+            size = nearest_micro_batch(config, layout, batch)
             raise ConfigError(
                 f"layout {layout} is unsupported: {error.message}",
-                f"{error.hint} ({origin}; try a smaller batch.micro)",
+                f"{error.hint} ({origin}{f'; try --batch.micro={size}' if size else ''})",
             ) from None
     if config.ddp.static_graph and batch.accumulation > 1:
         raise ConfigError(

@@ -104,7 +104,7 @@ def test_callable_builds_the_model_under_the_seed_and_the_state_is_restored():
 
 
 def test_model_without_data_is_refused_before_it_is_built():
-    with pytest.raises(ConfigError, match="a model is given without data: .*; try --source MODULE:NAME"):
+    with pytest.raises(ConfigError, match=r"a model is given without data: .*; try --source MODULE:NAME"):
         open_user_code(RunConfig(), UserCode(model=dict))
 
 

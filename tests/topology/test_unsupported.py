@@ -49,8 +49,11 @@ ZBV = [*PIPELINE, "--pipeline.schedule=zbv"]
             "fsdp.reshard_after_forward = N with pipeline or tensor.*true or false",
         ),
         ([*ZBV, "--layout.shard=zero-3"], "FSDP2 has resharded them.*fsdp.reshard_after_forward = false"),
-        ([*ZBV, "--pipeline.stages=1"], "zbv does not support 1 stages per rank; expected 2"),
-        (["--layout.pipeline=2"], "cannot fill its stages with 1 micro-batches; expected 2.*batch.micro = 12"),
+        ([*ZBV, "--pipeline.stages=1"], "zbv does not support 1 stages per rank; expected 2 .*batch.micro = 2\\)$"),
+        (
+            ["--layout.pipeline=2"],
+            "cannot fill its stages with 1 micro-batches; expected 2.*batch.micro = 12; try --batch.micro=6",
+        ),
         (["--layout.shard=zero-3", "--ddp.static_graph=true"], "static_graph with FSDP2.*try ddp.static_graph = false"),
         (["--layout.tensor=2", "--ddp.comm_hook=bf16_compress"], "comm_hook with FSDP2.*try ddp.comm_hook = none"),
         (["--ddp.static_graph=true", "--batch.micro=1"], "12 accumulation steps.*try ddp.static_graph = false"),

@@ -14,7 +14,7 @@ from first_batch_models import OwnLoss, check, language_model, linear, points, s
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from meshwright.config import DDPConfig, LayoutConfig, RunConfig
+from meshwright.config import DDPConfig, LayoutConfig, PrecisionConfig, RunConfig
 from meshwright.data.batch_structure import CountRule
 from meshwright.data.source import IndexableSource
 from meshwright.errors import ConfigError, RankError
@@ -23,7 +23,33 @@ from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.topology.layout import Layout
 from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.first_batch.check import FirstBatch
-from meshwright.trainer.first_batch.model_notes import model_notes
+from meshwright.trainer.first_batch.model_notes import dtype_notes, model_notes
+
+
+def test_parameters_of_another_dtype_than_the_trained_one_are_named():
+    model = linear().bfloat16()
+    assert dtype_notes(model, PrecisionConfig()) == [
+        "4 of 4 parameters are not float32 (0.weight is bfloat16) and are trained as float32, because "
+        "precision.compute = fp32"
+    ]
+    assert dtype_notes(linear(), PrecisionConfig(compute="bf16")) == []
+
+
+class DictModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_loss_that_takes_a_tensor_is_told_that_it_gets_the_batch_of_dict_samples():
+    samples = [{"x": row, "labels": label} for row, label in points()]
+    expected = r"the loss raised TypeError: .*; expected loss\(outputs, batch\) .* x, labels"
+    with pytest.raises(ConfigError, match=expected) as failed:
+        check(DictModel(), cross_entropy, samples)
+    assert "\n" not in str(failed.value)
 
 
 def test_sum_is_accepted():

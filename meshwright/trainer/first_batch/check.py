@@ -12,7 +12,7 @@ import torch
 
 from meshwright.data.batch_structure import CountRule
 from meshwright.data.source import Source
-from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.errors import ConfigError, MeshwrightError, describe_exception, user_location
 from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.first_batch.batch_check import BatchCheck, seeded
 from meshwright.trainer.first_batch.first_samples import Flat, find_unit, read_batches, shorten, why_unchecked
@@ -109,9 +109,15 @@ def entry_notes(custom: CustomModel) -> list[str]:
 def build_copy(custom: CustomModel, flat: Flat) -> tuple[Objective, float]:
     """Returns a copy of model and loss in float64, or in float32 where float64 fails, and the tolerance."""
     failure: Exception | None = None
+    reached: list[bool] = []
     for dtype, tolerance in TOLERANCES.items():
         objective = custom.build_objective(torch.device("cpu"), dtype)
         names = {name for name, _ in objective.named_parameters()}
+        hooks = (
+            [objective.loss.register_forward_pre_hook(lambda *_: reached.append(True))]
+            if objective.loss is not None
+            else []
+        )
         try:
             with seeded(0):
                 objective.compute(flat)
@@ -121,7 +127,18 @@ def build_copy(custom: CustomModel, flat: Flat) -> tuple[Objective, float]:
         except Exception as error:  # noqa: BLE001  a user's model may raise anything
             failure = error
             continue
+        finally:
+            for hook in hooks:
+                hook.remove()
         objective.checked = False
         return objective, tolerance
     assert failure is not None
+    if reached and not custom.batch.is_tuple and isinstance(failure, TypeError | AttributeError):
+        where = user_location(failure)
+        raise ConfigError(
+            f"the loss raised {type(failure).__name__}: {' '.join(describe_exception(failure).split())}"
+            + (f" ({where})" if where else ""),
+            "expected loss(outputs, batch) for samples with names, where batch has the entries "
+            f"{', '.join(custom.batch.names)}",
+        ) from failure
     raise failure  # it is reported as a failure of a rank, with the line and the traceback of the user's code

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from meshwright.config import PrecisionConfig
 from meshwright.errors import ConfigError
 from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks
+from meshwright.trainer.precision import Precision
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """Modules that normalize by the statistics of a rank's micro-batch."""
@@ -33,6 +35,24 @@ def model_notes(model: nn.Module, spec: ParallelSpec) -> list[str]:
         for first, second in untied_embeddings(model, spec)
     ]
     return notes
+
+
+def dtype_notes(model: nn.Module, config: PrecisionConfig) -> list[str]:
+    """Returns a note if floating-point parameters have another dtype than the weights that are trained."""
+    trained = Precision(config, torch.device("cpu")).weights
+    named = [(name, p.dtype) for name, p in model.named_parameters() if p.is_floating_point()]
+    others = [(name, dtype) for name, dtype in named if dtype != trained]
+    if not others:
+        return []
+    return [
+        f"{len(others)} of {len(named)} parameters are not {dtype_name(trained)} ({others[0][0]} is "
+        f"{dtype_name(others[0][1])}) and are trained as {dtype_name(trained)}, because precision.compute = "
+        f"{config.compute}"
+    ]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def untied_embeddings(model: nn.Module, spec: ParallelSpec) -> Iterator[tuple[str, str]]:
