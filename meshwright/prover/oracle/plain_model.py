@@ -146,8 +146,8 @@ class PlainModel:
 
     def inputs(self, samples: Samples, /) -> dict[str, Tensor]:
         """The entries of the micro-batches of all ranks, in global order."""
-        in_order = replace(self.passes, reverse=False)
-        cells = [[samples[row] for row in rows.tolist()] for _, _, rows in in_order.cells(len(samples))]
+        forward_passes = replace(self.passes, reverse=False)
+        cells = [[samples[row] for row in rows.tolist()] for _, _, rows in forward_passes.cells(len(samples))]
         batches = [named_entries(self.objective.batch(cell)) for cell in cells]
         return {name: join_rows([batch[name] for batch in batches]) for name in batches[0]}
 
