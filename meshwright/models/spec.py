@@ -181,7 +181,7 @@ class ModelSpec:
         groups = {BEFORE: self.before, AFTER: self.after}
         return next(
             (unit for unit, names in groups.items() if parameter.name.startswith(tuple(f"{name}." for name in names))),
-            ROOT,
+            AFTER if parameter.name.startswith("loss.") else ROOT,  # a loss beside the model is in the last stage
         )
 
     @property

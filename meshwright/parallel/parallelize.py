@@ -33,13 +33,14 @@ from meshwright.parallel.materialize import Fill, Materializer
 from meshwright.parallel.mesh import Meshes, build_meshes, new_group
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks, require_modules
+from meshwright.parallel.pipeline_parallel.model_trace import shown
 from meshwright.parallel.pipeline_parallel.pipeline_model import PipelineModel
 from meshwright.parallel.pipeline_parallel.stages import StagePlan, divide_into_stages
 from meshwright.parallel.sync_batch_norm import synchronize_batch_norm
 from meshwright.parallel.tensor_parallel import apply_tensor_parallel, require_tp_plan, shards_sequence
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
-from meshwright.topology.parameter_shards import PipelinePlacement, pipeline_placement
+from meshwright.topology.parameter_shards import PipelinePlacement, pipeline_placement, uses_fsdp
 
 DDPFactory = Callable[[nn.Module, DDPConfig, World], ParallelModel]
 
@@ -134,7 +135,14 @@ class AxisOrder:
 
 
 def require_spec(model: nn.Module, spec: ParallelSpec, layout: Layout) -> None:
-    """Raises a ConfigError if the spec names what the model does not have, or lacks what an axis needs."""
+    """Raises a ConfigError if the spec names what the model does not have, or an axis cannot divide the model."""
+    if uses_fsdp(layout):
+        for name, parameter in model.named_parameters():
+            if not parameter.numel() and parameter.requires_grad:
+                raise ConfigError(
+                    f"FSDP2 cannot shard {shown(name)}, an empty parameter of shape {tuple(parameter.shape)}",
+                    "try to leave it out of the model, requires_grad_(False), or a layout of layout.replicate alone",
+                )
     find_blocks(model, spec)
     require_modules(model, (*spec.before, *spec.after))
     if layout.expert > 1 and not spec.experts:

@@ -16,7 +16,7 @@ import meshwright
 from meshwright.config import ModelConfig
 from meshwright.models.init import build_model, build_on_meta
 from meshwright.models.registry import FAMILIES, model_spec
-from meshwright.models.spec import AFTER, BEFORE, ROOT, Cost, ModelSpec
+from meshwright.models.spec import AFTER, BEFORE, ROOT, Cost, ModelSpec, ParameterSpec
 
 SMALL = ModelConfig(vocab=37, width=24, layers=3, heads=4, kv_heads=2, ffn=40)
 MODELS = {
@@ -75,6 +75,11 @@ def test_every_parameter_belongs_to_a_unit(config):
     untied = {p.name: p.unit for p in spec.untied_parameters}
     assert untied["decoder.embedding.weight"] == BEFORE
     assert untied["head.weight"] == untied["decoder.norm.weight"] == AFTER
+
+
+def test_parameter_of_a_loss_belongs_to_the_last_stage():
+    spec = ModelSpec("custom", (ParameterSpec("loss.scale", (1,), ROOT), ParameterSpec("gain", (1,), ROOT)), ())
+    assert [p.unit for p in spec.untied_parameters] == [AFTER, ROOT]
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)

@@ -15,6 +15,8 @@ from meshwright import ParallelSpec, train
 from meshwright.config import config_from_dict
 from meshwright.errors import ConfigError, NumericsError
 from meshwright.parallel.parallel_spec import fsdp_units
+from meshwright.parallel.parallelize import require_spec
+from meshwright.topology.layout import Layout
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_parallel_spec.py"
 spec = importlib.util.spec_from_file_location("custom_parallel_spec", EXAMPLE)
@@ -314,3 +316,14 @@ def test_fsdp_with_an_inferred_spec_scalars_and_an_unused_module_gives_the_weigh
     assert start["inferred"] == [
         "ParallelSpec.blocks: blocks.*", "ParallelSpec.before: embed", "ParallelSpec.after: head"
     ]  # fmt: skip
+
+
+def test_empty_parameter_is_refused_where_gradients_are_sharded():
+    model = nn.ModuleDict({"model": nn.Linear(2, 2)})
+    model["model"].extra = nn.Parameter(torch.empty(0, 2))
+    spec = ParallelSpec().under_objective()
+    require_spec(model, spec, Layout(replicate=2))
+    with pytest.raises(ConfigError, match=r"FSDP2 cannot shard extra, an empty parameter of shape \(0, 2\)"):
+        require_spec(model, spec, Layout(shard=2))
+    model["model"].extra.requires_grad_(False)
+    require_spec(model, spec, Layout(shard=2))

@@ -82,6 +82,17 @@ def token_loss(outputs, labels):
     return F.cross_entropy(outputs.flatten(0, -2), labels.flatten(), reduction="sum")
 
 
+class LearnedLoss(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), 2.0))
+
+    def forward(self, outputs, labels):
+        return (token_loss(outputs, labels) * self.scale).sum()
+
+
 def tokens_and_labels(generator) -> dict:
     tokens = torch.randint(0, VOCAB, (MICRO, SEQUENCE), generator=generator)
     return {"input_ids": tokens, "labels": tokens.roll(-1, 1).masked_fill(tokens == 3, -100)}
@@ -133,6 +144,7 @@ MODELS = {
         images,
     ),
     "plain": (PlainModel, token_loss, pairs),
+    "plain, loss with parameters": (PlainModel, LearnedLoss(), pairs),
 }
 
 
@@ -215,6 +227,7 @@ CASES = [
     ("vit", pipeline("1f1b")),
     ("plain", pipeline("zbv")),
     ("plain", pipeline("1f1b")),
+    ("plain, loss with parameters", pipeline("1f1b")),
 ]
 
 

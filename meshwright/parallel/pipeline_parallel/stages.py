@@ -204,7 +204,7 @@ class StageModules:
 
 def find_stage_modules(model: nn.Module, spec: ParallelSpec) -> StageModules:
     """Finds the parts of a model. A parameter of none of them is a ConfigError, except for those of modules that
-    contain blocks.
+    contain blocks. The loss beside a model (Objective.loss) follows its head.
     """
     names = {id(module): name for name, module in model.named_modules()}
 
@@ -213,6 +213,7 @@ def find_stage_modules(model: nn.Module, spec: ParallelSpec) -> StageModules:
 
     blocks = [(names[id(block)], block) for block in find_blocks(model, spec)]
     before, after = (with_parameters(require_modules(model, ends)) for ends in (spec.before, spec.after))
+    after += with_parameters([loss for name, loss in model.named_children() if name == "loss"])
     parts = StageModules(blocks, before, after, {})
     inside = {id(module) for _, part in (*blocks, *before, *after) for module in part.modules()}
 
