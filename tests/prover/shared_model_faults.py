@@ -18,7 +18,7 @@ from meshwright.models.llama.model import Attention, Block, Decoder, LanguageMod
 from meshwright.models.loss import HeadLoss
 from meshwright.models.rotary import RotaryEmbedding, RotaryTables, apply_rotary
 from meshwright.parallel.context_parallel import ring_attention, sequence_chunks
-from meshwright.trainer import loop
+from meshwright.trainer import build
 
 SETTINGS = (*ONE_RANK, "--seed=5", "--model.rope_theta=100", "--model.norm_eps=1e-4")
 DOCUMENTS = (*ONE_RANK, "--model.tie=true", "--model.separator=0")
@@ -256,7 +256,7 @@ def projections_into_the_residual_are_not_scaled(patch):
 
 @user_fault(SETTINGS, "initial value of", "the initial weights do not follow from the seed")
 def initial_weights_ignore_the_seed(patch):
-    wrap(patch, loop, "init_shard", lambda right, *args: right(*args[:-1], 0))
+    wrap(patch, build, "init_shard", lambda right, *args: right(*args[:-1], 0))
 
 
 # Experts.

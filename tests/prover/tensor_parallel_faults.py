@@ -38,7 +38,7 @@ from meshwright.parallel import activation_checkpoint, parallel_model, paralleli
 from meshwright.parallel.materialize import Materializer
 from meshwright.parallel.tensor_parallel import VocabParallelEmbedding, VocabParallelHead
 from meshwright.topology.layout import Layout
-from meshwright.trainer import loop
+from meshwright.trainer import build
 from meshwright.trainer.evaluate import Evaluation
 from meshwright.trainer.step import Step
 
@@ -67,7 +67,7 @@ def every_shard_is_initialized_from_row_zero(patch):
     def wrong(right, local, name, shape, offset, *rest):
         right(local, name, shape, [0] * len(offset), *rest)
 
-    wrap(patch, loop, "init_shard", wrong)
+    wrap(patch, build, "init_shard", wrong)
 
 
 @fault(
