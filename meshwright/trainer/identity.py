@@ -27,6 +27,8 @@ NO_CODE_RECORD = "the run folder has no record of the code of the model"
 """The change of a run of an older version."""
 MAX_VALUE_LENGTH = 100
 """Characters of a value that an error shows."""
+TENSOR = re.compile(r"\b(\w+)(\[[\d, ]*\]) \w")
+"""The name and shape of a parameter or buffer in a line of the structure of a model."""
 SOURCE_CONTENT = re.compile(r"source\[(\d+)\]\.fingerprint")
 """The identity key of a data source's content hash."""
 
@@ -76,6 +78,14 @@ def check_run_folder(
         return record | lineage
     before = read_identity(folder)
     lineage = {key: before.get(key, value) for key, value in lineage.items()}
+    values, steps = before.get("identity", {}), record["identity"]["steps"]
+    if not fork and values.get("model") != record["identity"].get("model"):  # no checkpoint of the run can be loaded
+        changed = describe_changed_tensor(before.get("code"), record.get("code"))
+        raise IdentityError(
+            f"run folder {folder.root} belongs to another run: {describe_differences(values, record['identity'])}"
+            + (f"; {changed}" if changed else ""),
+            "try another --run DIR, or --fresh to set the old run aside",
+        )
     changes = describe_code_changes(before.get("code"), record.get("code"))
     if changes:
         change = {"attempt": attempt, "step": max(0, newest), "changes": changes[:MAX_CODE_CHANGES]}
@@ -96,7 +106,6 @@ def check_run_folder(
             until = lineage["until"] | {str(lineage["timeline"]): newest}
             lineage |= {"timeline": lineage["timeline"] + 1, "until": until, "forked_by": fork}
         return record | lineage
-    values, steps = before.get("identity", {}), record["identity"]["steps"]
     if differences := describe_differences(values, record["identity"]):
         steps_before = values.get("steps", steps)
         extend = (
@@ -201,6 +210,21 @@ def describe_code_changes(before: CodeRecord | None, now: CodeRecord | None) -> 
     if before["structure"] != now["structure"] and not (gone or new_lines):
         changes.append("the order of the modules changed")
     return changes
+
+
+def describe_changed_tensor(before: CodeRecord | None, now: CodeRecord | None) -> str:
+    """Returns the first parameter or buffer whose shape changed, with both shapes, or an empty string."""
+    old, new = ({} if code is None else find_shapes(code["structure"]) for code in (before, now))
+    for name in (*new, *old):
+        if old and new and old.get(name) != new.get(name):
+            return f"{short_text(name)} was {short_text(old.get(name))} and is {short_text(new.get(name))}"
+    return ""
+
+
+def find_shapes(structure: list[str]) -> dict[str, str]:
+    """Returns the shapes of the parameters and buffers that the lines of a code record name."""
+    lines = [line.partition(": ") for line in structure]
+    return {f"{module}.{key}": shape for module, _, text in lines for key, shape in TENSOR.findall(text)}
 
 
 def list_changes(changes: list[str]) -> str:

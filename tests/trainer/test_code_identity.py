@@ -62,6 +62,22 @@ def write_record(folder, **changes):
     return RunFolder(folder)
 
 
+def test_changed_shape_is_named_and_neither_a_fork_nor_an_extension_is_offered(tmp_path):
+    lines = [f"model.0: Linear(bias=True) weight[{width}, 4] float32 bias[{width}] float32" for width in (8, 16)]
+    before, now = (
+        {"identity": {"steps": 4, "model": line[-20:]}, "code": CODE | {"structure": ["model: Net()", line]}}
+        for line in lines
+    )
+    folder = write_record(tmp_path, **before)
+    for newest in (3, 4):
+        with pytest.raises(
+            IdentityError, match=r"parameters changed .*; model\.0\.weight was \[8, 4\] and is \[16, 4\]; try another"
+        ) as raised:
+            check_run_folder(folder, now, fork=0, attempt=2, newest=newest)
+        assert "--fork" not in str(raised.value)
+        assert "--accept-code" not in str(raised.value)
+
+
 def test_changed_function_is_refused_by_name_and_accepted_on_request(tmp_path):
     folder = write_record(tmp_path)
     now = RECORD | {"code": CODE | {"parts": {"function project.loss": "b" * 16}}}
