@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
@@ -70,6 +71,18 @@ def stateful_buffers(module: nn.Module) -> Iterator[Tensor]:
     for child in module.modules():
         if not isinstance(child, Router):
             yield from child.buffers(recurse=False)
+
+
+@contextmanager
+def unchanged_buffers(module: nn.Module) -> Iterator[None]:
+    """Restores the buffers after forward passes that belong to no step: running statistics count those of steps."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 def router_biases(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

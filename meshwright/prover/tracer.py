@@ -62,6 +62,7 @@ class RankStep:
     tokens: int = 0
     parameters: Regions = field(default_factory=dict)
     moments: Regions = field(default_factory=dict)
+    buffers: dict[str, NDArray[np.generic]] = field(default_factory=dict)
 
 
 @dataclass
@@ -73,6 +74,7 @@ class RankTrace:
     """the entries of a batch"""
     initial: Regions = field(default_factory=dict)
     initial_moments: Regions = field(default_factory=dict)
+    initial_buffers: dict[str, NDArray[np.generic]] = field(default_factory=dict)
     steps: list[RankStep] = field(default_factory=list)
     evaluations: list[tuple[int, float, int]] = field(default_factory=list)
 
@@ -88,7 +90,7 @@ class Tracer(TrainingObserver):
     def on_start(self, training: Training) -> None:
         self.training = training
         names = input_names(training.job.custom)
-        self.trace = RankTrace(training.world.rank, names, self._parameters(), self._moments())
+        self.trace = RankTrace(training.world.rank, names, self._parameters(), self._moments(), self._buffers())
         trace_path(self.folder, self.trace.rank).unlink(missing_ok=True)
         self._append(self.trace)
 
@@ -109,7 +111,7 @@ class Tracer(TrainingObserver):
         record = self.trace.steps[-1]
         record.loss, record.grad_norm, *_ = outcome.numbers.tolist()
         record.lr, record.tokens = outcome.lr, outcome.control.tokens
-        record.parameters, record.moments = self._parameters(), self._moments()
+        record.parameters, record.moments, record.buffers = self._parameters(), self._moments(), self._buffers()
         self._append(record)
 
     def on_evaluation(self, step: int, loss: float, tokens: int) -> None:
@@ -126,6 +128,13 @@ class Tracer(TrainingObserver):
 
     def _moments(self) -> Regions:
         return {name: region(shard) for name, shard in self.training.optimizer.moments().items()}
+
+    def _buffers(self) -> dict[str, NDArray[np.generic]]:
+        """The buffers that a checkpoint has."""
+        module = self.training.module
+        persistent = module.state_dict(keep_vars=True)
+        named = [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
+        return {n: (b.float() if b.dtype == torch.bfloat16 else b).detach().cpu().numpy().copy() for n, b in named}
 
 
 def region(shard: LocalShard, factor: float = 1.0) -> Region:
@@ -196,6 +205,8 @@ class AssembledTrace:
     """In the order of the steps."""
     owners: dict[str, list[tuple[Index, int]]]
     """For every tensor, its regions and the rank that has each."""
+    buffers: list[dict[str, Tensor]] = field(default_factory=list)
+    """Those of the first rank that has each, before the first step, and after every step."""
     conflicts: dict[tuple[str, int, str], dict[int, Region]] = field(default_factory=dict)
     """(kind, step, parameter) of a contradiction -> the values of every rank"""
 
@@ -276,7 +287,13 @@ def assemble(ranks: list[RankTrace], layout: Layout) -> AssembledTrace:
         for name, part in of_rank.initial.items():
             owners.setdefault(name, []).append((part.where, of_rank.rank))
     trace = Trace(initial, steps, ranks[0].evaluations, moments[-1])
-    return AssembledTrace(trace, moments, seeds, contradictions, owners, conflicts)
+    buffers = [first_of_each([of_rank.initial_buffers for of_rank in ranks])]
+    buffers += [first_of_each([step.buffers for step in same]) for same in zip(*(r.steps for r in ranks), strict=True)]
+    return AssembledTrace(trace, moments, seeds, contradictions, owners, buffers, conflicts)
+
+
+def first_of_each(ranks: list[dict[str, NDArray[np.generic]]]) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(values) for of_rank in reversed(ranks) for name, values in of_rank.items()}
 
 
 def combine_regions(

@@ -171,8 +171,8 @@ def check_resume(traced: TracedRun, first: TracedRun, outcome: Outcome, referenc
     if isinstance(continued, MeshwrightError):
         return Claim(claim, False, f"the resumed run failed: {continued}", changes)
     before = outcome.trace.steps[done - 1].parameters
-    for name, right in (before | outcome.moments[done]).items():
-        found = (continued.trace.initial | continued.moments[0]).get(name)
+    for name, right in (before | outcome.moments[done] | outcome.buffers[done]).items():
+        found = (continued.trace.initial | continued.moments[0] | continued.buffers[0]).get(name)
         if found is None or not torch.equal(found, right):
             rank = continued.owner(name, ())
             return Claim(claim, False, f"rank {rank}: {name} is not restored as it was after {done} steps", changes)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from meshwright.data.loader import MicroBatch
 from meshwright.models.experts import Experts
 from meshwright.parallel.local_shard import local_tensor
-from meshwright.parallel.parallel_model import ParallelModel
+from meshwright.parallel.parallel_model import ParallelModel, unchanged_buffers
+from meshwright.parallel.sync_batch_norm import GroupBatchNorm
 
 
 class NoiseScale:
@@ -59,7 +60,9 @@ def first_nonfinite(
     first parameter, in the order of backward, with such a gradient. Where forward passes are collective, no rank may
     stop early, and gradients are not computed.
     """
-    model, collective = parallel_model.module, parallel_model.forward_is_collective
+    model = parallel_model.module
+    synchronized = any(isinstance(module, GroupBatchNorm) for module in model.modules())
+    collective = parallel_model.forward_is_collective or synchronized
     modules: list[str] = []
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -73,7 +76,12 @@ def first_nonfinite(
     handles = [module.register_forward_hook(watch(name or type(module).__name__)) for name, module in leaves]
     handles.append(model.register_forward_hook(watch("the loss")))
     try:
-        with autocast(), parallel_model.micro_step(last=True), torch.set_grad_enabled(not collective):
+        with (
+            unchanged_buffers(model),
+            autocast(),
+            parallel_model.micro_step(last=True),
+            torch.set_grad_enabled(not collective),
+        ):
             for batch in batches:
                 total = parallel_model.forward_loss(*(t.to(device) for t in parallel_model.shard_inputs(batch.tensors)))
                 if collective:

@@ -11,14 +11,15 @@ import pytest
 import torch
 from custom_cases import CustomCase
 from custom_faults import CUSTOM_FAULTS, REPLICATE
-from custom_models import Classifier, Points, Texts, TokenModel, class_loss, pad, text_loss, token_loss
+from custom_models import WIDTH, Classifier, Points, Texts, TokenModel, class_loss, pad, text_loss, token_loss
+from torch import nn
 from torch.nn import functional as F
 
 from meshwright import train
 from meshwright.config import LayoutConfig, PrecisionConfig
 from meshwright.prover.custom.model_facts import ModelFacts
 from meshwright.prover.custom.proof import CustomProof
-from meshwright.prover.custom.training import explain_axes, prepare_custom
+from meshwright.prover.custom.training import check_custom_training, explain_axes, prepare_custom
 from meshwright.prover.oracle.plain_objective import PlainObjective
 from meshwright.prover.prove import certify
 from meshwright.prover.shrink.custom_runs import custom_runs
@@ -99,6 +100,14 @@ def test_batches_that_pad_are_compared_as_the_layout_after_a_resume_divides_them
     resumed = task.on_layout(run.resume_layout, batch)
     assert (task.replicas, task.accumulation) != (batch.replicas, batch.accumulation)
     assert (resumed.replicas, resumed.accumulation) == (batch.replicas, batch.accumulation)
+
+
+def test_running_statistics_are_followed_through_a_resume_on_another_layout():
+    case = CustomCase(Classifier(nn.SyncBatchNorm(WIDTH)), class_loss, LayoutConfig(replicate=2), Points())
+    of_case = CustomProof(replace(case.config(), steps=4, precision=PrecisionConfig(compute="fp64")), case.subject())
+    claims = list(check_custom_training(of_case.config, of_case.subject, of_case.facts))
+    assert [claim.measured for claim in claims if not claim.passed] == []
+    assert [claim.claim.split(":")[0] for claim in claims] == ["as configured", "variation", "another layout"]
 
 
 def test_plain_objective_passes_dicts_by_keyword_and_counts_unpadded_labels():

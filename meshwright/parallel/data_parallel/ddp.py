@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.config import DDPConfig
-from meshwright.parallel.parallel_model import Autocast, GradientReduction, ParallelModel, stateful_buffers
+from meshwright.parallel.parallel_model import (
+    Autocast,
+    GradientReduction,
+    ParallelModel,
+    stateful_buffers,
+    unchanged_buffers,
+)
 from meshwright.parallel.world import World
 
 
@@ -83,14 +89,11 @@ class DDPModel(ReplicatedModel):
         inputs = load_inputs()
         if inputs is None:
             return
-        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
-        with autocast():
-            losses, _ = self(*inputs)
-        losses.backward()
+        with unchanged_buffers(self.module):
+            with autocast():
+                losses, _ = self(*inputs)
+            losses.backward()
         self.buckets.clear()  # DDP builds new ones now
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
     @property
     def wrapped_module(self) -> nn.Module:

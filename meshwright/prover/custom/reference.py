@@ -17,8 +17,9 @@ from meshwright.prover.oracle.optimizer import ReferenceState
 from meshwright.prover.oracle.plain_model import BatchDivision, PlainModel
 from meshwright.prover.oracle.sampler import Sampler
 from meshwright.prover.oracle.steps import TrainedModel, train_steps
-from meshwright.prover.reference import ReferenceTask
+from meshwright.prover.reference import Reference, ReferenceTask
 from meshwright.prover.trace import StepTrace, Trace
+from meshwright.prover.tracer import AssembledTrace
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import uses_fsdp
 from meshwright.trainer.custom_model import CustomModel
@@ -89,6 +90,12 @@ class CustomReferenceTask(ReferenceTask):
         if permute is None:
             self.buffers[:] = [before, {name: buffer.detach().clone() for name, buffer in model.buffers().items()}]
         return trace
+
+    def follow(self, measured: AssembledTrace) -> Reference:
+        """A run that continues starts with the buffers that it restored."""
+        if measured.trace.steps[0].step > 0:
+            self.buffers[:] = [measured.buffers[0], measured.buffers[0]]
+        return super().follow(measured)
 
     def rounding(self) -> dict[str, Any]:
         compute = self.config.precision.compute
