@@ -11,7 +11,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from benchmarks.counted_step import count_third_step, run_training
+from benchmarks.step_bytes import count_third_step, run_training
 from meshwright.config import load_config
 from meshwright.topology.schedule_timeline import build_timeline
 from meshwright.topology.schedules import SCHEDULES

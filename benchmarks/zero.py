@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.counted_step import count_third_step, run_training
+from benchmarks.step_bytes import count_third_step, run_training
 from meshwright.config import load_config
 from meshwright.trainer.loop import Training
 

@@ -177,7 +177,8 @@ def prove_layout(user: UserCode, layout: LayoutConfig) -> str:
         if proof.refusal:
             return f"no: {proof.refusal}"
         facts = proof.facts
-        run = next(run for run in custom_runs(config, facts.float64) if run.config.precision.compute == "fp64")
+        runs = custom_runs(config, facts.float64)
+        run = next((run for run in runs if run.config.precision.compute == "fp64"), runs[0])
         with proof_folder() as folder:
             claim, *_ = execute_and_compare(prepare_custom(run, proof.subject, facts, folder / "run"), proof.subject)
     except ConfigError as error:
@@ -185,7 +186,9 @@ def prove_layout(user: UserCode, layout: LayoutConfig) -> str:
     if refused := REFUSED.match(claim.measured):
         return f"no: {refused[1]}"
     found = re.search(r"largest relative error (\S+)", claim.measured)
-    return found[1] if claim.passed and found else f"WRONG: {claim.measured}"
+    if not claim.passed or found is None:
+        return f"WRONG: {claim.measured}"
+    return found[1] if facts.float64 else f"{found[1]} (float32)"
 
 
 def prove_recovery(user: UserCode) -> str:

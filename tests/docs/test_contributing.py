@@ -19,7 +19,7 @@ QUESTIONS = [
     "How do I add my GPU?",
 ]
 RECIPES = ["model family", "optimizer", "schedule", "GPU", "data source", "collective", "check"]
-NOT_YET = {"meshwright/optim/muon.py", "meshwright/optim/NAME.py"}
+NOT_YET = {"meshwright/optim/muon.py", "meshwright/optim/NAME.py", "meshwright/models/NAME/"}
 
 
 def paths() -> list[str]:
