@@ -19,10 +19,19 @@ from torch._ops import OpOverload
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["OpOverload", "TorchDispatchMode", "TreeSpec", "tree_flatten", "tree_leaves", "tree_unflatten"]
+__all__ = [
+    "BatchNormBase",
+    "OpOverload",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_unflatten",
+]
 """Names that are re-exported as they are."""
 
 foreach_norm = torch._foreach_norm

@@ -13,10 +13,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from meshwright.torch_private import BatchNormBase
 
 
-class GroupBatchNorm(_BatchNorm):
+class GroupBatchNorm(BatchNormBase):
     """Normalizes with the mean and variance over the batches of all ranks of a group, whose sizes may differ. Without a
     group, statistics are those of the local batch. Statistics are float32 at least.
     """

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import ConfigError
 from meshwright.models.rotary import RotaryEmbedding
@@ -21,6 +20,7 @@ from meshwright.parallel.context_parallel.seams import CoreAttentionSeam, TorchA
 from meshwright.parallel.context_parallel.sequence_chunks import ChunkRotaryEmbedding
 from meshwright.parallel.context_parallel.transformers_seam import replace_attention
 from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks, find_modules
+from meshwright.torch_private import tree_leaves
 
 
 def apply_context_parallel(model: nn.Module, spec: ParallelSpec, attention: ContextAttention) -> None:
