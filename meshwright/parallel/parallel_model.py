@@ -73,6 +73,14 @@ def stateful_buffers(module: nn.Module) -> Iterator[Tensor]:
             yield from child.buffers(recurse=False)
 
 
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the buffers that a checkpoint has. `state_dict` would reshard the parameters of FSDP2."""
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
 @contextmanager
 def unchanged_buffers(module: nn.Module) -> Iterator[None]:
     """Restores the buffers after forward passes that belong to no step: running statistics count those of steps."""

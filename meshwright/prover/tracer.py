@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshwright.data.loader import MicroBatch
 from meshwright.parallel.local_shard import LocalShard, local_shard, local_tensor
-from meshwright.parallel.parallel_model import router_biases
+from meshwright.parallel.parallel_model import persistent_buffers, router_biases
 from meshwright.prover.trace import StepTrace, Trace, input_name, join_rows
 from meshwright.topology.layout import Layout
 from meshwright.trainer.custom_model import CustomModel
@@ -131,9 +131,7 @@ class Tracer(TrainingObserver):
 
     def _buffers(self) -> dict[str, NDArray[np.generic]]:
         """The buffers that a checkpoint has."""
-        module = self.training.module
-        persistent = module.state_dict(keep_vars=True)
-        named = [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
+        named = persistent_buffers(self.training.module)
         return {n: (b.float() if b.dtype == torch.bfloat16 else b).detach().cpu().numpy().copy() for n, b in named}
 
 

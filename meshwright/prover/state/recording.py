@@ -20,6 +20,7 @@ import xxhash
 from torch import Tensor
 
 from meshwright.parallel.local_shard import LocalShard, local_shard
+from meshwright.parallel.parallel_model import persistent_buffers
 from meshwright.prover.custom.subject import find_tied_parameters
 from meshwright.trainer.step import TrainingObserver
 
@@ -124,10 +125,8 @@ def state_in_memory(training: Training) -> Iterator[tuple[str, LocalShard]]:
     if optimizer.offload:
         for name, shard, local in zip(optimizer.names, optimizer.shards, optimizer.local_parameters, strict=True):
             yield f"offloaded/{name}", shard.with_local(local.detach())
-    persistent = module.state_dict(keep_vars=True)
-    for name, buffer in module.named_buffers():
-        if name in persistent:
-            yield f"buffer/{name}", local_shard(buffer)
+    for name, buffer in persistent_buffers(module):
+        yield f"buffer/{name}", local_shard(buffer)
     for name, shard, local in zip(optimizer.names, optimizer.shards, optimizer.local_parameters, strict=True):
         for key, value in optimizer.adamw.state[local].items():
             yield (
