@@ -189,10 +189,13 @@ class ModelSpec:
         return tuple(block.name for block in self.blocks)
 
     def block_costs(self, sequence: int) -> tuple[float, ...]:
-        """FLOPs per sample of every block; the first and the last block include those of the modules around them."""
-        costs = [block.cost.flops.of(1, sequence) for block in self.blocks]
+        """FLOPs per sample of every block; the first and the last block include those of the modules around them. Causal
+        attention computes half of the pairs of tokens.
+        """
+        flops = [block.cost.flops for block in self.blocks]
+        costs = [cost.of(1, sequence) - sequence**2 * cost.per_pair / 2 for cost in flops]
         if not costs:  # a model without blocks
             return ()
-        costs[0] += self.before_cost.flops.of(1, sequence)
+        costs[0] += max(1.0, self.before_cost.flops.of(1, sequence))  # a lookup has no FLOPs, and is not free
         costs[-1] += self.after_cost.flops.of(1, sequence)
         return tuple(costs)
