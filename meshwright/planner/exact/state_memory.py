@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from meshwright.config import Batch, RunConfig
 from meshwright.models.registry import model_spec
-from meshwright.models.spec import AROUND_BLOCKS, ModelSpec
+from meshwright.models.spec import AFTER, AROUND_BLOCKS, BEFORE, ModelSpec
 from meshwright.planner.exact.activation_messages import weight_bytes
 from meshwright.planner.exact.comm_volume import ranks_after_forward, run_unshard_timeline, unsharded_bytes
 from meshwright.planner.exact.unshard_timeline import last_backward, nest_units, rank_actions
@@ -163,6 +163,6 @@ def pipeline_gradients(config: RunConfig, layout: Layout, batch: Batch, units: U
             for unit in stage_units:
                 timeline.compute(unit)
         if last[action.stage] == index:
-            for unit in sorted(stage_units, key=lambda unit: unit in AROUND_BLOCKS):  # blocks first
+            for unit in sorted(stage_units, key=lambda unit: (unit != BEFORE) + (unit == AFTER)):  # in module order
                 timeline.reduce(unit)
     return timeline.peak
