@@ -189,8 +189,8 @@ class ModelSpec:
         return tuple(block.name for block in self.blocks)
 
     def block_costs(self, sequence: int) -> tuple[float, ...]:
-        """FLOPs per sample of every block; the first and the last block include those of the modules around them. Causal
-        attention computes half of the pairs of tokens.
+        """FLOPs per sample of every block; the first and the last block include those of the modules around them.
+        Causal attention computes half of the pairs of tokens.
         """
         flops = [block.cost.flops for block in self.blocks]
         costs = [cost.of(1, sequence) - sequence**2 * cost.per_pair / 2 for cost in flops]

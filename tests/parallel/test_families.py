@@ -96,6 +96,7 @@ def counted_bytes(world, configs):
     return counted
 
 
+@pytest.mark.long
 def test_communication_and_memory_of_gemma2_are_predicted_exactly():
     layouts = [options for name, options in LAYOUTS.items() if "pipeline" not in name]
     configs = [family_config(layout, tie) for layout in layouts for tie in ("true", "false")]

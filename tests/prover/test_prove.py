@@ -60,8 +60,8 @@ def test_failed_claim_exits_1(tmp_path, monkeypatch):
 
 
 def test_certificate_without_checks_does_not_pass():
-    assert not build_certificate(load_config(), [])["passed"]
-    assert build_certificate(load_config(), [CheckResult("a", "b", True, "c")])["passed"]
+    assert not build_certificate(load_config(), [], [])["passed"]
+    assert build_certificate(load_config(), [CheckResult("a", "b", True, "c")], [])["passed"]
 
 
 def test_run_that_fails_is_a_failed_claim(monkeypatch):

@@ -51,6 +51,7 @@ def run(*args: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_episodes_run_and_leave_nothing_behind(tmp_path):
     ended = run("-m", "fuzz", "--seed=358", "--episodes=4", folder=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -57,6 +57,10 @@ class TrackedStage(StageWithFilteredP2P):
         self.in_flight.enter("sync")
 
 
+def writes_in_place(module: nn.Module) -> bool:
+    return any(getattr(child, "inplace", False) for child in module.modules())
+
+
 @contextmanager
 def unwrap_stage_errors() -> Iterator[None]:
     """Raises the original error of a stage. torch wraps it in a RuntimeError, but its type decides which rank failed:
@@ -111,7 +115,7 @@ class PipelineModel(ParallelModel):
         """Prepares the stages for micro-batches of these shapes."""
         trace = self.divided.tracer.trace(batch, autocast)
         for index, stage in self.divided.stages.items():
-            stage.current[:] = [StagePass(self.device, trace)]
+            stage.current[:] = [StagePass(self.device, trace, writes_in_place=writes_in_place(stage))]
             stage.output = self._output(trace, index)
             stage.autocast = autocast
         return trace

@@ -131,7 +131,7 @@ class Stage(nn.Module):
                 total, _ = self.model(*batch.values())
                 return total.reshape(1)  # type: ignore[no-any-return]
         except StageOutput as output:
-            result = output.hidden
+            result = output.hidden.contiguous()  # to be sent
         finally:
             now.received = None
         if TensorShape.of(result) != self.output:

@@ -88,6 +88,8 @@ class StagePass:
     """the hidden states of the previous stage"""
     calls: dict[str, int] = field(default_factory=dict)
     """calls of every stand-in for a module of `before`"""
+    writes_in_place: bool = False
+    """whether a module of the model changes its input in place, which zeros of one element do not allow"""
 
 
 class StageOutput(BaseException):
@@ -143,7 +145,11 @@ class OuterStandIn(StandIn):
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
         [now] = self.current
         call = now.calls[self.name] = now.calls.get(self.name, -1) + 1
-        return now.trace.outer_results[self.name][call].rebuild(device=now.device)
+        result = now.trace.outer_results[self.name][call].rebuild(device=now.device)
+        if not now.writes_in_place:
+            return result
+        leaves, tree = tree_flatten(result)
+        return tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
 
 
 def hidden_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
