@@ -91,10 +91,14 @@ class TokenModel(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.hidden_states(tokens)))
+
+    def hidden_states(self, tokens: Tensor) -> Tensor:
+        """What the blocks return."""
         hidden = self.embedding(tokens)
         for block in self.blocks:
             hidden = block(hidden)
-        return self.head(self.norm(hidden))
+        return hidden
 
 
 class Classifier(nn.Module):

@@ -230,9 +230,7 @@ class TiedModel(TokenModel):
 def tied_head_is_a_copy_whose_gradient_is_lost(layout):
     class Copied(TiedModel):
         def forward(self, tokens):
-            hidden = self.embedding(tokens)
-            for block in self.blocks:
-                hidden = block(hidden)
+            hidden = self.hidden_states(tokens)
             weight = self.head.weight
             return F.linear(self.norm(hidden), weight.detach() if ranks() > 1 else weight)
 
@@ -243,9 +241,7 @@ def tied_head_is_a_copy_whose_gradient_is_lost(layout):
 def gradient_of_a_tied_weight_is_summed_before_it_is_complete(layout):
     class Partly(TiedModel):
         def forward(self, tokens):
-            hidden = self.embedding(tokens)
-            for block in self.blocks:
-                hidden = block(hidden)
+            hidden = self.hidden_states(tokens)
             weight = self.head.weight
             return F.linear(self.norm(hidden), weight.detach() if ranks() > 1 and rank() == 1 else weight)
 
@@ -263,9 +259,7 @@ def pipeline_gradients_are_not_divided_by_the_tokens(layout):
 def head_and_embedding_are_untied_by_the_pipeline(layout):
     class Untied(TiedModel):
         def forward(self, tokens):
-            hidden = self.embedding(tokens)
-            for block in self.blocks:
-                hidden = block(hidden)
+            hidden = self.hidden_states(tokens)
             weight = self.head.weight
             return F.linear(self.norm(hidden), weight.detach() if dist.is_initialized() and ranks() > 1 else weight)
 

@@ -84,9 +84,7 @@ def last_norm_expects_a_reduction_that_nobody_makes(layout):
         block = Divided
 
         def forward(self, tokens):
-            hidden = self.embedding(tokens)
-            for block in self.blocks:
-                hidden = block(hidden)
+            hidden = self.hidden_states(tokens)
             chunk = SumGradients.apply(hidden)[:, local_slice(hidden.shape[1])]
             return self.head(GatherSequence.apply(self.norm(chunk)))
 
@@ -242,9 +240,7 @@ def partial_gradient_of_a_chunked_loss_is_labeled_replicated(layout):
         block = Divided
 
         def forward(self, tokens):
-            hidden = self.embedding(tokens)
-            for block in self.blocks:
-                hidden = block(hidden)
+            hidden = self.hidden_states(tokens)
             hidden = self.norm(hidden)
             mine = local_slice(len(self.head.weight))
             logits = F.linear(hidden, self.head.weight)

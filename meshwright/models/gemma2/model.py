@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshwright.config import ModelConfig
 from meshwright.models.attention import document_ids
 from meshwright.models.block_stack import BlockStack
+from meshwright.models.feed_forward import FeedForward
 from meshwright.models.gemma2.spec import Gemma2Options
 from meshwright.models.loss import HeadLoss
 from meshwright.models.rotary import RotaryEmbedding, RotaryTables, apply_rotary
@@ -81,14 +82,8 @@ class Gemma2Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, sequence, -1))  # type: ignore[no-any-return]
 
 
-class GeGLU(nn.Module):
+class GeGLU(FeedForward):
     """down(gelu(gate(x)) * up(x)) with the tanh approximation of GELU."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(width, inner, bias=False)
-        self.up = nn.Linear(width, inner, bias=False)
-        self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.gate(x), approximate="tanh") * self.up(x))  # type: ignore[no-any-return]
