@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks import meshwright_loop
-from benchmarks.peer_components import READ_LOSS_EVERY, RunSteps, lr_multiplier, make_adamw
+from benchmarks.accelerate_loop import train_with_accelerate
+from benchmarks.peer_components import RunSteps
 from benchmarks.throughput import MESHWRIGHT, RANKS, WARMUP_ROUNDS, import_error, race, ratio_statistics, settings
 from meshwright.launch.job import make_job
 from meshwright.launch.ranks import run_ranks
@@ -59,37 +60,8 @@ def build() -> nn.Module:
 
 
 def accelerate_loop(job: Job, world: World) -> RunSteps:
-    """The loop of accelerate's guide; the model returns the mean loss of the rank's batch."""
-    from accelerate import Accelerator, DistributedDataParallelKwargs
-
-    config = job.config
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
-    assert accelerator.num_processes == world.size
-    plain_model = build()
-    plain_optimizer = make_adamw(plain_model, config.optimizer)
-    plain_scheduler = torch.optim.lr_scheduler.LambdaLR(plain_optimizer, lr_multiplier(job, world.size))
-    plain_loader = DataLoader(RandomTokens(), job.batch.micro, shuffle=True, drop_last=True)  # type: ignore[arg-type]
-    model, optimizer, loader, scheduler = accelerator.prepare(
-        plain_model, plain_optimizer, plain_loader, plain_scheduler
-    )
-    batches = iter(loader)
-    done, last_loss = 0, float("nan")
-
-    def run(steps: int) -> float:
-        nonlocal done, last_loss
-        for _ in range(steps):
-            loss = model(**next(batches)).loss
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), config.optimizer.clip)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            done += 1
-            if done % READ_LOSS_EVERY == 0:
-                last_loss = loss.item()
-        return last_loss
-
-    return run
+    loader = DataLoader(RandomTokens(), job.batch.micro, shuffle=True, drop_last=True)  # type: ignore[arg-type, var-annotated]
+    return train_with_accelerate(job, world, build(), loader, lambda model, batch: model(**batch).loss)
 
 
 def measure(rounds: int) -> dict[str, Any]:
