@@ -1,6 +1,6 @@
 """Writes the table of docs/models.md: what models that are not ours can do, each cell proven on this machine.
 
-python docs/write_model_table.py                      all models on all layouts, about ten minutes on two cores
+python docs/write_model_table.py                      all models on all layouts, which takes minutes
 python docs/write_model_table.py Llama GPT-2          some models; prints their rows and writes nothing
 
 Models are those of transformers and torchvision with small random configs. A cell is the largest relative error of any
