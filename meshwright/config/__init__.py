@@ -3,8 +3,10 @@
 from meshwright.config.batch import Batch, derive_batch
 from meshwright.config.block_sizes import BLOCK_SIZES, BlockSizes
 from meshwright.config.constraints import IGNORE_INDEX, MAX_GLOBAL_BATCH
+from meshwright.config.data import DataConfig, SourceConfig
 from meshwright.config.fingerprint import fingerprint, identity, placement
 from meshwright.config.model import ModelConfig
+from meshwright.config.optimizer import OptimizerConfig, ScheduleConfig
 from meshwright.config.parallelism import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -20,15 +22,11 @@ from meshwright.config.run_config import (
     BatchConfig,
     CheckpointConfig,
     CustomModelConfig,
-    DataConfig,
     EvalConfig,
     LaunchConfig,
     NumericsConfig,
-    OptimizerConfig,
     PrecisionConfig,
     RunConfig,
-    ScheduleConfig,
-    SourceConfig,
 )
 
 __all__ = [

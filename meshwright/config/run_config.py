@@ -19,9 +19,10 @@ from meshwright.config.constraints import (
     PositiveInt,
     Range,
     TimeoutSeconds,
-    UnitFraction,
 )
+from meshwright.config.data import DataConfig
 from meshwright.config.model import ModelConfig
+from meshwright.config.optimizer import OptimizerConfig, ScheduleConfig
 from meshwright.config.parallelism import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -35,63 +36,6 @@ from meshwright.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class SourceConfig:
-    """One data source."""
-
-    kind: Literal["stdlib", "tokens", "text", "jsonl", "synthetic"] = "stdlib"
-    """stdlib: source code of the Python standard library; tokens: binary files of token ids; text, jsonl: files to
-    tokenize; synthetic: random token ids, seeded by the index of the sample
-    """
-    path: Annotated[str, PLACEMENT] = ""
-    """file, folder or glob pattern of a tokens, text or jsonl source"""
-    dtype: Literal["uint16", "uint32"] = "uint16"
-    """type of the token ids in a tokens file"""
-    tokenizer: Annotated[str, PLACEMENT] = ""
-    """tokenizer.json for a text or jsonl source; empty: bytes are tokens. The content of the file is part of the run's
-    identity, its path is not
-    """
-    end_of_document: str = "auto"
-    """token that ends each document of a text or jsonl source: a token of the tokenizer, none, or auto, which is
-    model.separator if it is set, else the tokenizer's end-of-text token (for bytes: 0)
-    """
-    field: str = "text"
-    """field of a JSONL record that contains the text"""
-    samples: Annotated[int, Range(minimum=1, maximum=1 << 62)] = 1_000_000
-    """number of samples of a synthetic source"""
-    weight: PositiveFloat = 1.0
-    """weight of this source in a mixture; samples are drawn in proportion to the weights"""
-
-    def __post_init__(self) -> None:
-        if self.kind in ("tokens", "text", "jsonl") and not self.path:
-            raise ConfigError(
-                f"data.path is empty, and data.kind = {self.kind} reads files",
-                "expected a file, a folder or a glob pattern",
-            )
-
-
-@dataclass(frozen=True)
-class DataConfig(SourceConfig):
-    """The sample stream: one source, or a weighted mixture of several."""
-
-    mixture: tuple[SourceConfig, ...] = ()
-    """sources of a mixture; if set, the keys of the single source are ignored, except tokenizer and end_of_document,
-    which apply to every source that does not set its own
-    """
-    sequence: Annotated[int, Range(minimum=2, maximum=1 << 24)] = 128
-    """sequence length: tokens per sample"""
-    on_bad_sample: Literal["stop", "quarantine"] = "stop"
-    """what happens if a sample cannot be decoded: stop the run, or quarantine: train with all its labels masked"""
-    bad_sample_budget: NonNegativeInt = 100
-    """number of quarantined samples after which the run stops"""
-    workers: Annotated[int, Range(minimum=0, maximum=256), PLACEMENT] = 0
-    """data loader workers per rank; 0 decodes in the training thread, which suits tokens that are in memory"""
-    worker_kind: Annotated[Literal["thread", "process"], PLACEMENT] = "thread"
-    """thread for cheap decoding, process for decoding that holds the global interpreter lock"""
-    prefetch: Annotated[int, Range(minimum=1, maximum=1024), PLACEMENT] = 4
-    """micro-batches that the workers prepare ahead"""
-
-
-@dataclass(frozen=True)
 class BatchConfig:
     """Batch sizes: global = micro x data-parallel degree x accumulation steps; the accumulation steps are derived."""
 
@@ -99,42 +43,6 @@ class BatchConfig:
     """samples per optimizer step, over all ranks"""
     micro: Annotated[Annotated[int, Range(minimum=1, maximum=MAX_GLOBAL_BATCH)] | None, PLACEMENT] = None
     """samples per forward pass on one data-parallel rank; unset: no gradient accumulation"""
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW, with clipping by global norm."""
-
-    lr: Annotated[float, Range(minimum=0, maximum=1e30)] = 3e-3
-    """peak learning rate"""
-    beta1: Annotated[float, Range(minimum=0, maximum=0.999999)] = 0.9
-    """decay rate of the first moment"""
-    beta2: Annotated[float, Range(minimum=0, maximum=0.999999)] = 0.95
-    """decay rate of the second moment"""
-    eps: PositiveFloat = 1e-8
-    """epsilon in AdamW's denominator"""
-    weight_decay: Annotated[float, Range(minimum=0, maximum=1e6)] = 0.1
-    """decoupled weight decay, applied to matrices only, not to norms and biases"""
-    clip: Annotated[float, Range(minimum=0, maximum=1e12)] = 1.0
-    """maximum global norm of the gradient; 0 disables clipping"""
-    implementation: Literal["fused", "foreach"] = "fused"
-    """torch.optim.AdamW implementation"""
-    cpu_offload: Annotated[bool, PLACEMENT] = False
-    """keep optimizer state in host memory and run the optimizer on the CPU"""
-
-
-@dataclass(frozen=True)
-class ScheduleConfig:
-    """Learning-rate schedule, a pure function of the step."""
-
-    kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """shape after the warm-up; wsd (warmup-stable-decay) is constant, then decays linearly"""
-    warmup: NonNegativeInt = 10
-    """steps of linear warm-up"""
-    floor: UnitFraction = 0.1
-    """final learning rate, as a fraction of the peak"""
-    decay: UnitFraction = 0.2
-    """wsd: fraction of all steps that the final decay takes"""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshwright.config import ActivationCheckpointConfig
 from meshwright.errors import ConfigError
-from meshwright.models.block_stack import BlockStack
-from meshwright.models.rotary import RotaryTables
+from meshwright.models.layers.block_stack import BlockStack
+from meshwright.models.layers.rotary import RotaryTables
 from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks
 from meshwright.parallel.pipeline_parallel.stand_ins import StandIn
 

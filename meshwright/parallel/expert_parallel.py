@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from meshwright.errors import ConfigError
-from meshwright.models.expert_weights import ExpertMatrices, ExpertWeights
-from meshwright.models.experts import ExpertDispatch, Experts, SequenceCounts
+from meshwright.models.layers.expert_weights import ExpertMatrices, ExpertWeights
+from meshwright.models.layers.experts import ExpertDispatch, Experts, SequenceCounts
 from meshwright.parallel.all_to_all import all_to_all
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.parallel_spec import ParallelSpec, copy_module, find_modules

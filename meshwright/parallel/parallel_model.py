@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from meshwright.models.experts import Router
+from meshwright.models.layers.experts import Router
 from meshwright.parallel.context_parallel.context_attention import ContextAttention
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.tensor_parallel import reduce_partial_gradients

@@ -19,7 +19,7 @@ from meshwright.data.source import Source, SyntheticSource, spaced_indices
 from meshwright.data.token_files import TokenSource, token_sources
 from meshwright.launch.ranks import run_ranks
 from meshwright.models.init import build_empty
-from meshwright.models.loss import HeadLoss
+from meshwright.models.layers.loss import HeadLoss
 from meshwright.models.registry import model_spec
 from meshwright.parallel.world import World
 from meshwright.prover.claims import Claim, cuda_devices

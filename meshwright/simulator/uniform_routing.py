@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from meshwright.models.experts import Experts
+from meshwright.models.layers.experts import Experts
 from meshwright.parallel.expert_parallel import AllToAllDispatch, DispatchedExperts
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import RunConfig
-from meshwright.models.experts import Experts, update_router_bias
+from meshwright.models.layers.experts import Experts, update_router_bias
 from meshwright.parallel.world import World
 
 

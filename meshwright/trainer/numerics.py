@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.data.loader import MicroBatch
-from meshwright.models.experts import Experts
+from meshwright.models.layers.experts import Experts
 from meshwright.parallel.local_shard import local_tensor
 from meshwright.parallel.parallel_model import ParallelModel, unchanged_buffers
 from meshwright.parallel.sync_batch_norm import GroupBatchNorm

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.config import ModelConfig
-from meshwright.models.expert_weights import ExpertWeights, grouped_experts, looped_experts, supports_grouped_mm
-from meshwright.models.experts import Experts, Router, update_router_bias
 from meshwright.models.init import build_model, build_on_meta, init_shard, initial_rows
+from meshwright.models.layers.expert_weights import ExpertWeights, grouped_experts, looped_experts, supports_grouped_mm
+from meshwright.models.layers.experts import Experts, Router, update_router_bias
+from meshwright.models.layers.rotary import RotaryEmbedding
 from meshwright.models.registry import model_spec
-from meshwright.models.rotary import RotaryEmbedding
 from meshwright.parallel.activation_checkpoint import checkpoint_block
 from meshwright.parallel.materialize import Materializer
 

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.config import IGNORE_INDEX, PRESETS, ModelConfig, config_from_dict
-from meshwright.models.attention import document_ids
-from meshwright.models.feed_forward import FeedForward
 from meshwright.models.init import ROWS_PER_KEY, build_model, initial_rows
+from meshwright.models.layers.attention import document_ids
+from meshwright.models.layers.feed_forward import FeedForward
+from meshwright.models.layers.loss import HeadLoss
+from meshwright.models.layers.rotary import RotaryTables, apply_rotary, rotary_tables
 from meshwright.models.llama.model import LanguageModel
-from meshwright.models.loss import HeadLoss
 from meshwright.models.registry import model_spec
-from meshwright.models.rotary import RotaryTables, apply_rotary, rotary_tables
 
 SMALL = ModelConfig(vocab=50, width=32, layers=2, heads=4, kv_heads=2, ffn=40)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.models.attention import CoreAttention
+from meshwright.models.layers.attention import CoreAttention
 from meshwright.parallel.context_parallel.blockwise_attention import (
     AttentionMask,
     AttentionResult,

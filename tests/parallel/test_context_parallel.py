@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from meshwright.config import IGNORE_INDEX, ActivationCheckpointConfig, ModelConfig
 from meshwright.config.model import OptionTable
 from meshwright.errors import ConfigError
-from meshwright.models.attention import CoreAttention, document_ids
 from meshwright.models.init import build_model
+from meshwright.models.layers.attention import CoreAttention, document_ids
 from meshwright.models.registry import model_spec
 from meshwright.parallel.activation_checkpoint import apply_activation_checkpointing
 from meshwright.parallel.context_parallel.context_attention import ContextAttention

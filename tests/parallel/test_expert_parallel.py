@@ -20,7 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qw
 from meshwright.config import ModelConfig, load_config
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.launch.ranks import run_ranks
-from meshwright.models.experts import Experts
+from meshwright.models.layers.experts import Experts
 from meshwright.parallel.data_parallel.replica_check import compare_replicas
 from meshwright.parallel.expert_parallel import (
     AllReduceCounts,

@@ -21,8 +21,8 @@ from seeded_faults import (
 )
 
 from meshwright.config import IGNORE_INDEX
-from meshwright.models.expert_weights import ExpertWeights
-from meshwright.models.experts import Router
+from meshwright.models.layers.expert_weights import ExpertWeights
+from meshwright.models.layers.experts import Router
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel import all_to_all, expert_parallel, parallelize
 from meshwright.parallel.context_parallel import ring_attention, sequence_chunks

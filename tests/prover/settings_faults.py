@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from traced_cases import AS_CONFIGURED, FLOAT64, VARIATION
 from user_faults import EXPERTS, ONE_RANK, REPLICATE, SHARD_PARAMETERS, UPDATE, user_fault
 
-from meshwright.models.experts import Router
+from meshwright.models.layers.experts import Router
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel import activation_checkpoint
 from meshwright.parallel.data_parallel import ddp, fsdp

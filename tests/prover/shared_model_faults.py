@@ -9,14 +9,15 @@ import torch.nn.functional as F
 from seeded_faults import after_init, map_result, wrap
 from user_faults import EXPERTS, FORMULA, MODEL, ONE_RANK, user_fault
 
-from meshwright.models import init, rotary
-from meshwright.models.attention import CoreAttention
-from meshwright.models.experts import Experts, Router
-from meshwright.models.feed_forward import FeedForward
+from meshwright.models import init
+from meshwright.models.layers import rotary
+from meshwright.models.layers.attention import CoreAttention
+from meshwright.models.layers.experts import Experts, Router
+from meshwright.models.layers.feed_forward import FeedForward
+from meshwright.models.layers.loss import HeadLoss
+from meshwright.models.layers.rotary import RotaryEmbedding, RotaryTables, apply_rotary
 from meshwright.models.llama import model
 from meshwright.models.llama.model import Attention, Block, Decoder, LanguageModel, RMSNorm
-from meshwright.models.loss import HeadLoss
-from meshwright.models.rotary import RotaryEmbedding, RotaryTables, apply_rotary
 from meshwright.parallel.context_parallel import ring_attention, sequence_chunks
 from meshwright.trainer import build
 

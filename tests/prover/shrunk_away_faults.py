@@ -21,11 +21,11 @@ from user_faults import (
     user_fault,
 )
 
-from meshwright.models.attention import CoreAttention
-from meshwright.models.block_stack import BlockStack
-from meshwright.models.experts import Experts, Router
-from meshwright.models.loss import HeadLoss
-from meshwright.models.rotary import RotaryEmbedding
+from meshwright.models.layers.attention import CoreAttention
+from meshwright.models.layers.block_stack import BlockStack
+from meshwright.models.layers.experts import Experts, Router
+from meshwright.models.layers.loss import HeadLoss
+from meshwright.models.layers.rotary import RotaryEmbedding
 from meshwright.optim.adamw import AdamW
 from meshwright.parallel.activation_checkpoint import CheckpointedBlockStack
 from meshwright.parallel.data_parallel import ddp

@@ -10,11 +10,11 @@ from small_run import small_config
 
 from meshwright.data.source import SyntheticSource
 from meshwright.data.token_files import TokenSource
-from meshwright.models import loss
-from meshwright.models.attention import CoreAttention
-from meshwright.models.feed_forward import FeedForward
+from meshwright.models.layers import loss
+from meshwright.models.layers.attention import CoreAttention
+from meshwright.models.layers.feed_forward import FeedForward
+from meshwright.models.layers.loss import HeadLoss
 from meshwright.models.llama.model import RMSNorm
-from meshwright.models.loss import HeadLoss
 from meshwright.parallel.world import World
 from meshwright.prover.relations import check_labels, check_relations_of_config, relations_on
 

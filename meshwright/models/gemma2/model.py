@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import ModelConfig
-from meshwright.models.attention import document_ids
-from meshwright.models.block_stack import BlockStack
-from meshwright.models.feed_forward import FeedForward
 from meshwright.models.gemma2.spec import Gemma2Options
-from meshwright.models.loss import HeadLoss
-from meshwright.models.rotary import RotaryEmbedding, RotaryTables, apply_rotary
+from meshwright.models.layers.attention import document_ids
+from meshwright.models.layers.block_stack import BlockStack
+from meshwright.models.layers.feed_forward import FeedForward
+from meshwright.models.layers.loss import HeadLoss
+from meshwright.models.layers.rotary import RotaryEmbedding, RotaryTables, apply_rotary
 
 
 class Gemma2Norm(nn.Module):

@@ -1,8 +1,8 @@
 """The Llama family: a decoder with RMSNorm, rotary positions, grouped-query attention, SwiGLU and optional experts.
 
 Parallelism replaces submodules: `rotary` (positions), `core` (attention after projection and rotation), `ffn` (dense or
-experts), `stack` (the loop over blocks) and the head (see models/loss.py). No module casts below the precision of its
-input, so the model runs in float64 if its parameters are float64.
+experts), `stack` (the loop over blocks) and the head (see models/layers/loss.py). No module casts below the precision of
+its input, so the model runs in float64 if its parameters are float64.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import ModelConfig
-from meshwright.models.attention import CoreAttention, document_ids
-from meshwright.models.block_stack import BlockStack
-from meshwright.models.experts import Experts
-from meshwright.models.feed_forward import FeedForward
+from meshwright.models.layers.attention import CoreAttention, document_ids
+from meshwright.models.layers.block_stack import BlockStack
+from meshwright.models.layers.experts import Experts
+from meshwright.models.layers.feed_forward import FeedForward
+from meshwright.models.layers.loss import HeadLoss
+from meshwright.models.layers.rotary import RotaryEmbedding, RotaryTables, apply_rotary
 from meshwright.models.llama.spec import LlamaOptions
-from meshwright.models.loss import HeadLoss
-from meshwright.models.rotary import RotaryEmbedding, RotaryTables, apply_rotary
 
 
 class RMSNorm(nn.Module):

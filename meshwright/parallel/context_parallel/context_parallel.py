@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
-from meshwright.models.rotary import RotaryEmbedding
+from meshwright.models.layers.rotary import RotaryEmbedding
 from meshwright.models.spec import AttentionSeam
 from meshwright.parallel.context_parallel.context_attention import ContextAttention
 from meshwright.parallel.context_parallel.ring_attention import beyond_ring

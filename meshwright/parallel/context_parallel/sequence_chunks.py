@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
-from meshwright.models.attention import document_ids
-from meshwright.models.rotary import RotaryEmbedding
+from meshwright.models.layers.attention import document_ids
+from meshwright.models.layers.rotary import RotaryEmbedding
 
 ContextMethod = Literal["ring", "all-to-all"]
 

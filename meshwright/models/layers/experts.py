@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import ModelConfig
-from meshwright.models.expert_weights import ExpertWeights, to_compute_dtype
-from meshwright.models.feed_forward import FeedForward
+from meshwright.models.layers.expert_weights import ExpertWeights, to_compute_dtype
+from meshwright.models.layers.feed_forward import FeedForward
 from meshwright.torch_private import inside_backward
 
 

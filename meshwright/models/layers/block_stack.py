@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from meshwright.models.rotary import RotaryTables
+from meshwright.models.layers.rotary import RotaryTables
 
 
 class BlockStack(nn.Module):

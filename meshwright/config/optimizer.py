@@ -1,0 +1,50 @@
+"""The settings of the optimizer and of the learning-rate schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from meshwright.config.constraints import (
+    PLACEMENT,
+    NonNegativeInt,
+    PositiveFloat,
+    Range,
+    UnitFraction,
+)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, with clipping by global norm."""
+
+    lr: Annotated[float, Range(minimum=0, maximum=1e30)] = 3e-3
+    """peak learning rate"""
+    beta1: Annotated[float, Range(minimum=0, maximum=0.999999)] = 0.9
+    """decay rate of the first moment"""
+    beta2: Annotated[float, Range(minimum=0, maximum=0.999999)] = 0.95
+    """decay rate of the second moment"""
+    eps: PositiveFloat = 1e-8
+    """epsilon in AdamW's denominator"""
+    weight_decay: Annotated[float, Range(minimum=0, maximum=1e6)] = 0.1
+    """decoupled weight decay, applied to matrices only, not to norms and biases"""
+    clip: Annotated[float, Range(minimum=0, maximum=1e12)] = 1.0
+    """maximum global norm of the gradient; 0 disables clipping"""
+    implementation: Literal["fused", "foreach"] = "fused"
+    """torch.optim.AdamW implementation"""
+    cpu_offload: Annotated[bool, PLACEMENT] = False
+    """keep optimizer state in host memory and run the optimizer on the CPU"""
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Learning-rate schedule, a pure function of the step."""
+
+    kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """shape after the warm-up; wsd (warmup-stable-decay) is constant, then decays linearly"""
+    warmup: NonNegativeInt = 10
+    """steps of linear warm-up"""
+    floor: UnitFraction = 0.1
+    """final learning rate, as a fraction of the peak"""
+    decay: UnitFraction = 0.2
+    """wsd: fraction of all steps that the final decay takes"""

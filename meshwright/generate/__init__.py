@@ -1,0 +1,1 @@
+"""Generates text from a checkpoint with a key-value cache."""
