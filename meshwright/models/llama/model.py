@@ -1,8 +1,8 @@
 """The Llama family: a decoder with RMSNorm, rotary positions, grouped-query attention, SwiGLU and optional experts.
 
 Parallelism replaces submodules: `rotary` (positions), `core` (attention after projection and rotation), `ffn` (dense or
-experts), `stack` (the loop over blocks) and the head (see models/layers/loss.py). No module casts below the precision of
-its input, so the model runs in float64 if its parameters are float64.
+experts), `stack` (the loop over blocks) and the head (see models/layers/loss.py). No module casts below the precision
+of its input, so the model runs in float64 if its parameters are float64.
 """
 
 from __future__ import annotations
