@@ -6,12 +6,30 @@ A family has a module `huggingface.py` with three functions:
     write_config(config: ModelConfig, options) -> dict[str, Any] the config.json of a `[model]` section
     stored_parameters(config: ModelConfig, options) -> Iterator[StoredParameter]
 
-The name of a family is the `model_type` of its config.json.
+The name of a family is the `model_type` of its config.json. `read_config` reads every key that changes what the model
+computes, with the default that transformers gives it, and refuses values that the family does not compute; a key that
+it does not read is refused too, unless it is one of INERT_KEYS (see config_fields.py). `stored_parameters` names every
+parameter of the spec once; a tied copy is not a parameter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from meshwright.config import ModelConfig
+from meshwright.config.constraints import PositiveFloat
+from meshwright.errors import ConfigError
+from meshwright.models.config_fields import ConfigFields, Heads, Layers, Vocabulary, Width
+
+ATTENTION = {
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+} | {"attention.out": "self_attn.o_proj"}
+FEED_FORWARD = {f"ffn.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+"""The modules of a block, and their names in most Hugging Face models."""
 
 
 @dataclass(frozen=True)
@@ -28,3 +46,54 @@ class StoredParameter:
     """whether the folder stores the transpose"""
     rows: tuple[int, int] | None = None
     """the rows [start, stop) of the tensor, after transposition, that store the parameter; None: all rows"""
+
+
+def read_decoder(fields: ConfigFields, *, tie: bool = False) -> dict[str, Any]:
+    """The `[model]` section of what most families share; `tie` is the family's default of tie_word_embeddings."""
+    heads = fields.number(Heads, "num_attention_heads")
+    return {
+        "vocab": fields.number(Vocabulary, "vocab_size"),
+        "width": fields.number(Width, "hidden_size"),
+        "layers": fields.number(Layers, "num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": fields.number(Heads, "num_key_value_heads", default=heads),
+        "ffn": fields.number(Width, "intermediate_size"),
+        "rope_theta": fields.rope_theta(),
+        "norm_eps": float(fields.get(PositiveFloat, 1e-6, "rms_norm_eps")),
+        "tie": fields.flag("tie_word_embeddings", tie),
+    }
+
+
+def write_decoder(config: ModelConfig) -> dict[str, Any]:
+    """The keys of config.json that `read_decoder` reads."""
+    return {
+        "vocab_size": config.vocab,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "intermediate_size": config.ffn,
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie,
+    }
+
+
+def decoder_parameters(config: ModelConfig, modules: Mapping[str, str]) -> Iterator[StoredParameter]:
+    """The weights of a decoder whose blocks have the `modules`: names in a block -> names in a layer of the folder."""
+    yield StoredParameter("decoder.embedding.weight", "model.embed_tokens.weight")
+    for layer in range(config.layers):
+        for ours, theirs in modules.items():
+            yield StoredParameter(f"decoder.blocks.{layer}.{ours}.weight", f"model.layers.{layer}.{theirs}.weight")
+    yield StoredParameter("decoder.norm.weight", "model.norm.weight")
+    if not config.tie:
+        yield StoredParameter("head.weight", "lm_head.weight")
+
+
+def require_no_experts(config: ModelConfig) -> None:
+    """Raises ConfigError for a model with experts, which the Hugging Face form of its family does not have."""
+    if config.experts:
+        raise ConfigError(
+            f"model.experts = {config.experts}: Hugging Face models of the family {config.family} have no experts",
+            "try --format safetensors, which stores parameters by their own names",
+        )

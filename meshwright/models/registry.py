@@ -1,20 +1,23 @@
 """The model families by name, and the spec of a configured model. Torch-free.
 
-A family is a folder with `spec.py` (`OPTIONS`, the dataclass of its own settings, and `declare`) and `model.py`
-(`build`), which imports torch.
+A family is a folder with `spec.py` (`OPTIONS`, the dataclass of its own settings, and `declare`), `huggingface.py` (how
+Hugging Face folders store it) and `model.py` (`build`), which imports torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
 from meshwright.config import ModelConfig, RunConfig
-from meshwright.config.reader import build_dataclass
+from meshwright.config.reader import build_dataclass, format_value
 from meshwright.errors import ConfigError
 from meshwright.models.architecture import Architecture
+from meshwright.models.config_fields import REQUIRED, ConfigFields
+from meshwright.models.huggingface import StoredParameter
 from meshwright.models.spec import ModelSpec
 
 FAMILIES = {
@@ -68,3 +71,32 @@ def family_options(config: ModelConfig) -> Any:
             "expected no table model.options",
         )
     return build_dataclass(cls, config.options, "model.options")
+
+
+def read_huggingface_model(fields_of_file: ConfigFields) -> ModelConfig:
+    """The model of a config.json. Raises ConfigError for what no family computes."""
+    family = fields_of_file.text("model_type", REQUIRED)
+    if family not in FAMILIES:
+        raise ConfigError(
+            f"{fields_of_file.file}: model_type = {format_value(family)} is unknown",
+            f"expected one of {', '.join(FAMILIES)}",
+        )
+    section = import_module(f"{FAMILIES[family]}.huggingface").read_config(fields_of_file)
+    fields_of_file.require_all_read()
+    config = build_dataclass(ModelConfig, section | {"family": family}, "model")
+    assert isinstance(config, ModelConfig)
+    model_spec(config)
+    return config
+
+
+def write_huggingface_config(config: ModelConfig) -> dict[str, Any]:
+    """The config.json of the configured model. Raises ConfigError if Hugging Face's form of the family lacks a part."""
+    written = import_module(f"{family_package(config)}.huggingface").write_config(config, family_options(config))
+    assert isinstance(written, dict)
+    return written
+
+
+def stored_parameters(config: ModelConfig) -> Iterator[StoredParameter]:
+    """Where a Hugging Face folder stores the parameters of the configured model."""
+    module = import_module(f"{family_package(config)}.huggingface")
+    yield from module.stored_parameters(config, family_options(config))

@@ -6,30 +6,26 @@ the models' own code, which tests check. To add a model family, add one function
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from meshwright.config.constraints import PositiveFloat, Range
-from meshwright.config.reader import convert, format_value
+from meshwright.config.reader import format_value
 from meshwright.errors import ConfigError
-from meshwright.io import parse_json, read_regular_file
 from meshwright.models.architecture import Architecture, LatentAttention
-
-MAX_CONFIG_BYTES = 1 << 20
-"""Size limit of a config.json."""
-
-Layers = Annotated[int, Range(minimum=1, maximum=1 << 12)]
-Heads = Annotated[int, Range(minimum=1, maximum=1 << 14)]
-Width = Annotated[int, Range(minimum=1, maximum=1 << 20)]
-Vocabulary = Annotated[int, Range(minimum=2, maximum=1 << 24)]
-Experts = Annotated[int, Range(minimum=1, maximum=1 << 14)]
-OptionalCount = Annotated[int, Range(minimum=0, maximum=1 << 14)]
-Tokens = Annotated[int, Range(minimum=1, maximum=1 << 31)]
-
-REQUIRED = object()
-"""Marks a key without a default: the file must have it."""
+from meshwright.models.config_fields import (
+    REQUIRED,
+    ConfigFields,
+    Experts,
+    Heads,
+    Layers,
+    OptionalCount,
+    Tokens,
+    Vocabulary,
+    Width,
+    read_config_file,
+)
 
 
 @dataclass(frozen=True)
@@ -52,20 +48,12 @@ def read_huggingface_config(path: Path) -> HuggingFaceConfig:
     """Reads a `config.json`, or the one in a folder."""
     file = path / "config.json" if path.is_dir() else path
     name = file.absolute().parent.name if file.name == "config.json" else file.stem
-    return parse_huggingface_config(read_config(file), str(file), name)
-
-
-def read_config(file: Path) -> Any:
-    """Reads the untrusted JSON file."""
-    expected = "a model's config.json"
-    return parse_json(read_regular_file(file, MAX_CONFIG_BYTES, str(file), expected), str(file), expected)
+    return parse_huggingface_config(read_config_file(file), str(file), name)
 
 
 def parse_huggingface_config(tree: Any, file: str, name: str = "") -> HuggingFaceConfig:
     """Parses the content of a config.json; `file` is its name in error messages."""
-    if not isinstance(tree, Mapping):
-        raise ConfigError(f"{file} contains {format_value(tree)}", "expected a JSON object with model_type and sizes")
-    fields = ConfigFields(tree, file)
+    fields = ConfigFields.of(tree, file)
     family = fields.text("model_type", REQUIRED)
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
@@ -93,61 +81,6 @@ def validate(model: Architecture, file: str) -> None:
             f"{file}: {model.dense_layers} dense layers exceed num_hidden_layers = {model.layers}",
             f"expected 0 to {model.layers}",
         )
-
-
-@dataclass(frozen=True)
-class ConfigFields:
-    """The keys of one config.json; each is read with the type and range that it must have."""
-
-    tree: Mapping[str, Any]
-    """the JSON object"""
-    file: str
-    """name of the file in error messages"""
-
-    def get(self, kind: Any, default: Any, *keys: str) -> Any:
-        """Returns the value of the first key that is present and not null, else the default."""
-        for key in keys:
-            if self.tree.get(key) is not None:
-                return convert(kind, self.tree[key], f"{self.file}: {key}")
-        if default is REQUIRED:
-            raise ConfigError(f"{self.file} has no {keys[0]}", f"expected a config.json with {keys[0]}")
-        return default
-
-    def number(self, kind: Any, *keys: str, default: Any = REQUIRED) -> int:
-        value: int = self.get(kind, default, *keys)
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        value: bool = self.get(bool, default, key)
-        return value
-
-    def text(self, key: str, default: Any) -> str:
-        value: str = self.get(str, default, key)
-        return value
-
-    def table(self, *keys: str) -> Mapping[str, Any]:
-        """Returns the first of the keys that is a non-empty object; an empty one if there is none."""
-        for key in keys:
-            value = self.tree.get(key)
-            if value is not None and not isinstance(value, Mapping):
-                raise ConfigError(
-                    f"{self.file}: {key} = {format_value(value)} is a value", "expected an object or null"
-                )
-            if value:
-                return value
-        return {}
-
-    def rope_theta(self) -> float:
-        """Newer files have it in the object `rope_parameters`."""
-        value: float | None = self.get(PositiveFloat, None, "rope_theta", "rotary_emb_base")
-        nested = ConfigFields(self.table("rope_parameters"), f"{self.file}: rope_parameters")
-        return value if value is not None else float(nested.get(PositiveFloat, 10_000.0, "rope_theta"))
-
-    def norm_eps(self) -> float:
-        return float(self.get(PositiveFloat, 1e-5, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"))
-
-    def activation(self) -> str:
-        return self.text("hidden_act" if "hidden_act" in self.tree else "activation_function", "silu")
 
 
 def ignored_features(fields: ConfigFields) -> list[str]:
