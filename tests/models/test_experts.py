@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.config import ModelConfig
 from meshwright.models.init import build_model, build_on_meta, init_shard, initial_rows
 from meshwright.models.layers.expert_weights import ExpertWeights, grouped_experts, looped_experts, supports_grouped_mm
-from meshwright.models.layers.experts import Experts, Router, update_router_bias
+from meshwright.models.layers.experts import Experts, Router, Routing, update_router_bias
 from meshwright.models.layers.rotary import RotaryEmbedding
 from meshwright.models.registry import model_spec
 from meshwright.parallel.activation_checkpoint import checkpoint_block
@@ -126,6 +126,20 @@ def test_router_bias_changes_the_choice_and_not_the_weights():
     assert torch.equal(weights, scores.gather(1, chosen).softmax(-1))
     assert "bias" in router.state_dict()
     assert router.bias.dtype == torch.float64
+
+
+def test_router_weights_are_probabilities_among_all_experts_without_normalization():
+    router = Router(WIDTH, COUNT, ACTIVE, Routing(normalize=False, scale=2.5)).double()
+    torch.nn.init.normal_(router.weight)
+    scores, chosen, weights = router(inputs().detach().view(-1, WIDTH))
+    assert torch.equal(chosen, scores.topk(ACTIVE).indices)
+    assert torch.equal(weights, 2.5 * scores.softmax(-1).topk(ACTIVE).values)
+
+
+def test_router_chooses_experts_from_the_groups_with_the_best_expert():
+    router = Router(2, 6, 2, Routing(groups=3, groups_active=1))
+    scores = torch.tensor([[0.0, 5.0, 4.0, 4.5, 6.0, 1.0], [3.0, 1.0, 2.0, 0.0, -1.0, -2.0]])
+    assert router.choose(scores).tolist() == [[4, 5], [0, 1]]
 
 
 def test_router_breaks_ties_by_expert_index():

@@ -1,8 +1,7 @@
 """A mixture of experts in place of the dense feed-forward: routing, dispatch and load balancing.
 
-Each token goes to the `active` experts with the highest score + bias. Their outputs are weighted by a softmax over the
-scores of the chosen experts (for a single expert, by its probability in the softmax over all). Load balancing has two
-parts: the bias moves against the load after every step (`update_router_bias`, arXiv:2408.15664), and a small auxiliary
+Each token goes to the `active` experts with the highest score + bias; `Routing` says how their outputs are weighted, and
+whether they come from a few groups of experts. Load balancing has two parts: the bias moves against the load after every step (`update_router_bias`, arXiv:2408.15664), and a small auxiliary
 loss per sequence discourages routing one sequence to few experts (arXiv:2412.19437, equations 17 to 20). Both are
 defined on the global batch and on full sequences, so they do not depend on the layout.
 
@@ -13,6 +12,7 @@ the expert counts of a sequence of which this rank has a chunk).
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,16 +24,31 @@ from meshwright.models.layers.feed_forward import FeedForward
 from meshwright.torch_private import inside_backward
 
 
+@dataclass(frozen=True)
+class Routing:
+    """What families do differently with the scores of a router."""
+
+    normalize: bool = True
+    """whether the weights of a token's experts sum to one: the softmax over their scores, and not over all scores"""
+    scale: float = 1.0
+    """factor of the weights"""
+    groups: int = 1
+    """equal groups of consecutive experts"""
+    groups_active: int = 1
+    """groups that a token's experts come from: those whose best experts are the best (arXiv:2405.04434, section 2.2.2)"""
+
+
 class Router(nn.Module):
     """(tokens, width) -> the scores of all experts, the chosen experts, and their weights."""
 
     bias: Tensor
 
-    def __init__(self, width: int, experts: int, active: int) -> None:
+    def __init__(self, width: int, experts: int, active: int, routing: Routing | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, width))
         self.register_buffer("bias", torch.zeros(experts))
-        self.active = active
+        # A softmax over one score is constant, and the router would receive no gradient.
+        self.active, self.routing = active, routing or Routing(normalize=active > 1)
 
     def matrix(self) -> Tensor:
         """The tensor to compute with; expert parallelism replaces this method."""
@@ -43,12 +58,24 @@ class Router(nn.Module):
         with torch.autocast(x.device.type, enabled=False):  # half precision would turn close scores into ties
             scores = nn.functional.linear(x, self.matrix().to(x.dtype))
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        # A stable sort instead of topk, which does not specify the order of equal scores.
-        ranked = (scores.detach() + self.bias).sort(dim=-1, descending=True, stable=True).indices
-        chosen = ranked[:, : self.active].contiguous()
-        if self.active == 1:  # a softmax over one score is constant, and the router would receive no gradient
-            return scores, chosen, scores.softmax(dim=-1).gather(1, chosen)
-        return scores, chosen, scores.gather(1, chosen).softmax(dim=-1)
+        chosen = self.choose(scores.detach() + self.bias)
+        if self.routing.normalize:
+            weights = scores.gather(1, chosen).softmax(dim=-1)
+        else:
+            weights = scores.softmax(dim=-1).gather(1, chosen)
+        return scores, chosen, weights if self.routing.scale == 1.0 else weights * self.routing.scale
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """The experts with the highest scores. A stable sort instead of topk, which does not specify the order of equal
+        scores.
+        """
+        if self.routing.groups > 1:
+            grouped = scores.unflatten(-1, (self.routing.groups, -1))
+            ranked = grouped.amax(dim=-1).sort(dim=-1, descending=True, stable=True).indices
+            excluded = torch.ones_like(ranked, dtype=torch.bool)
+            excluded.scatter_(-1, ranked[:, : self.routing.groups_active], False)
+            scores = grouped.masked_fill(excluded[..., None], -torch.inf).flatten(-2)
+        return scores.sort(dim=-1, descending=True, stable=True).indices[:, : self.active].contiguous()
 
 
 class ExpertDispatch(nn.Module):
@@ -68,10 +95,10 @@ class SequenceCounts(nn.Module):
 class Experts(nn.Module):
     """(batch, sequence, width) -> (batch, sequence, width). No token is dropped unless a capacity is set."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, routing: Routing | None = None) -> None:
         super().__init__()
         self.count, self.active, self.capacity = config.experts, config.experts_active, config.capacity_factor
-        self.router = Router(config.width, config.experts, config.experts_active)
+        self.router = Router(config.width, config.experts, config.experts_active, routing)
         self.bank = ExpertWeights(config.experts, config.width, config.ffn)
         inner = config.experts_shared * config.ffn
         self.shared = FeedForward(config.width, inner) if inner else None
