@@ -1,9 +1,10 @@
 """A mixture of experts in place of the dense feed-forward: routing, dispatch and load balancing.
 
-Each token goes to the `active` experts with the highest score + bias; `Routing` says how their outputs are weighted, and
-whether they come from a few groups of experts. Load balancing has two parts: the bias moves against the load after every step (`update_router_bias`, arXiv:2408.15664), and a small auxiliary
-loss per sequence discourages routing one sequence to few experts (arXiv:2412.19437, equations 17 to 20). Both are
-defined on the global batch and on full sequences, so they do not depend on the layout.
+Each token goes to the `active` experts with the highest score + bias. `Routing` says how their outputs are weighted,
+and whether they come from a few groups of experts. Load balancing has two parts: the bias moves against the load after
+every step (`update_router_bias`, arXiv:2408.15664), and a small auxiliary loss per sequence discourages routing one
+sequence to few experts (arXiv:2412.19437, equations 17 to 20). Both are defined on the global batch and on full
+sequences, so they do not depend on the layout.
 
 Parallelism replaces two submodules: `dispatch` (moves rows to their experts and back) and `sequence_counts` (completes
 the expert counts of a sequence of which this rank has a chunk).
@@ -35,7 +36,7 @@ class Routing:
     groups: int = 1
     """equal groups of consecutive experts"""
     groups_active: int = 1
-    """groups that a token's experts come from: those whose best experts are the best (arXiv:2405.04434, section 2.2.2)"""
+    """groups that a token's experts come from: those with the best experts (arXiv:2405.04434, section 2.2.2)"""
 
 
 class Router(nn.Module):
