@@ -33,6 +33,8 @@ from meshwright.parallel.tensor_plans.local_styles import LocalStyle
 
 SEQUENCE = 1
 """The sequence dimension of (batch, sequence, width)."""
+HEADS = 2
+"""The dimension of heads of (batch, sequence, heads, head size)."""
 
 
 class VocabParallelEmbedding(ParallelStyle):
@@ -111,6 +113,7 @@ STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "vocab_head": VocabParallelHead,
     "sequence": SequenceParallel,
     "sequence_local": lambda: SequenceParallel(use_local_output=True),
+    "heads": lambda: SequenceParallel(sequence_dim=HEADS, use_local_output=True),
     "gather_sequence": GatherSequence,
     "local_sequence": LocalSequence,
     "colwise": ColwiseParallel,

@@ -10,14 +10,14 @@ from seeded_faults import after_init, map_result, wrap
 from user_faults import EXPERTS, FORMULA, MODEL, ONE_RANK, user_fault
 
 from meshwright.models import init
-from meshwright.models.layers import rotary
+from meshwright.models.layers import decoder, rotary
 from meshwright.models.layers.attention import CoreAttention
+from meshwright.models.layers.decoder import Attention, Block, Decoder, LanguageModel
 from meshwright.models.layers.experts import Experts, Router
 from meshwright.models.layers.feed_forward import FeedForward
 from meshwright.models.layers.loss import HeadLoss
+from meshwright.models.layers.norm import RMSNorm
 from meshwright.models.layers.rotary import RotaryEmbedding, RotaryTables, apply_rotary
-from meshwright.models.llama import model
-from meshwright.models.llama.model import Attention, Block, Decoder, LanguageModel, RMSNorm
 from meshwright.parallel.context_parallel import ring_attention, sequence_chunks
 from meshwright.trainer import build
 
@@ -36,7 +36,7 @@ def rotation_is_not_orthogonal(patch):
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * rotary.cos - second * rotary.sin, second * rotary.cos - first * rotary.sin), dim=-1)
 
-    patch.setattr(model, "apply_rotary", wrong)
+    patch.setattr(decoder, "apply_rotary", wrong)
 
 
 @user_fault(SETTINGS, "loss of step 0", FORMULA)
@@ -46,12 +46,12 @@ def rotation_pairs_neighboring_dimensions(patch):
         turned = (first * rotary.cos - second * rotary.sin, second * rotary.cos + first * rotary.sin)
         return torch.stack(turned, dim=-1).flatten(-2)
 
-    patch.setattr(model, "apply_rotary", wrong)
+    patch.setattr(decoder, "apply_rotary", wrong)
 
 
 @user_fault(SETTINGS, "loss of step 0", FORMULA)
 def rotary_frequencies_divide_by_half_the_head_size(patch):
-    def wrong(positions, head_size, theta, dtype):
+    def wrong(positions, head_size, theta, dtype, _scaling):
         exponents = torch.arange(0, head_size, 2, dtype=dtype) / (head_size / 2)
         angles = positions.to(dtype)[..., None] * theta**-exponents
         return angles.cos(), angles.sin()
@@ -163,12 +163,12 @@ def separator_belongs_to_the_next_document(patch):
     def wrong(tokens, separator):
         return (tokens == separator).long().cumsum(dim=1)
 
-    patch.setattr(model, "document_ids", wrong)
+    patch.setattr(decoder, "document_ids", wrong)
 
 
 @user_fault(DOCUMENTS, "loss of step 0", FORMULA)
 def separator_with_id_zero_is_no_separator(patch):
-    wrap(patch, model, "document_ids", lambda right, tokens, separator: right(tokens, separator or None))
+    wrap(patch, decoder, "document_ids", lambda right, tokens, separator: right(tokens, separator or None))
 
 
 # Norms, residuals, feed-forward.

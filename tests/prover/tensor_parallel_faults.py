@@ -33,7 +33,7 @@ from torch.nn.functional import rms_norm
 from torch.utils.checkpoint import checkpoint
 from traced_cases import VARIATION
 
-from meshwright.models.llama.model import RMSNorm
+from meshwright.models.layers.norm import RMSNorm
 from meshwright.parallel import activation_checkpoint, parallel_model, parallelize
 from meshwright.parallel.materialize import Materializer
 from meshwright.parallel.tensor_parallel import VocabParallelEmbedding, VocabParallelHead

@@ -14,7 +14,7 @@ from meshwright.models.layers import loss
 from meshwright.models.layers.attention import CoreAttention
 from meshwright.models.layers.feed_forward import FeedForward
 from meshwright.models.layers.loss import HeadLoss
-from meshwright.models.llama.model import RMSNorm
+from meshwright.models.layers.norm import RMSNorm
 from meshwright.parallel.world import World
 from meshwright.prover.relations import check_labels, check_relations_of_config, relations_on
 
@@ -66,7 +66,7 @@ def test_mask_that_crosses_documents_is_found(monkeypatch, shift):
     def ids(tokens, separator):
         return None if shift == 0 else (tokens == separator).long().cumsum(dim=1)
 
-    monkeypatch.setattr("meshwright.models.llama.model.document_ids", ids)
+    monkeypatch.setattr("meshwright.models.layers.decoder.document_ids", ids)
     assert failing() == ["a changed token"]
 
 

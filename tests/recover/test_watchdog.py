@@ -136,7 +136,7 @@ STACKS = {
         False,
         [
             "torch/nn/modules/linear forward",
-            "meshwright/models/llama/model forward",
+            "meshwright/models/layers/decoder forward",
             "torch/distributed/pipelining/stage f",
         ],
     ),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from meshwright.models.decoder_spec import RopeScaling
 
 
 class RotaryTables(NamedTuple):
@@ -21,25 +24,40 @@ class RotaryTables(NamedTuple):
 class RotaryEmbedding(nn.Module):
     """Computes the rotary tables of a forward pass."""
 
-    def __init__(self, head_size: int, theta: float) -> None:
+    def __init__(self, head_size: int, theta: float, scaling: RopeScaling | None = None) -> None:
         super().__init__()
-        self.head_size, self.theta = head_size, theta
+        self.head_size, self.theta, self.scaling = head_size, theta, scaling
 
     def forward(self, tokens: int, dtype: torch.dtype, device: torch.device, documents: Tensor | None) -> RotaryTables:
         """The tables are computed in every forward pass, so there is no buffer to shard or to save."""
         positions = self.positions(tokens, device)
-        return RotaryTables(*rotary_tables(positions, self.head_size, self.theta, dtype), documents)
+        return RotaryTables(*rotary_tables(positions, self.head_size, self.theta, dtype, self.scaling), documents)
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
         return torch.arange(tokens, device=device)
 
 
-def rotary_tables(positions: Tensor, head_size: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    positions: Tensor, head_size: int, theta: float, dtype: torch.dtype, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position and pair of dimensions, (sequence, head size / 2)."""
     wide = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=wide) / head_size
-    angles = positions.to(wide)[..., None] * theta**-exponents
+    frequencies = theta**-exponents
+    if scaling is not None:
+        frequencies = scale_frequencies(frequencies, scaling)
+    angles = positions.to(wide)[..., None] * frequencies
     return angles.cos(), angles.sin()
+
+
+def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Linear scaling (arXiv:2306.15595), or that of Llama 3.1: between low and high frequencies it interpolates."""
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    periods = scaling.original_context * frequencies / (2 * math.pi)  # of the original context
+    kept = ((periods - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
 
 def apply_rotary(x: Tensor, rotary: RotaryTables) -> Tensor:

@@ -1,0 +1,105 @@
+"""A decoder with RMSNorm, rotary positions, grouped-query attention, and SwiGLU or experts, as Llama's.
+
+Parallelism replaces submodules: `rotary` (positions), `core` (attention after projection and rotation), `ffn` (dense or
+experts), `stack` (the loop over blocks) and the head (see models/layers/loss.py). No module casts below the precision
+of its input, so the model runs in float64 if its parameters are float64.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from meshwright.config import ModelConfig
+from meshwright.models.decoder_spec import DecoderVariant
+from meshwright.models.layers.attention import CoreAttention, document_ids
+from meshwright.models.layers.block_stack import BlockStack
+from meshwright.models.layers.experts import Experts
+from meshwright.models.layers.feed_forward import FeedForward
+from meshwright.models.layers.loss import HeadLoss
+from meshwright.models.layers.norm import RMSNorm
+from meshwright.models.layers.rotary import RotaryEmbedding, RotaryTables, apply_rotary
+
+
+class Attention(nn.Module):
+    """Projections around `CoreAttention`."""
+
+    def __init__(self, config: ModelConfig, variant: DecoderVariant) -> None:
+        super().__init__()
+        self.head_size = variant.head_size
+        q_width, kv_width = config.heads * self.head_size, config.kv_heads * self.head_size
+        self.q = nn.Linear(config.width, q_width, bias=variant.qkv_bias)
+        self.k = nn.Linear(config.width, kv_width, bias=variant.qkv_bias)
+        self.v = nn.Linear(config.width, kv_width, bias=variant.qkv_bias)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if variant.qk_norm:
+            self.q_norm = RMSNorm(self.head_size, config.norm_eps)
+            self.k_norm = RMSNorm(self.head_size, config.norm_eps)
+        self.core = CoreAttention(variant.window)
+        self.out = nn.Linear(q_width, config.width, bias=False)
+
+    def forward(self, x: Tensor, rotary: RotaryTables) -> Tensor:
+        batch, sequence, _ = x.shape
+        # -1 instead of the number of heads: a tensor-parallel rank has a subset of the heads
+        q, k, v = (p(x).view(batch, sequence, -1, self.head_size) for p in (self.q, self.k, self.v))
+        q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2)
+        mixed = self.core(apply_rotary(q, rotary), apply_rotary(k, rotary), v.transpose(1, 2), rotary.documents)
+        return self.out(mixed.transpose(1, 2).reshape(batch, sequence, -1))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """One transformer layer with pre-normalization."""
+
+    def __init__(self, config: ModelConfig, variant: DecoderVariant) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.width, config.norm_eps)
+        self.attention = Attention(config, variant)
+        self.ffn_norm = RMSNorm(config.width, config.norm_eps)
+        self.ffn = Experts(config) if config.experts else FeedForward(config.width, config.ffn)
+
+    def forward(self, x: Tensor, rotary: RotaryTables) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary)
+        return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """Token ids -> hidden states. The output projection is part of the loss module."""
+
+    def __init__(self, config: ModelConfig, variant: DecoderVariant) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocab, config.width)
+        self.blocks = nn.ModuleList(Block(config, variant) for _ in range(config.layers))
+        self.stack = BlockStack()
+        self.norm = RMSNorm(config.width, config.norm_eps)
+        self.rotary = RotaryEmbedding(variant.head_size, config.rope_theta, variant.rope_scaling)
+
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        x = self.embedding(tokens)
+        rotary = self.rotary(tokens.shape[1], x.dtype, x.device, documents)
+        return self.norm(self.stack(self.blocks, x, rotary))  # type: ignore[no-any-return]
+
+
+class LanguageModel(nn.Module):
+    """The decoder with its head and loss: (tokens, labels) -> (sum of token losses, number of valid tokens).
+
+    `documents` are those of full sequences; a caller that passes sequence chunks must pass them.
+    """
+
+    def __init__(self, config: ModelConfig, variant: DecoderVariant) -> None:
+        super().__init__()
+        self.decoder = Decoder(config, variant)
+        self.head = HeadLoss(config.width, config.vocab)
+        self.separator = config.separator
+        if config.tie:
+            self.tie()
+
+    def forward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if documents is None:
+            documents = document_ids(tokens, self.separator)
+        return self.head(self.decoder(tokens, documents), labels)  # type: ignore[no-any-return]
+
+    def tie(self) -> None:
+        """Ties the weight of the head to the embedding."""
+        weight = self.decoder.embedding.weight
+        assert isinstance(weight, nn.Parameter)
+        self.head.weight = weight
