@@ -18,12 +18,12 @@ from meshwright.errors import ConfigError
 class SourceConfig:
     """One data source."""
 
-    kind: Literal["stdlib", "tokens", "text", "jsonl", "synthetic"] = "stdlib"
+    kind: Literal["stdlib", "tokens", "text", "jsonl", "chat", "synthetic"] = "stdlib"
     """stdlib: source code of the Python standard library; tokens: binary files of token ids; text, jsonl: files to
-    tokenize; synthetic: random token ids, seeded by the index of the sample
+    tokenize; chat: JSONL files of chats, with the loss on answers alone; synthetic: random token ids, seeded by the index of the sample
     """
     path: Annotated[str, PLACEMENT] = ""
-    """file, folder or glob pattern of a tokens, text or jsonl source"""
+    """file, folder or glob pattern of a tokens, text, jsonl or chat source"""
     dtype: Literal["uint16", "uint32"] = "uint16"
     """type of the token ids in a tokens file"""
     tokenizer: Annotated[str, PLACEMENT] = ""
@@ -36,13 +36,19 @@ class SourceConfig:
     """
     field: str = "text"
     """field of a JSONL record that contains the text"""
+    chat_template: Annotated[str, PLACEMENT] = ""
+    """template in Jinja of a chat source; empty: the one beside the tokenizer (chat_template.jinja or
+    tokenizer_config.json), else ChatML. Its content is part of the run's identity, its path is not
+    """
+    packing: bool = True
+    """chat: several chats per sample, between which attention does not look; false: one chat per sample"""
     samples: Annotated[int, Range(minimum=1, maximum=1 << 62)] = 1_000_000
     """number of samples of a synthetic source"""
     weight: PositiveFloat = 1.0
     """weight of this source in a mixture; samples are drawn in proportion to the weights"""
 
     def __post_init__(self) -> None:
-        if self.kind in ("tokens", "text", "jsonl") and not self.path:
+        if self.kind in ("tokens", "text", "jsonl", "chat") and not self.path:
             raise ConfigError(
                 f"data.path is empty, and data.kind = {self.kind} reads files",
                 "expected a file, a folder or a glob pattern",

@@ -138,25 +138,31 @@ def open_encoder(source: SourceConfig, separator: int | None) -> Encoder:
     if not source.tokenizer:
         end = None if source.end_of_document == "none" else SEPARATOR_BYTE
         return Encoder(lambda text, _: [*text.encode()], end, "bytes")
+    tokenizer, digest = load_tokenizer(source.tokenizer)
+    return Encoder(
+        lambda text, special: list(tokenizer.encode(text, add_special_tokens=special).ids),
+        find_end_of_document(source, tokenizer, separator),
+        digest,
+    )
+
+
+def load_tokenizer(path: str) -> tuple[Any, str]:
+    """The tokenizer of a tokenizer.json, and the digest of its content."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
         raise DataError(
-            f"data.tokenizer = {source.tokenizer!r} needs the tokenizers package", "try pip install 'meshwright[text]'"
+            f"data.tokenizer = {path!r} needs the tokenizers package", "try pip install 'meshwright[text]'"
         ) from None
     try:
-        raw = read_regular_file(Path(source.tokenizer), MAX_TOKENIZER_BYTES, "it", "a tokenizer.json file")
+        raw = read_regular_file(Path(path), MAX_TOKENIZER_BYTES, "it", "a tokenizer.json file")
         tokenizer = Tokenizer.from_buffer(raw)
     except Exception as error:  # noqa: BLE001  the library raises bare Exceptions
         reason = error.message if isinstance(error, ConfigError) else error
         raise DataError(
-            f"tokenizer {source.tokenizer} cannot be read: {reason}", "expected a tokenizer.json file"
+            f"tokenizer {path} cannot be read: {reason}", "expected a tokenizer.json file"
         ) from None
-    return Encoder(
-        lambda text, special: list(tokenizer.encode(text, add_special_tokens=special).ids),
-        find_end_of_document(source, tokenizer, separator),
-        content_digest(raw),
-    )
+    return tokenizer, content_digest(raw)
 
 
 def find_end_of_document(source: SourceConfig, tokenizer: Any, separator: int | None) -> int | None:
