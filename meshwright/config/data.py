@@ -20,7 +20,8 @@ class SourceConfig:
 
     kind: Literal["stdlib", "tokens", "text", "jsonl", "chat", "synthetic"] = "stdlib"
     """stdlib: source code of the Python standard library; tokens: binary files of token ids; text, jsonl: files to
-    tokenize; chat: JSONL files of chats, with the loss on answers alone; synthetic: random token ids, seeded by the index of the sample
+    tokenize; chat: JSONL files of chats, with the loss on answers alone; synthetic: random token ids, seeded by the
+    index of the sample
     """
     path: Annotated[str, PLACEMENT] = ""
     """file, folder or glob pattern of a tokens, text, jsonl or chat source"""

@@ -159,9 +159,7 @@ def load_tokenizer(path: str) -> tuple[Any, str]:
         tokenizer = Tokenizer.from_buffer(raw)
     except Exception as error:  # noqa: BLE001  the library raises bare Exceptions
         reason = error.message if isinstance(error, ConfigError) else error
-        raise DataError(
-            f"tokenizer {path} cannot be read: {reason}", "expected a tokenizer.json file"
-        ) from None
+        raise DataError(f"tokenizer {path} cannot be read: {reason}", "expected a tokenizer.json file") from None
     return tokenizer, content_digest(raw)
 
 

@@ -1,4 +1,4 @@
-"""Renders a chat as text by a template in Jinja, in a sandbox, and finds the parts that the assistant wrote. Torch-free.
+"""Renders a chat as text by a sandboxed template in Jinja, and finds what the assistant wrote. Torch-free.
 
 A template is an untrusted file: it sees the messages and the special tokens alone, it cannot change them, and its
 output is bounded. It has no clock, because the samples of a run are a pure function of its files.
@@ -87,8 +87,8 @@ def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, s
 
 
 class ChatTemplate:
-    """A chat template; `special` are the special tokens that it may name, such as `bos_token`. A template that cannot be
-    compiled, or that refuses a chat, raises ValueError.
+    """A chat template; `special` are the special tokens that it may name, such as `bos_token`. ValueError is raised for
+    a template that cannot be compiled, and for a chat that it refuses.
     """
 
     def __init__(self, source: str = DEFAULT_TEMPLATE, special: Mapping[str, str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Encodes a record of chat data as token ids and a mask: 1 where the loss counts, which is on answers alone. Torch-free."""
+"""Encodes a record of chat data as token ids and a mask, which is 1 where the loss counts: on answers. Torch-free."""
 
 from __future__ import annotations
 
