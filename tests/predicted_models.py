@@ -14,7 +14,7 @@ from meshwright.config import BatchConfig, EvalConfig, LaunchConfig, LayoutConfi
 from meshwright.data.loader import Loader
 from meshwright.data.sample_lookup import build_stream
 from meshwright.data.source import ConcatenatedSource, IndexableSource
-from meshwright.optim.adamw import AdamW
+from meshwright.optim.build import build_optimizer
 from meshwright.parallel.infer_spec import infer_parallel_spec
 from meshwright.topology.unsupported import validate
 from meshwright.trainer.build import build_parallel_model
@@ -198,7 +198,7 @@ def count_real_step(world: Any, config: RunConfig, name: str) -> Any:
     job = Job(config, batch, layout, data, folder=None, custom=custom_model(name))  # type: ignore[arg-type]
     precision = Precision(config.precision, world.device)
     model = build_parallel_model(job.config, job.layout, job.custom, precision, world)
-    optimizer = AdamW(model.parameters(), config.optimizer, layout, world, config.optimizer.cpu_offload)
+    optimizer = build_optimizer(model.parameters(), config.optimizer, layout, world)
     step = Step(StepContext.for_rank(config, layout, world, model, optimizer, precision))
     stream = build_stream(config, data)
     loader = Loader(

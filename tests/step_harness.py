@@ -8,7 +8,7 @@ from meshwright.config import BatchConfig, DataConfig, RunConfig
 from meshwright.data.loader import Loader
 from meshwright.data.source import ConcatenatedSource, SyntheticSource
 from meshwright.data.stream import Stream
-from meshwright.optim.adamw import AdamW
+from meshwright.optim.build import build_optimizer
 from meshwright.parallel.world import World
 from meshwright.planner.exact.comm_volume import CollectiveVolume
 from meshwright.planner.exact.state_memory import StateMemory
@@ -49,7 +49,7 @@ def build_step(world: World, config: RunConfig, layout: Layout) -> Step:
     """The step of this rank, as the training loop builds it."""
     precision = Precision(config.precision, world.device)
     parallel_model = build_parallel_decoder(config, layout, precision, world)
-    optimizer = AdamW(parallel_model.parameters(), config.optimizer, layout, world, config.optimizer.cpu_offload)
+    optimizer = build_optimizer(parallel_model.parameters(), config.optimizer, layout, world)
     return Step(StepContext.for_rank(config, layout, world, parallel_model, optimizer, precision))
 
 

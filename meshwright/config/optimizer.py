@@ -16,8 +16,10 @@ from meshwright.config.constraints import (
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, with clipping by global norm."""
+    """Optimizer, with clipping by global norm."""
 
+    kind: Literal["adamw"] = "adamw"
+    """update rule"""
     lr: Annotated[float, Range(minimum=0, maximum=1e30)] = 3e-3
     """peak learning rate"""
     beta1: Annotated[float, Range(minimum=0, maximum=0.999999)] = 0.9

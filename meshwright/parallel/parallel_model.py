@@ -114,6 +114,8 @@ class ParallelModel:
     """the blocks of every pipeline stage of this rank"""
     tied_copies: frozenset[str] = frozenset()
     """parameters that mirror a tied parameter of another stage; they are neither updated nor saved here"""
+    block_patterns: tuple[str, ...] = ()
+    """the names of the blocks, with `*` for their numbers"""
     zero_in_place = False
     """whether gradients are zeroed in place: with accumulation, new ones would exist beside DDP's buckets"""
     interleaves_backward = False

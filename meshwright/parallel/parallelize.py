@@ -82,6 +82,7 @@ def parallelize(
         sequence_shards = layout.tensor if shards_sequence(spec) else 1
         parallel_model = PipelineModel(model, stages, divided, plan, meshes, world.device, sequence_shards)
     parallel_model.meshes = meshes
+    parallel_model.block_patterns = spec.block_patterns
     parallel_model.context = context
     if context is not None:
         parallel_model.shard_inputs = partial(shard_batch, context, getattr(model, "separator", None))

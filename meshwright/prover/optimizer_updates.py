@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.config import RunConfig
 from meshwright.launch.ranks import run_ranks
-from meshwright.optim.adamw import AdamW
+from meshwright.optim.build import build_optimizer
 from meshwright.parallel.world import World
 from meshwright.prover.claims import Claim
 from meshwright.prover.compare.updates import is_update
@@ -50,7 +50,7 @@ def first_wrong_update(config: RunConfig, size: float) -> str:
         return {n: scale * torch.randn(s, generator=generator, dtype=torch.float64) for n, s in SHAPES.items()}
 
     parameters = {name: nn.Parameter(value) for name, value in draw(1.0).items()}
-    optimizer = AdamW(parameters, config.optimizer, offload=config.optimizer.cpu_offload)
+    optimizer = build_optimizer(parameters, config.optimizer)
     expected = {name: value.detach().clone() for name, value in parameters.items()}
     moments = {name: Moments(torch.zeros_like(value), torch.zeros_like(value)) for name, value in expected.items()}
     one, lr = torch.ones((), dtype=torch.float64), config.optimizer.lr or 1.0

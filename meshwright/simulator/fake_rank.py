@@ -17,7 +17,7 @@ from meshwright.data.loader import MicroBatch
 from meshwright.errors import ConfigError
 from meshwright.models.init import build_on_meta
 from meshwright.models.registry import block_costs, model_spec
-from meshwright.optim.adamw import AdamW
+from meshwright.optim.build import build_optimizer
 from meshwright.parallel.local_shard import LocalShard
 from meshwright.parallel.materialize import Materializer
 from meshwright.parallel.parallel_model import InFlightTracker, ParallelModel
@@ -89,13 +89,6 @@ class FakeStep(Step):
 
     def _seed(self, step: int) -> None:
         """Leaves the caller's random generators untouched: fake tensors need no random numbers."""
-
-
-class FakeOptimizer(AdamW):
-    """An optimizer that takes all gradients for finite."""
-
-    def update(self, lr: float, norm: Tensor, scale: Tensor, finite: Tensor) -> None:
-        super().update(lr, norm, scale, torch.ones_like(finite) if self.fused else torch.tensor(True))
 
 
 @contextmanager
@@ -183,7 +176,9 @@ def shrink_stages(placement: PipelinePlacement, size: StepSize) -> PipelinePlace
 def trace_second_step(
     config: RunConfig, layout: Layout, world: World, model: ParallelModel, batches: Iterator[list[MicroBatch]]
 ) -> tuple[SimulatedStep, InFlightTracker | None]:
-    optimizer = FakeOptimizer(model.parameters(), config.optimizer, layout, world, config.optimizer.cpu_offload)
+    optimizer = build_optimizer(model.parameters(), config.optimizer, layout, world, model.block_patterns)
+    for rule in optimizer.rules:
+        rule.is_finite = lambda _finite: True
     precision = Precision(config.precision, world.device)
     step = FakeStep(StepContext.for_rank(config, layout, world, model, optimizer, precision))
     step.run(0, LR, batches)

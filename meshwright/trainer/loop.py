@@ -18,7 +18,8 @@ from meshwright.data.sample_lookup import build_stream
 from meshwright.data.source import ConcatenatedSource, Source
 from meshwright.data.token_files import raise_if_changed
 from meshwright.errors import CheckpointError, StoppedBySignal
-from meshwright.optim.adamw import AdamW
+from meshwright.optim.build import build_optimizer
+from meshwright.optim.interface import Optimizer
 from meshwright.parallel.data_parallel.replica_check import compare_replicas
 from meshwright.parallel.local_shard import local_shard
 from meshwright.parallel.parallel_model import router_biases
@@ -175,9 +176,9 @@ class Training:
                 log.write("code_changed", step=change["step"], changes=change["changes"])
         return log
 
-    def _build_optimizer(self) -> AdamW:
-        config = self.config.optimizer
-        return AdamW(self.parameters, config, self.job.layout, self.world, config.cpu_offload)
+    def _build_optimizer(self) -> Optimizer:
+        blocks = self.parallel_model.block_patterns
+        return build_optimizer(self.parameters, self.config.optimizer, self.job.layout, self.world, blocks)
 
     def _build_resume_state(self) -> ResumeState:
         job, values = self.job, self.identity["identity"]

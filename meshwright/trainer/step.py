@@ -17,7 +17,7 @@ from meshwright import faults
 from meshwright.config import RunConfig
 from meshwright.data.loader import BadSample, MicroBatch
 from meshwright.errors import DataError, PeerError, StoppedBySignal
-from meshwright.optim.adamw import AdamW
+from meshwright.optim.interface import Optimizer
 from meshwright.parallel.context_parallel.start_check import check_context_parallel
 from meshwright.parallel.data_parallel.rank_agreement import ModelUse, use_error
 from meshwright.parallel.local_shard import local_tensor
@@ -41,7 +41,7 @@ class StepContext:
     """The parts that a rank's steps work with."""
 
     parallel_model: ParallelModel
-    optimizer: AdamW
+    optimizer: Optimizer
     precision: Precision
     world: World
     expert_balancer: ExpertBalancer
@@ -70,7 +70,7 @@ class StepContext:
         layout: Layout,
         world: World,
         parallel_model: ParallelModel,
-        optimizer: AdamW,
+        optimizer: Optimizer,
         precision: Precision,
     ) -> StepContext:
         """Builds the context of this rank in a layout."""

@@ -16,7 +16,7 @@ from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import collect_state
 from meshwright.checkpoint.unsharded import state_digest
 from meshwright.config import CheckpointConfig, RunConfig
-from meshwright.optim.adamw import AdamW
+from meshwright.optim.build import build_optimizer
 from meshwright.parallel.local_shard import local_shard
 from meshwright.store.posix import PosixStore
 from meshwright.testing import run_ranks
@@ -56,7 +56,7 @@ def load_and_save(world, config: RunConfig, source: str, target: str) -> None:
     """Load the checkpoint of one folder and save it in another; without a source, save distinct values."""
     layout = Layout.from_config(config.layout)
     parallel_model = build_parallel_decoder(config, layout, Precision(config.precision, world.device), world)
-    optimizer = AdamW(parallel_model.parameters(), config.optimizer, layout, world)
+    optimizer = build_optimizer(parallel_model.parameters(), config.optimizer, layout, world)
     state = collect_state(parallel_model.module, dict(parallel_model.module.named_parameters()), optimizer.moments())
     if source:
         result = restore(

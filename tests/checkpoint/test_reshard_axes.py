@@ -16,7 +16,7 @@ from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import CheckpointState, collect_state
 from meshwright.checkpoint.unsharded import state_digest
 from meshwright.config import CheckpointConfig, RunConfig
-from meshwright.optim.adamw import AdamW
+from meshwright.optim.build import build_optimizer
 from meshwright.parallel.local_shard import LocalShard, local_shard, local_tensor
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
@@ -76,7 +76,7 @@ def expected_values(name: str, shard: LocalShard) -> torch.Tensor:
 def build(world: World, config: RunConfig) -> tuple[ParallelModel, Layout, CheckpointState]:
     layout = Layout.from_config(config.layout)
     parallel_model = build_parallel_decoder(config, layout, Precision(config.precision, world.device), world)
-    optimizer = AdamW(parallel_model.parameters(), config.optimizer, layout, world)
+    optimizer = build_optimizer(parallel_model.parameters(), config.optimizer, layout, world)
     return (
         parallel_model,
         layout,

@@ -7,13 +7,15 @@ import torch
 from torch import nn
 
 from meshwright.config import OptimizerConfig
-from meshwright.optim.adamw import AdamW
+from meshwright.optim.build import build_optimizer
 
 
 def trained(implementation: str, clip: float, finite: bool = True, scale: float = 1.0) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Linear(5, 3).double()
-    optimizer = AdamW(dict(model.named_parameters()), OptimizerConfig(lr=0.1, clip=clip, implementation=implementation))
+    optimizer = build_optimizer(
+        dict(model.named_parameters()), OptimizerConfig(lr=0.1, clip=clip, implementation=implementation)
+    )
     for step in range(4):
         for p in model.parameters():
             p.grad = scale * torch.full_like(p, 0.5 + step)

@@ -23,7 +23,7 @@ from seeded_faults import (
 from meshwright.config import IGNORE_INDEX
 from meshwright.models.layers.expert_weights import ExpertWeights
 from meshwright.models.layers.experts import Router
-from meshwright.optim.adamw import AdamW
+from meshwright.optim.interface import Optimizer
 from meshwright.parallel import all_to_all, expert_parallel, parallelize
 from meshwright.parallel.context_parallel import ring_attention, sequence_chunks
 from meshwright.parallel.context_parallel.blockwise_attention import AttentionMask
@@ -299,7 +299,7 @@ def patch_norm_counting(patch, rule):
             rule(name, counted) for name, counted in zip(self.names, self.counts_in_norm, strict=True)
         ]
 
-    after_init(patch, AdamW, wrong)
+    after_init(patch, Optimizer, wrong)
 
 
 @fault(EXPERTS, "gradient norm of step 0", RANKS_MISSING)

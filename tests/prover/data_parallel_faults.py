@@ -34,7 +34,7 @@ from seeded_faults import (
 from torch.distributed.fsdp import FSDPModule
 from traced_cases import AS_CONFIGURED, FLOAT64
 
-from meshwright.optim.adamw import AdamW
+from meshwright.optim.interface import Optimizer
 from meshwright.parallel import parallel_spec
 from meshwright.parallel.data_parallel import ddp, fsdp
 from meshwright.parallel.data_parallel.ddp import DDPModel
@@ -211,7 +211,7 @@ def gradient_norm_is_of_local_shards(patch):  # torchtitan#596
 
 
 def count_every_shard(patch):
-    after_init(patch, AdamW, lambda self, *_: setattr(self, "counts_in_norm", [True] * len(self.counts_in_norm)))
+    after_init(patch, Optimizer, lambda self, *_: setattr(self, "counts_in_norm", [True] * len(self.counts_in_norm)))
 
 
 @fault(HYBRID_SHARD, "gradient norm of step 0", "(factor 1.414)", COUNTED_TWICE)
@@ -224,7 +224,7 @@ def gradient_norm_counts_every_replica(patch):
 
 @fault(REPLICATE, "update of", UPDATE + "the gradients are not clipped")
 def gradients_are_not_clipped(patch):
-    after_init(patch, AdamW, lambda self, *_: setattr(self, "clip", 0.0))
+    after_init(patch, Optimizer, lambda self, *_: setattr(self, "clip", 0.0))
 
 
 @fault(REPLICATE, "update of", UPDATE + "the gradients are clipped twice")
@@ -232,7 +232,7 @@ def gradients_are_clipped_twice(patch):
     def twice(right, self, lr, norm, *rest):
         right(self, lr, norm * norm / self.clip, *rest)
 
-    wrap(patch, AdamW, "update", twice)
+    wrap(patch, Optimizer, "update", twice)
 
 
 @fault(SHARD_PARAMETERS, "update of", UPDATE + LOCAL_NORM)
@@ -241,30 +241,30 @@ def each_rank_clips_by_its_local_norm(patch):
         local_norm = torch.stack([gradient.square().sum() for gradient, _ in self.gradients()]).sum().sqrt()
         right(self, lr, local_norm, *rest)
 
-    wrap(patch, AdamW, "update", wrong)
+    wrap(patch, Optimizer, "update", wrong)
 
 
 @fault(SHARD_PARAMETERS, "norm.weight in step 0", UPDATE + "weight decay applies to vectors, too")
 def norm_weights_are_decayed(patch):
     def decay(self, *_):
-        for group in self.adamw.param_groups:
+        for group in self.rules[0].optimizer.param_groups:
             group["weight_decay"] = 0.1
 
-    after_init(patch, AdamW, decay)
+    after_init(patch, Optimizer, decay)
 
 
 @fault(SHARD_PARAMETERS, "in step 1", UPDATE + "the first moment is lost")
 def moments_are_reset_every_step(patch):
     def forget(_, self, *__):
-        for state in self.adamw.state.values():
+        for state in self.rules[0].optimizer.state.values():
             state["exp_avg"].zero_()
 
-    map_result(patch, AdamW, "update", forget)
+    map_result(patch, Optimizer, "update", forget)
 
 
 @fault(REPLICATE, "rank 1 step 0: the value of decoder.embedding.weight differs")
 def one_replica_is_not_updated(patch):
-    wrap(patch, AdamW, "update", lambda right, self, *rest: dist.get_rank() or right(self, *rest))
+    wrap(patch, Optimizer, "update", lambda right, self, *rest: dist.get_rank() or right(self, *rest))
 
 
 def keep_unsharded(patch):
@@ -289,4 +289,4 @@ def offloaded_update_is_not_copied_back(patch):
         for block, value in zip(self.shards, before, strict=True):
             block.local.copy_(value)
 
-    wrap(patch, AdamW, "update", wrong)
+    wrap(patch, Optimizer, "update", wrong)

@@ -11,7 +11,7 @@ from user_faults import EVALUATION, EXPERTS, INCOMPLETE, ONE_RANK, REPLICATE, UP
 
 from meshwright.data.loader import Loader
 from meshwright.data.stream import Stream
-from meshwright.optim.adamw import AdamW
+from meshwright.optim.interface import Optimizer
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.trainer import step as step_module
 from meshwright.trainer.evaluate import Evaluation
@@ -95,7 +95,7 @@ def gradients_are_not_zeroed_before_an_evaluation(patch):
         if len(calls) != 3:  # the first call ends the warm-up
             right(self, in_place)
 
-    wrap(patch, AdamW, "zero_grad", wrong)
+    wrap(patch, Optimizer, "zero_grad", wrong)
 
 
 @user_fault(ONE_RANK, "step 2", "the gradients of step 1 are not zeroed", "after a skipped step", runs=(VARIATION,))
@@ -103,13 +103,13 @@ def gradients_are_not_zeroed_after_a_skipped_step(patch):
     finite = []
     wrap(
         patch,
-        AdamW,
+        Optimizer,
         "update",
         lambda right, self, lr, norm, scale, ok: (finite.append(bool(ok)), right(self, lr, norm, scale, ok)),
     )
     wrap(
         patch,
-        AdamW,
+        Optimizer,
         "zero_grad",
         lambda right, self, in_place=False: right(self, in_place) if not finite or finite[-1] else None,
     )
@@ -159,7 +159,7 @@ def evaluation_is_of_the_parameters_before_the_step(patch):
             p.copy_(value)
         return result
 
-    wrap(patch, AdamW, "update", remember)
+    wrap(patch, Optimizer, "update", remember)
     wrap(patch, Evaluation, "run", torch.no_grad()(wrong))
 
 
@@ -242,7 +242,7 @@ def when_skipped(patch, then):
             with torch.no_grad():
                 then(self, lr)
 
-    wrap(patch, AdamW, "update", wrong)
+    wrap(patch, Optimizer, "update", wrong)
 
 
 @user_fault(ONE_RANK, "update of decoder.embedding.weight in step 1", "the step is skipped", runs=(VARIATION,))
@@ -258,12 +258,14 @@ def skipped_step_decays_the_weights(patch):
     runs=(VARIATION,),
 )
 def skipped_step_decays_the_first_moment(patch):
-    when_skipped(patch, lambda self, lr: [state["exp_avg"].mul_(0.9) for state in self.adamw.state.values()])
+    when_skipped(
+        patch, lambda self, lr: [state["exp_avg"].mul_(0.9) for state in self.rules[0].optimizer.state.values()]
+    )
 
 
 @user_fault(ONE_RANK, "in step 2", UPDATE, "after a skipped step", runs=(VARIATION,))
 def skipped_step_is_counted_in_the_bias_correction(patch):
-    when_skipped(patch, lambda self, lr: [state["step"].add_(1) for state in self.adamw.state.values()])
+    when_skipped(patch, lambda self, lr: [state["step"].add_(1) for state in self.rules[0].optimizer.state.values()])
 
 
 @user_fault(EXPERTS, "router.bias in step 1", "the step is skipped", runs=(VARIATION,))

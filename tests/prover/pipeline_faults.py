@@ -23,7 +23,7 @@ from seeded_faults import (
 from torch.distributed import pipelining
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.optim.adamw import AdamW
+from meshwright.optim.interface import Optimizer
 from meshwright.parallel.data_parallel import fsdp
 from meshwright.parallel.pipeline_parallel.pipeline_model import PipelineModel, TrackedStage
 from meshwright.parallel.pipeline_parallel.stages import Stage
@@ -113,7 +113,7 @@ def evaluation_counts_tokens_on_every_stage(patch):
 
 @fault(PIPELINE, "gradient norm of step 0", RANKS_MISSING)
 def gradient_norm_is_of_one_stage(patch):
-    after_init(patch, AdamW, lambda self, *_: setattr(self, "sharded", False))
+    after_init(patch, Optimizer, lambda self, *_: setattr(self, "sharded", False))
 
 
 @fault(PIPELINE, "update of", UPDATE + LOCAL_NORM)
@@ -122,7 +122,7 @@ def stage_clips_by_its_local_norm(patch):
         local_norm = torch.stack([gradient.square().sum() for gradient, _ in self.gradients()]).sum().sqrt()
         right(self, lr, local_norm, *rest)
 
-    wrap(patch, AdamW, "update", wrong)
+    wrap(patch, Optimizer, "update", wrong)
 
 
 @fault((*PIPELINE, *TIED), "gradient of decoder.embedding.weight", TIED_HEAD_GRADIENT)

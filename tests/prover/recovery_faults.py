@@ -16,7 +16,7 @@ from meshwright.checkpoint.listing import list_attempts, list_checkpoint_folders
 from meshwright.checkpoint.retention import RetentionPolicy
 from meshwright.checkpoint.shards import ShardReader, ShardWriter
 from meshwright.checkpoint.stager import HostStager
-from meshwright.optim.adamw import AdamW
+from meshwright.optim.interface import Optimizer
 from meshwright.parallel.local_shard import local_shard
 from meshwright.store.posix import PosixCalls, PosixSink
 from meshwright.telemetry.events import EventLog
@@ -210,7 +210,7 @@ def scaler_is_not_restored(patch):
 
 @fault(KILLS, RESTORED, "only offloaded copies differ", "--optimizer.cpu_offload=true", "--checkpoint.mode=sync")
 def offloaded_copies_are_not_refreshed(patch):
-    patch.setattr(AdamW, "refresh_offloaded", lambda self: None)
+    patch.setattr(Optimizer, "refresh_offloaded", lambda self: None)
 
 
 @fault(DAMAGED, CONTENT, "router.bias is missing", "--model.experts=4", "--model.router_bias_rate=0.01")

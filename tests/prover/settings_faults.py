@@ -12,7 +12,7 @@ from traced_cases import AS_CONFIGURED, FLOAT64, VARIATION
 from user_faults import EXPERTS, ONE_RANK, REPLICATE, SHARD_PARAMETERS, UPDATE, user_fault
 
 from meshwright.models.layers.experts import Router
-from meshwright.optim.adamw import AdamW
+from meshwright.optim.interface import Optimizer
 from meshwright.parallel import activation_checkpoint
 from meshwright.parallel.data_parallel import ddp, fsdp
 from meshwright.parallel.data_parallel.ddp import DDPModel
@@ -43,7 +43,7 @@ def fp16_clips_by_the_norm_of_the_scaled_gradients(patch):
     def wrong(right, self, lr, norm, scale, finite):
         right(self, lr, norm * scale, scale, finite)
 
-    wrap(patch, AdamW, "update", wrong)
+    wrap(patch, Optimizer, "update", wrong)
 
 
 @user_fault(FP16, "loss scale", runs=(AS_CONFIGURED,))
@@ -103,7 +103,7 @@ def weights_are_bf16_between_steps(patch):
             for p in self.local_parameters:
                 p.copy_(p.bfloat16())
 
-    wrap(patch, AdamW, "update", wrong)
+    wrap(patch, Optimizer, "update", wrong)
 
 
 # Optimizer.
@@ -111,54 +111,54 @@ def weights_are_bf16_between_steps(patch):
 
 @user_fault(NO_CLIP, "update of", UPDATE, "clipped to zero")
 def clip_of_zero_clips_to_zero(patch):
-    after_init(patch, AdamW, lambda self, *_: setattr(self, "clip", self.clip or 1e-300))
+    after_init(patch, Optimizer, lambda self, *_: setattr(self, "clip", self.clip or 1e-300))
 
 
 @user_fault(COMBINED, "update of", "the betas are swapped")
 def foreach_swaps_the_betas(patch):
     def wrong(self, *_):
-        for group in self.adamw.param_groups:
+        for group in self.rules[0].optimizer.param_groups:
             group["betas"] = group["betas"][::-1] if not self.fused else group["betas"]
 
-    after_init(patch, AdamW, wrong)
+    after_init(patch, Optimizer, wrong)
 
 
 @user_fault(FOREACH, "update of", UPDATE, "optimizer.eps", runs=(VARIATION,))
 def foreach_has_the_default_epsilon(patch):
     def wrong(self, *_):
-        for group in self.adamw.param_groups:
+        for group in self.rules[0].optimizer.param_groups:
             group["eps"] = 1e-8
 
-    after_init(patch, AdamW, wrong)
+    after_init(patch, Optimizer, wrong)
 
 
 @user_fault(NO_DECAY, "update of", UPDATE + "optimizer.weight_decay is 0, and its default 0.1 is used")
 def weight_decay_of_zero_means_the_default(patch):
     def wrong(self, *_):
-        for group in self.adamw.param_groups:
+        for group in self.rules[0].optimizer.param_groups:
             group["weight_decay"] = group["weight_decay"] or (0.1 if group["params"][0].ndim > 1 else 0)
 
-    after_init(patch, AdamW, wrong)
+    after_init(patch, Optimizer, wrong)
 
 
 @user_fault(NO_DECAY, "update of", UPDATE + "optimizer.beta1 is 0, and its default 0.9 is used")
 def beta_of_zero_means_the_default(patch):
     def wrong(self, *_):
-        for group in self.adamw.param_groups:
+        for group in self.rules[0].optimizer.param_groups:
             group["betas"] = tuple(b or 0.9 for b in group["betas"])
 
-    after_init(patch, AdamW, wrong)
+    after_init(patch, Optimizer, wrong)
 
 
 @user_fault(COMBINED, "update of", "the moments are rounded to bfloat16")
 def moments_are_stored_in_bf16(patch):
     def wrong(right, self, *rest):
         right(self, *rest)
-        for state in self.adamw.state.values():
+        for state in self.rules[0].optimizer.state.values():
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key].copy_(state[key].bfloat16())
 
-    wrap(patch, AdamW, "update", wrong)
+    wrap(patch, Optimizer, "update", wrong)
 
 
 @user_fault(COMBINED, "update of", UPDATE + "the gradient does not reach the optimizer")
@@ -169,7 +169,7 @@ def offloaded_update_reads_the_gradient_of_the_step_before(patch):
             stale = getattr(p, "stale", torch.zeros_like(p))
             p.stale, p.grad = p.grad.clone(), stale
 
-    wrap(patch, AdamW, "_attach_gradients", wrong)
+    wrap(patch, Optimizer, "_attach_gradients", wrong)
 
 
 @user_fault(COMBINED, "update of decoder.embedding.weight", UPDATE + "weight decay applies twice")
@@ -179,7 +179,7 @@ def tied_weight_is_decayed_twice(patch):
             self.local_parameters[0].mul_(1 - lr * 0.1)
         right(self, lr, *rest)
 
-    wrap(patch, AdamW, "update", wrong)
+    wrap(patch, Optimizer, "update", wrong)
 
 
 # Data parallelism and activation checkpointing.

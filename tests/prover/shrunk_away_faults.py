@@ -26,7 +26,7 @@ from meshwright.models.layers.block_stack import BlockStack
 from meshwright.models.layers.experts import Experts, Router
 from meshwright.models.layers.loss import HeadLoss
 from meshwright.models.layers.rotary import RotaryEmbedding
-from meshwright.optim.adamw import AdamW
+from meshwright.optim.interface import Optimizer
 from meshwright.parallel.activation_checkpoint import CheckpointedBlockStack
 from meshwright.parallel.data_parallel import ddp
 from meshwright.parallel.data_parallel.ddp import DDPModel
@@ -77,7 +77,7 @@ def blocks_with_two_digits_are_not_updated(patch):
                 if name.split(".")[2] != "1":
                     p.copy_(value)
 
-    wrap(patch, AdamW, "update", wrong)
+    wrap(patch, Optimizer, "update", wrong)
 
 
 @user_fault(TWELVE_BLOCKS, "gradient of")
@@ -189,7 +189,7 @@ def norm_drops_shards_of_unequal_size(patch):
             for counted, shard in zip(self.counts_in_norm, self.shards, strict=True)
         ]
 
-    after_init(patch, AdamW, wrong)
+    after_init(patch, Optimizer, wrong)
 
 
 # Heads, sequence, experts, vocabulary.

@@ -7,7 +7,7 @@ import torch
 from seeded_faults import after_init, wrap
 
 from meshwright.config import load_config
-from meshwright.optim.adamw import AdamW
+from meshwright.optim.interface import Optimizer
 from meshwright.prover.optimizer_updates import check_optimizer
 
 
@@ -34,7 +34,7 @@ def test_updates_follow_the_definition(options):
 
 
 def test_clip_of_zero_that_means_one_is_found(monkeypatch):
-    after_init(monkeypatch, AdamW, lambda self, *_: setattr(self, "clip", self.clip or 1.0))
+    after_init(monkeypatch, Optimizer, lambda self, *_: setattr(self, "clip", self.clip or 1.0))
     claim = check("--optimizer.clip=0", "--optimizer.eps=1e-3")
     assert not claim.passed
     assert "the definition does not give the matrix" in claim.measured
@@ -44,7 +44,7 @@ def test_large_gradients_that_are_not_clipped_are_found(monkeypatch):
     def wrong(right, self, lr, norm, *rest):
         right(self, lr, norm.clamp(max=1e3), *rest)
 
-    wrap(monkeypatch, AdamW, "update", wrong)
+    wrap(monkeypatch, Optimizer, "update", wrong)
     claim = check()
     assert not claim.passed
     assert "gradients of norm" in claim.measured
@@ -54,18 +54,18 @@ def test_skipped_step_that_counts_is_found(monkeypatch):
     def wrong(right, self, lr, norm, scale, finite):
         right(self, lr, norm, scale, finite)
         if not bool(finite):
-            for state in self.adamw.state.values():
+            for state in self.rules[0].optimizer.state.values():
                 state["step"].add_(1)
 
-    wrap(monkeypatch, AdamW, "update", wrong)
+    wrap(monkeypatch, Optimizer, "update", wrong)
     assert not check().passed
 
 
 def test_moments_that_underflow_are_found(monkeypatch):
     def wrong(right, self, *rest):
         right(self, *rest)
-        for state in self.adamw.state.values():
+        for state in self.rules[0].optimizer.state.values():
             state["exp_avg_sq"].copy_(state["exp_avg_sq"].to(torch.float16))
 
-    wrap(monkeypatch, AdamW, "update", wrong)
+    wrap(monkeypatch, Optimizer, "update", wrong)
     assert not check().passed

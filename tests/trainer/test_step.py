@@ -11,7 +11,7 @@ from meshwright.data.loader import Loader, MicroBatch
 from meshwright.data.source import ConcatenatedSource, Source
 from meshwright.data.stream import Stream
 from meshwright.models.init import build_model
-from meshwright.optim.adamw import AdamW
+from meshwright.optim.build import build_optimizer
 from meshwright.parallel.data_parallel.ddp import DDPModel
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
@@ -48,7 +48,7 @@ def one_step(world: World, *overrides: str) -> dict:
     config = load_config(overrides=["--model.width=32", "--model.layers=2", "--model.ffn=48", *overrides])
     precision = Precision(config.precision, world.device)
     model = build_model(config.model, 0, precision.weights)
-    optimizer = AdamW(dict(model.named_parameters()), config.optimizer)
+    optimizer = build_optimizer(dict(model.named_parameters()), config.optimizer)
     parallel_model = DDPModel(model, config.ddp, world) if world.size > 1 else ParallelModel(model)
     balancer = ExpertBalancer(model, config, world)
     step = Step(StepContext(parallel_model, optimizer, precision, world, balancer, data_coordinate=world.rank))
@@ -118,7 +118,7 @@ def test_one_rank_needs_no_process_group():
 def test_step_without_a_valid_token_has_a_zero_gradient():
     model = build_model(CONFIG.model, 0, torch.float64)
     precision, world = Precision(CONFIG.precision, torch.device("cpu")), World()
-    optimizer = AdamW(dict(model.named_parameters()), CONFIG.optimizer)
+    optimizer = build_optimizer(dict(model.named_parameters()), CONFIG.optimizer)
     balancer = ExpertBalancer(model, CONFIG, world)
     step = Step(StepContext(ParallelModel(model), optimizer, precision, world, balancer))
     empty = MicroBatch((torch.zeros(2, 4, dtype=torch.int64), torch.full((2, 4), -100)), 0)

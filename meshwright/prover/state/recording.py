@@ -84,7 +84,7 @@ class StateRecorder(TrainingObserver):
             "tokens": outcome.control.tokens,
             "seed": torch.initial_seed(),
             "random states": digest_text(repr((random.getstate(), seen[1].tolist(), seen[2]))),
-            "learning rate": training.optimizer.adamw.param_groups[0]["lr"],
+            "learning rate": training.optimizer.lr,
             "loss, gradient norm, local square, finite, loss scale": [
                 value.hex() for value in outcome.numbers.tolist()
             ],
@@ -127,12 +127,8 @@ def state_in_memory(training: Training) -> Iterator[tuple[str, LocalShard]]:
             yield f"offloaded/{name}", shard.with_local(local.detach())
     for name, buffer in persistent_buffers(module):
         yield f"buffer/{name}", local_shard(buffer)
-    for name, shard, local in zip(optimizer.names, optimizer.shards, optimizer.local_parameters, strict=True):
-        for key, value in optimizer.adamw.state[local].items():
-            yield (
-                f"optimizer/{name}/{key}",
-                shard.with_local(value) if value.ndim == len(shard.shape) else local_shard(value),
-            )
+    for name, shard in optimizer.moments().items():
+        yield f"optimizer/{name}", shard
 
 
 def shard_record(shard: LocalShard) -> ShardRecord:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshwright.optim.adamw import AdamW
+from meshwright.optim.interface import Optimizer
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.telemetry.comm_counter import CollectiveTotal, CommCounter
 from meshwright.telemetry.memory_tracker import MemoryTracker
@@ -42,7 +42,7 @@ class StepCounters:
 
 @contextmanager
 def count_step(
-    parallel_model: ParallelModel, optimizer: AdamW, tracker: type[MemoryTracker] = MemoryTracker
+    parallel_model: ParallelModel, optimizer: Optimizer, tracker: type[MemoryTracker] = MemoryTracker
 ) -> Iterator[StepCounters]:
     """Counts everything inside. Small tensors run several times slower; results are bitwise the same unless blocks are
     compiled.

@@ -1,0 +1,45 @@
+"""Builds the optimizer of a rank from the config: which update rule has which parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from meshwright.config import OptimizerConfig
+from meshwright.optim.adamw import AdamW
+from meshwright.optim.interface import OptimizedParameter, Optimizer, UpdateRule, local_parameter
+from meshwright.parallel.local_shard import local_shard
+from meshwright.parallel.world import World
+from meshwright.topology.layout import Layout
+from meshwright.topology.optimizer_state import parameter_settings
+
+RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW}
+"""Name of an update rule -> its class; `topology/optimizer_state.py` declares the state of each."""
+
+
+def build_optimizer(
+    named: Mapping[str, nn.Parameter],
+    config: OptimizerConfig,
+    layout: Layout | None = None,
+    world: World | None = None,
+    blocks: Sequence[str] = (),
+) -> Optimizer:
+    """Returns the optimizer of the parameters that require a gradient. `blocks` are the
+    patterns of the names of the model's blocks."""
+    world = world or World()
+    layout = layout or Layout(replicate=world.size)
+    parameters = []
+    for name, parameter in named.items():
+        if parameter.requires_grad:
+            shard = local_shard(parameter)
+            in_block = any(fnmatchcase(name, f"{pattern}.*") for pattern in blocks)
+            settings = parameter_settings(config, name, shard.shape, in_block)
+            local = local_parameter(parameter, shard, config.cpu_offload)
+            parameters.append(OptimizedParameter(name, parameter, shard, local, settings))
+    by_rule: dict[str, list[OptimizedParameter]] = {}
+    for optimized in parameters:
+        by_rule.setdefault(optimized.settings.rule, []).append(optimized)
+    rules = [RULES[name](members, config, layout, world) for name, members in sorted(by_rule.items())]
+    return Optimizer(parameters, rules, config.clip, layout, world)

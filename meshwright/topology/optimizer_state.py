@@ -1,0 +1,83 @@
+"""What each optimizer keeps for a parameter, and which update rule a parameter has. Torch-free.
+
+The planner, the simulator and the host-memory check compute bytes from this table; the rules are in `optim/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+from meshwright.config import OptimizerConfig
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One tensor of the optimizer state of a parameter."""
+
+    key: str
+    """its key in a checkpoint: `optimizer/PARAMETER/KEY`"""
+    dims: tuple[int, ...]
+    """the dimensions of the parameter that it has: all of them for a moment, none for a number"""
+    float32: bool = False
+    """whether it is float32; otherwise it has the dtype of the parameter"""
+
+    def nbytes(self, shape: Shape, element_size: int) -> int:
+        """Bytes for a local shard of the parameter of this shape."""
+        return prod(shape[dim] for dim in self.dims) * (4 if self.float32 else element_size)
+
+
+@dataclass(frozen=True)
+class RuleDeclaration:
+    """What an update rule keeps and needs."""
+
+    state: Callable[[OptimizerConfig, Shape], tuple[StateTensor, ...]]
+    """the state of a parameter of this shape"""
+    elementwise: bool = True
+    """whether every element is updated by its own gradient and state alone; otherwise the rule needs whole matrices"""
+
+
+def moments(shape: Shape, *keys: str) -> tuple[StateTensor, ...]:
+    """State tensors that have the shape of the parameter."""
+    return tuple(StateTensor(key, tuple(range(len(shape)))) for key in keys)
+
+
+def adamw_state(_config: OptimizerConfig, shape: Shape) -> tuple[StateTensor, ...]:
+    return (StateTensor("step", (), float32=True), *moments(shape, "exp_avg", "exp_avg_sq"))
+
+
+RULES: dict[str, RuleDeclaration] = {
+    "adamw": RuleDeclaration(adamw_state),
+}
+"""Name of an update rule -> its declaration. Every `optimizer.kind` is the name of a rule."""
+
+
+@dataclass(frozen=True)
+class ParameterSettings:
+    """How the optimizer treats one parameter."""
+
+    rule: str
+    """the name of its update rule"""
+    weight_decay: float
+    lr_factor: float = 1.0
+    """its learning rate as a multiple of that of the step"""
+    frozen: bool = False
+
+
+def parameter_settings(config: OptimizerConfig, name: str, shape: Shape, in_block: bool) -> ParameterSettings:
+    """The settings of a parameter of the full model. Embedding and head are not in a block."""
+    rule = update_rule(config, name, shape, in_block)
+    return ParameterSettings(rule, config.weight_decay if len(shape) >= 2 else 0.0)
+
+
+def update_rule(config: OptimizerConfig, name: str, shape: Shape, in_block: bool) -> str:  # noqa: ARG001
+    """The name of a parameter's update rule: that of the optimizer, unless it combines two rules."""
+    return config.kind
+
+
+def state_tensors(config: OptimizerConfig, rule: str, shape: Shape) -> tuple[StateTensor, ...]:
+    """The optimizer state of a parameter with this update rule."""
+    return RULES[rule].state(config, shape)
