@@ -34,7 +34,11 @@ def read_full_tensor(entry: CheckpointEntry, name: str) -> NDArray[Any]:
 
 def tensor_digest_line(name: str, dtype: str, shape: Iterable[int], content: Any) -> str:
     """The line of one tensor in the text that the digest of a state covers."""
-    return f"{name} {dtype} {list(shape)} {xxhash.xxh3_128_hexdigest(content)}"
+    return tensor_line(name, dtype, shape, xxhash.xxh3_128_hexdigest(content))
+
+
+def tensor_line(name: str, dtype: str, shape: Iterable[int], digest: str) -> str:
+    return f"{name} {dtype} {list(shape)} {digest}"
 
 
 def digest_of_lines(lines: Iterable[str]) -> str:
