@@ -8,6 +8,8 @@
 - report: compare what a run measured with what was predicted
 - Result: what train returns
 - ParallelSpec: how to parallelize a model of your own
+- Callback: receives the records of a run
+- callbacks: the callbacks that Meshwright brings
 - errors: the exceptions
 - testing: run a function on several ranks, in your own tests
 """
@@ -20,10 +22,12 @@ from typing import TYPE_CHECKING, Any
 from meshwright.version import __version__
 
 __all__ = [
+    "Callback",
     "ParallelSpec",
     "Result",
     "RunConfig",
     "__version__",
+    "callbacks",
     "errors",
     "plan",
     "prove",
@@ -34,12 +38,14 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from meshwright import errors, testing
+    from meshwright import callbacks, errors, testing
     from meshwright.api import Result, plan, prove, report, simulate, train
     from meshwright.config import RunConfig
     from meshwright.parallel.parallel_spec import ParallelSpec
+    from meshwright.trainer.callbacks.callback import Callback
 
 _MODULES = {
+    "Callback": "meshwright.trainer.callbacks.callback",
     "ParallelSpec": "meshwright.parallel.parallel_spec",
     "Result": "meshwright.api",
     "RunConfig": "meshwright.config",
@@ -55,7 +61,7 @@ def __getattr__(name: str) -> Any:
     """Imports a public name on first use, so that `import meshwright` is fast and does not import torch."""
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
-    if name in ("errors", "testing"):
+    if name in ("callbacks", "errors", "testing"):
         return importlib.import_module(f"meshwright.{name}")
     raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
 

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.api.python_args import errors_for_python, given_path, validated
-from meshwright.config import RunConfig
-from meshwright.errors import ConfigError
+from meshwright.checkpoint.listing import RunLineage
+from meshwright.config import RunConfig, config_to_dict
+from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.io import read_json
 from meshwright.launch.fork_server import ForkServer
 from meshwright.launch.user_code.user_code import UserCode
 from meshwright.observe.event_viewer import EventViewer, SilentDisplay
 from meshwright.observe.terminal import EventDisplay, Terminal
-from meshwright.recover.supervisor import RunningRanks, supervise
+from meshwright.recover.supervisor import RunningRanks, supervise, warn
 from meshwright.telemetry.events import EventFollower
 from meshwright.telemetry.run_folder import RunFolder
+from meshwright.trainer.callbacks.callback import Callback, RunContext
+from meshwright.trainer.callbacks.incidents import report_last_incident
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -50,6 +54,8 @@ class Result:
     """the metrics, and the parts of a loss that returns several sums, of the last step"""
     model: nn.Module | None = None
     """the trained module; None for a built-in model. A module on the meta device stays without values"""
+    stopped: str = ""
+    """why a callback ended the run before its last step; empty: it ran to the end"""
 
     @property
     def parameters_digest(self) -> str:
@@ -68,6 +74,7 @@ def train(
     metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
     reduction: Literal["sum", "mean"] | None = None,
     init: Callable[[str, Tensor], Any] | None = None,
+    callbacks: Callback | Sequence[Callback] = (),
     run: str | Path | None = None,
     fresh: bool = False,
     fork: bool = False,
@@ -106,6 +113,8 @@ def train(
         init: initializes a ``model`` on the meta device: ``init(name, tensor)`` writes the initial values of the
             parameter or buffer of this name into ``tensor``, which is full and on the CPU. Every rank calls it for the
             tensors of which it has a shard, one after the other; random numbers depend on ``config.seed`` and the name.
+        callbacks: receive the records of the run on rank 0, see :class:`Callback`. They run in the process of the rank:
+            what they assign to their attributes is not visible in this process.
         run: run folder. Default: ``runs/PRESET``, or ``runs/NAME`` of the class or function of ``model`` in lower case.
         fresh: if True, starts from step 0. An existing run folder is renamed, not deleted.
         fork: if True, continues from the newest checkpoint although settings that change the numbers differ, and
@@ -146,7 +155,7 @@ def train(
             config,
             run,
             (lambda _attempt: SilentDisplay()) if quiet else display,
-            UserCode(model, loss, source, parallel_spec, collate, metrics, reduction, init),
+            UserCode(model, loss, source, parallel_spec, collate, metrics, reduction, init, callbacks),
             fresh=fresh,
             fork=fork,
             accept_code=accept_code,
@@ -183,7 +192,9 @@ def _train(
         return start_ranks(job.as_attempt(attempt, restart, fork))
 
     viewers = viewer_factory(config, folder, display)
-    return make_result(folder, supervise(folder, config.launch, start, viewers, fresh=fresh), module)
+    give_up = partial(report_incidents, config, folder, lambda: job.callbacks)
+    summary = supervise(folder, config.launch, start, viewers, fresh=fresh, on_give_up=give_up)
+    return make_result(folder, summary, module)
 
 
 def train_as_rank(
@@ -234,9 +245,42 @@ def train_with_fork_server(
     fork_server = ForkServer(config, folder, fork, fallback, cluster, entry_points, accept_code)
     try:
         viewers = viewer_factory(config, folder, display)
-        return make_result(folder, supervise(folder, config.launch, fork_server.start, viewers, fresh=fresh))
+        give_up = partial(report_incidents, config, folder, partial(load_callbacks, entry_points))
+        summary = supervise(folder, config.launch, fork_server.start, viewers, fresh=fresh, on_give_up=give_up)
+        return make_result(folder, summary)
     finally:
         fork_server.close()
+
+
+def load_callbacks(entry_points: Mapping[str, str]) -> tuple[Callback, ...]:
+    """The user's callbacks in this process; the other ones have nothing to do if a job gives up."""
+    if "callbacks" not in entry_points:
+        return ()
+    from meshwright.launch.user_code.entry_points import load_user_code, open_callbacks
+
+    return open_callbacks(load_user_code({"callbacks": entry_points["callbacks"]}))
+
+
+def report_incidents(
+    config: RunConfig, folder: RunFolder, callbacks: Callable[[], Sequence[Callback]], attempt: int
+) -> None:
+    """Passes the incidents of a job that gives up to the callbacks, in this process."""
+    interested = [callback for callback in callbacks() if type(callback).on_incident is not Callback.on_incident]
+    if interested:
+        run = RunContext(folder, read_run_id(folder), attempt, 0, config_to_dict(config))
+        report_last_incident(interested, run, print_callback_failure)
+
+
+def print_callback_failure(callback: str, hook: str, message: str, **_fields: Any) -> None:
+    warn(f"the callback {callback} failed in {hook}: {message}")
+
+
+def read_run_id(folder: RunFolder) -> str:
+    """The id of the run, or nothing if the job gave up before it wrote one."""
+    try:
+        return RunLineage.from_identity(read_json(folder.identity_file)).run
+    except (MeshwrightError, OSError, KeyError, TypeError):
+        return ""
 
 
 def default_name(config: RunConfig, entry_points: Mapping[str, str], model: Any = None) -> str:

@@ -17,6 +17,8 @@ class RetentionPolicy:
     def __init__(self, store: Store, attempt: int, keep: int, keep_every: int, lineage: RunLineage) -> None:
         self.store, self.attempt, self.keep, self.keep_every = store, attempt, keep, keep_every
         self.lineage = lineage
+        self.kept_steps: frozenset[int] = frozenset()
+        """Checkpoints after these numbers of steps are kept whatever their age."""
         self.verified: set[str] = set()
         """The names of the checkpoints that this process has verified."""
 
@@ -59,6 +61,8 @@ class RetentionPolicy:
         return entry.name in self.verified
 
     def _is_permanent(self, entry: CheckpointEntry) -> bool:
+        if entry.step in self.kept_steps:
+            return True
         return bool(self.keep_every and entry.manifest and entry.manifest.ordinal % self.keep_every == 0)
 
     def delete(self, entry: CheckpointEntry) -> None:

@@ -129,6 +129,10 @@ class CheckpointSaver:
         self.waits_for_ranks = False
         """Whether this rank has completed its part and waits for other ranks."""
 
+    def keep_steps(self, steps: frozenset[int]) -> None:
+        """Keeps the checkpoints after these numbers of steps, whatever their age."""
+        self.retention.kept_steps = steps
+
     def poll(self, step: int) -> tuple[bool, bool]:
         """(whether a save is due after `step` steps, whether the save in flight has completed). Only the answer of
         rank 0 counts, so that all ranks act at the same step.

@@ -44,6 +44,9 @@ def train(
     ] = None,
     json: Json = False,
     *,
+    callbacks: Annotated[
+        str | None, option("MODULE:NAME", "callback of the run, a list of callbacks, or a function that makes them")
+    ] = None,
     entry_points: Mapping[str, str] = NO_ENTRY_POINTS,
     overrides: tuple[str, ...] = (),
 ) -> None:
@@ -53,6 +56,8 @@ def train(
     from meshwright.observe.terminal import JsonLines
     from meshwright.topology.unsupported import validate
 
+    if callbacks is not None:
+        entry_points = {**entry_points, "callbacks": callbacks}
     if restarts is not None:
         overrides = (*overrides, f"--launch.restarts={restarts}")
     if plan == "best" and "model" in entry_points:

@@ -22,11 +22,13 @@ from meshwright.config.run_config import (
     BatchConfig,
     CheckpointConfig,
     CustomModelConfig,
+    EarlyStoppingConfig,
     EvalConfig,
     LaunchConfig,
     NumericsConfig,
     PrecisionConfig,
     RunConfig,
+    TrackersConfig,
 )
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "CustomModelConfig",
     "DDPConfig",
     "DataConfig",
+    "EarlyStoppingConfig",
     "EvalConfig",
     "FSDPConfig",
     "LaunchConfig",
@@ -56,6 +59,7 @@ __all__ = [
     "RunConfig",
     "ScheduleConfig",
     "SourceConfig",
+    "TrackersConfig",
     "config_from_dict",
     "config_to_dict",
     "config_to_toml",

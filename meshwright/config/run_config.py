@@ -103,8 +103,42 @@ class CheckpointConfig:
     """number of newest verified checkpoints to keep"""
     keep_every: NonNegativeInt = 0
     """keep every N-th checkpoint permanently; 0 keeps none permanently"""
+    keep_best: str = ""
+    """metric of the evaluations, such as loss, whose best checkpoint is kept as well; empty: none"""
+    best: Literal["min", "max"] = "min"
+    """whether the best checkpoint has the smallest or the largest value"""
     on_failure: Literal["continue", "stop"] = "continue"
     """what happens if a save fails; if the last save of a run fails, the run always fails"""
+
+
+@dataclass(frozen=True)
+class EarlyStoppingConfig:
+    """Ends the run when its evaluations do not improve any more."""
+
+    patience: NonNegativeInt = 0
+    """evaluations in a row without an improvement after which the run ends; 0 never ends it early"""
+    metric: str = "loss"
+    """metric of the evaluations: loss, or a metric of the user's"""
+    mode: Literal["min", "max"] = "min"
+    """whether a smaller or a larger value is better"""
+    margin: Annotated[float, Range(minimum=0, maximum=1e12)] = 0.0
+    """smallest difference that counts as an improvement"""
+
+
+@dataclass(frozen=True)
+class TrackersConfig:
+    """Experiment trackers: where the scalars of a run are logged besides its event files."""
+
+    tensorboard: bool = False
+    """write TensorBoard's event files to the folder tensorboard of the run folder"""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """log to Weights & Biases; offline writes files that `wandb sync` uploads"""
+    mlflow: str = ""
+    """tracking URI of MLflow to log to, such as http://localhost:5000; empty: none"""
+    project: str = "meshwright"
+    """project of Weights & Biases, and experiment of MLflow"""
+    every: PositiveInt = 10
+    """steps between logged steps"""
 
 
 @dataclass(frozen=True)
@@ -208,6 +242,8 @@ class RunConfig:
     context: ContextConfig = field(default_factory=ContextConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    early_stopping: Annotated[EarlyStoppingConfig, PLACEMENT] = field(default_factory=EarlyStoppingConfig)
+    trackers: Annotated[TrackersConfig, PLACEMENT] = field(default_factory=TrackersConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     custom_model: Annotated[CustomModelConfig, PLACEMENT] = field(default_factory=CustomModelConfig)
 

@@ -20,6 +20,7 @@ from meshwright.launch.host_memory import require_host_memory
 from meshwright.launch.ranks import Ranks, cuda_started, raise_if_spawning
 from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, leave_process_group, torchrun_restart_count
 from meshwright.launch.shared_weights import share_weights
+from meshwright.launch.user_code.entry_points import open_callbacks
 from meshwright.launch.user_code.make_custom_model import open_user_code
 from meshwright.launch.user_code.user_code import NO_USER_CODE, UserCode
 from meshwright.models.registry import validate_family
@@ -31,6 +32,7 @@ from meshwright.telemetry.events import Event
 from meshwright.telemetry.heartbeat import Heartbeat
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.unsupported import validate
+from meshwright.trainer.callbacks.configured import run_callbacks
 from meshwright.trainer.identity import code_fingerprint
 from meshwright.trainer.loop import Job, RunSummary, train_rank
 
@@ -70,6 +72,7 @@ def make_job(
         custom=custom,
         accept_code=accept_code,
         cluster=cluster,
+        callbacks=run_callbacks(config, open_callbacks(user)),
     )
 
 

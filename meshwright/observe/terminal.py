@@ -141,9 +141,15 @@ class Terminal:
         where = event["module"] or "another rank"
         self.print_step(event, f"non-finite values, first in {where}; all ranks skip the update", "yellow")
 
+    def _callback_failed(self, event: Event) -> None:
+        text = f"the callback {event['callback']} failed in {event['hook']}, and the run continues: {event['message']}"
+        self.print(text, "yellow")
+
     def _end(self, event: Event) -> None:
         self.close()
-        if event.get("was_complete"):
+        if event.get("stopped"):
+            self.print(f"stopped after {event['steps']} steps: {event['stopped']}", "bold")
+        if event.get("was_complete") and not event.get("stopped"):
             self.print(f"complete: all {event['steps']} steps were done before; records in {self.folder}")
             return
         skipped = f", {event['skipped']} skipped" if event["skipped"] else ""

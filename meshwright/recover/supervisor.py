@@ -72,14 +72,20 @@ def supervise(
     fresh: bool = False,
     report: Callable[[str], None] | None = None,
     raise_on_signal: bool = False,
+    on_give_up: Callable[[int], None] = lambda _attempt: None,
 ) -> Any:
     """Runs a job to its end and returns its summary. After a failure the whole job restarts from the newest checkpoint,
     at most `launch.restarts` times in a row without publishing a new checkpoint. A job that completes in spite of a
-    signal returns, unless `raise_on_signal` is set.
+    signal returns, unless `raise_on_signal` is set. `on_give_up` gets the number of the last attempt of a job that ends
+    with a failure.
     """
     lease = acquire_lease(folder, fresh=fresh)
     with received_signals() as received:
-        summary = run_attempts(folder, launch, lease, start, make_viewer, report or warn, received)
+        try:
+            summary = run_attempts(folder, launch, lease, start, make_viewer, report or warn, received)
+        except MeshwrightError:
+            on_give_up(folder.last_attempt())
+            raise
     if raise_on_signal and received:
         raise StoppedBySignal(received[0], newest_checkpoint_step(folder))
     return summary

@@ -30,6 +30,7 @@ EVENT_KINDS = (
     "bad_sample",
     "nonfinite",
     "calibrated",
+    "callback_failed",
     "end",
     "straggler",
     "hang",

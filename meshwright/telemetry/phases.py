@@ -8,5 +8,5 @@ STEP_PHASES = ("fetch", "copy", "forward", "backward", "sync", "update")
 TIMED_PHASES = (*STEP_PHASES, "evaluate", "save")
 """The phases whose seconds the heartbeat accumulates."""
 
-PHASES = ("start", "warmup", "restore", *TIMED_PHASES, "end")
+PHASES = ("start", "warmup", "restore", *TIMED_PHASES, "callback", "end")
 """Every phase that a heartbeat can show, in the order in which a rank enters them."""

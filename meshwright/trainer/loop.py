@@ -12,7 +12,7 @@ from meshwright.checkpoint.restore import restore
 from meshwright.checkpoint.saver import CheckpointMetadata, CheckpointSaver, SaveResult
 from meshwright.checkpoint.state import collect_state, digest_parallel_parameters
 from meshwright.checkpoint.verify import Damage
-from meshwright.config import BLOCK_SIZES, Batch, BlockSizes, RunConfig
+from meshwright.config import BLOCK_SIZES, Batch, BlockSizes, RunConfig, config_to_dict
 from meshwright.data.loader import Loader
 from meshwright.data.sample_lookup import build_stream
 from meshwright.data.source import ConcatenatedSource, Source
@@ -28,6 +28,8 @@ from meshwright.telemetry.events import Event, EventLog
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
 from meshwright.trainer.build import build_parallel_model
+from meshwright.trainer.callbacks.callback import Callback, RunContext, StopRequested
+from meshwright.trainer.callbacks.dispatcher import CallbackDispatcher
 from meshwright.trainer.custom_model import CustomModel, copy_trained_weights
 from meshwright.trainer.evaluate import Evaluation
 from meshwright.trainer.identity import build_identity, check_run_folder, write_run_folder
@@ -72,6 +74,7 @@ class Job:
     """the step at which a run without a checkpoint starts; `prove` starts late in a run to see its last steps"""
     observer: TrainingObserver = field(default_factory=TrainingObserver)
     """sees every step on every rank"""
+    callbacks: tuple[Callback, ...] = ()
 
     def as_attempt(self, attempt: int, restart: int, fork: bool) -> Job:
         """Returns this job as its next attempt. A fork is identified by the job's first attempt, so it happens once."""
@@ -89,6 +92,8 @@ class RunSummary:
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     """the parts of the loss and the metrics of the last step of this attempt"""
+    stopped: str = ""
+    """why a callback ended the run before its last step"""
 
 
 def train_rank(job: Job, world: World) -> RunSummary:
@@ -97,11 +102,13 @@ def train_rank(job: Job, world: World) -> RunSummary:
     faults.fail_point("start.begin", -1)
     training = Training(job, world)
     try:
-        while training.done < job.config.steps:
+        while training.done < job.config.steps and not training.stopping:
             training.run_step()
             if training.evaluation_is_due():
                 training.evaluate()
             training.save_if_due()
+    except StopRequested:
+        training.parallel_model.reshard()
     except StoppedBySignal:
         training.parallel_model.reshard()
         training.recorder.flush()  # the last complete step is on record
@@ -128,6 +135,9 @@ class Training:
 
         self.identity = self._check_identity()
         self.lineage = RunLineage.from_identity(self.identity)
+        self.callbacks = self._build_callbacks()
+        self.stopping = False
+        """whether a callback has asked all ranks to end the run"""
         self.log = self._open_log()
         self.plan_recorder = PlanRecorder(job, world)
         self.recorder = StepRecorder(self.config, job.batch, world, self.parallel_model, self.precision, self.log)
@@ -137,6 +147,7 @@ class Training:
         self.state = partial(collect_state, self.module, self.parameters, self.optimizer.moments())
         self.resume = self._build_resume_state()
         self.saver = self._build_saver()
+        self.callbacks.run.on_keep = self.saver.keep_steps
         self.step = self._build_step()
 
         source, coordinate = ConcatenatedSource(job.sources), self.step.context.data_coordinate
@@ -151,6 +162,7 @@ class Training:
             write_run_folder(job.folder, self.config, self.identity)
         self.batches = loader.steps(self.done, self.config.steps)
         job.observer.on_start(self)
+        self.callbacks.begin(self.done, self.log)
 
     def _check_identity(self) -> Event:
         """Checks on rank 0 that the run folder belongs to this run, and returns its identity record on every rank."""
@@ -168,13 +180,18 @@ class Training:
     def _open_log(self) -> EventLog:
         """Opens this rank's event log and writes the start record."""
         job, rank = self.job, self.world.rank
-        listener = job.listener if rank == 0 else None
+        listener = self.callbacks.listener(job.listener if rank == 0 else None)
         log = EventLog(job.folder.events(rank), job.attempt, rank, listener, self.world.heartbeat.set_lost_events)
         log.write("start", **start_record(job, self.parallel_model, self.stream, self.identity, self.world))
         for change in self.identity["code_changes"]:
             if change["attempt"] == job.attempt:
                 log.write("code_changed", step=change["step"], changes=change["changes"])
         return log
+
+    def _build_callbacks(self) -> CallbackDispatcher:
+        job, config = self.job, config_to_dict(self.config)
+        run = RunContext(job.folder, self.lineage.run, job.attempt, self.world.rank, config)
+        return CallbackDispatcher(job.callbacks, run, self.world.heartbeat)
 
     def _build_optimizer(self) -> Optimizer:
         blocks = self.parallel_model.block_patterns
@@ -203,6 +220,7 @@ class Training:
             self.config, self.job.layout, self.world, self.parallel_model, self.optimizer, self.precision
         )
         context.signal_seen = self.signals.received
+        context.stop_requested = lambda: bool(self.callbacks.run.stop_reason)
         context.on_gradient = self.job.observer.on_gradient
         if self.world.rank == 0:
             context.save_state = self.saver.poll
@@ -311,6 +329,15 @@ class Training:
         )
         self.recorder.add_evaluation(self.done - 1, *result)
         self.job.observer.on_evaluation(self.done - 1, result[0], result[1])
+        if self.job.callbacks:
+            self._agree_on_requests()
+
+    def _agree_on_requests(self) -> None:
+        """Sums what the callbacks of all ranks asked for after an evaluation, so that every rank does the same."""
+        requests = (bool(self.callbacks.run.stop_reason), self.callbacks.take_save_request())
+        stop, save = self.world.all_reduce_ints(*requests, name="requests of callbacks").wait().tolist()
+        self.stopping = bool(stop)
+        self.control.save_due |= bool(save) and self.config.checkpoint.mode != "off"
 
     def checkpoint_metadata(self) -> CheckpointMetadata:
         return self.resume.metadata(self.done, self.recorder, self.precision, self.step.model_use)
@@ -356,6 +383,7 @@ class Training:
         )
         recorder = self.recorder
         summary = RunSummary(self.done, recorder.loss, recorder.skipped, digest, recorder.evaluations, recorder.metrics)
+        summary.stopped = self.callbacks.run.stop_reason if self.done < self.config.steps else ""
         self.plan_recorder.record_calibration(list(recorder.step_seconds), self.first_step, self.log)
         complete = self.first_step == self.done > 0
         self.log.write("end", **asdict(summary) | {"loss": finite_or_none(summary.loss), "was_complete": complete})

@@ -31,6 +31,7 @@ from meshwright.parallel.parallel_model import (
 from meshwright.parallel.world import PendingAllReduce, World
 from meshwright.telemetry.step_clock import StepClock
 from meshwright.topology.layout import Layout
+from meshwright.trainer.callbacks.callback import StopRequested
 from meshwright.trainer.expert_balancer import ExpertBalancer
 from meshwright.trainer.objective import find_objective
 from meshwright.trainer.precision import Precision
@@ -60,6 +61,8 @@ class StepContext:
     """the number of the signal that this rank has received, or 0"""
     save_state: Callable[[int], tuple[bool, bool]] = lambda _done: (False, False)
     """for a number of completed steps: (a checkpoint is due, the previous save has finished)"""
+    stop_requested: Callable[[], bool] = lambda: False
+    """whether a callback of this rank has asked the run to end"""
     on_gradient: Callable[[int, list[MicroBatch]], None] = lambda _step, _batches: None
     """called with the step and its micro-batches once every parameter has its gradient"""
 
@@ -313,7 +316,8 @@ class Step:
 
     def _control_vector(self, step: int, batches: list[MicroBatch]) -> list[int]:
         """Returns this rank's step control vector: tokens, bad samples, ranks with bad samples, SIGINT, SIGTERM, save
-        due, save finished, and for every pipeline rank the hash of its last use of the model, and its square.
+        due, save finished, stop requested, and for every pipeline rank the hash of its last use of the model, and its
+        square.
         """
         bad = sum(len(batch.bad_samples) for batch in batches)
         received = self.context.signal_seen()
@@ -323,7 +327,7 @@ class Step:
         uses = [0] * (2 * self.context.pipeline_ranks)  # pipeline ranks have different parameters
         start = 2 * self.context.pipeline_rank
         uses[start : start + 2] = used, used**2
-        return [*counts, *signals, *self.context.save_state(step + 1), *uses]
+        return [*counts, *signals, *self.context.save_state(step + 1), self.context.stop_requested(), *uses]
 
     @property
     def model_use(self) -> ModelUse:
@@ -339,7 +343,7 @@ class Step:
 
     def _read_control(self, step: int, batches: list[MicroBatch], sums: Tensor) -> StepControl:
         """Reads the summed control vector. It is equal on every rank, so every rank stops at this step or none does."""
-        tokens, bad, bad_ranks, interrupted, terminated, due, finished, *uses = sums.tolist()
+        tokens, bad, bad_ranks, interrupted, terminated, due, finished, stops, *uses = sums.tolist()
         ranks = self.world.size // self.context.pipeline_ranks
         # Cauchy-Schwarz: equality holds only if all ranks with the same stages have the same hash
         if any(squares * ranks != used**2 for used, squares in zip(uses[::2], uses[1::2], strict=True)):
@@ -356,6 +360,8 @@ class Step:
             )
         if interrupted or terminated:
             raise StoppedBySignal(signal.SIGINT if interrupted else signal.SIGTERM, step)
+        if stops:
+            raise StopRequested
         return StepControl(tokens, bad, bool(due), bool(finished))
 
 

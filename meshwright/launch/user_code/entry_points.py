@@ -76,6 +76,16 @@ def call_without_arguments(function: Any, argument: str) -> Any:
         ) from error
 
 
+def open_callbacks(user: UserCode) -> tuple[Any, ...]:
+    """The user's callbacks: one, a sequence, or what a callable without arguments returns, such as a class."""
+    value = user.callbacks
+    if callable(value):
+        value = call_without_arguments(value, "callbacks")
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
 def describe_user_error(error: BaseException) -> str:
     """An exception in a user's code in one line: its class, its text, and the line of the user's file."""
     where = user_location(error)

@@ -33,6 +33,8 @@ class UserCode:
     """what the loss returns: the sum over valid targets (the default), or their mean"""
     init: Callable[[str, Tensor], Any] | None = None
     """fills a parameter or buffer of a model on the meta device with its initial values"""
+    callbacks: Any = None
+    """callbacks, one or a sequence, or a callable without arguments that makes them"""
     entry_points: Mapping[str, str] = field(default_factory=dict)
     """argument -> the MODULE:NAME that was typed for it on the command line"""
 
