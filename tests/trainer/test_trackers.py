@@ -56,5 +56,5 @@ def test_trackers_have_one_run_with_every_step_after_a_restart(tmp_path, monkeyp
 
 def test_a_missing_package_is_refused_before_ranks_start(tmp_path, monkeypatch):
     monkeypatch.setattr(configured, "find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match=r"trackers.wandb needs the package wandb: try pip install"):
+    with pytest.raises(ConfigError, match=r"trackers.wandb needs the package wandb; try pip install"):
         train(small_config("--trackers.wandb=offline"), run=tmp_path / "run", quiet=True)
