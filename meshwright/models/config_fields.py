@@ -105,11 +105,11 @@ class ConfigFields:
                 return value
         return {}
 
-    def rope_theta(self) -> float:
+    def rope_theta(self, default: float = 10_000.0) -> float:
         """Newer files have it in the object `rope_parameters`."""
         value: float | None = self.get(PositiveFloat, None, "rope_theta", "rotary_emb_base")
         nested = ConfigFields(self.table("rope_parameters"), f"{self.file}: rope_parameters")
-        return value if value is not None else float(nested.get(PositiveFloat, 10_000.0, "rope_theta"))
+        return value if value is not None else float(nested.get(PositiveFloat, default, "rope_theta"))
 
     def norm_eps(self) -> float:
         return float(self.get(PositiveFloat, 1e-5, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"))

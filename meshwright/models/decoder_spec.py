@@ -15,6 +15,7 @@ from meshwright.config import ModelConfig
 from meshwright.config.constraints import Range
 from meshwright.errors import ConfigError
 from meshwright.models.architecture import Architecture
+from meshwright.models.routing import Routing
 from meshwright.models.spec import (
     AFTER,
     BEFORE,
@@ -62,10 +63,14 @@ class DecoderVariant:
     window: int | None = None
     """tokens that attention looks back, the own one included; None: all"""
     rope_scaling: RopeScaling | None = None
+    routing: Routing | None = None
+    """how experts are chosen and weighted; None: as in Llama with experts"""
 
 
 HeadSize = Annotated[int, Range(minimum=0, maximum=1 << 16)]
 """The option of families with a head size of their own."""
+Window = Annotated[int, Range(minimum=0, maximum=1 << 40)]
+"""The option of families with a sliding window."""
 
 
 def resolve_head_size(config: ModelConfig, option: int = 0) -> int:

@@ -23,6 +23,10 @@ from meshwright.models.spec import ModelSpec
 FAMILIES = {
     "llama": "meshwright.models.llama",
     "gemma2": "meshwright.models.gemma2",
+    "qwen2": "meshwright.models.qwen2",
+    "qwen3": "meshwright.models.qwen3",
+    "mistral": "meshwright.models.mistral",
+    "mixtral": "meshwright.models.mixtral",
 }
 
 

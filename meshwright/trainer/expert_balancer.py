@@ -47,6 +47,8 @@ class ExpertBalancer:
             loads[block, :-1], loads[block, -1] = load, dropped
         loads = self.world.all_reduce(loads, "expert loads").wait()
         for block, experts in self.layers.items():
+            if not experts.router.routing.updates_bias:
+                continue
             bias = experts.router.bias
             bias.copy_(torch.where(finite, update_router_bias(bias, loads[block, :-1], self.rate), bias))
         return loads

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.config import ModelConfig
 from meshwright.models.init import build_model, build_on_meta, init_shard, initial_rows
 from meshwright.models.layers.expert_weights import ExpertWeights, grouped_experts, looped_experts, supports_grouped_mm
-from meshwright.models.layers.experts import Experts, Router, Routing, update_router_bias
+from meshwright.models.layers.experts import Experts, Router, update_router_bias
 from meshwright.models.layers.rotary import RotaryEmbedding
 from meshwright.models.registry import model_spec
+from meshwright.models.routing import Routing
 from meshwright.parallel.activation_checkpoint import checkpoint_block
 from meshwright.parallel.materialize import Materializer
 

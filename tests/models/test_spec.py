@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import meshwright
 from meshwright.config import ModelConfig
+from meshwright.config.model import OptionTable
 from meshwright.models.init import build_model, build_on_meta
 from meshwright.models.registry import FAMILIES, model_spec
 from meshwright.models.spec import AFTER, BEFORE, ROOT, Cost, ModelSpec, ParameterSpec
@@ -26,6 +27,10 @@ MODELS = {
     "llama experts tied": replace(SMALL, experts=4, experts_active=1, tie=True),
     "gemma2": replace(SMALL, family="gemma2"),
     "gemma2 tied": replace(SMALL, family="gemma2", tie=True),
+    "qwen2": replace(SMALL, family="qwen2"),
+    "qwen3": replace(SMALL, family="qwen3", tie=True, options=OptionTable({"head_size": 10})),
+    "mistral": replace(SMALL, family="mistral", options=OptionTable({"head_size": 10, "window": 7})),
+    "mixtral": replace(SMALL, family="mixtral", experts=4, experts_active=2),
 }
 BATCH, SEQUENCE = 2, 48
 

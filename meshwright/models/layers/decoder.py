@@ -55,7 +55,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.width, config.norm_eps)
         self.attention = Attention(config, variant)
         self.ffn_norm = RMSNorm(config.width, config.norm_eps)
-        self.ffn = Experts(config) if config.experts else FeedForward(config.width, config.ffn)
+        self.ffn = Experts(config, variant.routing) if config.experts else FeedForward(config.width, config.ffn)
 
     def forward(self, x: Tensor, rotary: RotaryTables) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotary)

@@ -13,7 +13,6 @@ the expert counts of a sequence of which this rank has a chunk).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,21 +21,8 @@ from torch import Tensor, nn
 from meshwright.config import ModelConfig
 from meshwright.models.layers.expert_weights import ExpertWeights, to_compute_dtype
 from meshwright.models.layers.feed_forward import FeedForward
+from meshwright.models.routing import Routing
 from meshwright.torch_private import inside_backward
-
-
-@dataclass(frozen=True)
-class Routing:
-    """What families do differently with the scores of a router."""
-
-    normalize: bool = True
-    """whether the weights of a token's experts sum to one: the softmax over their scores, and not over all scores"""
-    scale: float = 1.0
-    """factor of the weights"""
-    groups: int = 1
-    """equal groups of consecutive experts"""
-    groups_active: int = 1
-    """groups that a token's experts come from: those with the best experts (arXiv:2405.04434, section 2.2.2)"""
 
 
 class Router(nn.Module):

@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.config import ModelConfig
-from meshwright.models.config_fields import ConfigFields
+from meshwright.config.constraints import PositiveFloat
+from meshwright.config.reader import format_value
+from meshwright.errors import ConfigError
+from meshwright.models.config_fields import REQUIRED, ConfigFields, Tokens
 from meshwright.models.huggingface import (
     ATTENTION,
     FEED_FORWARD,
+    NORMS,
     StoredParameter,
     decoder_parameters,
     read_decoder,
@@ -18,7 +22,7 @@ from meshwright.models.huggingface import (
 )
 from meshwright.models.llama.spec import LlamaOptions
 
-MODULES = {"attention_norm": "input_layernorm"} | ATTENTION | {"ffn_norm": "post_attention_layernorm"} | FEED_FORWARD
+ROPE_SCALINGS = ("default", "linear", "llama3")
 
 
 def read_config(fields: ConfigFields) -> dict[str, Any]:
@@ -28,11 +32,50 @@ def read_config(fields: ConfigFields) -> dict[str, Any]:
     fields.require("hidden_act", "silu", "silu")
     fields.require("attention_bias", False, False)
     fields.require("mlp_bias", False, False)
-    fields.require_plain_rope()
-    return section
+    return section | {"options": read_rope_scaling(fields)}
 
 
-def write_config(config: ModelConfig, _options: LlamaOptions) -> dict[str, Any]:
+def read_rope_scaling(fields: ConfigFields) -> dict[str, Any]:
+    """The options of the scaling that `rope_scaling` says, or in newer files `rope_parameters`."""
+    key = "rope_scaling" if fields.table("rope_scaling") else "rope_parameters"
+    scaling = ConfigFields(fields.table(key), f"{fields.file}: {key}")
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    if kind not in ROPE_SCALINGS:
+        raise ConfigError(
+            f"{scaling.file}: rope_type = {format_value(kind)} is not supported",
+            f"expected one of {', '.join(ROPE_SCALINGS)}",
+        )
+    fields.require("partial_rotary_factor", 1.0, 1.0)
+    scaling.require("partial_rotary_factor", 1.0, 1.0)
+    scaling.read.add("rope_theta")
+    options: dict[str, Any] = {}
+    if kind != "default":
+        options = {"rope_scaling": kind, "rope_factor": float(scaling.get(PositiveFloat, REQUIRED, "factor"))}
+    if kind == "llama3":
+        context = fields.number(Tokens, "max_position_embeddings", default=2048)
+        options |= {
+            "rope_low_frequency_factor": float(scaling.get(PositiveFloat, REQUIRED, "low_freq_factor")),
+            "rope_high_frequency_factor": float(scaling.get(PositiveFloat, REQUIRED, "high_freq_factor")),
+            "rope_original_context": scaling.number(Tokens, "original_max_position_embeddings", default=context),
+        }
+    scaling.require_all_read()
+    return options
+
+
+def write_rope_scaling(options: LlamaOptions) -> dict[str, Any]:
+    if options.rope_scaling == "none":
+        return {}
+    scaling: dict[str, Any] = {"rope_type": options.rope_scaling, "factor": options.rope_factor}
+    if options.rope_scaling == "llama3":
+        scaling |= {
+            "low_freq_factor": options.rope_low_frequency_factor,
+            "high_freq_factor": options.rope_high_frequency_factor,
+            "original_max_position_embeddings": options.rope_original_context,
+        }
+    return {"rope_scaling": scaling}
+
+
+def write_config(config: ModelConfig, options: LlamaOptions) -> dict[str, Any]:
     require_no_experts(config)
     head_size = config.width // config.heads
     return write_decoder(config) | {
@@ -40,8 +83,9 @@ def write_config(config: ModelConfig, _options: LlamaOptions) -> dict[str, Any]:
         "model_type": "llama",
         "head_dim": head_size,
         "hidden_act": "silu",
+        **write_rope_scaling(options),
     }
 
 
 def stored_parameters(config: ModelConfig, _options: LlamaOptions) -> Iterator[StoredParameter]:
-    return decoder_parameters(config, MODULES)
+    return decoder_parameters(config, NORMS | ATTENTION | FEED_FORWARD)

@@ -1,0 +1,1 @@
+"""The Mistral family: its spec, its modules, and nothing of ranks."""

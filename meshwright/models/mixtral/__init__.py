@@ -1,0 +1,1 @@
+"""The Mixtral family: its spec, its modules, and nothing of ranks."""

@@ -1,0 +1,1 @@
+"""The Qwen 2 family: its spec, its modules, and nothing of ranks."""

@@ -1,0 +1,123 @@
+"""Every family computes what transformers computes from the same folder: logits, loss and every gradient."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from meshwright.config import IGNORE_INDEX, ModelConfig
+from meshwright.config.model import OptionTable
+from meshwright.models.init import build_model
+from meshwright.models.registry import FAMILIES, stored_parameters, write_huggingface_config
+
+
+def small(family: str, options: dict | None = None, **sizes) -> ModelConfig:
+    sizes = {"vocab": 97, "width": 24, "layers": 3, "heads": 4, "kv_heads": 2, "ffn": 40} | sizes
+    return ModelConfig(family=family, options=OptionTable(options or {}), **sizes)
+
+
+LLAMA3 = {
+    "rope_scaling": "llama3",
+    "rope_factor": 4.0,
+    "rope_low_frequency_factor": 1.0,
+    "rope_high_frequency_factor": 4.0,
+    "rope_original_context": 40,
+}
+GEMMA2 = {"head_size": 8, "query_scale": 5.0, "attention_softcap": 2.0, "logit_softcap": 3.0, "window": 4}
+MODELS = {
+    "llama": small("llama", norm_eps=1e-3),
+    "llama, linear": small("llama", {"rope_scaling": "linear", "rope_factor": 3.0}, tie=True),
+    "llama, llama3": small("llama", LLAMA3, width=64, rope_theta=500.0),
+    "gemma2": small("gemma2", GEMMA2, tie=True, norm_eps=1e-6),
+    "qwen2": small("qwen2", rope_theta=100.0),
+    "qwen3": small("qwen3", {"head_size": 10}, tie=True),
+    "mistral": small("mistral", {"head_size": 10, "window": 4}),
+    "mistral, no window": small("mistral"),
+    "mixtral": small("mixtral", {"head_size": 10, "window": 5}, experts=4, experts_active=2),
+    "mixtral, one expert": small("mixtral", experts=4, experts_active=1),
+}
+"""The frequencies of `llama, llama3` are low, in between, and high."""
+
+
+def load_same_weights(model: torch.nn.Module, config: ModelConfig, folder):
+    """The model of transformers with the weights of `model`."""
+    tensors = {}
+    for stored in stored_parameters(config):
+        parameter = model.get_parameter(stored.name).detach()
+        tensors[stored.stored] = parameter if stored.expert is None else parameter[stored.expert].contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(write_huggingface_config(config)))
+    dtype = next(model.parameters()).dtype
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **eager)
+    if config.family == "gemma2":  # transformers has it in float32
+        theirs.model.embed_tokens.embed_scale = torch.tensor(config.width**0.5, dtype=dtype)
+    return theirs
+
+
+def gradients_by_stored_name(model, folder) -> dict[str, torch.Tensor]:
+    """The gradients of transformers' model under the names that its folder gives to parameters."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.fixture
+def float64_throughout(monkeypatch):
+    """Lifts the casts to float32 of transformers' norms, softmax, routers and rotary frequencies."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(torch, "float", torch.float64)
+    monkeypatch.setattr(torch, "float32", torch.float64)
+
+
+def same_model(config: ModelConfig, dtype: torch.dtype, folder):
+    """(our model, transformers' model) with equal random weights."""
+    ours = build_model(config, 0, dtype)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+    return ours, load_same_weights(ours, config, folder)
+
+
+def test_every_family_is_compared():
+    assert {config.family for config in MODELS.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_loss_and_gradients_are_those_of_transformers(config, tmp_path, request):
+    ours, theirs = same_model(config, torch.float64, tmp_path)
+    tokens = torch.randint(config.vocab, (2, 11))
+    labels = tokens.roll(-1, 1).index_fill(1, torch.tensor([10]), IGNORE_INDEX)
+    total, count = ours(tokens, labels)
+    total.backward()
+    request.getfixturevalue("float64_throughout")
+    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
+    logits = theirs(tokens).logits
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX
+    )
+    expected.backward()
+    assert count == 20
+    with torch.no_grad():
+        torch.testing.assert_close(ours.head.logits(ours.decoder(tokens)), logits, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(total, expected, rtol=1e-10, atol=0)
+    gradients = gradients_by_stored_name(theirs, tmp_path / "gradients")
+    for stored in stored_parameters(config):
+        gradient = ours.get_parameter(stored.name).grad
+        gradient = gradient if stored.expert is None else gradient[stored.expert]
+        torch.testing.assert_close(gradient, gradients[stored.stored], rtol=1e-10, atol=1e-10, msg=stored.stored)
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_logits_in_float32_are_those_of_transformers(config, tmp_path):
+    ours, theirs = same_model(config, torch.float32, tmp_path)
+    tokens = torch.randint(config.vocab, (2, 11))
+    with torch.no_grad():
+        torch.testing.assert_close(ours.head.logits(ours.decoder(tokens)), theirs(tokens).logits, rtol=1e-5, atol=1e-4)

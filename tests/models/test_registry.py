@@ -1,0 +1,40 @@
+"""Options and sizes that a family does not have are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.config import load_config
+from meshwright.errors import ConfigError
+from meshwright.models.registry import model_spec
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--model.experts=4"], "model.experts = 4, and the family gemma2 has no experts"),
+        (["--model.options.windows=4"], "unknown key model.options.windows = 4; did you mean model.options.window?"),
+        (["--model.options.window=0"], "model.options.window = 0 is out of range; expected"),
+        (["--model.options.window=wide"], 'model.options.window = "wide" has the wrong type; expected an integer'),
+        (["--model.options.head_size=7"], "model.options.head_size = 7 is odd; expected an even number"),
+        (["--model.family=qwen3", "--model.options.head_size=7"], "model.options.head_size = 7 is odd"),
+        (["--model.family=qwen2", "--model.options.window=4"], "window is set, and the family qwen2 has no options"),
+        (["--model.family=mistral", "--model.experts=4"], "model.experts = 4, and the family mistral has no experts"),
+        (["--model.family=mixtral"], "model.experts = 0, and the family mixtral has experts"),
+        (["--model.family=mixtral", "--model.experts=4", "--model.experts_shared=1"], "has no shared experts"),
+        (
+            ["--model.family=llama", "--model.options.rope_high_frequency_factor=1.0"],
+            "rope_high_frequency_factor = 1.0 is not above model.options.rope_low_frequency_factor = 1.0",
+        ),
+        (
+            ["--model.family=llama", "--model.options.rope_scaling=yarn"],
+            'model.options.rope_scaling = "yarn" is unknown; expected one of none, linear, llama3',
+        ),
+        (["--model.family=gemma"], "model.family = gemma is unknown; expected one of llama, gemma2"),
+        (["--model.family=llama", "--model.options.window=4"], "unknown key model.options.window = 4; expected"),
+    ],
+)
+def test_wrong_options_are_refused(overrides, message):
+    with pytest.raises(ConfigError) as error:
+        model_spec(load_config(overrides=["--model.family=gemma2", *overrides]).model)
+    assert message in str(error.value)
