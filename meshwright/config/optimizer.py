@@ -18,8 +18,8 @@ from meshwright.config.constraints import (
 class OptimizerConfig:
     """Optimizer, with clipping by global norm."""
 
-    kind: Literal["adamw"] = "adamw"
-    """update rule"""
+    kind: Literal["adamw", "muon", "adafactor"] = "adamw"
+    """update rule; muon updates the matrices of blocks, and adamw the rest"""
     lr: Annotated[float, Range(minimum=0, maximum=1e30)] = 3e-3
     """peak learning rate"""
     beta1: Annotated[float, Range(minimum=0, maximum=0.999999)] = 0.9
@@ -30,6 +30,14 @@ class OptimizerConfig:
     """epsilon in AdamW's denominator"""
     weight_decay: Annotated[float, Range(minimum=0, maximum=1e6)] = 0.1
     """decoupled weight decay, applied to matrices only, not to norms and biases"""
+    momentum: Annotated[float, Range(minimum=0, maximum=0.999999)] = 0.95
+    """muon: decay rate of the momentum"""
+    nesterov: bool = True
+    """muon: Nesterov momentum"""
+    newton_schulz_steps: Annotated[int, Range(minimum=1, maximum=20)] = 5
+    """muon: iterations that orthogonalize the momentum"""
+    update_scale: Literal["match-rms-adamw", "original"] = "match-rms-adamw"
+    """muon: 0.2 sqrt(max(rows, columns)), for the learning rate of AdamW, or sqrt(max(1, rows / columns))"""
     clip: Annotated[float, Range(minimum=0, maximum=1e12)] = 1.0
     """maximum global norm of the gradient; 0 disables clipping"""
     implementation: Literal["fused", "foreach"] = "fused"

@@ -8,14 +8,16 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from meshwright.config import OptimizerConfig
+from meshwright.optim.adafactor import Adafactor
 from meshwright.optim.adamw import AdamW
 from meshwright.optim.interface import OptimizedParameter, Optimizer, UpdateRule, local_parameter
+from meshwright.optim.muon import Muon
 from meshwright.parallel.local_shard import local_shard
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
 from meshwright.topology.optimizer_state import parameter_settings
 
-RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW}
+RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "muon": Muon, "adafactor": Adafactor}
 """Name of an update rule -> its class; `topology/optimizer_state.py` declares the state of each."""
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -21,6 +22,9 @@ from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
 from meshwright.topology.optimizer_state import ParameterSettings
 from meshwright.torch_private import foreach_mul_, foreach_norm, foreach_zero_
+
+OPTIMIZER_AXIS = "optimizer"
+"""The axis of the collectives of whole-matrix rules, in communication volume."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +54,8 @@ class UpdateRule(ABC):
         """local parameter -> its state by key, as `topology/optimizer_state.py` declares it"""
         self.is_finite: Callable[[Tensor], bool] = bool
         """reads `finite` on the host, for rules that need it there; the simulator's tensors have no values to read"""
+        self.group: dist.ProcessGroup | None = None
+        """the process group of its collectives, if it has any: the ranks that update the same parameters"""
 
     @abstractmethod
     def step(self, lr: float, divisor: Tensor, finite: Tensor) -> None:
@@ -122,6 +128,10 @@ class Optimizer:
             for parameter in self.optimized
             for key, shard in rules[parameter.name].state_shards(parameter).items()
         }
+
+    def group_names(self) -> dict[str, str]:
+        """Process group name -> axis, for the collectives of the rules."""
+        return {rule.group.group_name: OPTIMIZER_AXIS for rule in self.rules if rule.group is not None}
 
     def refresh_offloaded(self) -> None:
         """Copies the parameters to CPU memory again after a checkpoint has changed them."""

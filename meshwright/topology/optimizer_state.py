@@ -49,8 +49,22 @@ def adamw_state(_config: OptimizerConfig, shape: Shape) -> tuple[StateTensor, ..
     return (StateTensor("step", (), float32=True), *moments(shape, "exp_avg", "exp_avg_sq"))
 
 
+def muon_state(_config: OptimizerConfig, shape: Shape) -> tuple[StateTensor, ...]:
+    return moments(shape, "momentum")
+
+
+def adafactor_state(_config: OptimizerConfig, shape: Shape) -> tuple[StateTensor, ...]:
+    """Second moments: of the rows and columns of matrices, of every element of vectors."""
+    step, dims = StateTensor("step", (), float32=True), tuple(range(len(shape)))
+    if len(shape) < 2:
+        return (step, *moments(shape, "variance"))
+    return (step, StateTensor("row_var", dims[:-1]), StateTensor("col_var", (*dims[:-2], dims[-1])))
+
+
 RULES: dict[str, RuleDeclaration] = {
     "adamw": RuleDeclaration(adamw_state),
+    "muon": RuleDeclaration(muon_state, elementwise=False),
+    "adafactor": RuleDeclaration(adafactor_state, elementwise=False),
 }
 """Name of an update rule -> its declaration. Every `optimizer.kind` is the name of a rule."""
 
@@ -74,7 +88,11 @@ def parameter_settings(config: OptimizerConfig, name: str, shape: Shape, in_bloc
 
 
 def update_rule(config: OptimizerConfig, name: str, shape: Shape, in_block: bool) -> str:  # noqa: ARG001
-    """The name of a parameter's update rule: that of the optimizer, unless it combines two rules."""
+    """The name of a parameter's update rule: that of the optimizer, unless it combines two rules. Muon updates the
+    matrices of blocks; three dimensions are a stack of matrices, such as those of experts.
+    """
+    if config.kind == "muon" and not (in_block and len(shape) in (2, 3)):
+        return "adamw"
     return config.kind
 
 

@@ -50,5 +50,6 @@ def count_step(
     moments = [shard.local for shard in optimizer.moments().values()]
     offloaded = optimizer.local_parameters if optimizer.offload else []
     memory = tracker(parallel_model.wrapped_module, [*moments, *offloaded], parallel_model.internal_tensors)
-    with memory, CommCounter(parallel_model.meshes.group_names()) as communication:
+    axes = parallel_model.meshes.group_names() | optimizer.group_names()
+    with memory, CommCounter(axes) as communication:
         yield StepCounters(memory, communication)
