@@ -45,6 +45,13 @@ TYPED = [
     "--source",
     "my_project.models:Points",
 ]
+CALLBACK = """
+from meshwright import Callback
+
+class Witness(Callback):
+    def on_incident(self, record, run):
+        (run.path.parent / "incident.txt").write_text(f"{record['outcome']} {record['step']} {run.attempt}")
+"""
 SMALL = ["--batch.global=8", "--eval.holdout=0", "--launch.device=cpu", "--steps", "2"]
 MESHWRIGHT = str(Path(sys.executable).with_name("meshwright"))
 
@@ -170,3 +177,16 @@ def test_custom_model_section_of_a_strangers_run_file_imports_nothing(tmp_path, 
         main(["simulate", str(tmp_path / "run.toml")])
     assert "no model is given; try --model antigravity:build" in capsys.readouterr().err
     assert "antigravity" not in sys.modules
+
+
+def test_a_callback_is_an_entry_point_and_gets_the_incident_of_a_job_that_gives_up(tmp_path, monkeypatch):
+    (tmp_path / "my_callbacks.py").write_text(CALLBACK)
+    monkeypatch.setenv("MESHWRIGHT_FAULT", "step.forward:rank0:raise@step1")
+    options = ["--callbacks", "my_callbacks:Witness", "--restarts", "0", "--run", "r", *SMALL, "--data.sequence=8"]
+    done = run(tmp_path, "train", *options)
+    assert done.returncode == 1, done.stderr
+    assert (tmp_path / "incident.txt").read_text() == "failed 1 1"
+
+    done = run(tmp_path, "train", "--callbacks", "my_callbacks:Witnes", "--run", "r", *SMALL)
+    assert done.returncode == 2
+    assert "did you mean Witness?" in done.stderr
