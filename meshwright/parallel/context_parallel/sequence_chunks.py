@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.errors import ConfigError
 from meshwright.models.layers.attention import document_ids
@@ -55,8 +55,8 @@ class ChunkRotaryEmbedding(RotaryEmbedding):
     """Rotary tables at the positions that the rank's tokens have in their full sequences."""
 
     def __init__(self, rotary: RotaryEmbedding, chunks: SequenceChunks) -> None:
-        nn.Module.__init__(self)
-        self.head_size, self.theta, self.chunks = rotary.head_size, rotary.theta, chunks
+        super().__init__(rotary.head_size, rotary.theta, rotary.scaling)
+        self.chunks = chunks
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
         return self.chunks.positions(tokens * self.chunks.ranks, device)
