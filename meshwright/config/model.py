@@ -58,11 +58,11 @@ class ModelConfig:
     kv_heads: Annotated[int, Range(minimum=1, maximum=1 << 16)] = 2
     """number of key and value heads (grouped-query attention); must divide heads"""
     ffn: Annotated[int, Range(minimum=1, maximum=1 << 24)] = 352
-    """inner width of the SwiGLU feed-forward, or of each expert"""
+    """inner width of the feed-forward, or of each expert"""
     rope_theta: PositiveFloat = 10_000.0
-    """base of the rotary position frequencies"""
+    """base of the rotary position frequencies; families with learned positions have none"""
     norm_eps: PositiveFloat = 1e-5
-    """epsilon of RMSNorm"""
+    """epsilon of the norms"""
     tie: bool = False
     """tie the embedding and the output head to one matrix"""
     experts: Annotated[int, Range(minimum=0, maximum=1 << 16)] = 0

@@ -27,6 +27,7 @@ FAMILIES = {
     "qwen3": "meshwright.models.qwen3",
     "mistral": "meshwright.models.mistral",
     "mixtral": "meshwright.models.mixtral",
+    "gpt2": "meshwright.models.gpt2",
 }
 
 
@@ -40,7 +41,14 @@ def model_spec(config: ModelConfig) -> ModelSpec:
 
 def validate_family(config: RunConfig) -> None:
     """Raises ConfigError if the family cannot be trained on the layout of the config."""
-    seam = model_spec(config.model).attention
+    spec = model_spec(config.model)
+    seam, positions = spec.attention, spec.architecture.learned_positions if spec.architecture else 0
+    if positions and config.data.sequence > positions:
+        raise ConfigError(
+            f"data.sequence = {config.data.sequence} exceeds the {positions} positions of the family "
+            f"{config.model.family}",
+            f"expected at most {positions}, or a larger model.options.positions",
+        )
     if config.layout.context > 1 and config.context.method == "ring" and not seam.is_plain:
         raise ConfigError(
             f"context.method = ring computes plain attention, and that of the family {config.model.family} is not",

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -74,6 +74,17 @@ class GatherSequence(ParallelStyle):
         return hidden.redistribute(placements=[Replicate()]), *rest
 
 
+class GatherLocalSequence(GatherSequence):
+    """All-gathers the sequence, and hands it to matrices that compute on local tensors: all gradients inside are partial
+    sums, those of replicated parameters too.
+    """
+
+    @staticmethod
+    def gather(mesh: DeviceMesh, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, *rest = GatherSequence.gather(mesh, module, inputs)
+        return hidden.to_local(grad_placements=[Partial()]), *rest
+
+
 class LocalSequence(ParallelStyle):
     """A module that works token by token on the local chunk of the sequence, such as routed experts."""
 
@@ -85,6 +96,49 @@ class LocalSequence(ParallelStyle):
     def to_local(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, *rest = inputs
         return hidden.to_local() if isinstance(hidden, DTensor) else hidden, *rest
+
+
+class PositionEmbedding(ParallelStyle):
+    """A replicated embedding of positions, looked up for the local chunk of the sequence."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        place_parameters(module, device_mesh, {"weight": Replicate()})
+        module.forward = partial(self.lookup, module, device_mesh)
+        return module
+
+    @staticmethod
+    def lookup(module: nn.Module, mesh: DeviceMesh, positions: Tensor) -> Tensor:
+        chunk = positions.chunk(mesh.size())[mesh.get_local_rank()]
+        return F.embedding(chunk, partial_weight(module.weight))
+
+
+class ColwiseLocal(ParallelStyle):
+    """A linear layer sharded by outputs, on a local tensor: the gradient of its input is a partial sum."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        place_parameters(module, device_mesh, {"weight": Shard(0)})
+        module.forward = partial(self.multiply, module)
+        return module
+
+    @staticmethod
+    def multiply(module: nn.Module, x: Tensor) -> Tensor:
+        return F.linear(x, partial_weight(module.weight))
+
+
+class RowwiseWithBias(ParallelStyle):
+    """A linear layer sharded by inputs; the bias is added to the local chunk of the sequence, after the sum."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        place_parameters(module, device_mesh, {"weight": Shard(1), "bias": Replicate()})
+        module.forward = partial(self.multiply, module, device_mesh)
+        return module
+
+    @staticmethod
+    def multiply(module: nn.Module, mesh: DeviceMesh, x: Tensor) -> Tensor:
+        partial_sum = F.linear(x.to_local() if isinstance(x, DTensor) else x, partial_weight(module.weight))
+        out = DTensor.from_local(partial_sum, mesh, [Partial()], run_check=False)
+        chunk = out.redistribute(placements=[Shard(SEQUENCE)]).to_local()
+        return chunk + partial_weight(module.bias).to(chunk.dtype)
 
 
 class VocabParallelHead(GatherSequence):
@@ -102,10 +156,22 @@ class VocabParallelHead(GatherSequence):
 
 
 def shard_rows(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Shards the direct parameters of a module by rows, without communication."""
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        rows = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(rows, parameter.requires_grad))
+    """Shards the direct parameters of a module by rows."""
+    place_parameters(module, mesh, {name: Shard(0) for name, _ in module.named_parameters(recurse=False)})
+
+
+def place_parameters(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
+    """Converts direct parameters of a module to DTensors, without communication."""
+    for name, placement in placements.items():
+        parameter = module.get_parameter(name)
+        distributed = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(distributed, parameter.requires_grad))
+
+
+def partial_weight(parameter: Any) -> Tensor:
+    """The local tensor of a parameter; where it is replicated, its gradient is a partial sum."""
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in parameter.placements])
 
 
 STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
@@ -114,10 +180,14 @@ STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "sequence": SequenceParallel,
     "sequence_local": lambda: SequenceParallel(use_local_output=True),
     "heads": lambda: SequenceParallel(sequence_dim=HEADS, use_local_output=True),
+    "position_embedding": PositionEmbedding,
     "gather_sequence": GatherSequence,
+    "gather_local_sequence": GatherLocalSequence,
     "local_sequence": LocalSequence,
     "colwise": ColwiseParallel,
+    "colwise_local": ColwiseLocal,
     "rowwise_sequence": lambda: RowwiseParallel(output_layouts=Shard(SEQUENCE)),
+    "rowwise_sequence_bias": RowwiseWithBias,
 }
 """The styles that the plan of a model family may name."""
 

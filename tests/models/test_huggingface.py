@@ -34,6 +34,7 @@ CONFIGS = {
     "qwen3": SIZES | {"head_dim": 6},
     "mistral": SIZES | {"head_dim": 6, "sliding_window": 5},
     "mixtral": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt2": {"vocab_size": 67, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "n_positions": 20},
 }
 """model_type -> the sizes of a small config of transformers"""
 

@@ -25,6 +25,8 @@ MODELS = {
     "llama tied": replace(SMALL, tie=True),
     "llama experts": replace(SMALL, experts=4, experts_active=2, experts_shared=1),
     "llama experts tied": replace(SMALL, experts=4, experts_active=1, tie=True),
+    "gpt2": replace(SMALL, family="gpt2", kv_heads=4),
+    "gpt2 tied": replace(SMALL, family="gpt2", kv_heads=4, tie=True),
     "gemma2": replace(SMALL, family="gemma2"),
     "gemma2 tied": replace(SMALL, family="gemma2", tie=True),
     "qwen2": replace(SMALL, family="qwen2"),
@@ -90,12 +92,14 @@ def test_parameter_of_a_loss_belongs_to_the_last_stage():
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_tensor_parallel_plan_shards_the_dimension_that_the_spec_names(config):
     spec = model_spec(config)
-    dims = {"colwise": 0, "vocab_embedding": 0, "vocab_head": 0, "rowwise_sequence": 1}
+    rows = dict.fromkeys(("colwise", "colwise_local", "vocab_embedding", "vocab_head"), 0)
+    columns = dict.fromkeys(("rowwise_sequence", "rowwise_sequence_bias"), 1)
+    dims = {"weight": rows | columns, "bias": rows}
     pattern = spec.block_pattern.removesuffix("*")
     for parameter in spec.parameters:
-        module = parameter.name.rpartition(".")[0]
+        module, _, kind = parameter.name.rpartition(".")
         name = f"{pattern}*.{module.removeprefix(pattern).partition('.')[2]}" if module.startswith(pattern) else module
-        assert parameter.tp_dim == dims.get(spec.tp_plan.get(name, ""))
+        assert parameter.tp_dim == dims.get(kind, {}).get(spec.tp_plan.get(name, ""))
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)

@@ -42,7 +42,8 @@ def state_memory(
     config: RunConfig, layout: Layout, batch: Batch, rank: int = 0, spec: ModelSpec | None = None
 ) -> StateMemory:
     """The memory of one rank for a model: that of the config, or the one that `spec` describes."""
-    parameters = parameter_shards(spec or model_spec(config.model), config, layout, rank)
+    spec = spec or model_spec(config.model)
+    parameters = parameter_shards(spec, config, layout, rank)
     size = weight_bytes(config)
     owned = [
         parameter.shard_numel if uses_fsdp(layout) else parameter.numel
@@ -59,7 +60,8 @@ def state_memory(
     if layout.pipeline > 1:
         unsharded = run_unshard_timeline(config, layout, batch, units, rank).peak
         return StateMemory(shards + unsharded, pipeline_gradients(config, layout, batch, units, rank), optimizer)
-    return StateMemory(shards + peak_unsharded(config, layout, units), peak_gradients(config, batch, units), optimizer)
+    gradients = peak_gradients(config, batch, units, spec.before)
+    return StateMemory(shards + peak_unsharded(config, layout, units), gradients, optimizer)
 
 
 def peak_unsharded(config: RunConfig, layout: Layout, units: Units) -> int:
@@ -123,10 +125,10 @@ class GradientTimeline:
         self.unsharded[unit] = 0
 
 
-def peak_gradients(config: RunConfig, batch: Batch, units: Units) -> int:
+def peak_gradients(config: RunConfig, batch: Batch, units: Units, before: tuple[str, ...]) -> int:
     """Peak bytes in the last micro-step, which computes and reduces the gradients of one unit after the other, from the
     last to the first. Earlier micro-steps leave unsharded gradients if gradients are reduced once per step, and shards
-    if they are reduced in every micro-step.
+    if they are reduced in every micro-step. `before` names the modules before the blocks.
     """
     timeline = GradientTimeline(config, units)
     if batch.accumulation > 1:
@@ -134,9 +136,10 @@ def peak_gradients(config: RunConfig, batch: Batch, units: Units) -> int:
             timeline.shards = dict(timeline.shard_bytes)
         else:
             timeline.unsharded = dict(timeline.unsharded_bytes)
-    if "root" in units:  # backward begins with the final norm, which is in the root unit; a tied weight comes last
-        norm = sum(parameter.numel for parameter in units["root"][1:]) * weight_bytes(config)
-        timeline.unsharded["root"] = max(timeline.unsharded["root"], norm)
+    if "root" in units:  # backward begins with the final norm, which is in the root unit; the weights before blocks come last
+        last = tuple(f"{name}." for name in before)
+        norm = sum(parameter.numel for parameter in units["root"][1:] if not parameter.name.startswith(last))
+        timeline.unsharded["root"] = max(timeline.unsharded["root"], norm * weight_bytes(config))
     timeline.update_peak()
     for nest in reversed(nest_units(unit for unit in units if unit != "root")):
         if len(nest) > 1:  # shared experts run last in the block, so their gradients come first

@@ -1,0 +1,1 @@
+"""The GPT-2 family: its spec, its modules, and nothing of ranks."""
