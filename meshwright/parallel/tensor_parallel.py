@@ -75,8 +75,8 @@ class GatherSequence(ParallelStyle):
 
 
 class GatherLocalSequence(GatherSequence):
-    """All-gathers the sequence, and hands it to matrices that compute on local tensors: all gradients inside are partial
-    sums, those of replicated parameters too.
+    """All-gathers the sequence for matrices that compute on local tensors: all gradients inside are partial sums, those
+    of replicated parameters too.
     """
 
     @staticmethod

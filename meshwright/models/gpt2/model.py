@@ -6,7 +6,6 @@ the Llama family. No module casts below the precision of its input.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 

@@ -136,7 +136,9 @@ def peak_gradients(config: RunConfig, batch: Batch, units: Units, before: tuple[
             timeline.shards = dict(timeline.shard_bytes)
         else:
             timeline.unsharded = dict(timeline.unsharded_bytes)
-    if "root" in units:  # backward begins with the final norm, which is in the root unit; the weights before blocks come last
+    if (
+        "root" in units
+    ):  # backward begins with the final norm, which is in the root unit; the weights before blocks come last
         last = tuple(f"{name}." for name in before)
         norm = sum(parameter.numel for parameter in units["root"][1:] if not parameter.name.startswith(last))
         timeline.unsharded["root"] = max(timeline.unsharded["root"], norm * weight_bytes(config))
