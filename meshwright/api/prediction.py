@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.api.python_args import errors_for_python, given_path, validated
-from meshwright.config import PRESETS, RunConfig, config_from_dict, config_to_dict, load_config
+from meshwright.config import PRESETS, RunConfig, config_from_dict, config_to_dict
 from meshwright.errors import ConfigError, IdentityError
 from meshwright.launch.user_code.user_code import UserCode
+from meshwright.models.initial_model import load_run_config
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -129,7 +130,9 @@ def plan_workload(
             raise ConfigError("neither a config nor a model is given", "expected a preset, a run file, or model=...")
     elif isinstance(config, str | Path):
         preset, settings = str(config) in PRESETS, split_overrides(overrides)[1]
-        config = load_config(None if preset else Path(config), [*([f"preset={config}"] if preset else []), *settings])
+        config = load_run_config(
+            None if preset else Path(config), [*([f"preset={config}"] if preset else []), *settings]
+        )
     elif config is None:
         config = RunConfig()
     if not isinstance(config, RunConfig):
@@ -264,6 +267,6 @@ def report_run(run: Path, user: UserCode) -> Report:
 def recorded_config(folder: RunFolder) -> RunConfig | None:
     """The config of a run folder, or None if it is missing or damaged: a report reads what there is."""
     try:
-        return load_config(folder.run_file)
+        return load_run_config(folder.run_file)
     except ConfigError:
         return None

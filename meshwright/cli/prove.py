@@ -20,12 +20,12 @@ def prove(
     overrides: tuple[str, ...] = (),
 ) -> None:
     """Prove: check the stream, training, communication and recovery contracts of a config, and write a certificate."""
-    from meshwright.config import load_config
     from meshwright.io import output_file
     from meshwright.launch.user_code.entry_points import load_user_code
+    from meshwright.models.initial_model import load_run_config
     from meshwright.topology.unsupported import validate
 
-    config = load_config(file, overrides, ranks)
+    config = load_run_config(file, overrides, ranks, own_model="model" in entry_points)
     validate(config, own_model="model" in entry_points)
     output_file(out, "--out")
     from meshwright.launch.user_code.make_custom_model import open_model_with_values, torch_seed

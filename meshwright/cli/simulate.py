@@ -22,12 +22,12 @@ def simulate(
 ) -> None:
     """Simulate: count communication and peak memory of a step on any number of ranks, without running them."""
     from meshwright.api.prediction import simulate_run
-    from meshwright.config import load_config
     from meshwright.launch.user_code.entry_points import load_user_code
+    from meshwright.models.initial_model import load_run_config
     from meshwright.observe.simulation_text import show
     from meshwright.topology.unsupported import validate
 
-    config = load_config(file, overrides, ranks)
+    config = load_run_config(file, overrides, ranks, own_model="model" in entry_points)
     validate(config, own_model="model" in entry_points)  # before torch is imported
     result = simulate_run(config, load_user_code(entry_points), rank)
     if json:

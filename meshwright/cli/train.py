@@ -65,7 +65,7 @@ def train(
             "--plan best plans the model of the config",
             "try meshwright plan --model ... --out PLAN.toml, then --plan PLAN.toml",
         )
-    config = resolve_config(plan, cluster, file, overrides, ranks, steps, json)
+    config = resolve_config(plan, cluster, file, overrides, ranks, steps, json, "model" in entry_points)
     validate(config, own_model="model" in entry_points)
     faults.parse_faults(os.environ.get("MESHWRIGHT_FAULT", ""))  # a misspelled fault is reported before ranks start
     display = JsonLines if json else None
@@ -91,16 +91,17 @@ def resolve_config(
     ranks: str | None,
     steps: str | None,
     json: bool,
+    own_model: bool,
 ) -> RunConfig:
     """Loads the config, with the layout of a plan if one is requested; rank 0 prints which plan it is."""
-    from meshwright.config import load_config
+    from meshwright.models.initial_model import load_run_config
 
     if cluster is not None:
         from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 
         resolve_cluster(cluster)  # a misspelled cluster is reported before ranks start
     if plan is None:
-        return load_config(file, overrides, ranks, steps)
+        return load_run_config(file, overrides, ranks, steps, own_model=own_model)
     from dataclasses import asdict
 
     from meshwright.launch.environment import started_by_torchrun

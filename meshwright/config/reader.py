@@ -11,7 +11,7 @@ import json
 import re
 import tomllib
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -50,6 +50,7 @@ def load_config(
     overrides: Sequence[str] = (),
     ranks: int | str | None = None,
     steps: int | str | None = None,
+    complete: Callable[[dict[str, Any]], dict[str, Any]] = lambda tree: tree,
 ) -> RunConfig:
     """Loads and validates a config. Later sources take precedence over earlier ones, in the order of the arguments.
 
@@ -58,10 +59,13 @@ def load_config(
         overrides: single settings as ``"key=value"`` or ``"--key=value"``, such as ``"optimizer.lr=3e-4"``.
         ranks: total number of ranks; sets ``layout.replicate`` accordingly.
         steps: number of optimizer steps.
+        complete: adds settings to the tree of those that were given; see models/initial_model.py.
     """
     if path is not None and path.is_dir():
         path = path / "run.toml"
     tree = read_toml(path) if path is not None else {}
+    if path is not None and isinstance(folder := tree.get("init_from"), str) and folder:
+        tree["init_from"] = str(path.parent / folder)
     for override in overrides:
         key, separator, value = override.removeprefix("--").partition("=")
         if not separator:
@@ -69,7 +73,7 @@ def load_config(
         set_key(tree, key, CommandLineValue(value))
     if steps is not None:
         set_key(tree, "steps", CommandLineValue(steps))
-    config = config_from_dict(tree)
+    config = config_from_dict(complete(tree))
     if ranks is None:
         return config
     count = convert(Degree, CommandLineValue(ranks), "--ranks")

@@ -222,6 +222,11 @@ class RunConfig:
     """number of optimizer steps of the whole run"""
     log_every: Annotated[PositiveInt, PLACEMENT] = 10
     """steps between log lines if standard output is not a terminal"""
+    init_from: Annotated[str, PLACEMENT] = ""
+    """folder of safetensors with the initial weights, relative to the run file; its config.json gives the keys of
+    `model`. Empty: weights are initialized from the seed. The content of the weights is part of the run's identity,
+    their path is not
+    """
     count_bytes_every: Annotated[NonNegativeInt, PLACEMENT] = 1000
     """steps between steps that count communication and memory, which are slower, in addition to the second step of each
     attempt; 0 never counts

@@ -11,12 +11,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import Batch, BatchConfig, RunConfig, config_from_dict, derive_batch, load_config
+from meshwright.config import Batch, BatchConfig, RunConfig, config_from_dict, derive_batch
 from meshwright.data.file_sources import open_sources
 from meshwright.data.source import Source
 from meshwright.data.stream import Stream
 from meshwright.errors import ConfigError
 from meshwright.io import read_json
+from meshwright.models.initial_model import load_run_config
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
 from meshwright.topology.unsupported import validate
@@ -79,7 +80,7 @@ def open_sample_lookup(run: Path) -> SampleLookup:
         return lookup_from_identity(RunFolder(run).identity_file)
     if not run.exists():
         raise ConfigError(f"{run} does not exist", "expected a run folder or a run file")
-    config = load_config(run)
+    config = load_run_config(run)
     sources = open_sources(config.data, config.model.vocab, config.model.separator)
     layout, batch = validate(config)
     return SampleLookup(build_stream(config, sources), batch, layout, [source.name for source in sources])

@@ -17,12 +17,14 @@ from meshwright.data.token_files import raise_if_changed
 from meshwright.errors import ConfigError, MeshwrightError, PeerError, StoppedBySignal, describe_exception
 from meshwright.launch.environment import started_by_torchrun
 from meshwright.launch.host_memory import require_host_memory
+from meshwright.launch.initial_weights import open_initial_weights
 from meshwright.launch.ranks import Ranks, cuda_started, raise_if_spawning
 from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, leave_process_group, torchrun_restart_count
 from meshwright.launch.shared_weights import share_weights
 from meshwright.launch.user_code.entry_points import open_callbacks
 from meshwright.launch.user_code.make_custom_model import open_user_code
 from meshwright.launch.user_code.user_code import NO_USER_CODE, UserCode
+from meshwright.models.initial_model import take_initial_model
 from meshwright.models.registry import validate_family
 from meshwright.parallel.compile import require_compiler
 from meshwright.recover.incidents import Incident
@@ -51,6 +53,8 @@ def make_job(
 ) -> Job:
     """Validates the run and opens its data sources; forked ranks share the memory maps of this process."""
     raise_if_spawning()
+    if user.model is None:
+        config = take_initial_model(config)
     layout, batch = validate(config, own_model=user.model is not None)
     if layout.ranks > MAX_RANKS_PER_HOST and not started_by_torchrun():
         raise ConfigError(
@@ -70,6 +74,7 @@ def make_job(
         folder,
         fallback=fallback,
         custom=custom,
+        weights=open_initial_weights(config, folder, custom),
         accept_code=accept_code,
         cluster=cluster,
         callbacks=run_callbacks(config, open_callbacks(user)),
@@ -180,6 +185,7 @@ def collect_facts(job: Job) -> dict[str, Any]:
         "code": code_fingerprint(),
         "code of the model": job.config.custom_model.code,
         "data": [source.fingerprint() for source in job.sources],
+        "initial weights": job.weights.digest if job.weights is not None else None,
         "dtype": job.config.precision.compute,
     }
 

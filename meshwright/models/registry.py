@@ -85,8 +85,8 @@ def family_options(config: ModelConfig) -> Any:
     return build_dataclass(cls, config.options, "model.options")
 
 
-def read_huggingface_model(fields_of_file: ConfigFields) -> ModelConfig:
-    """The model of a config.json. Raises ConfigError for what no family computes."""
+def read_huggingface_section(fields_of_file: ConfigFields) -> dict[str, Any]:
+    """The keys of `model` that a config.json determines. Raises ConfigError for what no family computes."""
     family = fields_of_file.text("model_type", REQUIRED)
     if family not in FAMILIES:
         raise ConfigError(
@@ -95,7 +95,12 @@ def read_huggingface_model(fields_of_file: ConfigFields) -> ModelConfig:
         )
     section = import_module(f"{FAMILIES[family]}.huggingface").read_config(fields_of_file)
     fields_of_file.require_all_read()
-    config = build_dataclass(ModelConfig, section | {"family": family}, "model")
+    return {**section, "family": family}
+
+
+def read_huggingface_model(fields_of_file: ConfigFields) -> ModelConfig:
+    """The model of a config.json, with the defaults of what the file does not determine."""
+    config = build_dataclass(ModelConfig, read_huggingface_section(fields_of_file), "model")
     assert isinstance(config, ModelConfig)
     model_spec(config)
     return config

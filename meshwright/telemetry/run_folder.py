@@ -12,7 +12,9 @@ from pathlib import Path
 from meshwright.errors import ConfigError
 
 FILES = ("run.toml", "identity.json", "plan.json")
-FOLDERS = ("events", "attempts", "checkpoints")
+INITIAL = "initial"
+"""The folder of the weights that a run starts from, if `checkpoint import` copied them."""
+FOLDERS = ("events", "attempts", "checkpoints", INITIAL)
 """What a run folder contains."""
 KINDS: dict[Callable[[int], bool], str] = {
     stat.S_ISLNK: "a symbolic link",
@@ -135,7 +137,18 @@ class RunFolder:
             raise ConfigError(
                 f"--fresh cannot rename {root} to {target.name}: {error.strerror}", "try another --run DIR"
             ) from None
+        self.link_initial_weights(target)
         return RunFolder(target)
+
+    def link_initial_weights(self, earlier: Path) -> None:
+        """Gives the folder the initial weights of an earlier one, which keeps them: the files get a second name."""
+        try:
+            names = sorted(os.listdir(earlier / INITIAL))
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        (self.root / INITIAL).mkdir(parents=True)
+        for name in names:
+            os.link(earlier / INITIAL / name, self.root / INITIAL / name, follow_symlinks=False)
 
 
 def parse_attempt(name: str) -> int | None:

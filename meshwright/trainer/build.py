@@ -17,15 +17,22 @@ from meshwright.topology.parameter_shards import pipeline_placement
 from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.objective import Objective
 from meshwright.trainer.precision import Precision
+from meshwright.weights.initial import InitialWeights, fill_from
 
 
 def build_parallel_model(
-    config: RunConfig, layout: Layout, custom: CustomModel | None, precision: Precision, world: World
+    config: RunConfig,
+    layout: Layout,
+    custom: CustomModel | None,
+    precision: Precision,
+    world: World,
+    weights: InitialWeights | None = None,
 ) -> ParallelModel:
     """Builds and parallelizes the configured decoder or the custom model."""
     if custom is None:
-        return build_parallel_decoder(config, layout, precision, world)
+        return build_parallel_decoder(config, layout, precision, world, weights)
     fill = fill_shards(custom, config.seed) if custom.on_meta() else None
+    fill = fill_from(weights, lambda name: name.removeprefix("model."), fill)
     objective = custom.build_objective(world.device, precision.weights)
     return parallelize_objective(objective, custom, config, layout, world, fill)
 
@@ -49,8 +56,10 @@ def parallelize_objective(
     return parallel_model
 
 
-def build_parallel_decoder(config: RunConfig, layout: Layout, precision: Precision, world: World) -> ParallelModel:
-    """Builds the configured decoder; each rank initializes its own shards."""
+def build_parallel_decoder(
+    config: RunConfig, layout: Layout, precision: Precision, world: World, weights: InitialWeights | None = None
+) -> ParallelModel:
+    """Builds the configured decoder; each rank initializes its own shards, or reads them from a folder of weights."""
     spec = model_spec(config.model)
 
     def initialize(shard: LocalShard, name: str) -> None:
@@ -62,7 +71,7 @@ def build_parallel_decoder(config: RunConfig, layout: Layout, precision: Precisi
         layout,
         world,
         family_parallel_spec(spec),
-        initialize,
+        fill_from(weights, lambda name: name, initialize),
         placement=pipeline_placement(config, layout, world.rank, block_costs(config)),
     )
 

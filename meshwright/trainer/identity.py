@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import secrets
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from meshwright.io import atomic_write, read_json, write_error, write_json
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.trainer.custom_model import CodeRecord, CustomModel
 from meshwright.version import __version__
+from meshwright.weights.initial import InitialWeights
 
 MAX_DIFFERENCES = 4
 """Differences that an error lists; the rest are counted."""
@@ -32,9 +34,16 @@ TENSOR = re.compile(r"\b(\w+)(\[[\d, ]*\]) \w")
 SOURCE_CONTENT = re.compile(r"source\[(\d+)\]\.fingerprint")
 """The identity key of a data source's content hash."""
 
+INITIAL_WEIGHTS = "initial_weights"
+"""The identity key of the digest of the folder that the initial weights come from."""
+
 
 def build_identity(
-    config: RunConfig, sources: list[Source], stream: Stream, custom: CustomModel | None
+    config: RunConfig,
+    sources: list[Source],
+    stream: Stream,
+    custom: CustomModel | None,
+    weights: InitialWeights | None = None,
 ) -> dict[str, Any]:
     """Returns the identity record. A custom model is identified by its parameters' names and shapes."""
     values = identity(config)
@@ -42,6 +51,8 @@ def build_identity(
         values = {key: value for key, value in values.items() if not key.startswith("model.")}
         shapes = "\n".join(f"{name} {tuple(p.shape)}" for name, p in custom.module.named_parameters())
         values["model"] = hashlib.sha256(shapes.encode()).hexdigest()[:16]
+    if weights is not None:
+        values[INITIAL_WEIGHTS] = weights.digest
     code = custom.code if custom is not None else None
     known = [{"name": s.name, "samples": len(s), "fingerprint": s.fingerprint()} for s in sources]
     values |= {f"source[{i}].fingerprint": s["fingerprint"] for i, s in enumerate(known)}
@@ -240,10 +251,18 @@ def short_text(text: str | None) -> str:
 def write_run_folder(folder: RunFolder, config: RunConfig, record: dict[str, Any]) -> None:
     """Writes run.toml and identity.json."""
     try:
-        atomic_write(folder.run_file, config_to_toml(config))
+        atomic_write(folder.run_file, config_to_toml(relative_to_run(folder, config)))
         write_json(folder.identity_file, record)
     except OSError as error:
         raise write_error(folder.root, error) from None
+
+
+def relative_to_run(folder: RunFolder, config: RunConfig) -> RunConfig:
+    """The config with the path of its initial weights as the run file has it: a run folder that has them can move."""
+    if not config.init_from:
+        return config
+    path = Path(config.init_from).resolve()
+    return replace(config, init_from=str(path.relative_to(folder.root) if path.is_relative_to(folder.root) else path))
 
 
 def describe_differences(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -269,6 +288,11 @@ def describe_difference(key: str, before: Any, now: Any) -> str:
             kinds = ("the built-in model", "a custom model")
             return f"the model was {kinds[before is not None]} and is {kinds[now is not None]}"
         return f"the names or shapes of the model's parameters changed (hash {hashes})"
+    if key == INITIAL_WEIGHTS:
+        if before is None or now is None:
+            kinds = ("initialized from the seed", "taken from a folder")
+            return f"the initial weights were {kinds[before is not None]} and are {kinds[now is not None]}"
+        return f"the content of the initial weights changed (hash {hashes})"
     if match := SOURCE_CONTENT.fullmatch(key):
         if before is None or now is None:
             return f"data source {match[1]} was {'added' if before is None else 'removed'}"

@@ -42,6 +42,7 @@ from meshwright.trainer.records.step_recorder import StepRecorder, finite_or_non
 from meshwright.trainer.resume import ResumeState
 from meshwright.trainer.signals import SignalWatch
 from meshwright.trainer.step import Step, StepContext, TrainingObserver
+from meshwright.weights.initial import InitialWeights, require_folder
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Job:
     """whether Meshwright's supervisor watches the ranks; under torchrun it does not"""
     custom: CustomModel | None = None
     """a custom model; None is the model of the config"""
+    weights: InitialWeights | None = None
+    """the initial weights of a run with `init_from`; None: they are initialized from the seed"""
     accept_code: bool = False
     """whether the run continues although the code of its custom model changed"""
     cluster: str | None = None
@@ -126,9 +129,9 @@ class Training:
         self.job, self.world, self.config = job, world, job.config
         self.signals = SignalWatch(world.heartbeat)
         set_determinism(self.config.precision.deterministic, self.config.launch.threads, world.device)
-
         self.precision = Precision(self.config.precision, world.device)
-        self.parallel_model = build_parallel_model(self.config, job.layout, job.custom, self.precision, world)
+        build = partial(build_parallel_model, self.config, job.layout, job.custom)
+        self.parallel_model = build(self.precision, world, job.weights)
         self.module = self.parallel_model.module
         self.stream = build_stream(self.config, job.sources)
         self.store = open_run_store(job.folder)
@@ -167,7 +170,7 @@ class Training:
     def _check_identity(self) -> Event:
         """Checks on rank 0 that the run folder belongs to this run, and returns its identity record on every rank."""
         job = self.job
-        record = build_identity(self.config, job.sources, self.stream, job.custom)
+        record = build_identity(self.config, job.sources, self.stream, job.custom, job.weights)
         if self.world.rank == 0:
             newest = next((entry.step for entry in list_published(self.store)), -1)
             attempt, accept_code = job.attempt, job.accept_code
@@ -243,6 +246,7 @@ class Training:
             block_sizes=self.job.block_sizes,
         )
         if restored is None:
+            require_folder(self.job.weights)
             self._record_extension(0, self._steps_before())
             return self.job.first_step
         manifest = restored.manifest

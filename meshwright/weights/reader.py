@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,6 @@ from meshwright.data.token_files import FileStatus
 from meshwright.errors import ConfigError
 from meshwright.models.huggingface import StoredParameter
 from meshwright.models.registry import model_spec, read_huggingface_model
-from meshwright.parallel.local_shard import LocalShard
-from meshwright.parallel.materialize import Fill
 from meshwright.weights.content import folder_digest, tensor_digests
 from meshwright.weights.folder import WeightFiles
 from meshwright.weights.mapping import ExpectedTensor, StoredModel, find_family_parameters, find_own_parameters
@@ -123,24 +121,3 @@ def module_tensors(saved: Iterable[tuple[str, Tensor]]) -> NamedTensors:
         (tuple(of_tensor), ExpectedTensor(tuple(tensor.shape), tensor.is_floating_point()))
         for of_tensor, tensor in names.values()
     ]
-
-
-def fill_from(weights: WeightFolder, own_name: Callable[[str], str], otherwise: Fill | None) -> Fill:
-    """Returns the function that writes the values of a folder into the local shards of a model. `otherwise` initializes
-    the parameters and buffers that the folder does not have.
-    """
-
-    def fill(shard: LocalShard, name: str) -> None:
-        if own_name(name) not in weights:
-            if otherwise is not None:
-                otherwise(shard, name)
-        elif shard.local.numel():
-            values = weights.read(own_name(name), shard.offset, shard.local.shape)
-            shard.local.copy_(values)
-            if values.dtype.itemsize > shard.local.dtype.itemsize and not shard.local.isfinite().all():
-                raise ConfigError(
-                    f"{weights.files.root}: parameter {name} has values above the range of {shard.local.dtype}",
-                    "try precision.compute = fp64",
-                )
-
-    return fill

@@ -15,6 +15,7 @@ from meshwright.data.file_sources import open_sources
 from meshwright.data.source import IndexableSource, Source, find_structure
 from meshwright.errors import ConfigError, IdentityError
 from meshwright.launch.first_batch_check import prepare_custom_model
+from meshwright.launch.initial_weights import with_init_from_folder
 from meshwright.launch.source_check import check_source
 from meshwright.launch.user_code.code_record import build_code_record
 from meshwright.launch.user_code.entry_points import call_without_arguments
@@ -54,6 +55,7 @@ def open_user_code(config: RunConfig, user: UserCode, same_code: bool = True, ne
         source = dataset if is_source(dataset) else IndexableSource(dataset, collate=user.collate)
         sources = [check_source(source, config.launch, user.collate)]
     if custom is not None:
+        custom = with_init_from_folder(config, custom)
         layout = Layout.from_config(config.layout)
         require_spec(custom.module, custom.spec, layout)
         if needs_values:

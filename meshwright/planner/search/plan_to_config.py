@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import RunConfig, config_from_dict, config_to_dict, identity, load_config, placement
+from meshwright.config import RunConfig, config_from_dict, config_to_dict, identity, placement
 from meshwright.config.constraints import PositiveInt
 from meshwright.config.reader import CommandLineValue, convert, read_toml, set_key
 from meshwright.errors import ConfigError
 from meshwright.io import format_bytes, format_count, format_seconds, read_json
+from meshwright.models.initial_model import load_run_config
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import describe_plan
 from meshwright.planner.hardware.cluster import Cluster
@@ -88,7 +89,9 @@ def best_plan(
 
     The plan uses the requested ranks, otherwise the ranks of the run file's layout, otherwise all devices.
     """
-    run = load_config(file, [option for option in overrides if override_key(option) not in SEARCHED_KEYS], None, steps)
+    run = load_run_config(
+        file, [option for option in overrides if override_key(option) not in SEARCHED_KEYS], None, steps
+    )
     devices = resolve_cluster(cluster)
     requested = parse_ranks(ranks) if ranks is not None else ranks_in_run_file(file)
     cache = CostCache(
@@ -109,7 +112,7 @@ def ranks_in_run_file(file: Path | None) -> int | None:
     """Returns the ranks of a run file's layout; None if the file has no layout."""
     if file is None or "layout" not in read_toml(file):
         return None
-    return Layout.from_config(load_config(file).layout).ranks
+    return Layout.from_config(load_run_config(file).layout).ranks
 
 
 def cluster_with_ranks(cluster: Cluster, ranks: int) -> Cluster:
@@ -140,10 +143,10 @@ def plan_from_file(
     path: Path, file: Path | None, overrides: Sequence[str], ranks: str | None, steps: str | None
 ) -> PlannedConfig:
     """Returns the run with the placement of a plan file; without a run file, the plan file itself is the run."""
-    planned = load_config(path)
+    planned = load_run_config(path)
     plan_is_run = file is None and not any(override_key(option) == "preset" for option in overrides)
     run_overrides = [option for option in overrides if not decided_by_plan(override_key(option))]
-    run = load_config(path if plan_is_run else file, run_overrides, None, steps)
+    run = load_run_config(path if plan_is_run else file, run_overrides, None, steps)
     check_same_run(path, identity(planned), identity(run))
     tree: dict[str, Any] = config_to_dict(run)
     for key, value in placement(planned).items():

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.config import PRESETS, ModelConfig, RunConfig, load_config
+from meshwright.config import PRESETS, ModelConfig, RunConfig
 from meshwright.errors import ConfigError
 from meshwright.models.architecture import Architecture
+from meshwright.models.initial_model import load_run_config
 from meshwright.models.registry import model_architecture
 from meshwright.planner.workload.huggingface_config import HuggingFaceConfig, read_huggingface_config
 
@@ -30,7 +31,7 @@ class ResolvedModel:
 def resolve_model(name: str, overrides: Sequence[str] = ()) -> ResolvedModel:
     """Returns the model that `name` means; `overrides` are `--KEY=VALUE` options for a preset or a run file."""
     if name in PRESETS:
-        return resolve_run(load_config(None, [f"--preset={name}", *overrides]), name)
+        return resolve_run(load_run_config(None, [f"--preset={name}", *overrides]), name)
     path = Path(name)
     if not name or not path.exists():
         raise ConfigError(
@@ -38,7 +39,7 @@ def resolve_model(name: str, overrides: Sequence[str] = ()) -> ResolvedModel:
             f"expected {', '.join(PRESETS)}, a run file (.toml), a Hugging Face config.json or its folder",
         )
     if path.suffix == ".toml":
-        return resolve_run(load_config(path, overrides), path.stem)
+        return resolve_run(load_run_config(path, overrides), path.stem)
     if overrides:
         raise ConfigError(
             f"{overrides[0]} is a setting of a run, but {path} is a Hugging Face config",
