@@ -1,9 +1,16 @@
-"""Every command of the pages in docs/, and of CONTRIBUTING.md, works as typed."""
+"""Every command of the pages in docs/, and of CONTRIBUTING.md, is valid, and works as typed."""
 
 from __future__ import annotations
 
+import re
+import shlex
+
 import pytest
-from document_commands import PAGES, commands, prepare, run
+from document_commands import PAGES, ROOT, commands, prepare, run
+
+from meshwright.cli.args import parse
+from meshwright.cli.main import VERBS
+from meshwright.config import load_config
 
 COMMANDS = [(page, command) for page in ("CONTRIBUTING.md", *PAGES) for command in commands(page)]
 
@@ -25,6 +32,19 @@ def test_pages_have_commands():
     assert len(COMMANDS) > 10
 
 
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_page_command_is_valid(page, command):
+    """The verb, its options and the settings exist; the command itself runs in the long suite."""
+    args = [arg for arg in shlex.split(command) if not re.match(r"[A-Z_]+=", arg)]
+    if args[0] == "meshwright" and "--help" not in args:
+        name = max((verb for verb in VERBS if args[1 : 1 + len(verb.split())] == verb.split()), key=len)
+        values = parse(VERBS[name], name, args[1 + len(name.split()) :])
+        load_config(overrides=[override for override in values.get("overrides", ()) if "layout." not in override])
+    elif args[0] == "python":
+        assert args[1] == "-m" or (ROOT / args[1]).exists()
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
 def test_page_command_works_as_typed(page, command, folder_of):
     run(command, folder_of(page))
