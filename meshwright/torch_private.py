@@ -37,6 +37,10 @@ __all__ = [
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
 foreach_zero_ = torch._foreach_zero_
+foreach_add_ = torch._foreach_add_
+foreach_lerp = torch._foreach_lerp
+foreach_lerp_ = torch._foreach_lerp_
+foreach_sign_ = torch._foreach_sign_
 
 grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 """(rows, one matrix per group, offs=end row of each group) -> rows. A public name in newer releases only."""

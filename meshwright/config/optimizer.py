@@ -12,28 +12,29 @@ from meshwright.config.constraints import (
     Range,
     UnitFraction,
 )
+from meshwright.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Optimizer, with clipping by global norm."""
 
-    kind: Literal["adamw", "muon", "adafactor"] = "adamw"
-    """update rule; muon updates the matrices of blocks, and adamw the rest"""
+    kind: Literal["adamw", "muon", "sgd", "lion", "adafactor"] = "adamw"
+    """update rule; docs/optimizers.md has the formula and the state of each"""
     lr: Annotated[float, Range(minimum=0, maximum=1e30)] = 3e-3
     """peak learning rate"""
     beta1: Annotated[float, Range(minimum=0, maximum=0.999999)] = 0.9
-    """decay rate of the first moment"""
+    """adamw: decay rate of the first moment; lion: share of the momentum in the update"""
     beta2: Annotated[float, Range(minimum=0, maximum=0.999999)] = 0.95
-    """decay rate of the second moment"""
+    """adamw: decay rate of the second moment; lion: decay rate of the momentum"""
     eps: PositiveFloat = 1e-8
-    """epsilon in AdamW's denominator"""
+    """adamw: epsilon in the denominator"""
     weight_decay: Annotated[float, Range(minimum=0, maximum=1e6)] = 0.1
-    """decoupled weight decay, applied to matrices only, not to norms and biases"""
+    """weight decay of matrices, not of norms and biases: decoupled, and for sgd added to the gradient as in torch"""
     momentum: Annotated[float, Range(minimum=0, maximum=0.999999)] = 0.95
-    """muon: decay rate of the momentum"""
+    """muon, sgd: decay rate of the momentum; sgd with 0 keeps no state"""
     nesterov: bool = True
-    """muon: Nesterov momentum"""
+    """muon, sgd: Nesterov momentum"""
     newton_schulz_steps: Annotated[int, Range(minimum=1, maximum=20)] = 5
     """muon: iterations that orthogonalize the momentum"""
     update_scale: Literal["match-rms-adamw", "original"] = "match-rms-adamw"
@@ -41,7 +42,7 @@ class OptimizerConfig:
     clip: Annotated[float, Range(minimum=0, maximum=1e12)] = 1.0
     """maximum global norm of the gradient; 0 disables clipping"""
     implementation: Literal["fused", "foreach"] = "fused"
-    """torch.optim.AdamW implementation"""
+    """implementation of torch.optim.AdamW and torch.optim.SGD; lion is always foreach"""
     cpu_offload: Annotated[bool, PLACEMENT] = False
     """keep optimizer state in host memory and run the optimizer on the CPU"""
 

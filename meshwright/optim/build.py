@@ -11,13 +11,15 @@ from meshwright.config import OptimizerConfig
 from meshwright.optim.adafactor import Adafactor
 from meshwright.optim.adamw import AdamW
 from meshwright.optim.interface import OptimizedParameter, Optimizer, UpdateRule, local_parameter
+from meshwright.optim.lion import Lion
 from meshwright.optim.muon import Muon
+from meshwright.optim.sgd import SGD
 from meshwright.parallel.local_shard import local_shard
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
 from meshwright.topology.optimizer_state import parameter_settings
 
-RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "muon": Muon, "adafactor": Adafactor}
+RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "muon": Muon, "sgd": SGD, "lion": Lion, "adafactor": Adafactor}
 """Name of an update rule -> its class; `topology/optimizer_state.py` declares the state of each."""
 
 

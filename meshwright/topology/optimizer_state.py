@@ -61,10 +61,20 @@ def adafactor_state(_config: OptimizerConfig, shape: Shape) -> tuple[StateTensor
     return (step, StateTensor("row_var", dims[:-1]), StateTensor("col_var", (*dims[:-2], dims[-1])))
 
 
+def sgd_state(config: OptimizerConfig, shape: Shape) -> tuple[StateTensor, ...]:
+    return moments(shape, "momentum_buffer") if config.momentum else ()
+
+
+def lion_state(_config: OptimizerConfig, shape: Shape) -> tuple[StateTensor, ...]:
+    return moments(shape, "exp_avg")
+
+
 RULES: dict[str, RuleDeclaration] = {
     "adamw": RuleDeclaration(adamw_state),
     "muon": RuleDeclaration(muon_state, elementwise=False),
     "adafactor": RuleDeclaration(adafactor_state, elementwise=False),
+    "sgd": RuleDeclaration(sgd_state),
+    "lion": RuleDeclaration(lion_state),
 }
 """Name of an update rule -> its declaration. Every `optimizer.kind` is the name of a rule."""
 

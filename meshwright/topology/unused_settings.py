@@ -36,6 +36,15 @@ def _resharding_reason(config: RunConfig, layout: Layout) -> str:
     return "parameters are not sharded (layout.shard = parameters on two or more ranks)"
 
 
+OPTIMIZER_KINDS = {
+    "beta1": ("adamw", "lion"),
+    "beta2": ("adamw", "lion"),
+    "eps": ("adamw",),
+    "momentum": ("sgd",),
+    "nesterov": ("sgd",),
+    "implementation": ("adamw", "sgd"),
+}
+"""Setting of the optimizer -> the kinds that read it; the others are read by all."""
 UNUSED_SETTINGS = (
     UnusedSettings(
         ("pipeline.schedule", "pipeline.stages"),
@@ -74,6 +83,15 @@ UNUSED_SETTINGS = (
     UnusedSettings(
         ("precision.loss_scale", "precision.scale_interval"),
         lambda config, _layout: "" if config.precision.compute == "fp16" else "precision.compute is not fp16",
+    ),
+    *(
+        UnusedSettings(
+            (f"optimizer.{key}",),
+            lambda config, _layout, kinds=kinds: (
+                "" if config.optimizer.kind in kinds else f"optimizer.kind is {config.optimizer.kind}"
+            ),
+        )
+        for key, kinds in OPTIMIZER_KINDS.items()
     ),
     UnusedSettings(
         ("schedule.decay",),
