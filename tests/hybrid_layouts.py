@@ -15,6 +15,8 @@ CONFIG_KEYS = {
     "recompute": "activation_checkpoint.mode",
     "segment": "activation_checkpoint.segment",
     "offload": "optimizer.cpu_offload",
+    "optimizer": "optimizer.kind",
+    "implementation": "optimizer.implementation",
 }
 MODEL_KEYS = ("layers", "heads", "kv_heads", "ffn", "experts", "experts_shared", "separator")
 

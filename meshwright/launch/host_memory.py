@@ -11,10 +11,8 @@ from meshwright.io import format_bytes
 from meshwright.models.registry import model_spec
 from meshwright.parallel.world import runs_on_cpu
 from meshwright.topology.layout import Layout
+from meshwright.topology.optimizer_state import rank_state_bytes
 from meshwright.topology.parameter_shards import parameter_shards, uses_fsdp
-
-COPIES = 3
-"""Parameters and the two moments of AdamW: a lower bound, without gradients and activations."""
 
 
 def require_host_memory(config: RunConfig, layout: Layout) -> None:
@@ -37,9 +35,9 @@ def require_host_memory(config: RunConfig, layout: Layout) -> None:
 
 
 def state_bytes(config: RunConfig, layout: Layout, rank: int) -> int:
-    """Bytes of one rank's parameters and optimizer state."""
+    """Bytes of one rank's parameters and optimizer state: a lower bound, without gradients and activations."""
     sharded = uses_fsdp(layout)
-    elements = sum(
-        p.shard_numel if sharded else p.numel for p in parameter_shards(model_spec(config.model), config, layout, rank)
-    )
-    return int(COPIES * elements * PRECISION_BYTES["fp64" if config.precision.compute == "fp64" else "fp32"])
+    element_size = int(PRECISION_BYTES["fp64" if config.precision.compute == "fp64" else "fp32"])
+    parameters = parameter_shards(model_spec(config.model), config, layout, rank)
+    elements = sum(p.shard_numel if sharded else p.numel for p in parameters)
+    return elements * element_size + rank_state_bytes(config.optimizer, parameters, sharded, element_size)

@@ -37,8 +37,6 @@ class ParameterSpec(ParameterShape):
     """None: the module brings its values"""
     decay: bool = True
     """whether the optimizer applies weight decay"""
-    trainable: bool = True
-    """whether it requires a gradient"""
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,14 @@ class Lion(UpdateRule):
             return
         self.divide_gradients(divisor)
         for (lr_factor, weight_decay), members in self.grouped.items():
-            parameters = [p.local for p in members if p.local.grad is not None]
-            if not parameters:
+            used = [p.local for p in members if p.local.grad is not None]
+            if not used:
                 continue
             rate = lr * lr_factor
-            gradients = [p.grad for p in parameters]
-            averages = [self.state[p]["exp_avg"] for p in parameters]
-            updates = foreach_lerp(averages, gradients, 1 - self.config.beta1)
+            parameters: list[Tensor] = [p.data for p in used]
+            gradients = [p.grad for p in used if p.grad is not None]
+            averages = [self.state[p]["exp_avg"] for p in used]
+            updates = list(foreach_lerp(averages, gradients, 1 - self.config.beta1))
             foreach_sign_(updates)
             foreach_mul_(parameters, 1 - rate * weight_decay)
             foreach_add_(parameters, updates, alpha=-rate)

@@ -5,12 +5,15 @@ The planner, the simulator and the host-memory check compute bytes from this tab
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 
 from meshwright.config import OptimizerConfig
+from meshwright.topology.parameter_shards import ParameterShard
 
+OUTSIDE_BLOCKS = ("before", "after", "root")
+"""FSDP units of the parameters that are in no block."""
 Shape = tuple[int, ...]
 
 
@@ -109,3 +112,22 @@ def update_rule(config: OptimizerConfig, name: str, shape: Shape, in_block: bool
 def state_tensors(config: OptimizerConfig, rule: str, shape: Shape) -> tuple[StateTensor, ...]:
     """The optimizer state of a parameter with this update rule."""
     return RULES[rule].state(config, shape)
+
+
+def shard_state_bytes(config: OptimizerConfig, parameter: ParameterShard, sharded: bool, element_size: int) -> int:
+    """Bytes of the optimizer state of a parameter on one rank; `sharded` if FSDP2 wraps the model. An offloaded update
+    has a copy of the parameter, too.
+    """
+    if parameter.is_tied_copy or not parameter.trainable:
+        return 0
+    shape = parameter.shard_shape if sharded else parameter.shape
+    rule = update_rule(config, parameter.name, parameter.shape, parameter.unit not in OUTSIDE_BLOCKS)
+    state = sum(tensor.nbytes(shape, element_size) for tensor in state_tensors(config, rule, parameter.shape))
+    return state + (prod(shape) * element_size if config.cpu_offload else 0)
+
+
+def rank_state_bytes(
+    config: OptimizerConfig, parameters: Iterable[ParameterShard], sharded: bool, element_size: int
+) -> int:
+    """Bytes of the optimizer state of one rank."""
+    return sum(shard_state_bytes(config, parameter, sharded, element_size) for parameter in parameters)

@@ -21,11 +21,11 @@ def padded_numel(shape: tuple[int, ...], shards: int) -> int:
     return prod(shape) // sharded_size * (-(-sharded_size // shards) * shards)
 
 
-def shard_numel(shape: tuple[int, ...], shards: int, shard_index: int) -> int:
-    """The elements of one rank's shard, without padding."""
-    sharded_size = shape[fsdp_shard_dim(shape, shards)]
-    chunk = -(-sharded_size // shards)
-    return prod(shape) // sharded_size * max(0, min(chunk, sharded_size - chunk * shard_index))
+def shard_shape(shape: tuple[int, ...], shards: int, shard_index: int) -> tuple[int, ...]:
+    """The shape of one rank's shard, without padding."""
+    dim = fsdp_shard_dim(shape, shards)
+    chunk = -(-shape[dim] // shards)
+    return (*shape[:dim], max(0, min(chunk, shape[dim] - chunk * shard_index)), *shape[dim + 1 :])
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class ParameterShape:
     """the dimension that tensor parallelism shards; None: replicated on all tensor-parallel ranks"""
     is_expert_weight: bool = False
     """whether its first dimension is that of the experts, which expert parallelism shards"""
+    trainable: bool = True
+    """whether it requires a gradient; a frozen parameter has no gradient and no optimizer state"""
 
     def local_shape(self, tensor: int, expert: int = 1) -> tuple[int, ...]:
         """The shape on one rank after tensor and expert parallelism, before FSDP2."""

@@ -12,7 +12,7 @@ from math import prod
 
 from meshwright.config import RunConfig
 from meshwright.topology.layout import Layout, stages_per_rank
-from meshwright.topology.parameter_shapes import ModelShape, ParameterShape, padded_numel, shard_numel
+from meshwright.topology.parameter_shapes import ModelShape, ParameterShape, padded_numel, shard_shape
 from meshwright.topology.schedules import stages_on_rank
 from meshwright.topology.stage_partition import partition_blocks
 
@@ -47,6 +47,8 @@ class ParameterShard:
     """whether it is a copy of a weight that another pipeline stage owns"""
     is_tied: bool = False
     """whether it is such a copy, or has one in another pipeline stage"""
+    trainable: bool = True
+    """whether it has a gradient and optimizer state"""
 
     @property
     def numel(self) -> int:
@@ -61,8 +63,13 @@ class ParameterShard:
         return self.padded_numel // self.shard_group.shards
 
     @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's shard, without padding."""
+        return shard_shape(self.shape, self.shard_group.shards, self.shard_group.shard_index)
+
+    @property
     def shard_numel(self) -> int:
-        return shard_numel(self.shape, self.shard_group.shards, self.shard_group.shard_index)
+        return prod(self.shard_shape)
 
 
 Units = dict[str, list[ParameterShard]]
@@ -161,6 +168,7 @@ def parameter_shards(model: ModelShape, config: RunConfig, layout: Layout, rank:
             grad_is_partial=layout.tensor > 1 and parameter.tp_dim is None,
             is_tied_copy=pipeline and parameter.name in model.tied,
             is_tied=pipeline and parameter.name in {*model.tied, *model.tied.values()},
+            trainable=parameter.trainable,
         )
 
     parameters = model.untied_parameters if pipeline else model.parameters

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 from meshwright.config import RunConfig
@@ -34,6 +35,10 @@ def _resharding_reason(config: RunConfig, layout: Layout) -> str:
     if config.layout.shard == "parameters" and layout.shard > 1:
         return ""
     return "parameters are not sharded (layout.shard = parameters on two or more ranks)"
+
+
+def _kind_reason(kinds: tuple[str, ...], config: RunConfig, _layout: Layout) -> str:
+    return "" if config.optimizer.kind in kinds else f"optimizer.kind is {config.optimizer.kind}"
 
 
 OPTIMIZER_KINDS = {
@@ -84,15 +89,7 @@ UNUSED_SETTINGS = (
         ("precision.loss_scale", "precision.scale_interval"),
         lambda config, _layout: "" if config.precision.compute == "fp16" else "precision.compute is not fp16",
     ),
-    *(
-        UnusedSettings(
-            (f"optimizer.{key}",),
-            lambda config, _layout, kinds=kinds: (
-                "" if config.optimizer.kind in kinds else f"optimizer.kind is {config.optimizer.kind}"
-            ),
-        )
-        for key, kinds in OPTIMIZER_KINDS.items()
-    ),
+    *(UnusedSettings((f"optimizer.{key}",), partial(_kind_reason, kinds)) for key, kinds in OPTIMIZER_KINDS.items()),
     UnusedSettings(
         ("schedule.decay",),
         lambda config, _layout: "" if config.schedule.kind == "wsd" else "schedule.kind is not wsd",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from math import prod
 
 import pytest
 from step_harness import count_step_bytes
@@ -13,7 +14,8 @@ from meshwright.models.registry import model_spec
 from meshwright.planner.exact.comm_volume import comm_volume
 from meshwright.planner.exact.state_memory import StateMemory, state_memory
 from meshwright.testing import run_ranks
-from meshwright.topology.parameter_shapes import fsdp_shard_dim, padded_numel, shard_numel
+from meshwright.topology.optimizer_state import RULES
+from meshwright.topology.parameter_shapes import fsdp_shard_dim, padded_numel, shard_shape
 from meshwright.topology.unsupported import validate
 
 KINDS = ("none", "optimizer", "gradients", "parameters")
@@ -35,6 +37,11 @@ CASES = {
     for kind in KINDS
     for accumulation in (1, 3)
     for tie in ("false", "true")
+}
+CASES |= {
+    (kind, shard): sharded_config(shard, 1, f"--optimizer.kind={kind}", f"--optimizer.cpu_offload={kind == 'lion'}")
+    for kind in RULES
+    for shard in ("none", "parameters")
 }
 
 
@@ -112,7 +119,7 @@ def test_parameter_shapes_equal_the_models():
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_shards_add_up_to_the_parameter(ranks):
     for shape in model_spec(load_config(overrides=["--model.vocab=251", "--model.ffn=46"]).model).parameters:
-        assert sum(shard_numel(shape.local_shape(2), ranks, c) for c in range(ranks)) == shape.local_numel(2)
+        assert sum(prod(shard_shape(shape.local_shape(2), ranks, c)) for c in range(ranks)) == shape.local_numel(2)
         assert padded_numel(shape.local_shape(2), ranks) >= shape.local_numel(2)
         assert padded_numel(shape.local_shape(2), ranks) % ranks == 0
 
@@ -126,5 +133,5 @@ def test_expert_weights_of_fewer_experts_than_shards_are_sharded_on_their_second
     ):
         assert fsdp_shard_dim(local, shards) == dimension
     assert padded_numel((4, 32, 16), 8) == 4 * 32 * 16
-    assert [shard_numel((4, 32, 16), 8, c) for c in range(8)] == [4 * 4 * 16] * 8
+    assert [shard_shape((4, 32, 16), 8, c) for c in range(8)] == [(4, 4, 16)] * 8
     assert padded_numel((4, 30, 16), 8) == 8 * 30 * 16

@@ -25,6 +25,7 @@ from meshwright.planner.workload.trainer_profiles import (
     TORCHTITAN,
 )
 from meshwright.topology.layout import Layout
+from meshwright.topology.optimizer_state import RULES
 from meshwright.topology.schedule_orders import action_orders
 from meshwright.topology.schedule_timeline import peak_in_flight_by_stage
 from meshwright.topology.unsupported import validate
@@ -168,6 +169,7 @@ def test_peak_memory_on_a_gpu_is_within_five_per_cent(options, allocated):
         ["--layout.shard=optimizer", "--layout.tensor=2"],
         ["--layout.shard=gradients", "--model.experts=4", "--layout.expert=2"],
         ["--layout.shard=parameters", "--layout.pipeline=2", "--model.tie=true"],
+        *([f"--optimizer.kind={kind}", "--layout.shard=optimizer", "--layout.tensor=2"] for kind in RULES),
     ],
     ids=" ".join,
 )

@@ -29,6 +29,8 @@ QUICK = [
     "replicate=2 degree=2 shard=parameters context=2",
     "replicate=2 shard=parameters pipeline=2 expert=2 experts=4 experts_shared=1",
     "context=2 pipeline=2 tensor=2",
+    "shard=parameters replicate=2 optimizer=lion",
+    "shard=optimizer replicate=2 optimizer=sgd implementation=foreach",
 ]
 
 

@@ -124,7 +124,7 @@ class StepMemory:
         double = 2.0 if job.precision == "fp64" else 1.0
         self.parameter_bytes = double * job.trainer.parameter_bytes
         self.gradient_bytes = double * job.trainer.gradient_bytes
-        self.optimizer_bytes = double * job.trainer.optimizer_bytes
+        self.optimizer_bytes = double * job.optimizer_bytes
         self.compute_bytes = settings.compute_bytes
         # The unsharded embedding sets the dtype of the residual stream.
         self.embedding_bytes = self.parameter_bytes if job.trainer.residual_bytes else self.compute_bytes

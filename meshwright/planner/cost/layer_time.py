@@ -269,12 +269,12 @@ def _(model: Architecture, shape: LayerShape) -> LayerTime:
 
 
 def optimizer_time(job: PlannedJob, parameters: float) -> float:
-    """Seconds of AdamW on this many local parameters. The update reads gradient, parameter and both moments, and
-    writes parameter and moments. Before it, the gradient norm reads gradients, and clipping reads and writes them.
+    """Seconds of the update of this many local parameters. It reads gradient, parameter and optimizer state, and writes
+    parameter and state. Before it, the gradient norm reads gradients, and clipping reads and writes them.
     """
     rate = kernel_rate(job.cluster.device, "bf16", job.trainer)
     trainer = job.trainer
-    moved_bytes = 2 * (trainer.optimizer_bytes + trainer.parameter_bytes)
+    moved_bytes = 2 * (job.optimizer_bytes + trainer.parameter_bytes)
     moved_bytes = moved_bytes + trainer.compute_copy_bytes + 4 * trainer.gradient_bytes
     offload = job.run_config is not None and job.run_config.optimizer.cpu_offload
     return moved_bytes * parameters / rate.bandwidth + (OFFLOAD_SECONDS * parameters if offload else 0.0)

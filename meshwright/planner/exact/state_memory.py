@@ -1,14 +1,15 @@
 """Peak bytes of parameters, gradients and optimizer state on one rank; exact on CPU.
 
-S is the bytes of a rank's padded shards, U one unsharded unit, u the same without padding, P all parameters.
+S is the bytes of a rank's padded shards, U one unsharded unit, u the same without padding, P all parameters. The
+optimizer state is that of the local shards, as `topology/optimizer_state.py` declares it for each optimizer.
 
-| shard | parameters | gradients | optimizer |
-|---|---|---|---|
-| none (DDP) | P | P | 2 P |
-| optimizer | S + all U | P | 2 S |
-| gradients | S + all U | S + the largest u | 2 S |
-| parameters | S + the largest U | S + the largest u | 2 S |
-| parameters, with a pipeline | S + all U that the schedule unshards | P | 2 S |
+| shard | parameters | gradients |
+|---|---|---|
+| none (DDP) | P | P |
+| optimizer | S + all U | P |
+| gradients | S + all U | S + the largest u |
+| parameters | S + the largest U | S + the largest u |
+| parameters, with a pipeline | S + all U that the schedule unshards | P |
 
 The weights of a block's experts, if experts are divided over ranks, are a unit of their own that is unsharded together
 with the block. A pipeline schedule accumulates unsharded gradients. The last stage's copy of a tied weight has a
@@ -26,6 +27,7 @@ from meshwright.planner.exact.activation_messages import weight_bytes
 from meshwright.planner.exact.comm_volume import ranks_after_forward, run_unshard_timeline, unsharded_bytes
 from meshwright.planner.exact.unshard_timeline import last_backward, nest_units, rank_actions
 from meshwright.topology.layout import Layout
+from meshwright.topology.optimizer_state import rank_state_bytes
 from meshwright.topology.parameter_shards import Units, dense_shard_group, group_by_unit, parameter_shards, uses_fsdp
 
 
@@ -45,13 +47,7 @@ def state_memory(
     spec = spec or model_spec(config.model)
     parameters = parameter_shards(spec, config, layout, rank)
     size = weight_bytes(config)
-    owned = [
-        parameter.shard_numel if uses_fsdp(layout) else parameter.numel
-        for parameter in parameters
-        if not parameter.is_tied_copy
-    ]
-    copies = 3 if config.optimizer.cpu_offload else 2
-    optimizer = copies * sum(owned) * size + 4 * len(owned)  # AdamW also counts the steps of each parameter
+    optimizer = rank_state_bytes(config.optimizer, parameters, uses_fsdp(layout), size)
     if not uses_fsdp(layout):
         total = sum(parameter.numel for parameter in parameters) * size
         return StateMemory(total, total, optimizer)

@@ -78,7 +78,7 @@ def min_state_bytes(work: Workload, candidate: Candidate) -> float:
     parameters = (dense_parameters + expert_parameters / layout.expert) / layout.tensor / layout.pipeline
     shard_ranks = layout.shard * layout.context if candidate.sharding != "none" else 1
     offloaded = work.base_config is not None and work.base_config.optimizer.cpu_offload
-    optimizer = 0.0 if offloaded else profile.optimizer_bytes
+    optimizer = 0.0 if offloaded else optimizer_bytes(profile, work.base_config, model)
     total = profile.parameter_bytes + profile.gradient_bytes + optimizer
     sharded = {"optimizer": optimizer, "gradients": optimizer + profile.gradient_bytes, "parameters": total}.get(
         candidate.sharding, 0.0

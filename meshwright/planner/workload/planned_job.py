@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from meshwright.config import Batch, RunConfig, derive_batch
 from meshwright.models.architecture import Architecture
 from meshwright.models.registry import model_architecture
 from meshwright.planner.hardware.cluster import Cluster
+from meshwright.planner.workload.optimizer_bytes import optimizer_bytes
 from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.trainer_profiles import MESHWRIGHT, MESHWRIGHT_COMPILED
@@ -73,6 +75,11 @@ class PlannedJob:
             MESHWRIGHT_COMPILED if config.compile.enabled else MESHWRIGHT,
             config,
         )
+
+    @cached_property
+    def optimizer_bytes(self) -> float:
+        """Mean bytes of optimizer state per parameter, in float32."""
+        return optimizer_bytes(self.trainer, self.run_config, self.model)
 
     @property
     def tokens_per_step(self) -> int:

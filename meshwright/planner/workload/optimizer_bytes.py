@@ -1,0 +1,40 @@
+"""Bytes of optimizer state per parameter of a model, from the declaration of each optimizer; torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from meshwright.config import ModelConfig, OptimizerConfig, RunConfig
+from meshwright.models.registry import model_spec
+from meshwright.models.spec import ParameterSpec
+from meshwright.planner.workload.traced_model import TracedModel
+from meshwright.planner.workload.trainer_profile import TrainerProfile
+from meshwright.topology.optimizer_state import OUTSIDE_BLOCKS, state_tensors, update_rule
+
+
+def optimizer_bytes(trainer: TrainerProfile, config: RunConfig | None, model: object) -> float:
+    """Mean bytes of optimizer state per parameter of a Meshwright run in float32; another trainer's are in its profile.
+    `model` is a traced model, or that of the config.
+    """
+    if config is None:
+        return trainer.optimizer_bytes
+    if isinstance(model, TracedModel):
+        return mean_bytes(config.optimizer, model.spec.parameters)
+    return mean_bytes_of_family(config.optimizer, config.model)
+
+
+@lru_cache(maxsize=64)
+def mean_bytes_of_family(config: OptimizerConfig, model: ModelConfig) -> float:
+    return mean_bytes(config, model_spec(model).parameters)
+
+
+def mean_bytes(config: OptimizerConfig, parameters: Sequence[ParameterSpec]) -> float:
+    """Mean bytes per parameter, without the numbers that an optimizer keeps for each tensor."""
+    total = 0
+    for parameter in parameters:
+        rule = update_rule(config, parameter.name, parameter.shape, parameter.unit not in OUTSIDE_BLOCKS)
+        if parameter.trainable:
+            tensors = state_tensors(config, rule, parameter.shape)
+            total += sum(tensor.nbytes(parameter.shape, 4) for tensor in tensors if tensor.dims)
+    return total / sum(parameter.local_numel() for parameter in parameters)
