@@ -12,7 +12,6 @@ from meshwright.config.constraints import (
     Range,
     UnitFraction,
 )
-from meshwright.errors import ConfigError
 
 
 @dataclass(frozen=True)

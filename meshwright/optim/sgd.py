@@ -16,7 +16,9 @@ class SGD(TorchRule):
 
     def make_optimizer(self, groups: list[dict[str, Any]], kernels: dict[str, bool]) -> torch.optim.Optimizer:
         config = self.config
-        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, **kernels)
+        optimizer = torch.optim.SGD(
+            groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov and config.momentum > 0, **kernels
+        )
         if config.momentum:
             for parameter in (p.local for p in self.parameters):
                 optimizer.state[parameter] = {

@@ -42,12 +42,14 @@ def _kind_reason(kinds: tuple[str, ...], config: RunConfig, _layout: Layout) -> 
 
 
 OPTIMIZER_KINDS = {
-    "beta1": ("adamw", "lion"),
-    "beta2": ("adamw", "lion"),
-    "eps": ("adamw",),
-    "momentum": ("sgd",),
-    "nesterov": ("sgd",),
-    "implementation": ("adamw", "sgd"),
+    "beta1": ("adamw", "muon", "lion"),
+    "beta2": ("adamw", "muon", "lion"),
+    "eps": ("adamw", "muon"),
+    "momentum": ("muon", "sgd"),
+    "nesterov": ("muon", "sgd"),
+    "newton_schulz_steps": ("muon",),
+    "update_scale": ("muon",),
+    "implementation": ("adamw", "muon", "sgd"),
 }
 """Setting of the optimizer -> the kinds that read it; the others are read by all."""
 UNUSED_SETTINGS = (

@@ -47,6 +47,8 @@ from meshwright.topology.unused_settings import UNUSED_SETTINGS, changed_setting
         (["--model.capacity_factor=1.5"], ["model.capacity_factor = 1.5 has no effect: model.experts = 0"]),
         (["--model.capacity_factor=1.5", "--model.experts=4"], []),
         (["--precision.loss_scale=2"], ["precision.loss_scale = 2.0 has no effect: precision.compute is not fp16"]),
+        (["--optimizer.momentum=0.5"], ["optimizer.momentum = 0.5 has no effect: optimizer.kind is adamw"]),
+        (["--optimizer.momentum=0.5", "--optimizer.kind=sgd"], []),
         (["--schedule.decay=0.5"], ["schedule.decay = 0.5 has no effect: schedule.kind is not wsd"]),
         (
             ["--checkpoint.mode=off", "--checkpoint.keep=7"],
