@@ -20,9 +20,11 @@ from meshwright.data.source import ConcatenatedSource, Source
 from meshwright.parallel.world import World
 from meshwright.prover.compare.discrepancy import compare_traces
 from meshwright.prover.compare.noise import Tolerances
-from meshwright.prover.oracle.optimizer import Moments, ReferenceLossScale, ReferenceState
+from meshwright.prover.compare.updates import states_by_name
+from meshwright.prover.oracle.optimizer import ReferenceLossScale, ReferenceState
 from meshwright.prover.oracle.steps import TrainedModel
 from meshwright.prover.oracle.training import Compression, Passes, ReferenceModel, train
+from meshwright.prover.oracle.update_rules import DECODER_BLOCKS
 from meshwright.prover.trace import StepTrace, Trace
 from meshwright.prover.tracer import AssembledTrace
 from meshwright.topology.layout import Layout
@@ -59,6 +61,11 @@ class ReferenceTask:
     def on_layout(self, _config: RunConfig, _batch: Batch) -> ReferenceTask:
         """The reference of the same run on another layout: the definition of a built-in model does not depend on it."""
         return self
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The names of the model's blocks."""
+        return DECODER_BLOCKS
 
     @property
     def tied(self) -> Mapping[str, tuple[str, ...]]:
@@ -173,16 +180,10 @@ def recorded_states(measured: AssembledTrace) -> Iterator[tuple[ReferenceState, 
     """The state before each step of a run, and the step."""
     parameters = measured.trace.initial
     for moments, step in zip(measured.moments, measured.trace.steps, strict=False):
-        recorded = {
-            name: Moments(
-                moments[f"{name}/exp_avg"].double(),
-                moments[f"{name}/exp_avg_sq"].double(),
-                int(moments[f"{name}/step"]),
-            )
-            for name in parameters
-            if f"{name}/step" in moments
-        }
-        yield ReferenceState({name: value.double() for name, value in parameters.items()}, recorded), step
+        yield (
+            ReferenceState({name: value.double() for name, value in parameters.items()}, states_by_name(moments)),
+            step,
+        )
         parameters = step.parameters
 
 

@@ -32,6 +32,7 @@ from meshwright.prover.compare.custom_causes import NEXT_MOVES_OF_CUSTOM, custom
 from meshwright.prover.compare.discrepancy import PHASES, Difference, Quantity, compare_traces
 from meshwright.prover.compare.updates import updates_by_definition
 from meshwright.prover.oracle.optimizer import step_seed
+from meshwright.prover.oracle.update_rules import ReferenceOptimizer
 from meshwright.prover.reference import (
     Reference,
     ReferenceTask,
@@ -60,6 +61,11 @@ class TracedRun:
     run: ProofRun
     task: ReferenceTask
     job: Job
+
+    @property
+    def optimizer(self) -> ReferenceOptimizer:
+        """The optimizer by its definition."""
+        return ReferenceOptimizer.of_run(self.job.config, self.task.blocks)
 
     @property
     def faults(self) -> str:
@@ -260,7 +266,7 @@ def describe_comparison(traced: TracedRun, measured: AssembledTrace, reference: 
     differences = list(compare_traces(exact, measured.trace, states))
     wrong = [found for found in differences if not tolerances.accepts(found)]
     if any(found.quantity.kind == "update" for found in wrong):
-        by_definition = updates_by_definition(traced.job.config, measured)
+        by_definition = updates_by_definition(traced.job.config, traced.optimizer, measured)
         wrong = [found for found in wrong if found.quantity not in by_definition]
     contradictions = sorted(measured.contradictions, key=computation_order)
     if contradictions and (not wrong or computation_order(contradictions[0]) < computation_order(wrong[0].quantity)):
@@ -317,7 +323,9 @@ def describe_finding(traced: TracedRun, wrong: list[Difference], exact: Trace, m
         [fitted] = run_ranks(fit_sample_weights, 1, *arguments, launch=launch, timeout=MAX_SECONDS)
         return cast("tuple[Tensor, float]", fitted)
 
-    evidence = Evidence(job.config, exact, measured, job.layout, job.batch.accumulation, stale_loss, fit_weights)
+    evidence = Evidence(
+        job.config, exact, measured, job.layout, job.batch.accumulation, stale_loss, fit_weights, traced.optimizer
+    )
     if job.custom is not None:
         evidence = replace(evidence, explain_gradients=custom_gradient_cause, tied=traced.task.tied)
     try:

@@ -15,13 +15,11 @@ from torch import nn
 from meshwright.config import IGNORE_INDEX, ModelConfig
 from meshwright.errors import ConfigError
 from meshwright.models.init import build_model, build_on_meta
+from meshwright.prover.compare.updates import states_by_name
 from meshwright.prover.oracle.decoder import ReferenceDecoder
 from meshwright.prover.oracle.equivalent_model import equivalent_parameters
 from meshwright.prover.oracle.initial_values import initial_values, parameter_shapes
-from meshwright.prover.oracle.optimizer import (
-    Moments,
-    ReferenceState,
-)
+from meshwright.prover.oracle.optimizer import ReferenceState
 from meshwright.prover.oracle.training import train
 
 EXACT = 1e-10
@@ -281,13 +279,7 @@ def test_run_continues_from_a_state_as_if_it_had_not_stopped():
     config = small_config("--model.experts=4", "--eval.every=2")
     whole = train(config, read_sample, [500], steps=range(4))
     first = train(config, read_sample, [500], steps=range(2))
-    moments = {
-        name: Moments(
-            first.moments[f"{name}/exp_avg"], first.moments[f"{name}/exp_avg_sq"], int(first.moments[f"{name}/step"])
-        )
-        for name in first.steps[0].gradients
-    }
-    start = ReferenceState(first.steps[-1].parameters, moments)
+    start = ReferenceState(first.steps[-1].parameters, states_by_name(first.moments))
     second = train(config, read_sample, [500], steps=range(2, 4), start=start)
     assert [step for step, *_ in whole.evaluations] == [1, 3]
     assert whole.evaluations == first.evaluations + second.evaluations

@@ -4,35 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
-from meshwright.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
+from meshwright.config import PrecisionConfig, ScheduleConfig
 from meshwright.optim import schedule
 from meshwright.prover.oracle.optimizer import (
-    Moments,
     ReferenceLossScale,
-    adamw,
     clip_factor,
     learning_rate,
     router_bias,
     step_seed,
 )
 from meshwright.trainer import step as trainer_step
-
-
-def test_adamw_equals_torch():
-    config = OptimizerConfig(lr=0.02, weight_decay=0.3, eps=1e-3)
-    generator = torch.Generator().manual_seed(0)
-    for shape, decay in (((3, 4), 0.3), ((5,), 0.0)):
-        value = torch.randn(shape, generator=generator, dtype=torch.float64)
-        parameter = nn.Parameter(value.clone())
-        torch_adamw = torch.optim.AdamW([parameter], lr=0.02, betas=(0.9, 0.95), eps=1e-3, weight_decay=decay)
-        moments = Moments(torch.zeros_like(value), torch.zeros_like(value))
-        for _ in range(4):
-            parameter.grad = torch.randn(shape, generator=generator, dtype=torch.float64)
-            value, moments = adamw(value, parameter.grad, moments, 0.02, config)
-            torch_adamw.step()
-        assert (value - parameter.detach()).abs().max() < 1e-14
 
 
 def test_clipping_limits_the_norm_and_zero_disables_it():

@@ -8,7 +8,7 @@ from torch import Tensor
 from meshwright.config import load_config
 from meshwright.prover.compare.discrepancy import Quantity
 from meshwright.prover.compare.updates import RecordedUpdate, updates_by_definition
-from meshwright.prover.oracle.optimizer import Moments, adamw
+from meshwright.prover.oracle.update_rules import ReferenceOptimizer
 from meshwright.prover.trace import StepTrace, Trace
 from meshwright.prover.tracer import AssembledTrace
 
@@ -16,6 +16,7 @@ CONFIG = load_config(overrides=["--optimizer.clip=0.1", "--optimizer.eps=1e-4", 
 BEFORE = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
 GRADIENT = torch.linspace(2, -1, 12, dtype=torch.float64).view(3, 4)
 LR = 0.01
+OPTIMIZER = ReferenceOptimizer(CONFIG.optimizer)
 
 
 def recorded(after: Tensor) -> StepTrace:
@@ -23,15 +24,14 @@ def recorded(after: Tensor) -> StepTrace:
 
 
 def updated(factor: float) -> Tensor:
-    zero = torch.zeros_like(GRADIENT)
-    return adamw(BEFORE, GRADIENT * factor, Moments(zero, zero), LR, CONFIG.optimizer)[0]
+    return OPTIMIZER.update("w", BEFORE, GRADIENT * factor, {}, LR)[0]
 
 
 def test_clipped_update_follows_the_definition_and_others_do_not():
     clip = 0.1 / float(GRADIENT.norm())
     for factor, expected in ((clip, {Quantity("update", 0, "w")}), (1.0, set()), (clip / 2, set())):
         trace = Trace({"w": BEFORE}, [recorded(updated(factor))])
-        assert updates_by_definition(CONFIG, AssembledTrace(trace, [{}, {}], [], [], {})) == expected
+        assert updates_by_definition(CONFIG, OPTIMIZER, AssembledTrace(trace, [{}, {}], [], [], {})) == expected
 
 
 def test_wrong_update_is_named():
@@ -44,4 +44,5 @@ def test_wrong_update_is_named():
     }
     for text, after in wrong.items():
         regions = {"w": [((slice(0, 3), slice(0, 4)), 0)]}
-        assert RecordedUpdate(CONFIG, recorded(after), {"w": BEFORE}, {}, regions).explain_update(["w"]) == text
+        update = RecordedUpdate(CONFIG, recorded(after), {"w": BEFORE}, {}, regions, OPTIMIZER)
+        assert update.explain_update(["w"]) == text

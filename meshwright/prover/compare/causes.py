@@ -13,6 +13,7 @@ from torch import Tensor
 from meshwright.config import RunConfig
 from meshwright.prover.compare.discrepancy import FACTOR_TOLERANCE, Difference, Quantity, equal_within
 from meshwright.prover.compare.updates import RecordedUpdate
+from meshwright.prover.oracle.update_rules import ReferenceOptimizer
 from meshwright.prover.trace import StepTrace, Trace
 from meshwright.prover.tracer import AssembledTrace
 from meshwright.topology.layout import Layout
@@ -57,6 +58,8 @@ class Evidence:
     """computes the loss that step 1 has if step 0 updates nothing"""
     fit_sample_weights: Callable[[StepTrace, Mapping[str, Tensor], list[str]], tuple[Tensor, float]]
     """computes the weights of all micro-batches in the gradients of a step, and the relative error of their sum"""
+    optimizer: ReferenceOptimizer
+    """the optimizer by its definition"""
     explain_gradients: GradientCause | None = None
     """what explains wrong gradients of a custom model; None: the built-in models"""
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -68,7 +71,7 @@ class Evidence:
         trace = self.measured.trace
         before = trace.steps[index - 1].parameters if index else trace.initial
         return RecordedUpdate(
-            self.config, trace.steps[index], before, self.measured.moments[index], self.measured.owners
+            self.config, trace.steps[index], before, self.measured.moments[index], self.measured.owners, self.optimizer
         )
 
 

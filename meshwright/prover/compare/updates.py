@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import chain
 from math import isfinite, sqrt
 
@@ -14,7 +15,15 @@ from torch import Tensor
 
 from meshwright.config import OptimizerConfig, RunConfig
 from meshwright.prover.compare.discrepancy import Quantity, compare_tensors
-from meshwright.prover.oracle.optimizer import Moments, adamw, clip_factor, global_norm
+from meshwright.prover.oracle.optimizer import clip_factor, global_norm
+from meshwright.prover.oracle.update_rules import (
+    ReferenceOptimizer,
+    Settings,
+    State,
+    muon_direction,
+    muon_factor,
+    polar_factor,
+)
 from meshwright.prover.trace import StepTrace
 from meshwright.prover.tracer import AssembledTrace, Index
 
@@ -22,12 +31,28 @@ MAX_ERROR = 1e-6
 """The largest relative error of a candidate that explains what was found; stored parameters are rounded in addition."""
 
 MAX_DEFINED_ERROR = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-5, "fp16": 1e-5}
-"""The largest relative error of an update that counts as the one that AdamW defines, by precision."""
+"""The largest relative error of an update that counts as the one that the optimizer defines, by precision."""
 
 Regions = Mapping[str, list[tuple[Index, int]]]
 """For every parameter, the index of each shard and the rank that has it."""
 Factor = Callable[[str], float | Tensor]
 """By parameter, what its gradient is multiplied by before the update."""
+
+Candidate = tuple[str, Callable[[str], Tensor]]
+"""What may be wrong, and a function of a parameter's name: the parameter after an update that is wrong in this way."""
+
+LOST_STATE = {
+    "exp_avg": "the first moment",
+    "exp_avg_sq": "the second moment",
+    "momentum": "the momentum",
+    "momentum_buffer": "the momentum",
+    "row_var": "the second moment of the rows",
+    "col_var": "the second moment of the columns",
+    "variance": "the second moment",
+}
+"""State key -> what it is."""
+SIGNED_STATE = ("exp_avg", "momentum", "momentum_buffer")
+"""State that changes its sign with the gradient."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +66,7 @@ class RecordedUpdate:
     moments: Mapping[str, Tensor]
     """the optimizer state before the step"""
     regions: Regions
+    optimizer: ReferenceOptimizer
 
     def explain_norm(self) -> str:
         """Which gradients the norm counts; '' if no candidate fits."""
@@ -81,7 +107,7 @@ class RecordedUpdate:
         after = [self.step.parameters[name] for name in names]
         if all(torch.equal(value, self.before[name]) for name, value in zip(names, after, strict=True)):
             return ""
-        moments = [self.moments[key] for name in names if (key := f"{name}/exp_avg") in self.moments]
+        moments = [value for name in names for key, value in self.state_of(name).items() if key != "step"]
         for what, tensors in {"the parameters are": after, "the moments are": moments}.items():
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
                 used = any(bool(tensor.any()) for tensor in tensors)
@@ -91,15 +117,17 @@ class RecordedUpdate:
                     return f"{what} rounded to {str(dtype).removeprefix('torch.')}"
         return ""
 
-    def wrong_states(self, clip: float) -> Iterator[tuple[str, Callable[[str], Tensor]]]:
+    def wrong_states(self, clip: float) -> Iterator[Candidate]:
         """(what is wrong with the state before the step, the parameter after an update of that state)."""
-        first, second, updates = "exp_avg", "exp_avg_sq", "step"
-        yield "the first moment is lost", lambda name: self.update(name, clip, lost=(first,))
-        yield "the second moment is lost", lambda name: self.update(name, clip, lost=(second,))
-        yield "the optimizer state is lost", lambda name: self.update(name, clip, lost=(first, second, updates))
-        yield "the bias correction counts from the start", lambda name: self.update(name, clip, lost=(updates,))
+        keys = {key for name in self.step.gradients for key in self.state_of(name)}
+        for key, text in LOST_STATE.items():
+            if key in keys:
+                yield f"{text} is lost", partial(self.update, factor=clip, lost=(key,))
+        yield "the optimizer state is lost", lambda name: self.update(name, clip, lost=tuple(keys))
+        if "step" in keys:
+            yield "the bias correction counts from the start", lambda name: self.update(name, clip, lost=("step",))
 
-    def wrong_updates(self, right: float) -> Iterator[tuple[str, Callable[[str], Tensor]]]:
+    def wrong_updates(self, right: float) -> Iterator[Candidate]:
         """(what is wrong, the parameter after the update that is wrong in this way)."""
         settings, norm = self.config.optimizer, global_norm(self.step.gradients)
         local = self.local_norms()
@@ -122,14 +150,16 @@ class RecordedUpdate:
         for text, factor in clipping.items():
             yield text, lambda name, factor=factor: self.update(name, factor(name))  # type: ignore[misc]
         yield "the parameter is not updated", lambda name: self.before[name].double()
-        yield "there is no weight decay", lambda name: self.update(name, right, weight_decay=0.0)
+        yield "there is no weight decay", lambda name: self.update(name, right, decay=0.0)
         yield (
             "weight decay applies to vectors, too",
-            lambda name: self.update(name, right, as_matrix=True),
+            lambda name: self.update(name, right, decay=settings.weight_decay),
         )
+        yield from self.wrong_groups(right)
+        yield from self.wrong_matrices(right)
         yield (
             "weight decay is added to the gradient",
-            lambda name: self.update(name, right, weight_decay=0.0, coupled=settings.weight_decay),
+            lambda name: self.update(name, right, decay=0.0, coupled=settings.weight_decay),
         )
         yield "the bias correction is missing", lambda name: self.update(name, right, more_updates=1 << 30)
         yield "the bias correction counts one update too many", lambda name: self.update(name, right, more_updates=1)
@@ -139,14 +169,73 @@ class RecordedUpdate:
         )
         yield "the betas are swapped", lambda name: self.update(name, right, beta1=settings.beta2, beta2=settings.beta1)
         defaults = OptimizerConfig()
-        for key in ("beta1", "beta2", "eps", "weight_decay"):
+        for key in ("beta1", "beta2", "eps", "weight_decay", "momentum", "nesterov"):
             default = getattr(defaults, key)
             if default != getattr(settings, key):
                 text = f"optimizer.{key} is {getattr(settings, key):g}, and its default {default:g} is used"
                 yield text, lambda name, key=key, default=default: self.update(name, right, **{key: default})  # type: ignore[misc]
-        twice = 2 * settings.weight_decay
-        yield "weight decay applies twice", lambda name: self.update(name, right, weight_decay=twice)
+        yield "weight decay applies twice", lambda name: self.update(name, right, decay=2 * self.settings(name).decay)
         yield "the update has the wrong sign", lambda name: self.update(name, right, sign=-1.0)
+
+    def wrong_groups(self, right: float) -> Iterator[Candidate]:
+        """Updates with the settings of another parameter group."""
+        factors = {self.settings(name).lr_factor for name in self.step.gradients} | {1.0}
+        for factor in sorted(factors) if len(factors) > 1 else ():
+            yield (
+                f"the learning rate has the factor {factor:g} of another group",
+                partial(self.update, factor=right, lr_factor=factor),
+            )
+        decays = {self.settings(name).decay for name in self.step.gradients}
+        for decay in sorted(decays) if len(decays) > 1 else ():
+            yield (
+                f"the weight decay is {decay:g}, that of other parameters",
+                partial(self.update, factor=right, decay=decay),
+            )
+
+    def wrong_matrices(self, right: float) -> Iterator[Candidate]:
+        """Updates that Muon makes of other tensors than whole matrices of blocks."""
+        if self.config.optimizer.kind != "muon":
+            return
+        yield (
+            "every rank orthogonalizes its own shard, not the whole matrix",
+            lambda name: self.sharded_muon(name, right),
+        )
+        yield (
+            "Muon updates it, and AdamW should: it is in no block, or no matrix",
+            lambda name: self.update(name, right, rule="muon"),
+        )
+        yield (
+            "AdamW updates it, and Muon should: it is a matrix of a block",
+            lambda name: self.update(name, right, rule="adamw"),
+        )
+
+    def sharded_muon(self, name: str, factor: float) -> Tensor:
+        """The parameter after an update by the orthogonalized shards of its momentum."""
+        parameter, settings = self.before[name].double(), self.settings(name)
+        if settings.rule != "muon":
+            return self.update(name, factor)
+        gradient = self.step.gradients[name].double() * factor
+        _, direction = muon_direction(parameter, gradient, self.state_of(name), self.config.optimizer)
+        steps, update = self.config.optimizer.newton_schulz_steps, torch.zeros_like(direction)
+        for where, _ in self.regions.get(name, []):
+            shard = direction[where]
+            matrices = shard if shard.ndim == 3 else shard[None]
+            parts = [polar_factor(matrix, steps) if matrix.numel() else matrix for matrix in matrices]
+            update[where] = torch.stack(parts).view_as(shard) if parts else shard
+        rate = self.step.lr * settings.lr_factor
+        scaled = muon_factor(parameter, self.config.optimizer) * update
+        return parameter - rate * (scaled + settings.decay * parameter)
+
+    def settings(self, name: str) -> Settings:
+        return self.optimizer.settings(name, self.before[name])
+
+    @cached_property
+    def states(self) -> dict[str, State]:
+        """The recorded optimizer state before the step, by parameter."""
+        return states_by_name(self.moments)
+
+    def state_of(self, name: str) -> State:
+        return self.states.get(name, {})
 
     def update(
         self,
@@ -154,28 +243,38 @@ class RecordedUpdate:
         factor: float | Tensor,
         lost: tuple[str, ...] = (),
         more_updates: int = 0,
-        as_matrix: bool = False,
         coupled: float = 0.0,
         added_to_root: float = 0.0,
         sign: float = 1.0,
-        **settings: float,
+        rule: str = "",
+        lr_factor: float | None = None,
+        decay: float | None = None,
+        **changes: float,
     ) -> Tensor:
         """The parameter after an update with these deviations from the definition."""
-        config = replace(self.config.optimizer, **settings)  # type: ignore[arg-type]
+        config = replace(self.config.optimizer, **changes)  # type: ignore[arg-type]
+        right = replace(self.optimizer, config=config).settings(name, self.before[name])
+        settings = Settings(
+            rule or right.rule,
+            right.lr_factor if lr_factor is None else lr_factor,
+            right.decay if decay is None else decay,
+        )
         parameter, gradient = self.before[name].double(), self.step.gradients[name].double() * factor
-        zero = torch.zeros_like(parameter)
-        state = {
-            key: self.moments.get(f"{name}/{key}", zero).double() if key not in lost else zero
-            for key in ("exp_avg", "exp_avg_sq", "step")
-        }
-        updates = int(state["step"].max()) + more_updates
-        root = added_to_root * (1 - config.beta2 ** (updates + 1)) / config.beta2 if added_to_root else 0.0
-        moments = Moments(sign * state["exp_avg"], state["exp_avg_sq"] + root, updates)
-        shape = (1, -1) if as_matrix else parameter.shape
-        moments = Moments(moments.first.reshape(shape), moments.second.reshape(shape), updates)
+        state = {key: torch.zeros_like(v) if key in lost else v.clone() for key, v in self.state_of(name).items()}
+        if settings.rule == "adamw":
+            zero = torch.zeros_like(parameter)
+            time = float(state.get("step", torch.zeros(()))) + more_updates
+            root = added_to_root * (1 - config.beta2 ** (time + 1)) / config.beta2 if added_to_root else 0.0
+            state["step"] = torch.tensor(time, dtype=torch.float64)
+            state["exp_avg"] = state.get("exp_avg", zero)
+            state["exp_avg_sq"] = state.get("exp_avg_sq", zero) + root
+        if settings.rule == "muon" and parameter.ndim not in (2, 3):
+            return torch.full_like(parameter, torch.nan)
+        state = {key: sign * value if key in SIGNED_STATE else value for key, value in state.items()}
         gradient = sign * gradient + coupled * parameter
-        after, _ = adamw(parameter.reshape(shape), gradient.reshape(shape), moments, self.step.lr, config)
-        return after.reshape(parameter.shape)
+        optimizer = replace(self.optimizer, config=config)
+        after, _ = optimizer.update(name, parameter, gradient, state, self.step.lr, settings)
+        return after
 
     def fits(self, name: str, update: Callable[[str], Tensor]) -> bool:
         return is_update(self.before[name], self.step.parameters[name], update(name))
@@ -203,22 +302,27 @@ def is_update(before: Tensor, found: Tensor, right: Tensor, max_error: float = M
     return error.error <= max_error + error.resolution
 
 
-def updates_by_definition(config: RunConfig, measured: AssembledTrace) -> set[Quantity]:
-    """The updates that AdamW gives for the recorded gradients. Where a gradient is zero but for rounding, AdamW makes a
-    full-size update of its sign, so that such an update may differ from that of the reference.
+def updates_by_definition(config: RunConfig, optimizer: ReferenceOptimizer, measured: AssembledTrace) -> set[Quantity]:
+    """The updates that the optimizer gives for the recorded gradients. Where a gradient is zero but for rounding, AdamW
+    makes a full-size update of its sign, so that such an update may differ from that of the reference.
     """
-    right, moments, before = set(), dict[str, Moments](), measured.trace.initial
-    for name in before:
-        if f"{name}/exp_avg" in measured.moments[0]:
-            state = [measured.moments[0][f"{name}/{key}"].double() for key in ("exp_avg", "exp_avg_sq", "step")]
-            moments[name] = Moments(state[0], state[1], int(state[2]))
+    right, before, states = set(), measured.trace.initial, states_by_name(measured.moments[0])
     for step in measured.trace.steps:
         norm = global_norm(step.gradients)
         for name, gradient in step.gradients.items() if isfinite(norm) and isfinite(step.loss) else ():
             clipped = gradient.double() * clip_factor(norm, config.optimizer.clip)
-            known = moments.get(name) or Moments(torch.zeros_like(clipped), torch.zeros_like(clipped))
-            after, moments[name] = adamw(before[name].double(), clipped, known, step.lr, config.optimizer)
+            known = states.get(name, {})
+            after, states[name] = optimizer.update(name, before[name].double(), clipped, known, step.lr)
             if is_update(before[name], step.parameters[name], after, MAX_DEFINED_ERROR[config.precision.compute]):
                 right.add(Quantity("update", step.step, name))
         before = step.parameters
     return right
+
+
+def states_by_name(moments: Mapping[str, Tensor]) -> dict[str, State]:
+    """The optimizer state of every parameter, by `parameter name/key`, as one state per parameter."""
+    states: dict[str, State] = {}
+    for key, value in moments.items():
+        name, _, state_key = key.rpartition("/")
+        states.setdefault(name, {})[state_key] = value.double()
+    return states

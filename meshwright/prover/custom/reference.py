@@ -48,6 +48,10 @@ class CustomReferenceTask(ReferenceTask):
         return replace(self, config=config, replicas=batch.replicas, accumulation=batch.accumulation)
 
     @property
+    def blocks(self) -> tuple[str, ...]:
+        return self.custom.objective_spec().block_patterns
+
+    @property
     def tied(self) -> Mapping[str, tuple[str, ...]]:
         return self.facts.tied
 
@@ -86,6 +90,7 @@ class CustomReferenceTask(ReferenceTask):
             steps=range(self.first_step, config.steps) if steps is None else steps,
             dtype=dtype or exact,
             nonfinite_steps=self.nonfinite_steps if nonfinite_steps is None else nonfinite_steps,
+            blocks=self.blocks,
         )
         if permute is None:
             self.buffers[:] = [before, {name: buffer.detach().clone() for name, buffer in model.buffers().items()}]

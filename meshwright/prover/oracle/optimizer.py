@@ -1,4 +1,4 @@
-"""The update of a step by its definition: AdamW, clipping, router biases, loss scale, learning rate and seeds."""
+"""What surrounds an update by its definition: clipping, router biases, loss scale, learning rate and seeds."""
 
 from __future__ import annotations
 
@@ -9,17 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from meshwright.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
-
-
-@dataclass(frozen=True)
-class Moments:
-    """The state of AdamW for one parameter."""
-
-    first: Tensor
-    second: Tensor
-    updates: int = 0
-    """the number of updates that were applied"""
+from meshwright.config import PrecisionConfig, ScheduleConfig
+from meshwright.prover.oracle.update_rules import State
 
 
 def global_norm(gradients: dict[str, Tensor]) -> float:
@@ -30,19 +21,6 @@ def global_norm(gradients: dict[str, Tensor]) -> float:
 def clip_factor(norm: float, clip: float) -> float:
     """The factor that limits a gradient of this norm to the norm `clip`; 0 disables clipping."""
     return clip / norm if clip and norm > clip else 1.0
-
-
-def adamw(
-    parameter: Tensor, gradient: Tensor, moments: Moments, lr: float, config: OptimizerConfig
-) -> tuple[Tensor, Moments]:
-    """One update (arXiv:1711.05101, algorithm 2); weight decay applies to matrices only."""
-    decay = config.weight_decay if parameter.ndim >= 2 else 0.0
-    time = moments.updates + 1
-    first = (config.beta1 * moments.first).add_(gradient, alpha=1 - config.beta1)
-    second = (config.beta2 * moments.second).addcmul_(gradient, gradient, value=1 - config.beta2)
-    denominator = (second / (1 - config.beta2**time)).sqrt_().add_(config.eps)
-    direction = (first / (1 - config.beta1**time)).div_(denominator).add_(parameter, alpha=decay)
-    return parameter.sub(direction, alpha=lr), Moments(first, second, time)
 
 
 def router_bias(bias: Tensor, load: Tensor, rate: float) -> Tensor:
@@ -102,7 +80,7 @@ class ReferenceState:
 
     parameters: dict[str, Tensor]
     """parameters and router biases"""
-    moments: dict[str, Moments] = field(default_factory=dict)
+    moments: dict[str, State] = field(default_factory=dict)
     """by parameter; a parameter without an entry has not been updated yet"""
     loss_scale: ReferenceLossScale | None = None
     """None: that of the config at the start of a run"""

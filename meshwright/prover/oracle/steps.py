@@ -12,16 +12,15 @@ from torch import Tensor
 
 from meshwright.config import RunConfig
 from meshwright.prover.oracle.optimizer import (
-    Moments,
     ReferenceLossScale,
     ReferenceState,
-    adamw,
     clip_factor,
     global_norm,
     learning_rate,
     router_bias,
 )
 from meshwright.prover.oracle.sampler import Sampler
+from meshwright.prover.oracle.update_rules import DECODER_BLOCKS, ReferenceOptimizer
 from meshwright.prover.trace import StepTrace, Trace
 
 Read = Callable[[Sequence[int]], Any]
@@ -62,10 +61,13 @@ def train_steps(
     steps: range,
     dtype: torch.dtype = torch.float64,
     nonfinite_steps: frozenset[int] = frozenset(),
+    blocks: tuple[str, ...] = DECODER_BLOCKS,
 ) -> Trace:
     """Trains for `steps` from a state, and evaluates as the config says. `dtype` is that of parameters and optimizer
-    state. The `nonfinite_steps` have a loss that is not a number, so their updates are skipped.
+    state. The `nonfinite_steps` have a loss that is not a number, so their updates are skipped. `blocks` are the names
+    of the model's blocks.
     """
+    optimizer = ReferenceOptimizer.of_run(config, blocks)
     sampler = Sampler.from_config(config, lengths)
     state = replace(
         state,
@@ -75,23 +77,20 @@ def train_steps(
     trace = Trace(dict(state.parameters))
     held_out = sampler.evaluated(config.eval.samples) if config.eval.every else []
     for step in steps:
-        record, state = run_step(config, model, state, step, read(sampler.step(step)), step in nonfinite_steps)
+        record, state = run_step(
+            config, model, optimizer, state, step, read(sampler.step(step)), step in nonfinite_steps
+        )
         trace.steps.append(record)
         if held_out and ((step + 1) % config.eval.every == 0 or step + 1 == config.steps):
             trace.evaluations.append((step, *model.evaluate(state.parameters, read(held_out))))
-    for name, moments in state.moments.items():
-        updates = torch.tensor(float(moments.updates))
-        trace.moments |= {
-            f"{name}/exp_avg": moments.first,
-            f"{name}/exp_avg_sq": moments.second,
-            f"{name}/step": updates,
-        }
+    trace.moments = {f"{name}/{key}": value for name, of in state.moments.items() for key, value in of.items()}
     return trace
 
 
 def run_step(
     config: RunConfig,
     model: TrainedModel,
+    optimizer: ReferenceOptimizer,
     state: ReferenceState,
     step: int,
     batch: Any,
@@ -112,9 +111,8 @@ def run_step(
     if finite:
         factor = clip_factor(norm, config.optimizer.clip)
         for name, gradient in gradients.items():
-            zeros = torch.zeros_like(gradient)
-            before = moments.get(name) or Moments(zeros, zeros)
-            updated[name], moments[name] = adamw(parameters[name], gradient * factor, before, lr, config.optimizer)
+            before = moments.get(name, {})
+            updated[name], moments[name] = optimizer.update(name, parameters[name], gradient * factor, before, lr)
         for name, load in loads.items():
             updated[name] = router_bias(parameters[name], load, config.model.router_bias_rate)
     record = StepTrace(
