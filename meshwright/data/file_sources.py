@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import sysconfig
 from dataclasses import replace
@@ -12,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.config import DataConfig, SourceConfig
+from meshwright.data.prepare.cached_tokens import tokenize_files
 from meshwright.data.source import ConcatenatedSource, Source, SyntheticSource
-from meshwright.data.token_files import SEPARATOR_BYTE, TokenSource, map_file
-from meshwright.data.tokenization import tokenize_files
+from meshwright.data.token_files import SEPARATOR_BYTE, TokenSource, find_files, map_file
 from meshwright.errors import DataError
 
 
@@ -51,23 +50,6 @@ def open_source(source: SourceConfig, data: DataConfig, vocab: int, separator: i
         return TokenSource(ids, sequence, vocab, source.path, cached, notes)
     opened: list[Source] = [TokenSource(map_file(file, dtype), sequence, vocab, str(file), file) for file in files]
     return opened[0] if len(opened) == 1 else ConcatenatedSource(opened)
-
-
-def find_files(path: str) -> list[Path]:
-    """The file, the files of the folder, or the matches of the glob, sorted by name."""
-    root = Path(path)
-    if root.exists() and not root.is_file() and not root.is_dir():
-        raise DataError(f"data.path = {path!r} is not a regular file", "expected a file, a folder or a glob")
-    files = (
-        [root]
-        if root.is_file()
-        else sorted(p for p in root.iterdir() if p.is_file())
-        if root.is_dir()
-        else sorted(p for p in map(Path, glob.glob(path)) if p.is_file())
-    )
-    if not files:
-        raise DataError(f"data.path = {path!r} matches no file", "expected a file, a folder or a glob")
-    return files
 
 
 def read_standard_library() -> NDArray[np.uint8]:

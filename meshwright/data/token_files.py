@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -114,6 +115,23 @@ class TokenSource:
 
     def masked_sample(self) -> Sample:
         return masked_tokens(self.sequence)
+
+
+def find_files(path: str, name: str = "data.path =") -> list[Path]:
+    """The file, the files of the folder, or the matches of the glob, sorted by name. `name` is that of the setting."""
+    root = Path(path)
+    if root.exists() and not root.is_file() and not root.is_dir():
+        raise DataError(f"{name} {path!r} is not a regular file", "expected a file, a folder or a glob")
+    files = (
+        [root]
+        if root.is_file()
+        else sorted(p for p in root.iterdir() if p.is_file())
+        if root.is_dir()
+        else sorted(p for p in map(Path, glob.glob(path)) if p.is_file())
+    )
+    if not files:
+        raise DataError(f"{name} {path!r} matches no file", "expected a file, a folder or a glob")
+    return files
 
 
 def map_file(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:

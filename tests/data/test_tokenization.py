@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from meshwright.config import DataConfig, SourceConfig
 from meshwright.data.file_sources import open_sources
-from meshwright.data.tokenization import file_digest
+from meshwright.data.prepare.cached_tokens import file_digest
 from meshwright.errors import DataError
 
 WORDS = ["[UNK]", "the", "cat", "sat", "on", "mat"]
@@ -126,7 +126,7 @@ def test_tokenized_files_are_cached(tmp_path, kind, cache):
     tokenizer = save_tokenizer(tmp_path / "tokenizer.json", "</s>")
     settings = {"kind": kind, "path": str(tmp_path / "t"), "tokenizer": tokenizer}
     source = open_one(vocab=7, **settings)
-    [file] = cache.iterdir()
+    [file] = cache.glob("*/tokens-00000.bin")
     modified = file.stat().st_mtime_ns
     assert open_one(vocab=7, **settings).fingerprint() == source.fingerprint()
     assert file.stat().st_mtime_ns == modified
@@ -142,7 +142,7 @@ def test_bad_jsonl_line_is_an_error_or_quarantined_within_the_budget(tmp_path, c
         open_one(**settings, on_bad_sample="quarantine", bad_sample_budget=1)
     source = open_one(**settings, on_bad_sample="quarantine", bad_sample_budget=2)
     assert bytes(source.ids.astype(np.uint8)) == b"abcdefgh\0abcdefgh\0"
-    assert not list(cache.glob("*.part"))
+    assert not list(cache.glob("*/.parts"))
 
 
 def test_blank_jsonl_lines_are_skipped(tmp_path):
@@ -176,8 +176,9 @@ def damage_one_byte(file):
     file.write_bytes(content)
 
 
-def damage_trailer(file):
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
+def damage_index(file):
+    index = file.with_name("index.json")
+    index.write_bytes(index.read_bytes()[:-9])
 
 
 def damage_type(file):
@@ -187,14 +188,14 @@ def damage_type(file):
 
 @pytest.mark.parametrize(
     "damage",
-    [damage_half, damage_one_byte, damage_trailer, damage_type, lambda file: file.write_bytes(b"")],
+    [damage_half, damage_one_byte, damage_index, damage_type, lambda file: file.write_bytes(b"")],
 )
 def test_damaged_cache_is_written_again_with_a_note(tmp_path, cache, damage):
     path = write_jsonl(tmp_path / "t.jsonl", "abcdefgh", "ijklmnop")
     source = open_one(kind="jsonl", path=path)
     assert source.notes == ()
     fingerprint = source.fingerprint()
-    [file] = cache.iterdir()
+    [file] = cache.glob("*/tokens-00000.bin")
     damage(file)
     repaired = open_one(kind="jsonl", path=path)
     assert repaired.fingerprint() == fingerprint
@@ -210,7 +211,8 @@ def test_cache_is_durable_before_it_has_its_name(tmp_path, monkeypatch):
         real = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *args, name=name, real=real: (calls.append(name), real(*args))[1])
     open_one(kind="jsonl", path=write_jsonl(tmp_path / "t.jsonl", "abcdefgh"))
-    assert calls == ["fsync", "replace", "fsync"]  # the file, its name, the folder
+    part, shard, index = ["replace"], ["fsync", "replace"], ["fsync", "replace", "fsync"]
+    assert calls == [*part, *shard, *shard, "fsync", *index]  # the files and their names, the folder, the index
 
 
 def test_two_processes_that_tokenize_at_once_both_succeed(tmp_path, cache):
@@ -218,7 +220,8 @@ def test_two_processes_that_tokenize_at_once_both_succeed(tmp_path, cache):
     context = multiprocessing.get_context("fork")
     with context.Pool(4) as pool:
         assert len(set(pool.map(fingerprint_of, [path] * 4, chunksize=1))) == 1
-    assert [file.suffix for file in cache.iterdir()] == [".tokens"]
+    [folder] = cache.iterdir()
+    assert sorted(file.name for file in folder.iterdir()) == [".lock", "documents-00000.bin", "index.json", "tokens-00000.bin"]
 
 
 def fingerprint_of(path):
@@ -227,7 +230,7 @@ def fingerprint_of(path):
 
 def test_cache_of_a_large_file_is_not_used_after_the_file_was_written_again(tmp_path, monkeypatch):
     monkeypatch.setattr("meshwright.data.token_files.MAX_FULL_SCAN_BYTES", 0)
-    monkeypatch.setattr("meshwright.data.tokenization.MAX_FULL_SCAN_BYTES", 0)
+    monkeypatch.setattr("meshwright.data.prepare.cached_tokens.MAX_FULL_SCAN_BYTES", 0)
     path = tmp_path / "t.jsonl"
     line = json.dumps({"text": "x" * 100}) + "\n"
     path.write_text(line * 300_000)  # larger than 64 blocks of 64 KiB

@@ -10,6 +10,7 @@ import torch
 
 from meshwright.config import load_config
 from meshwright.data import file_sources, sample_lookup, tokenization
+from meshwright.data.prepare import cached_tokens
 from meshwright.data import stream as stream_module
 from meshwright.data.loader import Loader
 from meshwright.data.permutation import Permutation
@@ -212,15 +213,15 @@ def count_padding(self, _stream, _samples, _batch):
 
 def stale_tokenization_cache():
     """The cache key lacks the field, and an earlier run has cached the other field."""
-    right = tokenization.content_digest
+    right = cached_tokens.content_digest
     digest = lambda kind, *values: right(kind, *values[1:]) if kind == "jsonl" else right(kind, *values)  # noqa: E731
     config = load_config(overrides=[*JSONL, "--data.field=title"])
-    original, tokenization.content_digest = tokenization.content_digest, digest
+    original, cached_tokens.content_digest = cached_tokens.content_digest, digest
     try:
         file_sources.open_sources(config.data, config.model.vocab, None)
     finally:
-        tokenization.content_digest = original
-    return tokenization, "content_digest", digest
+        cached_tokens.content_digest = original
+    return cached_tokens, "content_digest", digest
 
 
 def documents_have_no_end():

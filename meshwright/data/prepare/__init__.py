@@ -1,0 +1,1 @@
+"""Turns text, JSONL, Parquet and datasets on disk into token shards: in parallel, resumable and deterministic."""
