@@ -143,7 +143,7 @@ def add_argument(parser: Parser, name: str, hint: Any, default: Any) -> None:
     value_type = parse_path if value_type is Path else value_type
     choices = get_args(kind) if get_origin(kind) is Literal else None
     if argument.positional:
-        add(name, metavar=argument.metavar, type=value_type, nargs=None if required else "?")
+        add(name, metavar=argument.metavar, type=value_type, nargs="+" if many else None if required else "?")
         return
     strings = ("--" + name.replace("_", "-"), *argument.aliases)
     parser.options.update(strings)

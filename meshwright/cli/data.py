@@ -1,11 +1,40 @@
-"""`meshwright data`: looks up which samples a step reads, and which steps read a sample."""
+"""`meshwright data`: writes token shards, and looks up which samples a step reads and which steps read a sample."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
-from meshwright.cli.args import Json, Run, option
+from meshwright.cli.args import Json, Run, option, positional
 from meshwright.cli.output import emit
+
+
+def data_prepare(
+    inputs: Annotated[tuple[str, ...], positional("INPUT", "files, folders, glob patterns, or datasets on disk")],
+    out: Annotated[Path, option("DIR", "folder for the shards; a command that was killed continues there")],
+    tokenizer: Annotated[str, option("FILE", "tokenizer.json, or its folder (default: bytes are tokens)")] = "",
+    format: Annotated[
+        Literal["auto", "text", "jsonl", "parquet", "datasets", "chat"],
+        option("FORMAT", "auto (by suffix), text, jsonl, parquet, datasets, or chat: records of chats, with a mask"),
+    ] = "auto",
+    field: Annotated[str, option("NAME", "field or column that contains the text")] = "text",
+    template: Annotated[str, option("FILE", "template in Jinja of --format chat")] = "",
+    end_of_document: Annotated[str, option("TOKEN", "token that ends a document; auto or none")] = "auto",
+    workers: Annotated[int | None, option("N", "processes (default: one per core); they do not change a byte")] = None,
+    shard_tokens: Annotated[int, option("N", "tokens per shard")] = 1 << 24,
+    bad_sample_budget: Annotated[int, option("N", "lines or rows that may be skipped as not decodable")] = 0,
+    json: Json = False,
+) -> None:
+    """Data prepare: tokenize text, JSONL, Parquet or datasets on disk to token shards."""
+    from meshwright.data.prepare.command import prepare_folder
+    from meshwright.io import format_count
+
+    result = prepare_folder(
+        inputs, out, tokenizer, format, field, template, end_of_document, workers, shard_tokens, bad_sample_budget
+    )
+    counts = [f"{format_count(result[key])} {key}" for key in ("tokens", "documents", "shards")]
+    counts += [f"{result['skipped']} skipped"] if result["skipped"] else []
+    emit(json, result, f"{out}: {', '.join(counts)}, {result['dtype']}, digest {result['digest']}")
 
 
 def data_show(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from meshwright.cli.args import Verb, parse
 from meshwright.cli.checkpoint import checkpoint_diff, checkpoint_digest, checkpoint_list, checkpoint_verify
-from meshwright.cli.data import data_find, data_show
+from meshwright.cli.data import data_find, data_prepare, data_show
 from meshwright.cli.plan import plan, plan_measure, plan_schedule
 from meshwright.cli.prove import prove
 from meshwright.cli.report import report
@@ -28,6 +28,7 @@ VERBS: dict[str, Verb] = {
     "simulate": simulate,
     "prove": prove,
     "report": report,
+    "data prepare": data_prepare,
     "data show": data_show,
     "data find": data_find,
     "checkpoint list": checkpoint_list,

@@ -18,13 +18,13 @@ from meshwright.errors import ConfigError
 class SourceConfig:
     """One data source."""
 
-    kind: Literal["stdlib", "tokens", "text", "jsonl", "chat", "synthetic"] = "stdlib"
+    kind: Literal["stdlib", "tokens", "text", "jsonl", "chat", "shards", "synthetic"] = "stdlib"
     """stdlib: source code of the Python standard library; tokens: binary files of token ids; text, jsonl: files to
-    tokenize; chat: JSONL files of chats, with the loss on answers alone; synthetic: random token ids, seeded by the
-    index of the sample
+    tokenize; chat: JSONL files of chats, with the loss on answers alone; shards: a folder that data prepare has
+    written; synthetic: random token ids, seeded by the index of the sample
     """
     path: Annotated[str, PLACEMENT] = ""
-    """file, folder or glob pattern of a tokens, text, jsonl or chat source"""
+    """file, folder or glob pattern of a tokens, text, jsonl or chat source; the folder of a shards source"""
     dtype: Literal["uint16", "uint32"] = "uint16"
     """type of the token ids in a tokens file"""
     tokenizer: Annotated[str, PLACEMENT] = ""
@@ -49,7 +49,7 @@ class SourceConfig:
     """weight of this source in a mixture; samples are drawn in proportion to the weights"""
 
     def __post_init__(self) -> None:
-        if self.kind in ("tokens", "text", "jsonl", "chat") and not self.path:
+        if self.kind in ("tokens", "text", "jsonl", "chat", "shards") and not self.path:
             raise ConfigError(
                 f"data.path is empty, and data.kind = {self.kind} reads files",
                 "expected a file, a folder or a glob pattern",
@@ -74,5 +74,7 @@ class DataConfig(SourceConfig):
     """data loader workers per rank; 0 decodes in the training thread, which suits tokens that are in memory"""
     worker_kind: Annotated[Literal["thread", "process"], PLACEMENT] = "thread"
     """thread for cheap decoding, process for decoding that holds the global interpreter lock"""
+    shard_cache: Annotated[NonNegativeInt, PLACEMENT] = 0
+    """size in bytes of the local cache for shards sources; 0: shards are mapped from their folder"""
     prefetch: Annotated[int, Range(minimum=1, maximum=1024), PLACEMENT] = 4
     """micro-batches that the workers prepare ahead"""

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from meshwright.config import DataConfig, SourceConfig
 from meshwright.data.prepare.cached_tokens import tokenize_files
+from meshwright.data.shard_source import ShardSource
+from meshwright.data.shards import TokenShards
 from meshwright.data.source import ConcatenatedSource, Source, SyntheticSource
 from meshwright.data.token_files import SEPARATOR_BYTE, TokenSource, find_files, map_file
 from meshwright.errors import DataError
@@ -39,6 +41,8 @@ def open_source(source: SourceConfig, data: DataConfig, vocab: int, separator: i
         return TokenSource(read_standard_library(), sequence, vocab, "stdlib")
     if source.kind == "synthetic":
         return SyntheticSource(source.samples, sequence, vocab)
+    if source.kind == "shards":
+        return ShardSource(TokenShards(Path(source.path), data.shard_cache), sequence, vocab)
     files = find_files(source.path)
     if source.kind == "tokens":
         dtype = np.dtype(f"<{source.dtype[0]}{np.dtype(source.dtype).itemsize}")

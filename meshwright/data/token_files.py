@@ -6,7 +6,7 @@ import glob
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -151,24 +151,32 @@ def map_file(file: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
         raise DataError(f"source {file} cannot be read: {error.strerror}", "try another data.path") from None
 
 
-def token_sources(sources: Iterable[Source]) -> Iterator[TokenSource]:
-    """Every token source in a list of sources, also the parts of concatenated ones."""
+class DataFiles(Protocol):
+    """A source that reads files."""
+
+    notes: tuple[str, ...]
+
+    def raise_if_changed(self) -> None: ...
+
+
+def file_sources(sources: Iterable[Source]) -> Iterator[DataFiles]:
+    """Every source in a list that reads files, also the parts of concatenated ones."""
     for source in sources:
-        if isinstance(source, TokenSource):
-            yield source
+        if hasattr(source, "raise_if_changed"):
+            yield cast(DataFiles, source)
         elif isinstance(source, ConcatenatedSource):
-            yield from token_sources(source.sources)
+            yield from file_sources(source.sources)
 
 
 def raise_if_changed(sources: Iterable[Source]) -> None:
     """Raises DataError if a data file has changed since its source was opened. Costs one stat per file."""
-    for source in token_sources(sources):
+    for source in file_sources(sources):
         source.raise_if_changed()
 
 
 def source_notes(sources: Iterable[Source]) -> list[str]:
     """What the user should know about the sources."""
-    return [note for source in token_sources(sources) for note in source.notes]
+    return [note for source in file_sources(sources) for note in source.notes]
 
 
 def scan_blocks(ids: NDArray[Any]) -> Iterator[NDArray[Any]]:

@@ -44,7 +44,7 @@ def open_encoder(source: SourceConfig, separator: int | None) -> Encoder:
     """The byte-level encoder, or the one of a tokenizer.json."""
     if not source.tokenizer:
         end = None if source.end_of_document == "none" else SEPARATOR_BYTE
-        return Encoder(lambda texts, _: [[*text.encode()] for text in texts], end, "bytes", 256)
+        return Encoder(lambda texts, _: [text.encode() for text in texts], end, "bytes", 256)
     tokenizer, digest = load_tokenizer(source.tokenizer)
 
     def encode(texts: list[str], special: bool) -> Iterable[Sequence[int]]:
@@ -52,6 +52,18 @@ def open_encoder(source: SourceConfig, separator: int | None) -> Encoder:
 
     vocab = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
     return Encoder(encode, find_end_of_document(source, tokenizer, separator), digest, vocab)
+
+
+def find_tokenizer(path: str) -> Path:
+    """The tokenizer.json that a path names: the file itself, or the one in the folder."""
+    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    others = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "tokenizer_config.json", "spiece.model")
+    if file.name in others or (not file.exists() and any((file.parent / name).exists() for name in others)):
+        raise DataError(
+            f"{file.parent} has no tokenizer.json, the file of a fast tokenizer",
+            "try transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), which writes one",
+        )
+    return file
 
 
 def load_tokenizer(path: str) -> tuple[Any, str]:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from meshwright.config import IGNORE_INDEX, LayoutConfig, RunConfig
 from meshwright.data.file_sources import open_sources
+from meshwright.data.shard_source import ShardSource
 from meshwright.data.source import Source, SyntheticSource, spaced_indices
-from meshwright.data.token_files import TokenSource, token_sources
+from meshwright.data.token_files import TokenSource, file_sources
 from meshwright.launch.ranks import run_ranks
 from meshwright.models.init import build_empty
 from meshwright.models.layers.loss import HeadLoss
@@ -218,7 +219,11 @@ def check_labels(sources: Sequence[Source]) -> Iterator[Claim]:
     """Yields whether labels are the next tokens, in samples that are spread over token files and synthetic sources. A
     sample of a file continues the one before.
     """
-    files = list(token_sources(sources))
+    files: list[TokenSource | ShardSource] = [
+        source
+        for source in file_sources(sources)
+        if isinstance(source, TokenSource) or (isinstance(source, ShardSource) and not source.shards.index.masked)
+    ]
     chosen: list[Source] = [files[index] for index in spaced_indices(len(files), CHECKED_FILES)]
     chosen += [source for source in sources if isinstance(source, SyntheticSource)]
     compared, wrong = 0, []
@@ -226,7 +231,7 @@ def check_labels(sources: Sequence[Source]) -> Iterator[Claim]:
         for index in spaced_indices(len(source), CHECKED_SAMPLES):
             tokens, labels = source[index]
             following = tokens[1:].tolist()
-            if isinstance(source, TokenSource) and index + 1 < len(source):
+            if isinstance(source, TokenSource | ShardSource) and index + 1 < len(source):
                 following.append(source[index + 1][0][0])
             compared += 1
             if labels.tolist()[: len(following)] != following:

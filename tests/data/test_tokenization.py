@@ -221,7 +221,12 @@ def test_two_processes_that_tokenize_at_once_both_succeed(tmp_path, cache):
     with context.Pool(4) as pool:
         assert len(set(pool.map(fingerprint_of, [path] * 4, chunksize=1))) == 1
     [folder] = cache.iterdir()
-    assert sorted(file.name for file in folder.iterdir()) == [".lock", "documents-00000.bin", "index.json", "tokens-00000.bin"]
+    assert sorted(file.name for file in folder.iterdir()) == [
+        ".lock",
+        "documents-00000.bin",
+        "index.json",
+        "tokens-00000.bin",
+    ]
 
 
 def fingerprint_of(path):

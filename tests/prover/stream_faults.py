@@ -10,10 +10,10 @@ import torch
 
 from meshwright.config import load_config
 from meshwright.data import file_sources, sample_lookup, tokenization
-from meshwright.data.prepare import cached_tokens
 from meshwright.data import stream as stream_module
 from meshwright.data.loader import Loader
 from meshwright.data.permutation import Permutation
+from meshwright.data.prepare import cached_tokens
 from meshwright.data.source import ConcatenatedSource, SyntheticSource
 from meshwright.data.stream import CYCLE, SampleOccurrence, Stream
 from meshwright.data.token_files import TokenSource

@@ -34,7 +34,8 @@ class EncodedPart:
     """(line or row, reason) of what could not be decoded"""
 
     def add(self, ids: Sequence[int], is_document: bool) -> None:
-        self.pieces.append(np.array(ids, np.uint32))
+        array = np.frombuffer(ids, np.uint8).astype(np.uint32) if isinstance(ids, bytes) else np.array(ids, np.uint32)
+        self.pieces.append(array)
         self.tokens += len(ids)
         if is_document:
             self.ends.append(self.tokens)
@@ -78,7 +79,10 @@ def encode_texts(texts: list[str], encoder: Encoder, part: Part, result: Encoded
     """Special tokens surround a whole document, not a line of one."""
     by_line = part.file.format == "text"
     for ids in encoder.encode(texts, not by_line):
-        result.add(ids if by_line else [*ids, *encoder.end(ids)], not by_line)
+        if not by_line and (end := encoder.end(ids)):
+            result.add(ids, False)
+            ids = end
+        result.add(ids, not by_line)
 
 
 def read_rows(part: Part) -> Iterator[Any]:
