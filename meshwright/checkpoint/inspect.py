@@ -15,6 +15,7 @@ from meshwright.checkpoint.listing import (
     list_published,
     read_entry,
 )
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.unsharded import compare_checkpoints, state_digest
 from meshwright.checkpoint.verify import find_damage
 from meshwright.errors import CheckpointError, ConfigError
@@ -73,7 +74,7 @@ def list_rows(path: Path) -> list[dict[str, Any]]:
                 "layout": {axis: degree for axis, degree in manifest.layout.items() if axis != "micro"},
                 "digest": manifest.digest,
                 "parent": manifest.parent,
-            }
+            } | base_of(manifest)
         rows.append(row)
     return rows
 
@@ -86,7 +87,8 @@ def verify_rows(path: Path, step: int | None) -> list[dict[str, Any]]:
     for entry in find_published(path, step):
         damage = find_damage(entry)
         if not (damage and entry.was_deleted):
-            rows.append({"name": entry.name, "step": entry.step, "damage": [item.to_json() for item in damage]})
+            row = {"name": entry.name, "step": entry.step, "damage": [item.to_json() for item in damage]}
+            rows.append(row | (base_of(entry.manifest) if entry.manifest is not None else {}))
     return rows or verify_rows(path, step)
 
 
@@ -94,7 +96,13 @@ def digest(path: Path, step: int | None) -> dict[str, Any]:
     """One digest of all unsharded tensors."""
     entry = select_intact(path, step)
     with reporting_deletion(entry):
-        return {"name": entry.name, "step": entry.step, "digest": state_digest(entry)}
+        answer = {"name": entry.name, "step": entry.step, "digest": state_digest(entry)}
+    return answer | (base_of(entry.manifest) if entry.manifest is not None else {})
+
+
+def base_of(manifest: Manifest) -> dict[str, Any]:
+    """The frozen parameters that a checkpoint refers to, where it does not contain all parameters."""
+    return {"base": manifest.base} if manifest.base else {}
 
 
 @contextmanager

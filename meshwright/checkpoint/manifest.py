@@ -99,6 +99,10 @@ class Manifest:
     format: int = FORMAT
     chunk: int = BLOCK_SIZES.digest_bytes
     """The number of bytes that one digest covers."""
+    base: dict[str, Any] = field(default_factory=dict)
+    """The frozen parameters, which the checkpoint does not contain: `digest`, and `weights`, where a run reads them.
+    The key is left out where all parameters are in the checkpoint.
+    """
     digest: str = field(default="", compare=False)
     """The digest of the manifest itself."""
 
@@ -110,6 +114,8 @@ class Manifest:
         """The content of the file, with its own digest as the last key."""
         values = asdict(self)
         del values["digest"]
+        if not self.base:
+            del values["base"]
         for tensor in values["tensors"].values():
             tensor["pieces"] = tensor.pop("regions")
         return serialize(values, canonical_digest(values))
@@ -154,7 +160,7 @@ class Manifest:
         if not all(type(n) is int and n >= 0 for n in counts) or not 1 <= self.chunk <= 1 << 30:
             raise InvalidManifest("the manifest has a number out of range")
         tables = [self.layout, self.identity, self.made_by, self.data, self.rng, self.schedule, self.scaler]
-        tables += [self.counters, self.owners]
+        tables += [self.counters, self.owners, self.base]
         if (
             not all(type(table) is dict for table in tables)
             or type(self.run) is not str
@@ -163,6 +169,8 @@ class Manifest:
             raise InvalidManifest("the manifest has a field of the wrong type")
         if not all(type(n) is int for n in self.rng.values()) or not all(type(o) is dict for o in self.owners.values()):
             raise InvalidManifest("the manifest has an invalid entry in rng or owners")
+        if not all(type(text) is str for text in self.base.values()):
+            raise InvalidManifest("the manifest has an invalid entry in base")
         for name, record in self.files.items():
             if not all(type(chunk) is str for chunk in record.chunks):
                 raise InvalidManifest(f"the manifest has an invalid digest for {name}")

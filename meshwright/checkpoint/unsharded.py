@@ -83,6 +83,9 @@ def compare_checkpoints(one: CheckpointEntry, other: CheckpointEntry) -> Iterato
     assert one.manifest is not None
     assert other.manifest is not None
     first, second = one.manifest.tensors, other.manifest.tensors
+    bases = [manifest.base.get("digest", "none") for manifest in (one.manifest, other.manifest)]
+    if bases[0] != bases[1]:
+        yield TensorDifference("base", f"frozen parameters with digest {bases[0]} and {bases[1]}")
     for name in sorted(first.keys() | second.keys(), key=model_order):
         if name not in first or name not in second:
             yield TensorDifference(name, f"only in {one.name if name in first else other.name}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from meshwright.cli.args import AtStep, Json, Run, option, positional
 from meshwright.cli.output import emit
@@ -17,12 +18,17 @@ def checkpoint_list(run: Run, json: Json = False) -> None:
     lines = [
         f"{row['name']}  timeline {row['timeline']}  {row['bytes']:,} bytes in {row['files']} files  "
         + (" x ".join(f"{axis} {degree}" for axis, degree in row["layout"].items() if degree > 1) or "one rank")
-        + f"  {row['status']}"
+        + f"  {row['status']}{base_text(row)}"
         if "bytes" in row
         else f"{row['name']}  {row['status']}"
         for row in rows
     ]
     emit(json, {"checkpoints": rows}, "\n".join(lines) or f"{run} has no checkpoint")
+
+
+def base_text(row: Mapping[str, Any]) -> str:
+    """The frozen parameters that a checkpoint refers to, as the end of a line."""
+    return f"  without frozen parameters ({row['base']['digest']}, {row['base']['weights']})" if "base" in row else ""
 
 
 def checkpoint_verify(run: Run, step: AtStep = None, json: Json = False) -> None:
@@ -31,7 +37,7 @@ def checkpoint_verify(run: Run, step: AtStep = None, json: Json = False) -> None
     from meshwright.checkpoint.verify import Damage
 
     rows = verify_rows(run, step)
-    lines = [f"{row['name']}  intact" for row in rows if not row["damage"]]
+    lines = [f"{row['name']}  intact{base_text(row)}" for row in rows if not row["damage"]]
     lines += [f"{row['name']}  DAMAGED  {Damage(**damage)}" for row in rows for damage in row["damage"]]
     emit(json, {"checkpoints": rows}, "\n".join(lines))
     if any(row["damage"] for row in rows):

@@ -5,6 +5,7 @@ from meshwright.config.block_sizes import BLOCK_SIZES, BlockSizes
 from meshwright.config.constraints import IGNORE_INDEX, MAX_GLOBAL_BATCH
 from meshwright.config.data import DataConfig, SourceConfig
 from meshwright.config.fingerprint import fingerprint, identity, placement
+from meshwright.config.lora import LoraConfig
 from meshwright.config.model import ModelConfig
 from meshwright.config.optimizer import OptimizerConfig, ScheduleConfig
 from meshwright.config.parallelism import (
@@ -51,6 +52,7 @@ __all__ = [
     "FSDPConfig",
     "LaunchConfig",
     "LayoutConfig",
+    "LoraConfig",
     "ModelConfig",
     "NumericsConfig",
     "OptimizerConfig",

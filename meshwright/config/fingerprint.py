@@ -35,6 +35,8 @@ def flatten(node: Any, path: str = "") -> list[tuple[str, Any, bool]]:
             rows.extend((k, v, p or marked) for k, v, p in flatten(value, key + "."))
         elif isinstance(value, OptionTable):
             rows.extend((f"{key}.{name}", option, marked) for name, option in value.items())
+        elif isinstance(value, tuple) and value and isinstance(value[0], str):
+            rows.append((key, list(value), marked))
         elif isinstance(value, tuple):
             for i, item in enumerate(value):
                 rows.extend((k, v, p or marked) for k, v, p in flatten(item, f"{key}[{i}]."))

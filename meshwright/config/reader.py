@@ -236,8 +236,11 @@ def convert(kind: Any, value: Any, where: str) -> Any:
         return str(value)
     if origin is tuple:
         items = parse_toml_value(value) if isinstance(value, CommandLineValue) else value
+        if args[0] is str and isinstance(value, CommandLineValue) and not isinstance(items, list):
+            items = value.split(",")
         if not isinstance(items, (list, tuple)):
-            raise ConfigError(f"{where} = {format_value(value)} is not a list", "expected a list of tables")
+            expected = "texts" if args[0] is str else "tables"
+            raise ConfigError(f"{where} = {format_value(value)} is not a list", f"expected a list of {expected}")
         return tuple(convert(args[0], item, f"{where}[{i}]") for i, item in enumerate(items))
     if kind is OptionTable:
         return option_table(value, where)

@@ -27,7 +27,7 @@ class KeyDescription:
     key: str
     """dotted key, as in a run file"""
     type: str
-    """INT, FLOAT, BOOL, TEXT, TABLE, TABLES, or the legal values in braces"""
+    """INT, FLOAT, BOOL, TEXT, TEXTS, TABLE, TABLES, or the legal values in braces"""
     default: str
     """default of the tiny preset, or "unset\""""
     help: str
@@ -105,4 +105,6 @@ def type_name(hint: Any) -> str:
         return "|".join(type_name(part) for part in args if part is not type(None))
     if origin is Literal:
         return "{" + ",".join(args) + "}"
-    return "TABLES" if origin is tuple else TYPE_NAMES[hint]
+    if origin is tuple:
+        return "TEXTS" if args[0] is str else "TABLES"
+    return TYPE_NAMES[hint]

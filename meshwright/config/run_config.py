@@ -21,6 +21,7 @@ from meshwright.config.constraints import (
     TimeoutSeconds,
 )
 from meshwright.config.data import DataConfig
+from meshwright.config.lora import LoraConfig
 from meshwright.config.model import ModelConfig
 from meshwright.config.optimizer import OptimizerConfig, ScheduleConfig
 from meshwright.config.parallelism import (
@@ -232,6 +233,7 @@ class RunConfig:
     attempt; 0 never counts
     """
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -8,7 +8,7 @@ from meshwright.config import RunConfig
 from meshwright.config.dtypes import PRECISION_BYTES
 from meshwright.errors import ConfigError
 from meshwright.io import format_bytes
-from meshwright.models.registry import model_spec
+from meshwright.models.registry import run_spec
 from meshwright.parallel.world import runs_on_cpu
 from meshwright.topology.layout import Layout
 from meshwright.topology.optimizer_state import rank_state_bytes
@@ -38,6 +38,6 @@ def state_bytes(config: RunConfig, layout: Layout, rank: int) -> int:
     """Bytes of one rank's parameters and optimizer state: a lower bound, without gradients and activations."""
     sharded = uses_fsdp(layout)
     element_size = int(PRECISION_BYTES["fp64" if config.precision.compute == "fp64" else "fp32"])
-    parameters = parameter_shards(model_spec(config.model), config, layout, rank)
+    parameters = parameter_shards(run_spec(config), config, layout, rank)
     elements = sum(p.shard_numel if sharded else p.numel for p in parameters)
     return elements * element_size + rank_state_bytes(config.optimizer, parameters, sharded, element_size)

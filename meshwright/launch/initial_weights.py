@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.listing import list_published, open_run_store
 from meshwright.config import RunConfig
+from meshwright.errors import ConfigError
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.trainer.custom_model import CustomModel, saved_tensors
 from meshwright.trainer.identity import INITIAL_WEIGHTS, read_identity
@@ -18,10 +19,17 @@ from meshwright.weights.reader import WeightFolder, module_tensors
 
 def open_initial_weights(config: RunConfig, run: RunFolder, custom: CustomModel | None) -> InitialWeights | None:
     """Checks every tensor of `init_from` and reads every byte for its digest. A run that has a checkpoint does not need
-    the folder any more: if it is gone, the digest is that of the run's record.
+    the folder any more: if it is gone, the digest is that of the run's record. Low-rank adaptation always needs it: its
+    checkpoints do not contain the frozen parameters.
     """
     if not config.init_from:
         return None
+    if config.lora.enabled and not os.path.lexists(config.init_from):
+        raise ConfigError(
+            f"init_from = {config.init_from} does not exist, and checkpoints of low-rank adaptation do not contain the "
+            "frozen parameters",
+            "try to restore the folder, or meshwright checkpoint import DIR --run RUN, which copies it to the run",
+        )
     if not os.path.lexists(config.init_from) and os.path.lexists(run.identity_file):
         recorded = read_identity(run)["identity"].get(INITIAL_WEIGHTS)
         if isinstance(recorded, str) and list_published(open_run_store(run)):

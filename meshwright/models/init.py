@@ -9,35 +9,48 @@ from importlib import import_module
 import torch
 from torch import Tensor, nn
 
-from meshwright.config import ModelConfig
-from meshwright.models.registry import family_options, family_package, model_spec
+from meshwright.config import LoraConfig, ModelConfig
+from meshwright.models.layers.lora_linear import add_factors
+from meshwright.models.registry import family_options, family_package, lora_spec
 from meshwright.models.spec import ModelSpec
 
 ROWS_PER_KEY = 1024
 """Rows that one random generator produces. A rank generates only the row blocks that overlap its shard."""
 
 
-def build_on_meta(config: ModelConfig, dtype: torch.dtype) -> nn.Module:
+NO_LORA = LoraConfig()
+
+
+def build_on_meta(config: ModelConfig, dtype: torch.dtype, lora: LoraConfig = NO_LORA) -> nn.Module:
     """The configured model on the meta device, without weights."""
     family = import_module(f"{family_package(config)}.model")
     with torch.device("meta"):
-        return family.build(config, family_options(config)).to(dtype)  # type: ignore[no-any-return]
+        model: nn.Module = family.build(config, family_options(config)).to(dtype)
+    if lora.enabled:
+        add_factors(model, lora_spec(config, lora), lora.scale)
+    return model
 
 
-def build_empty(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> nn.Module:
+def build_empty(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, lora: LoraConfig = NO_LORA
+) -> nn.Module:
     """The configured model on a device, with memory and without values."""
-    model = build_on_meta(config, dtype).to_empty(device=device)
-    for copy, owner in model_spec(config).tied.items():  # to_empty allocates separate storage for each module
+    model = build_on_meta(config, dtype, lora).to_empty(device=device)
+    for copy, owner in lora_spec(config, lora).tied.items():  # to_empty allocates separate storage for each module
         module, _, name = copy.rpartition(".")
         model.get_submodule(module).register_parameter(name, model.get_parameter(owner))
     return model
 
 
 def build_model(
-    config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    config: ModelConfig,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    lora: LoraConfig = NO_LORA,
 ) -> nn.Module:
     """The full model with its initial weights."""
-    model, spec = build_empty(config, dtype, device), model_spec(config)
+    model, spec = build_empty(config, dtype, device, lora), lora_spec(config, lora)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         init_shard(tensor.detach(), name, tensor.shape, (0,) * tensor.ndim, spec, seed)
     return model

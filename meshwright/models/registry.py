@@ -12,12 +12,13 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from meshwright.config import ModelConfig, RunConfig
+from meshwright.config import LoraConfig, ModelConfig, RunConfig
 from meshwright.config.reader import build_dataclass, format_value
 from meshwright.errors import ConfigError
 from meshwright.models.architecture import Architecture
 from meshwright.models.config_fields import REQUIRED, ConfigFields
 from meshwright.models.huggingface import StoredParameter
+from meshwright.models.lora import with_lora
 from meshwright.models.spec import ModelSpec
 
 FAMILIES = {
@@ -39,9 +40,29 @@ def model_spec(config: ModelConfig) -> ModelSpec:
     return spec
 
 
+@lru_cache(maxsize=64)
+def lora_spec(config: ModelConfig, lora: LoraConfig) -> ModelSpec:
+    """The spec of the configured model with the factors of low-rank adaptation, if there are any."""
+    spec = model_spec(config)
+    return with_lora(spec, lora, stored_names(config)) if lora.enabled else spec
+
+
+def stored_names(config: ModelConfig) -> list[StoredParameter]:
+    """The names of Hugging Face folders; none where the form of the family lacks a part of the model."""
+    try:
+        return list(stored_parameters(config))
+    except ConfigError:
+        return []
+
+
+def run_spec(config: RunConfig) -> ModelSpec:
+    """The spec of what a run trains: the configured model, with its factors under low-rank adaptation."""
+    return lora_spec(config.model, config.lora)
+
+
 def validate_family(config: RunConfig) -> None:
     """Raises ConfigError if the family cannot be trained on the layout of the config."""
-    spec = model_spec(config.model)
+    spec = run_spec(config)
     seam, positions = spec.attention, spec.architecture.learned_positions if spec.architecture else 0
     if positions and config.data.sequence > positions:
         raise ConfigError(
@@ -58,7 +79,7 @@ def validate_family(config: RunConfig) -> None:
 
 def block_costs(config: RunConfig) -> tuple[float, ...]:
     """FLOPs per sample of every block of the configured model, by which pipeline stages are balanced."""
-    return model_spec(config.model).block_costs(config.data.sequence)
+    return run_spec(config).block_costs(config.data.sequence)
 
 
 def model_architecture(config: ModelConfig, name: str) -> Architecture:

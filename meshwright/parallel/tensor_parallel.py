@@ -23,11 +23,11 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
-    parallelize_module,
 )
 
 from meshwright.errors import ConfigError
 from meshwright.models.spec import ModelSpec
+from meshwright.parallel.lora_parallel import parallelize_with_factors
 from meshwright.parallel.parallel_spec import ParallelSpec, parameter_owners, require_modules
 from meshwright.parallel.tensor_plans.local_styles import LocalStyle
 
@@ -199,7 +199,7 @@ def apply_tensor_parallel(model: nn.Module, spec: ParallelSpec, mesh: DeviceMesh
         owners.setdefault(id(parameter), []).append((module, name))
     for pattern, style in spec.tp_plan().items():
         for module in require_modules(model, (pattern,)):
-            parallelize_module(module, mesh, style, src_data_rank=None)
+            parallelize_with_factors(module, mesh, style)
     for (first, name), *others in owners.values():
         for module, other in others:
             module._parameters[other] = first._parameters[name]

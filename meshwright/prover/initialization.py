@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshwright.config import RunConfig
 from meshwright.models.init import init_shard
-from meshwright.models.registry import model_spec
+from meshwright.models.registry import run_spec
 from meshwright.prover.claims import Claim
 from meshwright.prover.oracle.initial_values import ROWS, initial_row_block, parameter_shapes
 from meshwright.topology.layout import Layout
@@ -104,7 +104,7 @@ def ranges_of(name: str, shape: tuple[int, ...], layout: Layout, choices: random
 def initialized(config: RunConfig, part: WeightRange) -> Tensor:
     """The values that a rank with this shard has."""
     local = torch.full(part.sizes, torch.nan)
-    init_shard(local, part.name, part.shape, part.offset, model_spec(config.model), config.seed)
+    init_shard(local, part.name, part.shape, part.offset, run_spec(config), config.seed)
     return local
 
 

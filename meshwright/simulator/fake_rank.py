@@ -16,7 +16,7 @@ from meshwright.config import Batch, RunConfig
 from meshwright.data.loader import MicroBatch
 from meshwright.errors import ConfigError
 from meshwright.models.init import build_on_meta
-from meshwright.models.registry import block_costs, model_spec
+from meshwright.models.registry import block_costs, run_spec
 from meshwright.optim.build import build_optimizer
 from meshwright.parallel.local_shard import LocalShard
 from meshwright.parallel.materialize import Materializer
@@ -138,10 +138,10 @@ def parallelize_fake_model(
     if layout.pipeline > 1:
         placement = shrink_stages(placement, size)
         blocks += len(size.blocks) + 1
-    model = build_on_meta(replace(config.model, layers=blocks), dtype)
+    model = build_on_meta(replace(config.model, layers=blocks), dtype, config.lora)
     with fake_tensors.active():
         Materializer(model, None, world.device).allocate(model)
-    spec = family_parallel_spec(model_spec(config.model))
+    spec = family_parallel_spec(run_spec(config))
     parallel_model = parallelize(model, config, layout, world, spec, skip_init, placement=placement, ddp=FakeDDP)
     route_uniformly(parallel_model.module)
     return parallel_model

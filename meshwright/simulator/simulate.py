@@ -9,7 +9,7 @@ from dataclasses import replace
 from meshwright.config import Batch, RunConfig
 from meshwright.data.source import Source
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.models.registry import block_costs, model_spec, validate_family
+from meshwright.models.registry import block_costs, run_spec, validate_family
 from meshwright.parallel.parallel_model import InFlightTracker
 from meshwright.parallel.parallel_spec import find_blocks
 from meshwright.parallel.world import World
@@ -85,7 +85,7 @@ def simulate(
 def count_parameters(config: RunConfig, custom: CustomModel | None) -> int:
     """The number of parameters of the full model; tied weights count once."""
     if custom is None:
-        return model_spec(config.model).parameter_count
+        return run_spec(config).parameter_count
     return sum(parameter.numel() for module in custom.modules() for parameter in module.parameters())
 
 

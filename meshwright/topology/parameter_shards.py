@@ -165,7 +165,7 @@ def parameter_shards(model: ModelShape, config: RunConfig, layout: Layout, rank:
             stage_of_unit[parameter.unit],
             parameter.name.rpartition(".")[0] if expert_parallel else parameter.unit,
             expert_group if expert_parallel else dense_group,
-            grad_is_partial=layout.tensor > 1 and parameter.tp_dim is None,
+            grad_is_partial=layout.tensor > 1 and parameter.tp_dim is None and parameter.trainable,
             is_tied_copy=pipeline and parameter.name in model.tied,
             is_tied=pipeline and parameter.name in {*model.tied, *model.tied.values()},
             trainable=parameter.trainable,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.config import RunConfig
 from meshwright.models.init import build_on_meta, init_shard
-from meshwright.models.registry import block_costs, model_spec
+from meshwright.models.registry import block_costs, run_spec
 from meshwright.parallel.data_parallel.ddp import DDPModel
 from meshwright.parallel.local_shard import LocalShard
 from meshwright.parallel.materialize import Fill
@@ -60,13 +60,13 @@ def build_parallel_decoder(
     config: RunConfig, layout: Layout, precision: Precision, world: World, weights: InitialWeights | None = None
 ) -> ParallelModel:
     """Builds the configured decoder; each rank initializes its own shards, or reads them from a folder of weights."""
-    spec = model_spec(config.model)
+    spec = run_spec(config)
 
     def initialize(shard: LocalShard, name: str) -> None:
         init_shard(shard.local, name, shard.shape, shard.offset, spec, config.seed)
 
     return parallelize(
-        build_on_meta(config.model, precision.weights),
+        build_on_meta(config.model, precision.weights, config.lora),
         config,
         layout,
         world,

@@ -18,7 +18,7 @@ class ExpertBalancer:
     def __init__(self, module: nn.Module, config: RunConfig, world: World) -> None:
         self.world = world
         self.shape = (config.model.layers, config.model.experts + 1)
-        self.rate = config.model.router_bias_rate
+        self.rate = 0.0 if config.lora.enabled else config.model.router_bias_rate  # the base is frozen
         self.weight = config.model.router_aux_loss / config.batch.global_
         named = ((name, m) for name, m in module.named_modules() if isinstance(m, Experts))
         self.layers = {block_index(name): experts for name, experts in named}

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 from meshwright import faults
+from meshwright.checkpoint.frozen import separate_frozen
 from meshwright.checkpoint.listing import RunLineage, list_published, open_run_store
 from meshwright.checkpoint.restore import restore
 from meshwright.checkpoint.saver import CheckpointMetadata, CheckpointSaver, SaveResult
@@ -146,8 +147,9 @@ class Training:
         self.recorder = StepRecorder(self.config, job.batch, world, self.parallel_model, self.precision, self.log)
 
         self.parameters = self.parallel_model.parameters()
+        self.saved, self.base = separate_frozen(self.parameters, self.config, job.layout, world)
         self.optimizer = self._build_optimizer()
-        self.state = partial(collect_state, self.module, self.parameters, self.optimizer.moments())
+        self.state = partial(collect_state, self.module, self.saved, self.optimizer.moments())
         self.resume = self._build_resume_state()
         self.saver = self._build_saver()
         self.callbacks.run.on_keep = self.saver.keep_steps
@@ -202,7 +204,7 @@ class Training:
 
     def _build_resume_state(self) -> ResumeState:
         job, values = self.job, self.identity["identity"]
-        return ResumeState(self.config, job.batch, job.layout, self.stream, values, self.lineage, self.world)
+        return ResumeState(self.config, job.batch, job.layout, self.stream, values, self.lineage, self.world, self.base)
 
     def _build_saver(self) -> CheckpointSaver:
         return CheckpointSaver(
@@ -383,7 +385,7 @@ class Training:
         self.world.heartbeat.enter("end")
         self.saver.close()
         digest = digest_parallel_parameters(
-            self.parameters, self.job.layout, self.world, self.parallel_model.forward_is_collective
+            self.saved, self.job.layout, self.world, self.parallel_model.forward_is_collective
         )
         recorder = self.recorder
         summary = RunSummary(self.done, recorder.loss, recorder.skipped, digest, recorder.evaluations, recorder.metrics)

@@ -46,9 +46,10 @@ class ResumeState:
         identity: dict[str, Any],
         lineage: RunLineage,
         world: World,
+        base: dict[str, str],
     ) -> None:
         self.config, self.batch, self.layout, self.stream = config, batch, layout, stream
-        self.identity, self.lineage = identity, lineage
+        self.identity, self.lineage, self.base = identity, lineage, base
         self.owner = f"data/{layout.data_coordinate(world.rank)}"
         self.made_by = {
             "meshwright": __version__,
@@ -70,6 +71,7 @@ class ResumeState:
             "layout": {axis: getattr(self.layout, axis) for axis in ALL_AXES} | {"micro": self.batch.micro},
             "identity": self.identity,
             "made_by": self.made_by,
+            "base": self.base,
         }
 
     def metadata(self, done: int, recorder: StepRecorder, precision: Precision, use: ModelUse) -> CheckpointMetadata:
@@ -98,6 +100,7 @@ class ResumeState:
         if manifest.timeline != self.lineage.timeline:
             return
         step = manifest.step
+        self.validate_base(manifest)
         if differences := describe_differences(manifest.identity, self.identity):
             raise IdentityError(f"the checkpoint of step {step} belongs to another run: {differences}")
         if manifest.data != self.stream_position(step):
@@ -111,6 +114,16 @@ class ResumeState:
             )
         if len(manifest.rng) == self.layout.data_degree and manifest.rng != self.seeds(step):
             raise IdentityError(f"the random seeds of step {step} differ from the checkpoint's")
+
+    def validate_base(self, manifest: Manifest) -> None:
+        """Raises an error if the frozen parameters differ from those that the factors in a checkpoint belong to."""
+        before, now = manifest.base.get("digest"), self.base.get("digest")
+        if before != now:
+            raise IdentityError(
+                f"the checkpoint of step {manifest.step} was trained on frozen parameters with digest {before} "
+                f"({manifest.base.get('weights')}), and this run has {now} ({self.base.get('weights')})",
+                "try the weights that the run began with, or --fresh to begin a new run with these",
+            )
 
     def steps_of(self, manifest: Manifest) -> int:
         """Returns the number of steps that the run had when the checkpoint was written."""

@@ -35,6 +35,8 @@ class TiedWeight:
 
     is_trained: bool
     """whether it requires a gradient"""
+    is_current: bool = False
+    """whether the copy has the value of the owner, which a frozen weight keeps"""
 
     @torch.no_grad()
     def sum_gradients(self, group: dist.ProcessGroup) -> None:
@@ -57,6 +59,9 @@ class TiedWeight:
 
     @torch.no_grad()
     def broadcast_value(self, group: dist.ProcessGroup) -> None:
+        if self.is_current:
+            return
+        self.is_current = not self.is_trained
         owner = local_tensor(slot_parameter(self.owner)) if self.owner is not None else None
         tied_copy = local_tensor(slot_parameter(self.tied_copy)) if self.tied_copy is not None else None
         if owner is not None and tied_copy is not None:

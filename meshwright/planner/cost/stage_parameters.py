@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import Any
 
 from meshwright.models.architecture import Architecture
-from meshwright.models.registry import model_spec
+from meshwright.models.registry import run_spec
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology import schedules
 from meshwright.topology.stage_partition import partition_blocks
@@ -81,7 +81,7 @@ def pipeline_stages(job: PlannedJob) -> tuple[StageLayers, ...]:
         return divide_layers(job.model, 1, None)
     run = job.run_config
     declared = run is not None and isinstance(job.model, Architecture)
-    costs = model_spec(run.model).block_costs(job.sequence) if run is not None and declared else None
+    costs = run_spec(run).block_costs(job.sequence) if run is not None and declared else None
     return divide_layers(job.model, job.layout.pipeline * job.stages_per_rank, costs)
 
 

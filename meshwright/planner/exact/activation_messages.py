@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections import Counter
 from math import lcm
+from typing import NamedTuple
 
 from meshwright.config import Batch, RunConfig
 from meshwright.config.dtypes import COMPUTE_BYTES
@@ -69,7 +70,34 @@ def tensor_parallel_messages(
     ) * activation + first * embedding
     # The loss reduces the maximum, the sum of exponentials and the label's logit: one float32 (or wider) per token.
     messages["tensor", "all_reduce"] = last * 3 * tokens * weight_bytes(config)
+    if first:
+        frozen = frozen_modules(config, spec)
+        messages["tensor", "all_gather"] -= frozen.embedding * embedding + frozen.outputs * activation
+        messages["tensor", "reduce_scatter"] -= frozen.inputs * activation
     return multiply(batch.accumulation, messages)
+
+
+class FrozenModules(NamedTuple):
+    """The tensor-parallel modules at the beginning of a model with frozen parameters that have no backward pass."""
+
+    embedding: int
+    """1 if the embedding has no gradient"""
+    inputs: int
+    """modules of blocks whose input has no gradient"""
+    outputs: int
+    """modules of blocks whose output has no gradient"""
+
+
+def frozen_modules(config: RunConfig, spec: ModelSpec) -> FrozenModules:
+    """Backward ends at the first trainable parameter of the model. Parameters are in the order of their use."""
+    names = [parameter.name for parameter in spec.parameters]
+    first = next((index for index, parameter in enumerate(spec.parameters) if parameter.trainable), len(names))
+    parts = ("attention", "ffn")[: tensor_parallel_modules(config)]
+    modules = [f"{block}.{part}." for block in spec.block_names for part in parts]
+    spans = [[index for index, name in enumerate(names) if name.startswith(module)] for module in modules]
+    return FrozenModules(
+        int(first > 0), sum(first >= span[0] for span in spans), sum(first > span[-1] for span in spans)
+    )
 
 
 def tensor_parallel_modules(config: RunConfig) -> int:
@@ -148,7 +176,7 @@ def pipeline_messages(
     tokens = batch.micro * config.data.sequence // (layout.context * layout.tensor)
     elements = batch.accumulation * sends * tokens * config.model.width
     if placement.has_first_stage != placement.has_last_stage:
-        elements += sum(parameter.shard_numel for parameter in parameters if parameter.is_tied)
+        elements += sum(p.shard_numel for p in parameters if p.is_tied and p.trainable)
     return Counter({("pipeline", "send"): elements * weight_bytes(config)})
 
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from meshwright.config import Batch, RunConfig
 from meshwright.config.dtypes import COMPUTE_BYTES
-from meshwright.models.registry import model_spec
+from meshwright.models.registry import run_spec
 from meshwright.models.spec import BEFORE, ROOT, ModelSpec
 from meshwright.planner.exact.activation_messages import (
     MessageBytes,
@@ -75,7 +75,7 @@ def comm_volume(
     """The volume of one rank for a model: that of the config, or the one that `spec` describes. Ranks differ by their
     pipeline stages, and by the load of their experts (see `activation_messages`).
     """
-    spec = spec or model_spec(config.model)
+    spec = spec or run_spec(config)
     parameters = parameter_shards(spec, config, layout, rank)
     placement = pipeline_placement(config, layout, rank, spec.block_costs(config.data.sequence))
     messages: MessageBytes = Counter()
@@ -84,7 +84,7 @@ def comm_volume(
     if uses_ddp(layout):
         gradient_bytes = 2 if config.ddp.comm_hook == "bf16_compress" else weight_bytes(config)
         axis = dense_shard_group(layout, rank).replicate_axis
-        messages[axis, "all_reduce"] += sum(parameter.numel for parameter in parameters) * gradient_bytes
+        messages[axis, "all_reduce"] += sum(p.numel for p in parameters if p.trainable) * gradient_bytes
     elif uses_fsdp(layout):
         messages += fsdp_messages(config, layout, batch, group_by_unit(parameters), rank)
     if layout.tensor > 1:
@@ -202,7 +202,7 @@ def fsdp_messages(config: RunConfig, layout: Layout, batch: Batch, units: Units,
     is_sharded = any(members[0].shard_group.shards > 1 for members in units.values())
     counts = all_gather_counts(config, layout, batch, units, rank) if is_sharded else Counter()
     for unit, members in units.items():
-        group, padded = members[0].shard_group, sum(parameter.padded_numel for parameter in members)
+        group, padded = members[0].shard_group, sum(p.padded_numel for p in members if p.trainable)
         if group.shards > 1:
             messages[group.shard_axis, "all_gather"] += counts[unit, "sharded"] * sizes[unit]
             messages["other", "all_gather"] += counts[unit, "resharded"] * sizes[unit]

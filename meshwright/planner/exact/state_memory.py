@@ -21,14 +21,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.config import Batch, RunConfig
-from meshwright.models.registry import model_spec
+from meshwright.models.registry import run_spec
 from meshwright.models.spec import AFTER, AROUND_BLOCKS, BEFORE, ModelSpec
 from meshwright.planner.exact.activation_messages import weight_bytes
 from meshwright.planner.exact.comm_volume import ranks_after_forward, run_unshard_timeline, unsharded_bytes
 from meshwright.planner.exact.unshard_timeline import last_backward, nest_units, rank_actions
 from meshwright.topology.layout import Layout
 from meshwright.topology.optimizer_state import rank_state_bytes
-from meshwright.topology.parameter_shards import Units, dense_shard_group, group_by_unit, parameter_shards, uses_fsdp
+from meshwright.topology.parameter_shards import (
+    ParameterShard,
+    Units,
+    dense_shard_group,
+    group_by_unit,
+    parameter_shards,
+    uses_fsdp,
+)
 
 
 @dataclass(frozen=True)
@@ -44,13 +51,13 @@ def state_memory(
     config: RunConfig, layout: Layout, batch: Batch, rank: int = 0, spec: ModelSpec | None = None
 ) -> StateMemory:
     """The memory of one rank for a model: that of the config, or the one that `spec` describes."""
-    spec = spec or model_spec(config.model)
+    spec = spec or run_spec(config)
     parameters = parameter_shards(spec, config, layout, rank)
     size = weight_bytes(config)
     optimizer = rank_state_bytes(config.optimizer, parameters, uses_fsdp(layout), size)
     if not uses_fsdp(layout):
-        total = sum(parameter.numel for parameter in parameters) * size
-        return StateMemory(total, total, optimizer)
+        total, gradients = (sum(p.numel for p in some) * size for some in (parameters, trainable(parameters)))
+        return StateMemory(total, gradients, optimizer)
     units = group_by_unit(parameters)
     shards = sum(parameter.padded_shard_numel for parameter in parameters) * size
     if layout.pipeline > 1:
@@ -58,6 +65,11 @@ def state_memory(
         return StateMemory(shards + unsharded, pipeline_gradients(config, layout, batch, units, rank), optimizer)
     gradients = peak_gradients(config, batch, units, spec.before)
     return StateMemory(shards + peak_unsharded(config, layout, units), gradients, optimizer)
+
+
+def trainable(parameters: list[ParameterShard]) -> list[ParameterShard]:
+    """The parameters that have a gradient."""
+    return [parameter for parameter in parameters if parameter.trainable]
 
 
 def peak_unsharded(config: RunConfig, layout: Layout, units: Units) -> int:
@@ -95,11 +107,12 @@ class GradientTimeline:
 
     def __init__(self, config: RunConfig, units: Units) -> None:
         size = weight_bytes(config)
+        units = {unit: trainable(members) for unit, members in units.items()}
         self.unsharded_bytes = {unit: sum(p.numel for p in members) * size for unit, members in units.items()}
         self.shard_bytes = {unit: sum(p.padded_shard_numel for p in members) * size for unit, members in units.items()}
         # While a unit is reduce-scattered, FSDP2 still holds the gradient of its last parameter.
         self.last_bytes = {
-            unit: members[-1].numel * size if members[-1].shard_group.shards > 1 else 0
+            unit: sum(p.numel * size for p in members[-1:] if p.shard_group.shards > 1)
             for unit, members in units.items()
         }
         self.unsharded, self.shards = dict.fromkeys(units, 0), dict.fromkeys(units, 0)
@@ -132,16 +145,14 @@ def peak_gradients(config: RunConfig, batch: Batch, units: Units, before: tuple[
             timeline.shards = dict(timeline.shard_bytes)
         else:
             timeline.unsharded = dict(timeline.unsharded_bytes)
-    if (
-        "root" in units
-    ):  # backward begins with the final norm, which is in the root unit; the weights before blocks come last
+    if "root" in units:  # backward begins with the final norm, in the root unit; the weights before blocks come last
         last = tuple(f"{name}." for name in before)
-        norm = sum(parameter.numel for parameter in units["root"][1:] if not parameter.name.startswith(last))
+        norm = sum(p.numel for p in trainable(units["root"][1:]) if not p.name.startswith(last))
         timeline.unsharded["root"] = max(timeline.unsharded["root"], norm * weight_bytes(config))
     timeline.update_peak()
     for nest in reversed(nest_units(unit for unit in units if unit != "root")):
         if len(nest) > 1:  # shared experts run last in the block, so their gradients come first
-            shared = sum(p.numel for p in units[nest[0]] if ".shared." in p.name) * weight_bytes(config)
+            shared = sum(p.numel for p in trainable(units[nest[0]]) if ".shared." in p.name) * weight_bytes(config)
             timeline.unsharded[nest[0]] = max(timeline.unsharded[nest[0]], shared)
         for unit in reversed(nest):
             timeline.compute(unit)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import lcm
 
-from meshwright.models.registry import model_spec
+from meshwright.models.registry import run_spec
 from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.workload import Workload
 from meshwright.topology.layout import Layout
@@ -120,7 +120,7 @@ def attention_is_plain(work: Workload) -> bool:
     """Whether ring attention, which computes plain attention, is that of the model's family."""
     if work.base_config is None or isinstance(work.model, TracedModel):
         return True
-    return model_spec(work.base_config.model).attention.is_plain
+    return run_spec(work.base_config).attention.is_plain
 
 
 def expert_degrees(work: Workload, data_and_context_ranks: int, axis_is_free: bool) -> list[int]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from meshwright.config import RunConfig
-from meshwright.models.registry import model_spec
+from meshwright.models.registry import run_spec
 from meshwright.prover.shrink.layouts import pairs
 from meshwright.prover.shrink.runs import ProofRun
 from meshwright.prover.shrink.sizes import user_accumulation
@@ -133,7 +133,7 @@ def estimate_run(config: RunConfig, steps: int, cores: int) -> float:
 
 def block_multiply_adds(config: RunConfig) -> float:
     """Multiply-adds of a block's forward pass per sample."""
-    return model_spec(config.model).blocks[0].cost.flops.of(1, config.data.sequence) / 2
+    return run_spec(config).blocks[0].cost.flops.of(1, config.data.sequence) / 2
 
 
 def estimate_reference(config: RunConfig, steps: int) -> float:

@@ -11,7 +11,7 @@ from meshwright.checkpoint.shards import TENSOR_ALIGNMENT
 from meshwright.checkpoint.stager import assign_shards
 from meshwright.checkpoint.verify import SHARD_HEADER_BYTES
 from meshwright.config import RunConfig
-from meshwright.models.registry import block_costs, model_spec
+from meshwright.models.registry import block_costs, run_spec
 from meshwright.parallel.local_shard import LocalShard
 from meshwright.prover.claims import Claim
 from meshwright.prover.state.checkpoint_content import CheckpointContent
@@ -34,7 +34,7 @@ def check_real_layout(config: RunConfig) -> Claim:
     layout = Layout.from_config(config.layout)
     ranks = [rank for rank in range(layout.ranks) if layout.is_first_on(rank, ["replicate"])]
     problems = list(misplaced_blocks(config, layout))
-    distinct = {(p.shape, p.tp_dim, p.is_expert_weight): p for p in model_spec(config.model).parameters}
+    distinct = {(p.shape, p.tp_dim, p.is_expert_weight): p for p in run_spec(config).parameters}
     for parameter in distinct.values():
         regions = {shard_region(parameter, layout, rank) for rank in ranks}
         if problem := find_gap(parameter.shape, regions):
@@ -45,7 +45,7 @@ def check_real_layout(config: RunConfig) -> Claim:
         size, skipped, problem = check_assignment(config, layout, rank)
         largest, left_out = max(largest, size), left_out + skipped
         problems += [problem] if problem else []
-    parameters = len(model_spec(config.model).parameters)
+    parameters = len(run_spec(config).parameters)
     measured = f"{parameters} parameters, {layout.ranks} ranks; the files of {len(compared)} ranks were compared"
     if left_out:
         measured += f", without {left_out} shards that more than {MAX_REPLICAS} ranks have"
@@ -152,7 +152,7 @@ def meta_shards(config: RunConfig, layout: Layout, rank: int) -> dict[str, Local
     local_blocks = {block for blocks in placement.stages.values() for block in blocks}
     dtype = torch.float64 if config.precision.compute == "fp64" else torch.float32
     shards = {}
-    for parameter in model_spec(config.model).parameters:
+    for parameter in run_spec(config).parameters:
         if not is_on_stage(parameter, local_blocks, placement.has_first_stage, placement.has_last_stage):
             continue
         region = shard_region(parameter, layout, rank)
@@ -191,7 +191,7 @@ def compare_regions(content: CheckpointContent, config: RunConfig) -> Iterator[s
     """
     layout = Layout.from_config(config.layout)
     tensors, files = content.manifest["tensors"], content.manifest["files"]
-    for parameter in model_spec(config.model).parameters:
+    for parameter in run_spec(config).parameters:
         predicted = filled(shard_region(parameter, layout, rank) for rank in range(layout.ranks))
         for name in (f"model/{parameter.name}", *(f"optimizer/{parameter.name}/{key}" for key in STATE_KEYS)):
             if name not in tensors:

@@ -10,7 +10,7 @@ import torch
 
 from meshwright.data.stream import Stream
 from meshwright.data.token_files import source_notes
-from meshwright.models.registry import model_spec
+from meshwright.models.registry import run_spec
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
 from meshwright.telemetry.events import Event
@@ -80,7 +80,7 @@ def pipeline_record(job: Job, parallel_model: ParallelModel, rank: int) -> Event
 def parameter_count(job: Job) -> int:
     """Returns the number of parameters of the full model."""
     if job.custom is None:
-        return model_spec(job.config.model).parameter_count
+        return run_spec(job.config).parameter_count
     return sum(p.numel() for module in job.custom.modules() for p in module.parameters())
 
 
