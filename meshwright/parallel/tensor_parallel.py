@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 
 from meshwright.errors import ConfigError
 from meshwright.models.spec import ModelSpec
-from meshwright.parallel.lora_parallel import parallelize_with_factors
+from meshwright.parallel.tensor_plans.lora_factors import parallelize_with_factors
 from meshwright.parallel.parallel_spec import ParallelSpec, parameter_owners, require_modules
 from meshwright.parallel.tensor_plans.local_styles import LocalStyle
 

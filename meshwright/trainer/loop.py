@@ -37,6 +37,7 @@ from meshwright.trainer.identity import build_identity, check_run_folder, write_
 from meshwright.trainer.objective import Objective
 from meshwright.trainer.precision import Precision, set_determinism
 from meshwright.trainer.records.plan_recorder import PlanRecorder
+from meshwright.trainer.records.run_summary import RunSummary
 from meshwright.trainer.records.start_record import start_record
 from meshwright.trainer.records.step_counters import count_step
 from meshwright.trainer.records.step_recorder import StepRecorder, finite_or_none
@@ -83,21 +84,6 @@ class Job:
     def as_attempt(self, attempt: int, restart: int, fork: bool) -> Job:
         """Returns this job as its next attempt. A fork is identified by the job's first attempt, so it happens once."""
         return replace(self, attempt=attempt, restart=restart, fork=attempt - restart if fork else 0)
-
-
-@dataclass
-class RunSummary:
-    """The results of a finished run."""
-
-    steps: int
-    loss: float | None
-    skipped: int
-    parameters_digest: str
-    evaluations: list[tuple[int, float]] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
-    """the parts of the loss and the metrics of the last step of this attempt"""
-    stopped: str = ""
-    """why a callback ended the run before its last step"""
 
 
 def train_rank(job: Job, world: World) -> RunSummary:
