@@ -27,9 +27,9 @@ from torch.distributed.tensor.parallel import (
 
 from meshwright.errors import ConfigError
 from meshwright.models.spec import ModelSpec
-from meshwright.parallel.tensor_plans.lora_factors import parallelize_with_factors
 from meshwright.parallel.parallel_spec import ParallelSpec, parameter_owners, require_modules
 from meshwright.parallel.tensor_plans.local_styles import LocalStyle
+from meshwright.parallel.tensor_plans.lora_factors import parallelize_with_factors
 
 SEQUENCE = 1
 """The sequence dimension of (batch, sequence, width)."""
