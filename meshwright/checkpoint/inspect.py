@@ -18,6 +18,7 @@ from meshwright.checkpoint.listing import (
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.unsharded import compare_checkpoints, state_digest
 from meshwright.checkpoint.verify import find_damage
+from meshwright.config import RunConfig, load_config
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.store.posix import PosixStore
 from meshwright.telemetry.run_folder import RunFolder
@@ -57,6 +58,12 @@ def select_intact(path: Path, step: int | None) -> CheckpointEntry:
         if not entry.was_deleted:
             raise CheckpointError(f"checkpoint {entry.name} is damaged: {damage[0]}")
     return select_intact(path, step)
+
+
+def run_config(path: Path) -> RunConfig:
+    """The config of a run folder, or of the run of a checkpoint folder."""
+    resolved = path.resolve()
+    return load_config(resolved.parents[1] if NAME_PATTERN.fullmatch(resolved.name) else path)
 
 
 def list_rows(path: Path) -> list[dict[str, Any]]:

@@ -1,10 +1,10 @@
-"""`meshwright checkpoint`: lists, verifies and compares the checkpoints of a run."""
+"""`meshwright checkpoint`: lists, verifies, compares and exports the checkpoints of a run, and imports weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from meshwright.cli.args import AtStep, Json, Run, option, positional
 from meshwright.cli.output import emit
@@ -67,3 +67,52 @@ def checkpoint_diff(
     emit(json, answer, "\n".join(lines) or f"{answer['one']} and {answer['other']} have the same tensors")
     if answer["differences"]:
         raise SystemExit(1)
+
+
+def checkpoint_export(
+    run: Run,
+    to: Annotated[Path, option("DIR", "new folder for the export")],
+    step: AtStep = None,
+    format: Annotated[
+        Literal["huggingface", "safetensors", "torch"] | None,
+        option(
+            "FORMAT",
+            "huggingface: a folder that transformers loads; safetensors or torch: by the model's own names "
+            "(default: huggingface, or safetensors for a custom model)",
+        ),
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16", "float64"] | None,
+        option("DTYPE", "dtype of floating-point tensors (default: that of the checkpoint)"),
+    ] = None,
+    max_shard_size: Annotated[str, option("SIZE", "largest size of one file, such as 500MB or 5GB")] = "5GB",
+    json: Json = False,
+) -> None:
+    """Checkpoint export: write the weights of a checkpoint as safetensors that transformers loads."""
+    from dataclasses import asdict
+
+    from meshwright.checkpoint.inspect import run_config
+    from meshwright.io import format_bytes
+    from meshwright.weights.export import export_checkpoint, parse_size
+
+    limit = parse_size(max_shard_size)
+    done = export_checkpoint(run, to, run_config(run), step=step, dtype=dtype, format=format, max_shard_bytes=limit)
+    files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
+    text = f"exported {done.checkpoint} to {to}: {done.tensors} tensors, {format_bytes(done.bytes)} in {files}"
+    emit(json, asdict(done) | {"folder": str(done.folder)}, f"{text}; digest {done.digest[:16]}")
+
+
+def checkpoint_import(
+    folder: Annotated[Path, positional("DIR", "folder of a Hugging Face model: safetensors and config.json")],
+    run: Annotated[Path, option("RUN", "new run folder")],
+    json: Json = False,
+) -> None:
+    """Checkpoint import: verify a folder of weights and copy it into a new run folder, as its initial weights."""
+    from dataclasses import asdict
+
+    from meshwright.io import format_bytes
+    from meshwright.weights.import_folder import import_folder
+
+    done = import_folder(folder, run)
+    text = f"imported {done.tensors} tensors, {format_bytes(done.bytes)}, to {run}; digest {done.digest[:16]}"
+    emit(json, asdict(done) | {"folder": str(done.folder)}, f"{text}; next: meshwright train {run} --run {run}")

@@ -10,7 +10,14 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from meshwright.cli.args import Verb, parse
-from meshwright.cli.checkpoint import checkpoint_diff, checkpoint_digest, checkpoint_list, checkpoint_verify
+from meshwright.cli.checkpoint import (
+    checkpoint_diff,
+    checkpoint_digest,
+    checkpoint_export,
+    checkpoint_import,
+    checkpoint_list,
+    checkpoint_verify,
+)
 from meshwright.cli.data import data_find, data_prepare, data_show
 from meshwright.cli.plan import plan, plan_measure, plan_schedule
 from meshwright.cli.prove import prove
@@ -35,6 +42,8 @@ VERBS: dict[str, Verb] = {
     "checkpoint verify": checkpoint_verify,
     "checkpoint digest": checkpoint_digest,
     "checkpoint diff": checkpoint_diff,
+    "checkpoint export": checkpoint_export,
+    "checkpoint import": checkpoint_import,
 }
 """Verb -> its function. The docstring of a function is "Verb: summary"."""
 

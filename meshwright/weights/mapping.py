@@ -11,10 +11,12 @@ from meshwright.config import ModelConfig
 from meshwright.config.reader import shorten
 from meshwright.errors import ConfigError
 from meshwright.models.huggingface import StoredParameter
-from meshwright.models.registry import model_spec, stored_parameters
-from meshwright.weights.content import EXPONENTS
+from meshwright.models.registry import model_spec, read_huggingface_model, stored_parameters
+from meshwright.weights.content import EXPONENTS, folder_digest, tensor_digests
 from meshwright.weights.folder import WeightFiles
 
+NamedTensors = Iterable[tuple[tuple[str, ...], "ExpectedTensor"]]
+"""The tensors of a model, each with all of its names."""
 INERT = re.compile(r"(.+\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
 """Buffers that older versions of transformers stored, and that a model computes by itself."""
 
@@ -89,9 +91,7 @@ def names_in_folder(files: WeightFiles, layouts: Iterable[str]) -> dict[str, str
     return names
 
 
-def find_own_parameters(
-    files: WeightFiles, tensors: Iterable[tuple[tuple[str, ...], ExpectedTensor]], optional: frozenset[str]
-) -> StoredModel:
+def find_own_parameters(files: WeightFiles, tensors: NamedTensors, optional: frozenset[str]) -> StoredModel:
     """The tensors of a model by its own names; a tied one has several. `optional` ones may be absent."""
     parameters: dict[str, tuple[StoredParameter, ...]] = {}
     equal: dict[str, str] = {}
@@ -131,3 +131,32 @@ def check_tensors(files: WeightFiles, expected: Mapping[str, ExpectedTensor], eq
             f"{found[unknown[0]].file} has tensor {shorten(unknown[0])}, for which the model has no parameter",
             "expected the weights of a model with the sizes of the config",
         )
+
+
+def find_parameters(files: WeightFiles, model: ModelConfig | None, tensors: NamedTensors | None) -> StoredModel:
+    """The parameters of a custom model's `tensors`, of the family of the folder's config.json, or of `model`."""
+    if tensors is not None:
+        return find_own_parameters(files, tensors, frozenset())
+    if files.has_config:
+        return find_family_parameters(files, read_huggingface_model(files.config_fields()))
+    if model is None:
+        raise ConfigError(f"{files.root} has no config.json", "expected the folder of a Hugging Face model")
+    spec = model_spec(model)
+    own = [((parameter.name,), ExpectedTensor(parameter.shape)) for parameter in spec.parameters]
+    buffers = [((buffer.name,), ExpectedTensor(buffer.shape)) for buffer in spec.buffers]
+    return find_own_parameters(files, [*own, *buffers], frozenset(buffer.name for buffer in spec.buffers))
+
+
+def checked_digest(files: WeightFiles, stored: StoredModel) -> str:
+    """One digest of all tensors. Raises ConfigError for numbers that are not finite, for damage that the record of an
+    export shows, and for copies of a tied weight that differ.
+    """
+    digests = tensor_digests(files)
+    for copy, owner in stored.equal.items():
+        one, other = files.tensors[copy], files.tensors[owner]
+        if digests[copy] != digests[owner] or one.dtype != other.dtype:
+            raise ConfigError(
+                f"{one.file}: tensor {shorten(copy)} differs from {shorten(owner)}, to which the model ties it",
+                "expected equal tensors, or tie_word_embeddings = false in config.json",
+            )
+    return folder_digest(files, digests)

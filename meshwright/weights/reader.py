@@ -16,13 +16,8 @@ from meshwright.config.reader import shorten
 from meshwright.data.token_files import FileStatus
 from meshwright.errors import ConfigError
 from meshwright.models.huggingface import StoredParameter
-from meshwright.models.registry import model_spec, read_huggingface_model
-from meshwright.weights.content import folder_digest, tensor_digests
 from meshwright.weights.folder import WeightFiles
-from meshwright.weights.mapping import ExpectedTensor, StoredModel, find_family_parameters, find_own_parameters
-
-NamedTensors = Iterable[tuple[tuple[str, ...], ExpectedTensor]]
-"""The tensors of a model, each with all of its names."""
+from meshwright.weights.mapping import ExpectedTensor, NamedTensors, checked_digest, find_parameters
 
 
 class WeightFolder:
@@ -50,15 +45,7 @@ class WeightFolder:
         """One digest of all tensors. Raises ConfigError for numbers that are not finite, and for damage that the record
         of an export shows.
         """
-        digests = tensor_digests(self.files)
-        for copy, owner in self.stored.equal.items():
-            one, other = self.files.tensors[copy], self.files.tensors[owner]
-            if digests[copy] != digests[owner] or one.dtype != other.dtype:
-                raise ConfigError(
-                    f"{one.file}: tensor {shorten(copy)} differs from {shorten(owner)}, to which the model ties it",
-                    "expected equal tensors, or tie_word_embeddings = false in config.json",
-                )
-        return folder_digest(self.files, digests)
+        return checked_digest(self.files, self.stored)
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """The region of a parameter at `offset`, in the dtype that is stored; `name` is that of the model's spec."""
@@ -97,19 +84,6 @@ class WeightFolder:
         """Raises ConfigError if a file is not the one that was checked."""
         if FileStatus.read(file) != self.status[file]:
             raise ConfigError(f"{file} changed after it was checked", "try again when nothing writes to the folder")
-
-
-def find_parameters(files: WeightFiles, model: ModelConfig | None, tensors: NamedTensors | None) -> StoredModel:
-    if tensors is not None:
-        return find_own_parameters(files, tensors, frozenset())
-    if files.has_config:
-        return find_family_parameters(files, read_huggingface_model(files.config_fields()))
-    if model is None:
-        raise ConfigError(f"{files.root} has no config.json", "expected the folder of a Hugging Face model")
-    spec = model_spec(model)
-    own = [((parameter.name,), ExpectedTensor(parameter.shape)) for parameter in spec.parameters]
-    buffers = [((buffer.name,), ExpectedTensor(buffer.shape)) for buffer in spec.buffers]
-    return find_own_parameters(files, [*own, *buffers], frozenset(buffer.name for buffer in spec.buffers))
 
 
 def module_tensors(saved: Iterable[tuple[str, Tensor]]) -> NamedTensors:
