@@ -47,6 +47,10 @@ grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", Non
 
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+varlen_flash_attention = torch.ops.aten._flash_attention_forward
+varlen_flash_attention_backward = torch.ops.aten._flash_attention_backward
 """The operators behind scaled_dot_product_attention, which also return the log-sum-exp of every query."""
 
 

@@ -65,7 +65,7 @@ class Architecture:
     post_norms: bool = False
     """whether attention and feed-forward are normalized after the last matrix, too"""
     capped_scores: bool = False
-    """whether scores have a soft cap, so that attention materializes them"""
+    """whether scores have a soft cap, so that attention writes them to memory, chunk by chunk"""
     capped_logits: bool = False
     """whether logits have a soft cap, whose tanh is saved for backward"""
     parallel_residual: bool = False

@@ -32,8 +32,11 @@ SAVED_OPS = (
     "_scaled_dot_product_fused_attention_overrideable",
 )
 """The operators whose results selective checkpointing saves: matrix products and attention, which are expensive to
-compute and no larger than other activations. `selective_policy` also saves the results of reduce-scatter, which are
-expensive to communicate and smaller.
+compute and no larger than other activations.
+"""
+OTHER_SAVED_OPS = ("attention", "reduce_scatter_tensor")
+"""The same of operators outside of torch's own: attention by chunks, and reduce-scatter, whose results are expensive to
+communicate and smaller.
 """
 
 
@@ -78,7 +81,7 @@ def selective_policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any)
     if RECOMPUTING:
         return CheckpointPolicy.PREFER_RECOMPUTE
     name = operation.__name__.partition(".")[0]
-    saved = name in SAVED_OPS if operation.namespace == "aten" else name == "reduce_scatter_tensor"
+    saved = name in SAVED_OPS if operation.namespace == "aten" else name in OTHER_SAVED_OPS
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 

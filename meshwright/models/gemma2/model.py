@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.config import ModelConfig
 from meshwright.models.gemma2.spec import Gemma2Options
-from meshwright.models.layers.attention import document_ids
+from meshwright.models.layers.attention import CoreAttention, document_ids
 from meshwright.models.layers.block_stack import BlockStack
 from meshwright.models.layers.feed_forward import FeedForward
 from meshwright.models.layers.loss import HeadLoss
@@ -32,36 +32,8 @@ class Gemma2Norm(nn.Module):
         return (F.rms_norm(wide, self.weight.shape, eps=self.eps) * (1.0 + self.weight)).to(x.dtype)
 
 
-class SoftCappedAttention(nn.Module):
-    """Causal attention with scores cap * tanh(scores / cap), within the last `window` tokens if that is not None. It
-    takes what `CoreAttention` takes, and does not cross documents.
-    """
-
-    def __init__(self, scale: float, cap: float, window: int | None) -> None:
-        super().__init__()
-        self.scale, self.cap, self.window = scale, cap, window
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-        batch, heads, tokens, size = q.shape
-        # The query heads of one key head are computed as more queries of that head, so keys are not copied.
-        grouped = q.reshape(batch, k.shape[1], -1, size)
-        scores = soft_cap(grouped @ k.transpose(-1, -2) * self.scale, self.cap)
-        scores = scores.view(batch, heads, tokens, tokens).masked_fill(self.masked(tokens, documents, q), -torch.inf)
-        weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
-        return (weights.view(batch, k.shape[1], -1, tokens) @ v).view(q.shape)
-
-    def masked(self, tokens: int, documents: Tensor | None, like: Tensor) -> Tensor:
-        """True where a query does not see a key; broadcasts to (batch, heads, queries, keys)."""
-        visible = torch.ones(tokens, tokens, dtype=torch.bool, device=like.device).tril()
-        if self.window is not None:
-            visible = visible.triu(1 - self.window)
-        if documents is not None:
-            visible = visible & (documents[:, :, None] == documents[:, None, :])[:, None]
-        return ~visible
-
-
 class Gemma2Attention(nn.Module):
-    """Projections around `SoftCappedAttention`; every second block, from the first on, has the window."""
+    """Projections around `CoreAttention` with a soft cap; every second block, from the first on, has the window."""
 
     def __init__(self, config: ModelConfig, options: Gemma2Options, layer: int) -> None:
         super().__init__()
@@ -71,7 +43,7 @@ class Gemma2Attention(nn.Module):
         self.k = nn.Linear(config.width, kv_width, bias=False)
         self.v = nn.Linear(config.width, kv_width, bias=False)
         scale = (options.query_scale or self.head_size) ** -0.5
-        self.core = SoftCappedAttention(scale, options.attention_softcap, None if layer % 2 else options.window)
+        self.core = CoreAttention(None if layer % 2 else options.window, scale, options.attention_softcap)
         self.out = nn.Linear(config.heads * self.head_size, config.width, bias=False)
 
     def forward(self, x: Tensor, rotary: RotaryTables) -> Tensor:

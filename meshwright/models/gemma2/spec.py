@@ -136,17 +136,17 @@ def block_parameters(config: ModelConfig, options: Gemma2Options, block: str) ->
 
 
 def block_cost(config: ModelConfig, options: Gemma2Options) -> ModuleCost:
-    """Every norm saves its input and its normalized input, every matmul its input, attention the capped scores before
-    and after softmax and their mask, the feed-forward gate, up, activation and product.
+    """Every norm saves its input and its normalized input, every matmul its input, attention its output with one
+    number per query and head, the feed-forward gate, up, activation and product.
     """
     width, head_size = config.width, options.head_dim(config)
     q_width, kv_width = config.heads * head_size, config.kv_heads * head_size
     matrices = 2 * width * (q_width + kv_width) + 3 * width * config.ffn
     norms = 4 * (2 * width + 1)
-    saved = norms + 2 * width + 2 * q_width + 2 * kv_width + 4 * config.ffn
+    saved = norms + 2 * width + 3 * q_width + 2 * kv_width + config.heads + 4 * config.ffn
     return ModuleCost(
         Cost(per_token=2 * matrices, per_pair=4 * q_width),
-        Cost(per_token=BYTES * saved, per_pair=BYTES * 2 * config.heads),
+        Cost(per_token=BYTES * saved),
     )
 
 

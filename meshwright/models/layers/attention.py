@@ -6,26 +6,56 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.models.layers.chunked_attention import attention, chunk_scores
+
 
 class CoreAttention(nn.Module):
-    """Causal scaled dot-product attention over (batch, heads, sequence, head size). Keys and values may have
-    fewer heads than queries. Attention does not cross documents, nor look back further than `window` tokens.
+    """Causal attention over (batch, heads, sequence, head size), within the last `window` tokens if that is not None.
+    Keys and values may have fewer heads than queries. Attention does not cross documents. Scores are scaled by `scale`,
+    by default head size ** -0.5, and with `cap` they are cap * tanh(scores / cap).
     """
 
-    def __init__(self, window: int | None = None) -> None:
+    def __init__(self, window: int | None = None, scale: float | None = None, cap: float | None = None) -> None:
         super().__init__()
-        self.window = window
+        self.window, self.scale, self.cap = window, scale, cap
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-        grouped_query = q.shape[1] != k.shape[1]
-        if documents is None and self.window is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped_query)
-        mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
-        if self.window is not None:
-            mask = mask.triu(1 - self.window)
-        if documents is not None:
-            mask = mask & (documents[:, :, None] == documents[:, None, :])[:, None]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped_query)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, positions: Tensor | None = None
+    ) -> Tensor:
+        """`documents` are those of the keys. Queries are the last of the keys, or with `positions` those at these
+        positions among the keys, (batch, queries), as in generation from prompts of different lengths.
+        """
+        queries, keys = q.shape[2], k.shape[2]
+        window = None if self.window is None or self.window >= keys else self.window
+        if positions is not None:
+            return self.at_positions(q, k, v, positions, window)
+        if window is not None and documents is None and queries == 1:
+            k, v, window = k[:, :, -window:], v[:, :, -window:], None
+        if documents is None and window is None and self.cap is None and queries in (1, keys):
+            grouped_query = q.shape[1] != k.shape[1]
+            is_causal = queries > 1
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=is_causal, scale=self.scale, enable_gqa=grouped_query
+            )
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return attention(q, k, v, documents, window, scale, self.cap)[0]
+
+    def at_positions(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None) -> Tensor:
+        """Attention of few queries, with a mask of (batch, 1, queries, keys)."""
+        keys = torch.arange(k.shape[2], device=q.device)
+        visible = keys <= positions[..., None]
+        if window is not None:
+            visible &= keys > positions[..., None] - window
+        visible = visible[:, None]
+        if self.cap is None:
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=visible, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scores = chunk_scores(q, k, scale, self.cap)[0]
+        masked = scores.view(*q.shape[:3], -1).masked_fill(~visible, -torch.inf)
+        weights = masked.softmax(-1).to(v.dtype).view(scores.shape)
+        return (weights @ v).view(*q.shape[:3], -1)
 
 
 def document_ids(tokens: Tensor, separator: int | None) -> Tensor | None:

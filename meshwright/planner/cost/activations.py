@@ -60,7 +60,8 @@ class ActivationSettings:
     context_method: str
     on_cpu: bool = False
     """on CPU, attention writes its output by heads and copies it to token layout"""
-    document_mask: bool = False
+    has_documents: bool = False
+    """sequences contain several documents, across which attention does not reach"""
     autocast: bool = False
     """weights are cast when they are used, and the copies are kept"""
 
@@ -247,21 +248,15 @@ def attention_activations(model: Architecture, settings: ActivationSettings) -> 
         queries, values = model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), model.heads * mla.v_head_dim
         keys, latent = queries + values, 2 * (mla.q_lora_rank + mla.kv_lora_rank) + mla.qk_rope_head_dim
     token_layout = values if settings.on_cpu or (ring and not trainer.fused_kernels) else 0
-    flash_attention = trainer.flash_attention and not model.capped_scores
-    logsumexp = tokens * model.heads * settings.reduction_bytes if flash_attention else 0.0
+    logsumexp = tokens * model.heads * settings.reduction_bytes if trainer.flash_attention else 0.0
     qkvo = tokens * (queries + keys + values) * e + logsumexp
     scores = 0.0
-    if model.capped_scores:
-        scores = tokens * settings.sequence * model.heads * capped_score_bytes(settings)
-    elif not flash_attention:
+    if not trainer.flash_attention:
         scores = tokens * settings.sequence / layout.context * model.heads * (2 * e + 1 if trainer.dropout_masks else e)
-    masks = 0.0
-    if settings.document_mask and (settings.context_method == "all-to-all" or layout.context == 1):
-        masks = settings.micro_batch * settings.sequence**2 * e
     inputs = matmul_inputs(model, settings, 3)
-    saved = inputs + qkvo + tokens * token_layout * e + settings.tokens * latent * e + scores + masks
+    saved = inputs + qkvo + tokens * token_layout * e + settings.tokens * latent * e + scores
     output_gradients = tokens * (queries + keys) * e + settings.tokens * model.width * e
-    materializes_scores = ring and (settings.on_cpu or settings.document_mask)
+    materializes_scores = ring and (settings.on_cpu or settings.has_documents)
     backward_peak = 0.0
     if materializes_scores:
         backward_peak = 4.5 * tokens * settings.sequence / layout.context * model.heads * settings.reduction_bytes
@@ -273,12 +268,6 @@ def attention_activations(model: Architecture, settings: ActivationSettings) -> 
         scores=scores,
         attention_output=tokens * values * e + logsumexp,
     )
-
-
-def capped_score_bytes(settings: ActivationSettings) -> float:
-    """Bytes saved per score with a soft cap: tanh, softmax, and its copy in the compute dtype if that is narrower."""
-    narrow = settings.compute_bytes if settings.compute_bytes < settings.reduction_bytes else 0
-    return settings.compute_bytes + settings.reduction_bytes + narrow
 
 
 def ffn_activations(model: Architecture, settings: ActivationSettings, moe: bool) -> ModuleActivations:

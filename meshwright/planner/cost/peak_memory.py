@@ -50,7 +50,7 @@ def activation_settings(job: PlannedJob) -> ActivationSettings:
         job.checkpoint_segment if job.activation_checkpoint == "full" else 1,
         job.context_method,
         on_cpu=job.cluster.device.is_cpu,
-        document_mask=job.run_config is not None
+        has_documents=job.run_config is not None
         and isinstance(job.model, Architecture)
         and job.run_config.model.separator is not None,
         autocast=job.trainer.torch_native and job.precision in ("bf16", "fp16") and not data_sharding(job)[0],
