@@ -72,9 +72,7 @@ def test_queries_may_be_the_last_of_the_keys(queries, window, cap, packed):
     q, k, v, _ = inputs(300)
     documents, q = random_documents(300, 60) if packed else None, q[:, :, -queries:]
     out = CoreAttention(window, SCALE, cap)(q, k, v, documents)
-    torch.testing.assert_close(
-        out, masked_attention(q, k, v, documents, window, SCALE, cap), rtol=1e-10, atol=1e-10
-    )
+    torch.testing.assert_close(out, masked_attention(q, k, v, documents, window, SCALE, cap), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (5, None), (None, CAP), (5, CAP)])

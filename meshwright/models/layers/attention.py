@@ -38,7 +38,7 @@ class CoreAttention(nn.Module):
                 q, k, v, is_causal=is_causal, scale=self.scale, enable_gqa=grouped_query
             )
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        return attention(q, k, v, documents, window, scale, self.cap)[0]
+        return attention(q, k, v, documents, window, scale, self.cap)[0]  # type: ignore[no-any-return]
 
     def at_positions(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int | None) -> Tensor:
         """Attention of few queries, with a mask of (batch, 1, queries, keys)."""

@@ -87,14 +87,14 @@ def backward(ctx: Any, grad: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor |
 attention.register_autograd(backward, setup_context=save_for_backward)
 
 
-@register_flop_formula(torch.ops.meshwright.attention)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.meshwright.attention)
 def flops(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_args: Any, **_options: Any) -> int:
     """The FLOPs of all pairs of tokens, as torch counts those of its own attention."""
     batch, heads, queries, size = q
     return 2 * batch * heads * queries * k[2] * (size + v[-1])
 
 
-@register_flop_formula(torch.ops.meshwright.attention_backward)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.meshwright.attention_backward)
 def backward_flops(_grad: tuple[int, ...], *shapes: Any, **_options: Any) -> int:
     """Five products instead of two: the scores are computed again."""
     return flops(*shapes) * 5 // 2
@@ -116,11 +116,11 @@ class Chunk:
     queries: slice
     keys: slice
 
-    def of_queries(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensor[self.rows, :, self.queries] for tensor in tensors)
+    def of_queries(self, tensor: Tensor) -> Tensor:
+        return tensor[self.rows, :, self.queries]
 
-    def of_keys(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensor[self.rows, :, self.keys] for tensor in tensors)
+    def of_keys(self, tensor: Tensor) -> Tensor:
+        return tensor[self.rows, :, self.keys]
 
     def visible(self, offset: int, documents: Tensor | None, window: int | None, device: torch.device) -> Tensor:
         """True where a query sees a key; broadcasts to (rows, heads, queries, keys)."""
@@ -169,8 +169,11 @@ def chunked_attention(
     with torch.autocast(q.device.type, enabled=False):
         for chunk in chunks_of(q.shape[2], k.shape[2], documents, window):
             visible = chunk.visible(offset, documents, window, q.device)
-            own_out, own_lse = forward(*chunk.of_queries(q), *chunk.of_keys(k, v), visible, scale, cap)
-            out[chunk.rows, :, chunk.queries], lse[chunk.rows, :, chunk.queries] = own_out, own_lse
+            own_out, own_lse = forward(
+                chunk.of_queries(q), chunk.of_keys(k), chunk.of_keys(v), visible, scale, cap
+            )  # fmt: skip
+            chunk.of_queries(out).copy_(own_out)
+            chunk.of_queries(lse).copy_(own_lse)
     return out, lse
 
 
@@ -193,11 +196,13 @@ def chunked_attention_backward(
     with torch.autocast(q.device.type, enabled=False):
         for chunk in chunks_of(q.shape[2], k.shape[2], documents, window):
             visible = chunk.visible(offset, documents, window, q.device)
-            own_grad, own_q, own_out, own_lse = chunk.of_queries(grad, q, out, lse)
-            own = backward(own_grad, own_q, *chunk.of_keys(k, v), own_out, own_lse, visible, scale, cap)
-            grad_q[chunk.rows, :, chunk.queries] = own[0]
-            for total, part in zip(chunk.of_keys(grad_k, grad_v), own[1:], strict=True):
-                total += part
+            own_q, own_k, own_v = backward(
+                chunk.of_queries(grad), chunk.of_queries(q), chunk.of_keys(k), chunk.of_keys(v),
+                chunk.of_queries(out), chunk.of_queries(lse), visible, scale, cap,
+            )  # fmt: skip
+            chunk.of_queries(grad_q).copy_(own_q)
+            chunk.of_keys(grad_k).add_(own_k)
+            chunk.of_keys(grad_v).add_(own_v)
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
@@ -319,7 +324,7 @@ def sequence_starts(batch: int, tokens: int, documents: Tensor | None, device: t
 
 def by_token(*tensors: Tensor) -> tuple[Tensor, ...]:
     """(tokens of all rows, heads, size), as the kernel takes it."""
-    return tuple(tensor.transpose(1, 2).flatten(0, 1) for tensor in tensors)
+    return tuple(tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in tensors)
 
 
 def varlen_attention(
