@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.config import DataConfig, SourceConfig
-from meshwright.data.prepare.cached_tokens import tokenize_files
+from meshwright.data.chat.packing import PackedChats, SourceWithDocuments
+from meshwright.data.prepare.cached_tokens import prepare_cached, tokenize_files
 from meshwright.data.shard_source import ShardSource
 from meshwright.data.shards import TokenShards
-from meshwright.data.source import ConcatenatedSource, Source, SyntheticSource
+from meshwright.data.source import ConcatenatedSource, Source, SyntheticSource, is_packed
 from meshwright.data.token_files import SEPARATOR_BYTE, TokenSource, find_files, map_file
 from meshwright.errors import DataError
 
@@ -26,13 +27,21 @@ def open_sources(config: DataConfig, vocab: int, separator: int | None) -> list[
     the mixture that does not set its own.
     """
     sources: list[SourceConfig] = [with_defaults(source, config) for source in config.mixture] or [config]
-    return [open_source(source, config, vocab, separator) for source in sources]
+    opened = [open_source(source, config, vocab, separator) for source in sources]
+    if not any(is_packed(source) for source in opened):
+        return opened
+    return [source if is_packed(source) else SourceWithDocuments(source, separator) for source in opened]
 
 
 def with_defaults(source: SourceConfig, config: DataConfig) -> SourceConfig:
     """A source of a mixture, completed by the tokenizer settings of the mixture."""
     end_of_document = config.end_of_document if source.end_of_document == "auto" else source.end_of_document
-    return replace(source, tokenizer=source.tokenizer or config.tokenizer, end_of_document=end_of_document)
+    return replace(
+        source,
+        tokenizer=source.tokenizer or config.tokenizer,
+        chat_template=source.chat_template or config.chat_template,
+        end_of_document=end_of_document,
+    )
 
 
 def open_source(source: SourceConfig, data: DataConfig, vocab: int, separator: int | None) -> Source:
@@ -42,14 +51,21 @@ def open_source(source: SourceConfig, data: DataConfig, vocab: int, separator: i
     if source.kind == "synthetic":
         return SyntheticSource(source.samples, sequence, vocab)
     if source.kind == "shards":
-        return ShardSource(TokenShards(Path(source.path), data.shard_cache), sequence, vocab)
+        shards = TokenShards(Path(source.path), data.shard_cache)
+        masked = shards.index.masked
+        return PackedChats(shards, sequence, vocab, source.packing) if masked else ShardSource(shards, sequence, vocab)
     files = find_files(source.path)
+    skip_budget = data.bad_sample_budget if data.on_bad_sample == "quarantine" else 0
+    if source.kind == "chat":
+        folder, notes = prepare_cached(source, files, skip_budget, separator)
+        chats = PackedChats(TokenShards(folder), sequence, vocab, source.packing, source.path)
+        chats.notes += tuple(notes)
+        return chats
     if source.kind == "tokens":
         dtype = np.dtype(f"<{source.dtype[0]}{np.dtype(source.dtype).itemsize}")
     elif source.kind == "text" and not source.tokenizer:
         dtype = np.dtype("u1")
     else:
-        skip_budget = data.bad_sample_budget if data.on_bad_sample == "quarantine" else 0
         ids, cached, notes = tokenize_files(source, files, skip_budget, separator)
         return TokenSource(ids, sequence, vocab, source.path, cached, notes)
     opened: list[Source] = [TokenSource(map_file(file, dtype), sequence, vocab, str(file), file) for file in files]

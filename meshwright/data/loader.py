@@ -24,13 +24,15 @@ from torch.utils.data import DataLoader, Dataset
 from meshwright.config import BLOCK_SIZES, IGNORE_INDEX, Batch, BlockSizes, DataConfig
 from meshwright.data.batch_structure import BatchStructure, CountRule
 from meshwright.data.permutation import Positions
-from meshwright.data.source import Collate, ConcatenatedSource, collate_samples, first_sample, masked_batch
+from meshwright.data.source import Collate, ConcatenatedSource, collate_samples, first_sample, is_packed, masked_batch
 from meshwright.data.stream import Stream
 from meshwright.errors import DataError, describe_exception
 from meshwright.parent_death import exit_with_parent
 
 TOKENS_AND_LABELS = BatchStructure.of_tuple(2)
 """The structure of the samples of the built-in models."""
+WITH_DOCUMENTS = replace(BatchStructure.of_tuple(3), targets=(1,), count=CountRule("valid", 1))
+"""The structure of packed samples of the built-in models: (tokens, labels, documents)."""
 
 SHARED_MEMORY = "/dev/shm"
 """The file system in which torch places the tensors that a worker process sends to the training process."""
@@ -73,11 +75,13 @@ class MicroBatchDataset(Dataset[MicroBatch]):
         self,
         source: ConcatenatedSource,
         quarantine: bool,
-        structure: BatchStructure = TOKENS_AND_LABELS,
+        structure: BatchStructure | None = None,
         collate: Collate | None = None,
     ) -> None:
+        """Without a `structure`, the samples are those of built-in models."""
         self.source, self.quarantine = source, quarantine
-        self.structure, self.collate = structure, collate
+        self.structure = structure or (WITH_DOCUMENTS if is_packed(source) else TOKENS_AND_LABELS)
+        self.collate = collate
 
     def __getitem__(self, ids: Positions) -> MicroBatch:
         decoded: list[Any] = []
@@ -205,7 +209,7 @@ class Loader:
         data_rank: int,
         config: DataConfig,
         block_sizes: BlockSizes = BLOCK_SIZES,
-        structure: BatchStructure = TOKENS_AND_LABELS,
+        structure: BatchStructure | None = None,
         collate: Collate | None = None,
     ) -> None:
         self.stream, self.batch, self.data_rank, self.config = stream, batch, data_rank, config

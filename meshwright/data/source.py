@@ -15,7 +15,8 @@ from meshwright.errors import DataError, describe_exception
 
 Sample = Any
 """The value at one index: a tuple of arrays (inputs, then the target), a dict or a dataclass of arrays. For the
-built-in models: (tokens, labels)."""
+built-in models: (tokens, labels), or (tokens, labels, documents) with the index of every token's document.
+"""
 
 Collate = Callable[[list[Any]], Any]
 """A user's function from a list of samples to a batch."""
@@ -48,6 +49,11 @@ class Source(Protocol):
         ...
 
 
+def is_packed(source: Source) -> bool:
+    """Whether the samples of a source for built-in models are (tokens, labels, documents)."""
+    return bool(getattr(source, "packed", False))
+
+
 class ConcatenatedSource:
     """Several sources as one: sample ids continue from one source to the next, as the stream numbers them."""
 
@@ -56,6 +62,7 @@ class ConcatenatedSource:
             raise DataError("the data configuration has no source", "try at least one entry in data.mixture")
         self.sources = list(sources)
         self.name = ", ".join(source.name for source in sources)
+        self.packed = any(is_packed(source) for source in sources)
         self.starts = [0]
         for source in sources:
             self.starts.append(self.starts[-1] + len(source))

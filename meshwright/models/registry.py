@@ -70,6 +70,12 @@ def validate_family(config: RunConfig) -> None:
             f"{config.model.family}",
             f"expected at most {positions}, or a larger model.options.positions",
         )
+    if positions and any(source.kind == "chat" and source.packing for source in (config.data, *config.data.mixture)):
+        raise ConfigError(
+            f"data.packing = true: the family {config.model.family} has learned positions, which do not restart in a "
+            "sample of several chats",
+            "try data.packing = false",
+        )
     if config.layout.context > 1 and config.context.method == "ring" and not seam.is_plain:
         raise ConfigError(
             f"context.method = ring computes plain attention, and that of the family {config.model.family} is not",

@@ -85,12 +85,13 @@ def parallelize(
     parallel_model.block_patterns = spec.block_patterns
     parallel_model.context = context
     if context is not None:
-        parallel_model.shard_inputs = partial(shard_batch, context, getattr(model, "separator", None))
+        parallel_model.shard_inputs = partial(shard_batch, context, model)
     return parallel_model
 
 
-def shard_batch(context: ContextAttention, separator: int | None, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return local_chunk(batch, chunks=context.chunks if context.enabled else None, separator=separator)
+def shard_batch(context: ContextAttention, model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    chunks = context.chunks if context.enabled else None
+    return local_chunk(batch, chunks, getattr(model, "separator", None), built_in=hasattr(model, "separator"))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 
 from meshwright.config import Batch
 from meshwright.data.batch_structure import BatchStructure
-from meshwright.data.loader import TOKENS_AND_LABELS, MicroBatchDataset
+from meshwright.data.loader import MicroBatchDataset
 from meshwright.data.source import Collate, ConcatenatedSource
 from meshwright.data.stream import Stream
 from meshwright.parallel.parallel_model import ParallelModel
@@ -27,7 +27,7 @@ class Evaluation:
         samples: int,
         batch: Batch,
         coordinate: int,
-        structure: BatchStructure = TOKENS_AND_LABELS,
+        structure: BatchStructure | None = None,
         collate: Collate | None = None,
     ) -> None:
         ids = stream.held_out_samples(samples)

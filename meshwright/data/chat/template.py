@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +89,23 @@ def open_chat_encoder(source: SourceConfig, separator: int | None) -> ChatEncode
         end = None if source.end_of_document == "none" else SEPARATOR_BYTE
         return ChatEncoder(template, tokenize_bytes, end, "bytes")
     tokenizer, digest = load_tokenizer(source.tokenizer)
+    source = with_end_of_chat(source, separator)
 
     def tokenize(text: str, special: bool) -> tuple[list[int], list[Span]]:
         encoding = tokenizer.encode(text, add_special_tokens=special)
         return list(encoding.ids), list(encoding.offsets)
 
     return ChatEncoder(template, tokenize, find_end_of_document(source, tokenizer, separator), digest)
+
+
+def with_end_of_chat(source: SourceConfig, separator: int | None) -> SourceConfig:
+    """The source with the token that ends a completion, if it is not given: the tokenizer's eos_token. A template ends
+    chats by itself, so there may be none.
+    """
+    if source.kind != "chat" or not source.tokenizer or source.end_of_document != "auto" or separator is not None:
+        return source
+    settings = read_tokenizer_config(Path(source.tokenizer).parent / "tokenizer_config.json")
+    return replace(source, end_of_document=special_token(settings.get("eos_token")) or "none")
 
 
 def tokenize_bytes(text: str, _special: bool) -> tuple[list[int], list[Span]]:

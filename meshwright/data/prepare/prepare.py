@@ -12,7 +12,7 @@ from pathlib import Path
 import xxhash
 
 from meshwright.config import SourceConfig
-from meshwright.data.chat.template import ChatEncoder, open_chat_encoder
+from meshwright.data.chat.template import ChatEncoder, open_chat_encoder, with_end_of_chat
 from meshwright.data.prepare.assemble import assemble
 from meshwright.data.prepare.documents import encode_part
 from meshwright.data.prepare.inputs import InputFile
@@ -54,7 +54,7 @@ class Preparation:
         shard_tokens: int = SHARD_TOKENS,
     ) -> Preparation:
         """The preparation of files by the settings of a source. The type of the ids follows from the vocabulary."""
-        encoder = open_encoder(source, separator)
+        encoder = open_encoder(with_end_of_chat(source, separator), separator)
         chat = open_chat_encoder(source, separator) if source.kind == "chat" else None
         dtype = dtype or ("uint16" if encoder.vocab <= 1 << 16 else "uint32")
         return cls(files, encoder, chat, source.field, dtype, shard_tokens)

@@ -62,16 +62,19 @@ class ChunkRotaryEmbedding(RotaryEmbedding):
         return self.chunks.positions(tokens * self.chunks.ranks, device)
 
 
-def local_chunk(batch: tuple[Tensor, ...], chunks: SequenceChunks | None, separator: int | None) -> tuple[Tensor, ...]:
+def local_chunk(
+    batch: tuple[Tensor, ...], chunks: SequenceChunks | None, separator: int | None, built_in: bool = False
+) -> tuple[Tensor, ...]:
     """The rank's chunks of all tensors of a batch that have a sequence dimension, which is their second. With a
     separator, the first tensor has the tokens, and the document ids of the full sequences are added: a chunk, or a
-    pipeline stage that never sees the tokens, could not find them.
+    pipeline stage that never sees the tokens, could not find them. The third tensor of a batch of a built-in model has
+    the documents already.
     """
-    documents = document_ids(batch[0], separator)
-    local = batch
+    documents = batch[2] if built_in and len(batch) > 2 else document_ids(batch[0], separator)
+    local = batch[:2] if built_in else batch
     if chunks is not None:
         length = sequence_length(batch)
-        local = tuple(chunks.select(t) if t.ndim > 1 and t.shape[1] == length else t for t in batch)
+        local = tuple(chunks.select(t) if t.ndim > 1 and t.shape[1] == length else t for t in local)
     return local if documents is None else (*local, documents)
 
 
