@@ -57,7 +57,8 @@ def cache(tmp_path, monkeypatch):
 def test_loss_is_on_every_answer_of_a_chat_alone():
     text, found = answers({"messages": CHAT}, ChatTemplate())
     assert text == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
         "<|im_start|>user\nThree?<|im_end|>\n<|im_start|>assistant\n3\u00e9<|im_end|>\n"
     )
     assert found == ["2<|im_end|>", "3\u00e9<|im_end|>"]
@@ -150,7 +151,7 @@ def test_template_comes_from_the_setting_or_from_beside_the_tokenizer(tmp_path):
     own = SourceConfig(kind="chat", path="-", tokenizer=source.tokenizer, chat_template=str(tmp_path / "own.jinja"))
     assert open_chat_encoder(own, None).template.render(CHAT)[0] == "Be brief."
     missing = SourceConfig(kind="chat", path="-", chat_template=str(tmp_path / "none.jinja"))
-    with pytest.raises(DataError, match="none.jinja"):
+    with pytest.raises(DataError, match=r"none\.jinja"):
         open_chat_encoder(missing, None)
 
 
@@ -164,7 +165,9 @@ def test_packing_fills_samples_by_best_fit():
 
 
 def test_packed_sample_has_chats_with_boundaries(tmp_path):
-    path = write_chats(tmp_path / "chats.jsonl", [{"prompt": "ab", "completion": "c"}, {"prompt": "d", "completion": "e"}])
+    path = write_chats(
+        tmp_path / "chats.jsonl", [{"prompt": "ab", "completion": "c"}, {"prompt": "d", "completion": "e"}]
+    )
     [source] = open_sources(chat_config(path, 8), 256, None)
     tokens, labels, documents = source[0]
     ignored = IGNORE_INDEX
