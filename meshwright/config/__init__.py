@@ -7,7 +7,7 @@ from meshwright.config.data import DataConfig, SourceConfig
 from meshwright.config.fingerprint import fingerprint, identity, placement
 from meshwright.config.lora import LoraConfig
 from meshwright.config.model import ModelConfig
-from meshwright.config.optimizer import OptimizerConfig, ScheduleConfig
+from meshwright.config.optimizer import OptimizerConfig, ParameterGroupConfig, ScheduleConfig
 from meshwright.config.parallelism import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -56,6 +56,7 @@ __all__ = [
     "ModelConfig",
     "NumericsConfig",
     "OptimizerConfig",
+    "ParameterGroupConfig",
     "PipelineConfig",
     "PrecisionConfig",
     "RunConfig",

@@ -12,6 +12,30 @@ from meshwright.config.constraints import (
     Range,
     UnitFraction,
 )
+from meshwright.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ParameterGroupConfig:
+    """Parameters with settings of their own. A parameter belongs to the first group whose pattern matches its name."""
+
+    pattern: str = ""
+    """names of parameters, such as `*.norm.*`; `*` matches any text, `?` one character, `[ab]` one of several"""
+    lr_factor: Annotated[float, Range(minimum=0, maximum=1e6)] = 1.0
+    """learning rate, as a multiple of that of the step"""
+    weight_decay: Annotated[float, Range(minimum=0, maximum=1e6)] | None = None
+    """weight decay of these parameters, vectors included; by default as without a group"""
+    frozen: bool = False
+    """whether they keep their initial values: they have no gradient and no optimizer state"""
+
+    def __post_init__(self) -> None:
+        if not self.pattern:
+            raise ConfigError("optimizer.groups: a group has no pattern", 'expected pattern = "*.norm.*" or similar')
+        if self.frozen and (self.lr_factor != 1.0 or self.weight_decay is not None):
+            raise ConfigError(
+                f"optimizer.groups: the group {self.pattern} is frozen, and has a learning rate or weight decay",
+                "expected frozen = true alone",
+            )
 
 
 @dataclass(frozen=True)
@@ -44,6 +68,8 @@ class OptimizerConfig:
     """implementation of torch.optim.AdamW and torch.optim.SGD; lion is always foreach"""
     cpu_offload: Annotated[bool, PLACEMENT] = False
     """keep optimizer state in host memory and run the optimizer on the CPU"""
+    groups: tuple[ParameterGroupConfig, ...] = ()
+    """groups of parameters with settings of their own: pattern, lr_factor, weight_decay, frozen"""
 
 
 @dataclass(frozen=True)

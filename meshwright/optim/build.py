@@ -29,9 +29,10 @@ def build_optimizer(
     layout: Layout | None = None,
     world: World | None = None,
     blocks: Sequence[str] = (),
+    prefix: str = "",
 ) -> Optimizer:
     """Returns the optimizer of the parameters that require a gradient. `blocks` are the
-    patterns of the names of the model's blocks."""
+    patterns of the names of the model's blocks; the user knows the parameters by their names without `prefix`."""
     world = world or World()
     layout = layout or Layout(replicate=world.size)
     parameters = []
@@ -39,7 +40,7 @@ def build_optimizer(
         if parameter.requires_grad:
             shard = local_shard(parameter)
             in_block = any(fnmatchcase(name, f"{pattern}.*") for pattern in blocks)
-            settings = parameter_settings(config, name, shard.shape, in_block)
+            settings = parameter_settings(config, name.removeprefix(prefix), shard.shape, in_block)
             local = local_parameter(parameter, shard, config.cpu_offload)
             parameters.append(OptimizedParameter(name, parameter, shard, local, settings))
     by_rule: dict[str, list[OptimizedParameter]] = {}

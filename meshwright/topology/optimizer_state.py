@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from meshwright.config import OptimizerConfig
+from meshwright.topology.parameter_groups import find_group
 from meshwright.topology.parameter_shards import ParameterShard
 
 OUTSIDE_BLOCKS = ("before", "after", "root")
@@ -91,13 +92,16 @@ class ParameterSettings:
     weight_decay: float
     lr_factor: float = 1.0
     """its learning rate as a multiple of that of the step"""
-    frozen: bool = False
 
 
 def parameter_settings(config: OptimizerConfig, name: str, shape: Shape, in_block: bool) -> ParameterSettings:
     """The settings of a parameter of the full model. Embedding and head are not in a block."""
     rule = update_rule(config, name, shape, in_block)
-    return ParameterSettings(rule, config.weight_decay if len(shape) >= 2 else 0.0)
+    decay = config.weight_decay if len(shape) >= 2 else 0.0
+    group = find_group(config, name)
+    if group is None:
+        return ParameterSettings(rule, decay)
+    return ParameterSettings(rule, decay if group.weight_decay is None else group.weight_decay, group.lr_factor)
 
 
 def update_rule(config: OptimizerConfig, name: str, shape: Shape, in_block: bool) -> str:  # noqa: ARG001
