@@ -31,6 +31,13 @@ def build_on_meta(config: ModelConfig, dtype: torch.dtype, lora: LoraConfig = NO
     return model
 
 
+def set_trainable(model: nn.Module, spec: ModelSpec) -> nn.Module:
+    """Lets those parameters require a gradient that the spec declares as trainable."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(spec.by_name[name].trainable)
+    return model
+
+
 def build_empty(
     config: ModelConfig, dtype: torch.dtype, device: torch.device | str, lora: LoraConfig = NO_LORA
 ) -> nn.Module:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from meshwright.config import LoraConfig, ModelConfig, RunConfig
+from meshwright.config import LoraConfig, ModelConfig, OptimizerConfig, RunConfig
 from meshwright.config.reader import build_dataclass, format_value
 from meshwright.errors import ConfigError
 from meshwright.models.architecture import Architecture
@@ -20,6 +20,7 @@ from meshwright.models.config_fields import REQUIRED, ConfigFields
 from meshwright.models.huggingface import StoredParameter
 from meshwright.models.lora import with_lora
 from meshwright.models.spec import ModelSpec
+from meshwright.topology.parameter_groups import is_frozen, validate_groups
 
 FAMILIES = {
     "llama": "meshwright.models.llama",
@@ -55,9 +56,25 @@ def stored_names(config: ModelConfig) -> list[StoredParameter]:
         return []
 
 
+@lru_cache(maxsize=64)
+def frozen_spec(config: ModelConfig, lora: LoraConfig, optimizer: OptimizerConfig) -> ModelSpec:
+    """The spec of what a run trains, in which the parameters of frozen groups are not trainable."""
+    spec = lora_spec(config, lora)
+    if not optimizer.groups:
+        return spec
+    validate_groups(optimizer, [parameter.name for parameter in spec.parameters if parameter.trainable])
+    parameters = tuple(
+        replace(parameter, trainable=parameter.trainable and not is_frozen(optimizer, parameter.name))
+        for parameter in spec.parameters
+    )
+    return replace(spec, parameters=parameters)
+
+
 def run_spec(config: RunConfig) -> ModelSpec:
-    """The spec of what a run trains: the configured model, with its factors under low-rank adaptation."""
-    return lora_spec(config.model, config.lora)
+    """The spec of what a run trains: the configured model, with its factors under low-rank adaptation, and without
+    gradients for the parameters of frozen groups.
+    """
+    return frozen_spec(config.model, config.lora, config.optimizer)
 
 
 def validate_family(config: RunConfig) -> None:

@@ -116,6 +116,8 @@ class ParallelModel:
     """parameters that mirror a tied parameter of another stage; they are neither updated nor saved here"""
     block_patterns: tuple[str, ...] = ()
     """the names of the blocks, with `*` for their numbers"""
+    name_prefix = ""
+    """what the names of parameters begin with, and the user's names do not"""
     zero_in_place = False
     """whether gradients are zeroed in place: with accumulation, new ones would exist beside DDP's buckets"""
     interleaves_backward = False

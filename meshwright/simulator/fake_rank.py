@@ -15,7 +15,7 @@ from torch import Tensor
 from meshwright.config import Batch, RunConfig
 from meshwright.data.loader import MicroBatch
 from meshwright.errors import ConfigError
-from meshwright.models.init import build_on_meta
+from meshwright.models.init import build_on_meta, set_trainable
 from meshwright.models.registry import block_costs, run_spec
 from meshwright.optim.build import build_optimizer
 from meshwright.parallel.local_shard import LocalShard
@@ -138,7 +138,8 @@ def parallelize_fake_model(
     if layout.pipeline > 1:
         placement = shrink_stages(placement, size)
         blocks += len(size.blocks) + 1
-    model = build_on_meta(replace(config.model, layers=blocks), dtype, config.lora)
+    shrunk = replace(config, model=replace(config.model, layers=blocks))
+    model = set_trainable(build_on_meta(shrunk.model, dtype, config.lora), run_spec(shrunk))
     with fake_tensors.active():
         Materializer(model, None, world.device).allocate(model)
     spec = family_parallel_spec(run_spec(config))
@@ -176,7 +177,9 @@ def shrink_stages(placement: PipelinePlacement, size: StepSize) -> PipelinePlace
 def trace_second_step(
     config: RunConfig, layout: Layout, world: World, model: ParallelModel, batches: Iterator[list[MicroBatch]]
 ) -> tuple[SimulatedStep, InFlightTracker | None]:
-    optimizer = build_optimizer(model.parameters(), config.optimizer, layout, world, model.block_patterns)
+    optimizer = build_optimizer(
+        model.parameters(), config.optimizer, layout, world, model.block_patterns, model.name_prefix
+    )
     for rule in optimizer.rules:
         rule.is_finite = lambda _finite: True
     precision = Precision(config.precision, world.device)

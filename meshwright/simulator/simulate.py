@@ -65,6 +65,7 @@ def simulate(
     layout, batch = validate(config, own_model=custom is not None)
     if custom is None:
         validate_family(config)
+        require_equal_blocks(config)
     selected = select_ranks(ranks, layout)
     step = CustomStep(custom, first_micro_batch(config, batch, sources, custom)) if custom is not None else None
     results = [simulate_rank(config, layout, batch, rank, step) for rank in selected]
@@ -260,3 +261,19 @@ def assumptions(config: RunConfig, layout: Layout, custom: bool = False) -> list
         lines.append("tokens are routed uniformly over experts")
     lines += [f"{axis}: {reason}" for axis, reason in data_dependent_axes(config, layout).items()]
     return lines
+
+
+def require_equal_blocks(config: RunConfig) -> None:
+    """Raises a ConfigError if some blocks have frozen parameters that others train: a few blocks are simulated, and
+    stand for all.
+    """
+    trained: dict[str, set[str]] = {}
+    for parameter in run_spec(config).parameters:
+        if parameter.trainable:
+            trained.setdefault(parameter.unit, set()).add(parameter.name.removeprefix(parameter.unit))
+    blocks = run_spec(config).block_names
+    if len({frozenset(trained.get(block, ())) for block in blocks}) > 1:
+        raise ConfigError(
+            "optimizer.groups freezes parameters of some blocks and not of others, which simulate does not support",
+            "try patterns that match the parameters of all blocks, or meshwright plan",
+        )

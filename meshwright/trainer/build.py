@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.config import RunConfig
-from meshwright.models.init import build_on_meta, init_shard
+from meshwright.models.init import build_on_meta, init_shard, set_trainable
 from meshwright.models.registry import block_costs, run_spec
 from meshwright.parallel.data_parallel.ddp import DDPModel
 from meshwright.parallel.local_shard import LocalShard
@@ -14,7 +14,7 @@ from meshwright.parallel.tensor_parallel import family_parallel_spec
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import pipeline_placement
-from meshwright.trainer.custom_model import CustomModel
+from meshwright.trainer.custom_model import MODEL_PREFIX, CustomModel
 from meshwright.trainer.objective import Objective
 from meshwright.trainer.precision import Precision
 from meshwright.weights.initial import InitialWeights, fill_from
@@ -32,7 +32,7 @@ def build_parallel_model(
     if custom is None:
         return build_parallel_decoder(config, layout, precision, world, weights)
     fill = fill_shards(custom, config.seed) if custom.on_meta() else None
-    fill = fill_from(weights, lambda name: name.removeprefix("model."), fill)
+    fill = fill_from(weights, lambda name: name.removeprefix(MODEL_PREFIX), fill)
     objective = custom.build_objective(world.device, precision.weights)
     return parallelize_objective(objective, custom, config, layout, world, fill)
 
@@ -50,6 +50,7 @@ def parallelize_objective(
     if layout.context > 1:
         objective.take_shifted_labels()
     parallel_model = parallelize(objective, config, layout, world, custom.objective_spec(), fill, ddp=ddp)
+    parallel_model.name_prefix = MODEL_PREFIX
     if objective.labels_shifted:
         shard_inputs = parallel_model.shard_inputs
         parallel_model.shard_inputs = lambda flat: shard_inputs(objective.shift_labels(flat))
@@ -66,7 +67,7 @@ def build_parallel_decoder(
         init_shard(shard.local, name, shard.shape, shard.offset, spec, config.seed)
 
     return parallelize(
-        build_on_meta(config.model, precision.weights, config.lora),
+        set_trainable(build_on_meta(config.model, precision.weights, config.lora), spec),
         config,
         layout,
         world,
@@ -81,7 +82,7 @@ def fill_shards(custom: CustomModel, seed: int) -> Fill:
     on_meta = custom.on_meta()
 
     def fill(shard: LocalShard, name: str) -> None:
-        own_name = name.removeprefix("model.")
+        own_name = name.removeprefix(MODEL_PREFIX)
         if own_name in on_meta:
             full = custom.initial_values(own_name, shard.shape, shard.local.dtype, seed)
             ends = zip(shard.offset, shard.local.shape, strict=True)

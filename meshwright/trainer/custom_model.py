@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.config import OptimizerConfig
 from meshwright.data.batch_structure import BatchStructure, CountRule
 from meshwright.data.loader import TOKENS_AND_LABELS
 from meshwright.data.source import Collate
@@ -20,8 +21,11 @@ from meshwright.parallel.local_shard import full_tensor
 from meshwright.parallel.materialize import Materializer, named_tensors
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.sync_batch_norm import synchronize_batch_norm
+from meshwright.topology.parameter_groups import is_frozen, validate_groups
 from meshwright.trainer.objective import LossFunction, Metric, Objective, Reduction, ignored_target, shifts_labels
 
+MODEL_PREFIX = "model."
+"""What the names of a custom model's parameters begin with in the module that contains the model and its loss."""
 CodeRecord = dict[str, Any]
 """The code of a custom model, as identity.json records it: class, fingerprint, python, parts and structure."""
 
@@ -49,6 +53,8 @@ class CustomModel:
     """whether the loss returns, or may return, the number of its targets, which is then compared at every step"""
     init: Callable[[str, Tensor], Any] | None = None
     """writes the initial values of a parameter or buffer of a model on the meta device"""
+    frozen: frozenset[str] = frozenset()
+    """names of parameters that groups of the optimizer freeze"""
     code: CodeRecord | None = None
     """the fingerprints of the model, the loss and the functions beside them"""
     unit: str = "targets"
@@ -64,6 +70,14 @@ class CustomModel:
             object.__setattr__(self, "batch", self.batch.with_count(CountRule("shifted", count.entry)))
         elif count is not None and (ignored := ignored_target(self.loss)) is not None:
             object.__setattr__(self, "batch", self.batch.with_count(replace(count, ignored=ignored)))
+
+    def with_frozen_groups(self, config: OptimizerConfig) -> CustomModel:
+        """Returns the model with the parameters of frozen groups. Raises a ConfigError for a group without one."""
+        trained = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        if isinstance(self.loss, nn.Module):
+            trained += [f"loss.{name}" for name, p in self.loss.named_parameters() if p.requires_grad]
+        validate_groups(config, trained)
+        return replace(self, frozen=frozenset(name for name in trained if is_frozen(config, name)))
 
     def modules(self) -> list[nn.Module]:
         """Returns the modules that may have parameters: the model, and the loss if it is a module."""
@@ -119,7 +133,7 @@ class CustomModel:
             module = module.to(dtype)._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
         else:
             module = module.to(device, dtype)
-        return Objective(
+        objective = Objective(
             module,
             loss,
             self.batch,
@@ -128,6 +142,10 @@ class CustomModel:
             loss_names=self.loss_names,
             returns_count=self.returns_count,
         )
+        for name, parameter in objective.named_parameters():
+            if name.removeprefix(MODEL_PREFIX) in self.frozen:
+                parameter.requires_grad_(False)
+        return objective
 
     def objective_spec(self) -> ParallelSpec:
         """Returns the spec of the module that `build_objective` returns."""

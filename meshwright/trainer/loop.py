@@ -185,8 +185,9 @@ class Training:
         return CallbackDispatcher(job.callbacks, run, self.world.heartbeat)
 
     def _build_optimizer(self) -> Optimizer:
-        blocks = self.parallel_model.block_patterns
-        return build_optimizer(self.parameters, self.config.optimizer, self.job.layout, self.world, blocks)
+        model, config = self.parallel_model, self.config.optimizer
+        names = (model.block_patterns, model.name_prefix)
+        return build_optimizer(self.parameters, config, self.job.layout, self.world, *names)
 
     def _build_resume_state(self) -> ResumeState:
         job, values = self.job, self.identity["identity"]

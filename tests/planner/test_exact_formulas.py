@@ -43,6 +43,10 @@ CASES |= {
     for kind in RULES
     for shard in ("none", "parameters")
 }
+FROZEN = (
+    """--optimizer.groups=[{pattern = "*.attention.*", frozen = true}, {pattern = "*.norm*.weight", lr_factor = 2}]"""
+)
+CASES |= {("frozen", shard): sharded_config(shard, 1, FROZEN) for shard in ("none", "gradients")}
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ def open_user_code(config: RunConfig, user: UserCode, same_code: bool = True, ne
         source = dataset if is_source(dataset) else IndexableSource(dataset, collate=user.collate)
         sources = [check_source(source, config.launch, user.collate)]
     if custom is not None:
-        custom = with_init_from_folder(config, custom)
+        custom = with_init_from_folder(config, custom).with_frozen_groups(config.optimizer)
         layout = Layout.from_config(config.layout)
         require_spec(custom.module, custom.spec, layout)
         if needs_values:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from meshwright.config import ModelConfig, OptimizerConfig, RunConfig
-from meshwright.models.registry import model_spec
+from meshwright.config import LoraConfig, ModelConfig, OptimizerConfig, RunConfig
+from meshwright.models.registry import frozen_spec
 from meshwright.models.spec import ParameterSpec
 from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.trainer_profile import TrainerProfile
@@ -21,12 +21,12 @@ def optimizer_bytes(trainer: TrainerProfile, config: RunConfig | None, model: ob
         return trainer.optimizer_bytes
     if isinstance(model, TracedModel):
         return mean_bytes(config.optimizer, model.spec.parameters)
-    return mean_bytes_of_family(config.optimizer, config.model)
+    return mean_bytes_of_family(config.optimizer, config.model, config.lora)
 
 
 @lru_cache(maxsize=64)
-def mean_bytes_of_family(config: OptimizerConfig, model: ModelConfig) -> float:
-    return mean_bytes(config, model_spec(model).parameters)
+def mean_bytes_of_family(config: OptimizerConfig, model: ModelConfig, lora: LoraConfig) -> float:
+    return mean_bytes(config, frozen_spec(model, lora, config).parameters)
 
 
 def mean_bytes(config: OptimizerConfig, parameters: Sequence[ParameterSpec]) -> float:
