@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from meshwright.cli.args import Json, Run, option, positional
+from meshwright.cli.args import Json, Run, flag, option, positional
 from meshwright.cli.output import emit
+
+DOCUMENT_LINE = "--- end of document ---"
+"""What `data show --text` prints between two documents."""
 
 
 def data_prepare(
@@ -41,6 +44,8 @@ def data_show(
     run: Run,
     step: Annotated[int, option("K", "step to look up, past or future; the first step is 0")],
     rank: Annotated[int | None, option("R", "show the samples of this rank only")] = None,
+    text: Annotated[bool, flag("decode the samples; this opens the data")] = False,
+    tokenizer: Annotated[str, option("FILE", "tokenizer.json of token files, for --text")] = "",
     json: Json = False,
 ) -> None:
     """Data show: list the samples of a step in global order."""
@@ -48,7 +53,15 @@ def data_show(
 
     answer = open_sample_lookup(run).show(step, rank)
     where = f"step {step}" + (f" rank {rank}" if rank is not None else "")
-    emit(json, answer, f"{where}: {' '.join(map(str, answer['samples']))}")
+    lines = [f"{where}: {' '.join(map(str, answer['samples']))}"]
+    if text:
+        from meshwright.data.sample_text import read_texts
+
+        answer["texts"] = read_texts(run, answer["samples"], tokenizer)
+        for sample in answer["texts"]:
+            lines.append("\nsample {sample}, index {source_index} of {source}:".format(**sample))
+            lines.append(f"\n{DOCUMENT_LINE}\n".join(document.expandtabs(4) for document in sample["documents"]))
+    emit(json, answer, "\n".join(lines))
 
 
 def data_find(

@@ -77,6 +77,8 @@ def load_tokenizer(path: str) -> tuple[Any, str]:
     try:
         raw = read_regular_file(Path(path), MAX_TOKENIZER_BYTES, "it", "a tokenizer.json file")
         tokenizer = Tokenizer.from_buffer(raw)
+        tokenizer.no_padding()  # a document is neither padded nor cut, whatever the file was saved with
+        tokenizer.no_truncation()
     except Exception as error:  # noqa: BLE001  the library raises bare Exceptions
         reason = error.message if isinstance(error, ConfigError) else error
         raise DataError(f"tokenizer {path} cannot be read: {reason}", "expected a tokenizer.json file") from None

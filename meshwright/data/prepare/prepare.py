@@ -22,8 +22,9 @@ from meshwright.data.prepare.readers import PART_BYTES, Part, read_parts
 from meshwright.data.prepare.workers import map_parts
 from meshwright.data.shards import DTYPES, INDEX, ShardIndex, read_index
 from meshwright.data.source import content_digest
-from meshwright.data.tokenization import Encoder, open_encoder
+from meshwright.data.tokenization import MAX_TOKENIZER_BYTES, Encoder, open_encoder
 from meshwright.errors import BusyError, ConfigError, DataError
+from meshwright.io import atomic_write, read_regular_file
 from meshwright.store.posix import PosixStore
 
 SHARD_TOKENS = 1 << 24
@@ -38,6 +39,8 @@ class Preparation:
     """What decides the contents of the shards: the inputs, how they are encoded, and the size of a shard."""
 
     files: list[InputFile]
+    tokenizer: str
+    """tokenizer.json, or empty for bytes"""
     encoder: Encoder
     chat: ChatEncoder | None
     field: str
@@ -57,7 +60,7 @@ class Preparation:
         encoder = open_encoder(with_end_of_chat(source, separator), separator)
         chat = open_chat_encoder(source, separator) if source.kind == "chat" else None
         dtype = dtype or ("uint16" if encoder.vocab <= 1 << 16 else "uint32")
-        return cls(files, encoder, chat, source.field, dtype, shard_tokens)
+        return cls(files, source.tokenizer, encoder, chat, source.field, dtype, shard_tokens)
 
     @property
     def key(self) -> str:
@@ -105,9 +108,19 @@ def prepare_shards(
             if cached:
                 folder.remove()
             raise
+        if preparation.tokenizer:
+            write_tokenizer(preparation.tokenizer, preparation.encoder.digest, out)
         index = assemble(out, folder, records, preparation.encoder, preparation.shard_tokens, inputs)
         folder.remove()
         return index
+
+
+def write_tokenizer(path: str, digest: str, out: Path) -> None:
+    """Copies the tokenizer.json to the shards, which decode their text by it."""
+    content = read_regular_file(Path(path), MAX_TOKENIZER_BYTES, path, "a tokenizer.json file")
+    if content_digest(content) != digest:
+        raise DataError(f"{path} has changed", "try the same command again")
+    atomic_write(out / "tokenizer.json", content.decode())
 
 
 def encode_parts(

@@ -24,6 +24,8 @@ BATCH_ROWS = 256
 """Rows of a Parquet file that are decoded at once."""
 ZSTD_WINDOW = 128 << 20
 """Memory that a zstd file may ask of its reader."""
+ZSTD_INPUT = 1 << 10
+"""Bytes that are decompressed at once: four of them may become 128 KiB."""
 DECODING_ERRORS = (OSError, EOFError, ValueError, zlib.error)
 
 
@@ -110,15 +112,45 @@ def decompressed(file: InputFile, raw: BinaryIO) -> Iterator[BinaryIO | io.Buffe
             import zstandard
         except ImportError:
             raise missing(file, "zstandard") from None
-        reader = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).stream_reader(
-            raw, read_across_frames=True, closefd=False
-        )
         try:
-            yield io.BufferedReader(reader, 1 << 20)
+            frames = ZstdFrames(raw, zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW))
+            yield io.BufferedReader(frames, 1 << 20)
         except zstandard.ZstdError as error:
             raise ValueError(error) from None
     else:
         yield raw
+
+
+class ZstdFrames(io.RawIOBase):
+    """The content of a zstd file. Unlike the reader of the zstandard library, it reports a truncated file."""
+
+    def __init__(self, raw: BinaryIO, decompressor: Any) -> None:
+        self.raw, self.decompressor = raw, decompressor
+        self.blocks, self.pending = self.read_blocks(), memoryview(b"")
+
+    def read_blocks(self) -> Iterator[bytes]:
+        frame, content = None, b""
+        while content := content or self.raw.read(ZSTD_INPUT):
+            frame = frame or self.decompressor.decompressobj()
+            yield frame.decompress(content)
+            content = b""
+            if frame.eof:
+                content, frame = frame.unused_data, None
+        if frame is not None:
+            raise EOFError("the last frame is truncated")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.pending:
+            block = next(self.blocks, None)
+            if block is None:
+                return 0
+            self.pending = memoryview(block)
+        count = min(len(buffer), len(self.pending))
+        buffer[:count], self.pending = self.pending[:count], self.pending[count:]
+        return count
 
 
 def read_rows(file: InputFile, raw: BinaryIO, column: str | None) -> Iterator[Chunk]:
@@ -150,7 +182,7 @@ def record_batches(file: InputFile, raw: BinaryIO, column: str | None) -> Iterat
         import pyarrow.parquet
 
         size = raw.seek(0, io.SEEK_END)
-        table = pyarrow.parquet.ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False)
+        table = pyarrow.parquet.ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=True)
         columns = None if column is None else [require_column(file, table.schema_arrow.names, column)]
         done = 0
         for batch in table.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import glob
+import gzip
+import io
 import json
 import sysconfig
 from collections.abc import Iterator
@@ -85,15 +87,55 @@ class DocumentReader:
         return self.ids[index * self.sequence : (index + 1) * self.sequence + 1]
 
 
-SourceReader = SyntheticReader | FileReader | DocumentReader
+@dataclass(frozen=True)
+class ShardFolderReader:
+    """Sample i of a folder of token shards: the tokens from i x sequence on in all shards together."""
+
+    folder: Path
+    width: int
+    shard_tokens: int
+    total: int
+    masked: bool
+    sequence: int
+    borders: tuple[int, ...] = ()
+
+    @property
+    def samples(self) -> int:
+        return (self.total - 1) // self.sequence
+
+    def read(self, kind: str, width: int, index: int) -> NDArray[Any]:
+        raw, position, end = b"", index * self.sequence, (index + 1) * self.sequence + 1
+        while position < end:
+            shard, offset = divmod(position, self.shard_tokens)
+            count = min(end - position, self.shard_tokens - offset)
+            with open(self.folder / f"{kind}-{shard:05d}.bin", "rb") as file:
+                file.seek(offset * width)
+                raw += file.read(count * width)
+            position += count
+        return np.frombuffer(raw, {1: "u1", 2: "<u2", 4: "<u4"}[width])
+
+    def tokens(self, index: int) -> NDArray[Any]:
+        return self.read("tokens", self.width, index)
+
+    def counted(self, index: int) -> NDArray[Any] | None:
+        """Where the loss counts, per token."""
+        return self.read("mask", 1, index) if self.masked else None
 
 
-def sample_arrays(tokens: NDArray[Any], vocab: int) -> Arrays:
-    """(tokens, labels): the label of a token is the next token. A sample with an unknown token is masked."""
+SourceReader = SyntheticReader | FileReader | DocumentReader | ShardFolderReader
+
+
+def sample_arrays(tokens: NDArray[Any], vocab: int, counted: NDArray[Any] | None = None) -> Arrays:
+    """(tokens, labels): the label of a token is the next token, if that counts. A sample with an unknown token is
+    masked.
+    """
     tokens = tokens.astype(np.int64)
     if tokens.max() >= vocab:
         return np.zeros_like(tokens[1:]), np.full_like(tokens[1:], IGNORE_INDEX)
-    return tokens[:-1], tokens[1:]
+    labels = tokens[1:].copy()
+    if counted is not None:
+        labels[counted[1:] == 0] = IGNORE_INDEX
+    return tokens[:-1], labels
 
 
 def open_readers(config: RunConfig) -> list[SourceReader]:
@@ -109,6 +151,11 @@ def open_reader(source: SourceConfig, config: RunConfig) -> SourceReader:
     if source.kind == "stdlib":
         documents = b"".join(file.read_bytes() + b"\0" for file in standard_library(Path(sysconfig.get_path("stdlib"))))
         return DocumentReader(np.frombuffer(documents, np.uint8), data.sequence, True)
+    if source.kind == "shards":
+        index = json.loads(Path(source.path, "index.json").read_text())
+        width = {"uint16": 2, "uint32": 4}[index["dtype"]]
+        counts = index["shard_tokens"], index["tokens"]
+        return ShardFolderReader(Path(source.path), width, *counts, index["masked"], data.sequence)
     files = source_files(source.path)
     if source.kind == "tokens":
         return FileReader(files, {"uint16": 2, "uint32": 4}[source.dtype], data.sequence)
@@ -150,6 +197,8 @@ def tokenize(
         from tokenizers import Tokenizer
 
         encoder = Tokenizer.from_file(tokenizer)
+        encoder.no_padding()
+        encoder.no_truncation()
         if named == "auto":
             end = separator
             if end is None:
@@ -158,7 +207,7 @@ def tokenize(
             end = encoder.token_to_id(named)
     for file in files:
         last = -1
-        with open(file, "rb") as lines:
+        with open_lines(file) as lines:
             for line in lines:
                 text = decode_line(line, source)
                 if text is None:
@@ -171,6 +220,17 @@ def tokenize(
                 yield len(line), ids
         if source.kind == "text" and end is not None and last not in (-1, end):
             yield 0, [end]
+
+
+def open_lines(file: Path) -> io.BufferedIOBase:
+    """A plain, gzip or zstd file."""
+    if file.suffix == ".gz":
+        return gzip.open(file)
+    if file.suffix == ".zst":
+        import zstandard
+
+        return io.BufferedReader(zstandard.open(file, "rb"))
+    return open(file, "rb")
 
 
 def decode_line(line: bytes, source: SourceConfig) -> str | None:
