@@ -40,8 +40,8 @@ BYTES = 4
 class RopeScaling:
     """How rotary frequencies are lowered for sequences that are longer than those of the first training."""
 
-    kind: Literal["linear", "llama3"]
-    """`linear` divides all frequencies by `factor`; `llama3` divides the low ones, and keeps the high ones"""
+    kind: Literal["linear", "llama3", "yarn"]
+    """`linear` divides all frequencies by `factor`; `llama3` and `yarn` divide the low ones, and keep the high ones"""
     factor: float
     low_frequency_factor: float
     """a frequency is low if its wavelength is above original_context / low_frequency_factor tokens"""
@@ -49,6 +49,8 @@ class RopeScaling:
     """a frequency is high if its wavelength is below original_context / high_frequency_factor tokens"""
     original_context: int
     """tokens of the sequences of the first training"""
+    amplitude: float = 1.0
+    """factor of cosine and sine"""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ FAMILIES = {
     "mistral": "meshwright.models.mistral",
     "mixtral": "meshwright.models.mixtral",
     "gpt2": "meshwright.models.gpt2",
+    "deepseek_v2": "meshwright.models.deepseek_v2",
 }
 
 

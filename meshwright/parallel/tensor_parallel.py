@@ -251,9 +251,9 @@ def sharded_dims(style: ParallelStyle, module: nn.Module) -> dict[str, int | Non
     if isinstance(style, LocalStyle):
         return {name: p.dim if isinstance(p, Shard) else None for name, p in style.placements.items()}
     embedding = isinstance(module, nn.Embedding)
-    if isinstance(style, ColwiseParallel):
+    if isinstance(style, (ColwiseParallel, ColwiseLocal)):
         return {"weight": 1} if embedding else {"weight": 0, "bias": 0}
-    if isinstance(style, RowwiseParallel):
+    if isinstance(style, (RowwiseParallel, RowwiseWithBias)):
         return {"weight": 0} if embedding else {"weight": 1, "bias": None}
     return {}
 

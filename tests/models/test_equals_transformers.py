@@ -27,6 +27,17 @@ LLAMA3 = {
     "rope_high_frequency_factor": 4.0,
     "rope_original_context": 40,
 }
+YARN = {
+    "rope_scaling": "yarn",
+    "rope_factor": 4.0,
+    "rope_beta_fast": 8.0,
+    "rope_original_context": 64,
+    "rope_mscale": 0.7,
+    "rope_mscale_all_dim": 0.5,
+}
+GROUPS = {"groups": 3, "groups_active": 2, "routed_scale": 2.5, "dense_layers": 2, "dense_ffn": 30}
+MLA = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 5}
+EXPERTS = {"kv_heads": 4, "experts": 6, "experts_active": 2, "experts_shared": 2, "ffn": 16}
 GEMMA2 = {"head_size": 8, "query_scale": 5.0, "attention_softcap": 2.0, "logit_softcap": 3.0, "window": 4}
 MODELS = {
     "llama": small("llama", norm_eps=1e-3),
@@ -40,6 +51,9 @@ MODELS = {
     "mixtral": small("mixtral", {"head_size": 10, "window": 5}, experts=4, experts_active=2),
     "mixtral, one expert": small("mixtral", experts=4, experts_active=1),
     "gpt2": small("gpt2", {"positions": 12}, kv_heads=4, tie=True),
+    "deepseek_v2": small("deepseek_v2", MLA, **EXPERTS, norm_eps=1e-3),
+    "deepseek_v2, compressed queries, yarn": small("deepseek_v2", MLA | YARN | {"q_lora_rank": 14}, **EXPERTS, rope_theta=30.0),
+    "deepseek_v2, groups": small("deepseek_v2", MLA | GROUPS, **EXPERTS, tie=True),
     "gpt2, untied": small("gpt2", {"positions": 11}, kv_heads=4, norm_eps=1e-3),
 }
 """The frequencies of `llama, llama3` are low, in between, and high."""

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import meshwright
 from meshwright.config import ModelConfig
 from meshwright.config.model import OptionTable
+from meshwright.config.model import OptionTable
 from meshwright.models.init import build_model, build_on_meta
 from meshwright.models.registry import FAMILIES, model_spec
 from meshwright.models.spec import AFTER, BEFORE, ROOT, Cost, ModelSpec, ParameterSpec
@@ -25,6 +26,15 @@ MODELS = {
     "llama tied": replace(SMALL, tie=True),
     "llama experts": replace(SMALL, experts=4, experts_active=2, experts_shared=1),
     "llama experts tied": replace(SMALL, experts=4, experts_active=1, tie=True),
+    "deepseek_v2": replace(SMALL, family="deepseek_v2", kv_heads=4, experts=4, experts_shared=1),
+    "deepseek_v2 tied": replace(
+        SMALL,
+        family="deepseek_v2",
+        kv_heads=4,
+        experts=4,
+        tie=True,
+        options=OptionTable({"q_lora_rank": 20, "dense_layers": 2, "groups": 2}),
+    ),
     "gpt2": replace(SMALL, family="gpt2", kv_heads=4),
     "gpt2 tied": replace(SMALL, family="gpt2", kv_heads=4, tie=True),
     "gemma2": replace(SMALL, family="gemma2"),

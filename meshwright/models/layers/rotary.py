@@ -45,19 +45,41 @@ def rotary_tables(
     exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=wide) / head_size
     frequencies = theta**-exponents
     if scaling is not None:
-        frequencies = scale_frequencies(frequencies, scaling)
+        frequencies = scale_frequencies(frequencies, theta, scaling)
     angles = positions.to(wide)[..., None] * frequencies
-    return angles.cos(), angles.sin()
+    if scaling is None or scaling.amplitude == 1.0:
+        return angles.cos(), angles.sin()
+    return angles.cos() * scaling.amplitude, angles.sin() * scaling.amplitude
 
 
-def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Linear scaling (arXiv:2306.15595), or that of Llama 3.1: between low and high frequencies it interpolates."""
+def scale_frequencies(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """Linear scaling (arXiv:2306.15595), that of Llama 3.1, or YaRN (arXiv:2309.00071): between low and high frequencies
+    the last two interpolate.
+    """
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    periods = scaling.original_context * frequencies / (2 * math.pi)  # of the original context
-    kept = ((periods - low) / (high - low)).clamp(0, 1)
+    if scaling.kind == "yarn":
+        kept = 1 - yarn_ramp(frequencies, theta, scaling)
+    else:
+        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+        periods = scaling.original_context * frequencies / (2 * math.pi)  # of the original context
+        kept = ((periods - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+
+
+def yarn_ramp(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """0 for every high frequency, 1 for every low one, and linear in their index in between."""
+    count = len(frequencies)
+
+    def index(periods: float) -> float:
+        """The index of the frequency with so many periods in the original context."""
+        return count * math.log(scaling.original_context / (periods * 2 * math.pi)) / math.log(theta)
+
+    first = max(math.floor(index(scaling.high_frequency_factor)), 0)
+    last = min(math.ceil(index(scaling.low_frequency_factor)), 2 * count - 1)
+    width = last - first or 0.001
+    indices = torch.arange(count, dtype=frequencies.dtype, device=frequencies.device)
+    return ((indices - first) / width).clamp(0, 1)
 
 
 def apply_rotary(x: Tensor, rotary: RotaryTables) -> Tensor:
