@@ -61,13 +61,11 @@ def tensor_parallel_messages(
     activation = tokens * config.model.width * COMPUTE_BYTES[config.precision.compute]
     embedding = tokens * config.model.width * weight_bytes(config)  # the embedding's output, and its gradient
     all_gathers, reduce_scatters = recomputed_collectives(config, placement, spec)
-    per_block = 2 * tensor_parallel_modules(config)
-    first, last, layers = placement.has_first_stage, placement.has_last_stage, placement.layers
+    both_passes = 2 * tensor_parallel_modules(config, placement, spec)
+    first, last = placement.has_first_stage, placement.has_last_stage
     messages: MessageBytes = Counter()
-    messages["tensor", "all_gather"] = (per_block * layers + all_gathers + last) * activation + first * embedding
-    messages["tensor", "reduce_scatter"] = (
-        per_block * layers + reduce_scatters + last
-    ) * activation + first * embedding
+    messages["tensor", "all_gather"] = (both_passes + all_gathers + last) * activation + first * embedding
+    messages["tensor", "reduce_scatter"] = (both_passes + reduce_scatters + last) * activation + first * embedding
     # The loss reduces the maximum, the sum of exponentials and the label's logit: one float32 (or wider) per token.
     messages["tensor", "all_reduce"] = last * 3 * tokens * weight_bytes(config)
     if first:
@@ -92,17 +90,32 @@ def frozen_modules(config: RunConfig, spec: ModelSpec) -> FrozenModules:
     """Backward ends at the first trainable parameter of the model. Parameters are in the order of their use."""
     names = [parameter.name for parameter in spec.parameters]
     first = next((index for index, parameter in enumerate(spec.parameters) if parameter.trainable), len(names))
-    parts = ("attention", "ffn")[: tensor_parallel_modules(config)]
-    modules = [f"{block}.{part}." for block in spec.block_names for part in parts]
+    modules: list[tuple[str, ...]] = []
+    for index, block in enumerate(spec.block_names):
+        modules.append((f"{block}.attention.",))
+        if not has_experts(spec, index) or config.model.experts_shared:
+            modules.append((f"{block}.ffn.", f"{block}.dense_ffn."))
     spans = [[index for index, name in enumerate(names) if name.startswith(module)] for module in modules]
     return FrozenModules(
         int(first > 0), sum(first >= span[0] for span in spans), sum(first > span[-1] for span in spans)
     )
 
 
-def tensor_parallel_modules(config: RunConfig) -> int:
-    """The number of tensor-parallel modules of a block: attention, and a feed-forward that processes every token."""
-    return 1 if config.model.experts and not config.model.experts_shared else 2
+def tensor_parallel_modules(config: RunConfig, placement: PipelinePlacement, spec: ModelSpec) -> int:
+    """The number of tensor-parallel modules of a rank's blocks: attention, and a feed-forward that processes every
+    token, which experts without shared ones are not.
+    """
+    without = 0 if config.model.experts_shared else moe_layers(placement, spec)
+    return 2 * placement.layers - without
+
+
+def moe_layers(placement: PipelinePlacement, spec: ModelSpec) -> int:
+    """The number of a rank's blocks that have experts."""
+    return sum(has_experts(spec, block) for blocks in placement.stages.values() for block in blocks)
+
+
+def has_experts(spec: ModelSpec, block: int) -> bool:
+    return spec.architecture is not None and spec.architecture.is_moe_layer(block)
 
 
 def recomputed_collectives(config: RunConfig, placement: PipelinePlacement, spec: ModelSpec) -> tuple[int, int]:
@@ -111,16 +124,24 @@ def recomputed_collectives(config: RunConfig, placement: PipelinePlacement, spec
     blocks, and before a norm at the end of the block. A mixture of experts ends with a reduce-scatter only if it has
     shared experts and no load-balancing loss.
     """
-    checkpointing, model, modules = config.activation_checkpoint, config.model, tensor_parallel_modules(config)
+    checkpointing, model = config.activation_checkpoint, config.model
+    modules = tensor_parallel_modules(config, placement, spec)
     if checkpointing.mode == "none":
         return 0, 0
     if checkpointing.mode == "selective":
-        return modules * placement.layers, 0
-    ends_with_scatter = not model.experts or (model.experts_shared > 0 and not model.router_aux_loss)
-    if spec.architecture is not None and spec.architecture.post_norms:
-        ends_with_scatter = False
-    segments = sum(-(-len(blocks) // checkpointing.segment) for blocks in placement.stages.values())
-    return modules * placement.layers, modules * placement.layers - segments * ends_with_scatter
+        return modules, 0
+
+    def ends_with_scatter(block: int) -> bool:
+        if spec.architecture is not None and spec.architecture.post_norms:
+            return False
+        return not has_experts(spec, block) or (model.experts_shared > 0 and not model.router_aux_loss)
+
+    segments = (
+        blocks[start : start + checkpointing.segment]
+        for blocks in placement.stages.values()
+        for start in range(0, len(blocks), checkpointing.segment)
+    )
+    return modules, modules - sum(ends_with_scatter(segment[-1]) for segment in segments)
 
 
 def context_parallel_messages(
@@ -143,7 +164,7 @@ def context_parallel_messages(
 
 
 def expert_parallel_messages(
-    config: RunConfig, layout: Layout, batch: Batch, placement: PipelinePlacement
+    config: RunConfig, layout: Layout, batch: Batch, placement: PipelinePlacement, spec: ModelSpec
 ) -> MessageBytes:
     model = config.model
     tokens = batch.micro * config.data.sequence // (layout.context * layout.tensor)
@@ -154,7 +175,7 @@ def expert_parallel_messages(
         messages["expert", "all_to_all"] = forward_passes(config) * forward + dispatch_and_combine
     if layout.context * layout.tensor > 1 and model.router_aux_loss:
         messages["context+tensor", "all_reduce"] = forward_passes(config) * 8 * batch.micro * model.experts
-    return multiply(batch.accumulation * placement.layers, messages)
+    return multiply(batch.accumulation * moe_layers(placement, spec), messages)
 
 
 def pipeline_messages(

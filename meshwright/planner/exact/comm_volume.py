@@ -95,7 +95,7 @@ def comm_volume(
     if layout.context > 1:
         messages += context_parallel_messages(config, layout, batch, placement, spec)
     if config.model.experts:
-        messages += expert_parallel_messages(config, layout, batch, placement)
+        messages += expert_parallel_messages(config, layout, batch, placement, spec)
     if layout.pipeline > 1:
         messages += pipeline_messages(config, layout, batch, placement, parameters, rank)
     rows = [
