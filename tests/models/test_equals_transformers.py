@@ -52,7 +52,9 @@ MODELS = {
     "mixtral, one expert": small("mixtral", experts=4, experts_active=1),
     "gpt2": small("gpt2", {"positions": 12}, kv_heads=4, tie=True),
     "deepseek_v2": small("deepseek_v2", MLA, **EXPERTS, norm_eps=1e-3),
-    "deepseek_v2, compressed queries, yarn": small("deepseek_v2", MLA | YARN | {"q_lora_rank": 14}, **EXPERTS, rope_theta=30.0),
+    "deepseek_v2, compressed queries, yarn": small(
+        "deepseek_v2", MLA | YARN | {"q_lora_rank": 14}, **EXPERTS, rope_theta=30.0
+    ),
     "deepseek_v2, groups": small("deepseek_v2", MLA | GROUPS, **EXPERTS, tie=True),
     "gpt2, untied": small("gpt2", {"positions": 11}, kv_heads=4, norm_eps=1e-3),
 }

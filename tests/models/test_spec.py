@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import meshwright
 from meshwright.config import ModelConfig
 from meshwright.config.model import OptionTable
-from meshwright.config.model import OptionTable
 from meshwright.models.init import build_model, build_on_meta
 from meshwright.models.registry import FAMILIES, model_spec
 from meshwright.models.spec import AFTER, BEFORE, ROOT, Cost, ModelSpec, ParameterSpec

@@ -114,7 +114,8 @@ def validate(config: ModelConfig, options: DeepSeekV2Options) -> None:
     sizes = options.latent_attention(config)
     if not config.experts:
         raise ConfigError(
-            "model.experts = 0, and the family deepseek_v2 has experts", "try model.experts = 64, or model.family = llama"
+            "model.experts = 0, and the family deepseek_v2 has experts",
+            "try model.experts = 64, or model.family = llama",
         )
     if config.kv_heads != config.heads:
         raise ConfigError(
@@ -123,7 +124,7 @@ def validate(config: ModelConfig, options: DeepSeekV2Options) -> None:
         )
     if options.dense_layers >= config.layers:
         raise ConfigError(
-            f"model.options.dense_layers = {options.dense_layers} leaves none of model.layers = {config.layers} to experts",
+            f"model.options.dense_layers = {options.dense_layers} leaves no experts to model.layers = {config.layers}",
             f"expected from 0 to {config.layers - 1}",
         )
     if sizes.qk_rope_head_dim % 2:
