@@ -53,8 +53,8 @@ def rotary_tables(
 
 
 def scale_frequencies(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """Linear scaling (arXiv:2306.15595), that of Llama 3.1, or YaRN (arXiv:2309.00071). The last two interpolate between
-    low and high frequencies.
+    """Linear scaling (arXiv:2306.15595), that of Llama 3.1, or YaRN (arXiv:2309.00071). The last two interpolate
+    between low and high frequencies.
     """
     if scaling.kind == "linear":
         return frequencies / scaling.factor
