@@ -20,11 +20,9 @@ from meshwright.config import OptimizerConfig
 from meshwright.parallel.local_shard import LocalShard, local_shard, local_tensor
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
+from meshwright.topology.matrix_owners import OPTIMIZER_AXIS
 from meshwright.topology.optimizer_state import ParameterSettings
 from meshwright.torch_private import foreach_mul_, foreach_norm, foreach_zero_
-
-OPTIMIZER_AXIS = "optimizer"
-"""The axis of the collectives of whole-matrix rules, in communication volume."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,6 +21,8 @@ Region = tuple[tuple[int, int], ...]
 Sharding = tuple[tuple[str, int], ...]
 """(axis, dimension) of every division of a parameter, in the order in which they apply: tensor before shard."""
 
+OPTIMIZER_AXIS = "optimizer"
+"""The name, in communication volume, of the group of ranks that update the same parameters."""
 BUCKET_ELEMENTS = 1 << 24
 """The elements of the matrices of a bucket, per rank: larger buckets need fewer collectives and more memory."""
 

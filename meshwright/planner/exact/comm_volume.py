@@ -16,6 +16,7 @@ expert_replicate) by the same rules.
 | replicas of shards | all-reduce P / n over the replicas |
 | tensor | all-reduce of the gradients of norms, routers and experts, whenever gradients are reduced |
 | activations | see `activation_messages` |
+| optimizers that need whole matrices | see `optimizer_messages` |
 
 With the ring algorithm an all-reduce sends twice its message. With M = 1, DDP and sharding of the optimizer or of the
 gradients therefore send 2 P (n - 1) / n, and sharding of the parameters 3 P (n - 1) / n.
@@ -38,9 +39,11 @@ from meshwright.planner.exact.activation_messages import (
     tensor_parallel_messages,
     weight_bytes,
 )
+from meshwright.planner.exact.optimizer_messages import optimizer_messages
 from meshwright.planner.exact.unshard_timeline import UnshardTimeline, nest_units, rank_actions
 from meshwright.topology.collectives import wire_bytes
 from meshwright.topology.layout import Layout
+from meshwright.topology.matrix_owners import OPTIMIZER_AXIS
 from meshwright.topology.parameter_shards import (
     ShardGroup,
     Units,
@@ -98,6 +101,7 @@ def comm_volume(
         messages += expert_parallel_messages(config, layout, batch, placement, spec)
     if layout.pipeline > 1:
         messages += pipeline_messages(config, layout, batch, placement, parameters, rank)
+    messages += optimizer_messages(config, layout, spec, parameters, rank)
     rows = [
         CollectiveVolume(axis, collective, message, wire_bytes(collective, message, group_size(config, layout, axis)))
         for (axis, collective), message in messages.items()
@@ -107,7 +111,11 @@ def comm_volume(
 
 
 def group_size(config: RunConfig, layout: Layout, axis: str) -> int:
-    """`control` is the group of all ranks; `other` is the group that shards a unit between forward and backward."""
+    """`control` is the group of all ranks; `other` is the group that shards a unit between forward and backward;
+    `optimizer` is the group of the ranks that update the same parameters.
+    """
+    if axis == OPTIMIZER_AXIS:
+        return layout.ranks // layout.pipeline
     if axis in ("control", "other"):
         return layout.ranks if axis == "control" else ranks_after_forward(config, dense_shard_group(layout, 0))
     if axis.startswith("expert_"):

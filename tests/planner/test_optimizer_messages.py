@@ -1,0 +1,53 @@
+"""The bytes of the optimizer's own collectives, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.config import load_config
+from meshwright.planner.exact.comm_volume import comm_volume
+from meshwright.topology.unsupported import validate
+
+MODEL = ("--model.layers=1", "--model.width=16", "--model.heads=2", "--model.kv_heads=2", "--model.ffn=24")
+BLOCK = 4 * 16 * 16 + 3 * 16 * 24
+"""The elements of the matrices of a block."""
+
+
+def rows_of(*options: str) -> list[tuple[str, int]]:
+    """(collective, message bytes) of the optimizer axis, summed over ranks."""
+    config = load_config(overrides=[*MODEL, "--batch.micro=1", "--batch.global=4", *options])
+    layout, batch = validate(config)
+    totals: dict[str, int] = {}
+    for rank in range(layout.ranks):
+        for row in comm_volume(config, layout, batch, rank):
+            if row.axis == "optimizer":
+                totals[row.collective] = totals.get(row.collective, 0) + row.message_bytes
+    return sorted(totals.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--optimizer.kind=adamw", "--layout.replicate=2"), []),
+        (("--optimizer.kind=muon", "--layout.replicate=1"), []),
+        (("--optimizer.kind=muon", "--layout.replicate=2"), [("all_to_all", 2 * 4 * BLOCK)]),
+        (
+            ("--optimizer.kind=muon", "--layout.replicate=2", "--layout.shard=parameters"),
+            [("all_to_all", 2 * 4 * BLOCK)],
+        ),
+        (("--optimizer.kind=muon", "--layout.replicate=2", "--layout.tensor=2"), [("all_to_all", 3 * 4 * BLOCK)]),
+        (("--optimizer.kind=adafactor", "--layout.replicate=2"), []),
+    ],
+)
+def test_bytes_of_all_ranks(options, expected):
+    """Replicas receive every result in full. Shards travel to the owners, and each rank's part of the result back."""
+    assert rows_of(*options) == expected
+
+
+def test_adafactor_sums_rows_and_columns_of_sharded_parameters():
+    [(collective, message)] = rows_of(
+        "--optimizer.kind=adafactor", "--layout.replicate=2", "--layout.shard=parameters", "--model.vocab=64"
+    )
+    matrices = [(64, 16), (64, 16), *[(16, 16)] * 4, *[(24, 16)] * 3]
+    elements = sum(rows + columns + 3 for rows, columns in matrices) + 3 * 2
+    assert (collective, message) == ("all_reduce", 2 * 4 * elements)
