@@ -70,11 +70,10 @@ def lion(parameter: Tensor, gradient: Tensor, state: State, rates: Rates) -> tup
 def muon(parameter: Tensor, gradient: Tensor, state: State, rates: Rates) -> tuple[Tensor, State]:
     """Orthogonalized momentum; a parameter with three dimensions has one matrix per index of the first."""
     momentum, direction = muon_direction(parameter, gradient, state, rates.config)
-    direction = direction.to(gradient.dtype)
-    matrices = direction if direction.ndim == 3 else direction[None]
-    update = torch.stack([polar_factor(matrix, rates.config.newton_schulz_steps) for matrix in matrices])
-    after = parameter - rates.lr * (muon_factor(parameter, rates.config) * update.view_as(parameter))
-    return after - rates.lr * rates.decay * parameter, {"momentum": momentum}
+    matrices = (direction if direction.ndim == 3 else direction[None]).to(gradient.dtype)
+    parts = [polar_factor(matrix, rates.config.newton_schulz_steps) for matrix in matrices]
+    update = muon_factor(parameter, rates.config) * torch.stack(parts).view_as(parameter).to(momentum.dtype)
+    return parameter - rates.lr * (update + rates.decay * parameter), {"momentum": momentum}
 
 
 def muon_direction(parameter: Tensor, gradient: Tensor, state: State, config: OptimizerConfig) -> tuple[Tensor, Tensor]:

@@ -12,10 +12,12 @@ from meshwright.checkpoint.stager import assign_shards
 from meshwright.checkpoint.verify import SHARD_HEADER_BYTES
 from meshwright.config import RunConfig
 from meshwright.models.registry import block_costs, run_spec
+from meshwright.models.spec import ParameterSpec
 from meshwright.parallel.local_shard import LocalShard
 from meshwright.prover.claims import Claim
 from meshwright.prover.state.checkpoint_content import CheckpointContent
 from meshwright.topology.layout import Layout
+from meshwright.topology.optimizer_state import OUTSIDE_BLOCKS, state_tensors, update_rule
 from meshwright.topology.parameter_shapes import ParameterShape
 from meshwright.topology.parameter_shards import pipeline_placement
 
@@ -26,7 +28,6 @@ MAX_COMPARED_RANKS = 8
 """The most ranks whose assignment of shards to files is computed."""
 MAX_REPLICAS = 64
 """The most ranks with the same shard among which the one that saves it is looked for."""
-STATE_KEYS = ("exp_avg", "exp_avg_sq")
 
 
 def check_real_layout(config: RunConfig) -> Claim:
@@ -71,8 +72,8 @@ def misplaced_blocks(config: RunConfig, layout: Layout) -> Iterator[str]:
 
 
 def shard_region(parameter: ParameterShape, layout: Layout, rank: int) -> Region:
-    """The region of a parameter, and of its optimizer state, that a rank has between steps. Tensor and expert
-    parallelism divide a dimension evenly; FSDP2 then divides the rows of what is left, the last shards being shorter.
+    """The region of a parameter that a rank has between steps. Tensor and expert parallelism divide a dimension evenly;
+    FSDP2 then divides the rows of what is left, the last shards being shorter.
     """
     coordinates = layout.coordinates(rank)
     region = [[0, size] for size in parameter.shape]
@@ -86,10 +87,7 @@ def shard_region(parameter: ParameterShape, layout: Layout, rank: int) -> Region
         index = coordinates["shard"] * layout.context + coordinates["context"]
         if divides_experts:
             shards, index = shards // layout.expert, coordinates["expert_shard"]
-        sizes = [end - start for start, end in region]
-        # With fewer experts than shards, FSDP2 divides the rows of each expert instead, if it can do so evenly.
-        dim = 1 if len(sizes) == 3 and sizes[0] < shards and sizes[1] % shards == 0 else 0
-        divide(region[dim], shards, index)
+        divide(region[shard_dim(parameter, layout)], shards, index)
     return tuple((start, end) for start, end in region)
 
 
@@ -156,11 +154,10 @@ def meta_shards(config: RunConfig, layout: Layout, rank: int) -> dict[str, Local
         if not is_on_stage(parameter, local_blocks, placement.has_first_stage, placement.has_last_stage):
             continue
         region = shard_region(parameter, layout, rank)
-        offset = tuple(start for start, _ in region)
-        local = torch.empty([end - start for start, end in region], dtype=dtype, device="meta")
-        shard = LocalShard(local, parameter.shape, offset, sharded_axes(parameter, layout))
-        shards[f"model/{parameter.name}"] = shard
-        shards |= {f"optimizer/{parameter.name}/{key}": shard for key in STATE_KEYS}
+        for name, dims in stored_tensors(config, parameter):
+            local = torch.empty([region[dim][1] - region[dim][0] for dim in dims], dtype=dtype, device="meta")
+            shape, offset = (tuple(parameter.shape[dim] for dim in dims), tuple(region[dim][0] for dim in dims))
+            shards[name] = LocalShard(local, shape, offset, sharded_axes(parameter, layout, dims))
     return shards
 
 
@@ -171,13 +168,41 @@ def is_on_stage(parameter: ParameterShape, blocks: set[int], first: bool, last: 
     return first if parameter.name == "decoder.embedding.weight" else last
 
 
-def sharded_axes(parameter: ParameterShape, layout: Layout) -> frozenset[str]:
-    axes = {"tensor"} if parameter.tp_dim is not None and layout.tensor > 1 else set()
-    if parameter.is_expert_weight and layout.expert > 1:
-        axes |= {"expert"} | ({"expert_shard"} if layout.shard > 1 else set())
-    elif layout.shard > 1:
-        axes |= {"shard", "context"} if layout.context > 1 else {"shard"}
+def stored_tensors(config: RunConfig, parameter: ParameterSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The tensors that a checkpoint has of a parameter, with the dimensions of the parameter that each of them has: the
+    parameter and its optimizer state, without numbers.
+    """
+    if not parameter.trainable:  # a checkpoint refers to it by its digest
+        return
+    dims = tuple(range(len(parameter.shape)))
+    yield f"model/{parameter.name}", dims
+    rule = update_rule(config.optimizer, parameter.name, parameter.shape, parameter.unit not in OUTSIDE_BLOCKS)
+    for tensor in state_tensors(config.optimizer, rule, parameter.shape):
+        if tensor.dims or not dims:
+            yield f"optimizer/{parameter.name}/{tensor.key}", tensor.dims
+
+
+def sharded_axes(parameter: ParameterShape, layout: Layout, dims: tuple[int, ...]) -> frozenset[str]:
+    """The axes that shard these dimensions of a parameter."""
+    axes = {"tensor"} if parameter.tp_dim in dims and layout.tensor > 1 else set()
+    divides_experts = parameter.is_expert_weight and layout.expert > 1
+    axes |= {"expert"} if divides_experts and 0 in dims else set()
+    if layout.shard > 1 and shard_dim(parameter, layout) in dims:
+        axes |= {"expert_shard"} if divides_experts else {"shard", "context"} if layout.context > 1 else {"shard"}
     return frozenset(axes)
+
+
+def shard_dim(parameter: ParameterShape, layout: Layout) -> int:
+    """The dimension that FSDP2 divides: the rows. With fewer experts than shards, it divides the rows of each expert
+    instead, if it can do so evenly.
+    """
+    sizes = list(parameter.shape)
+    if parameter.tp_dim is not None:
+        sizes[parameter.tp_dim] //= layout.tensor
+    shards = layout.shard * layout.context
+    if parameter.is_expert_weight and layout.expert > 1:
+        sizes[0], shards = sizes[0] // layout.expert, shards // layout.expert
+    return 1 if len(sizes) == 3 and sizes[0] < shards and sizes[1] % shards == 0 else 0
 
 
 def spread(count: int, limit: int) -> list[int]:
@@ -192,8 +217,9 @@ def compare_regions(content: CheckpointContent, config: RunConfig) -> Iterator[s
     layout = Layout.from_config(config.layout)
     tensors, files = content.manifest["tensors"], content.manifest["files"]
     for parameter in run_spec(config).parameters:
-        predicted = filled(shard_region(parameter, layout, rank) for rank in range(layout.ranks))
-        for name in (f"model/{parameter.name}", *(f"optimizer/{parameter.name}/{key}" for key in STATE_KEYS)):
+        regions = filled(shard_region(parameter, layout, rank) for rank in range(layout.ranks))
+        for name, dims in stored_tensors(config, parameter):
+            predicted = {tuple(region[dim] for dim in dims) for region in regions}
             if name not in tensors:
                 yield f"{name} is missing"
                 continue
