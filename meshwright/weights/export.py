@@ -28,7 +28,7 @@ from meshwright.config.dtypes import TENSOR_BYTES
 from meshwright.config.reader import build_dataclass, shorten
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.io import sync_folder, write_json
-from meshwright.models.registry import model_spec
+from meshwright.models.registry import model_spec, write_huggingface_config
 from meshwright.version import __version__
 from meshwright.weights.checkpoint_tensors import Bits, CheckpointTensors, TensorSource
 from meshwright.weights.content import EXPONENTS
@@ -40,7 +40,7 @@ from meshwright.weights.safetensors_file import make_header
 
 Format = Literal["huggingface", "safetensors", "torch"]
 ExportDType = Literal["float32", "bfloat16", "float16", "float64"]
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = 4 << 20
 """Bytes of a tensor that are in memory at a time; a tensor that is stored transposed is in memory whole."""
 DEFAULT_SHARD_BYTES = 5 * 10**9
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -93,8 +93,11 @@ def export_checkpoint(
     form: Format = format or ("huggingface" if model is not None else "safetensors")
     if form == "huggingface" and model is None:
         raise ConfigError("a custom model has no Hugging Face form", "try --format safetensors or torch")
+    published = model if form == "huggingface" else None
+    if published is not None:
+        write_huggingface_config(published)  # a model without a Hugging Face form is refused before anything is written
     source = CheckpointTensors(entry, prefix="" if model is not None else "model.")
-    outputs = list_outputs(source, model if form == "huggingface" else None, dtype)
+    outputs = list_outputs(source, published, dtype)
     with reporting_deletion(entry), temporary_folder(to) as folder:
         writer = TensorWriter(source, folder)
         if form == "torch":
@@ -103,9 +106,8 @@ def export_checkpoint(
             files = [write_torch_file(writer, outputs)]
         else:
             files = write_shards(writer, outputs, max_shard_bytes)
-        if form == "huggingface":
-            assert model is not None
-            write_huggingface_files(folder, model, config, outputs[0].dtype)
+        if published is not None:
+            write_huggingface_files(folder, published, config, outputs[0].dtype)
         digest = digest_of_lines(tensor_line(o.name, o.dtype, o.shape, writer.digests[o.name]) for o in outputs)
         write_json(folder / RECORD_FILE, make_record(entry, form, digest, writer.digests))
     return Export(to, files, len(outputs), sum(output.bytes for output in outputs), digest, entry.name)

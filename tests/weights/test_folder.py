@@ -41,7 +41,11 @@ DAMAGES = {
     "huge header": (edit_bytes(lambda b: (1 << 62).to_bytes(8, "little") + b[8:]), SINGLE_FILE, "header would have"),
     "header of text": (edit_bytes(lambda b: b[:8] + b"[" * int.from_bytes(b[:8], "little")), SINGLE_FILE, "header of"),
     "overlap": (edit_header(lambda h: h[HEAD].update(h[EMBEDDING])), SINGLE_FILE, "overlap or leave a hole"),
-    "byte range": (edit_header(lambda h: h[HEAD].update(data_offsets=[0, 4])), SINGLE_FILE, "has the byte range [0, 4]"),
+    "byte range": (
+        edit_header(lambda h: h[HEAD].update(data_offsets=[0, 4])),
+        SINGLE_FILE,
+        "has the byte range [0, 4]",
+    ),
     "negative size": (edit_header(lambda h: h[HEAD].update(shape=[-12, -8])), SINGLE_FILE, "the entry of lm_head"),
     "unknown dtype": (edit_header(lambda h: h[HEAD].update(dtype="F4")), SINGLE_FILE, 'has dtype "F4"'),
     "entry": (edit_header(lambda h: h.update({HEAD: 7})), SINGLE_FILE, "the entry of lm_head.weight is 7"),
@@ -54,13 +58,21 @@ DAMAGES = {
     "infinity": (edit_tensors(lambda t: t[DOWN][3, 2].fill_(-torch.inf)), SINGLE_FILE, "NaN or an infinity"),
     "pickle": (replace_by_pickle, "pytorch_model.bin is a pickle", "try to convert it to safetensors"),
     "no weights": (lambda folder: (folder / SINGLE_FILE).unlink(), "has no safetensors", "expected model.safetensors"),
-    "both": (lambda folder: (folder / INDEX_FILE).write_text("{}"), f"has both {INDEX_FILE}", "expected one of the two"),
+    "both": (
+        lambda folder: (folder / INDEX_FILE).write_text("{}"),
+        f"has both {INDEX_FILE}",
+        "expected one of the two",
+    ),
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json", "expected the folder of"),
 }
 SHARDED_DAMAGES = {
     "duplicate": (duplicate_tensor, SHARDS[1], f"is in {SHARDS[0]} and in"),
     "parent": (edit_index(lambda m: m.update({HEAD: "../x.safetensors"})), INDEX_FILE, "expected a file of the same"),
-    "absolute": (edit_index(lambda m: m.update({HEAD: "/etc/x.safetensors"})), INDEX_FILE, "expected a file of the same"),
+    "absolute": (
+        edit_index(lambda m: m.update({HEAD: "/etc/x.safetensors"})),
+        INDEX_FILE,
+        "expected a file of the same",
+    ),
     "hidden": (edit_index(lambda m: m.update({HEAD: ".x.safetensors"})), INDEX_FILE, "expected a file of the same"),
     "no text": (edit_index(lambda m: m.update({HEAD: 3})), INDEX_FILE, "lm_head.weight is in 3"),
     "not listed": (edit_index(lambda m: m.pop(HEAD)), SHARDS[0], "which the index places in null"),
@@ -125,7 +137,7 @@ def test_a_tied_head_may_be_stored_if_it_is_equal(tmp_path):
     equal = WeightFolder(make_folder(tmp_path / "b", TIED, **{HEAD: embedding.clone()}))
     assert equal.digest
     other = WeightFolder(make_folder(tmp_path / "c", TIED, **{HEAD: embedding + 1}))
-    with pytest.raises(ConfigError, match="tensor lm_head.weight differs from model.embed_tokens.weight"):
+    with pytest.raises(ConfigError, match=r"tensor lm_head\.weight differs from model\.embed"):
         _ = other.digest
 
 
