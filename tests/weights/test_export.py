@@ -102,9 +102,7 @@ def test_a_custom_model_is_exported_by_its_own_names_with_buffers(form, tmp_path
 def test_what_hugging_face_does_not_have_is_refused(tmp_path):
     model = replace(MODEL, experts=2, experts_active=1)
     write_family_checkpoint(tmp_path / "run", model)
-    with pytest.raises(
-        ConfigError, match="Hugging Face models of the family llama have no experts"
-    ):
+    with pytest.raises(ConfigError, match="Hugging Face models of the family llama have no experts"):
         export(tmp_path / "run", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
