@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from meshwright.cli.args import AtStep, Json, Run, option, positional
+from meshwright.cli.args import AtStep, Json, Run, flag, option, positional
 from meshwright.cli.output import emit
 
 
@@ -86,6 +86,7 @@ def checkpoint_export(
         option("DTYPE", "dtype of floating-point tensors (default: that of the checkpoint)"),
     ] = None,
     max_shard_size: Annotated[str, option("SIZE", "largest size of one file, such as 500MB or 5GB")] = "5GB",
+    adapter: Annotated[bool, flag("write the low-rank factors alone, as an adapter of PEFT")] = False,
     json: Json = False,
 ) -> None:
     """Checkpoint export: write the weights of a checkpoint as safetensors that transformers loads."""
@@ -96,7 +97,9 @@ def checkpoint_export(
     from meshwright.weights.export import export_checkpoint, parse_size
 
     limit = parse_size(max_shard_size)
-    done = export_checkpoint(run, to, run_config(run), step=step, dtype=dtype, format=format, max_shard_bytes=limit)
+    done = export_checkpoint(
+        run, to, run_config(run), step=step, dtype=dtype, format=format, max_shard_bytes=limit, adapter=adapter
+    )
     files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
     text = f"exported {done.checkpoint} to {to}: {done.tensors} tensors, {format_bytes(done.bytes)} in {files}"
     emit(json, asdict(done) | {"folder": str(done.folder)}, f"{text}; digest {done.digest[:16]}")

@@ -28,6 +28,7 @@ from meshwright.config.dtypes import TENSOR_BYTES
 from meshwright.config.reader import build_dataclass, shorten
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.io import sync_folder, write_json
+from meshwright.models.huggingface import StoredParameter
 from meshwright.models.registry import model_spec, write_huggingface_config
 from meshwright.version import __version__
 from meshwright.weights.checkpoint_tensors import Bits, CheckpointTensors, TensorSource
@@ -84,8 +85,11 @@ def export_checkpoint(
     dtype: ExportDType | None = None,
     format: Format | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    adapter: bool = False,
 ) -> Export:
-    """Exports the newest checkpoint of a run, or that of a step. `config` is that of the run file."""
+    """Exports the newest checkpoint of a run, or that of a step. `config` is that of the run file. Low-rank factors are
+    merged; with `adapter`, they are written alone, in the format of PEFT.
+    """
     require_new_folder(to)
     entry = select_intact(run, step)
     assert entry.manifest is not None
@@ -93,14 +97,16 @@ def export_checkpoint(
     form: Format = format or ("huggingface" if model is not None else "safetensors")
     if form == "huggingface" and model is None:
         raise ConfigError("a custom model has no Hugging Face form", "try --format safetensors or torch")
-    published = model if form == "huggingface" else None
+    published = model if form == "huggingface" and not adapter else None
     if published is not None:
         write_huggingface_config(published)  # a model without a Hugging Face form is refused before anything is written
-    source = CheckpointTensors(entry, prefix="" if model is not None else "model.")
-    outputs = list_outputs(source, published, dtype)
+    source = model_tensors(entry, model, config, adapter)
+    outputs = list_adapter(source, entry.manifest, model, dtype) if adapter else list_outputs(source, published, dtype)
     with reporting_deletion(entry), temporary_folder(to) as folder:
         writer = TensorWriter(source, folder)
-        if form == "torch":
+        if adapter:
+            files = [write_adapter(writer, outputs, entry.manifest, model, config)]
+        elif form == "torch":
             from meshwright.weights.torch_file import write_torch_file
 
             files = [write_torch_file(writer, outputs)]
@@ -111,6 +117,56 @@ def export_checkpoint(
         digest = digest_of_lines(tensor_line(o.name, o.dtype, o.shape, writer.digests[o.name]) for o in outputs)
         write_json(folder / RECORD_FILE, make_record(entry, form, digest, writer.digests))
     return Export(to, files, len(outputs), sum(output.bytes for output in outputs), digest, entry.name)
+
+
+def model_tensors(
+    entry: CheckpointEntry, model: ModelConfig | None, config: RunConfig, adapter: bool = False
+) -> TensorSource:
+    """The tensors of a checkpoint; under low-rank adaptation the full model with its factors merged, or with `adapter`
+    the factors alone. `config` names the folder of the frozen parameters.
+    """
+    assert entry.manifest is not None
+    if not entry.manifest.base or adapter:
+        return CheckpointTensors(entry, prefix="" if model is not None else "model.")
+    from meshwright.weights.adapters import MergedTensors
+
+    assert model is not None
+    return MergedTensors(entry, model, config)
+
+
+def list_adapter(
+    source: TensorSource, manifest: Manifest, model: ModelConfig | None, dtype: str | None
+) -> list[OutputTensor]:
+    """The low-rank factors of a checkpoint by the names of PEFT."""
+    from meshwright.weights.adapters import lora_of, peft_names
+
+    if model is None or not manifest.base:
+        raise ConfigError("the run has no low-rank factors", "try the export without --adapter")
+    return [
+        OutputTensor(
+            stored,
+            dtype or source.dtype(name),
+            source.shape(name),
+            StoredLayout(source.shape(name), (StoredParameter(name, stored),)),
+        )
+        for stored, name in peft_names(model, lora_of(manifest)).items()
+    ]
+
+
+def write_adapter(
+    writer: TensorWriter,
+    outputs: Sequence[OutputTensor],
+    manifest: Manifest,
+    model: ModelConfig | None,
+    config: RunConfig,
+) -> str:
+    """Writes the files of an adapter of PEFT."""
+    from meshwright.weights.adapters import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_config, lora_of
+
+    assert model is not None
+    writer.write(ADAPTER_FILE, outputs, make_header((output.name, output.dtype, output.shape) for output in outputs))
+    write_json(writer.folder / ADAPTER_CONFIG_FILE, adapter_config(model, lora_of(manifest), config.init_from))
+    return ADAPTER_FILE
 
 
 def make_record(entry: CheckpointEntry, form: Format, digest: str, digests: dict[str, str]) -> dict[str, Any]:
