@@ -44,8 +44,8 @@ def lora_of(manifest: Manifest) -> LoraConfig:
 
 
 class MergedTensors:
-    """The parameters of a model with its factors merged: W + alpha / rank B A, one region at a time. The sum is computed
-    in float64. The frozen parameters are those that the run read: the folder of `init_from`, or the initialization.
+    """The parameters of a model with its factors merged: W + alpha / rank B A, one region at a time, computed in
+    float64. The frozen parameters are those that the run read: the folder of `init_from`, or the initialization.
     """
 
     def __init__(self, entry: CheckpointEntry, model: ModelConfig, config: RunConfig) -> None:
@@ -131,8 +131,8 @@ def open_base_folder(config: RunConfig, model: ModelConfig) -> WeightFolder | No
 
 
 def peft_names(model: ModelConfig, lora: LoraConfig) -> dict[str, str]:
-    """Name of a factor in an adapter of PEFT -> its name in the spec. Raises ConfigError for a projection that a Hugging
-    Face folder stores otherwise than PEFT adapts it.
+    """Name of a factor in an adapter of PEFT -> its name in the spec. Raises ConfigError for a projection that Hugging
+    Face folders store together with others.
     """
     stored = {part.name: part for part in stored_parameters(model)}
     names = {}
@@ -142,8 +142,8 @@ def peft_names(model: ModelConfig, lora: LoraConfig) -> dict[str, str]:
             part = stored[f"{module}{WEIGHT}"]
             if part.transposed or part.rows is not None or part.expert is not None:
                 raise ConfigError(
-                    f"Hugging Face models of the family {model.family} store {module} as a part of {part.stored}, which "
-                    "has no adapter of its own",
+                    f"Hugging Face models of the family {model.family} store {module} as a part of {part.stored}, "
+                    "so it has no adapter of its own",
                     "try the export without --adapter, which merges the factors",
                 )
             name = part.stored.removesuffix(WEIGHT)
