@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.config import RunConfig, SourceConfig, load_config
+from meshwright.config import IGNORE_INDEX, RunConfig, SourceConfig, load_config
+from meshwright.data.chat.packing import PackedChats, SourceWithDocuments
 from meshwright.data.file_sources import open_sources, with_defaults
 from meshwright.data.shard_source import ShardSource
 from meshwright.data.source import ConcatenatedSource, Source
@@ -27,10 +28,16 @@ class SampleDecoder:
 
     decode: Callable[[list[int]], str]
     end_of_document: int | None
+    padded: bool = False
+    """whether masked zeros follow the documents of a sample"""
 
     def documents(self, sample: Sequence[NDArray[Any]]) -> list[str]:
         """The texts of the documents of a sample: (tokens, labels), or (tokens, labels, documents) of packed data."""
-        tokens = np.asarray(sample[0])
+        tokens, labels = np.asarray(sample[0]), np.asarray(sample[1])
+        if self.padded:
+            used = np.flatnonzero((tokens != 0) | (labels != IGNORE_INDEX))
+            sample = [entry[: used.max(initial=0) + 1] for entry in sample]
+            tokens = sample[0]
         if len(sample) > 2:
             starts = np.flatnonzero(np.diff(np.asarray(sample[2]))) + 1
         elif self.end_of_document is not None:
@@ -76,15 +83,16 @@ def require_same_data(identity: Path, sources: Sequence[Source]) -> None:
 
 def open_decoder(settings: SourceConfig, source: Source, config: RunConfig, tokenizer: str) -> SampleDecoder:
     """The decoder of a source."""
-    if isinstance(source, ShardSource):
-        index = source.shards.index
+    source = source.source if isinstance(source, SourceWithDocuments) else source
+    if isinstance(source, ShardSource | PackedChats):
+        index, padded = source.shards.index, isinstance(source, PackedChats)
         if index.tokenizer == "bytes":
-            return SampleDecoder(decode_bytes, index.end_of_document)
-        path, digest = str(source.shards.folder / "tokenizer.json"), index.tokenizer
-        loaded, found = load_tokenizer(path)
-        if found != digest:
+            return SampleDecoder(decode_bytes, index.end_of_document, padded)
+        path = str(source.shards.folder / "tokenizer.json")
+        loaded, digest = load_tokenizer(path)
+        if digest != index.tokenizer:
             raise DataError(f"{path} is not the tokenizer of the shards", "try to restore it")
-        return SampleDecoder(decode_tokens(loaded), index.end_of_document)
+        return SampleDecoder(decode_tokens(loaded), index.end_of_document, padded)
     if settings.kind == "synthetic":
         raise ConfigError("the samples of a synthetic source are random token ids", "try it without --text")
     if settings.kind == "tokens" and not (tokenizer or settings.tokenizer):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.config import IGNORE_INDEX
 from meshwright.data.shards import TokenShards
 from meshwright.data.source import Sample, content_digest, masked_tokens
 from meshwright.errors import DataError
 
 
 class ShardSource:
-    """The label of a token is the next token; with masks, a label that does not count is IGNORE_INDEX."""
+    """Token shards without masks, split into samples of `sequence` tokens. The label of a token is the next token."""
 
     def __init__(self, shards: TokenShards, sequence: int, vocab: int) -> None:
         self.shards, self.sequence, self.name = shards, sequence, str(shards.folder)
@@ -34,10 +33,8 @@ class ShardSource:
         if not 0 <= index < len(self):
             raise IndexError(index)
         start = index * self.sequence
-        ids, mask = self.shards.read(start, start + self.sequence + 1)
-        tokens = ids.astype(np.int64)
-        labels = tokens[1:] if mask is None else np.where(mask[1:] != 0, tokens[1:], IGNORE_INDEX)
-        return tokens[:-1], labels
+        tokens = self.shards.gather("tokens", start, start + self.sequence + 1).astype(np.int64)
+        return tokens[:-1], tokens[1:]
 
     def fingerprint(self) -> str:
         return content_digest("shards", self.shards.digest, self.sequence)

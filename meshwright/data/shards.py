@@ -173,15 +173,11 @@ class TokenShards:
         """(token ids, mask) of a document; the mask is None for data without masks."""
         if not 0 <= number < self.index.documents:
             raise IndexError(number)
-        start = int(self.ends[number - 1]) if number else 0
-        return self.read(start, int(self.ends[number]))
-
-    def read(self, start: int, end: int) -> tuple[NDArray[Any], NDArray[np.uint8] | None]:
-        """(token ids, mask) from `start` to `end` in the array of all tokens."""
-        ids = self.gather("tokens", start, end)
-        return ids, self.gather("mask", start, end) if self.index.masked else None
+        start, end = int(self.ends[number - 1]) if number else 0, int(self.ends[number])
+        return self.gather("tokens", start, end), self.gather("mask", start, end) if self.index.masked else None
 
     def gather(self, kind: str, start: int, end: int) -> NDArray[Any]:
+        """The token ids or the mask from `start` to `end` in the array of all tokens."""
         size = self.index.shard_tokens
         parts = [
             self.map(kind, number)[max(start - number * size, 0) : end - number * size]

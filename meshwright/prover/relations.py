@@ -219,11 +219,7 @@ def check_labels(sources: Sequence[Source]) -> Iterator[Claim]:
     """Yields whether labels are the next tokens, in samples that are spread over token files and synthetic sources. A
     sample of a file continues the one before.
     """
-    files: list[TokenSource | ShardSource] = [
-        source
-        for source in file_sources(sources)
-        if isinstance(source, TokenSource) or (isinstance(source, ShardSource) and not source.shards.index.masked)
-    ]
+    files = [source for source in file_sources(sources) if isinstance(source, TokenSource | ShardSource)]
     chosen: list[Source] = [files[index] for index in spaced_indices(len(files), CHECKED_FILES)]
     chosen += [source for source in sources if isinstance(source, SyntheticSource)]
     compared, wrong = 0, []

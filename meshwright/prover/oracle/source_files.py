@@ -95,7 +95,6 @@ class ShardFolderReader:
     width: int
     shard_tokens: int
     total: int
-    masked: bool
     sequence: int
     borders: tuple[int, ...] = ()
 
@@ -103,39 +102,27 @@ class ShardFolderReader:
     def samples(self) -> int:
         return (self.total - 1) // self.sequence
 
-    def read(self, kind: str, width: int, index: int) -> NDArray[Any]:
+    def tokens(self, index: int) -> NDArray[Any]:
         raw, position, end = b"", index * self.sequence, (index + 1) * self.sequence + 1
         while position < end:
             shard, offset = divmod(position, self.shard_tokens)
             count = min(end - position, self.shard_tokens - offset)
-            with open(self.folder / f"{kind}-{shard:05d}.bin", "rb") as file:
-                file.seek(offset * width)
-                raw += file.read(count * width)
+            with open(self.folder / f"tokens-{shard:05d}.bin", "rb") as file:
+                file.seek(offset * self.width)
+                raw += file.read(count * self.width)
             position += count
-        return np.frombuffer(raw, {1: "u1", 2: "<u2", 4: "<u4"}[width])
-
-    def tokens(self, index: int) -> NDArray[Any]:
-        return self.read("tokens", self.width, index)
-
-    def counted(self, index: int) -> NDArray[Any] | None:
-        """Where the loss counts, per token."""
-        return self.read("mask", 1, index) if self.masked else None
+        return np.frombuffer(raw, {2: "<u2", 4: "<u4"}[self.width])
 
 
 SourceReader = SyntheticReader | FileReader | DocumentReader | ShardFolderReader
 
 
-def sample_arrays(tokens: NDArray[Any], vocab: int, counted: NDArray[Any] | None = None) -> Arrays:
-    """(tokens, labels): the label of a token is the next token, if that counts. A sample with an unknown token is
-    masked.
-    """
+def sample_arrays(tokens: NDArray[Any], vocab: int) -> Arrays:
+    """(tokens, labels): the label of a token is the next token. A sample with an unknown token is masked."""
     tokens = tokens.astype(np.int64)
     if tokens.max() >= vocab:
         return np.zeros_like(tokens[1:]), np.full_like(tokens[1:], IGNORE_INDEX)
-    labels = tokens[1:].copy()
-    if counted is not None:
-        labels[counted[1:] == 0] = IGNORE_INDEX
-    return tokens[:-1], labels
+    return tokens[:-1], tokens[1:]
 
 
 def open_readers(config: RunConfig) -> list[SourceReader]:
@@ -154,8 +141,7 @@ def open_reader(source: SourceConfig, config: RunConfig) -> SourceReader:
     if source.kind == "shards":
         index = json.loads(Path(source.path, "index.json").read_text())
         width = {"uint16": 2, "uint32": 4}[index["dtype"]]
-        counts = index["shard_tokens"], index["tokens"]
-        return ShardFolderReader(Path(source.path), width, *counts, index["masked"], data.sequence)
+        return ShardFolderReader(Path(source.path), width, index["shard_tokens"], index["tokens"], data.sequence)
     files = source_files(source.path)
     if source.kind == "tokens":
         return FileReader(files, {"uint16": 2, "uint32": 4}[source.dtype], data.sequence)

@@ -18,14 +18,7 @@ from meshwright.data.sample_lookup import build_stream
 from meshwright.data.source import Source
 from meshwright.data.stream import Stream
 from meshwright.prover.oracle.sampler import CYCLE, Sampler
-from meshwright.prover.oracle.source_files import (
-    Arrays,
-    DocumentReader,
-    ShardFolderReader,
-    SourceReader,
-    open_readers,
-    sample_arrays,
-)
+from meshwright.prover.oracle.source_files import Arrays, DocumentReader, SourceReader, open_readers, sample_arrays
 from meshwright.topology.layout import Layout
 
 MAX_CYCLES = 16
@@ -112,9 +105,7 @@ class CheckedStream:
     def read(self, sample: int) -> Arrays:
         """(tokens, labels) of a sample, read independently."""
         source, index = self.locate(sample)
-        reader = self.readers[source]
-        counted = reader.counted(index) if isinstance(reader, ShardFolderReader) else None
-        return sample_arrays(reader.tokens(index), self.config.model.vocab, counted)
+        return sample_arrays(self.readers[source].tokens(index), self.config.model.vocab)
 
     def some_sources(self) -> list[int]:
         """Every source, or for many the first, the last and random ones."""

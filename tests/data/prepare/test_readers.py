@@ -115,7 +115,7 @@ def test_type_of_the_ids_follows_from_the_vocabulary(tmp_path, size, dtype):
     tokenizer = save_tokenizer(tmp_path / "tokenizer.json", size)
     assert prepare(tmp_path / "t.jsonl", tmp_path / "out", tokenizer=tokenizer)["dtype"] == dtype
     shards = TokenShards(tmp_path / "out")
-    assert shards.read(0, 8)[0].tolist() == [2, 3, 4, 5, 1, 6, 0, 1]  # neither cut nor padded
+    assert shards.gather("tokens", 0, 8).tolist() == [2, 3, 4, 5, 1, 6, 0, 1]  # neither cut nor padded
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == Path(tokenizer).read_bytes()
 
 
