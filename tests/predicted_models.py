@@ -198,7 +198,7 @@ def count_real_step(world: Any, config: RunConfig, name: str) -> Any:
     job = Job(config, batch, layout, data, folder=None, custom=custom_model(name))  # type: ignore[arg-type]
     precision = Precision(config.precision, world.device)
     model = build_parallel_model(job.config, job.layout, job.custom, precision, world)
-    optimizer = build_optimizer(model.parameters(), config.optimizer, layout, world)
+    optimizer = build_optimizer(model.parameters(), config.optimizer, layout, world, model.block_patterns)
     step = Step(StepContext.for_rank(config, layout, world, model, optimizer, precision))
     stream = build_stream(config, data)
     loader = Loader(

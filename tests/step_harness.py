@@ -49,7 +49,9 @@ def build_step(world: World, config: RunConfig, layout: Layout) -> Step:
     """The step of this rank, as the training loop builds it."""
     precision = Precision(config.precision, world.device)
     parallel_model = build_parallel_decoder(config, layout, precision, world)
-    optimizer = build_optimizer(parallel_model.parameters(), config.optimizer, layout, world)
+    optimizer = build_optimizer(
+        parallel_model.parameters(), config.optimizer, layout, world, parallel_model.block_patterns
+    )
     return Step(StepContext.for_rank(config, layout, world, parallel_model, optimizer, precision))
 
 

@@ -26,6 +26,7 @@ from meshwright.trainer.callbacks.callback import Callback, RunContext
 from meshwright.trainer.callbacks.incidents import report_last_incident
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from meshwright.parallel.parallel_spec import ParallelSpec
@@ -74,6 +75,8 @@ def train(
     metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
     reduction: Literal["sum", "mean"] | None = None,
     init: Callable[[str, Tensor], Any] | None = None,
+    optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
+    schedule: Callable[[int, int], float] | None = None,
     callbacks: Callback | Sequence[Callback] = (),
     run: str | Path | None = None,
     fresh: bool = False,
@@ -113,6 +116,11 @@ def train(
         init: initializes a ``model`` on the meta device: ``init(name, tensor)`` writes the initial values of the
             parameter or buffer of this name into ``tensor``, which is full and on the CPU. Every rank calls it for the
             tensors of which it has a shard, one after the other; random numbers depend on ``config.seed`` and the name.
+        optimizer: makes a ``torch.optim.Optimizer`` of parameter groups, to use instead of ``config.optimizer.kind``; a
+            class of ``torch.optim`` is one. It is examined before the first step: on layouts that shard parameters it
+            must be elementwise. ``config.optimizer`` still has the learning rate, clipping and groups.
+        schedule: ``schedule(step, steps)`` returns the learning rate of a step, as a multiple of
+            ``config.optimizer.lr``, to use instead of ``config.schedule``. It must be a function of its arguments.
         callbacks: receive the records of the run on rank 0, see :class:`Callback`. They run in the process of the rank:
             what they assign to their attributes is not visible in this process.
         run: run folder. Default: ``runs/PRESET``, or ``runs/NAME`` of the class or function of ``model`` in lower case.
@@ -155,7 +163,9 @@ def train(
             config,
             run,
             (lambda _attempt: SilentDisplay()) if quiet else display,
-            UserCode(model, loss, source, parallel_spec, collate, metrics, reduction, init, callbacks),
+            UserCode(
+                model, loss, source, parallel_spec, collate, metrics, reduction, init, callbacks, optimizer, schedule
+            ),
             fresh=fresh,
             fork=fork,
             accept_code=accept_code,

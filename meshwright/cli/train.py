@@ -44,6 +44,13 @@ def train(
     ] = None,
     json: Json = False,
     *,
+    optimizer: Annotated[
+        str | None, option("MODULE:NAME", "optimizer of your own: a function of parameter groups that makes it")
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        option("MODULE:NAME", "schedule of your own: a function of (step, steps), a multiple of optimizer.lr"),
+    ] = None,
     callbacks: Annotated[
         str | None, option("MODULE:NAME", "callback of the run, a list of callbacks, or a function that makes them")
     ] = None,
@@ -56,8 +63,8 @@ def train(
     from meshwright.observe.terminal import JsonLines
     from meshwright.topology.unsupported import validate
 
-    if callbacks is not None:
-        entry_points = {**entry_points, "callbacks": callbacks}
+    more = {"callbacks": callbacks, "optimizer": optimizer, "schedule": schedule}
+    entry_points = {**entry_points, **{name: text for name, text in more.items() if text is not None}}
     if restarts is not None:
         overrides = (*overrides, f"--launch.restarts={restarts}")
     if plan == "best" and "model" in entry_points:

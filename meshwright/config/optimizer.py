@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -13,6 +14,9 @@ from meshwright.config.constraints import (
     UnitFraction,
 )
 from meshwright.errors import ConfigError
+
+STATE = re.compile(r"([A-Za-z_]\w*(:scalar|:number)?( (?!$))?){0,64}")
+"""The state of a custom optimizer: names, with the kind of those that are no tensors of the parameter's shape."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,10 @@ class ParameterGroupConfig:
 class OptimizerConfig:
     """Optimizer, with clipping by global norm."""
 
-    kind: Literal["adamw", "muon", "sgd", "lion", "adafactor"] = "adamw"
-    """update rule; docs/optimizers.md has the formula and the state of each"""
+    kind: Literal["adamw", "muon", "sgd", "lion", "adafactor", "custom"] = "adamw"
+    """update rule; docs/optimizers.md has the formula and the state of each. custom is an optimizer of your own, by
+    --optimizer MODULE:NAME or `train(optimizer=...)`
+    """
     lr: Annotated[float, Range(minimum=0, maximum=1e30)] = 3e-3
     """peak learning rate"""
     beta1: Annotated[float, Range(minimum=0, maximum=0.999999)] = 0.9
@@ -70,17 +76,29 @@ class OptimizerConfig:
     """keep optimizer state in host memory and run the optimizer on the CPU"""
     groups: tuple[ParameterGroupConfig, ...] = ()
     """groups of parameters with settings of their own: pattern, lr_factor, weight_decay, frozen"""
+    factory: str = ""
+    """custom: the name of the function that makes the optimizer; `train` writes it to the run file of its run folder"""
+    state: str = ""
+    """custom: the state per parameter that the check before the run found; `train` writes it, too"""
+
+    def __post_init__(self) -> None:
+        if not STATE.fullmatch(self.state):
+            raise ConfigError("optimizer.state is not a list of state tensors", "expected what train has written")
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
     """Learning-rate schedule, a pure function of the step."""
 
-    kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """shape after the warm-up; wsd (warmup-stable-decay) is constant, then decays linearly"""
+    kind: Literal["cosine", "linear", "wsd", "constant", "custom"] = "cosine"
+    """shape after the warm-up; wsd (warmup-stable-decay) is constant, then decays linearly. custom is a function of
+    your own, without warm-up, by --schedule MODULE:NAME or `train(schedule=...)`
+    """
     warmup: NonNegativeInt = 10
     """steps of linear warm-up"""
     floor: UnitFraction = 0.1
     """final learning rate, as a fraction of the peak"""
     decay: UnitFraction = 0.2
     """wsd: fraction of all steps that the final decay takes"""
+    function: str = ""
+    """custom: the name of the function; `train` writes it to the run file of its run folder"""

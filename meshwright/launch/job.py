@@ -23,6 +23,7 @@ from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, lea
 from meshwright.launch.shared_weights import share_weights
 from meshwright.launch.user_code.entry_points import open_callbacks
 from meshwright.launch.user_code.make_custom_model import open_user_code
+from meshwright.launch.user_code.update import open_user_update
 from meshwright.launch.user_code.user_code import NO_USER_CODE, UserCode
 from meshwright.models.initial_model import take_initial_model
 from meshwright.models.registry import validate_family
@@ -64,6 +65,7 @@ def make_job(
     require_compiler(config)
     # The config may come from another run; the identity of the run folder says which code is that of this run.
     config, custom, sources = open_user_code(config, user, same_code=False)
+    config, update = open_user_update(config, user, layout)
     if custom is None:
         validate_family(config)
         require_host_memory(config, layout)
@@ -79,6 +81,7 @@ def make_job(
         accept_code=accept_code,
         cluster=cluster,
         callbacks=run_callbacks(config, open_callbacks(user)),
+        update=update,
     )
 
 
@@ -185,6 +188,7 @@ def collect_facts(job: Job) -> dict[str, Any]:
         "config placement": fingerprint(placement(job.config)),
         "code": code_fingerprint(),
         "code of the model": job.config.custom_model.code,
+        "code of the update": job.update.code["fingerprint"] if job.update.code is not None else None,
         "data": [source.fingerprint() for source in job.sources],
         "initial weights": job.weights.digest if job.weights is not None else None,
         "dtype": job.config.precision.compute,

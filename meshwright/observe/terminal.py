@@ -181,7 +181,8 @@ def header(config: RunConfig, folder: Path, attempt: int, start: Event) -> list[
     tokens = config.batch.global_ * config.data.sequence
     threads = f"{start['threads']} thread{'s' if start['threads'] > 1 else ''} each"
     data = f"{', '.join(start['sources'])}: {start['samples']:,} samples, {start['held_out']:,} held out"
-    update = f"{optimizer.kind}, lr {optimizer.lr:g} {config.schedule.kind}, clip {optimizer.clip:g}"
+    kind, schedule = start.get("optimizer", optimizer.kind), start.get("schedule", config.schedule.kind)
+    update = f"{kind}, lr {optimizer.lr:g} {schedule}, clip {optimizer.clip:g}"
     lines = [
         f"meshwright {__version__}  run {folder}  attempt {attempt}",
         f"  model   {start['parameters']:,} parameters" + (f": {shape}{experts}" if start["decoder"] else ""),

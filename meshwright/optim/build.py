@@ -14,6 +14,7 @@ from meshwright.optim.interface import OptimizedParameter, Optimizer, UpdateRule
 from meshwright.optim.lion import Lion
 from meshwright.optim.muon import Muon
 from meshwright.optim.sgd import SGD
+from meshwright.optim.user_optimizer import OptimizerFactory, UserRule
 from meshwright.parallel.local_shard import local_shard
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
@@ -30,6 +31,7 @@ def build_optimizer(
     world: World | None = None,
     blocks: Sequence[str] = (),
     prefix: str = "",
+    factory: OptimizerFactory | None = None,
 ) -> Optimizer:
     """Returns the optimizer of the parameters that require a gradient. `blocks` are the
     patterns of the names of the model's blocks; the user knows the parameters by their names without `prefix`."""
@@ -43,6 +45,9 @@ def build_optimizer(
             settings = parameter_settings(config, name.removeprefix(prefix), shard.shape, in_block)
             local = local_parameter(parameter, shard, config.cpu_offload)
             parameters.append(OptimizedParameter(name, parameter, shard, local, settings))
+    if factory is not None:
+        rule = UserRule(parameters, config, layout, world, factory)
+        return Optimizer(parameters, [rule], config.clip, layout, world)
     by_rule: dict[str, list[OptimizedParameter]] = {}
     for optimized in parameters:
         by_rule.setdefault(optimized.settings.rule, []).append(optimized)

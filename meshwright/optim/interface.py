@@ -72,6 +72,10 @@ class UpdateRule(ABC):
             for key, value in self.state[parameter.local].items()
         }
 
+    def after_restore(self, restored: bool) -> None:
+        """Called once, before the first step: after a checkpoint was loaded into the state, or when there is none."""
+        del restored  # a rule that allocates its state when it is made has nothing to do
+
     def divide_gradients(self, divisor: Tensor) -> None:
         """Divides the gradients of the local parameters in place."""
         if gradients := [p.local.grad for p in self.parameters if p.local.grad is not None]:
@@ -130,6 +134,18 @@ class Optimizer:
     def group_names(self) -> dict[str, str]:
         """Process group name -> axis, for the collectives of the rules."""
         return {rule.group.group_name: OPTIMIZER_AXIS for rule in self.rules if rule.group is not None}
+
+    def state_tensors(self) -> list[Tensor]:
+        """Returns the tensors of the optimizer state that are in memory."""
+        values = [value for rule in self.rules for state in rule.state.values() for value in state.values()]
+        return [value for value in values if isinstance(value, Tensor)]
+
+    def after_restore(self, restored: bool) -> None:
+        """Called before the first step, with whether a checkpoint was loaded."""
+        for rule in self.rules:
+            rule.after_restore(restored)
+        if restored:
+            self.refresh_offloaded()
 
     def refresh_offloaded(self) -> None:
         """Copies the parameters to CPU memory again after a checkpoint has changed them."""

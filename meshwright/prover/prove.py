@@ -24,6 +24,7 @@ from meshwright.data.file_sources import open_sources
 from meshwright.data.source import Source, find_structure
 from meshwright.errors import MeshwrightError, RestartsExhausted
 from meshwright.io import output_file, write_json
+from meshwright.launch.user_code.update import require_built_in_update
 from meshwright.prover.claims import Claim, cuda_devices
 from meshwright.prover.custom.family_model import REFERENCES, family_custom_model
 from meshwright.prover.custom.proof import CustomProof
@@ -122,6 +123,7 @@ def certify(
     """Runs every check on this machine, passes each result to `on_result`, and returns the certificate. With `custom`,
     the user's own model is proven as it is; `sources` are its data, by default those of the config.
     """
+    require_built_in_update(config, "prove")
     if custom is None and config.model.family not in REFERENCES:
         custom = family_custom_model(config)
     torch.set_num_threads(config.launch.threads)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from meshwright.config import Batch, RunConfig
 from meshwright.data.source import Source
 from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.launch.user_code.update import require_built_in_update
 from meshwright.models.registry import block_costs, run_spec, validate_family
 from meshwright.parallel.parallel_model import InFlightTracker
 from meshwright.parallel.parallel_spec import find_blocks
@@ -63,6 +64,7 @@ def simulate(
     start = time.monotonic()
     config = replace(config, compile=replace(config.compile, enabled=False))
     layout, batch = validate(config, own_model=custom is not None)
+    require_built_in_update(config, "simulate")
     if custom is None:
         validate_family(config)
         require_equal_blocks(config)

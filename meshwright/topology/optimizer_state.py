@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
+from typing import Final
 
 from meshwright.config import OptimizerConfig
 from meshwright.topology.parameter_groups import find_group
@@ -16,6 +17,10 @@ from meshwright.topology.parameter_shards import ParameterShard
 OUTSIDE_BLOCKS = ("before", "after", "root")
 """FSDP units of the parameters that are in no block."""
 Shape = tuple[int, ...]
+CUSTOM: Final = "custom"
+"""The kind of an optimizer of the user's."""
+SCALAR, NUMBER = "scalar", "number"
+"""Kinds of its state beside tensors of the parameter's shape: float32 scalars, and numbers of Python."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,20 @@ def lion_state(_config: OptimizerConfig, shape: Shape) -> tuple[StateTensor, ...
     return moments(shape, "exp_avg")
 
 
+def custom_state_kinds(config: OptimizerConfig) -> dict[str, str]:
+    """Key -> kind of the state of the user's optimizer, as `optimizer.state` records it."""
+    return dict(item.partition(":")[::2] for item in config.state.split())
+
+
+def custom_state(config: OptimizerConfig, shape: Shape) -> tuple[StateTensor, ...]:
+    """The tensors that the user's optimizer keeps; numbers of Python are none."""
+    return tuple(
+        StateTensor(key, (), float32=True) if kind == SCALAR else moments(shape, key)[0]
+        for key, kind in custom_state_kinds(config).items()
+        if kind != NUMBER
+    )
+
+
 RULES: dict[str, RuleDeclaration] = {
     "adamw": RuleDeclaration(adamw_state),
     "muon": RuleDeclaration(muon_state, elementwise=False),
@@ -80,7 +99,8 @@ RULES: dict[str, RuleDeclaration] = {
     "sgd": RuleDeclaration(sgd_state),
     "lion": RuleDeclaration(lion_state),
 }
-"""Name of an update rule -> its declaration. Every `optimizer.kind` is the name of a rule."""
+"""Name of an update rule -> its declaration. Every `optimizer.kind` but `custom` is the name of a rule."""
+CUSTOM_RULE = RuleDeclaration(custom_state)
 
 
 @dataclass(frozen=True)
@@ -115,7 +135,8 @@ def update_rule(config: OptimizerConfig, name: str, shape: Shape, in_block: bool
 
 def state_tensors(config: OptimizerConfig, rule: str, shape: Shape) -> tuple[StateTensor, ...]:
     """The optimizer state of a parameter with this update rule."""
-    return RULES[rule].state(config, shape)
+    declaration = CUSTOM_RULE if rule == CUSTOM else RULES[rule]
+    return declaration.state(config, shape)
 
 
 def shard_state_bytes(config: OptimizerConfig, parameter: ParameterShard, sharded: bool, element_size: int) -> int:

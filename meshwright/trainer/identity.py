@@ -44,8 +44,10 @@ def build_identity(
     stream: Stream,
     custom: CustomModel | None,
     weights: InitialWeights | None = None,
+    code: CodeRecord | None = None,
 ) -> dict[str, Any]:
-    """Returns the identity record. A custom model is identified by its parameters' names and shapes."""
+    """Returns the identity record. A custom model is identified by its parameters' names and
+    shapes; `code` is the record of the user's code."""
     values = identity(config)
     if custom is not None:
         values = {key: value for key, value in values.items() if not key.startswith("model.")}
@@ -53,7 +55,6 @@ def build_identity(
         values["model"] = hashlib.sha256(shapes.encode()).hexdigest()[:16]
     if weights is not None:
         values[INITIAL_WEIGHTS] = weights.digest
-    code = custom.code if custom is not None else None
     known = [{"name": s.name, "samples": len(s), "fingerprint": s.fingerprint()} for s in sources]
     values |= {f"source[{i}].fingerprint": s["fingerprint"] for i, s in enumerate(known)}
     return {

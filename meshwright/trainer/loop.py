@@ -11,7 +11,7 @@ from meshwright.checkpoint.frozen import separate_frozen
 from meshwright.checkpoint.listing import RunLineage, list_published, open_run_store
 from meshwright.checkpoint.restore import restore
 from meshwright.checkpoint.saver import CheckpointMetadata, CheckpointSaver, SaveResult
-from meshwright.checkpoint.state import collect_state, digest_parallel_parameters
+from meshwright.checkpoint.state import CheckpointState, collect_state, digest_parallel_parameters
 from meshwright.checkpoint.verify import Damage
 from meshwright.config import BLOCK_SIZES, Batch, BlockSizes, RunConfig, config_to_dict
 from meshwright.data.loader import Loader
@@ -21,6 +21,7 @@ from meshwright.data.token_files import raise_if_changed
 from meshwright.errors import CheckpointError, StoppedBySignal
 from meshwright.optim.build import build_optimizer
 from meshwright.optim.interface import Optimizer
+from meshwright.optim.user_update import NO_USER_UPDATE, UserUpdate
 from meshwright.parallel.data_parallel.replica_check import compare_replicas
 from meshwright.parallel.local_shard import local_shard
 from meshwright.parallel.parallel_model import router_biases
@@ -80,6 +81,7 @@ class Job:
     observer: TrainingObserver = field(default_factory=TrainingObserver)
     """sees every step on every rank"""
     callbacks: tuple[Callback, ...] = ()
+    update: UserUpdate = NO_USER_UPDATE
 
     def as_attempt(self, attempt: int, restart: int, fork: bool) -> Job:
         """Returns this job as its next attempt. A fork is identified by the job's first attempt, so it happens once."""
@@ -135,7 +137,6 @@ class Training:
         self.parameters = self.parallel_model.parameters()
         self.saved, self.base = separate_frozen(self.parameters, self.config, job.layout, world)
         self.optimizer = self._build_optimizer()
-        self.state = partial(collect_state, self.module, self.saved, self.optimizer.moments())
         self.resume = self._build_resume_state()
         self.saver = self._build_saver()
         self.callbacks.run.on_keep = self.saver.keep_steps
@@ -158,7 +159,8 @@ class Training:
     def _check_identity(self) -> Event:
         """Checks on rank 0 that the run folder belongs to this run, and returns its identity record on every rank."""
         job = self.job
-        record = build_identity(self.config, job.sources, self.stream, job.custom, job.weights)
+        code = job.custom.code if job.custom is not None else job.update.code
+        record = build_identity(self.config, job.sources, self.stream, job.custom, job.weights, code)
         if self.world.rank == 0:
             newest = next((entry.step for entry in list_published(self.store)), -1)
             attempt, accept_code = job.attempt, job.accept_code
@@ -186,12 +188,18 @@ class Training:
 
     def _build_optimizer(self) -> Optimizer:
         model, config = self.parallel_model, self.config.optimizer
-        names = (model.block_patterns, model.name_prefix)
-        return build_optimizer(self.parameters, config, self.job.layout, self.world, *names)
+        more = (model.block_patterns, model.name_prefix, self.job.update.optimizer)
+        return build_optimizer(self.parameters, config, self.job.layout, self.world, *more)
+
+    def state(self) -> CheckpointState:
+        """Returns the tensors that a checkpoint contains."""
+        return collect_state(self.module, self.saved, self.optimizer.moments())
 
     def _build_resume_state(self) -> ResumeState:
-        job, values = self.job, self.identity["identity"]
-        return ResumeState(self.config, job.batch, job.layout, self.stream, values, self.lineage, self.world, self.base)
+        job, values, schedule = self.job, self.identity["identity"], self.job.update.schedule
+        return ResumeState(
+            self.config, job.batch, job.layout, self.stream, values, self.lineage, self.world, self.base, schedule
+        )
 
     def _build_saver(self) -> CheckpointSaver:
         return CheckpointSaver(
@@ -234,12 +242,12 @@ class Training:
             on_damaged=report_damage,
             block_sizes=self.job.block_sizes,
         )
+        self.optimizer.after_restore(restored is not None)
         if restored is None:
             require_folder(self.job.weights)
             self._record_extension(0, self._steps_before())
             return self.job.first_step
         manifest = restored.manifest
-        self.optimizer.refresh_offloaded()
         self.parallel_model.after_update()
         self.resume.apply(manifest, self.recorder, self.precision)
         self.saver.continue_from(manifest)

@@ -13,7 +13,7 @@ from meshwright.checkpoint.saver import CheckpointMetadata
 from meshwright.config import Batch, RunConfig
 from meshwright.data.stream import Stream
 from meshwright.errors import DataError, IdentityError
-from meshwright.optim.schedule import learning_rate
+from meshwright.optim.schedule import ScheduleFunction, learning_rate
 from meshwright.parallel.data_parallel.rank_agreement import ModelUse
 from meshwright.parallel.world import World
 from meshwright.topology.axes import ALL_AXES
@@ -47,9 +47,11 @@ class ResumeState:
         lineage: RunLineage,
         world: World,
         base: dict[str, str],
+        schedule: ScheduleFunction | None = None,
     ) -> None:
         self.config, self.batch, self.layout, self.stream = config, batch, layout, stream
         self.identity, self.lineage, self.base = identity, lineage, base
+        self.schedule = schedule
         self.owner = f"data/{layout.data_coordinate(world.rank)}"
         self.made_by = {
             "meshwright": __version__,
@@ -154,4 +156,5 @@ class ResumeState:
     def learning_rate(self, step: int, steps: int | None = None) -> float:
         """Returns the learning rate of a step, in a run of `steps` (by default the configured number)."""
         config = self.config
-        return learning_rate(step, config.steps if steps is None else steps, config.optimizer.lr, config.schedule)
+        steps = config.steps if steps is None else steps
+        return learning_rate(step, steps, config.optimizer.lr, config.schedule, self.schedule)

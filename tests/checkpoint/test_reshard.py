@@ -56,7 +56,9 @@ def load_and_save(world, config: RunConfig, source: str, target: str) -> None:
     """Load the checkpoint of one folder and save it in another; without a source, save distinct values."""
     layout = Layout.from_config(config.layout)
     parallel_model = build_parallel_decoder(config, layout, Precision(config.precision, world.device), world)
-    optimizer = build_optimizer(parallel_model.parameters(), config.optimizer, layout, world)
+    optimizer = build_optimizer(
+        parallel_model.parameters(), config.optimizer, layout, world, parallel_model.block_patterns
+    )
     state = collect_state(parallel_model.module, dict(parallel_model.module.named_parameters()), optimizer.moments())
     if source:
         result = restore(

@@ -76,7 +76,9 @@ def expected_values(name: str, shard: LocalShard) -> torch.Tensor:
 def build(world: World, config: RunConfig) -> tuple[ParallelModel, Layout, CheckpointState]:
     layout = Layout.from_config(config.layout)
     parallel_model = build_parallel_decoder(config, layout, Precision(config.precision, world.device), world)
-    optimizer = build_optimizer(parallel_model.parameters(), config.optimizer, layout, world)
+    optimizer = build_optimizer(
+        parallel_model.parameters(), config.optimizer, layout, world, parallel_model.block_patterns
+    )
     return (
         parallel_model,
         layout,

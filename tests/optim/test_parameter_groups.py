@@ -109,7 +109,7 @@ def test_frozen_parameters_have_no_gradient_and_no_optimizer_state():
 
 
 def test_groups_of_a_custom_model_use_its_own_names():
-    custom = CustomModel(two_layers(), None, ParallelSpec())
+    custom = CustomModel(two_layers(), nn.functional.mse_loss, ParallelSpec())
     config = OptimizerConfig(groups=(ParameterGroupConfig("0.*", frozen=True),))
     objective = custom.with_frozen_groups(config).build_objective(torch.device("cpu"), torch.float32)
     assert [n for n, p in objective.named_parameters() if not p.requires_grad] == ["model.0.weight", "model.0.bias"]

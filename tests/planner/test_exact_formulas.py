@@ -40,8 +40,9 @@ CASES = {
 }
 CASES |= {
     (kind, shard): sharded_config(shard, 1, f"--optimizer.kind={kind}", f"--optimizer.cpu_offload={kind == 'lion'}")
-    for kind in RULES
+    for kind, rule in RULES.items()
     for shard in ("none", "parameters")
+    if rule.elementwise or shard == "none"
 }
 FROZEN = (
     """--optimizer.groups=[{pattern = "*.attention.*", frozen = true}, {pattern = "*.norm*.weight", lr_factor = 2}]"""

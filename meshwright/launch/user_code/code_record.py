@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from meshwright.config import fingerprint
 from meshwright.launch.user_code.code_fingerprint import (
     CodeFingerprint,
+    CodeParts,
     constant_buffers,
     is_setting,
     plain_text,
@@ -36,7 +37,8 @@ def build_code_record(module: nn.Module, user: UserCode, source: Any = None) -> 
     modules = {"model": module} | ({"loss": user.loss} if isinstance(user.loss, nn.Module) else {})
     for root in modules.values():
         add_module_code(code, root)
-    for name, value in {"loss": user.loss, "collate": user.collate, "init": user.init}.items():
+    functions = {"loss": user.loss, "collate": user.collate, "init": user.init}
+    for name, value in (functions | update_functions(user)).items():
         if value is not None and name not in modules:
             code.add(value, name)
     structure = [line for name, root in modules.items() for line in describe_model(code, root, name)]
@@ -47,12 +49,28 @@ def build_code_record(module: nn.Module, user: UserCode, source: Any = None) -> 
         for value in getattr(source, "__dict__", {}).values():
             code.follow(value)
         code.describe_values()
-    parts = code.parts | {"reduction": str(user.reduction)}
-    python = ".".join(map(str, sys.version_info[:2]))
+    return make_record(qualified_name(type(module)), code.parts | {"reduction": str(user.reduction)}, structure)
+
+
+def build_update_record(user: UserCode) -> CodeRecord:
+    """Fingerprints an optimizer and a schedule of the user's that train a built-in model."""
+    code = CodeFingerprint()
+    for name, value in update_functions(user).items():
+        if value is not None:
+            code.add(value, name)
+    code.describe_values()
+    return make_record("", code.parts, [])
+
+
+def update_functions(user: UserCode) -> dict[str, Any]:
+    return {"optimizer": user.optimizer, "schedule": user.schedule}
+
+
+def make_record(name: str, parts: CodeParts, structure: list[str]) -> CodeRecord:
     return {
-        "class": qualified_name(type(module)),
+        "class": name,
         "fingerprint": fingerprint({"parts": parts, "structure": structure}),
-        "python": python,
+        "python": ".".join(map(str, sys.version_info[:2])),
         "parts": parts,
         "structure": structure,
     }

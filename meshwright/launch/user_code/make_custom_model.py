@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.config import CustomModelConfig, RunConfig
+from meshwright.config.run_config import ENTRY_POINT_KEYS
 from meshwright.data.file_sources import open_sources
 from meshwright.data.source import IndexableSource, Source, find_structure
 from meshwright.errors import ConfigError, IdentityError
@@ -141,7 +142,9 @@ def open_dataset(config: RunConfig, user: UserCode) -> Any:
 def custom_model_config(custom: CustomModel, user: UserCode) -> CustomModelConfig:
     """The record of a custom model in the run file of its run."""
     assert custom.code is not None
-    names: dict[str, Any] = {name: text for name, text in user.entry_points.items() if name != "metrics"}
+    names: dict[str, Any] = {
+        name: text for name, text in user.entry_points.items() if name in (*ENTRY_POINT_KEYS, "reduction")
+    }
     spec = custom.spec
     patterns = (spec.blocks,) if isinstance(spec.blocks, str) else spec.blocks
     blocks = ", ".join(filter(None, (*spec.before, *patterns, *spec.after)))

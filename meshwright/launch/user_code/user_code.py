@@ -35,6 +35,10 @@ class UserCode:
     """fills a parameter or buffer of a model on the meta device with its initial values"""
     callbacks: Any = None
     """callbacks, one or a sequence, or a callable without arguments that makes them"""
+    optimizer: Callable[..., Any] | None = None
+    """makes a torch.optim.Optimizer of parameter groups"""
+    schedule: Callable[[int, int], float] | None = None
+    """the learning rate of a step, as a multiple of optimizer.lr"""
     entry_points: Mapping[str, str] = field(default_factory=dict)
     """argument -> the MODULE:NAME that was typed for it on the command line"""
 

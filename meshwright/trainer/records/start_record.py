@@ -52,6 +52,8 @@ def start_record(
         "batch": str(job.batch),
         "device": device_name(world.device),
         "precision": job.config.precision.compute,
+        "optimizer": job.config.optimizer.factory or job.config.optimizer.kind,
+        "schedule": job.config.schedule.function or job.config.schedule.kind,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "sources": [s.name for s in job.sources],

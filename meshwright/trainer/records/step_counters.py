@@ -47,9 +47,10 @@ def count_step(
     """Counts everything inside. Small tensors run several times slower; results are bitwise the same unless blocks are
     compiled.
     """
-    moments = [shard.local for shard in optimizer.moments().values()]
     offloaded = optimizer.local_parameters if optimizer.offload else []
-    memory = tracker(parallel_model.wrapped_module, [*moments, *offloaded], parallel_model.internal_tensors)
+    memory = tracker(
+        parallel_model.wrapped_module, [*optimizer.state_tensors(), *offloaded], parallel_model.internal_tensors
+    )
     axes = parallel_model.meshes.group_names() | optimizer.group_names()
     with memory, CommCounter(axes) as communication:
         yield StepCounters(memory, communication)
