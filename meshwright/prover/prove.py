@@ -26,9 +26,10 @@ from meshwright.errors import MeshwrightError, RestartsExhausted
 from meshwright.io import output_file, write_json
 from meshwright.launch.user_code.update import require_built_in_update
 from meshwright.prover.claims import Claim, cuda_devices
-from meshwright.prover.custom.family_model import REFERENCES, family_custom_model
+from meshwright.prover.custom.family_model import family_custom_model, has_reference
 from meshwright.prover.custom.proof import CustomProof
 from meshwright.prover.custom.subject import Subject
+from meshwright.prover.frozen_parameters import check_frozen
 from meshwright.prover.initialization import check_initialization
 from meshwright.prover.optimizer_updates import check_optimizer
 from meshwright.prover.recovery import check_recovery
@@ -124,7 +125,7 @@ def certify(
     the user's own model is proven as it is; `sources` are its data, by default those of the config.
     """
     require_built_in_update(config, "prove")
-    if custom is None and config.model.family not in REFERENCES:
+    if custom is None and not has_reference(config):
         custom = family_custom_model(config)
     torch.set_num_threads(config.launch.threads)
     checks, proof = CHECKS, None
@@ -133,6 +134,8 @@ def certify(
         custom = replace(custom, batch=find_structure(opened[0], custom.collate))  # read where its check refuses it
         proof = CustomProof(config, Subject(custom, opened))
         checks = proof.checks()
+        if config.lora.enabled:
+            checks = {**checks, "frozen": lambda config, _full: check_frozen(config)}
     results = []
     for result in run_checks(config, full, checks):
         results.append(result)

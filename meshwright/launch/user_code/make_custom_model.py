@@ -13,7 +13,7 @@ from torch import nn
 from meshwright.config import CustomModelConfig, RunConfig
 from meshwright.config.run_config import ENTRY_POINT_KEYS
 from meshwright.data.file_sources import open_sources
-from meshwright.data.source import IndexableSource, Source, find_structure
+from meshwright.data.source import IndexableSource, Source, find_structure, is_packed
 from meshwright.errors import ConfigError, IdentityError
 from meshwright.launch.first_batch_check import prepare_custom_model
 from meshwright.launch.initial_weights import with_init_from_folder
@@ -43,6 +43,7 @@ def open_user_code(config: RunConfig, user: UserCode, same_code: bool = True, ne
     `needs_values`, the model is not run on its first batch, and may be on the meta device.
     """
     require_source(config, user)
+    require_no_lora(config, user)
     dataset = open_dataset(config, user)
     custom = make_custom_model(user, dataset, config.seed)
     if custom is not None:
@@ -52,6 +53,12 @@ def open_user_code(config: RunConfig, user: UserCode, same_code: bool = True, ne
         config = replace(config, custom_model=record)
     if dataset is None:
         sources = open_sources(config.data, config.model.vocab, config.model.separator)
+        if custom is not None and is_packed(sources[0]):
+            raise ConfigError(
+                "data.packing = true: packed samples have a third entry, the documents, and a model is given that takes "
+                "tokens",
+                "try data.packing = false",
+            )
     else:
         source = dataset if is_source(dataset) else IndexableSource(dataset, collate=user.collate)
         sources = [check_source(source, config.launch, user.collate)]
@@ -118,6 +125,15 @@ def torch_seed(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         yield
+
+
+def require_no_lora(config: RunConfig, user: UserCode) -> None:
+    """Raises a ConfigError if low-rank adaptation of a user's model is asked for."""
+    if user.model is not None and config.lora.enabled:
+        raise ConfigError(
+            f"lora.rank = {config.lora.rank} adapts the projections of a built-in family, and a model is given",
+            "try lora.rank = 0 with a model that peft.get_peft_model returns: its frozen parameters stay frozen",
+        )
 
 
 def require_source(config: RunConfig, user: UserCode) -> None:

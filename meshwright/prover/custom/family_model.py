@@ -10,12 +10,17 @@ from torch import Tensor, nn
 
 from meshwright.config import RunConfig
 from meshwright.models.init import build_model
-from meshwright.models.registry import model_spec
+from meshwright.models.registry import run_spec
 from meshwright.parallel.tensor_parallel import family_parallel_spec
 from meshwright.trainer.custom_model import CustomModel
 
 REFERENCES = ("llama",)
 """The families that `prover/oracle/decoder.py` computes again."""
+
+
+def has_reference(config: RunConfig) -> bool:
+    """Whether the oracle computes the configured model again."""
+    return config.model.family in REFERENCES and not config.lora.enabled
 
 
 class FamilyModel(nn.Module):
@@ -25,19 +30,19 @@ class FamilyModel(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        total, _ = self.model(tokens, labels)
+    def forward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None = None) -> dict[str, Tensor]:
+        total, _ = self.model(tokens, labels, documents)
         return {"loss": total}
 
 
 def name_entries(samples: Sequence[Any]) -> dict[str, Any]:
-    """The collate function: (tokens, labels) of every sample -> a batch by name."""
-    tokens, labels = zip(*samples, strict=True)
-    return {"tokens": np.stack(tokens), "labels": np.stack(labels)}
+    """The collate function: (tokens, labels), and the documents of packed ones, of every sample -> a batch by name."""
+    columns = zip(("tokens", "labels", "documents"), zip(*samples, strict=True), strict=False)
+    return {name: np.stack(column) for name, column in columns}
 
 
 def family_custom_model(config: RunConfig) -> CustomModel:
     """The configured model with its initial weights."""
-    module = FamilyModel(build_model(config.model, config.seed))
-    spec = family_parallel_spec(model_spec(config.model)).under_objective()
+    module = FamilyModel(build_model(config.model, config.seed, lora=config.lora))
+    spec = family_parallel_spec(run_spec(config)).under_objective()
     return CustomModel(module, None, spec, collate=name_entries, reduction="sum")
