@@ -55,8 +55,8 @@ def open_user_code(config: RunConfig, user: UserCode, same_code: bool = True, ne
         sources = open_sources(config.data, config.model.vocab, config.model.separator)
         if custom is not None and is_packed(sources[0]):
             raise ConfigError(
-                "data.packing = true: packed samples have a third entry, the documents, and a model is given that takes "
-                "tokens",
+                "data.packing = true: packed samples have a third entry, the documents, which a model of your own does "
+                "not take",
                 "try data.packing = false",
             )
     else:
