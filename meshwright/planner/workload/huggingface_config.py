@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from meshwright.config import ModelConfig
 from meshwright.config.reader import format_value
 from meshwright.errors import ConfigError
 from meshwright.models.architecture import Architecture, LatentAttention
@@ -26,6 +27,7 @@ from meshwright.models.config_fields import (
     Width,
     read_config_file,
 )
+from meshwright.models.registry import read_huggingface_model
 
 
 @dataclass(frozen=True)
@@ -34,14 +36,10 @@ class HuggingFaceConfig:
 
     architecture: Architecture
     """the sizes of the model"""
-    rope_theta: float
-    """base of the rotary frequencies"""
-    norm_eps: float
-    """epsilon of the norms"""
-    activation: str
-    """activation function of the feed-forward, such as silu"""
-    ignored_features: tuple[str, ...] = ()
-    """features of the model that `architecture` does not describe"""
+    model_config: ModelConfig | None
+    """the settings with which a family of Meshwright computes the model; None if no family does"""
+    notes: tuple[str, ...] = ()
+    """why no family computes the model, and features that `architecture` does not describe"""
 
 
 def read_huggingface_config(path: Path) -> HuggingFaceConfig:
@@ -60,8 +58,11 @@ def parse_huggingface_config(tree: Any, file: str, name: str = "") -> HuggingFac
         raise ConfigError(f"{file}: model_type = {format_value(family)} is unknown", f"expected one of {known}")
     architecture = replace(FAMILIES[family](fields), name=name or family)
     validate(architecture, file)
-    ignored = tuple(ignored_features(fields))
-    return HuggingFaceConfig(architecture, fields.rope_theta(), fields.norm_eps(), fields.activation(), ignored)
+    ignored = [f"ignored: {feature}" for feature in ignored_features(fields)]
+    try:
+        return HuggingFaceConfig(architecture, read_huggingface_model(ConfigFields.of(tree, file)), tuple(ignored))
+    except ConfigError as error:
+        return HuggingFaceConfig(architecture, None, (f"Meshwright cannot train it: {error.message}", *ignored))
 
 
 def validate(model: Architecture, file: str) -> None:
@@ -86,10 +87,6 @@ def validate(model: Architecture, file: str) -> None:
 def ignored_features(fields: ConfigFields) -> list[str]:
     """Lists features of the model that an `Architecture` does not describe."""
     ignored = []
-    scaling = fields.table("rope_scaling", "rope_parameters")
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if scaling and kind != "default":
-        ignored.append(f"RoPE scaling ({format_value(kind)})")
     if fields.get(OptionalCount, 0, "num_nextn_predict_layers"):
         ignored.append("multi-token prediction layers (MTP)")
     if fields.flag("use_sliding_window", False):
