@@ -24,7 +24,7 @@ LATENT_EPS = 1e-6
 """Epsilon of the norms of compressed queries, keys and values, whatever that of the other norms is."""
 
 
-class LatentAttention(nn.Module):
+class MultiHeadLatentAttention(nn.Module):
     """Queries and keys are a part without position beside a rotated part; all heads share the rotated part of keys.
     Keys and values come from one compressed vector per token, and queries too if `q_lora_rank` is not 0.
     """
@@ -81,7 +81,7 @@ class DeepSeekV2Block(nn.Module):
     def __init__(self, config: ModelConfig, options: DeepSeekV2Options, layer: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.width, config.norm_eps)
-        self.attention = LatentAttention(config, options)
+        self.attention = MultiHeadLatentAttention(config, options)
         self.ffn_norm = RMSNorm(config.width, config.norm_eps)
         self.is_dense = layer < options.dense_layers
         if self.is_dense:

@@ -93,7 +93,7 @@ def frozen_modules(config: RunConfig, spec: ModelSpec) -> FrozenModules:
     modules: list[tuple[str, ...]] = []
     for index, block in enumerate(spec.block_names):
         modules.append((f"{block}.attention.",))
-        if not has_experts(spec, index) or config.model.experts_shared:
+        if not is_moe_block(spec, index) or config.model.experts_shared:
             modules.append((f"{block}.ffn.", f"{block}.dense_ffn."))
     spans = [[index for index, name in enumerate(names) if name.startswith(module)] for module in modules]
     return FrozenModules(
@@ -111,10 +111,10 @@ def tensor_parallel_modules(config: RunConfig, placement: PipelinePlacement, spe
 
 def moe_layers(placement: PipelinePlacement, spec: ModelSpec) -> int:
     """The number of a rank's blocks that have experts."""
-    return sum(has_experts(spec, block) for blocks in placement.stages.values() for block in blocks)
+    return sum(is_moe_block(spec, block) for blocks in placement.stages.values() for block in blocks)
 
 
-def has_experts(spec: ModelSpec, block: int) -> bool:
+def is_moe_block(spec: ModelSpec, block: int) -> bool:
     return spec.architecture is not None and spec.architecture.is_moe_layer(block)
 
 
@@ -134,7 +134,7 @@ def recomputed_collectives(config: RunConfig, placement: PipelinePlacement, spec
     def ends_with_scatter(block: int) -> bool:
         if spec.architecture is not None and spec.architecture.post_norms:
             return False
-        return not has_experts(spec, block) or (model.experts_shared > 0 and not model.router_aux_loss)
+        return not is_moe_block(spec, block) or (model.experts_shared > 0 and not model.router_aux_loss)
 
     segments = (
         blocks[start : start + checkpointing.segment]
