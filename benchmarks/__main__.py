@@ -13,12 +13,22 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from benchmarks import checkpoint, layouts, pipeline, recovery, sampler, throughput, transformers_loops, zero
+from benchmarks import checkpoint, layouts, pipeline, recovery, sampler, throughput, transformers_loops, weights, zero
 from benchmarks.throughput import TORCH
 
 RESULT = Path("bench.json")
 PACKAGES = ("meshwright", "torch", "numpy", "xxhash", "accelerate", "lightning-fabric", "torchdata", "transformers")
-BENCHMARKS = ("throughput", "transformers", "layouts", "zero", "pipeline", "sampler", "checkpoint", "recovery")
+BENCHMARKS = (
+    "throughput",
+    "transformers",
+    "layouts",
+    "zero",
+    "pipeline",
+    "sampler",
+    "checkpoint",
+    "weights",
+    "recovery",
+)
 
 
 def main() -> None:
@@ -47,6 +57,8 @@ def main() -> None:
         result["sampler"] = sampler.measure()
     if "checkpoint" in args.only:
         result["checkpoint"] = checkpoint.measure()
+    if "weights" in args.only:
+        result["weights"] = weights.measure()
     if "recovery" in args.only:
         result["recovery"] = recovery.measure()
     result["targets"] = targets(result)
@@ -111,6 +123,10 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
             rows.append(target(f"sampler, growth of {quantity} from 10^6 to 10^12", value, sampler.MAX_GROWTH, "<="))
     if "checkpoint" in result:
         rows += checkpoint_targets(result["checkpoint"])
+    if "weights" in result:
+        for operation in ("import", "export"):
+            value = result["weights"][operation]["ratio_to_safetensors"]["median"]
+            rows.append(target(f"weights, {operation} / safetensors", value, weights.MIN_RATIO, ">="))
     if "recovery" in result:
         value = result["recovery"]["ratio_to_cold_start"][recovery.RANK_KILLED]["median"]
         rows.append(

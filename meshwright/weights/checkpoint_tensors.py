@@ -59,15 +59,19 @@ class CheckpointTensors:
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Bits:
         record = self.records[name]
         element = np.dtype(f"<u{TENSOR_BYTES[record.dtype]}")
-        wanted = np.empty(shape, element)
+        wanted = None
         for region in record.regions:
             starts = [max(a, b) for a, b in zip(offset, region.offset, strict=True)]
             ends = [min(a + n, b + m) for a, n, b, m in zip(offset, shape, region.offset, region.shape, strict=True)]
             if all(start < end for start, end in zip(starts, ends, strict=True)):
                 where = tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, offset, strict=True))
                 inside = [(s - o, e - o) for s, e, o in zip(starts, ends, region.offset, strict=True)]
-                wanted[where] = self._read_region(region, inside, element)
-        return wanted
+                part = self._read_region(region, inside, element)
+                if part.shape == tuple(shape):
+                    return part
+                wanted = np.empty(shape, element) if wanted is None else wanted
+                wanted[where] = part
+        return np.empty(shape, element) if wanted is None else wanted
 
     def _read_region(self, region: TensorRegion, inside: list[tuple[int, int]], element: np.dtype[Any]) -> Bits:
         """A part of a region. Its bytes are read by one call, from the first to the last row that it needs."""

@@ -18,7 +18,7 @@ from meshwright.io import open_descriptor
 from meshwright.weights.folder import WeightFiles
 from meshwright.weights.safetensors_file import StoredTensor
 
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 18
 """Bytes that are read, hashed and checked at a time: few enough to remain in the CPU cache in between."""
 THREADS = 4
 EXPONENTS = {"float64": 0x7FF << 52, "float32": 0xFF << 23, "bfloat16": 0xFF << 7, "float16": 0x1F << 10}
@@ -55,8 +55,9 @@ def folder_digest(files: WeightFiles, digests: dict[str, str]) -> str:
 
 def digest_tensor(name: str, tensor: StoredTensor) -> str:
     """The digest of one tensor."""
-    state, buffer = xxhash.xxh3_128(), bytearray(min(BLOCK_BYTES, tensor.bytes))
-    view, end = memoryview(buffer), tensor.start + tensor.bytes
+    state, block_bytes = xxhash.xxh3_128(), min(BLOCK_BYTES, tensor.bytes)
+    view, end = memoryview(bytearray(block_bytes)), tensor.start + tensor.bytes
+    check = FiniteCheck(tensor.dtype, block_bytes)
     descriptor = open_weights(tensor.file)
     try:
         for start in range(tensor.start, end, BLOCK_BYTES):
@@ -64,7 +65,10 @@ def digest_tensor(name: str, tensor: StoredTensor) -> str:
             if os.preadv(descriptor, [block], start) != len(block):
                 raise ConfigError(f"{tensor.file} ends at byte {start:,} of {end:,}", "try to copy it again")
             state.update(block)
-            require_finite(block, tensor.dtype, lambda: f"{tensor.file}: tensor {shorten(name)}")
+            if not check.is_finite(block):
+                raise ConfigError(
+                    f"{tensor.file}: tensor {shorten(name)} has a NaN or an infinity", "expected finite weights"
+                )
     except OSError as error:
         raise ConfigError(f"{tensor.file} cannot be read: {error.strerror}", "try to copy it again") from None
     finally:
@@ -79,11 +83,17 @@ def open_weights(file: Path) -> int:
         raise ConfigError(f"{file} cannot be read: {error.strerror}", "expected a safetensors file") from None
 
 
-def require_finite(block: memoryview, dtype: str, where: Callable[[], str]) -> None:
-    """Raises ConfigError if a block of floating-point numbers has a NaN or an infinity."""
-    if dtype in EXPONENTS:
-        bits = np.frombuffer(block, f"<u{TENSOR_BYTES[dtype]}")
-        exponent = bits.dtype.type(EXPONENTS[dtype])
-        # the sign is the highest bit: without it, a number that is not finite is at least the exponent's bits
-        if len(bits) and (bits & ~bits.dtype.type(1 << (8 * bits.itemsize - 1))).max() >= exponent:
-            raise ConfigError(f"{where()} has a NaN or an infinity", "expected finite weights")
+class FiniteCheck:
+    """Looks for a NaN or an infinity in blocks of a dtype; numbers that are no floating-point numbers have none."""
+
+    def __init__(self, dtype: str, max_bytes: int) -> None:
+        self.exponent = EXPONENTS.get(dtype)
+        self.bits = np.empty(max_bytes // TENSOR_BYTES[dtype], f"<u{TENSOR_BYTES[dtype]}")
+
+    def is_finite(self, block: memoryview) -> bool:
+        if self.exponent is None:
+            return True
+        bits = np.frombuffer(block, self.bits.dtype)
+        # Without the sign, which is the highest bit, a number that is not finite is at least the bits of the exponent.
+        doubled = np.left_shift(bits, 1, out=self.bits[: len(bits)])
+        return bool(doubled.max(initial=0) < 2 * self.exponent)

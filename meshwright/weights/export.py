@@ -10,6 +10,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -41,7 +42,7 @@ from meshwright.weights.safetensors_file import make_header
 
 Format = Literal["huggingface", "safetensors", "torch"]
 ExportDType = Literal["float32", "bfloat16", "float16", "float64"]
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 1 << 20
 """Bytes of a tensor that are in memory at a time; a tensor that is stored transposed is in memory whole."""
 DEFAULT_SHARD_BYTES = 5 * 10**9
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -230,18 +231,25 @@ class TensorWriter:
 
     def write(self, file: str, outputs: Sequence[OutputTensor], header: bytes) -> None:
         """Writes one file durably."""
-        with (self.folder / file).open("xb", buffering=0) as out:
+        with (self.folder / file).open("xb", buffering=0) as out, ThreadPoolExecutor(1) as pool:
             out.write(header)
-            for output in outputs:
-                state = xxhash.xxh3_128()
-                for block in self.blocks(output):
-                    content = block.reshape(-1).view("u1").data
-                    while content:
-                        written = out.write(content)
-                        state.update(content[:written])
-                        content = content[written:]
-                self.digests[output.name] = state.hexdigest()
+            blocks = self.digested_blocks(outputs)
+            following = pool.submit(next, blocks, None)
+            while (content := following.result()) is not None:
+                following = pool.submit(next, blocks, None)  # the next block is read while this one is written
+                while content:
+                    content = content[out.write(content) :]
             os.fsync(out.fileno())
+
+    def digested_blocks(self, outputs: Sequence[OutputTensor]) -> Iterator[memoryview]:
+        """The bytes of the output tensors, one after the other."""
+        for output in outputs:
+            state = xxhash.xxh3_128()
+            for block in self.blocks(output):
+                content = block.reshape(-1).view("u1").data
+                state.update(content)
+                yield content
+            self.digests[output.name] = state.hexdigest()
 
     def blocks(self, output: OutputTensor) -> Iterator[Bits]:
         """The bits of an output tensor, in contiguous blocks of rows."""
