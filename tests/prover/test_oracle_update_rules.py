@@ -6,12 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.config import OptimizerConfig
+from meshwright.config import OptimizerConfig, ParameterGroupConfig
 from meshwright.optim.build import build_optimizer
 from meshwright.prover.oracle.update_rules import ReferenceOptimizer, polar_factor
 
 SHAPES = {"b.0.matrix": (6, 4), "b.0.wide": (3, 7), "b.0.bank": (2, 5, 3), "b.0.norm": (4,), "embedding": (8, 4)}
 BLOCKS = ("b.*",)
+GROUPS = (
+    ParameterGroupConfig(pattern="*.norm", lr_factor=0.5, weight_decay=0.7),
+    ParameterGroupConfig(pattern="b.0.*", lr_factor=3.0),
+    ParameterGroupConfig(pattern="*", weight_decay=0.0),
+)
 
 
 def draw(seed: int) -> dict[str, torch.Tensor]:
@@ -60,6 +65,12 @@ def test_definition_equals_torch(config, make):
         {"kind": "muon"},
         {"kind": "muon", "nesterov": False, "update_scale": "original", "newton_schulz_steps": 3},
         {"kind": "adafactor"},
+        {"kind": "sgd"},
+        {"kind": "sgd", "nesterov": False},
+        {"kind": "sgd", "momentum": 0.0, "nesterov": False},
+        {"kind": "lion"},
+        {"kind": "muon", "groups": GROUPS},
+        {"kind": "adamw", "groups": GROUPS},
     ],
     ids=str,
 )

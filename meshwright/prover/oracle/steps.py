@@ -97,11 +97,12 @@ def run_step(
     nonfinite: bool,
 ) -> tuple[StepTrace, ReferenceState]:
     """One optimizer step. A step whose loss or gradient is not finite changes nothing but the loss scale. A parameter
-    without a gradient is not updated.
+    without a gradient is not updated, nor is a frozen one.
     """
     assert state.loss_scale is not None
     scale, parameters = state.loss_scale.scale, state.parameters
-    loss, gradients, loads = model.gradient(parameters, batch, scale, step)
+    loss, all_gradients, loads = model.gradient(parameters, batch, scale, step)
+    gradients = {name: gradient for name, gradient in all_gradients.items() if not optimizer.is_frozen(name)}
     if nonfinite:
         loss, gradients = math.nan, {name: gradient * math.nan for name, gradient in gradients.items()}
     norm = global_norm(gradients)

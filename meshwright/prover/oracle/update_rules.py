@@ -154,6 +154,11 @@ class Settings:
     decay: float = 0.0
 
 
+def decay_of(parameter: Tensor, config: OptimizerConfig) -> float:
+    """The weight decay of a parameter without a group."""
+    return config.weight_decay if parameter.ndim >= 2 else 0.0
+
+
 @dataclass(frozen=True)
 class ReferenceOptimizer:
     """The optimizer of a run by its definition."""
@@ -169,12 +174,22 @@ class ReferenceOptimizer:
         return cls(config.optimizer, blocks, torch.finfo(stored).eps)
 
     def settings(self, name: str, parameter: Tensor) -> Settings:
-        """Muon updates the matrices of blocks, and AdamW all other parameters; weight decay applies to matrices."""
-        rule, is_matrix = self.config.kind, parameter.ndim >= 2
+        """Muon updates the matrices of blocks, and AdamW all other parameters. Weight decay applies to matrices, unless
+        the group of a parameter, the first whose pattern matches its name, has its own.
+        """
+        rule, decay, factor = self.config.kind, decay_of(parameter, self.config), 1.0
         in_block = any(fnmatchcase(name, f"{block}.*") for block in self.blocks)
         if rule == "muon" and not (in_block and parameter.ndim in (2, 3)):
             rule = "adamw"
-        return Settings(rule, 1.0, self.config.weight_decay if is_matrix else 0.0)
+        for group in reversed(self.config.groups):
+            if fnmatchcase(name, group.pattern):
+                factor = group.lr_factor
+                decay = decay_of(parameter, self.config) if group.weight_decay is None else group.weight_decay
+        return Settings(rule, factor, decay)
+
+    def is_frozen(self, name: str) -> bool:
+        matching = [group.frozen for group in self.config.groups if fnmatchcase(name, group.pattern)]
+        return bool(matching) and matching[0]
 
     def update(
         self,
