@@ -167,7 +167,7 @@ def key_types(cls: type) -> dict[str, Any]:
 
 def build_dataclass(cls: type, tree: Any, path: str) -> Any:
     """Builds a config class from a nested dict; `path` is its dotted key, for errors."""
-    if path == "model" and isinstance(tree, str):
+    if path in ("model", "optimizer", "schedule") and isinstance(tree, str):
         raise entry_point_error(path, tree)
     if not isinstance(tree, Mapping):
         raise ConfigError(
