@@ -1,5 +1,5 @@
-"""The state of every optimizer moves between layouts: a run that changes its layout after each step takes the same steps
-as one that never does.
+"""The state of every optimizer moves between layouts: a run that changes its layout after each step takes the same
+steps as one that never does.
 """
 
 from __future__ import annotations
