@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 import re
 import tomllib
 import types
@@ -65,12 +66,14 @@ def load_config(
         path = path / "run.toml"
     tree = read_toml(path) if path is not None else {}
     if path is not None and isinstance(folder := tree.get("init_from"), str) and folder:
-        tree["init_from"] = str(path.parent / folder)
+        tree["init_from"] = os.path.join(path.parent, folder)
     for override in overrides:
         key, separator, value = override.removeprefix("--").partition("=")
         if not separator:
             raise ConfigError(f"{override} has no value", f"expected {override}=VALUE")
         set_key(tree, key, CommandLineValue(value))
+    if isinstance(folder := tree.get("init_from"), str) and folder:
+        tree["init_from"] = os.path.abspath(folder)
     if steps is not None:
         set_key(tree, "steps", CommandLineValue(steps))
     config = config_from_dict(complete(tree))

@@ -36,6 +36,7 @@ from meshwright.prover.recovery import check_recovery
 from meshwright.prover.relations import check_relations_of_config
 from meshwright.prover.schedule import check_schedule
 from meshwright.prover.shrink import estimate_seconds, not_proven, proof_runs
+from meshwright.prover.shrink.coverage import INITIAL_WEIGHTS
 from meshwright.prover.stream import check_stream
 from meshwright.prover.training import check_training
 from meshwright.recover.failures import RanksFailed
@@ -142,7 +143,8 @@ def certify(
         if on_result is not None:
             on_result(result)
     if proof is not None:
-        return build_certificate(config, results, proof.not_proven(), proof.describe())
+        left_open = [*([INITIAL_WEIGHTS] if config.init_from else []), *proof.not_proven()]
+        return build_certificate(config, results, left_open, proof.describe())
     devices = cuda_devices(config.launch)
     return build_certificate(config, results, not_proven(config, proof_runs(config, full, devices), devices))
 

@@ -165,7 +165,7 @@ def test_wrong_sizes_are_refused(text):
         parse_size(text)
 
 
-BOUND = 32 << 20
+BOUND = 16 << 20
 EXPORT_IN_BOUNDED_MEMORY = """
 import resource, sys
 from pathlib import Path
@@ -181,7 +181,7 @@ assert "torch" not in sys.modules
 
 
 def test_a_model_four_times_larger_than_the_memory_of_the_process_is_exported(tmp_path):
-    model = ModelConfig(vocab=16_384, width=1024, layers=1, heads=8, kv_heads=8, ffn=512)
+    model = ModelConfig(vocab=8192, width=1024, layers=1, heads=8, kv_heads=8, ffn=512)
     write_family_checkpoint(tmp_path / "run", model)
     args = [sys.executable, "-c", EXPORT_IN_BOUNDED_MEMORY, str(tmp_path / "run"), str(tmp_path), str(BOUND)]
     done = subprocess.run(args, capture_output=True, text=True, timeout=120, check=False)

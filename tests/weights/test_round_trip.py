@@ -40,7 +40,7 @@ def trained_model(run: Path, dtype: torch.dtype) -> torch.nn.Module:
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             bits = tensors.read(name, (0,) * tensor.ndim, tensor.shape)
-            tensor.copy_(torch.from_numpy(bits.view(bits.dtype.str.replace("u", "f"))))
+            tensor.copy_(torch.from_numpy(bits.view(bits.dtype.str.replace("u", "f")).copy()))
     return model
 
 

@@ -35,12 +35,15 @@ COMPILE_SECONDS = 15.0
 MULTIPLY_ADDS_PER_SECOND = 5e9
 """of a core, in float64"""
 
+INITIAL_WEIGHTS = "training from the weights of init_from: proof runs initialize theirs from the seed"
+
 
 def not_proven(config: RunConfig, runs: Sequence[ProofRun], devices: int = 0) -> list[str]:
     """One sentence for everything that no run covers; `devices` is the number of CUDA devices of this machine."""
     return [
         *([] if devices or config.launch.device == "cpu" else ["the kernels of CUDA: this machine has no CUDA device"]),
         *(["communication and memory counters of compiled blocks"] if config.compile.enabled else []),
+        *([INITIAL_WEIGHTS] if config.init_from else []),
         *unproven_degrees(config, runs),
         *unproven_pairs(config, runs),
         *unproven_sizes(config, runs),

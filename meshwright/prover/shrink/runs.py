@@ -305,4 +305,4 @@ def changes(before: RunConfig, after: RunConfig) -> tuple[str, ...]:
 
 def as_text(value: Any) -> str:
     """A value as a run file writes it, without quotes."""
-    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return "unset" if value in (None, "") else str(value).lower() if isinstance(value, bool) else str(value)

@@ -80,6 +80,7 @@ def shrink(config: RunConfig, layout_config: LayoutConfig, limits: Limits = SMAL
     return replace(
         config,
         steps=min(config.steps or limits.steps, limits.steps),
+        init_from="",
         model=model,
         layout=layout_config,
         data=replace(
