@@ -75,6 +75,7 @@ def train(
     metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
     reduction: Literal["sum", "mean"] | None = None,
     init: Callable[[str, Tensor], Any] | None = None,
+    init_from: str | Path | None = None,
     optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
     schedule: Callable[[int, int], float] | None = None,
     callbacks: Callback | Sequence[Callback] = (),
@@ -116,6 +117,8 @@ def train(
         init: initializes a ``model`` on the meta device: ``init(name, tensor)`` writes the initial values of the
             parameter or buffer of this name into ``tensor``, which is full and on the CPU. Every rank calls it for the
             tensors of which it has a shard, one after the other; random numbers depend on ``config.seed`` and the name.
+        init_from: folder of safetensors with the initial weights, as ``config.init_from``: by the names of ``model``, or
+            of a Hugging Face model, whose config.json then gives ``config.model``.
         optimizer: makes a ``torch.optim.Optimizer`` of parameter groups, to use instead of ``config.optimizer.kind``; a
             class of ``torch.optim`` is one. It is examined before the first step: on layouts that shard parameters it
             must be elementwise. ``config.optimizer`` still has the learning rate, clipping and groups.
@@ -159,6 +162,10 @@ def train(
         >>> result.loss
     """
     with errors_for_python():
+        if init_from is not None:
+            config = dataclasses.replace(
+                validated(config), init_from=str(given_path(init_from, "init_from").absolute())
+            )
         return _train(
             config,
             run,

@@ -312,6 +312,14 @@ def test_sizes_beyond_those_of_all_runs_are_not_proven():
     assert "model.experts = 128 (proven up to 64)" in missing
 
 
+def test_proof_runs_do_not_read_initial_weights():
+    config = load_config(overrides=["--data.kind=synthetic", "--init_from=/weights"])
+    runs = proof_runs(config)
+    assert {run.config.init_from for run in runs} == {""}
+    assert "init_from /weights to unset" in runs[0].changes
+    assert any("training from the weights of init_from" in sentence for sentence in not_proven(config, runs))
+
+
 def test_loss_scale_of_fp16_halves_and_doubles_in_a_proof_run():
     config = load_config(overrides=["--data.kind=synthetic", "--precision.compute=fp16"])
     configured = named(proof_runs(config), "as configured").config
