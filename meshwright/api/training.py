@@ -117,8 +117,8 @@ def train(
         init: initializes a ``model`` on the meta device: ``init(name, tensor)`` writes the initial values of the
             parameter or buffer of this name into ``tensor``, which is full and on the CPU. Every rank calls it for the
             tensors of which it has a shard, one after the other; random numbers depend on ``config.seed`` and the name.
-        init_from: folder of safetensors with the initial weights, as ``config.init_from``: by the names of ``model``, or
-            of a Hugging Face model, whose config.json then gives ``config.model``.
+        init_from: folder of safetensors with the initial weights: by the names of ``model``, or those of a Hugging Face
+            model, whose config.json then gives ``config.model``. The same as ``config.init_from``.
         optimizer: makes a ``torch.optim.Optimizer`` of parameter groups, to use instead of ``config.optimizer.kind``; a
             class of ``torch.optim`` is one. It is examined before the first step: on layouts that shard parameters it
             must be elementwise. ``config.optimizer`` still has the learning rate, clipping and groups.
