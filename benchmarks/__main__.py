@@ -13,11 +13,33 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from benchmarks import checkpoint, layouts, pipeline, recovery, sampler, throughput, transformers_loops, weights, zero
+from benchmarks import (
+    checkpoint,
+    layouts,
+    pipeline,
+    recovery,
+    sampler,
+    throughput,
+    tokenization,
+    transformers_loops,
+    weights,
+    zero,
+)
 from benchmarks.throughput import TORCH
 
 RESULT = Path("bench.json")
-PACKAGES = ("meshwright", "torch", "numpy", "xxhash", "accelerate", "lightning-fabric", "torchdata", "transformers")
+PACKAGES = (
+    "meshwright",
+    "torch",
+    "numpy",
+    "xxhash",
+    "accelerate",
+    "lightning-fabric",
+    "torchdata",
+    "transformers",
+    "tokenizers",
+    "datasets",
+)
 BENCHMARKS = (
     "throughput",
     "transformers",
@@ -25,6 +47,7 @@ BENCHMARKS = (
     "zero",
     "pipeline",
     "sampler",
+    "tokenization",
     "checkpoint",
     "weights",
     "recovery",
@@ -55,6 +78,8 @@ def main() -> None:
         result["pipeline"] = pipeline.measure()
     if "sampler" in args.only:
         result["sampler"] = sampler.measure()
+    if "tokenization" in args.only:
+        result["tokenization"] = tokenization.measure()
     if "checkpoint" in args.only:
         result["checkpoint"] = checkpoint.measure()
     if "weights" in args.only:
@@ -121,6 +146,10 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
             rows.append(target(f"sampler, us per sample at {length}", value, sampler.MAX_MICROSECONDS, "<="))
         for quantity, value in result["sampler"]["growth"].items():
             rows.append(target(f"sampler, growth of {quantity} from 10^6 to 10^12", value, sampler.MAX_GROWTH, "<="))
+    if "tokenization" in result:
+        ratio = result["tokenization"]["ratio_to_datasets"]
+        value = ratio["median"] if ratio else None
+        rows.append(target("tokenization / datasets.map, 2 processes", value, tokenization.MIN_RATIO, ">="))
     if "checkpoint" in result:
         rows += checkpoint_targets(result["checkpoint"])
     if "weights" in result:
