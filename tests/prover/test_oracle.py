@@ -13,6 +13,7 @@ from small_run import small_config
 from torch import nn
 
 from meshwright.config import IGNORE_INDEX, ModelConfig
+from meshwright.config.model import OptionTable
 from meshwright.errors import ConfigError
 from meshwright.models.init import build_model, build_on_meta
 from meshwright.prover.compare.updates import states_by_name
@@ -133,6 +134,8 @@ def test_experts_equal_mixtral_of_transformers(monkeypatch):
     "settings",
     [
         {"rope_theta": 10_000.0},
+        {"options": OptionTable({"rope_scaling": "linear"})},
+        {"options": OptionTable({"rope_scaling": "llama3", "rope_factor": 3.0, "rope_original_context": 64})},
         {"tie": True, "separator": 7},
         {"experts": 4, "experts_active": 3, "experts_shared": 2, "separator": 7},
         {"experts": 4, "experts_active": 1},

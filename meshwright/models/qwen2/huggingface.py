@@ -26,6 +26,7 @@ def read_config(fields: ConfigFields) -> dict[str, Any]:
     head_size = section["width"] // section["heads"]
     fields.require("head_dim", head_size, head_size)
     fields.require("hidden_act", "silu", "silu")
+    fields.require("use_mrope", False, False)
     require_no_window(fields)
     fields.require_plain_rope()
     return section

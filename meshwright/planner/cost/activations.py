@@ -11,6 +11,7 @@ backward:
 | normalizers and normalized inputs | 2 P (W + 1) r | 8 P |
 | inputs of matmuls | T W e for q k v, and for gate and up; under autocast a copy for every matmul | one each |
 | queries, keys, values, output | T (2 H + 2 K) D e / t, and T H r / t of logsumexp | the same |
+| norms of queries and keys | T (H + K) (D (e + 4) + 4) / t | T (H + K) (D e + 4) / t |
 | output in token layout | T H D e / t on CPU and with ring attention | none |
 | scores, without flash attention | T S H e / t; with dropout 2 e + 1 instead of e | the same |
 | gated feed-forward | 4 T F e / t: gate, up, activation and their product | 3 T F e / t |
@@ -253,7 +254,7 @@ def attention_activations(model: Architecture, settings: ActivationSettings) -> 
     scores = 0.0
     if not trainer.flash_attention:
         scores = tokens * settings.sequence / layout.context * model.heads * (2 * e + 1 if trainer.dropout_masks else e)
-    inputs = matmul_inputs(model, settings, 3)
+    inputs = matmul_inputs(model, settings, 3) + head_norm_activations(model, settings)
     saved = inputs + qkvo + tokens * token_layout * e + settings.tokens * latent * e + scores
     output_gradients = tokens * (queries + keys) * e + settings.tokens * model.width * e
     materializes_scores = ring and (settings.on_cpu or settings.has_documents)
@@ -268,6 +269,15 @@ def attention_activations(model: Architecture, settings: ActivationSettings) -> 
         scores=scores,
         attention_output=tokens * values * e + logsumexp,
     )
+
+
+def head_norm_activations(model: Architecture, settings: ActivationSettings) -> float:
+    """Bytes that the norms of queries and keys save: the input, the normalizer, and unfused the normalized input."""
+    if not model.qk_norm:
+        return 0.0
+    wide, heads = settings.reduction_bytes, model.heads + model.kv_heads
+    element = settings.compute_bytes + (0 if settings.trainer.fused_kernels else wide)
+    return settings.tokens / settings.layout.tensor * heads * (model.head_dim * element + wide)
 
 
 def ffn_activations(model: Architecture, settings: ActivationSettings, moe: bool) -> ModuleActivations:

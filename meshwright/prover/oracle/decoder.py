@@ -19,6 +19,15 @@ from meshwright.prover.oracle.long_attention import LongAttention
 
 Parameters = dict[str, Tensor]
 
+ROPE_DEFAULTS = {
+    "rope_scaling": "none",
+    "rope_factor": 8.0,
+    "rope_low_frequency_factor": 1.0,
+    "rope_high_frequency_factor": 4.0,
+    "rope_original_context": 8192,
+}
+"""The options of the Llama family that a run file need not say."""
+
 LONG_SEQUENCE = 512
 """Above this length, attention is computed for some queries at a time, and again in backward."""
 
@@ -102,11 +111,30 @@ class ReferenceDecoder:
         return (at_least_float32(probabilities.to(v.dtype)) @ values).to(v.dtype)
 
     def rotation(self, sequence: int, dtype: torch.dtype) -> Tensor:
-        """exp(i position theta^(-2 pair / head size)), (sequence, head size / 2)."""
+        """exp(i position theta^(-2 pair / head size)), (sequence, head size / 2), with scaled frequencies if the model
+        has them.
+        """
         pairs = torch.arange(self.head_size // 2, dtype=dtype)
         frequencies = (pairs * (-2 * math.log(self.config.rope_theta) / self.head_size)).exp()
-        angles = torch.outer(torch.arange(sequence, dtype=dtype), frequencies)
+        angles = torch.outer(torch.arange(sequence, dtype=dtype), self.scaled(frequencies))
         return torch.polar(torch.ones_like(angles), angles)
+
+    def scaled(self, frequencies: Tensor) -> Tensor:
+        """Linear scaling divides all frequencies; that of Llama 3.1 those with a wavelength above one limit, keeps those
+        below another, and interpolates between the two.
+        """
+        settings = {**ROPE_DEFAULTS, **self.config.options}
+        factor, context = float(settings["rope_factor"]), float(settings["rope_original_context"])
+        if settings["rope_scaling"] == "none":
+            return frequencies
+        divided = frequencies / factor
+        if settings["rope_scaling"] == "linear":
+            return divided
+        low, high = (float(settings[f"rope_{name}_frequency_factor"]) for name in ("low", "high"))
+        wavelength = 2 * math.pi / frequencies
+        share = (context / wavelength - low) / (high - low)
+        between = torch.where(wavelength < context / high, frequencies, (1 - share) * divided + share * frequencies)
+        return torch.where(wavelength > context / low, divided, between)
 
     def swiglu(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         """down(silu(gate(x)) * up(x)); gate and up are one product."""
