@@ -120,8 +120,8 @@ class ReferenceDecoder:
         return torch.polar(torch.ones_like(angles), angles)
 
     def scaled(self, frequencies: Tensor) -> Tensor:
-        """Linear scaling divides all frequencies; that of Llama 3.1 those with a wavelength above one limit, keeps those
-        below another, and interpolates between the two.
+        """Linear scaling divides all frequencies. That of Llama 3.1 divides those with a wavelength above one limit,
+        keeps those below another, and interpolates between the two.
         """
         settings = {**ROPE_DEFAULTS, **self.config.options}
         factor, context = float(settings["rope_factor"]), float(settings["rope_original_context"])
