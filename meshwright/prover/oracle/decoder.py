@@ -19,7 +19,7 @@ from meshwright.prover.oracle.long_attention import LongAttention
 
 Parameters = dict[str, Tensor]
 
-ROPE_DEFAULTS = {
+ROPE_DEFAULTS: dict[str, str | float] = {
     "rope_scaling": "none",
     "rope_factor": 8.0,
     "rope_low_frequency_factor": 1.0,
@@ -123,7 +123,7 @@ class ReferenceDecoder:
         """Linear scaling divides all frequencies. That of Llama 3.1 divides those with a wavelength above one limit,
         keeps those below another, and interpolates between the two.
         """
-        settings = {**ROPE_DEFAULTS, **self.config.options}
+        settings: dict[str, str | float] = {**ROPE_DEFAULTS, **self.config.options}
         factor, context = float(settings["rope_factor"]), float(settings["rope_original_context"])
         if settings["rope_scaling"] == "none":
             return frequencies
