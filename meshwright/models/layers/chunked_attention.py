@@ -96,7 +96,7 @@ def flops(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_args: An
 
 @register_flop_formula(torch.ops.meshwright.attention_backward)
 def backward_flops(_grad: tuple[int, ...], *shapes: Any, **_options: Any) -> int:
-    """Five products instead of two: the scores are computed again."""
+    """Five products instead of two: backward recomputes the scores."""
     return flops(*shapes) * 5 // 2
 
 
