@@ -6,7 +6,9 @@
 - prove: check the contracts of a config on this machine
 - RunConfig: the settings of a run
 - report: compare what a run measured with what was predicted
+- sample: generate text from a checkpoint
 - Result: what train returns
+- Sample: what sample returns for a prompt
 - ParallelSpec: how to parallelize a model of your own
 - Callback: receives the records of a run
 - callbacks: the callbacks that Meshwright brings
@@ -26,12 +28,14 @@ __all__ = [
     "ParallelSpec",
     "Result",
     "RunConfig",
+    "Sample",
     "__version__",
     "callbacks",
     "errors",
     "plan",
     "prove",
     "report",
+    "sample",
     "simulate",
     "testing",
     "train",
@@ -39,7 +43,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from meshwright import callbacks, errors, testing
-    from meshwright.api import Result, plan, prove, report, simulate, train
+    from meshwright.api import Result, Sample, plan, prove, report, sample, simulate, train
     from meshwright.config import RunConfig
     from meshwright.parallel.parallel_spec import ParallelSpec
     from meshwright.trainer.callbacks.callback import Callback
@@ -49,9 +53,11 @@ _MODULES = {
     "ParallelSpec": "meshwright.parallel.parallel_spec",
     "Result": "meshwright.api",
     "RunConfig": "meshwright.config",
+    "Sample": "meshwright.api",
     "plan": "meshwright.api",
     "prove": "meshwright.api",
     "report": "meshwright.api",
+    "sample": "meshwright.api",
     "simulate": "meshwright.api",
     "train": "meshwright.api",
 }

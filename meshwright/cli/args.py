@@ -149,6 +149,8 @@ def add_argument(parser: Parser, name: str, hint: Any, default: Any) -> None:
     parser.options.update(strings)
     if kind is bool:
         add(*strings, action="store_true")
+    elif many and required:  # an option that is given once per value
+        add(*strings, dest=name, metavar=argument.metavar, type=value_type, action="append", required=True)
     else:
         add(
             *strings,

@@ -19,9 +19,11 @@ from meshwright.cli.checkpoint import (
     checkpoint_verify,
 )
 from meshwright.cli.data import data_find, data_prepare, data_show
+from meshwright.cli.evaluate import evaluate
 from meshwright.cli.plan import plan, plan_measure, plan_schedule
 from meshwright.cli.prove import prove
 from meshwright.cli.report import report
+from meshwright.cli.sample import sample
 from meshwright.cli.simulate import simulate
 from meshwright.cli.train import train
 from meshwright.errors import ConfigError, MeshwrightError, limit_error
@@ -35,6 +37,8 @@ VERBS: dict[str, Verb] = {
     "simulate": simulate,
     "prove": prove,
     "report": report,
+    "sample": sample,
+    "evaluate": evaluate,
     "data prepare": data_prepare,
     "data show": data_show,
     "data find": data_find,

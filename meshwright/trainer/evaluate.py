@@ -1,4 +1,4 @@
-"""The loss on held-out samples, averaged over tokens exactly as in training."""
+"""The loss on given samples, averaged over tokens exactly as in training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshwright.config import Batch
 from meshwright.data.batch_structure import BatchStructure
 from meshwright.data.loader import MicroBatchDataset
 from meshwright.data.source import Collate, ConcatenatedSource
-from meshwright.data.stream import Stream
+from meshwright.data.permutation import Positions
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
 from meshwright.trainer.objective import find_objective
@@ -16,21 +16,19 @@ from meshwright.trainer.precision import Precision
 
 
 class Evaluation:
-    """Evaluates the same held-out samples every time, split over the data-parallel ranks. The shares may differ, since
+    """Evaluates the same samples every time, split over the data-parallel ranks. The shares may differ, since
     losses and counts are summed, but every rank runs the same number of passes, because a pass may be collective.
     """
 
     def __init__(
         self,
         source: ConcatenatedSource,
-        stream: Stream,
-        samples: int,
+        ids: Positions,
         batch: Batch,
         coordinate: int,
         structure: BatchStructure | None = None,
         collate: Collate | None = None,
     ) -> None:
-        ids = stream.held_out_samples(samples)
         local_ids = ids[coordinate :: batch.replicas]
         self.samples = len(ids)
         self.micro_batches = [local_ids[i : i + batch.micro] for i in range(0, len(local_ids), batch.micro)]

@@ -145,7 +145,8 @@ class Training:
         source, coordinate = ConcatenatedSource(job.sources), self.step.context.data_coordinate
         samples = (job.custom.batch, job.custom.collate) if job.custom is not None else ()
         loader = Loader(source, self.stream, job.batch, coordinate, self.config.data, job.block_sizes, *samples)
-        self.evaluation = Evaluation(source, self.stream, self.config.eval.samples, job.batch, coordinate, *samples)
+        held_out = self.stream.held_out_samples(self.config.eval.samples)
+        self.evaluation = Evaluation(source, held_out, job.batch, coordinate, *samples)
         self.step.check_context(loader.first)
         self.step.warmup_backward(loader.first)
 

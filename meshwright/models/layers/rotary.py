@@ -16,7 +16,9 @@ class RotaryTables(NamedTuple):
 
     cos: Tensor
     sin: Tensor
-    """cosine and sine of every position and pair of dimensions, (sequence, head size / 2)"""
+    """cosine and sine of every position and pair of dimensions, (sequence, head size / 2); with one position per row
+    of a batch, that dimension is first
+    """
     documents: Tensor | None
     """the document index of every token of the full sequence, (batch, sequence); None: one document per sequence"""
 
@@ -84,6 +86,6 @@ def yarn_ramp(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor
 
 def apply_rotary(x: Tensor, rotary: RotaryTables) -> Tensor:
     """Rotates the dimension pairs (i, i + half) of each head, the layout of Llama checkpoints."""
-    cos, sin = rotary.cos, rotary.sin
+    cos, sin = rotary.cos.unsqueeze(-3), rotary.sin.unsqueeze(-3)  # the same in every head
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -253,7 +253,7 @@ def evaluate_on_ranks(checked: CheckedStream, batch: Batch, limit: int, expected
     precision = Precision(checked.config.precision, torch.device("cpu"))
     where = f"an evaluation on {batch.replicas} ranks with micro-batches of {batch.micro}"
     for rank in range(batch.replicas):
-        evaluation = Evaluation(source, checked.stream, limit, batch, rank)
+        evaluation = Evaluation(source, checked.stream.held_out_samples(limit), batch, rank)
         read += [int(sample) for ids in evaluation.micro_batches for sample in ids]
         passes.add(evaluation.passes)
         loss, count, bad, _ = evaluation.run(cast(Any, RecordingModel()), precision, World(), True, True)
