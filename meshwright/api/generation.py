@@ -98,6 +98,4 @@ def sample(
                     add(row, streams[row].add(token))
         for row, stream in enumerate(streams):
             add(row, stream.finish())
-    return [
-        Sample(text, "".join(pieces[row]), ids[row], ended[row], loaded.name) for row, text in enumerate(texts)
-    ]
+    return [Sample(text, "".join(pieces[row]), ids[row], ended[row], loaded.name) for row, text in enumerate(texts)]

@@ -36,9 +36,9 @@ class CachedAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         positions = self.positions
         assert positions is not None
-        if not self.keys.numel():
-            self.keys = k.new_empty(*k.shape[:2], self.slots, k.shape[3])
-            self.values = v.new_empty(*v.shape[:2], self.slots, v.shape[3])
+        if not self.keys.numel():  # zeros: a slot that a row does not see must not be NaN
+            self.keys = k.new_zeros(*k.shape[:2], self.slots, k.shape[3])
+            self.values = v.new_zeros(*v.shape[:2], self.slots, v.shape[3])
         if positions.rows is None:
             self.keys[:, :, positions.start : positions.end] = k
             self.values[:, :, positions.start : positions.end] = v
@@ -81,7 +81,7 @@ def with_cache(model: nn.Module, cores: Sequence[str], slots: int) -> Iterator[K
     for name, attention in zip(cores, cache.attentions, strict=True):
         replace_module(model, name, attention)
     for rotary in rotaries:
-        rotary.positions = positions  # type: ignore[method-assign]
+        rotary.positions = positions  # type: ignore[method-assign, assignment]
     try:
         yield cache
     finally:

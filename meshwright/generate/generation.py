@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from meshwright.errors import ConfigError
 from meshwright.generate.cache import CachePositions, with_cache
 from meshwright.generate.sampling import Sampler, SamplingConfig
+from meshwright.models.layers.loss import HeadLoss
 from meshwright.models.spec import ModelSpec
 
 
@@ -59,8 +60,9 @@ def hidden_states(model: nn.Module, tokens: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def next_tokens(model: nn.Module, sampler: Sampler, hidden: Tensor) -> Tensor:
-    logits: Tensor = model.get_submodule("head").logits(hidden)
-    return sampler.choose(logits)
+    head = model.get_submodule("head")
+    assert isinstance(head, HeadLoss)
+    return sampler.choose(head.logits(hidden))
 
 
 def core_names(model: nn.Module, spec: ModelSpec) -> list[str]:

@@ -16,8 +16,8 @@ class RotaryTables(NamedTuple):
 
     cos: Tensor
     sin: Tensor
-    """cosine and sine of every position and pair of dimensions, (sequence, head size / 2); with one position per row
-    of a batch, that dimension is first
+    """cosine and sine of every position and pair of dimensions, (sequence, head size / 2), or (batch, 1, sequence, head
+    size / 2) where rows have their own positions
     """
     documents: Tensor | None
     """the document index of every token of the full sequence, (batch, sequence); None: one document per sequence"""
@@ -33,6 +33,8 @@ class RotaryEmbedding(nn.Module):
     def forward(self, tokens: int, dtype: torch.dtype, device: torch.device, documents: Tensor | None) -> RotaryTables:
         """The tables are computed in every forward pass, so there is no buffer to shard or to save."""
         positions = self.positions(tokens, device)
+        if positions.ndim > 1:  # a position per row of a batch is the same in all heads
+            positions = positions[:, None]
         return RotaryTables(*rotary_tables(positions, self.head_size, self.theta, dtype, self.scaling), documents)
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
@@ -86,6 +88,6 @@ def yarn_ramp(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor
 
 def apply_rotary(x: Tensor, rotary: RotaryTables) -> Tensor:
     """Rotates the dimension pairs (i, i + half) of each head, the layout of Llama checkpoints."""
-    cos, sin = rotary.cos.unsqueeze(-3), rotary.sin.unsqueeze(-3)  # the same in every head
+    cos, sin = rotary.cos, rotary.sin
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
