@@ -19,8 +19,8 @@ from meshwright.telemetry.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.listing import CheckpointEntry
-    from meshwright.data.source import Source
     from meshwright.data.permutation import Positions
+    from meshwright.data.source import Source
     from meshwright.parallel.world import World
     from meshwright.trainer.loop import Job
 

@@ -7,8 +7,8 @@ import torch
 from meshwright.config import Batch
 from meshwright.data.batch_structure import BatchStructure
 from meshwright.data.loader import MicroBatchDataset
-from meshwright.data.source import Collate, ConcatenatedSource
 from meshwright.data.permutation import Positions
+from meshwright.data.source import Collate, ConcatenatedSource
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
 from meshwright.trainer.objective import find_objective
