@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.api.python_args import errors_for_python, given_path
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What `meshwright.sample` returns for a prompt."""
-
-    prompt: str
-    text: str
-    """generated text, without the prompt"""
-    tokens: list[int]
-    """generated tokens"""
-    ended: bool
-    """whether the text ended with the end-of-document token, which it does not contain"""
-    checkpoint: str
-    """name of the checkpoint"""
+from meshwright.generate.samples import Sample, sample_run
+from meshwright.generate.sampling import SamplingConfig
 
 
 def sample(
@@ -66,36 +52,11 @@ def sample(
         >>> [answer] = meshwright.sample("runs/tiny", "def ", tokens=40, temperature=0)
         >>> answer.text
     """
-    from meshwright.generate.generation import generate
-    from meshwright.generate.load import load_model
-    from meshwright.generate.sampling import SamplingConfig
-    from meshwright.generate.text import open_codec
-
     with errors_for_python():
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         config = SamplingConfig(tokens, temperature, top_k, top_p, seed)
-        loaded = load_model(given_path(run, "run"), step)
-        codec = open_codec(loaded.config, loaded.folder, tokenizer)
-        encoded = [codec.encode(text) for text in texts]
-        streams = [codec.new_stream() for _ in texts]
-        pieces: list[list[str]] = [[] for _ in texts]
-        ids: list[list[int]] = [[] for _ in texts]
-        ended = [False] * len(texts)
+        return sample_run(given_path(run, "run"), texts, config, step, tokenizer, on_text or ignore_text)
 
-        def add(row: int, text: str) -> None:
-            pieces[row].append(text)
-            if on_text is not None and text:
-                on_text(row, text)
 
-        for new in generate(loaded.model, loaded.spec, encoded, config, codec.end_token):
-            for row, token in enumerate(new):
-                if token is None:
-                    continue
-                if token == codec.end_token:
-                    ended[row] = True
-                else:
-                    ids[row].append(token)
-                    add(row, streams[row].add(token))
-        for row, stream in enumerate(streams):
-            add(row, stream.finish())
-    return [Sample(text, "".join(pieces[row]), ids[row], ended[row], loaded.name) for row, text in enumerate(texts)]
+def ignore_text(_prompt: int, _text: str) -> None:
+    """Text that nobody waits for."""

@@ -25,26 +25,21 @@ def sample(
     """Sample: generate text after prompts, from a checkpoint of any layout."""
     from dataclasses import asdict
 
-    from meshwright.api.generation import sample as generate_samples
+    from meshwright.generate.samples import sample_run
+    from meshwright.generate.sampling import SamplingConfig
 
     stream = TerminalStream(prompt)
-    samples = generate_samples(
-        run,
-        prompt,
-        tokens=tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        step=step,
-        tokenizer=tokenizer,
-        on_text=None if json else stream.add,
-    )
+    config = SamplingConfig(tokens, temperature, top_k, top_p, seed)
+    samples = sample_run(run, prompt, config, step, tokenizer, ignore_text if json else stream.add)
     if json:
         rows = [asdict(sample) for sample in samples]
         emit_json({"checkpoint": rows[0]["checkpoint"], "samples": rows})
     else:
         stream.finish()
+
+
+def ignore_text(_prompt: int, _text: str) -> None:
+    """JSON is printed at the end."""
 
 
 class TerminalStream:

@@ -1,0 +1,63 @@
+"""Generates text after prompts with the model of a checkpoint, and passes it on as it is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.generate.generation import generate
+from meshwright.generate.load import load_model
+from meshwright.generate.sampling import SamplingConfig
+from meshwright.generate.text import open_codec
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What was generated after a prompt."""
+
+    prompt: str
+    text: str
+    """generated text, without the prompt"""
+    tokens: list[int]
+    """generated tokens"""
+    ended: bool
+    """whether the text ended with the end-of-document token, which it does not contain"""
+    checkpoint: str
+    """name of the checkpoint"""
+
+
+def sample_run(
+    run: Path,
+    prompts: Sequence[str],
+    config: SamplingConfig,
+    step: int | None,
+    tokenizer: str,
+    on_text: Callable[[int, str], None],
+) -> list[Sample]:
+    """The samples of all prompts. `on_text` gets the number of a prompt and new text."""
+    loaded = load_model(run, step)
+    codec = open_codec(loaded.config, loaded.folder, tokenizer)
+    encoded = [codec.encode(text) for text in prompts]
+    streams = [codec.new_stream() for _ in prompts]
+    texts = [""] * len(prompts)
+    tokens: list[list[int]] = [[] for _ in prompts]
+    ended = [False] * len(prompts)
+
+    def add(row: int, text: str) -> None:
+        texts[row] += text
+        if text:
+            on_text(row, text)
+
+    for new in generate(loaded.model, loaded.spec, encoded, config, codec.end_token):
+        for row, token in enumerate(new):
+            if token is None:
+                continue
+            if token == codec.end_token:
+                ended[row] = True
+            else:
+                tokens[row].append(token)
+                add(row, streams[row].add(token))
+    for row, stream in enumerate(streams):
+        add(row, stream.finish())
+    return [Sample(*of_prompt, loaded.name) for of_prompt in zip(prompts, texts, tokens, ended, strict=True)]
