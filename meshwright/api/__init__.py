@@ -1,9 +1,10 @@
 """The verbs as functions, for scripts, torchrun and notebooks."""
 
-from meshwright.api.generation import Sample, sample
+from meshwright.api.generation import sample
 from meshwright.api.prediction import plan, report, simulate
 from meshwright.api.proof import prove
 from meshwright.api.training import Result, train, train_as_rank, train_with_fork_server
+from meshwright.generate.settings import Sample
 
 __all__ = [
     "Result",

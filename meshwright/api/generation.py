@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from meshwright.api.python_args import errors_for_python, given_path
-from meshwright.generate.samples import Sample, sample_run
-from meshwright.generate.sampling import SamplingConfig
+from meshwright.generate.settings import Sample, SamplingConfig
 
 
 def sample(
@@ -52,6 +51,8 @@ def sample(
         >>> [answer] = meshwright.sample("runs/tiny", "def ", tokens=40, temperature=0)
         >>> answer.text
     """
+    from meshwright.generate.samples import sample_run
+
     with errors_for_python():
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         config = SamplingConfig(tokens, temperature, top_k, top_p, seed)

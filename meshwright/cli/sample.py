@@ -26,7 +26,7 @@ def sample(
     from dataclasses import asdict
 
     from meshwright.generate.samples import sample_run
-    from meshwright.generate.sampling import SamplingConfig
+    from meshwright.generate.settings import SamplingConfig
 
     stream = TerminalStream(prompt)
     config = SamplingConfig(tokens, temperature, top_k, top_p, seed)

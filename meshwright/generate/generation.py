@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
 from meshwright.generate.cache import CachePositions, with_cache
-from meshwright.generate.sampling import Sampler, SamplingConfig
+from meshwright.generate.sampling import Sampler
+from meshwright.generate.settings import SamplingConfig
 from meshwright.models.layers.loss import HeadLoss
 from meshwright.models.spec import ModelSpec
 

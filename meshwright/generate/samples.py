@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.generate.generation import generate
 from meshwright.generate.load import load_model
-from meshwright.generate.sampling import SamplingConfig
+from meshwright.generate.settings import Sample, SamplingConfig
 from meshwright.generate.text import open_codec
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What was generated after a prompt."""
-
-    prompt: str
-    text: str
-    """generated text, without the prompt"""
-    tokens: list[int]
-    """generated tokens"""
-    ended: bool
-    """whether the text ended with the end-of-document token, which it does not contain"""
-    checkpoint: str
-    """name of the checkpoint"""
 
 
 def sample_run(

@@ -5,38 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from meshwright.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """How tokens are chosen."""
-
-    tokens: int = 100
-    """the largest number of tokens to generate per prompt"""
-    temperature: float = 1.0
-    """divides the logits; 0 chooses the most likely token"""
-    top_k: int = 0
-    """the number of most likely tokens to choose from; 0: all"""
-    top_p: float = 1.0
-    """chooses from the most likely tokens whose probabilities sum to this"""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, value, good, expected in (
-            ("tokens", self.tokens, self.tokens >= 1, "1 or more"),
-            ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "0 or more"),
-            ("top-k", self.top_k, self.top_k >= 0, "0 (all tokens) or more"),
-            ("top-p", self.top_p, 0 < self.top_p <= 1, "a number above 0 and at most 1"),
-            ("seed", self.seed, self.seed >= 0, "0 or more"),
-        ):
-            if not good:
-                raise ConfigError(f"--{name} {value} is out of range", f"expected {expected}")
+from meshwright.generate.settings import SamplingConfig
 
 
 class Sampler:

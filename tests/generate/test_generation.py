@@ -12,7 +12,8 @@ from meshwright.config import ModelConfig
 from meshwright.errors import ConfigError
 from meshwright.generate.cache import CachePositions, with_cache
 from meshwright.generate.generation import core_names, generate
-from meshwright.generate.sampling import Sampler, SamplingConfig
+from meshwright.generate.sampling import Sampler
+from meshwright.generate.settings import SamplingConfig
 from meshwright.models.init import build_model
 from meshwright.models.registry import FAMILIES, model_spec
 

@@ -16,7 +16,7 @@ from meshwright.cli.sample import TerminalStream
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.generate.generation import generate
 from meshwright.generate.load import load_model
-from meshwright.generate.sampling import SamplingConfig
+from meshwright.generate.settings import SamplingConfig
 from meshwright.generate.text import ByteStream, TokenizerStream, open_codec
 
 PROMPTS = ["def ", "é", "class A"]
