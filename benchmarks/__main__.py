@@ -19,8 +19,13 @@ from benchmarks import (
     pipeline,
     recovery,
     sampler,
+<<<<<<< HEAD
     throughput,
     tokenization,
+=======
+    sampling,
+    throughput,
+>>>>>>> f2481a5 (Compare sampling with transformers' generate)
     transformers_loops,
     weights,
     zero,
@@ -50,6 +55,7 @@ BENCHMARKS = (
     "tokenization",
     "checkpoint",
     "weights",
+    "sampling",
     "recovery",
 )
 
@@ -84,6 +90,8 @@ def main() -> None:
         result["checkpoint"] = checkpoint.measure()
     if "weights" in args.only:
         result["weights"] = weights.measure()
+    if "sampling" in args.only:
+        result["sampling"] = sampling.measure()
     if "recovery" in args.only:
         result["recovery"] = recovery.measure()
     result["targets"] = targets(result)
@@ -156,6 +164,10 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
         for operation in ("import", "export"):
             value = result["weights"][operation]["ratio_to_safetensors"]["median"]
             rows.append(target(f"weights, {operation} / safetensors", value, weights.MIN_RATIO, ">="))
+    if "sampling" in result:
+        for batch in sampling.BATCHES:
+            value = result["sampling"][f"batch_{batch}"]["ratio_to_transformers"]["median"]
+            rows.append(target(f"sampling, batch {batch} / transformers", value, sampling.MIN_RATIO, ">="))
     if "recovery" in result:
         value = result["recovery"]["ratio_to_cold_start"][recovery.RANK_KILLED]["median"]
         rows.append(
