@@ -19,13 +19,9 @@ from benchmarks import (
     pipeline,
     recovery,
     sampler,
-<<<<<<< HEAD
-    throughput,
-    tokenization,
-=======
     sampling,
     throughput,
->>>>>>> f2481a5 (Compare sampling with transformers' generate)
+    tokenization,
     transformers_loops,
     weights,
     zero,

@@ -1,4 +1,4 @@
-"""Tokens per second of greedy sampling relative to `generate` of transformers, with the same weights and prompts on CPU.
+"""Tokens per second of greedy sampling relative to `generate` of transformers, with the same weights on CPU.
 
 Both generate the same tokens, which is checked. Methods alternate within a round; a result is the median over rounds of
 the ratio within a round.
