@@ -93,7 +93,8 @@ def require_no_window(fields: ConfigFields) -> None:
     fields.require("use_sliding_window", False, False)
     fields.read.update(("sliding_window", "max_window_layers", "layer_types"))  # without effect, or checked here
     layer_types = fields.tree.get("layer_types")
-    if layer_types is not None and layer_types != ["full_attention"] * len(layer_types):
+    plain = isinstance(layer_types, list) and all(kind == "full_attention" for kind in layer_types)
+    if layer_types is not None and not plain:
         raise ConfigError(
             f"{fields.file}: layer_types = {format_value(layer_types)} is not supported",
             "expected full_attention for each layer",
