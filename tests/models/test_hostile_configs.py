@@ -1,4 +1,4 @@
-"""A hostile config.json is a ConfigError that names the key, for every family: never a traceback, and never accepted."""
+"""A hostile config.json of any family is refused by the name of the key, or read: never a traceback."""
 
 from __future__ import annotations
 
