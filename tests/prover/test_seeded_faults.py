@@ -6,13 +6,14 @@ from functools import cache
 
 import context_expert_faults
 import data_parallel_faults
+import optimizer_faults
 import pipeline_faults
 import pytest
 import tensor_parallel_faults
 from seeded_faults import FAULTS, MODEL
 from traced_cases import Case, check_cases
 
-MODULES = (data_parallel_faults, tensor_parallel_faults, context_expert_faults, pipeline_faults)
+MODULES = (data_parallel_faults, tensor_parallel_faults, context_expert_faults, pipeline_faults, optimizer_faults)
 LAUNCHES = sorted({(fault.layout, run) for fault in FAULTS.values() for run in fault.runs})
 
 
@@ -26,8 +27,8 @@ def check_launch(layout: tuple[str, ...], run: str) -> dict[str, tuple[bool, str
     return dict(zip(cases, check_cases(list(cases.values())), strict=True))
 
 
-def test_90_faults_are_seeded():
-    assert len(FAULTS) == 90
+def test_101_faults_are_seeded():
+    assert len(FAULTS) == 101
     assert {fault.inject.__module__ for fault in FAULTS.values()} == {module.__name__ for module in MODULES}
 
 
