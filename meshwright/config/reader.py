@@ -115,8 +115,13 @@ def config_to_toml(config: RunConfig) -> str:
 
 def without_none(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Drops keys whose value is None, since TOML has no null, and tables without a value."""
-    plain = {key: without_none(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
-    return {key: value for key, value in plain.items() if value is not None and value != {}}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        return without_none(value) if isinstance(value, Mapping) else value
+
+    return {key: value for key, item in tree.items() if (value := plain(item)) is not None and value != {}}
 
 
 def read_toml(path: Path, description: str = "run file") -> dict[str, Any]:

@@ -215,3 +215,10 @@ def test_layout_of_too_many_ranks_is_refused():
         load_config(overrides=["--layout.replicate=1048576", "--layout.tensor=1048576"])
     with pytest.raises(ConfigError, match=r"--ranks = 2000000 is out of range"):
         load_config(ranks=2_000_000)
+
+
+def test_run_file_of_parameter_groups_leaves_out_settings_without_a_value(tmp_path):
+    config = load_config(overrides=['--optimizer.groups=[{pattern = "*.norm.*", lr_factor = 0.5}]'])
+    path = tmp_path / "run.toml"
+    path.write_text(config_to_toml(config))
+    assert load_config(path) == config

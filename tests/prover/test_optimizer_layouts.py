@@ -22,7 +22,6 @@ EIGHT_HYBRIDS = (
 QUICK = [
     Case(small_options("replicate=2 shard=parameters tensor=2", "--optimizer.kind=muon"), FLOAT64),
     Case(small_options("replicate=2 pipeline=2 expert=2 experts=4", "--optimizer.kind=muon"), FLOAT64),
-    Case(small_options("replicate=2 shard=parameters tensor=2", "--optimizer.kind=adafactor"), FLOAT64),
 ]
 LONG = [
     Case(small_options(row, f"--optimizer.kind={kind}"), run)
