@@ -26,7 +26,12 @@ from meshwright.errors import MeshwrightError, RestartsExhausted
 from meshwright.io import output_file, write_json
 from meshwright.launch.user_code.update import require_built_in_update
 from meshwright.prover.claims import Claim, cuda_devices
-from meshwright.prover.custom.family_model import family_custom_model, has_reference
+from meshwright.prover.custom.family_model import (
+    BALANCING,
+    family_custom_model,
+    has_reference,
+    without_balancing,
+)
 from meshwright.prover.custom.proof import CustomProof
 from meshwright.prover.custom.subject import Subject
 from meshwright.prover.frozen_parameters import check_frozen
@@ -126,8 +131,10 @@ def certify(
     the user's own model is proven as it is; `sources` are its data, by default those of the config.
     """
     require_built_in_update(config, "prove")
+    configured, left_open = config, [INITIAL_WEIGHTS] if config.init_from else []
     if custom is None and not has_reference(config):
-        custom = family_custom_model(config)
+        config, custom = without_balancing(config), family_custom_model(config)
+        left_open += [BALANCING] if config != configured else []
     torch.set_num_threads(config.launch.threads)
     checks, proof = CHECKS, None
     if custom is not None:
@@ -143,8 +150,7 @@ def certify(
         if on_result is not None:
             on_result(result)
     if proof is not None:
-        left_open = [*([INITIAL_WEIGHTS] if config.init_from else []), *proof.not_proven()]
-        return build_certificate(config, results, left_open, proof.describe())
+        return build_certificate(configured, results, [*left_open, *proof.not_proven()], proof.describe())
     devices = cuda_devices(config.launch)
     return build_certificate(config, results, not_proven(config, proof_runs(config, full, devices), devices))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,16 @@ def name_entries(samples: Sequence[Any]) -> dict[str, Any]:
     """The collate function: (tokens, labels), and the documents of packed ones, of every sample -> a batch by name."""
     columns = zip(("tokens", "labels", "documents"), zip(*samples, strict=True), strict=False)
     return {name: np.stack(column) for name, column in columns}
+
+
+BALANCING = "the load-balancing loss and the routing bias of experts: the proof runs have neither"
+
+
+def without_balancing(config: RunConfig) -> RunConfig:
+    """The config of the proof runs: the module alone computes neither the load-balancing loss nor a routing bias."""
+    if not config.model.experts:
+        return config
+    return replace(config, model=replace(config.model, router_aux_loss=0.0, router_bias_rate=0.0))
 
 
 def family_custom_model(config: RunConfig) -> CustomModel:
