@@ -29,7 +29,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.spec import ModelSpec
 from meshwright.parallel.parallel_spec import ParallelSpec, parameter_owners, require_modules
 from meshwright.parallel.tensor_plans.local_styles import LocalStyle
-from meshwright.parallel.tensor_plans.lora_factors import parallelize_with_factors
+from meshwright.parallel.tensor_plans.lora_factors import parallelize_with_factors, with_low_rank
 
 SEQUENCE = 1
 """The sequence dimension of (batch, sequence, width)."""
@@ -122,7 +122,7 @@ class ColwiseLocal(ParallelStyle):
 
     @staticmethod
     def multiply(module: nn.Module, x: Tensor) -> Tensor:
-        return F.linear(x, partial_weight(module.weight))
+        return with_low_rank(module, x, F.linear(x, partial_weight(module.weight)))
 
 
 class RowwiseWithBias(ParallelStyle):
@@ -135,7 +135,8 @@ class RowwiseWithBias(ParallelStyle):
 
     @staticmethod
     def multiply(module: nn.Module, mesh: DeviceMesh, x: Tensor) -> Tensor:
-        partial_sum = F.linear(x.to_local() if isinstance(x, DTensor) else x, partial_weight(module.weight))
+        local = x.to_local() if isinstance(x, DTensor) else x
+        partial_sum = with_low_rank(module, local, F.linear(local, partial_weight(module.weight)))
         out = DTensor.from_local(partial_sum, mesh, [Partial()], run_check=False)
         chunk = out.redistribute(placements=[Shard(SEQUENCE)]).to_local()
         return chunk + partial_weight(module.bias).to(chunk.dtype)

@@ -4,6 +4,7 @@
 |---|---|---|---|
 | sharded by rows (colwise) | replicated | sharded by rows | the local columns of the output |
 | sharded by columns (rowwise) | sharded by columns | replicated | a partial sum, reduced with that of the weight |
+| replicated | replicated | replicated | that of the rank's own tokens |
 
 So the factors add no collective to forward. In backward, the gradient of the replicated factor is a partial sum over
 tensor-parallel ranks.
@@ -40,25 +41,32 @@ def parallelize_with_factors(module: nn.Module, mesh: DeviceMesh, style: Paralle
 def shard_factors(module: LoraLinear, mesh: DeviceMesh, factors: dict[str, nn.Parameter | None]) -> None:
     weight = module.weight
     assert isinstance(weight, DTensor)
-    by_columns = weight.placements[0].is_shard(1)
-    sharded: dict[str, Placement] = {"lora_a": Shard(1)} if by_columns else {"lora_b": Shard(0)}
+    placement = weight.placements[0]
+    sharded: dict[str, Placement] = {}
+    if placement.is_shard():
+        sharded = {"lora_a": Shard(1)} if placement.is_shard(1) else {"lora_b": Shard(0)}
     for name, factor in factors.items():
         assert factor is not None
-        placement = sharded.get(name, Replicate())
-        distributed = distribute_tensor(factor, mesh, [placement], src_data_rank=None)
+        distributed = distribute_tensor(factor, mesh, [sharded.get(name, Replicate())], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(distributed, factor.requires_grad))
-    output: Placement = Partial() if by_columns else Shard(-1)
-    module.low_rank = partial(local_low_rank, module, mesh, output)  # type: ignore[method-assign]
+    output = {"lora_a": Partial(), "lora_b": Shard(-1)}[next(iter(sharded))] if sharded else None
+    module.low_rank = partial(low_rank_of_shards, module, mesh, output)  # type: ignore[method-assign]
 
 
-def local_low_rank(module: LoraLinear, mesh: DeviceMesh, output: Placement, x: Tensor) -> Tensor:
-    """The product of the local factors. Every rank has all features of `x` (colwise), and a part of its gradient; or a
-    part of the features (rowwise).
+def low_rank_of_shards(module: LoraLinear, mesh: DeviceMesh, output: Placement | None, x: Tensor) -> Tensor:
+    """The product of the factors as a DTensor. Every rank has all features of `x` and a part of its gradient (colwise),
+    or a part of the features (rowwise); with a replicated weight, its own tokens (`output` is None).
     """
     assert isinstance(x, DTensor)
-    rows = x.to_local(
-        grad_placements=[Partial() if placement.is_replicate() else placement for placement in x.placements]
-    )
-    hidden = F.linear(rows, local_weight(module, "lora_a")) * module.scale
-    product = F.linear(hidden, local_weight(module, "lora_b"))
-    return DTensor.from_local(product, mesh, [output], run_check=False)
+    local = x.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in x.placements])
+    return DTensor.from_local(local_low_rank(module, local), mesh, [output or x.placements[0]], run_check=False)
+
+
+def local_low_rank(module: LoraLinear, x: Tensor) -> Tensor:
+    """The product of the local factors with a local tensor."""
+    return F.linear(F.linear(x, local_weight(module, "lora_a")) * module.scale, local_weight(module, "lora_b"))
+
+
+def with_low_rank(module: nn.Module, x: Tensor, output: Tensor) -> Tensor:
+    """The local output of a style that multiplies local tensors itself, with the product of the factors, if any."""
+    return output + local_low_rank(module, x) if isinstance(module, LoraLinear) else output
