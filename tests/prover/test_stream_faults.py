@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -10,6 +12,7 @@ from stream_faults import FAULTS, FILES, MIXTURE, QUICK, SMALL, ordinals_of_a_mi
 
 from meshwright.config import RunConfig, config_from_dict, load_config
 from meshwright.data import sample_lookup
+from meshwright.data.prepare.command import prepare_folder
 from meshwright.prover.stream import check_stream, checked_stream, epochs, loading, order, sources
 
 QUICK_SEEDS = (19, 27)
@@ -68,6 +71,14 @@ def test_finding_names_source_position_step_and_samples(monkeypatch):
 )
 def test_stream_contract_holds(options):
     assert failed_claims(load_config(overrides=options)) == []
+
+
+def test_stream_contract_holds_for_shards_and_compressed_files(tmp_path):
+    (tmp_path / "records.jsonl.gz").write_bytes(gzip.compress(Path("records.jsonl").read_bytes()))
+    prepare_folder(["records.jsonl"], tmp_path / "shards", "", "auto", "text", "", "auto", 1, 500, 0)
+    for kind, name in (("shards", "shards"), ("jsonl", "records.jsonl.gz")):
+        options = [f"--data.kind={kind}", f"--data.path={tmp_path / name}", "--data.sequence=16"]
+        assert failed_claims(load_config(overrides=options)) == []
 
 
 def random_config(random: Random) -> RunConfig:

@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from meshwright.data.prepare.command import prepare_folder
 from meshwright.data.shards import TokenShards
@@ -39,3 +42,12 @@ def contents(folder):
 def documents(folder):
     shards = TokenShards(folder)
     return [bytes(shards.document(i)[0].astype(np.uint8)).decode() for i in range(shards.index.documents)]
+
+
+def save_tokenizer(path, size=10):
+    tokenizer = Tokenizer(WordLevel({"[UNK]": 0, "</s>": 1} | {f"w{i}": i for i in range(2, size)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.enable_padding(length=64)
+    tokenizer.enable_truncation(2)
+    tokenizer.save(str(path))
+    return str(path)

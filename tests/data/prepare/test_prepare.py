@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
 from meshwright.data.prepare import assemble, parts, readers, workers
 from meshwright.data.shards import TokenShards
 from meshwright.errors import BusyError, ConfigError, DataError
-from tests.data.prepare.corpus import TEXTS, contents, documents, jsonl, prepare
+from tests.data.prepare.corpus import TEXTS, contents, documents, jsonl, prepare, save_tokenizer
 
 FORK = multiprocessing.get_context("fork")
 
@@ -178,3 +182,19 @@ def test_worker_that_is_killed_is_an_error_with_the_place(corpus, tmp_path, monk
     with pytest.raises(DataError, match=r"a worker ended with status -9 at line \d+ or later of .*corpus\.jsonl"):
         prepare(corpus, tmp_path / "out", workers=2)
     assert not multiprocessing.active_children()
+
+
+def test_ctrl_c_ends_workers_with_exit_code_130_and_the_command_continues(tmp_path):
+    (tmp_path / "c.jsonl").write_bytes(jsonl(["text " * 2000] * 450))
+    command = [sys.executable, "-m", "meshwright", "data", "prepare", "c.jsonl", "--out", "out", "--workers", "2"]
+    command += ["--tokenizer", save_tokenizer(tmp_path / "tokenizer.json")]  # bytes would be done too soon
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "out" / ".parts").glob("*.part")) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the command and to its workers
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "")
+    assert not (tmp_path / "out" / "index.json").exists()
+    done = subprocess.run([*command, "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout)["documents"] == 450

@@ -13,14 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import zstandard
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 
 from meshwright.data.prepare import readers
 from meshwright.data.shards import TokenShards
 from meshwright.errors import ConfigError, DataError
-from tests.data.prepare.corpus import TEXTS, documents, jsonl, prepare
+from tests.data.prepare.corpus import TEXTS, documents, jsonl, prepare, save_tokenizer
 
 
 def write_zstd(path, content):
@@ -98,15 +95,6 @@ def test_parts_of_a_text_file_do_not_change_its_tokens(tmp_path, monkeypatch):
         monkeypatch.setattr(readers, "PART_BYTES", size)
         digests.add(prepare(tmp_path / "a.txt", tmp_path / str(size), end_of_document="none")["digest"])
     assert len(digests) == 1
-
-
-def save_tokenizer(path, size=10):
-    tokenizer = Tokenizer(WordLevel({"[UNK]": 0, "</s>": 1} | {f"w{i}": i for i in range(2, size)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.enable_padding(length=64)
-    tokenizer.enable_truncation(2)
-    tokenizer.save(str(path))
-    return str(path)
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(10, "uint16"), (1 << 16, "uint16"), ((1 << 16) + 1, "uint32")])
