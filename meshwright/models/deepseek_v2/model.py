@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from meshwright.config import ModelConfig
 from meshwright.models.deepseek_v2.options import DeepSeekV2Options
-from meshwright.models.layers.attention import CoreAttention, document_ids
+from meshwright.models.layers.attention import CoreAttention
 from meshwright.models.layers.block_stack import BlockStack
+from meshwright.models.layers.decoder import LanguageModel
 from meshwright.models.layers.experts import Experts
 from meshwright.models.layers.feed_forward import FeedForward
-from meshwright.models.layers.loss import HeadLoss
 from meshwright.models.layers.norm import RMSNorm
 from meshwright.models.layers.rotary import RotaryEmbedding, RotaryTables
 
@@ -113,24 +113,5 @@ class DeepSeekV2Decoder(nn.Module):
         return self.norm(self.stack(self.blocks, x, rotary))  # type: ignore[no-any-return]
 
 
-class DeepSeekV2(nn.Module):
-    """(tokens, labels) -> (sum of token losses, number of valid tokens)."""
-
-    def __init__(self, config: ModelConfig, options: DeepSeekV2Options) -> None:
-        super().__init__()
-        self.decoder = DeepSeekV2Decoder(config, options)
-        self.head = HeadLoss(config.width, config.vocab)
-        self.separator = config.separator
-        if config.tie:
-            weight = self.decoder.embedding.weight
-            assert isinstance(weight, nn.Parameter)
-            self.head.weight = weight
-
-    def forward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if documents is None:
-            documents = document_ids(tokens, self.separator)
-        return self.head(self.decoder(tokens, documents), labels)  # type: ignore[no-any-return]
-
-
-def build(config: ModelConfig, options: DeepSeekV2Options) -> DeepSeekV2:
-    return DeepSeekV2(config, options)
+def build(config: ModelConfig, options: DeepSeekV2Options) -> LanguageModel:
+    return LanguageModel(config, DeepSeekV2Decoder(config, options))

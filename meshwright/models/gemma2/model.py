@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from meshwright.config import ModelConfig
 from meshwright.models.gemma2.spec import Gemma2Options
-from meshwright.models.layers.attention import CoreAttention, document_ids
+from meshwright.models.layers.attention import CoreAttention
 from meshwright.models.layers.block_stack import BlockStack
+from meshwright.models.layers.decoder import LanguageModel
 from meshwright.models.layers.feed_forward import FeedForward
 from meshwright.models.layers.loss import HeadLoss
 from meshwright.models.layers.rotary import RotaryEmbedding, RotaryTables, apply_rotary
@@ -107,28 +108,10 @@ class SoftCappedHead(HeadLoss):
         return soft_cap(super().logits(hidden), self.cap)
 
 
-class Gemma2(nn.Module):
-    """(tokens, labels) -> (sum of token losses, number of valid tokens)."""
-
-    def __init__(self, config: ModelConfig, options: Gemma2Options) -> None:
-        super().__init__()
-        self.decoder = Gemma2Decoder(config, options)
-        self.head = SoftCappedHead(config.width, config.vocab, options.logit_softcap)
-        self.separator = config.separator
-        if config.tie:
-            weight = self.decoder.embedding.weight
-            assert isinstance(weight, nn.Parameter)
-            self.head.weight = weight
-
-    def forward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if documents is None:
-            documents = document_ids(tokens, self.separator)
-        return self.head(self.decoder(tokens, documents), labels)  # type: ignore[no-any-return]
-
-
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     return cap * (x / cap).tanh()
 
 
-def build(config: ModelConfig, options: Gemma2Options) -> Gemma2:
-    return Gemma2(config, options)
+def build(config: ModelConfig, options: Gemma2Options) -> LanguageModel:
+    head = SoftCappedHead(config.width, config.vocab, options.logit_softcap)
+    return LanguageModel(config, Gemma2Decoder(config, options), head)

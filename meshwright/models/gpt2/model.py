@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from meshwright.config import ModelConfig
 from meshwright.models.gpt2.spec import GPT2Options
-from meshwright.models.layers.attention import CoreAttention, document_ids
+from meshwright.models.layers.attention import CoreAttention
 from meshwright.models.layers.block_stack import BlockStack
-from meshwright.models.layers.loss import HeadLoss
+from meshwright.models.layers.decoder import LanguageModel
 from meshwright.models.layers.rotary import RotaryEmbedding, RotaryTables
 
 
@@ -83,24 +83,5 @@ class GPT2Decoder(nn.Module):
         return self.norm(self.stack(self.blocks, x, rotary))  # type: ignore[no-any-return]
 
 
-class GPT2(nn.Module):
-    """(tokens, labels) -> (sum of token losses, number of valid tokens)."""
-
-    def __init__(self, config: ModelConfig, options: GPT2Options) -> None:
-        super().__init__()
-        self.decoder = GPT2Decoder(config, options)
-        self.head = HeadLoss(config.width, config.vocab)
-        self.separator = config.separator
-        if config.tie:
-            weight = self.decoder.embedding.weight
-            assert isinstance(weight, nn.Parameter)
-            self.head.weight = weight
-
-    def forward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if documents is None:
-            documents = document_ids(tokens, self.separator)
-        return self.head(self.decoder(tokens, documents), labels)  # type: ignore[no-any-return]
-
-
-def build(config: ModelConfig, options: GPT2Options) -> GPT2:
-    return GPT2(config, options)
+def build(config: ModelConfig, options: GPT2Options) -> LanguageModel:
+    return LanguageModel(config, GPT2Decoder(config, options))

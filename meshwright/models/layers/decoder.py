@@ -85,10 +85,10 @@ class LanguageModel(nn.Module):
     `documents` are those of full sequences; a caller that passes sequence chunks must pass them.
     """
 
-    def __init__(self, config: ModelConfig, variant: DecoderVariant) -> None:
+    def __init__(self, config: ModelConfig, decoder: nn.Module, head: HeadLoss | None = None) -> None:
         super().__init__()
-        self.decoder = Decoder(config, variant)
-        self.head = HeadLoss(config.width, config.vocab)
+        self.decoder = decoder
+        self.head = head or HeadLoss(config.width, config.vocab)
         self.separator = config.separator
         if config.tie:
             self.tie()
@@ -100,6 +100,4 @@ class LanguageModel(nn.Module):
 
     def tie(self) -> None:
         """Ties the weight of the head to the embedding."""
-        weight = self.decoder.embedding.weight
-        assert isinstance(weight, nn.Parameter)
-        self.head.weight = weight
+        self.head.weight = self.decoder.get_parameter("embedding.weight")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from meshwright.config import ModelConfig
-from meshwright.models.layers.decoder import LanguageModel
+from meshwright.models.layers.decoder import Decoder, LanguageModel
 from meshwright.models.qwen3.spec import Qwen3Options, variant
 
 
 def build(config: ModelConfig, options: Qwen3Options) -> LanguageModel:
-    return LanguageModel(config, variant(config, options))
+    return LanguageModel(config, Decoder(config, variant(config, options)))
