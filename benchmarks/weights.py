@@ -50,7 +50,7 @@ def measure() -> dict[str, Any]:
         stored = {part.stored: parameters[part.name] for part in stored_parameters(MODEL)}
         megabytes = sum(tensor.nbytes for tensor in stored.values()) / 1e6
         imports = {
-            "meshwright": lambda: import_all(folder / "weights"),
+            "meshwright": lambda: import_all(folder),
             "safetensors": lambda: load_all(folder, stored),
         }
         exports = {"meshwright": lambda: export_once(folder), "safetensors": lambda: save_once(folder, stored)}

@@ -29,7 +29,10 @@ def write_huggingface_files(folder: Path, model: ModelConfig, config: RunConfig,
     earlier = inert_keys(Path(config.init_from)) if config.init_from else {}
     defaults: dict[str, Any] = {"max_position_embeddings": config.data.sequence, "bos_token_id": None}
     defaults["eos_token_id"] = model.separator
-    written = defaults | earlier | write_huggingface_config(model) | {"dtype": dtype, "torch_dtype": dtype}
+    sizes = write_huggingface_config(model)
+    written = defaults | earlier | sizes | {"dtype": dtype, "torch_dtype": dtype}
+    if "n_positions" in sizes:  # another name of the same key
+        del written["max_position_embeddings"]
     write_json(folder / CONFIG_FILE, written)
     if not copy_file(Path(config.init_from) / GENERATION_FILE if config.init_from else None, folder):
         tokens = {key: written[key] for key in TOKEN_KEYS if written.get(key) is not None}
