@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from weight_folders import DOWN, EMBEDDING, MODEL, TIED
+from weight_folders import DOWN, EMBEDDING, MODEL, TIED, make_folder
 from written_checkpoints import SHARD, STEP, write_checkpoint, write_family_checkpoint
 
 from meshwright.cli import main
 from meshwright.config import ModelConfig, RunConfig, identity
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.weights.export import TensorWriter, export_checkpoint, parse_size
+from meshwright.weights.huggingface_files import write_huggingface_files
 from meshwright.weights.reader import WeightFolder
 
 
@@ -189,3 +190,19 @@ def test_a_model_four_times_larger_than_the_memory_of_the_process_is_exported(tm
     size = (tmp_path / "float32" / "model.safetensors").stat().st_size
     assert size > 4 * BOUND
     assert (tmp_path / "bfloat16" / "model.safetensors").stat().st_size == pytest.approx(size / 2, rel=0.01)
+
+
+def test_tokenizer_and_special_tokens_of_the_first_folder_are_in_the_export(tmp_path):
+    first = make_folder(tmp_path / "first")
+    config = json.loads((first / "config.json").read_text())
+    (first / "config.json").write_text(json.dumps(config | {"eos_token_id": 7, "max_position_embeddings": 99}))
+    (first / "tokenizer.json").write_text("{}")
+    (first / "chat_template.jinja").write_text("template")
+    (tmp_path / "out").mkdir()
+    write_huggingface_files(tmp_path / "out", MODEL, RunConfig(init_from=str(first)), "float32")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["eos_token_id"], written["max_position_embeddings"], written["hidden_size"]) == (7, 99, 8)
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "template"
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == 7
+    tokenizer = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert tokenizer == {"tokenizer_class": "PreTrainedTokenizerFast"}
