@@ -115,7 +115,7 @@ def fill_model(model: nn.Module, spec: ModelSpec, source: CheckpointTensors, con
 
 def from_bits(bits: Bits, dtype: str) -> Tensor:
     """The values of elements that are given as unsigned integers of their bits."""
-    return torch.from_numpy(bits.view(f"i{bits.itemsize}")).view(getattr(torch, dtype))
+    return torch.from_numpy(bits.view(f"i{bits.itemsize}").copy()).view(getattr(torch, dtype))  # it may be read-only
 
 
 def check_base(entry: CheckpointEntry, model: nn.Module, saved: set[str]) -> None:
