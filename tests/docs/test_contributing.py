@@ -13,13 +13,13 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 QUESTIONS = [
     "Where is a wrong gradient prevented?",
-    "Where would Muon go?",
+    "Where is the update of an optimizer?",
     "Where does a checkpoint come into existence?",
     "What happens when rank 3 dies?",
     "How do I add my GPU?",
 ]
 RECIPES = ["model family", "optimizer", "schedule", "GPU", "data source", "collective", "check"]
-NOT_YET = {"meshwright/optim/muon.py", "meshwright/optim/NAME.py", "meshwright/models/NAME/"}
+NOT_YET = {"meshwright/optim/NAME.py", "meshwright/models/NAME/"}
 
 
 def paths() -> list[str]:
