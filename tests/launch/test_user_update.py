@@ -95,9 +95,7 @@ def test_run_file_cannot_name_code(argument, tmp_path):
 
 def test_run_with_own_optimizer_and_schedule_is_extended_on_another_layout_and_refused_with_another_kind(tmp_path):
     run, options = tmp_path / "run", {"optimizer": rmsprop, "schedule": halving, "quiet": True}
-    config = small_config(
-        "--layout.shard=parameters", "--optimizer.groups=[{pattern='*norm*',frozen=true}]", steps=3
-    )
+    config = small_config("--layout.shard=parameters", "--optimizer.groups=[{pattern='*norm*',frozen=true}]", steps=3)
     train(config, run=run, **options)
     longer = small_config("--optimizer.groups=[{pattern='*norm*',frozen=true}]", ranks=1, steps=5)
     assert train(longer, run=run, **options).steps == 5
