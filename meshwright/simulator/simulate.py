@@ -198,12 +198,15 @@ def as_config_error(layout: Layout, rank: int, error: Exception) -> MeshwrightEr
 
 def plan_blocks(config: RunConfig, layout: Layout, blocks: list[int]) -> Extrapolation:
     """Extrapolates the stage with the fewest blocks; the other stages keep their difference to it. The blocks of an
-    activation-checkpointing segment stay together. DDP is not extrapolated, because its buckets span blocks.
+    activation-checkpointing segment stay together. DDP is not extrapolated, because its buckets span blocks, nor is a
+    pipeline whose first blocks differ from the others.
     """
-    if uses_ddp(layout):
+    architecture = run_spec(config).architecture
+    dense = architecture.dense_layers if architecture is not None else 0
+    if uses_ddp(layout) or (dense and layout.pipeline > 1):
         return Extrapolation(min(blocks))
     segment = config.activation_checkpoint.segment if config.activation_checkpoint.mode == "full" else 1
-    return Extrapolation.plan(min(blocks), MIN_BLOCKS * segment, segment)
+    return Extrapolation.plan(min(blocks), dense + MIN_BLOCKS * segment, segment)
 
 
 def plan_micro_steps(config: RunConfig, layout: Layout, batch: Batch) -> Extrapolation:
@@ -269,12 +272,12 @@ def require_equal_blocks(config: RunConfig) -> None:
     """Raises a ConfigError if some blocks have frozen parameters that others train: a few blocks are simulated, and
     stand for all.
     """
-    trained: dict[str, set[str]] = {}
+    frozen: dict[str, set[str]] = {}
     for parameter in run_spec(config).parameters:
-        if parameter.trainable:
-            trained.setdefault(parameter.unit, set()).add(parameter.name.removeprefix(parameter.unit))
+        if not parameter.trainable:
+            frozen.setdefault(parameter.unit, set()).add(parameter.name.removeprefix(parameter.unit))
     blocks = run_spec(config).block_names
-    if len({frozenset(trained.get(block, ())) for block in blocks}) > 1:
+    if len({frozenset(frozen.get(block, ())) for block in blocks}) > 1:
         raise ConfigError(
             "optimizer.groups freezes parameters of some blocks and not of others, which simulate does not support",
             "try patterns that match the parameters of all blocks, or meshwright plan",

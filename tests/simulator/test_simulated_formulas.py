@@ -129,3 +129,29 @@ SLOW = ("context parallel", "many micro-batches", "16,384 ranks")
 def test_simulated_volume_and_state_memory_equal_the_formulas_on_thousands_of_ranks(name):
     config = load_config(overrides=[*SMALL.split(), *LARGE[name].split()])
     assert differences(config, validate(config)[0].ranks - 1) == []
+
+
+DEEPSEEK = ["--model.family=deepseek_v2", "--model.kv_heads=4", "--model.experts=4", "--model.experts_shared=1"]
+GPT2 = ["--model.family=gpt2", "--model.kv_heads=4", "--model.tie=true"]
+SMALL = [
+    "--model.width=16",
+    "--model.ffn=8",
+    "--model.vocab=32",
+    "--data.sequence=16",
+    "--batch.global=4",
+    "--batch.micro=1",
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (DEEPSEEK, ["--layout.replicate=2", "--layout.tensor=2", "--layout.shard=parameters", "--model.layers=12"]),
+        (DEEPSEEK, ["--layout.replicate=1", "--layout.pipeline=2", "--layout.context=2", "--model.layers=6"]),
+        (GPT2, ["--layout.replicate=2", "--layout.tensor=2", "--layout.shard=parameters", "--model.layers=12"]),
+        (GPT2, ["--layout.replicate=1", "--layout.pipeline=2", "--layout.context=2", "--model.layers=6"]),
+    ],
+)
+def test_formulas_of_families_with_uneven_blocks_and_learned_positions(model, layout):
+    config = load_config(overrides=[*SMALL, *model, *layout])
+    assert [line for rank in (0, 3) for line in differences(config, rank)] == []
