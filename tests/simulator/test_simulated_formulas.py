@@ -147,9 +147,7 @@ SMALL = [
     ("model", "layout"),
     [
         (DEEPSEEK, ["--layout.replicate=2", "--layout.tensor=2", "--layout.shard=parameters", "--model.layers=12"]),
-        (DEEPSEEK, ["--layout.replicate=1", "--layout.pipeline=2", "--layout.context=2", "--model.layers=6"]),
         (GPT2, ["--layout.replicate=2", "--layout.tensor=2", "--layout.shard=parameters", "--model.layers=12"]),
-        (GPT2, ["--layout.replicate=1", "--layout.pipeline=2", "--layout.context=2", "--model.layers=6"]),
     ],
 )
 def test_formulas_of_families_with_uneven_blocks_and_learned_positions(model, layout):
