@@ -47,4 +47,4 @@ def test_every_key_is_either_identity_or_placement():
     config = load_config()
     assert not identity(config).keys() & placement(config).keys()
     leaves = sum(len(value) if isinstance(value, dict) else 1 for value in config_to_dict(config).values())
-    assert len(identity(config)) + len(placement(config)) == leaves - 2  # data.mixture and model.options are empty
+    assert len(identity(config)) + len(placement(config)) == leaves - 3  # three tables are empty
