@@ -28,6 +28,8 @@ class Progress:
         self.bytes, self.tokens = self.bytes + consumed, self.tokens + tokens
         if resumed:
             self.resumed_bytes, self.resumed_tokens = self.resumed_bytes + consumed, self.resumed_tokens + tokens
+        if resumed and self.bar is None:
+            return
         if sys.stderr is not None and sys.stderr.isatty():
             self.draw()
         elif time.monotonic() - self.shown >= LOG_SECONDS:
