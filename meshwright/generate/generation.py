@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
 from meshwright.generate.cache import CachePositions, with_cache
-from meshwright.generate.sampling import Sampler
+from meshwright.generate.sampling import TokenSampler
 from meshwright.generate.settings import SamplingConfig
 from meshwright.models.layers.loss import HeadLoss
 from meshwright.models.spec import ModelSpec
@@ -28,7 +28,7 @@ def generate(
     check_prompts(prompts, spec, config)
     device = next(model.parameters()).device
     slots = max(lengths) + config.tokens
-    sampler = Sampler(config, prompts)
+    sampler = TokenSampler(config, prompts)
     padded = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
     for row, prompt in enumerate(prompts):
         padded[row, : len(prompt)] = torch.tensor(prompt)
@@ -60,7 +60,7 @@ def hidden_states(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def next_tokens(model: nn.Module, sampler: Sampler, hidden: Tensor) -> Tensor:
+def next_tokens(model: nn.Module, sampler: TokenSampler, hidden: Tensor) -> Tensor:
     head = model.get_submodule("head")
     assert isinstance(head, HeadLoss)
     return sampler.choose(head.logits(hidden))

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.generate.settings import SamplingConfig
 
 
-class Sampler:
+class TokenSampler:
     """Draws the tokens of a batch. A row's random numbers depend on the seed, its prompt, and how many equal prompts
     precede it, so that a prompt gets the same tokens in every batch.
     """

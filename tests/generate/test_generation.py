@@ -12,7 +12,7 @@ from meshwright.config import ModelConfig
 from meshwright.errors import ConfigError
 from meshwright.generate.cache import CachePositions, with_cache
 from meshwright.generate.generation import core_names, generate
-from meshwright.generate.sampling import Sampler
+from meshwright.generate.sampling import TokenSampler
 from meshwright.generate.settings import SamplingConfig
 from meshwright.models.init import build_model
 from meshwright.models.registry import FAMILIES, model_spec
@@ -116,8 +116,8 @@ def test_top_k_and_top_p_choose_from_the_most_likely_tokens():
         ({"top_p": 0.6}, {1}),
         ({"top_p": 0.7}, {1, 2}),
     ):
-        assert set(Sampler(SamplingConfig(**options), prompts).choose(logits).tolist()) == allowed
-    counts = Sampler(SamplingConfig(), prompts).choose(logits).bincount(minlength=4) / 400
+        assert set(TokenSampler(SamplingConfig(**options), prompts).choose(logits).tolist()) == allowed
+    counts = TokenSampler(SamplingConfig(), prompts).choose(logits).bincount(minlength=4) / 400
     torch.testing.assert_close(counts, logits[0].softmax(0), rtol=0, atol=0.08)
 
 
