@@ -44,7 +44,7 @@ test-all: .venv/.dev
 	$(PYTEST)
 
 # Builds the wheel, installs it into an empty environment outside the checkout, and uses it there.
-test-wheel: .venv/.run
+test-wheel: .venv/.dev
 	$(BIN)/python tests/repository/check_wheel.py
 
 # Random episodes for 20 minutes; FUZZ_ARGS="--seed 7 --minutes 60" changes that.

@@ -8,7 +8,10 @@ import sys
 import tempfile
 import venv
 import zipfile
+from functools import partial
 from pathlib import Path
+
+import new_user_path
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
@@ -36,9 +39,10 @@ def main() -> None:
         assert "meshwright/py.typed" in names
         venv.create(folder / "env", with_pip=True)
         python = folder / "env" / "bin" / "python"
-        run(python, *pip, "install", "--constraint", ROOT / "constraints.txt", wheel, cwd=folder)
+        run(python, *pip, "install", "--constraint", ROOT / "constraints.txt", f"{wheel}[text]", cwd=folder)
         for command in COMMANDS:
             run(folder / "env" / "bin" / "meshwright", *command.split(), cwd=folder)
+        new_user_path.follow(folder, folder / "env" / "bin" / "meshwright", partial(run, cwd=folder))
     print("the wheel works in an empty environment")
 
 
