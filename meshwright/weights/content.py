@@ -78,7 +78,7 @@ def digest_tensor(name: str, tensor: StoredTensor) -> str:
 
 def open_weights(file: Path) -> int:
     try:
-        return open_descriptor(file, os.O_RDONLY)
+        return open_descriptor(file, os.O_RDONLY, follow=True)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}", "expected a safetensors file") from None
 

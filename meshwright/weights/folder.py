@@ -1,7 +1,7 @@
 """A folder of weights as somebody else wrote it: its safetensors files, index and config.json. Torch-free.
 
 The folder is untrusted. Everything that its headers say is checked before any tensor is read: an index names files of
-the folder alone, every tensor is in exactly one file, and no file is a symbolic link.
+the folder alone, every tensor is in exactly one file, and no file is a symbolic link to somewhere else.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class WeightFiles:
         if has_index and has_single:
             raise ConfigError(f"{self.root} has both {INDEX_FILE} and {SINGLE_FILE}", "expected one of the two")
         if has_single:
-            return read_header(self.root / SINGLE_FILE)
+            return read_header(file_inside(self.root, SINGLE_FILE))
         if has_index:
             return self._read_index()
         pickles = sorted(name for name in os.listdir(self.root) if name.endswith(PICKLES))
@@ -67,7 +67,7 @@ class WeightFiles:
 
     def _read_index(self) -> dict[str, StoredTensor]:
         """The tensors of a sharded folder; the index and the headers must agree."""
-        index = self.root / INDEX_FILE
+        index = file_inside(self.root, INDEX_FILE)
         tree = read_json(index, "the index of a folder of safetensors")
         weight_map = tree.get("weight_map") if isinstance(tree, dict) else None
         if not isinstance(weight_map, dict) or not weight_map:
@@ -79,7 +79,7 @@ class WeightFiles:
                 )
         tensors: dict[str, StoredTensor] = {}
         for file in sorted(set(weight_map.values())):
-            for name, tensor in read_header(self.root / file).items():
+            for name, tensor in read_header(file_inside(self.root, file)).items():
                 if name in tensors:
                     raise ConfigError(
                         f"tensor {shorten(name)} is in {tensors[name].file.name} and in {self.root / file}",
@@ -106,7 +106,7 @@ class WeightFiles:
 
     def config_fields(self) -> ConfigFields:
         """The untrusted config.json."""
-        file = self.root / CONFIG_FILE
+        file = file_inside(self.root, CONFIG_FILE)
         return ConfigFields.of(read_config_file(file), str(file))
 
     @cached_property
@@ -120,6 +120,17 @@ class WeightFiles:
         if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
             raise ConfigError(f"{file} has no digests of tensors", "try to export the checkpoint again")
         return digests
+
+
+def file_inside(root: Path, name: str) -> Path:
+    """A file of a folder. It may be a symbolic link within the folder or, in a snapshot of the Hugging Face cache, to a
+    blob of that cache; a link to anywhere else raises ConfigError.
+    """
+    file = root / name
+    allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    if not any(Path(os.path.realpath(file)).is_relative_to(folder) for folder in allowed):
+        raise ConfigError(f"{file} is a symbolic link out of its folder", "expected a file of the folder")
+    return file
 
 
 def pickle_error(file: Path) -> ConfigError:

@@ -10,7 +10,7 @@ from meshwright.config import ModelConfig, RunConfig
 from meshwright.io import open_regular_file, write_json
 from meshwright.models.config_fields import INERT_KEYS, ConfigFields, read_config_file
 from meshwright.models.registry import write_huggingface_config
-from meshwright.weights.folder import CONFIG_FILE
+from meshwright.weights.folder import CONFIG_FILE, file_inside
 
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -34,7 +34,8 @@ def write_huggingface_files(folder: Path, model: ModelConfig, config: RunConfig,
     if "n_positions" in sizes:  # another name of the same key
         del written["max_position_embeddings"]
     write_json(folder / CONFIG_FILE, written)
-    if not copy_file(Path(config.init_from) / GENERATION_FILE if config.init_from else None, folder):
+    initial = Path(config.init_from).resolve() if config.init_from else None
+    if initial is None or not copy_file(file_inside(initial, GENERATION_FILE), folder):
         tokens = {key: written[key] for key in TOKEN_KEYS if written.get(key) is not None}
         write_json(folder / GENERATION_FILE, {"_from_model_config": True} | tokens)
     copy_tokenizer(folder, config)
@@ -53,20 +54,20 @@ def copy_tokenizer(folder: Path, config: RunConfig) -> None:
     if config.data.tokenizer:
         file = Path(config.data.tokenizer)
         copy_file(file, folder, TOKENIZER_FILE)
-        beside = file.parent if file.name == TOKENIZER_FILE else None
+        beside = file.parent.resolve() if file.name == TOKENIZER_FILE else None
     else:
-        beside = Path(config.init_from) if config.init_from else None
+        beside = Path(config.init_from).resolve() if config.init_from else None
     for name in TOKENIZER_FILES if beside is not None else ():
         if not (folder / name).exists():
             assert beside is not None
-            copy_file(beside / name, folder)
+            copy_file(file_inside(beside, name), folder)
     if (folder / TOKENIZER_FILE).exists() and not (folder / "tokenizer_config.json").exists():
         write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
-def copy_file(file: Path | None, folder: Path, name: str = "") -> bool:
+def copy_file(file: Path, folder: Path, name: str = "") -> bool:
     """Copies a regular file; returns whether there is one."""
-    if file is None or not file.is_file():
+    if not file.is_file():
         return False
     with open_regular_file(file, follow=True) as source, (folder / (name or file.name)).open("xb") as target:
         shutil.copyfileobj(source, target)

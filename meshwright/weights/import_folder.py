@@ -9,7 +9,7 @@ from meshwright.errors import ConfigError
 from meshwright.io import atomic_write
 from meshwright.telemetry.run_folder import INITIAL, RunFolder
 from meshwright.weights.export import temporary_folder
-from meshwright.weights.folder import CONFIG_FILE, INDEX_FILE, RECORD_FILE, WeightFiles
+from meshwright.weights.folder import CONFIG_FILE, INDEX_FILE, RECORD_FILE, WeightFiles, file_inside
 from meshwright.weights.huggingface_files import GENERATION_FILE, TOKENIZER_FILES, copy_file
 from meshwright.weights.mapping import checked_digest, find_parameters
 
@@ -42,7 +42,7 @@ def import_folder(source: Path, run: Path) -> Import:
         raise ConfigError(f"{run} cannot be written: {error.strerror}", "try another --run DIR") from None
     with temporary_folder(folder.root / INITIAL) as target:
         for name in (*COPIED, *sorted({tensor.file.name for tensor in files.tensors.values()})):
-            copy_file(files.root / name, target)
+            copy_file(file_inside(files.root, name), target)
         copied = WeightFiles.open(target)
         if checked_digest(copied, stored) != digest:
             raise ConfigError(f"{files.root} changed while it was copied", "try again when nothing writes to it")

@@ -65,9 +65,9 @@ def invalid_file(file: Path, found: str) -> ConfigError:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file. Raises ConfigError unless they fill the file exactly, without holes."""
+    """The tensors of a file, which may be a symbolic link. Raises ConfigError unless they fill the file exactly, without holes."""
     try:
-        with open_regular_file(file) as opened:
+        with open_regular_file(file, follow=True) as opened:
             size = os.fstat(opened.fileno()).st_size
             length = int.from_bytes(opened.read(LENGTH_BYTES), "little")
             if size < LENGTH_BYTES or length > size - LENGTH_BYTES:

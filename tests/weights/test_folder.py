@@ -78,7 +78,7 @@ SHARDED_DAMAGES = {
     "not listed": (edit_index(lambda m: m.pop(HEAD)), SHARDS[0], "which the index places in null"),
     "listed twice": (edit_index(lambda m: m.update(extra=SHARDS[1])), SHARDS[1], "lacks tensor extra"),
     "no map": (edit_bytes(lambda b: b"{}", INDEX_FILE), INDEX_FILE, "has no weight_map"),
-    "link": (replace_by_link, SHARDS[0], "not a regular file"),
+    "link": (replace_by_link, SHARDS[0], "a symbolic link out of its folder"),
     "pipe": (replace_by_pipe, SHARDS[0], "not a regular file"),
     "shard missing": (lambda folder: (folder / SHARDS[1]).unlink(), SHARDS[1], "No such file"),
 }
@@ -115,6 +115,17 @@ def test_digest_does_not_depend_on_the_division_into_files(tmp_path):
     assert WeightFolder(single).digest == WeightFolder(sharded).digest
     edit_tensors(lambda t: t[HEAD][0, 0].add_(1e-3))(single)
     assert WeightFolder(single).digest != WeightFolder(sharded).digest
+
+
+def test_a_snapshot_of_the_hugging_face_cache_is_read_through_its_links(tmp_path):
+    plain = make_folder(tmp_path / "plain")
+    blobs, snapshot = tmp_path / "models--x" / "blobs", tmp_path / "models--x" / "snapshots" / "0123"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for file in plain.iterdir():
+        (blobs / f"blob-{file.name}").write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(f"../../blobs/blob-{file.name}")
+    assert WeightFolder(snapshot).digest == WeightFolder(plain).digest
 
 
 def test_slices_are_those_of_the_full_tensor(tmp_path):
