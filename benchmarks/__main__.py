@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks import (
     checkpoint,
     layouts,
+    optimizers,
     pipeline,
     recovery,
     sampler,
@@ -50,6 +51,7 @@ BENCHMARKS = (
     "sampler",
     "tokenization",
     "checkpoint",
+    "optimizers",
     "weights",
     "sampling",
     "recovery",
@@ -88,6 +90,8 @@ def main() -> None:
         result["weights"] = weights.measure()
     if "sampling" in args.only:
         result["sampling"] = sampling.measure()
+    if "optimizers" in args.only:
+        result["optimizers"] = optimizers.measure()
     if "recovery" in args.only:
         result["recovery"] = recovery.measure()
     result["targets"] = targets(result)
@@ -154,6 +158,9 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
         ratio = result["tokenization"]["ratio_to_datasets"]
         value = ratio["median"] if ratio else None
         rows.append(target("tokenization / datasets.map, 2 processes", value, tokenization.MIN_RATIO, ">="))
+    if "optimizers" in result:
+        value = result["optimizers"]["muon_over_adamw"]
+        rows.append(target("held-out loss of Muon / AdamW, 300 steps", value, optimizers.MAX_RATIO, "<="))
     if "checkpoint" in result:
         rows += checkpoint_targets(result["checkpoint"])
     if "weights" in result:

@@ -14,6 +14,7 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 QUESTIONS = [
     "Where is a wrong gradient prevented?",
     "Where is the update of an optimizer?",
+    "Where is a whole matrix gathered for Muon?",
     "Where does a checkpoint come into existence?",
     "What happens when rank 3 dies?",
     "How do I add my GPU?",

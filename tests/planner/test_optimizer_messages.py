@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from meshwright.config import load_config
+from meshwright.planner.cost.layer_time import optimizer_time
 from meshwright.planner.exact.comm_volume import comm_volume
+from meshwright.planner.hardware.cluster import preset_cluster
+from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology.unsupported import validate
 
 MODEL = ("--model.layers=1", "--model.width=16", "--model.heads=2", "--model.kv_heads=2", "--model.ffn=24")
@@ -51,3 +54,15 @@ def test_adafactor_sums_rows_and_columns_of_sharded_parameters():
     matrices = [(64, 16), (64, 16), *[(16, 16)] * 4, *[(24, 16)] * 3]
     elements = sum(rows + columns + 3 for rows, columns in matrices) + 3 * 2
     assert (collective, message) == ("all_reduce", 2 * 4 * elements)
+
+
+def test_update_time_of_muon_has_its_matrix_products_and_is_divided_among_ranks():
+    def update_seconds(kind: str, replicas: int) -> float:
+        config = load_config(
+            overrides=["--preset=gpt2-124m", f"--optimizer.kind={kind}", f"--layout.replicate={replicas}"]
+        )
+        return optimizer_time(PlannedJob.from_config(config, preset_cluster("h100", replicas)), 1e8)
+
+    muon, adamw = update_seconds("muon", 1), update_seconds("adamw", 1)
+    assert muon > adamw
+    assert update_seconds("muon", 8) < muon

@@ -14,10 +14,13 @@ from functools import cache, singledispatch
 from typing import Any
 
 from meshwright.models.architecture import Architecture
+from meshwright.models.registry import run_spec
 from meshwright.planner.cost.kernel_time import KernelRate, kernel_rate, matmul_time, memory_bound_time
+from meshwright.planner.hardware.links import collective_seconds, group_placement
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.trainer_profile import TrainerProfile
+from meshwright.topology.optimizer_state import OUTSIDE_BLOCKS, update_rule
 
 
 @dataclass(frozen=True)
@@ -277,4 +280,31 @@ def optimizer_time(job: PlannedJob, parameters: float) -> float:
     moved_bytes = 2 * (job.optimizer_bytes + trainer.parameter_bytes)
     moved_bytes = moved_bytes + trainer.compute_copy_bytes + 4 * trainer.gradient_bytes
     offload = job.run_config is not None and job.run_config.optimizer.cpu_offload
-    return moved_bytes * parameters / rate.bandwidth + (OFFLOAD_SECONDS * parameters if offload else 0.0)
+    elementwise = moved_bytes * parameters / rate.bandwidth + (OFFLOAD_SECONDS * parameters if offload else 0.0)
+    return elementwise + muon_time(job)
+
+
+def muon_time(job: PlannedJob) -> float:
+    """Seconds of Muon beyond an elementwise update: a rank's share of the Newton-Schulz iterations in float32, three
+    products each, and the exchange of its shards with the owners of the matrices.
+    """
+    config, layout = job.run_config, job.layout
+    if config is None or config.optimizer.kind != "muon":
+        return 0.0
+    rate = kernel_rate(job.cluster.device, "fp32", job.trainer)
+    spec = job.model.spec if isinstance(job.model, TracedModel) else run_spec(config)
+    seconds, elements = 0.0, 0
+    for parameter in spec.parameters:
+        in_block = parameter.unit not in OUTSIDE_BLOCKS
+        if update_rule(config.optimizer, parameter.name, parameter.shape, in_block) == "muon" and parameter.trainable:
+            short, long = sorted(parameter.shape[-2:])
+            products = ((short, short, long), (short, short, short), (short, long, short))
+            matrices = parameter.local_numel() // (short * long)
+            seconds += matrices * sum(matmul_time(rate, *product) for product in products)
+            elements += parameter.local_numel()
+    ranks = layout.ranks // layout.pipeline
+    seconds *= config.optimizer.newton_schulz_steps / layout.ranks
+    shards = layout.tensor * (layout.shard * layout.context if job.sharding != "none" else 1)
+    exchanged = 4.0 * elements / layout.pipeline * (1 / shards + (1 / ranks if shards > 1 else 0.0))
+    placement = group_placement(job.cluster.devices_per_node, ranks, 1)
+    return seconds + (collective_seconds(job.cluster, "all_to_all", exchanged, placement) if ranks > 1 else 0.0)
