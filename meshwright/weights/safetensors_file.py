@@ -65,7 +65,7 @@ def invalid_file(file: Path, found: str) -> ConfigError:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file, which may be a symbolic link. Raises ConfigError unless they fill the file exactly, without holes."""
+    """The tensors of a file, also through a link. Raises ConfigError unless they fill the file, without holes."""
     try:
         with open_regular_file(file, follow=True) as opened:
             size = os.fstat(opened.fileno()).st_size
