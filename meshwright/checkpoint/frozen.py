@@ -50,7 +50,7 @@ def frozen_digest(frozen: Mapping[str, Tensor], layout: Layout, world: World) ->
     for name, tensor in frozen.items():
         shard = local_shard(tensor)
         if layout.replica_group(world.rank, shard.sharded_axes)[0] == world.rank:
-            total += hash_shard(name, shard)
+            total += hash_shard(name, shard).to(total.device)
     if world.size > 1:
         total = world.all_reduce(total, "digest of frozen parameters").wait()
     return f"{int(total) & (1 << 64) - 1:016x}"
