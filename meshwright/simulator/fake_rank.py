@@ -135,7 +135,10 @@ def parallelize_fake_model(
     dtype = Precision(config.precision, world.device).weights
     placement = pipeline_placement(config, layout, world.rank, block_costs(config))
     blocks = sum(size.blocks)
-    if layout.pipeline > 1:
+    architecture = run_spec(config).architecture
+    if layout.pipeline > 1 and architecture is not None and architecture.dense_layers:
+        blocks = config.model.layers  # what a block has depends on its number
+    elif layout.pipeline > 1:
         placement = shrink_stages(placement, size)
         blocks += len(size.blocks) + 1
     shrunk = replace(config, model=replace(config.model, layers=blocks))
