@@ -108,7 +108,11 @@ def test_unknown_verb_is_one_line_with_exit_code_2(capsys):
 
 def test_group_of_verbs_lists_its_verbs(capsys):
     main(["data", "--help"])
-    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["data", "show"], ["data", "find"]]
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [
+        ["data", "prepare"],
+        ["data", "show"],
+        ["data", "find"],
+    ]
     with pytest.raises(SystemExit) as stop:
         main(["data"])
     assert stop.value.code == 2

@@ -133,7 +133,7 @@ def test_simulated_volume_and_state_memory_equal_the_formulas_on_thousands_of_ra
 
 DEEPSEEK = ["--model.family=deepseek_v2", "--model.kv_heads=4", "--model.experts=4", "--model.experts_shared=1"]
 GPT2 = ["--model.family=gpt2", "--model.kv_heads=4", "--model.tie=true"]
-SMALL = [
+SMALL_FAMILY = [
     "--model.width=16",
     "--model.ffn=8",
     "--model.vocab=32",
@@ -153,5 +153,5 @@ SMALL = [
     ],
 )
 def test_formulas_of_families_with_uneven_blocks_and_learned_positions(model, layout):
-    config = load_config(overrides=[*SMALL, *model, "--layout.replicate=1", *layout])
+    config = load_config(overrides=[*SMALL_FAMILY, *model, "--layout.replicate=1", *layout])
     assert [line for rank in (0, 3) for line in differences(config, rank)] == []
