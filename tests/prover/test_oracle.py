@@ -290,6 +290,17 @@ def test_run_continues_from_a_state_as_if_it_had_not_stopped():
         assert torch.equal(value, second.steps[-1].parameters[name])
 
 
+def test_frozen_group_keeps_its_values_in_a_run_that_continues_from_a_recorded_state():
+    config = small_config("--eval.every=1", '--optimizer.groups=[{pattern = "*.attention.*", frozen = true}]')
+    first = train(config, read_sample, [500], steps=range(1))
+    start = ReferenceState(first.steps[-1].parameters, states_by_name(first.moments))
+    second = train(config, read_sample, [500], steps=range(1, 2), start=start, dtype=torch.float32)
+    [name] = [name for name in first.initial if name.endswith("0.attention.q.weight")]
+    assert name not in second.steps[0].gradients
+    assert torch.equal(second.steps[0].parameters[name].float(), first.initial[name].float())
+    assert len(second.evaluations) == 1
+
+
 def test_step_that_is_not_finite_changes_nothing():
     config = small_config("--model.experts=4")
     trace = train(config, read_sample, [500], steps=range(3), nonfinite_steps=frozenset({1}))

@@ -114,6 +114,10 @@ def run_step(
         for name, gradient in gradients.items():
             before = moments.get(name, {})
             updated[name], moments[name] = optimizer.update(name, parameters[name], gradient * factor, before, lr)
+        for name in (
+            all_gradients.keys() - gradients.keys()
+        ):  # a recorded state is float64, and so are updated parameters
+            updated[name] = parameters[name].to(updated[next(iter(gradients))].dtype)
         for name, load in loads.items():
             updated[name] = router_bias(parameters[name], load, config.model.router_bias_rate)
     record = StepTrace(
