@@ -79,7 +79,10 @@ def muon_takes_all_experts_for_one_matrix(patch):
 
 @fault(GROUPS, "update of decoder.blocks.0.attention", UPDATE + "the learning rate has the factor 2 of another group")
 def parameter_has_the_learning_rate_of_another_group(patch):
-    map_result(patch, build, "parameter_settings", lambda settings, *_: replace(settings, lr_factor=2.0))
+    def wrong(settings, *_):
+        return replace(settings, lr_factor=2.0) if settings.lr_factor == 0.5 else settings
+
+    map_result(patch, build, "parameter_settings", wrong)
 
 
 @fault(ADAFACTOR, "update of", "gradients and norm are correct, the update is")
