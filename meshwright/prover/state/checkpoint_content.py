@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from meshwright.config.dtypes import TENSOR_BYTES
 from meshwright.prover.state.comparison import Reference, compare_values, explain_kinds, shorten
-from meshwright.prover.state.recording import ShardRecord, StateRecord
+from meshwright.prover.state.recording import FROZEN, ShardRecord, StateRecord
 from meshwright.topology.layout import Layout
 
 
@@ -106,7 +106,8 @@ def compare_tensors(content: CheckpointContent, states: list[StateRecord], refer
     in_memory: dict[str, list[StateRecord]] = {}
     for state in states:
         for name in state.tensors:
-            in_memory.setdefault(name, []).append(state)
+            if not name.startswith(f"{FROZEN}/"):
+                in_memory.setdefault(name, []).append(state)
     missing = [name for name in in_memory if stored_name(name, tensors) not in tensors]
     missing += [f"{name} (not in memory)" for name in tensors if name not in in_memory]
     wrong: dict[str, list[StateRecord]] = {}

@@ -111,6 +111,10 @@ class StateRecorder(TrainingObserver):
             file.write(json.dumps(asdict(record)) + "\n")
 
 
+FROZEN = "frozen"
+"""The kind of a parameter that a checkpoint does not contain: the base of low-rank adaptation."""
+
+
 def state_in_memory(training: Training) -> Iterator[tuple[str, LocalShard]]:
     """Every tensor that the next step reads, in model order."""
     module, optimizer = training.module, training.optimizer
@@ -121,7 +125,8 @@ def state_in_memory(training: Training) -> Iterator[tuple[str, LocalShard]]:
         stored = first_names.get(name, name)  # a checkpoint has a tied weight once
         if stored not in seen:
             seen.add(stored)
-            yield f"model/{stored}", local_shard(parameter)
+            kind = FROZEN if training.base and not parameter.requires_grad else "model"
+            yield f"{kind}/{stored}", local_shard(parameter)
     if optimizer.offload:
         for name, shard, local in zip(optimizer.names, optimizer.shards, optimizer.local_parameters, strict=True):
             yield f"offloaded/{name}", shard.with_local(local.detach())
