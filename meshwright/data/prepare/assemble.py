@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from meshwright.data.prepare.parts import PartFolder, PartRecord
+from meshwright.data.prepare.parts import PartFolder, PartRecord, open_new
 from meshwright.data.shards import DTYPES, ENDS, INDEX, MASK, Shard, ShardIndex, shard_file
 from meshwright.data.source import content_digest
 from meshwright.data.tokenization import Encoder
@@ -64,7 +64,7 @@ class TokenShardWriter:
                 raise ConfigError(f"the data has more than {MAX_SHARDS:,} shards", "try a larger --shard-tokens")
             for name in self.kinds:
                 path = self.folder / f".{shard_file(name, len(self.shards))}"
-                self.files[name] = path.open("wb")
+                self.files[name] = open_new(path)
                 self.digests[name] = xxhash.xxh3_128()
         content = array.tobytes()
         self.files[kind].write(content)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
@@ -20,9 +22,18 @@ from meshwright.data.prepare.documents import EncodedPart
 from meshwright.data.prepare.readers import Part
 from meshwright.data.shards import ENDS, MASK
 from meshwright.errors import DataError
+from meshwright.io import open_regular_file
 
 TRAILER = struct.Struct("<8sQ16s")  # magic, bytes of the record, xxh3_128 of everything before the trailer
 MAGIC = b"MESHPRT1"
+FILE_NAME = re.compile(r"[0-9]{8}\..+")
+"""Names of parts, and of the temporary files that become parts."""
+
+
+def open_new(path: Path) -> BinaryIO:
+    """Opens a new file for writing. A file or a symbolic link that has its name is removed, so no link is followed."""
+    path.unlink(missing_ok=True)
+    return path.open("xb")
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,11 @@ class PartFolder:
 
     root: Path
     dtype: np.dtype[Any]
+
+    def require_folder(self) -> None:
+        """Raises DataError for a symbolic link, which could lead to any folder of the user, and for a file."""
+        if self.root.is_symlink() or (self.root.exists() and not self.root.is_dir()):
+            raise DataError(f"{self.root} is a symbolic link or not a folder", "try to remove it, or another folder")
 
     def path(self, number: int) -> Path:
         return self.root / f"{number:08d}.part"
@@ -76,7 +92,7 @@ class PartFolder:
         digest = xxhash.xxh3_128()
         temporary = self.root / f"{part.number:08d}.{os.getpid()}"
         try:
-            with open(temporary, "wb") as file:
+            with open_new(temporary) as file:
                 for block in content:
                     digest.update(block.data)
                     file.write(block.data)
@@ -90,7 +106,8 @@ class PartFolder:
     def find(self, number: int, key: str) -> PartRecord | None:
         """The record of an intact part with this key, or None."""
         try:
-            content = self.path(number).read_bytes()
+            with open_regular_file(self.path(number)) as file:
+                content = file.read()
             magic, size, digest = TRAILER.unpack(content[-TRAILER.size :])
             body = memoryview(content)[: -TRAILER.size]
             if magic != MAGIC or xxhash.xxh3_128_digest(body) != digest:
@@ -102,7 +119,7 @@ class PartFolder:
 
     def read(self, number: int, record: PartRecord) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]:
         """(token ids, document ends, mask) of a part."""
-        with open(self.path(number), "rb") as file:
+        with open_regular_file(self.path(number)) as file:
             ids = np.fromfile(file, self.dtype, record.tokens)
             ends = np.fromfile(file, ENDS, record.documents)
             mask = np.fromfile(file, MASK, record.tokens) if record.masked else None
@@ -111,8 +128,11 @@ class PartFolder:
         return ids, ends, mask
 
     def remove(self) -> None:
-        """Removes the folder and its files, whatever an earlier command has left in it."""
-        if self.root.is_dir():
+        """Removes the parts, and the folder unless it has other files or folders."""
+        self.require_folder()
+        if self.root.exists():
             for file in self.root.iterdir():
-                file.unlink()
-            self.root.rmdir()
+                if FILE_NAME.fullmatch(file.name) and (file.is_symlink() or not file.is_dir()):
+                    file.unlink()
+            with suppress(OSError):  # what is not a part stays
+                self.root.rmdir()

@@ -91,6 +91,7 @@ def prepare_shards(
     """
     with locked(out, cached) as lock:
         folder = PartFolder(out / PARTS, DTYPES[preparation.dtype])
+        folder.require_folder()
         if (out / INDEX).exists():
             index = read_index(PosixStore(out), out)
             if index.inputs != content_digest(*(part.key for part in preparation.parts())):
