@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.api.python_args import errors_for_python, given_path
-from meshwright.config import BLOCK_SIZES, RunConfig, load_config
+from meshwright.config import BLOCK_SIZES, RunConfig, identity, load_config
 from meshwright.errors import CheckpointError, ConfigError, DataError, IdentityError
 from meshwright.launch.user_code.user_code import UserCode
 from meshwright.telemetry.run_folder import RunFolder
@@ -90,7 +90,7 @@ def evaluate_run(
         raise ConfigError(f"--samples {samples} is out of range", "expected 1 or more")
     RunFolder(run).require_own_folders()
     entry = select_intact(run, step)
-    config = load_config(run, list(overrides), ranks)
+    config = with_recorded_model(load_config(run, list(overrides), ranks), entry, overrides)
     job, held_out, ids = make_evaluation_job(config, RunFolder(run), user, samples)
     launch = job.config.launch
     with reporting_deletion(entry):
@@ -100,6 +100,30 @@ def evaluate_run(
     loss, tokens, _, metrics = results[0]
     perplexity = math.exp(loss) if loss < 700 else math.inf
     return EvaluationResult(entry.name, entry.step, len(ids), held_out, tokens, loss, perplexity, metrics)
+
+
+def with_recorded_model(config: RunConfig, entry: CheckpointEntry, overrides: Sequence[str]) -> RunConfig:
+    """The config with the model and the low-rank adaptation of the checkpoint, which those of the run file may differ
+    from after a fork. Raises IdentityError for an override that differs from them.
+    """
+    from meshwright.weights.adapters import lora_of
+    from meshwright.weights.export import model_of
+
+    assert entry.manifest is not None
+    if (model := model_of(entry.manifest)) is None:
+        return config
+    recorded = replace(config, model=model, lora=lora_of(entry.manifest))
+    expected, found = identity(recorded), identity(config)
+    for name in (override.removeprefix("--").partition("=")[0] for override in overrides):
+        keys = [key for key in expected | found if f"{key}.".startswith(f"{name}.")]
+        for key in keys if name.partition(".")[0] in ("model", "lora") else ():
+            if found.get(key) != expected.get(key):
+                raise IdentityError(
+                    f"checkpoint {entry.name} is of another model: {key} = {expected.get(key)}, and --{key}="
+                    f"{found.get(key)} is given",
+                    f"try without --{name}",
+                )
+    return recorded
 
 
 def make_evaluation_job(

@@ -18,6 +18,7 @@ from meshwright.models.registry import lora_spec, read_huggingface_model
 from meshwright.models.spec import ModelSpec
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
+from meshwright.weights.adapters import lora_of
 from meshwright.weights.checkpoint_tensors import Bits, CheckpointTensors
 from meshwright.weights.export import model_of
 from meshwright.weights.reader import WeightFolder
@@ -54,7 +55,7 @@ def load_model(path: Path, step: int | None = None, device: torch.device | None 
             f"{entry.name} is of a custom model, which this verb cannot build",
             "try meshwright checkpoint export RUN --to DIR, and the generate function of the model itself",
         )
-    config = replace(config, model=for_generation(recorded))
+    config = replace(config, model=for_generation(recorded), lora=lora_of(entry.manifest))
     spec = lora_spec(config.model, config.lora)
     source = CheckpointTensors(entry)
     dtype = getattr(torch, source.dtype(source.names[0]))

@@ -10,10 +10,11 @@ from small_run import small_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import meshwright
+from meshwright.api.evaluation import evaluate
 from meshwright.checkpoint.inspect import find_published
 from meshwright.cli import main
 from meshwright.cli.sample import TerminalStream
-from meshwright.errors import CheckpointError, ConfigError
+from meshwright.errors import CheckpointError, ConfigError, IdentityError
 from meshwright.generate.generation import generate
 from meshwright.generate.load import load_model
 from meshwright.generate.settings import SamplingConfig
@@ -151,3 +152,19 @@ def test_low_rank_adaptation_reads_its_frozen_parameters(tmp_path):
     file.write_text("seed = 1\n" + "".join(line for line in file.open() if not line.startswith("seed = ")))
     with pytest.raises(CheckpointError, match="refers to frozen parameters with digest"):
         load_model(tmp_path / "run")
+
+
+def test_the_scale_of_factors_is_that_of_the_checkpoint(tmp_path):
+    lora = ["--lora.rank=2", "--lora.alpha=8", '--lora.targets=["*.attention.q"]', "--eval.holdout=0.1"]
+    meshwright.train(small_config(*lora, steps=2, ranks=1), run=tmp_path / "run", quiet=True)
+    before = evaluate(tmp_path / "run", samples=4)
+    file = tmp_path / "run" / "run.toml"
+    file.write_text(file.read_text().replace("alpha = 8.0", "alpha = 99.0"))
+    assert load_model(tmp_path / "run").config.lora.alpha == 8.0
+    assert evaluate(tmp_path / "run", samples=4, overrides=["lora.alpha=8"]).loss == before.loss
+    for override, message in (
+        ("lora.alpha=99", "step-00000002.a0001 is of another model: lora.alpha = 8.0, and lora.alpha=99.0 is given"),
+        ("--model.norm_eps=0.1", "is of another model: model.norm_eps = 1e-0., and model.norm_eps=0.1 is given"),
+    ):
+        with pytest.raises(IdentityError, match=message):
+            evaluate(tmp_path / "run", samples=4, overrides=[override])
