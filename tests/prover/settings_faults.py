@@ -118,7 +118,7 @@ def clip_of_zero_clips_to_zero(patch):
 def foreach_swaps_the_betas(patch):
     def wrong(self, *_):
         for group in self.rules[0].optimizer.param_groups:
-            group["betas"] = group["betas"][::-1] if not self.fused else group["betas"]
+            group["betas"] = group["betas"][::-1] if not self.rules[0].fused else group["betas"]
 
     after_init(patch, Optimizer, wrong)
 

@@ -45,6 +45,7 @@ from meshwright.planner.cost.activations import (
 from meshwright.planner.cost.estimate import MemoryEstimate
 from meshwright.planner.cost.in_flight import SchedulePoint
 from meshwright.planner.cost.stage_parameters import StageLayers, StageParameters, stage_parameters
+from meshwright.planner.workload.optimizer_bytes import FACTORED, factored_state_bytes
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology.parameter_shards import uses_ddp, uses_fsdp
 from meshwright.topology.schedules import SCHEDULES
@@ -115,8 +116,11 @@ def data_sharding(job: PlannedJob) -> tuple[bool, bool, int]:
 class StepMemory:
     """The memory of one pipeline rank: what is allocated throughout the step, and what at each moment."""
 
-    def __init__(self, job: PlannedJob, settings: ActivationSettings, stages: list[StageMemory]) -> None:
+    def __init__(
+        self, job: PlannedJob, settings: ActivationSettings, stages: list[StageMemory], pipeline_rank: int
+    ) -> None:
         self.job, self.settings, self.stages, self.trainer = job, settings, stages, job.trainer
+        self.pipeline_rank = pipeline_rank
         layout, config = job.layout, job.run_config
         self.pipelined, self.micro_steps = layout.pipeline > 1, job.batch.accumulation
         self.fsdp, self.ddp, self.shard_ranks = data_sharding(job)
@@ -148,8 +152,13 @@ class StepMemory:
         config = self.job.run_config
         owned = self.shards - sum(stage.parameters.tied_copy for stage in self.stages) / self.shard_ranks
         state = self.optimizer_bytes * owned
-        if config is not None and config.optimizer.cpu_offload:  # with a copy of the parameters, in host memory
-            state = state + self.parameter_bytes * owned if self.settings.on_cpu else 0.0
+        if config is not None and config.optimizer.kind in FACTORED:
+            element_size = int(self.parameter_bytes)
+            state = factored_state_bytes(config, self.job.layout, self.job.model, self.pipeline_rank, element_size)
+        elif config is not None and config.optimizer.cpu_offload:  # with a copy of the parameters
+            state += self.parameter_bytes * owned
+        if config is not None and config.optimizer.cpu_offload and not self.settings.on_cpu:
+            state = 0.0  # it is in host memory
         neighbours = sum((not stage.layers.is_first) + (not stage.layers.is_last) for stage in self.stages)
         receive_buffers = neighbours * self.micro_steps * self.residual if self.pipelined else 0.0
         # The inputs of the step, which a pipeline concatenates.

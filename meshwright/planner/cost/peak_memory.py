@@ -25,7 +25,7 @@ def estimate_memory(job: PlannedJob, quick: bool = False) -> list[MemoryEstimate
         if layers not in step_memory:
             stages = [stage_memory(job, settings, stage) for stage in layers]
             kind = StepMemory if job.trainer.torch_native else MegatronStepMemory
-            step_memory[layers] = kind(job, settings, stages)
+            step_memory[layers] = kind(job, settings, stages, rank)
         estimates.append(peak_memory(job, step_memory[layers], rank))
     return estimates
 
