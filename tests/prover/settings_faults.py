@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,6 +13,7 @@ from traced_cases import AS_CONFIGURED, FLOAT64, VARIATION
 from user_faults import EXPERTS, ONE_RANK, REPLICATE, SHARD_PARAMETERS, UPDATE, user_fault
 
 from meshwright.models.layers.experts import Router
+from meshwright.optim import build
 from meshwright.optim.interface import Optimizer
 from meshwright.parallel import activation_checkpoint
 from meshwright.parallel.data_parallel import ddp, fsdp
@@ -134,11 +136,10 @@ def foreach_has_the_default_epsilon(patch):
 
 @user_fault(NO_DECAY, "update of", UPDATE + "optimizer.weight_decay is 0, and its default 0.1 is used")
 def weight_decay_of_zero_means_the_default(patch):
-    def wrong(self, *_):
-        for group in self.rules[0].optimizer.param_groups:
-            group["weight_decay"] = group["weight_decay"] or (0.1 if group["params"][0].ndim > 1 else 0)
+    def wrong(right, config, *args):
+        return right(replace(config, weight_decay=config.weight_decay or 0.1), *args)
 
-    after_init(patch, Optimizer, wrong)
+    wrap(patch, build, "parameter_settings", wrong)
 
 
 @user_fault(NO_DECAY, "update of", UPDATE + "optimizer.beta1 is 0, and its default 0.9 is used")
