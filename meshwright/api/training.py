@@ -23,6 +23,7 @@ from meshwright.recover.supervisor import RunningRanks, supervise, warn
 from meshwright.telemetry.events import EventFollower
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.trainer.callbacks.callback import Callback, RunContext
+from meshwright.trainer.callbacks.configured import run_callbacks
 from meshwright.trainer.callbacks.incidents import report_last_incident
 
 if TYPE_CHECKING:
@@ -262,20 +263,19 @@ def train_with_fork_server(
     fork_server = ForkServer(config, folder, fork, fallback, cluster, entry_points, accept_code)
     try:
         viewers = viewer_factory(config, folder, display)
-        give_up = partial(report_incidents, config, folder, partial(load_callbacks, entry_points))
+        give_up = partial(report_incidents, config, folder, partial(load_callbacks, config, entry_points))
         summary = supervise(folder, config.launch, fork_server.start, viewers, fresh=fresh, on_give_up=give_up)
         return make_result(folder, summary)
     finally:
         fork_server.close()
 
 
-def load_callbacks(entry_points: Mapping[str, str]) -> tuple[Callback, ...]:
-    """The user's callbacks in this process; the other ones have nothing to do if a job gives up."""
-    if "callbacks" not in entry_points:
-        return ()
+def load_callbacks(config: RunConfig, entry_points: Mapping[str, str]) -> tuple[Callback, ...]:
+    """The callbacks of a run in this process."""
     from meshwright.launch.user_code.entry_points import load_user_code, open_callbacks
 
-    return open_callbacks(load_user_code({"callbacks": entry_points["callbacks"]}))
+    typed = {name: text for name, text in entry_points.items() if name == "callbacks"}
+    return run_callbacks(config, open_callbacks(load_user_code(typed)))
 
 
 def report_incidents(

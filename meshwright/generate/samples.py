@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from meshwright.errors import ConfigError
 from meshwright.generate.generation import generate
 from meshwright.generate.load import load_model
 from meshwright.generate.settings import Sample, SamplingConfig
@@ -20,6 +21,9 @@ def sample_run(
     on_text: Callable[[int, str], None],
 ) -> list[Sample]:
     """The samples of all prompts. `on_text` gets the number of a prompt and new text."""
+    for number, text in enumerate(prompts, 1):
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise ConfigError(f"prompt {number} is not valid UTF-8", "expected text")
     loaded = load_model(run, step)
     codec = open_codec(loaded.config, loaded.folder, tokenizer)
     encoded = [codec.encode(text) for text in prompts]

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from meshwright.errors import ConfigError
 
+MAX_TOKENS = 1 << 20
+"""Limit of generated tokens per prompt: the cache has a slot for each."""
+
 
 @dataclass(frozen=True)
 class SamplingConfig:
@@ -23,7 +26,7 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         for name, value, good, expected in (
-            ("tokens", self.tokens, self.tokens >= 1, "1 or more"),
+            ("tokens", self.tokens, 1 <= self.tokens <= MAX_TOKENS, f"1 to {MAX_TOKENS:,}"),
             ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "0 or more"),
             ("top-k", self.top_k, self.top_k >= 0, "0 (all tokens) or more"),
             ("top-p", self.top_p, 0 < self.top_p <= 1, "a number above 0 and at most 1"),

@@ -80,7 +80,7 @@ def make_job(
         weights=open_initial_weights(config, folder, custom),
         accept_code=accept_code,
         cluster=cluster,
-        callbacks=run_callbacks(config, open_callbacks(user)),
+        callbacks=run_callbacks(config, open_callbacks(user), custom is not None),
         update=update,
     )
 

@@ -131,6 +131,8 @@ def test_a_damaged_checkpoint_and_a_missing_step_are_named(run, tmp_path, capsys
     [
         (["RUN"], "the following arguments are required: --prompt"),
         (["RUN", "--prompt="], "prompt 0 has no token; expected some text"),
+        (["RUN", "--prompt=a\udcff"], "prompt 1 is not valid UTF-8"),
+        (["RUN", "--prompt=a", "--tokens=99999999999"], "--tokens 99999999999 is out of range"),
         (["RUN", "--prompt=a", "--temperature=-1"], "--temperature -1.0 is out of range; expected 0 or more"),
     ],
 )

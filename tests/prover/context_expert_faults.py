@@ -108,10 +108,13 @@ def ring_attention_ignores_documents(patch):
 
 
 @fault((*ULYSSES, *DOCUMENTS), "loss of step 0", CHUNKS)
-def every_chunk_numbers_documents_from_zero(patch):
+def documents_are_cut_at_chunk_boundaries(patch):
     def wrong(right, tokens, separator):
-        found = right(tokens.reshape(2 * len(tokens), -1), separator)
-        return found if found is None else found.reshape(tokens.shape)
+        found = right(tokens, separator)
+        if found is not None:
+            found = found.clone()
+            found[:, found.shape[1] // 2 :] += 1
+        return found
 
     wrap(patch, sequence_chunks, "document_ids", wrong)
 
@@ -127,8 +130,8 @@ def drop_last_label(labels):
 def label_at_every_chunk_boundary_is_lost(patch):
     right = sequence_chunks.local_chunk
 
-    def wrong(batch, **options):
-        tokens, labels, *rest = right(batch, **options)
+    def wrong(batch, *options, **named):
+        tokens, labels, *rest = right(batch, *options, **named)
         return tokens, drop_last_label(labels), *rest
 
     patch.setattr(parallelize, "local_chunk", wrong)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 
 import numpy as np
@@ -66,6 +67,8 @@ class Hostile(Callback):
         torch.set_default_dtype(torch.float64)
         torch.set_grad_enabled(False)
         torch.set_num_threads(2)
+        torch.set_float32_matmul_precision("medium")
+        os.fork()
         raise SystemExit(3)
 
     @property
@@ -159,6 +162,10 @@ def test_the_best_checkpoint_is_kept_through_retention_and_restarts(tmp_path, mo
     [
         (["--early_stopping.patience=2", "--eval.every=0"], "early_stopping.patience = 2 needs evaluations"),
         (["--checkpoint.keep_best=loss", "--checkpoint.mode=off"], "checkpoint.mode = off"),
+        (
+            ["--checkpoint.keep_best=accuracy"],
+            "checkpoint.keep_best = accuracy, and a built-in model has no such metric",
+        ),
     ],
 )
 def test_callbacks_that_cannot_work_are_refused(tmp_path, overrides, message):

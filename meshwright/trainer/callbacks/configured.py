@@ -16,8 +16,17 @@ from meshwright.trainer.callbacks.tensorboard import TensorBoard
 from meshwright.trainer.callbacks.wandb import WeightsAndBiases
 
 
-def run_callbacks(config: RunConfig, given: Sequence[Any]) -> tuple[Callback, ...]:
-    """All callbacks of a run. Raises ConfigError if one of them cannot work."""
+def run_callbacks(config: RunConfig, given: Sequence[Any], custom_model: bool = True) -> tuple[Callback, ...]:
+    """All callbacks of a run. Raises ConfigError if one of them cannot work. The evaluations of a built-in model have
+    no metric besides the loss.
+    """
+    metrics = {
+        "early_stopping.metric": config.early_stopping.metric,
+        "checkpoint.keep_best": config.checkpoint.keep_best,
+    }
+    for setting, metric in metrics.items():
+        if not custom_model and metric not in ("", "loss"):
+            raise ConfigError(f"{setting} = {metric}, and a built-in model has no such metric", "expected loss")
     for value in given:
         if not isinstance(value, Callback):
             raise ConfigError(

@@ -74,7 +74,7 @@ def unchanged_state() -> Iterator[None]:
     """Restores the global state of torch, numpy and random that numbers depend on."""
     generators = random.getstate(), np.random.get_state(), torch.get_rng_state()
     dtype, grad, threads = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
-    deterministic = torch.are_deterministic_algorithms_enabled()
+    deterministic, matmul = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
     try:
         yield
     finally:
@@ -83,6 +83,7 @@ def unchanged_state() -> Iterator[None]:
         torch.set_rng_state(generators[2])
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(grad)
+        torch.set_float32_matmul_precision(matmul)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         if torch.are_deterministic_algorithms_enabled() != deterministic:

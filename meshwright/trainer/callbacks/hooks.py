@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from meshwright.errors import describe_exception, user_location
@@ -17,17 +18,20 @@ class CallHook:
         self.failed: set[int] = set()
 
     def __call__(self, callback: Callback, record: Event, run: RunContext) -> None:
-        hook = HOOKS[record["kind"]]
+        hook, process = HOOKS[record["kind"]], os.getpid()
         try:
             getattr(callback, hook)(record, run)
         except (Exception, SystemExit) as error:  # noqa: BLE001  a user's code may raise anything
-            if id(callback) in self.failed:
+            if id(callback) in self.failed or os.getpid() != process:
                 return
             self.failed.add(id(callback))
             where = user_location(error)
             text = " ".join(describe_exception(error).split())
             message = f"{type(error).__name__}: {text}" + (f" ({where})" if where else "")
             self.report(step=record.get("step"), callback=name_of(callback), hook=hook, message=message)
+        finally:
+            if os.getpid() != process:  # a process that the callback has forked must not continue as this rank
+                os._exit(0)
 
 
 def name_of(callback: Callback) -> str:

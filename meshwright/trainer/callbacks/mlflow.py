@@ -8,9 +8,11 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.io import read_json, write_json
+from meshwright.telemetry.events import Event
 from meshwright.trainer.callbacks.callback import RunContext
 from meshwright.trainer.callbacks.tracker import Tracker
 
+STATE = "mlflow.json"
 MAX_VALUE = 500
 """Characters of a parameter's value that MLflow stores."""
 
@@ -28,7 +30,7 @@ class MLflow(Tracker):
 
         self.metric = Metric
         self.client = MlflowClient(tracking_uri=self.uri)
-        state = run.path / "mlflow.json"
+        state = run.path / STATE
         self.id = ""
         with suppress(MeshwrightError, OSError, KeyError, TypeError):
             self.id = str(read_json(state)["run_id"])
@@ -42,6 +44,13 @@ class MLflow(Tracker):
             for key, value in settings.items():
                 self.client.log_param(self.id, key, str(value)[:MAX_VALUE])
         self.client.update_run(self.id, status="RUNNING")
+
+    def on_incident(self, _record: Event, run: RunContext) -> None:
+        """Ends the MLflow run as failed; the next attempt, if there is one, continues it."""
+        from mlflow import MlflowClient
+
+        with suppress(MeshwrightError, OSError, KeyError, TypeError):
+            MlflowClient(tracking_uri=self.uri).set_terminated(str(read_json(run.path / STATE)["run_id"]), "FAILED")
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
         import time
