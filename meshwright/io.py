@@ -90,17 +90,26 @@ def read_json(
     return parse_json(content, str(path), expected)
 
 
-def parse_json(content: bytes, name: str, expected: str) -> Any:
+def parse_json(content: bytes, name: str, expected: str, *, unique_keys: bool = False) -> Any:
     """Parses untrusted JSON of at most MAX_JSON_VALUES values and MAX_JSON_DEPTH levels.
 
     `name` and `expected` are those of `read_regular_file`. The limits bound the memory of the result, and the recursion
-    of whoever reads it.
+    of whoever reads it. With `unique_keys`, a key that an object has twice is an error; otherwise its last value counts.
     """
+
+    def unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value: dict[str, Any] = {}
+        for key, item in pairs:
+            if key in value:
+                raise ConfigError(f"{name} has the key {key[:40]!r} twice", f"expected {expected}")
+            value[key] = item
+        return value
+
     if sum(map(content.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
         raise ConfigError(f"{name} has more than {MAX_JSON_VALUES:,} values", f"expected {expected}")
     too_deep = ConfigError(f"{name} has more than {MAX_JSON_DEPTH} levels of nesting", f"expected {expected}")
     try:
-        value = json.loads(content.decode())
+        value = json.loads(content.decode(), object_pairs_hook=unique_object if unique_keys else None)
     except RecursionError:
         raise too_deep from None
     except ValueError as error:

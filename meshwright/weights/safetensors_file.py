@@ -77,7 +77,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             content = opened.read(length)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}", "expected a safetensors file") from None
-    tree = parse_json(content, f"the header of {file}", "a safetensors file")
+    tree = parse_json(content, f"the header of {file}", "a safetensors file", unique_keys=True)
     if not isinstance(tree, dict):
         raise invalid_file(file, "its header is not a JSON object")
     data_start, tensors = LENGTH_BYTES + length, {}

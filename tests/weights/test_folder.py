@@ -37,6 +37,11 @@ DAMAGES = {
     "truncated": (edit_bytes(lambda b: b[:-5]), SINGLE_FILE, "describes"),
     "bytes appended": (edit_bytes(lambda b: b + b"x"), SINGLE_FILE, "describes"),
     "empty": (edit_bytes(lambda b: b""), SINGLE_FILE, "it has 0 bytes"),
+    "key twice": (
+        edit_header(lambda h: h.update({"first": h[HEAD]}), lambda text: text.replace('"first"', f'"{HEAD}"')),
+        SINGLE_FILE,
+        "has the key 'lm_head.weight' twice",
+    ),
     "foreign": (edit_bytes(lambda b: b"\x7fELF" + bytes(4096)), SINGLE_FILE, "its header would have"),
     "huge header": (edit_bytes(lambda b: (1 << 62).to_bytes(8, "little") + b[8:]), SINGLE_FILE, "header would have"),
     "header of text": (edit_bytes(lambda b: b[:8] + b"[" * int.from_bytes(b[:8], "little")), SINGLE_FILE, "header of"),

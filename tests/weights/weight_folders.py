@@ -61,14 +61,14 @@ def edit_bytes(change: Callable[[bytes], bytes], file: str = SINGLE_FILE) -> Dam
     return lambda folder: (folder / file).write_bytes(change((folder / file).read_bytes())) and None
 
 
-def edit_header(change: Callable[[dict], object]) -> Damage:
-    """Changes the JSON header of the single file."""
+def edit_header(change: Callable[[dict], object], edit: Callable[[str], str] = str) -> Damage:
+    """Changes the JSON header of the single file, and then its text."""
 
     def damage(content: bytes) -> bytes:
         length = int.from_bytes(content[:8], "little")
         header = json.loads(content[8 : 8 + length])
         change(header)
-        encoded = json.dumps(header).encode()
+        encoded = edit(json.dumps(header)).encode()
         return len(encoded).to_bytes(8, "little") + encoded + content[8 + length :]
 
     return edit_bytes(damage)
