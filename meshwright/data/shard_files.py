@@ -131,8 +131,13 @@ class ShardCache:
 
     def fetch(self, name: str, size: int, digest: str, file: Path) -> None:
         """Copies a file of the store into the cache, and verifies it before it has its name there."""
-        self.evict(size)
         where = self.name / name
+        found = self.store.size(name)
+        if found is None:
+            raise damaged(where, "does not exist")
+        if found != size:  # nothing is evicted for a size that an untrusted index claims
+            raise damaged(where, f"has {found:,} bytes instead of {size:,}")
+        self.evict(size)
         with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".part") as temporary:
             fcntl.flock(temporary, fcntl.LOCK_EX)
             state = xxhash.xxh3_128()
@@ -141,12 +146,9 @@ class ShardCache:
                     block = self.store.read(name, start, min(BLOCK, size - start))
                     state.update(block)
                     temporary.write(block)
-                found = self.store.size(name)
             except FileNotFoundError:
-                found = None
-            if found is None:
-                raise damaged(where, "does not exist")
-            if state.hexdigest() != digest or found != size:
+                raise damaged(where, "does not exist") from None
+            if state.hexdigest() != digest:
                 raise damaged(where, "does not match its digest")
             temporary.flush()
             os.replace(temporary.name, file)

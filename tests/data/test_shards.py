@@ -163,6 +163,15 @@ def test_cache_keeps_its_size_and_the_shards_in_use(folder, cache):
     assert cached() == {5, 4, 1}
 
 
+def test_size_of_the_index_that_is_not_that_of_the_file_evicts_nothing(folder, cache):
+    shard, files = TokenShards(folder).index.shards[0], ShardCache(PosixStore(folder), folder, 3 * SHARD_BYTES)
+    files.map("tokens-00000.bin", np.dtype("<u2"), 32, shard.digests["tokens"])
+    before = set(cache.glob("*.shard"))
+    with pytest.raises(DataError, match=r"tokens-00001\.bin has 64 bytes instead of 2,305,843,009,213,693,952"):
+        files.map("tokens-00001.bin", np.dtype("<u2"), 1 << 60, "f" * 32)
+    assert set(cache.glob("*.shard")) == before
+
+
 def read_all(folder, results):
     results.put(samples(open_source(folder, shard_cache=2 * SHARD_BYTES)))
 
