@@ -94,7 +94,7 @@ def parse_json(content: bytes, name: str, expected: str, *, unique_keys: bool = 
     """Parses untrusted JSON of at most MAX_JSON_VALUES values and MAX_JSON_DEPTH levels.
 
     `name` and `expected` are those of `read_regular_file`. The limits bound the memory of the result, and the recursion
-    of whoever reads it. With `unique_keys`, a key that an object has twice is an error; otherwise its last value counts.
+    of whoever reads it. With `unique_keys`, an object that has a key twice is an error; else the last value counts.
     """
 
     def unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
