@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import SourceConfig
+from meshwright.config import RunConfig, SourceConfig
+from meshwright.data.shards import TokenShards
 from meshwright.data.source import content_digest
 from meshwright.data.token_files import SEPARATOR_BYTE
 from meshwright.errors import ConfigError, DataError
 from meshwright.io import read_regular_file
 
+TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 256 << 20
 """Size limit of a tokenizer.json."""
 
@@ -56,7 +58,7 @@ def open_encoder(source: SourceConfig, separator: int | None) -> Encoder:
 
 def find_tokenizer(path: str) -> Path:
     """The tokenizer.json that a path names: the file itself, or the one in the folder."""
-    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    file = Path(path) / TOKENIZER_FILE if Path(path).is_dir() else Path(path)
     others = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "tokenizer_config.json", "spiece.model")
     if file.name in others or (not file.exists() and any((file.parent / name).exists() for name in others)):
         raise DataError(
@@ -64,6 +66,21 @@ def find_tokenizer(path: str) -> Path:
             "try transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), which writes one",
         )
     return file
+
+
+def find_run_tokenizer(config: RunConfig, folder: Path | None = None, tokenizer: str = "") -> str | None:
+    """The tokenizer.json of a run: `tokenizer`, that of its data, of the folder of an export or of its initial weights.
+    None: bytes are tokens.
+    """
+    if tokenizer or config.data.tokenizer:
+        return str(find_tokenizer(tokenizer or config.data.tokenizer))
+    if config.data.kind == "shards" and not config.data.mixture and folder is None:
+        shards = TokenShards(Path(config.data.path))
+        return None if shards.index.tokenizer == "bytes" else str(shards.folder / TOKENIZER_FILE)
+    for beside in (folder, Path(config.init_from) if config.init_from else None):
+        if beside is not None and (beside / TOKENIZER_FILE).is_file():
+            return str(beside / TOKENIZER_FILE)
+    return None
 
 
 def load_tokenizer(path: str) -> tuple[Any, str]:

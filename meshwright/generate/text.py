@@ -10,12 +10,10 @@ from typing import Any
 
 from meshwright.config import RunConfig
 from meshwright.data.sample_text import decode_tokens
-from meshwright.data.shards import TokenShards
 from meshwright.data.token_files import SEPARATOR_BYTE
-from meshwright.data.tokenization import find_end_of_document, find_tokenizer, load_tokenizer
+from meshwright.data.tokenization import find_end_of_document, find_run_tokenizer, load_tokenizer
 from meshwright.errors import DataError
 
-TOKENIZER_FILE = "tokenizer.json"
 INCOMPLETE = "\ufffd"
 """The character that a decoder writes for bytes that are not a complete character."""
 
@@ -98,19 +96,6 @@ def open_codec(config: RunConfig, folder: Path | None = None, tokenizer: str = "
         end = None
     decode = decode_tokens(loaded)
     return TextCodec(lambda text: encode_prompt(loaded, text, end), lambda: TokenizerStream(decode), end)
-
-
-def find_run_tokenizer(config: RunConfig, folder: Path | None, tokenizer: str) -> str | None:
-    """The tokenizer.json of a run; None: bytes are tokens."""
-    if tokenizer or config.data.tokenizer:
-        return str(find_tokenizer(tokenizer or config.data.tokenizer))
-    if config.data.kind == "shards" and not config.data.mixture and folder is None:
-        shards = TokenShards(Path(config.data.path))
-        return None if shards.index.tokenizer == "bytes" else str(shards.folder / TOKENIZER_FILE)
-    for beside in (folder, Path(config.init_from) if config.init_from else None):
-        if beside is not None and (beside / TOKENIZER_FILE).is_file():
-            return str(beside / TOKENIZER_FILE)
-    return None
 
 
 def encode_prompt(tokenizer: Any, text: str, end: int | None) -> list[int]:

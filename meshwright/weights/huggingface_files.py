@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import shutil
+import json
 from pathlib import Path
 from typing import Any
 
 from meshwright.config import ModelConfig, RunConfig
-from meshwright.io import open_regular_file, write_json
+from meshwright.data.tokenization import MAX_TOKENIZER_BYTES, TOKENIZER_FILE, find_run_tokenizer
+from meshwright.errors import ConfigError, DataError
+from meshwright.io import read_regular_file, write_json
 from meshwright.models.config_fields import INERT_KEYS, ConfigFields, read_config_file
 from meshwright.models.registry import write_huggingface_config
 from meshwright.weights.folder import CONFIG_FILE, file_inside
 
 GENERATION_FILE = "generation_config.json"
-TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_FILES = (
-    TOKENIZER_FILE,
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+TEMPLATE_FILE = "chat_template.jinja"
+COMPANIONS = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE),
     *("chat_template.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt"),
 )
+"""What a folder may have beside its tokenizer.json."""
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -50,25 +52,52 @@ def inert_keys(folder: Path) -> dict[str, Any]:
 
 
 def copy_tokenizer(folder: Path, config: RunConfig) -> None:
-    """Copies the tokenizer of the data, with the files beside it, or that of the folder that the run started from."""
-    if config.data.tokenizer:
-        file = Path(config.data.tokenizer)
-        copy_file(file, folder, TOKENIZER_FILE)
-        beside = file.parent.resolve() if file.name == TOKENIZER_FILE else None
-    else:
-        beside = Path(config.init_from).resolve() if config.init_from else None
-    for name in TOKENIZER_FILES if beside is not None else ():
-        if not (folder / name).exists():
-            assert beside is not None
-            copy_file(file_inside(beside, name), folder)
+    """Copies the tokenizer of the run and the files beside it. A tokenizer that is gone is left out."""
+    initial = [Path(config.init_from).resolve()] if config.init_from else []
+    try:
+        found = find_run_tokenizer(config)
+    except DataError:  # the data is gone
+        return
+    folders = initial
+    if found is not None:
+        file = Path(found)
+        if not file.is_file():
+            return
+        content = read_tokenizer(file)
+        (folder / TOKENIZER_FILE).write_bytes(content)
+        same = [other for other in initial if is_same_file(file_inside(other, TOKENIZER_FILE), content)]
+        folders = [file.parent.resolve(), *same] if file.name == TOKENIZER_FILE else same
+    for beside in folders:
+        for name in COMPANIONS:
+            if not (folder / name).exists():
+                copy_file(file_inside(beside, name), folder)
+    template = Path(config.data.chat_template)
+    if template.suffix == ".jinja" and not (folder / TEMPLATE_FILE).exists():
+        copy_file(template, folder, TEMPLATE_FILE)
     if (folder / TOKENIZER_FILE).exists() and not (folder / "tokenizer_config.json").exists():
         write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def read_tokenizer(file: Path) -> bytes:
+    """The content of a tokenizer.json. The run file that names it is untrusted, so that any other file is refused."""
+    content = read_regular_file(file, MAX_TOKENIZER_BYTES, str(file), "a tokenizer.json file")
+    try:
+        tree = json.loads(content)
+    except (ValueError, RecursionError):
+        tree = None
+    if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
+        raise ConfigError(f"{file} is not a tokenizer", "expected a tokenizer.json of the tokenizers library")
+    return content
+
+
+def is_same_file(file: Path, content: bytes) -> bool:
+    return file.is_file() and file.stat().st_size == len(content) and file.read_bytes() == content
 
 
 def copy_file(file: Path, folder: Path, name: str = "") -> bool:
     """Copies a regular file; returns whether there is one."""
     if not file.is_file():
         return False
-    with open_regular_file(file, follow=True) as source, (folder / (name or file.name)).open("xb") as target:
-        shutil.copyfileobj(source, target)
+    content = read_regular_file(file, MAX_TOKENIZER_BYTES, str(file), "a file of a Hugging Face folder")
+    (folder / (name or file.name)).write_bytes(content)
     return True

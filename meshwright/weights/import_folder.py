@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.data.tokenization import TOKENIZER_FILE
 from meshwright.errors import ConfigError
 from meshwright.io import atomic_write
 from meshwright.telemetry.run_folder import INITIAL, RunFolder
 from meshwright.weights.export import temporary_folder
 from meshwright.weights.folder import CONFIG_FILE, INDEX_FILE, RECORD_FILE, WeightFiles, file_inside
-from meshwright.weights.huggingface_files import GENERATION_FILE, TOKENIZER_FILES, copy_file
+from meshwright.weights.huggingface_files import COMPANIONS, GENERATION_FILE, copy_file
 from meshwright.weights.mapping import checked_digest, find_parameters
 
-COPIED = (INDEX_FILE, CONFIG_FILE, GENERATION_FILE, RECORD_FILE, *TOKENIZER_FILES)
+COPIED = (INDEX_FILE, CONFIG_FILE, GENERATION_FILE, RECORD_FILE, TOKENIZER_FILE, *COMPANIONS)
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from weight_folders import DOWN, EMBEDDING, MODEL, TIED, make_folder
 from written_checkpoints import SHARD, STEP, write_checkpoint, write_family_checkpoint
 
 from meshwright.cli import main
-from meshwright.config import ModelConfig, RunConfig, identity
+from meshwright.config import DataConfig, ModelConfig, RunConfig, identity
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.weights.export import TensorWriter, export_checkpoint, parse_size
 from meshwright.weights.huggingface_files import write_huggingface_files
@@ -196,7 +198,7 @@ def test_tokenizer_and_special_tokens_of_the_first_folder_are_in_the_export(tmp_
     first = make_folder(tmp_path / "first")
     config = json.loads((first / "config.json").read_text())
     (first / "config.json").write_text(json.dumps(config | {"eos_token_id": 7, "max_position_embeddings": 99}))
-    (first / "tokenizer.json").write_text("{}")
+    (first / "tokenizer.json").write_text('{"model": {}}')
     (first / "chat_template.jinja").write_text("template")
     (tmp_path / "out").mkdir()
     write_huggingface_files(tmp_path / "out", MODEL, RunConfig(init_from=str(first)), "float32")
@@ -206,3 +208,38 @@ def test_tokenizer_and_special_tokens_of_the_first_folder_are_in_the_export(tmp_
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == 7
     tokenizer = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert tokenizer == {"tokenizer_class": "PreTrainedTokenizerFast"}
+
+
+def write_files(folder, data, **settings):
+    folder.mkdir()
+    write_huggingface_files(folder, MODEL, RunConfig(data=DataConfig(**data), **settings), "float32")
+    return folder
+
+
+def test_the_export_of_a_run_on_shards_has_their_tokenizer(tmp_path):
+    shards, first = tmp_path / "shards", make_folder(tmp_path / "first")
+    documents = [json.dumps({"text": "a b c"}) for _ in range(9)]
+    (tmp_path / "documents.jsonl").write_text("\n".join(documents))
+    Tokenizer(WordLevel({"a": 0, "b": 1, "<eos>": 2}, "a")).save(str(tmp_path / "tokenizer.json"))
+    options = ["--out", str(shards), "--tokenizer", str(tmp_path / "tokenizer.json")]
+    run_cli(["data", "prepare", str(tmp_path / "documents.jsonl"), *options])
+    content = (shards / "tokenizer.json").read_text()
+    data = {"kind": "shards", "path": str(shards)}
+    out = write_files(tmp_path / "out", data)
+    assert (out / "tokenizer.json").read_text() == content
+    assert (out / "tokenizer_config.json").exists()
+    (first / "chat_template.jinja").write_text("template")
+    (first / "tokenizer.json").write_text(content)
+    assert (write_files(tmp_path / "same", data, init_from=str(first)) / "chat_template.jinja").exists()
+    (first / "tokenizer.json").write_text('{"model": {}}')
+    out = write_files(tmp_path / "other", data, init_from=str(first))
+    assert (out / "tokenizer.json").read_text() == content
+    assert not (out / "chat_template.jinja").exists()
+
+
+@pytest.mark.parametrize("content", ["-----BEGIN KEY-----", "{}", '{"model": 1}', "[" * 100_000])
+def test_a_file_that_is_no_tokenizer_is_not_copied(content, tmp_path):
+    (tmp_path / "key").write_text(content)
+    with pytest.raises(ConfigError, match=r"key is not a tokenizer; expected a tokenizer.json"):
+        write_files(tmp_path / "out", {"tokenizer": str(tmp_path / "key"), "chat_template": str(tmp_path / "key")})
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
