@@ -45,8 +45,7 @@ class Encoder:
 def open_encoder(source: SourceConfig, separator: int | None) -> Encoder:
     """The byte-level encoder, or the one of a tokenizer.json."""
     if not source.tokenizer:
-        end = None if source.end_of_document == "none" else SEPARATOR_BYTE
-        return Encoder(lambda texts, _: [text.encode() for text in texts], end, "bytes", 256)
+        return Encoder(lambda texts, _: [text.encode() for text in texts], end_of_bytes(source), "bytes", 256)
     tokenizer, digest = load_tokenizer(source.tokenizer)
 
     def encode(texts: list[str], special: bool) -> Iterable[Sequence[int]]:
@@ -54,6 +53,16 @@ def open_encoder(source: SourceConfig, separator: int | None) -> Encoder:
 
     vocab = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
     return Encoder(encode, find_end_of_document(source, tokenizer, separator), digest, vocab)
+
+
+def end_of_bytes(source: SourceConfig) -> int | None:
+    """The byte that ends a document of a source without a tokenizer."""
+    if source.end_of_document not in ("auto", "none"):
+        raise DataError(
+            f"the end of a document is {source.end_of_document!r}, and the source has no tokenizer",
+            'expected "auto" or "none" for bytes, or a tokenizer that has this token',
+        )
+    return None if source.end_of_document == "none" else SEPARATOR_BYTE
 
 
 def find_tokenizer(path: str) -> Path:

@@ -253,3 +253,26 @@ def test_tokenizer_that_is_not_a_regular_file_is_an_error(tmp_path, make):
     make(tmp_path / "tokenizer.json")
     with pytest.raises(DataError, match=r"tokenizer\.json cannot be read: .*not a regular file"):
         open_one(kind="text", path=str(tmp_path / "t.txt"), tokenizer=str(tmp_path / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "chat"])
+def test_named_end_of_document_needs_a_tokenizer(tmp_path, kind):
+    path = write_jsonl(tmp_path / "t.jsonl", "the cat")
+    with pytest.raises(DataError, match="the end of a document is 'zzz', and the source has no tokenizer"):
+        open_one(kind=kind, path=path, end_of_document="zzz")
+
+
+@pytest.mark.parametrize(
+    ("kind", "hint"),
+    [
+        ("text", "try another data.path"),
+        ("jsonl", "try another data.path or data.field"),
+        ("chat", "try another data.path or data.chat_template"),
+    ],
+)
+def test_hint_for_empty_data_names_the_keys_of_its_kind(tmp_path, kind, hint):
+    (tmp_path / "t.jsonl").write_text("\n")
+    tokenizer = save_tokenizer(tmp_path / "tokenizer.json", "</s>")
+    with pytest.raises(DataError, match="is empty") as error:
+        open_one(kind=kind, path=str(tmp_path / "t.jsonl"), tokenizer=tokenizer)
+    assert error.value.hint == hint

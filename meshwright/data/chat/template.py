@@ -10,8 +10,7 @@ from typing import Any
 from meshwright.config import SourceConfig
 from meshwright.data.chat.rendering import DEFAULT_TEMPLATE, MAX_TEMPLATE_BYTES, ChatTemplate, Span
 from meshwright.data.source import content_digest
-from meshwright.data.token_files import SEPARATOR_BYTE
-from meshwright.data.tokenization import find_end_of_document, load_tokenizer
+from meshwright.data.tokenization import end_of_bytes, find_end_of_document, load_tokenizer
 from meshwright.errors import ConfigError, DataError
 from meshwright.io import read_json, read_regular_file
 
@@ -86,8 +85,7 @@ def open_chat_encoder(source: SourceConfig, separator: int | None) -> ChatEncode
     """The encoder of a chat source: the template and the tokenizer of the config; without a tokenizer, bytes."""
     template = open_template(source)
     if not source.tokenizer:
-        end = None if source.end_of_document == "none" else SEPARATOR_BYTE
-        return ChatEncoder(template, tokenize_bytes, end, "bytes")
+        return ChatEncoder(template, tokenize_bytes, end_of_bytes(source), "bytes")
     tokenizer, digest = load_tokenizer(source.tokenizer)
     source = with_end_of_chat(source, separator)
 

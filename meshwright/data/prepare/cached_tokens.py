@@ -19,6 +19,12 @@ from meshwright.data.token_files import MAX_FULL_SCAN_BYTES, map_file, scan_bloc
 from meshwright.errors import DataError
 
 HINT = 'try to correct the line, or set data.on_bad_sample = "quarantine" and a budget'
+EMPTY_HINTS = {
+    "text": "try another data.path",
+    "jsonl": "try another data.path or data.field",
+    "chat": "try another data.path or data.chat_template",
+}
+"""The kind of a source -> the keys that decide whether it has tokens."""
 
 
 def tokenize_files(
@@ -64,6 +70,7 @@ def prepare_cached(
         workers=workers,
         skip_budget=skip_budget,
         hint=HINT,
+        empty_hint=EMPTY_HINTS[source.kind],
         name=f"source {source.path}",
         cached=True,
     )

@@ -53,6 +53,7 @@ def prepare_folder(
         workers=workers,
         skip_budget=bad_sample_budget,
         hint="try to correct it, or --bad-sample-budget N, which skips N lines or rows",
+        empty_hint=f"try another INPUT or {'--template' if format == 'chat' else '--field'}",
     )
     return {
         "folder": str(out),

@@ -82,10 +82,12 @@ def prepare_shards(
     workers: int,
     skip_budget: int,
     hint: str,
+    empty_hint: str,
     name: str = "the input",
     cached: bool = False,
 ) -> ShardIndex:
-    """Writes the shards to `out`, or finds that they are there. `hint` says how to skip lines that cannot be decoded.
+    """Writes the shards to `out`, or finds that they are there. `hint` says how to skip lines that cannot be decoded,
+    and `empty_hint` what to try if there is no token.
 
     A folder of the cache is `cached`: two commands wait for each other, and parts of inputs with an error are removed.
     """
@@ -104,7 +106,7 @@ def prepare_shards(
         try:
             records, inputs = encode_parts(preparation, folder, workers, skip_budget, hint, lock)
             if not any(record.tokens for record in records):
-                raise DataError(f"{name} is empty: no line could be decoded", "try another data.path or data.field")
+                raise DataError(f"{name} is empty: no line could be decoded", empty_hint)
         except DataError:
             if cached:
                 folder.remove()

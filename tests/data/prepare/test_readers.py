@@ -193,11 +193,13 @@ def test_unreadable_missing_and_unknown_inputs_are_named(tmp_path):
     cases = {
         "a.xyz": (ConfigError, "format of .*a.xyz is not known"),
         "no.jsonl": (DataError, "'.*no.jsonl' matches no file"),
-        "empty.jsonl": (DataError, "the input is empty"),
+        "empty.jsonl": (DataError, "the input is empty.*; try another INPUT or --field"),
         "pipe.jsonl": (DataError, "is not a regular file"),
     }
     for name, (kind, message) in cases.items():
         with pytest.raises(kind, match=message):
             prepare(tmp_path / name, tmp_path / "out")
+    with pytest.raises(DataError, match="the end of a document is 'zzz', and the source has no tokenizer"):
+        prepare(tmp_path / "empty.jsonl", tmp_path / "out", end_of_document="zzz")
     with pytest.raises(ConfigError, match=r"--workers 0 is out of range; expected 1 to"):
         prepare(tmp_path / "a.xyz", tmp_path / "out", workers=0)
