@@ -6,7 +6,6 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 import torch
@@ -54,7 +53,7 @@ class CallbackDispatcher:
     def begin(self, first_step: int, log: EventLog) -> None:
         """Delivers the incidents that no attempt has delivered, then the records that have waited."""
         self.run.first_step = first_step
-        self.call_hook = CallHook(partial(log.write, "callback_failed"))
+        self.call_hook = CallHook(lambda **failure: log.write("callback_failed", **failure))
         waiting, self.waiting = self.waiting or [], None
         if self.callbacks and self.run.rank == 0:
             for attempt, incident in unreported_incidents(self.run.folder, self.run.attempt):
