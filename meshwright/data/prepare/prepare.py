@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from meshwright.data.prepare.parts import PartFolder, PartRecord
 from meshwright.data.prepare.progress import Progress
 from meshwright.data.prepare.readers import PART_BYTES, Part, read_parts
 from meshwright.data.prepare.workers import map_parts
-from meshwright.data.shards import DTYPES, INDEX, ShardIndex, read_index
+from meshwright.data.shards import DTYPES, INDEX, ShardIndex, TokenShards, read_index
 from meshwright.data.source import content_digest
 from meshwright.data.tokenization import MAX_TOKENIZER_BYTES, Encoder, open_encoder
 from meshwright.errors import BusyError, ConfigError, DataError
@@ -100,8 +101,12 @@ def prepare_shards(
                 raise ConfigError(
                     f"--out {out} has shards of other inputs or settings", "try another folder, or delete this one"
                 )
-            folder.remove()
-            return index
+            damage = find_damage(out)
+            if damage is None:
+                folder.remove()
+                return index
+            print(f"{damage.message}; the shards are written again", file=sys.stderr, flush=True)
+            (out / INDEX).unlink()
         folder.root.mkdir(exist_ok=True)
         try:
             records, inputs = encode_parts(preparation, folder, workers, skip_budget, hint, lock)
@@ -116,6 +121,20 @@ def prepare_shards(
         index = assemble(out, folder, records, preparation.encoder, preparation.shard_tokens, inputs)
         folder.remove()
         return index
+
+
+def find_damage(out: Path) -> DataError | None:
+    """The error of the first file of a folder of shards that is missing or does not have the size and the digest of the
+    index.
+    """
+    shards = TokenShards(out)
+    try:
+        for number, shard in enumerate(shards.index.shards):
+            for kind in shard.digests:
+                shards.map(kind, number)
+    except DataError as error:
+        return error
+    return None
 
 
 def write_tokenizer(path: str, digest: str, out: Path) -> None:

@@ -131,6 +131,24 @@ def test_complete_folder_is_reported_and_never_overwritten(corpus, tmp_path):
         prepare(corpus, tmp_path)
 
 
+@pytest.mark.parametrize("damage", ["missing", "truncated", "changed"])
+def test_damaged_shards_are_named_and_written_again(corpus, tmp_path, damage, capsys):
+    out = tmp_path / "out"
+    first = prepare(corpus, out)
+    before, file = contents(out), out / "documents-00003.bin"
+    content = file.read_bytes()
+    file.unlink()
+    if damage != "missing":
+        file.write_bytes(content[:-8] + (b"" if damage == "truncated" else b"\xff" * 8))
+    assert prepare(corpus, out) == first
+    assert contents(out) == before
+    line = capsys.readouterr().err
+    assert line.startswith(f"token shard {file} ")
+    assert line.endswith("; the shards are written again\n")
+    prepare(corpus, out)
+    assert capsys.readouterr().err == ""
+
+
 def test_lines_that_cannot_be_decoded_stop_or_are_skipped_within_the_budget(tmp_path):
     lines = jsonl().splitlines()
     for number in (100, 200, 250):
