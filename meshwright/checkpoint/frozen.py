@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import RunConfig
+from meshwright.models.lora import FACTORS
 from meshwright.parallel.local_shard import LocalShard, local_shard
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
@@ -29,11 +30,12 @@ def separate_frozen(
     parameters: Mapping[str, nn.Parameter], config: RunConfig, layout: Layout, world: World
 ) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
     """The parameters that a checkpoint contains, and its reference to the others: the base of low-rank adaptation. A
-    model without factors has all of its parameters in the checkpoint. Every rank must call it.
+    model without factors has all of its parameters in the checkpoint; of one with factors it has the factors, those of
+    frozen groups, too. Every rank must call it.
     """
     if not config.lora.enabled:
         return dict(parameters), {}
-    saved = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    saved = {name: parameter for name, parameter in parameters.items() if name.endswith(FACTORS)}
     frozen = {name: parameter for name, parameter in parameters.items() if name not in saved}
     return saved, {"digest": frozen_digest(frozen, layout, world), "weights": describe_base(config)}
 
