@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.errors import DataError
+from meshwright.errors import ConfigError, DataError
 from tests.data.prepare.corpus import documents, prepare
 
 
@@ -45,6 +45,16 @@ def test_links_with_the_names_of_temporary_files_are_not_followed(corpus, tmp_pa
     (out / ".lock").touch()
     for name in (".tokens-00000.bin", ".documents-00001.bin", "tokens-00002.bin"):
         (out / name).symlink_to(precious)
+    (out / "index.json").symlink_to(tmp_path / "missing")
     prepare(corpus, out)
     assert precious.read_text() == "precious"
+    assert not (tmp_path / "missing").exists()
     assert documents(out) == documents(tmp_path / "whole")
+
+
+def test_lock_that_is_a_link_is_refused(corpus, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".lock").symlink_to(tmp_path / "missing")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        prepare(corpus, tmp_path / "out")
+    assert not (tmp_path / "missing").exists()
