@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -21,9 +21,11 @@ def generate(
     spec: ModelSpec,
     prompts: Sequence[Sequence[int]],
     config: SamplingConfig,
-    end_token: int | None = None,
+    end_tokens: Collection[int] = (),
 ) -> Iterator[list[int | None]]:
-    """Yields the next token of every prompt, and None for those that have ended. `model` is of the family of `spec`."""
+    """Yields the next token of every prompt, and None for those that have ended, at one of `end_tokens`. `model` is of
+    the family of `spec`.
+    """
     lengths = [len(prompt) for prompt in prompts]
     check_prompts(prompts, spec, config)
     device = next(model.parameters()).device
@@ -42,7 +44,7 @@ def generate(
             chosen = tokens.tolist()
             answer: list[int | None] = [None if done else token for done, token in zip(ended, chosen, strict=True)]
             yield answer
-            ended = [done or token == end_token for done, token in zip(ended, chosen, strict=True)]
+            ended = [done or token in end_tokens for done, token in zip(ended, chosen, strict=True)]
             if all(ended) or step == config.tokens - 1:
                 return
             last = last + 1

@@ -9,7 +9,7 @@ from meshwright.errors import ConfigError
 from meshwright.generate.generation import generate
 from meshwright.generate.load import load_model
 from meshwright.generate.settings import Sample, SamplingConfig
-from meshwright.generate.text import open_codec
+from meshwright.generate.text import find_end_tokens, open_codec
 
 
 def sample_run(
@@ -26,6 +26,9 @@ def sample_run(
             raise ConfigError(f"prompt {number} is not valid UTF-8", "expected text")
     loaded = load_model(run, step)
     codec = open_codec(loaded.config, loaded.folder, tokenizer)
+    end_tokens = find_end_tokens(loaded.config, loaded.folder)
+    if codec.end_token is not None:
+        end_tokens.add(codec.end_token)
     encoded = [codec.encode(text) for text in prompts]
     streams = [codec.new_stream() for _ in prompts]
     texts = [""] * len(prompts)
@@ -37,11 +40,11 @@ def sample_run(
         if text:
             on_text(row, text)
 
-    for new in generate(loaded.model, loaded.spec, encoded, config, codec.end_token):
+    for new in generate(loaded.model, loaded.spec, encoded, config, end_tokens):
         for row, token in enumerate(new):
             if token is None:
                 continue
-            if token == codec.end_token:
+            if token in end_tokens:
                 ended[row] = True
             else:
                 tokens[row].append(token)

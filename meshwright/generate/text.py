@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config import RunConfig
+from meshwright.config.reader import format_value
 from meshwright.data.sample_text import decode_tokens
 from meshwright.data.token_files import SEPARATOR_BYTE
 from meshwright.data.tokenization import find_end_of_document, find_run_tokenizer, load_tokenizer
-from meshwright.errors import DataError
+from meshwright.errors import ConfigError, DataError
+from meshwright.models.config_fields import read_config_file
+from meshwright.weights.folder import CONFIG_FILE
+from meshwright.weights.huggingface_files import GENERATION_FILE
 
 INCOMPLETE = "\ufffd"
 """The character that a decoder writes for bytes that are not a complete character."""
@@ -96,6 +100,24 @@ def open_codec(config: RunConfig, folder: Path | None = None, tokenizer: str = "
         end = None
     decode = decode_tokens(loaded)
     return TextCodec(lambda text: encode_prompt(loaded, text, end), lambda: TokenizerStream(decode), end)
+
+
+def find_end_tokens(config: RunConfig, folder: Path | None = None) -> set[int]:
+    """The tokens that end a text by the generation_config.json, else by the config.json, of the folder of an export or
+    of the initial weights.
+    """
+    weights = folder or (Path(config.init_from) if config.init_from else None)
+    for file in (weights / GENERATION_FILE, weights / CONFIG_FILE) if weights is not None else ():
+        tree = read_config_file(file) if file.is_file() else None
+        found = tree.get("eos_token_id") if isinstance(tree, dict) else None
+        if found is not None:
+            tokens = found if isinstance(found, list) else [found]
+            if not all(type(token) is int for token in tokens):
+                raise ConfigError(
+                    f"{file} has eos_token_id = {format_value(found)}", "expected a token id or a list of token ids"
+                )
+            return set(tokens)
+    return set()
 
 
 def encode_prompt(tokenizer: Any, text: str, end: int | None) -> list[int]:

@@ -31,8 +31,8 @@ def random_model(config: ModelConfig) -> torch.nn.Module:
     return model
 
 
-def texts(model, spec, prompts, config, end_token=None) -> list[list[int]]:
-    steps = list(generate(model, spec, prompts, config, end_token))
+def texts(model, spec, prompts, config, end_tokens=()) -> list[list[int]]:
+    steps = list(generate(model, spec, prompts, config, end_tokens))
     return [[step[row] for step in steps if step[row] is not None] for row in range(len(prompts))]
 
 
@@ -98,12 +98,12 @@ def test_equal_prompts_of_a_batch_get_different_tokens():
     assert texts(model, spec, [PROMPTS[0]], SamplingConfig(tokens=7)) == [first]
 
 
-def test_a_text_ends_at_the_end_token():
+def test_a_text_ends_at_an_end_token():
     model, spec = random_model(LLAMA), model_spec(LLAMA)
     unlimited = texts(model, spec, PROMPTS, GREEDY)
-    end = unlimited[0][2]
-    for row, tokens in enumerate(texts(model, spec, PROMPTS, GREEDY, end)):
-        stop = unlimited[row].index(end) + 1 if end in unlimited[row] else len(unlimited[row])
+    ends = {unlimited[0][2], unlimited[1][3]}
+    for row, tokens in enumerate(texts(model, spec, PROMPTS, GREEDY, ends)):
+        stop = next((index + 1 for index, token in enumerate(unlimited[row]) if token in ends), len(unlimited[row]))
         assert tokens == unlimited[row][:stop]
 
 

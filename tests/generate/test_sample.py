@@ -18,7 +18,7 @@ from meshwright.errors import CheckpointError, ConfigError, IdentityError
 from meshwright.generate.generation import generate
 from meshwright.generate.load import load_model
 from meshwright.generate.settings import SamplingConfig
-from meshwright.generate.text import ByteStream, TokenizerStream, open_codec
+from meshwright.generate.text import ByteStream, TokenizerStream, find_end_tokens, open_codec
 
 PROMPTS = ["def ", "é", "class A"]
 
@@ -42,7 +42,7 @@ def test_tokens_are_those_of_the_weights_of_the_checkpoint(run, samples):
     assert loaded.step == 3
     codec = open_codec(loaded.config)
     steps = list(
-        generate(loaded.model, loaded.spec, [list(p.encode()) for p in PROMPTS], SamplingConfig(12, seed=5), 0)
+        generate(loaded.model, loaded.spec, [list(p.encode()) for p in PROMPTS], SamplingConfig(12, seed=5), {0})
     )
     for row, sample in enumerate(samples):
         tokens = [step[row] for step in steps if step[row] not in (None, codec.end_token)]
@@ -109,6 +109,26 @@ def test_codec_uses_the_tokenizer_of_the_data_or_of_the_command(tmp_path):
     assert (codec.end_token, codec.encode("ab")) == (256, byte_tokenizer().encode("ab").ids)
     assert open_codec(config, folder=tmp_path).end_token == 256
     assert open_codec(config).encode("é") == [0xC3, 0xA9]
+
+
+def test_end_tokens_are_those_of_the_folder_of_the_weights(tmp_path):
+    config = small_config(f"--init_from={tmp_path}", ranks=1)
+    assert find_end_tokens(config) == find_end_tokens(small_config(ranks=1)) == set()
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert find_end_tokens(config) == find_end_tokens(small_config(ranks=1), tmp_path) == {7}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert find_end_tokens(config) == {7, 9}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": ["a"]}')
+    with pytest.raises(ConfigError, match=r"has eos_token_id = .*; expected a token id or a list of token ids"):
+        find_end_tokens(config)
+
+
+def test_a_text_ends_at_the_end_tokens_of_an_exported_folder(run, samples, tmp_path):
+    main(["checkpoint", "export", str(run), "--to", str(tmp_path / "export"), "--json"])
+    end = samples[0].tokens[1]
+    (tmp_path / "export" / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+    [ended] = meshwright.sample(tmp_path / "export", PROMPTS[0], tokens=12, seed=5)
+    assert (ended.tokens, ended.ended) == (samples[0].tokens[: samples[0].tokens.index(end)], True)
 
 
 def test_a_damaged_checkpoint_and_a_missing_step_are_named(run, tmp_path, capsys):
