@@ -15,7 +15,7 @@ from meshwright.config.constraints import (
 )
 from meshwright.errors import ConfigError
 
-STATE = re.compile(r"([A-Za-z_]\w*(:scalar|:number)?( (?!$))?){0,64}")
+STATE = re.compile(r"([A-Za-z_]\w*(:scalar|:number)?( [A-Za-z_]\w*(:scalar|:number)?){0,63})?")
 """The state of a custom optimizer: names, with the kind of those that are no tensors of the parameter's shape."""
 
 
