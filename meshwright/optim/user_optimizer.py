@@ -20,7 +20,6 @@ from meshwright.parallel.local_shard import LocalShard, local_shard
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
 from meshwright.topology.optimizer_state import NUMBER, SCALAR, custom_state_kinds
-from meshwright.topology.parameter_groups import find_group
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Parameter groups, as torch.optim takes them -> an optimizer of these parameters."""
@@ -41,9 +40,13 @@ class UserRule(UpdateRule):
     ) -> None:
         super().__init__(parameters, config, layout, world)
         self.kinds = custom_state_kinds(config)
-        groups = [
-            {"params": [p.local for p in members], "lr": config.lr * lr_factor} | own_weight_decay(config, members[0])
-            for (lr_factor, _), members in self.groups().items()
+        by_settings: dict[tuple[float, float | None], list[Tensor]] = {}
+        for parameter in sorted(parameters, key=lambda p: p.local.ndim < 2):
+            key = (parameter.settings.lr_factor, decided_weight_decay(parameter))
+            by_settings.setdefault(key, []).append(parameter.local)
+        groups: list[dict[str, Any]] = [
+            {"params": members, "lr": config.lr * lr_factor} | ({} if decay is None else {"weight_decay": decay})
+            for (lr_factor, decay), members in by_settings.items()
         ]
         self.optimizer = make_optimizer(factory, groups, config.lr)
         self.state = self.optimizer.state
@@ -76,19 +79,20 @@ class UserRule(UpdateRule):
 
     def after_restore(self, restored: bool) -> None:
         """Gives the optimizer the state that a checkpoint was loaded into."""
-        for local, tensors in self.loaded.items():
-            if restored and bool(tensors[EXISTS]):
-                self.state[local] = import_state(tensors, self.kinds)
+        for group in self.optimizer.param_groups:
+            on_device = bool(group.get("fused") or group.get("capturable"))
+            for local in group["params"]:
+                if restored and local in self.loaded and bool(self.loaded[local][EXISTS]):
+                    self.state[local] = import_state(self.loaded[local], self.kinds, local.device, on_device)
         self.loaded = {}
 
 
-def own_weight_decay(config: OptimizerConfig, parameter: OptimizedParameter) -> dict[str, float]:
-    """The weight decay of a group where the factory does not decide it: vectors have none, unless a group of the config
-    says so.
+def decided_weight_decay(parameter: OptimizedParameter) -> float | None:
+    """The weight decay that the factory does not decide: vectors have none, unless a group of the config says so. None
+    where the factory decides it.
     """
-    group = find_group(config, parameter.name)
-    explicit = group is not None and group.weight_decay is not None
-    return {"weight_decay": parameter.settings.weight_decay} if explicit or parameter.local.ndim < 2 else {}
+    settings = parameter.settings
+    return settings.weight_decay if settings.sets_weight_decay or parameter.local.ndim < 2 else None
 
 
 def make_optimizer(factory: OptimizerFactory, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
@@ -139,10 +143,16 @@ def export_state(state: dict[str, Any], kinds: dict[str, str]) -> dict[str, Tens
     return {EXISTS: torch.ones(()), **tensors}
 
 
-def import_state(tensors: dict[str, Tensor], kinds: dict[str, str]) -> dict[str, Any]:
-    """The inverse of `export_state`. A number that is whole becomes an int, as that of steps is."""
+def import_state(
+    tensors: dict[str, Tensor], kinds: dict[str, str], device: torch.device, step_on_device: bool
+) -> dict[str, Any]:
+    """The inverse of `export_state`. A number that is whole becomes an int, as that of steps is. Scalars are on the
+    device of the parameter; as in torch, the scalar `step` is there for fused and capturable optimizers alone.
+    """
 
     def value(key: str, kind: str) -> Any:
+        if kind == SCALAR:
+            return tensors[key].to(device) if step_on_device or key != "step" else tensors[key]
         if kind != NUMBER:
             return tensors[key]
         number = float(tensors[key])

@@ -112,6 +112,8 @@ class ParameterSettings:
     weight_decay: float
     lr_factor: float = 1.0
     """its learning rate as a multiple of that of the step"""
+    sets_weight_decay: bool = False
+    """whether a group of the config sets its weight decay"""
 
 
 def parameter_settings(config: OptimizerConfig, name: str, shape: Shape, in_block: bool) -> ParameterSettings:
@@ -121,7 +123,9 @@ def parameter_settings(config: OptimizerConfig, name: str, shape: Shape, in_bloc
     group = find_group(config, name)
     if group is None:
         return ParameterSettings(rule, decay)
-    return ParameterSettings(rule, decay if group.weight_decay is None else group.weight_decay, group.lr_factor)
+    if group.weight_decay is None:
+        return ParameterSettings(rule, decay, group.lr_factor)
+    return ParameterSettings(rule, group.weight_decay, group.lr_factor, sets_weight_decay=True)
 
 
 def update_rule(config: OptimizerConfig, name: str, shape: Shape, in_block: bool) -> str:  # noqa: ARG001

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from meshwright.config import OptimizerConfig, ParameterGroupConfig
 from meshwright.errors import ConfigError
 from meshwright.optim.build import build_optimizer
 from meshwright.optim.check_user_optimizer import examine_optimizer
+from meshwright.optim.user_optimizer import import_state
 from meshwright.topology.optimizer_state import state_tensors
 
 CONFIG = OptimizerConfig(lr=0.01, clip=0.0)
@@ -164,3 +166,22 @@ def test_state_in_memory_has_the_declared_bytes():
         t.nbytes(tuple(p.shape), 8) for p in module.parameters() for t in state_tensors(config, "custom", p.shape)
     )
     assert sum(tensor.nbytes for tensor in optimizer.state_tensors()) == declared
+
+
+def test_weight_decay_of_a_group_applies_to_its_own_parameters_alone():
+    """A group may set the decay that other parameters have by default, and knows names without the prefix."""
+    groups = (ParameterGroupConfig("first", weight_decay=0.1),)
+    config = OptimizerConfig(kind="custom", lr=0.01, weight_decay=0.1, groups=groups)
+    named = {f"model.{name}": nn.Parameter(torch.ones(2, 2)) for name in ("first", "second")}
+    built = build_optimizer(named, config, prefix="model.", factory=partial(torch.optim.SGD, weight_decay=0.7))
+    found = {p: group["weight_decay"] for group in built.rules[0].optimizer.param_groups for p in group["params"]}
+    assert [found[p] for p in named.values()] == [0.1, 0.7]
+
+
+@pytest.mark.parametrize(("on_device", "device"), [(True, "meta"), (False, "cpu")])
+def test_step_is_on_the_device_of_the_parameter_for_fused_kernels(on_device, device):
+    tensors = {"step": torch.ones(()), "scale": torch.ones(())}
+    kinds = dict.fromkeys(tensors, "scalar")
+    state = import_state(tensors, kinds, torch.device("meta"), on_device)
+    assert state["step"].device.type == device
+    assert state["scale"].device.type == "meta"
