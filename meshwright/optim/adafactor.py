@@ -7,6 +7,7 @@ the updates, which are clipped by their root mean square. Full matrices are neve
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from math import prod
 
 import torch
@@ -17,10 +18,8 @@ from meshwright.config import OptimizerConfig
 from meshwright.optim.interface import OptimizedParameter, UpdateRule
 from meshwright.optim.matrix_exchange import sharding_of_tensor
 from meshwright.parallel.local_shard import LocalShard
-from meshwright.parallel.mesh import new_group
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
-from meshwright.topology.matrix_owners import update_axes
 
 BETA2_DECAY = -0.8
 """The second moments of step t have the weight 1 - t^BETA2_DECAY."""
@@ -36,9 +35,14 @@ class Adafactor(UpdateRule):
     """
 
     def __init__(
-        self, parameters: Sequence[OptimizedParameter], config: OptimizerConfig, layout: Layout, world: World
+        self,
+        parameters: Sequence[OptimizedParameter],
+        config: OptimizerConfig,
+        layout: Layout,
+        world: World,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(parameters, config, layout, world)
+        super().__init__(parameters, config, layout, world, group)
         for parameter in parameters:
             local = parameter.local
             step = torch.zeros((), device=local.device)
@@ -47,7 +51,6 @@ class Adafactor(UpdateRule):
                 self.state[local] = {"step": step, "row_var": rows, "col_var": columns}
             else:
                 self.state[local] = {"step": step, "variance": torch.zeros_like(local)}
-        self.group = new_group(layout, *update_axes())
         self.sharded = any(p.shard.sharded_axes for p in parameters)
         """whether any rank has elements that another rank does not have"""
 
@@ -63,21 +66,24 @@ class Adafactor(UpdateRule):
         if not self.is_finite(finite):
             return
         self.divide_gradients(divisor)
-        used = [p for p in self.parameters if p.local.grad is not None]
-        sums = self._sum_over_ranks([part for parameter in used for part in self._square_sums(parameter)])
-        updates = [self._update(parameter, lr, sums) for parameter in used]
-        totals = self._sum_over_ranks([self._total(p, update) for p, (update, _) in zip(used, updates, strict=True)])
-        for parameter, (update, rate) in zip(used, updates, strict=True):
-            rms = self._root_mean_square(parameter, next(totals))
+        parts = [list(self._square_sums(parameter)) for parameter in self.parameters]
+        sums = self._sum_over_ranks(list(chain.from_iterable(parts)))
+        updates = [
+            self._update(parameter, lr, *islice(sums, len(own)))
+            for parameter, own in zip(self.parameters, parts, strict=True)
+        ]
+        totals = self._sum_over_ranks([self._total(p, u) for p, (u, _) in zip(self.parameters, updates, strict=True)])
+        for parameter, (update, rate), total in zip(self.parameters, updates, totals, strict=True):
+            rms = self._root_mean_square(parameter, total)
             parameter.local.sub_(update.mul_(rate / torch.clamp(rms / MAX_UPDATE_RMS, min=1.0)))
 
     def _square_sums(self, parameter: OptimizedParameter) -> Iterator[Tensor]:
         """The share of this rank in sums over the full parameter: its squares, and for a matrix the squares of the rows
-        and columns of its gradient, and the second moments of its rows.
+        and columns of its gradient, and the second moments of its rows. A gradient that is missing counts as zeros, so
+        that the messages of all ranks have the same sizes.
         """
         yield self._total(parameter, parameter.local)
-        gradient = parameter.local.grad
-        assert gradient is not None
+        gradient = torch.zeros_like(parameter.local) if parameter.local.grad is None else parameter.local.grad
         if gradient.ndim >= 2:
             (rows, columns), dims = row_and_column_dims(parameter), tuple(range(gradient.ndim))
             square, row_var = gradient.square(), self.state[parameter.local]["row_var"]
@@ -124,22 +130,25 @@ class Adafactor(UpdateRule):
             return (total[own_region(parameter, (0,))] / (shape[1] * shape[2])).sqrt()[:, None, None]
         return (total / prod(shape)).sqrt()
 
-    def _update(self, parameter: OptimizedParameter, lr: float, sums: Iterator[Tensor]) -> tuple[Tensor, Tensor]:
-        """Updates the second moments and applies weight decay; returns the update before clipping, and its rate."""
+    def _update(self, parameter: OptimizedParameter, lr: float, total: Tensor, *sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Updates the second moments and applies weight decay; returns the update before clipping, and its rate. A
+        parameter without a gradient does not change.
+        """
         local, settings, state = parameter.local, parameter.settings, self.state[parameter.local]
         gradient, rate, eps = local.grad, lr * settings.lr_factor, torch.finfo(local.dtype).eps
-        assert gradient is not None
+        if gradient is None:
+            return torch.zeros_like(local), torch.zeros_like(total)
         state["step"] += 1
         time = state["step"].to(local.dtype)
         weight = time**BETA2_DECAY
-        rms = self._root_mean_square(parameter, next(sums))
+        rms = self._root_mean_square(parameter, total)
         relative = torch.clamp(rms, min=MIN_RMS) * torch.clamp(time**-0.5, max=rate)
         local.mul_(1 - rate * settings.weight_decay)
         if local.ndim < 2:
             variance = state["variance"].lerp_(gradient.square(), weight)
         else:
             shape, (row_dims, column_dims) = parameter.shard.shape, row_and_column_dims(parameter)
-            row_sums, column_sums, row_total = next(sums), next(sums), next(sums)
+            row_sums, column_sums, row_total = sums
             means = torch.lerp(row_total / shape[-2], row_sums.mean(-1) / shape[-1], weight)
             rows = state["row_var"].lerp_(row_sums[own_region(parameter, row_dims)] / shape[-1], weight)
             columns = state["col_var"].lerp_(column_sums[own_region(parameter, column_dims)] / shape[-2], weight)

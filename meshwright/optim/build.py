@@ -16,8 +16,11 @@ from meshwright.optim.muon import Muon
 from meshwright.optim.sgd import SGD
 from meshwright.optim.user_optimizer import OptimizerFactory, UserRule
 from meshwright.parallel.local_shard import local_shard
+from meshwright.parallel.mesh import new_group
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
+from meshwright.topology.matrix_owners import update_axes
+from meshwright.topology.optimizer_state import RULES as RULE_DECLARATIONS
 from meshwright.topology.optimizer_state import parameter_settings
 
 RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "muon": Muon, "sgd": SGD, "lion": Lion, "adafactor": Adafactor}
@@ -45,11 +48,15 @@ def build_optimizer(
             settings = parameter_settings(config, name.removeprefix(prefix), shard.shape, in_block)
             local = local_parameter(parameter, shard, config.cpu_offload)
             parameters.append(OptimizedParameter(name, parameter, shard, local, settings))
+    # A pipeline stage may have no parameter that requires a gradient.
+    dtype = next((p.local.dtype for p in parameters), next(iter(named.values())).dtype)
     if factory is not None:
         rule = UserRule(parameters, config, layout, world, factory)
-        return Optimizer(parameters, [rule], config.clip, layout, world)
+        return Optimizer(parameters, [rule], config.clip, layout, world, dtype)
+    # All ranks create process groups together, those without a parameter of the rule, too.
+    group = None if RULE_DECLARATIONS[config.kind].elementwise else new_group(layout, *update_axes())
     by_rule: dict[str, list[OptimizedParameter]] = {}
     for optimized in parameters:
         by_rule.setdefault(optimized.settings.rule, []).append(optimized)
-    rules = [RULES[name](members, config, layout, world) for name, members in sorted(by_rule.items())]
-    return Optimizer(parameters, rules, config.clip, layout, world)
+    rules = [RULES[name](members, config, layout, world, group) for name, members in sorted(by_rule.items())]
+    return Optimizer(parameters, rules, config.clip, layout, world, dtype)

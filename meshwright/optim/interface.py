@@ -45,15 +45,22 @@ class UpdateRule(ABC):
     """
 
     def __init__(
-        self, parameters: Sequence[OptimizedParameter], config: OptimizerConfig, layout: Layout, world: World
+        self,
+        parameters: Sequence[OptimizedParameter],
+        config: OptimizerConfig,
+        layout: Layout,
+        world: World,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.parameters, self.config, self.layout, self.world = parameters, config, layout, world
         self.state: dict[Tensor, dict[str, Tensor]] = {p.local: {} for p in parameters}
         """local parameter -> its state by key, as `topology/optimizer_state.py` declares it"""
         self.is_finite: Callable[[Tensor], bool] = bool
         """reads `finite` on the host, for rules that need it there; the simulator's tensors have no values to read"""
-        self.group: dist.ProcessGroup | None = None
-        """the process group of its collectives, if it has any: the ranks that update the same parameters"""
+        self.group = group
+        """the process group of its collectives: the ranks that update the same parameters; None if it is one rank, or
+        the optimizer has no collectives
+        """
 
     @abstractmethod
     def step(self, lr: float, divisor: Tensor, finite: Tensor) -> None:
@@ -102,8 +109,9 @@ class Optimizer:
         clip: float,
         layout: Layout,
         world: World,
+        dtype: torch.dtype,
     ) -> None:
-        self.optimized, self.rules = parameters, rules
+        self.optimized, self.rules, self.dtype = parameters, rules, dtype
         self.clip, self.layout, self.world = clip, layout, world
         self.offload = any(rule.config.cpu_offload for rule in rules)
         self.names = [p.name for p in parameters]
@@ -171,7 +179,7 @@ class Optimizer:
         square = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if counted:
             square += torch.stack(foreach_norm(counted)).double().square().sum()
-        return self.world.all_reduce(square, "gradient norm").wait().sqrt().to(self.shards[0].local.dtype)
+        return self.world.all_reduce(square, "gradient norm").wait().sqrt().to(self.dtype)
 
     def update(self, lr: float, norm: Tensor, scale: Tensor, finite: Tensor) -> None:
         """Updates the parameters once. `norm` is that of the unscaled gradient; the stored one is `scale` times it."""

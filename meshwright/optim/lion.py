@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.config import OptimizerConfig
@@ -18,9 +19,14 @@ class Lion(UpdateRule):
     """p <- (1 - lr decay) p - lr sign(beta1 m + (1 - beta1) g), then m <- beta2 m + (1 - beta2) g."""
 
     def __init__(
-        self, parameters: Sequence[OptimizedParameter], config: OptimizerConfig, layout: Layout, world: World
+        self,
+        parameters: Sequence[OptimizedParameter],
+        config: OptimizerConfig,
+        layout: Layout,
+        world: World,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(parameters, config, layout, world)
+        super().__init__(parameters, config, layout, world, group)
         self.grouped = self.groups()
         for parameter in (p.local for p in parameters):
             self.state[parameter] = {"exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format)}

@@ -1,12 +1,13 @@
 """Applies a function to whole matrices, each on its owner: shards travel to the owners, and the results back.
 
 A bucket of matrices takes two all-to-alls. The first is left out where every owner has its matrices in full, as with
-replicas. The function sees the same matrices on every layout, so the results do not depend on the layout.
+replicas. The function sees the same matrices on every layout, so the results depend on it by rounding
+alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -16,7 +17,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.optim.interface import OptimizedParameter
-from meshwright.parallel.mesh import new_group
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
 from meshwright.topology.matrix_owners import (
@@ -29,7 +29,6 @@ from meshwright.topology.matrix_owners import (
     ShardedParameter,
     Sharding,
     region_numel,
-    update_axes,
 )
 
 Route = tuple[int, OwnedMatrix, Region]
@@ -44,9 +43,10 @@ class MatrixExchange:
         parameters: Sequence[OptimizedParameter],
         layout: Layout,
         world: World,
+        group: dist.ProcessGroup | None,
         bucket_elements: int = BUCKET_ELEMENTS,
     ) -> None:
-        self.world, self.group = world, new_group(layout, *update_axes())
+        self.world, self.group = world, group
         sharded = [ShardedParameter(p.name, p.shard.shape, sharding_of_tensor(p.parameter)) for p in parameters]
         owners = MatrixOwners(sharded, layout, world.rank, bucket_elements)
         self.ranks = owners.ranks
@@ -64,12 +64,11 @@ class MatrixExchange:
     @torch.no_grad()
     def map_matrices(self, tensors: Mapping[str, Tensor], function: Callable[[Tensor], Tensor]) -> None:
         """Replaces every matrix by a function of it, in place in its local shards. `tensors` are the local shards by
-        parameter, of the same parameters on all ranks. The function maps a stack of matrices of one shape.
+        parameter, of all parameters. The function maps a stack of matrices of one shape.
         """
         for routes in self.buckets:
-            used = routes.of_parameters(tensors)
-            results = apply_by_shape(self._gather(used, tensors), function)
-            self._scatter(used, results, tensors)
+            results = apply_by_shape(self._gather(routes, tensors), function)
+            self._scatter(routes, results, tensors)
 
     def _gather(self, routes: BucketRoutes, tensors: Mapping[str, Tensor]) -> dict[Matrix, Tensor]:
         """The full matrices that this rank owns."""
@@ -148,17 +147,6 @@ class BucketRoutes:
             ordered((sender, o, part) for o in gathered if o.owner == rank for sender, part in o.senders()),
             ordered((other, o, part) for o in bucket if o.owner == rank for other, part in o.receivers()),
             ordered((o.owner, o, part) for o in bucket for other, part in o.receivers() if other == rank),
-        )
-
-    def of_parameters(self, names: Collection[str]) -> BucketRoutes:
-        """The routes of the matrices of some parameters."""
-
-        def used(routes: list[Route]) -> list[Route]:
-            return [route for route in routes if route[1].matrix.parameter.name in names]
-
-        owned = [owned for owned in self.owned if owned.matrix.parameter.name in names]
-        return BucketRoutes(
-            self.gathers, owned, used(self.to_owners), used(self.at_owner), used(self.from_owner), used(self.results)
         )
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from math import sqrt
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.config import OptimizerConfig
@@ -29,22 +30,25 @@ class Muon(UpdateRule):
     """Updates matrices by their orthogonalized momentum."""
 
     def __init__(
-        self, parameters: Sequence[OptimizedParameter], config: OptimizerConfig, layout: Layout, world: World
+        self,
+        parameters: Sequence[OptimizedParameter],
+        config: OptimizerConfig,
+        layout: Layout,
+        world: World,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(parameters, config, layout, world)
+        super().__init__(parameters, config, layout, world, group)
         self.state = {p.local: {"momentum": torch.zeros_like(p.local)} for p in parameters}
-        self.exchange = MatrixExchange(parameters, layout, world)
-        self.group = self.exchange.group
+        self.exchange = MatrixExchange(parameters, layout, world, group)
 
     @torch.no_grad()
     def step(self, lr: float, divisor: Tensor, finite: Tensor) -> None:
         if not self.is_finite(finite):
             return
         self.divide_gradients(divisor)
-        used = [p for p in self.parameters if p.local.grad is not None]
-        directions = {p.name: self._direction(p) for p in used}
+        directions = {p.name: self._direction(p) for p in self.parameters}
         self.exchange.map_matrices(directions, partial(orthogonalize, steps=self.config.newton_schulz_steps))
-        for parameter in used:
+        for parameter in (p for p in self.parameters if p.local.grad is not None):
             settings, local = parameter.settings, parameter.local
             rate = lr * settings.lr_factor
             local.mul_(1 - rate * settings.weight_decay)
@@ -53,10 +57,12 @@ class Muon(UpdateRule):
 
     def _direction(self, parameter: OptimizedParameter) -> Tensor:
         """Updates the momentum, and returns what is orthogonalized. With Nesterov momentum it overwrites the gradient,
-        which is not needed any more.
+        which is not needed any more. Without a gradient it is zero, so that the messages of all ranks
+        have the same sizes.
         """
         gradient, momentum = parameter.local.grad, self.state[parameter.local]["momentum"]
-        assert gradient is not None
+        if gradient is None:
+            return torch.zeros_like(parameter.local)
         momentum.lerp_(gradient, 1 - self.config.momentum)
         return gradient.lerp_(momentum, self.config.momentum) if self.config.nesterov else gradient.copy_(momentum)
 

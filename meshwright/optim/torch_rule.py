@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.config import OptimizerConfig
@@ -18,9 +19,14 @@ class TorchRule(UpdateRule):
     """Updates by an optimizer of torch, which a subclass makes in `make_optimizer`."""
 
     def __init__(
-        self, parameters: Sequence[OptimizedParameter], config: OptimizerConfig, layout: Layout, world: World
+        self,
+        parameters: Sequence[OptimizedParameter],
+        config: OptimizerConfig,
+        layout: Layout,
+        world: World,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(parameters, config, layout, world)
+        super().__init__(parameters, config, layout, world, group)
         self.fused = config.implementation == "fused"
         groups = self.groups()
         self.lr_factors = [lr_factor for lr_factor, _ in groups]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from meshwright.config import OptimizerConfig
+from meshwright.optim.adafactor import Adafactor
 from meshwright.optim.build import build_optimizer
 
 SHAPES = {"matrix": (6, 4), "vector": (5,), "scalar": (), "convolution": (2, 3, 4, 5)}
@@ -52,3 +53,23 @@ def test_every_matrix_of_a_stack_is_updated_by_itself():
     for expert in range(3):
         alone = train({"bank": stack["bank"][expert]}, [{"bank": g["bank"][expert]} for g in gradients], 0.1)
         assert torch.allclose(together[expert], alone["bank"], rtol=1e-12)
+
+
+def test_parameter_without_a_gradient_takes_part_in_the_sums_and_does_not_change(monkeypatch):
+    sizes, right = [], Adafactor._sum_over_ranks
+    monkeypatch.setattr(
+        Adafactor,
+        "_sum_over_ranks",
+        lambda self, parts: sizes.append([part.shape for part in parts]) or right(self, parts),
+    )
+    one = torch.ones((), dtype=torch.float64)
+    for unused in ((), SHAPES):
+        parameters = {name: nn.Parameter(value) for name, value in draw(SHAPES, 0).items()}
+        optimizer = build_optimizer(parameters, CONFIG)
+        for name, gradient in draw(SHAPES, 1).items():
+            parameters[name].grad = None if name in unused else gradient
+        optimizer.update(0.01, one, one, torch.tensor(True))
+    assert sizes[2:] == sizes[:2]
+    for name, value in draw(SHAPES, 0).items():
+        assert torch.equal(parameters[name], value), name
+    assert not any(shard.local.any() for shard in optimizer.moments().values())

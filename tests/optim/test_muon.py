@@ -8,6 +8,7 @@ from torch import nn
 
 from meshwright.config import OptimizerConfig
 from meshwright.optim.build import build_optimizer
+from meshwright.optim.matrix_exchange import MatrixExchange
 from meshwright.optim.muon import orthogonalize
 
 SHAPES = {
@@ -100,3 +101,22 @@ def test_step_that_is_not_finite_changes_neither_parameters_nor_momentum():
     optimizer.update(0.1, nan, torch.ones_like(nan), torch.tensor(False))
     assert all(torch.equal(value, before[name]) for name, value in parameters.items())
     assert all(torch.equal(shard.local, moments[name]) for name, shard in optimizer.moments().items())
+
+
+def test_matrix_without_a_gradient_takes_part_in_the_exchange_and_does_not_change(monkeypatch):
+    exchanged, right = [], MatrixExchange.map_matrices
+    monkeypatch.setattr(
+        MatrixExchange,
+        "map_matrices",
+        lambda self, tensors, function: exchanged.append(set(tensors)) or right(self, tensors, function),
+    )
+    parameters = {name: nn.Parameter(value) for name, value in draw(0).items()}
+    optimizer = build_optimizer(parameters, OptimizerConfig(kind="muon"), blocks=("blocks.*",))
+    one = torch.ones((), dtype=torch.float64)
+    for name, gradient in draw(1).items():
+        parameters[name].grad = None if name == "blocks.0.tall" else gradient
+    optimizer.update(0.02, one, one, torch.tensor(True))
+    assert exchanged == [set(RULES)]
+    assert torch.equal(parameters["blocks.0.tall"], draw(0)["blocks.0.tall"])
+    assert not optimizer.moments()["blocks.0.tall/momentum"].local.any()
+    assert not torch.equal(parameters["blocks.0.wide"], draw(0)["blocks.0.wide"])
