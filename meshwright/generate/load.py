@@ -18,7 +18,7 @@ from meshwright.models.registry import lora_spec, read_huggingface_model
 from meshwright.models.spec import ModelSpec
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
-from meshwright.weights.adapters import lora_of
+from meshwright.weights.adapters import check_tensors, lora_of
 from meshwright.weights.checkpoint_tensors import Bits, CheckpointTensors
 from meshwright.weights.export import model_of
 from meshwright.weights.reader import WeightFolder
@@ -58,6 +58,7 @@ def load_model(path: Path, step: int | None = None, device: torch.device | None 
     config = replace(config, model=for_generation(recorded), lora=lora_of(entry.manifest))
     spec = lora_spec(config.model, config.lora)
     source = CheckpointTensors(entry)
+    check_tensors(entry.name, entry.manifest, source, spec)
     dtype = getattr(torch, source.dtype(source.names[0]))
     model = build_empty(config.model, dtype, device, config.lora).eval()
     with reporting_deletion(entry):

@@ -24,8 +24,9 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.models.init import init_shard
 from meshwright.models.lora import FACTORS, WEIGHT
 from meshwright.models.registry import lora_spec, model_spec, stored_parameters
+from meshwright.models.spec import ModelSpec
 from meshwright.parallel.local_shard import LocalShard
-from meshwright.weights.checkpoint_tensors import Bits, CheckpointTensors
+from meshwright.weights.checkpoint_tensors import Bits, CheckpointTensors, TensorSource
 from meshwright.weights.reader import WeightFolder
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -33,6 +34,7 @@ ADAPTER_CONFIG_FILE = "adapter_config.json"
 PEFT_FACTORS = dict(zip(FACTORS, ("lora_A", "lora_B"), strict=True))
 BLOCK_BYTES = 8 << 20
 """Bytes of a frozen parameter that are verified at a time."""
+DAMAGED = "try another --step"
 
 
 def lora_of(manifest: Manifest) -> LoraConfig:
@@ -43,6 +45,24 @@ def lora_of(manifest: Manifest) -> LoraConfig:
     return lora
 
 
+def check_tensors(name: str, manifest: Manifest, source: TensorSource, spec: ModelSpec) -> None:
+    """Raises CheckpointError unless the checkpoint `name` has every parameter of `spec` that it does not refer to, in
+    its shape. The manifest is untrusted.
+    """
+    identity, names = manifest.identity, set(source.names)
+    if type(identity.get("seed")) is not int:
+        raise CheckpointError(f"the identity of {name} has no seed", DAMAGED)
+    if manifest.base and not any(parameter.name.endswith(FACTORS) for parameter in spec.parameters):
+        raise CheckpointError(f"{name} refers to frozen parameters, and its identity has no low-rank factors", DAMAGED)
+    for parameter in spec.parameters:
+        found = source.shape(parameter.name) if parameter.name in names else None
+        is_referred_to = found is None and manifest.base and not parameter.name.endswith(FACTORS)
+        if found != parameter.shape and not is_referred_to:
+            raise CheckpointError(
+                f"{name} has shape {found} of {parameter.name}, and its identity {parameter.shape}", DAMAGED
+            )
+
+
 class MergedTensors:
     """The parameters of a model with its factors merged: W + alpha / rank B A, one region at a time, computed in
     float64. The frozen parameters are those that the run read: the folder of `init_from`, or the initialization.
@@ -51,7 +71,8 @@ class MergedTensors:
     def __init__(self, entry: CheckpointEntry, model: ModelConfig, config: RunConfig) -> None:
         assert entry.manifest is not None
         self.factors, self.lora = CheckpointTensors(entry), lora_of(entry.manifest)
-        self.spec, self.seed = model_spec(model), int(entry.manifest.identity["seed"])
+        check_tensors(entry.name, entry.manifest, self.factors, lora_spec(model, self.lora))
+        self.spec, self.seed = model_spec(model), entry.manifest.identity["seed"]
         self.folder = open_base_folder(config, model)
         self.verify(entry, config)
 

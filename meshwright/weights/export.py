@@ -30,7 +30,7 @@ from meshwright.config.reader import build_dataclass, shorten
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.io import sync_folder, write_json
 from meshwright.models.huggingface import StoredParameter
-from meshwright.models.registry import model_spec, write_huggingface_config
+from meshwright.models.registry import lora_spec, model_spec, write_huggingface_config
 from meshwright.version import __version__
 from meshwright.weights.checkpoint_tensors import Bits, CheckpointTensors, TensorSource
 from meshwright.weights.content import EXPONENTS
@@ -102,7 +102,7 @@ def export_checkpoint(
     if published is not None:
         write_huggingface_config(published)  # a model without a Hugging Face form is refused before anything is written
     source = model_tensors(entry, model, config, adapter)
-    outputs = list_adapter(source, entry.manifest, model, dtype) if adapter else list_outputs(source, published, dtype)
+    outputs = list_adapter(source, entry, model, dtype) if adapter else list_outputs(source, published, dtype)
     with reporting_deletion(entry), temporary_folder(to) as folder:
         writer = TensorWriter(source, folder)
         if adapter:
@@ -136,13 +136,16 @@ def model_tensors(
 
 
 def list_adapter(
-    source: TensorSource, manifest: Manifest, model: ModelConfig | None, dtype: str | None
+    source: TensorSource, entry: CheckpointEntry, model: ModelConfig | None, dtype: str | None
 ) -> list[OutputTensor]:
     """The low-rank factors of a checkpoint by the names of PEFT."""
-    from meshwright.weights.adapters import lora_of, peft_names
+    from meshwright.weights.adapters import check_tensors, lora_of, peft_names
 
+    manifest = entry.manifest
+    assert manifest is not None
     if model is None or not manifest.base:
         raise ConfigError("the run has no low-rank factors", "try the export without --adapter")
+    check_tensors(entry.name, manifest, source, lora_spec(model, lora_of(manifest)))
     return [
         OutputTensor(
             stored,
