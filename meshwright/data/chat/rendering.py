@@ -6,19 +6,17 @@ output is bounded. It has no clock, because the samples of a run are a pure func
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from jinja2 import Environment, TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
+from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_TEXT = 16 << 20
-"""Characters of a rendered chat."""
+from meshwright.data.chat.sandbox import MAX_TEXT, BoundedSandbox
+
 MAX_TEMPLATE_BYTES = 1 << 20
 """Size limit of a template."""
 ASSISTANT = "assistant"
@@ -44,18 +42,6 @@ DEFAULT_TEMPLATE = """\
 """ChatML, for a tokenizer that brings no template."""
 
 
-class BoundedSandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox without operators that make a large value of a small one."""
-
-    intercepted_binops = frozenset(("*", "**", "%"))
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        numbers = isinstance(left, int | float) and isinstance(right, int | float)
-        if operator == "**" or not numbers:
-            raise TemplateError(f"the operator {operator} is not available for {type(left).__name__} in a template")
-        return super().call_binop(context, operator, left, right)
-
-
 class GenerationBlocks(Extension):
     """The tag `{% generation %}`, which marks what the assistant wrote."""
 
@@ -77,15 +63,6 @@ class GenerationBlocks(Extension):
         return text
 
 
-def raise_exception(message: object) -> None:
-    raise TemplateError(str(message))
-
-
-def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
-    """The filter `tojson` of chat templates, which does not escape HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=min(indent or 0, 8) or None, sort_keys=sort_keys)
-
-
 class ChatTemplate:
     """A chat template; `special` are the special tokens that it may name, such as `bos_token`. ValueError is raised for
     a template that cannot be compiled, and for a chat that it refuses.
@@ -93,13 +70,7 @@ class ChatTemplate:
 
     def __init__(self, source: str = DEFAULT_TEMPLATE, special: Mapping[str, str] | None = None) -> None:
         self.source, self.special = source, dict(special or {})
-        self.environment = BoundedSandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols]
-        )
-        for padding in ("center", "format", "indent", "wordwrap", "xmlattr"):
-            del self.environment.filters[padding]
-        self.environment.filters["tojson"] = to_json
-        self.environment.globals["raise_exception"] = raise_exception
+        self.environment = BoundedSandbox([GenerationBlocks])
         self.blocks: GenerationBlocks = self.environment.generation  # type: ignore[attr-defined]
         if len(source.encode(errors="replace")) > MAX_TEMPLATE_BYTES:
             raise ValueError(f"the template has more than {MAX_TEMPLATE_BYTES:,} bytes")
@@ -117,6 +88,10 @@ class ChatTemplate:
         """The text of a chat, and the parts inside of generation blocks. With `prompt`, the text ends where the
         assistant is about to write.
         """
+        self.environment.start()
+        return self._render(messages, prompt)
+
+    def _render(self, messages: Messages, prompt: bool = False) -> tuple[str, list[Span]]:
         parts: list[str] = []
         self.blocks.length, self.blocks.spans = 0, []
         values = {"messages": messages, "add_generation_prompt": prompt} | self.special
@@ -144,8 +119,8 @@ class ChatTemplate:
     def _answers(self, messages: Messages, text: str) -> Iterator[Span]:
         for index, message in enumerate(messages):
             if message["role"] == ASSISTANT:
-                before, _ = self.render(messages[:index], prompt=True)
-                after, _ = self.render(messages[: index + 1])
+                before, _ = self._render(messages[:index], prompt=True)
+                after, _ = self._render(messages[: index + 1])
                 if not (text.startswith(after) and after.startswith(before)):
                     raise ValueError(
                         f"the template renders the beginning of message {index} differently in a longer chat, so what "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,13 +52,26 @@ def encode_chat(
         ids, offsets = tokenize(prompt + completion, True)
     else:
         raise ValueError("the record has neither messages nor prompt and completion")
-    mask = [int(any(first < stop and start < last for start, stop in spans)) for first, last in offsets]
+    mask = mask_tokens(offsets, spans)
     if "messages" not in record and end is not None:
         if ids[-1:] == [end]:  # the post-processor has added it
             mask[-1] = 1
         else:
             ids, mask = [*ids, end], [*mask, 1]
     return ids, mask
+
+
+def mask_tokens(offsets: Sequence[Span], spans: list[Span]) -> list[int]:
+    """1 for every token that has a character inside of a span."""
+    merged: list[Span] = []
+    for start, stop in sorted(spans):
+        if merged and start < merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((start, stop))
+    stops = [stop for _, stop in merged]
+    found = [(bisect_right(stops, first), last) for first, last in offsets]
+    return [int(number < len(merged) and merged[number][0] < last) for number, last in found]
 
 
 def read_messages(messages: Any) -> list[dict[str, Any]]:
