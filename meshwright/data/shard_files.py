@@ -93,19 +93,21 @@ class ShardCache:
     def __init__(self, store: Store, name: Path, max_bytes: int, folder: Path | None = None) -> None:
         self.store, self.name, self.max_bytes = store, name, max_bytes
         self.folder = folder or cache_folder() / "shards"
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.writing():
+            self.folder.mkdir(parents=True, exist_ok=True)
         self.verified: dict[str, tuple[int, ...]] = {}
         """digest -> device, inode, size and modification time of the file when it was verified"""
 
     def map(self, name: str, dtype: np.dtype[Any], count: int, digest: str) -> NDArray[Any]:
         file = self.folder / f"{digest}.shard"
-        if (array := self.open_verified(file, dtype, count, digest)) is not None:
-            return array
-        with self.locked(f"{int(digest, 16) % LOCKS}.lock"):
-            for _ in range(2):
-                if (array := self.open_verified(file, dtype, count, digest)) is not None:
-                    return array
-                self.fetch(name, count * dtype.itemsize, digest, file)
+        with self.writing():
+            if (array := self.open_verified(file, dtype, count, digest)) is not None:
+                return array
+            with self.locked(f"{int(digest, 16) % LOCKS}.lock"):
+                for _ in range(2):
+                    if (array := self.open_verified(file, dtype, count, digest)) is not None:
+                        return array
+                    self.fetch(name, count * dtype.itemsize, digest, file)
         raise damaged(file, "is removed while it is in use")
 
     def open_verified(self, file: Path, dtype: np.dtype[Any], count: int, digest: str) -> NDArray[Any] | None:
@@ -141,18 +143,22 @@ class ShardCache:
         with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".part") as temporary:
             fcntl.flock(temporary, fcntl.LOCK_EX)
             state = xxhash.xxh3_128()
-            try:
-                for start in range(0, size, BLOCK):
-                    block = self.store.read(name, start, min(BLOCK, size - start))
-                    state.update(block)
-                    temporary.write(block)
-            except FileNotFoundError:
-                raise damaged(where, "does not exist") from None
+            for block in self.blocks(name, size):
+                state.update(block)
+                temporary.write(block)
             if state.hexdigest() != digest:
                 raise damaged(where, "does not match its digest")
             temporary.flush()
             os.replace(temporary.name, file)
             Path(temporary.name).touch()  # NamedTemporaryFile deletes its name
+
+    def blocks(self, name: str, size: int) -> Iterator[bytes]:
+        """The first `size` bytes of a file of the store; raises DataError."""
+        try:
+            for start in range(0, size, BLOCK):
+                yield self.store.read(name, start, min(BLOCK, size - start))
+        except OSError as error:
+            raise damaged(self.name / name, f"cannot be read: {error.strerror or error}") from None
 
     def evict(self, incoming: int) -> None:
         """Removes files that no process uses, the least recently used first, until `incoming` bytes have room."""
@@ -170,6 +176,17 @@ class ShardCache:
                     return
                 if remove_unlocked(file):
                     total -= size
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Reports a cache that cannot be written, for example because the disk is full."""
+        try:
+            yield
+        except OSError as error:
+            raise DataError(
+                f"the cache {self.folder} of {self.name} cannot be written: {error.strerror or error}",
+                "try MESHWRIGHT_CACHE = a writable folder with free space, or data.shard_cache = 0",
+            ) from None
 
     @contextmanager
     def locked(self, name: str) -> Iterator[None]:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.shard_files import FolderFiles, ShardCache, ShardFiles
+from meshwright.data.source import content_digest
 from meshwright.errors import ConfigError, DataError
 from meshwright.io import MAX_JSON_BYTES, parse_json
 from meshwright.store.interface import Store
@@ -88,6 +89,10 @@ class ShardIndex:
         for shard in self.shards:
             if set(shard.digests) != kinds or not all(map(is_digest, shard.digests.values())):
                 raise ValueError("a digest is missing or not valid")
+        if len(self.shards) == 1:
+            contents = [self.shards[0].digests[kind] for kind in ("tokens", "documents", "mask") if kind in kinds]
+            if self.digest != content_digest("shards", self.dtype, self.tokens, self.documents, *contents):
+                raise ValueError("its digest is not that of its shard")
         if type(self.digest) is not str or type(self.inputs) is not str or type(self.tokenizer) is not str:
             raise ValueError("a digest is not text")
         if self.end_of_document is not None and type(self.end_of_document) is not int:
@@ -139,6 +144,8 @@ class TokenShards:
         self.files: ShardFiles = (
             ShardCache(store, self.folder, cache_bytes) if cache_bytes else FolderFiles(self.folder)
         )
+        self.checked: set[int] = set()
+        """shards whose ids were compared with the index"""
         self.open: OrderedDict[str, NDArray[Any]] = OrderedDict()
 
     @property
@@ -199,6 +206,14 @@ class TokenShards:
         if count == 0:
             return np.empty(0, dtype)
         array = self.files.map(name, dtype, count, shard.digests[kind])
+        if kind == "tokens" and number not in self.checked:
+            if (largest := int(array.max())) > self.index.largest_id:
+                raise DataError(
+                    f"{self.folder}/{name} contains token id {largest}, and the largest id of {INDEX} is "
+                    f"{self.index.largest_id}",
+                    "try meshwright data prepare again",
+                )
+            self.checked.add(number)
         self.open[name] = array
         while len(self.open) > OPEN_FILES:
             self.open.popitem(last=False)

@@ -88,16 +88,23 @@ def validate_family(config: RunConfig) -> None:
             f"{config.model.family}",
             f"expected at most {positions}, or a larger model.options.positions",
         )
-    if positions and any(source.kind == "chat" and source.packing for source in (config.data, *config.data.mixture)):
-        raise ConfigError(
-            f"data.packing = true: the family {config.model.family} has learned positions, which do not restart in a "
-            "sample of several chats",
-            "try data.packing = false",
-        )
+    if any(source.kind == "chat" and source.packing for source in (config.data, *config.data.mixture)):
+        validate_packing(config)
     if config.layout.context > 1 and config.context.method == "ring" and not seam.is_plain:
         raise ConfigError(
             f"context.method = ring computes plain attention, and that of the family {config.model.family} is not",
             "try context.method = all-to-all",
+        )
+
+
+def validate_packing(config: RunConfig) -> None:
+    """Raises ConfigError if the family cannot be trained on samples of several chats."""
+    architecture = run_spec(config).architecture
+    if architecture is not None and architecture.learned_positions:
+        raise ConfigError(
+            f"data.packing = true: the family {config.model.family} has learned positions, which do not restart in a "
+            "sample of several chats",
+            "try data.packing = false",
         )
 
 

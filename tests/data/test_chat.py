@@ -9,13 +9,18 @@ import pytest
 import torch
 
 from meshwright.config import IGNORE_INDEX, DataConfig, ModelConfig, SourceConfig, load_config
-from meshwright.data.chat.packing import pack
+from meshwright.data.chat import sandbox
+from meshwright.data.chat.packing import count_answers, pack
 from meshwright.data.chat.rendering import DEFAULT_TEMPLATE, ChatTemplate
-from meshwright.data.chat.template import encode_chat, open_chat_encoder, tokenize_bytes
+from meshwright.data.chat.template import encode_chat, mask_tokens, open_chat_encoder, tokenize_bytes
 from meshwright.data.file_sources import open_sources
 from meshwright.data.loader import MicroBatchDataset
+from meshwright.data.prepare.command import prepare_folder
+from meshwright.data.shards import TokenShards
 from meshwright.data.source import ConcatenatedSource
 from meshwright.errors import ConfigError, DataError
+from meshwright.launch.user_code.make_custom_model import open_user_code
+from meshwright.launch.user_code.user_code import UserCode
 from meshwright.models.init import build_model
 from meshwright.models.registry import validate_family
 
@@ -76,6 +81,13 @@ def test_template_that_changes_earlier_turns_needs_generation_blocks():
         ChatTemplate(last_only).render_chat(CHAT)
 
 
+def test_mask_counts_tokens_that_touch_a_span():
+    offsets = [(0, 2), (2, 4), (4, 5), (5, 9), (0, 0), (9, 12)]
+    for spans in ([], [(3, 5)], [(6, 7), (1, 2)], [(0, 8), (2, 3)], [(4, 4), (3, 3), (10, 12)]):
+        expected = [int(any(first < stop and start < last for start, stop in spans)) for first, last in offsets]
+        assert mask_tokens(offsets, spans) == expected
+
+
 def test_completion_is_followed_by_the_end_of_document():
     record = {"prompt": "2+2=", "completion": "4"}
     assert encode_chat(record, ChatTemplate(), tokenize_bytes, 0) == ([*b"2+2=4", 0], [0, 0, 0, 0, 1, 1])
@@ -89,6 +101,26 @@ def test_completion_is_followed_by_the_end_of_document():
         "{{ 10 ** 10 ** 10 }}",
         "{{ '%1000000000d' % 1 }}",
         "{{ ''.__class__.__mro__ }}",
+        "{{ 'a'.ljust(50000000) }}",
+        "{{ '{:>50000000}'.format('a') }}",
+        "{{ 'a'['zfill'](50000000) }}",
+        "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x.replace('a', ns.x) %}{% endfor %}",
+        "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x|replace('a', ns.x) %}{% endfor %}",
+        "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x.join(ns.x) %}{% endfor %}",
+        "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
+        "{% set ns = namespace(x=3) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+        "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+        "{% set x %}{% for i in range(90000) %}" + "a" * 90000 + "{% endfor %}{% endset %}",
+        "{% macro a(n) %}{% if n %}{{ a(n - 1) }}{{ a(n - 1) }}{% endif %}{% endmacro %}{{ a(60) }}",
+        "{{ [1] | batch(1000000000, 1) | list }}",
+        "{{ range(9) | random }}",
+        "{{ lipsum() }}",
+        "{% set n = namespace(x='a') %}{%for i in range(9)%}{% set n.x = (n.x|e).replace('a', n.x+n.x,-1) %}{%endfor%}",
+        "{% set ns = namespace(x=1) %}{% for i in range(60) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}{{ ns.x }}",
+        "{{ strftime_now('%Y') }}",
+        "{{ 'a'.upper }}",
         "{{ messages.append(1) }}",
         "{% for i in range(100000) %}{% for j in range(100000) %}{{ messages }}{% endfor %}{% endfor %}",
         "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
@@ -96,9 +128,46 @@ def test_completion_is_followed_by_the_end_of_document():
         "{% for %}",
     ],
 )
-def test_hostile_template_is_refused(template):
+def test_hostile_template_is_refused(template, monkeypatch):
+    monkeypatch.setattr(sandbox, "MAX_STEPS", 1 << 20)
     with pytest.raises(ValueError, match="template"):
         ChatTemplate(template).render(CHAT)
+
+
+def test_long_chat_that_is_rendered_by_prefixes_is_refused(monkeypatch):
+    monkeypatch.setattr(sandbox, "MAX_STEPS", 1 << 18)
+    chat = CHAT[1:] * 100
+    with pytest.raises(ValueError, match="steps for one record"):
+        ChatTemplate(PLAIN_TEMPLATE).render_chat(chat)
+    assert len(ChatTemplate().render_chat(chat)[1]) == 200
+
+
+LLAMA3 = """{{- bos_token }}{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+{%- if messages[0]['role'] == 'system' %}{%- set system_message = messages[0]['content'] | trim %}
+{%- set messages = messages[1:] %}{%- else %}{%- set system_message = '' %}{%- endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\n\n' + system_message + '<|eot_id|>' }}
+{%- for message in messages %}{%- if not (message.role == 'ipython' or 'tool_calls' in message) %}
+{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}
+{%- endif %}{%- endfor %}"""
+GEMMA = """{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'assistant') %}{% set role = 'model' %}
+{% else %}{% set role = message['role'] %}{% endif %}
+{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"""
+MISTRAL = """{%- set ns = namespace(n=0) %}{%- set loop_messages = messages[1:] %}{{- bos_token }}
+{%- for m in loop_messages | selectattr('role', 'in', ['user', 'assistant']) | list %}
+{%- if (m['role'] == 'user') != (ns.n % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}
+{%- set ns.n = ns.n + 1 %}{%- if m.role == 'user' and loop.last %}{{- 'x' }}{%- endif %}
+{{- '[INST] ' ~ m.content ~ '[/INST]' if m.role == 'user' else ' ' ~ m.content.strip().split('</think>')[-1] }}
+{%- endfor %}{{- {'a': [1, messages | length]} | tojson }}{{- ', '.join(['a', 'b']) }}"""
+
+
+@pytest.mark.parametrize("template", [LLAMA3, GEMMA, MISTRAL])
+def test_common_templates_render_as_without_bounds(template):
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    plain.filters["tojson"] = sandbox.to_json
+    expected = plain.from_string(template).render(messages=CHAT, bos_token="<s>")
+    assert ChatTemplate(template, {"bos_token": "<s>"}).render(CHAT)[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -185,6 +254,19 @@ def test_packed_sample_has_chats_with_boundaries(tmp_path):
     assert source.fingerprint() != single.fingerprint()
 
 
+@pytest.mark.parametrize("shard_tokens", [5, 12, 1000])
+def test_answers_are_counted_across_shards(shard_tokens, tmp_path):
+    lengths = np.random.default_rng(0).integers(0, 9, (30, 2))
+    chats = [{"prompt": "a" * first, "completion": "b" * second} for first, second in lengths.tolist()]
+    path = write_chats(tmp_path / "c.jsonl", chats)
+    prepare_folder([str(path)], tmp_path / "out", "", "chat", "text", "", "auto", 1, shard_tokens, 0)
+    shards = TokenShards(tmp_path / "out")
+    positions = np.minimum(shards.lengths - 1, 10)
+    expected = [shards.document(number)[1][1 : positions[number] + 1].sum() for number in range(30)]
+    assert count_answers(shards, positions).tolist() == expected
+    assert max(expected) > 1
+
+
 def test_long_chats_are_truncated_and_counted(tmp_path):
     chats = [{"prompt": "a" * 9, "completion": "b" * 9}, {"prompt": "a" * 20, "completion": "b"}]
     [source] = open_sources(chat_config(write_chats(tmp_path / "c.jsonl", chats), 12), 256, None)
@@ -226,3 +308,12 @@ def test_learned_positions_refuse_packing():
     with pytest.raises(ConfigError, match="learned positions"):
         validate_family(load_config(overrides=options))
     validate_family(load_config(overrides=[*options, "--data.packing=false"]))
+
+
+def test_learned_positions_refuse_shards_that_are_packed(tmp_path):
+    path = write_chats(tmp_path / "c.jsonl", [turn("a", "b")])
+    prepare_folder([str(path)], tmp_path / "out", "", "chat", "text", "", "auto", 1, 1000, 0)
+    options = ["--model.family=gpt2", "--model.kv_heads=4", "--data.kind=shards", f"--data.path={tmp_path / 'out'}"]
+    with pytest.raises(ConfigError, match="learned positions"):
+        open_user_code(load_config(overrides=options), UserCode())
+    open_user_code(load_config(overrides=[*options, "--data.packing=false"]), UserCode())

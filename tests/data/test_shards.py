@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -114,6 +115,38 @@ def test_invalid_index_is_an_error(folder, key, value):
     (folder / "index.json").write_text(json.dumps(index | {key: value}))
     with pytest.raises(DataError, match=r"index\.json is not a valid index"):
         TokenShards(folder)
+
+
+def test_digest_of_one_shard_is_that_of_its_files(folder, tmp_path):
+    prepare([str(tmp_path / "t.jsonl")], tmp_path / "one", shard_tokens=1000)
+    index = json.loads((tmp_path / "one" / "index.json").read_text())
+    (tmp_path / "one" / "index.json").write_text(json.dumps(index | {"digest": "0" * 32}))
+    with pytest.raises(DataError, match="digest is not that of its shard"):
+        TokenShards(tmp_path / "one")
+
+
+def test_token_id_above_the_largest_of_the_index_is_an_error(folder):
+    index = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(json.dumps(index | {"largest_id": 50}))
+    source = open_source(folder, vocab=51)
+    with pytest.raises(DataError, match=r"tokens-0000\d\.bin contains token id \d+, and the largest id"):
+        samples(source)
+
+
+def test_cache_that_cannot_be_written_is_an_error(folder, cache, monkeypatch):
+    cache.parent.mkdir()
+    cache.write_text("")
+    with pytest.raises(DataError, match=r"the cache .*shards of .* cannot be written: File exists"):
+        open_source(folder, shard_cache=999)
+    cache.unlink()
+    source = open_source(folder, shard_cache=999)
+
+    def full(*arguments, **settings):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", full)
+    with pytest.raises(DataError, match="cannot be written: No space left"):
+        source[0]
 
 
 @pytest.mark.parametrize("damage", [damage_byte, damage_size, os.unlink])

@@ -90,10 +90,16 @@ class PackedChats:
 
 def count_answers(shards: TokenShards, positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """The number of labels of every document that count in the loss."""
-    starts = shards.ends - shards.lengths
-    totals = np.concatenate(([0], np.cumsum(shards.gather("mask", 0, len(shards)) != 0)))
-    first = np.minimum(starts + 1, len(shards))
-    counts: NDArray[np.int64] = totals[np.maximum(first, first + positions)] - totals[first]
+    first = shards.ends - shards.lengths + 1
+    end = np.maximum(first, first + positions)
+    counts, size = np.zeros(len(first), np.int64), shards.index.shard_tokens
+    for number, shard in enumerate(shards.index.shards):
+        start = number * size
+        inside = np.flatnonzero((first < start + shard.tokens) & (end > start) & (end > first))
+        if len(inside):
+            edges = np.clip(np.stack([first[inside], end[inside]], 1) - start, 0, shard.tokens)
+            counted = np.append(shards.map("mask", number) != 0, False)  # an edge may be the end of the shard
+            counts[inside] += np.add.reduceat(counted, edges.ravel(), dtype=np.int64)[::2]
     return counts
 
 

@@ -101,6 +101,12 @@ def prepare_shards(
                 raise ConfigError(
                     f"--out {out} has shards of other inputs or settings", "try another folder, or delete this one"
                 )
+            if index.shard_tokens != preparation.shard_tokens:
+                raise ConfigError(
+                    f"--out {out} has shards of {index.shard_tokens:,} tokens, and --shard-tokens is "
+                    f"{preparation.shard_tokens:,}",
+                    f"try --shard-tokens {index.shard_tokens}, another folder, or delete this one",
+                )
             damage = find_damage(out)
             if damage is None:
                 folder.remove()

@@ -14,7 +14,7 @@ from meshwright.data.prepare.inputs import LINE_FORMATS, InputFile
 from meshwright.errors import DataError, describe_exception
 from meshwright.io import open_regular_file
 
-PART_BYTES = 2 << 20
+PART_BYTES = 1 << 20
 """Content of a part, after decompression; a part is as large as its last line or row makes it."""
 MAX_LINE_BYTES = 64 << 20
 """A longer line cannot be decoded: a line is decoded in memory."""

@@ -66,12 +66,16 @@ class Workers:
     def __init__(self, work: Work[Any], count: int, closes: tuple[int, ...]) -> None:
         context = multiprocessing.get_context("fork")
         self.processes: dict[Connection, Any] = {}
-        for _ in range(count):
-            ours, theirs = context.Pipe()
-            arguments = (work, theirs, os.getpid(), [*self.processes, ours], closes)
-            self.processes[ours] = context.Process(target=serve, args=arguments, daemon=True)
-            self.processes[ours].start()
-            theirs.close()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until a worker ignores Ctrl-C
+        try:
+            for _ in range(count):
+                ours, theirs = context.Pipe()
+                arguments = (work, theirs, os.getpid(), [*self.processes, ours], closes)
+                self.processes[ours] = context.Process(target=serve, args=arguments, daemon=True)
+                self.processes[ours].start()
+                theirs.close()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def map(self, parts: Iterator[Part]) -> Iterator[tuple[Part, Any]]:
         """The next part is read while all workers are busy."""

@@ -22,6 +22,7 @@ from meshwright.launch.user_code.code_record import build_code_record
 from meshwright.launch.user_code.entry_points import call_without_arguments
 from meshwright.launch.user_code.spec_from_forward import infer_spec_from_forward
 from meshwright.launch.user_code.user_code import UserCode
+from meshwright.models.registry import validate_packing
 from meshwright.parallel.infer_spec import describe_spec, infer_parallel_spec
 from meshwright.parallel.parallelize import require_spec
 from meshwright.topology.layout import Layout
@@ -53,6 +54,8 @@ def open_user_code(config: RunConfig, user: UserCode, same_code: bool = True, ne
         config = replace(config, custom_model=record)
     if dataset is None:
         sources = open_sources(config.data, config.model.vocab, config.model.separator)
+        if custom is None and is_packed(sources[0]):
+            validate_packing(config)
         if custom is not None and is_packed(sources[0]):
             raise ConfigError(
                 "data.packing = true: packed samples have a third entry, the documents, which a model of your own does "

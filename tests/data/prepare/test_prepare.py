@@ -126,6 +126,8 @@ def test_complete_folder_is_reported_and_never_overwritten(corpus, tmp_path):
     assert prepare(corpus, tmp_path / "out") == first
     with pytest.raises(ConfigError, match="shards of other inputs or settings"):
         prepare(corpus, tmp_path / "out", end_of_document="none")
+    with pytest.raises(ConfigError, match=r"shards of 1,000 tokens, and --shard-tokens is 500"):
+        prepare(corpus, tmp_path / "out", shard_tokens=500)
     assert contents(tmp_path / "out") == before
     with pytest.raises(ConfigError, match="is not empty"):
         prepare(corpus, tmp_path)
@@ -201,3 +203,13 @@ def test_ctrl_c_ends_workers_with_exit_code_130_and_keeps_finished_parts(tmp_pat
     assert (process.returncode, errors) == (130, "")
     assert not (tmp_path / "out" / "index.json").exists()
     assert list((tmp_path / "out" / ".parts").glob("*.part"))
+
+
+def test_workers_are_forked_while_ctrl_c_is_blocked(monkeypatch):
+    def report_mask(work, pipe, *_):
+        pipe.send(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+    monkeypatch.setattr(workers, "serve", report_mask)
+    with workers.Workers(len, 2, ()) as pool:
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        assert [pipe.poll(30) and pipe.recv() for pipe in pool.processes] == [True, True]
