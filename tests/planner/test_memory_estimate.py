@@ -187,6 +187,16 @@ def test_parameter_and_optimizer_memory_equal_the_exact_formulas(options):
         assert memory.gradients <= exact.gradient * 1.02 or layout.shard > 1
 
 
+@pytest.mark.parametrize("options", [["--lora.rank=4"], ['--optimizer.groups=[{pattern="*.ffn.*", frozen=true}]']])
+def test_frozen_parameters_have_no_gradients(options):
+    config = load_config(overrides=["--layout.replicate=2", "--batch.global=8", "--batch.micro=4", *options])
+    layout, batch = validate(config)
+    [memory] = estimate_memory(PlannedJob.from_config(config, preset_cluster("h100", 2)))
+    exact = state_memory(config, layout, batch, 0)
+    assert memory.gradients == pytest.approx(exact.gradient, rel=0.1)
+    assert memory.gradients < 0.8 * memory.parameters
+
+
 @pytest.mark.parametrize("kind", ["interleaved", "zero-bubble", "zbv", "dualpipev"])
 def test_schedule_points_reach_the_schedules_peak_in_flight(kind):
     stages_per_rank = 2

@@ -45,7 +45,7 @@ from meshwright.planner.cost.activations import (
 from meshwright.planner.cost.estimate import MemoryEstimate
 from meshwright.planner.cost.in_flight import SchedulePoint
 from meshwright.planner.cost.stage_parameters import StageLayers, StageParameters, stage_parameters
-from meshwright.planner.workload.optimizer_bytes import FACTORED, factored_state_bytes
+from meshwright.planner.workload.optimizer_bytes import FACTORED, factored_state_bytes, trainable_fraction
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology.parameter_shards import uses_ddp, uses_fsdp
 from meshwright.topology.schedules import SCHEDULES
@@ -127,7 +127,7 @@ class StepMemory:
         self.splits_backward = SCHEDULES[job.schedule].splits_backward
         double = 2.0 if job.precision == "fp64" else 1.0
         self.parameter_bytes = double * job.trainer.parameter_bytes
-        self.gradient_bytes = double * job.trainer.gradient_bytes
+        self.gradient_bytes = double * job.trainer.gradient_bytes * trainable_fraction(config, job.model)
         self.optimizer_bytes = double * job.optimizer_bytes
         self.compute_bytes = settings.compute_bytes
         # The unsharded embedding sets the dtype of the residual stream.

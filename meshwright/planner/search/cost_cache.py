@@ -8,7 +8,7 @@ from meshwright.planner.cost.peak_memory import estimate_memory
 from meshwright.planner.cost.step_time import estimate_step
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.search.candidate import Candidate, candidate_job, validation_error
-from meshwright.planner.workload.optimizer_bytes import optimizer_bytes
+from meshwright.planner.workload.optimizer_bytes import optimizer_bytes, trainable_fraction
 from meshwright.planner.workload.trainer_profiles import MESHWRIGHT
 from meshwright.planner.workload.workload import Workload
 
@@ -80,8 +80,9 @@ def min_state_bytes(work: Workload, candidate: Candidate) -> float:
     shard_ranks = layout.shard * layout.context if candidate.sharding != "none" else 1
     offloaded = work.base_config is not None and work.base_config.optimizer.cpu_offload
     optimizer = 0.0 if offloaded else optimizer_bytes(profile, work.base_config, model)
-    total = profile.parameter_bytes + profile.gradient_bytes + optimizer
-    sharded = {"optimizer": optimizer, "gradients": optimizer + profile.gradient_bytes, "parameters": total}.get(
+    gradients = profile.gradient_bytes * trainable_fraction(work.base_config, model)
+    total = profile.parameter_bytes + gradients + optimizer
+    sharded = {"optimizer": optimizer, "gradients": optimizer + gradients, "parameters": total}.get(
         candidate.sharding, 0.0
     )
     return parameters * (total - sharded + sharded / shard_ranks)

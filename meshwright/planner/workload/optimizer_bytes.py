@@ -1,4 +1,4 @@
-"""Bytes of optimizer state of a model, per parameter or of a rank, as each optimizer declares it; torch-free."""
+"""Bytes of optimizer state and the trainable part of a model, as optimizers and groups declare them; torch-free."""
 
 from __future__ import annotations
 
@@ -29,6 +29,15 @@ def optimizer_bytes(trainer: TrainerProfile, config: RunConfig | None, model: ob
     if isinstance(model, TracedModel):
         return mean_bytes(config.optimizer, model.spec.parameters)
     return mean_bytes_of_family(config.optimizer, config.model, config.lora)
+
+
+def trainable_fraction(config: RunConfig | None, model: object) -> float:
+    """The part of the parameters that has gradients: less than 1 under low-rank adaptation and with frozen groups."""
+    if config is None:
+        return 1.0
+    spec = model.spec if isinstance(model, TracedModel) else frozen_spec(config.model, config.lora, config.optimizer)
+    trainable = sum(parameter.local_numel() for parameter in spec.parameters if parameter.trainable)
+    return trainable / sum(parameter.local_numel() for parameter in spec.parameters)
 
 
 def factored_state_bytes(
