@@ -21,7 +21,7 @@ from jinja2.utils import Namespace
 
 MAX_TEXT = 16 << 20
 """Characters of a text, and elements of a list."""
-MAX_STEPS = 16 << 20
+MAX_STEPS = 4 << 20
 """Steps of a template per record."""
 STEP_CHARACTERS = 64
 """Characters of a text that are read or written in one step."""
