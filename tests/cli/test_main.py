@@ -116,7 +116,7 @@ def test_group_of_verbs_lists_its_verbs(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["data"])
     assert stop.value.code == 2
-    assert "unknown verb 'data'; expected one of data show, data find" in capsys.readouterr().err
+    assert "unknown verb 'data'; expected one of data prepare, data show, data find" in capsys.readouterr().err
 
 
 def test_second_positional_argument_is_rejected(capsys):
