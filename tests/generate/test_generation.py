@@ -127,7 +127,7 @@ def test_top_k_and_top_p_choose_from_the_most_likely_tokens():
         ([], {}, "there is no prompt"),
         ([[1], []], {}, "prompt 1 has no token; expected some text"),
         ([[97]], {}, "prompt 0 has token 97, and the model has 97 tokens"),
-        ([[1]], {"tokens": 0}, "--tokens 0 is out of range; expected 1 or more"),
+        ([[1]], {"tokens": 0}, "--tokens 0 is out of range; expected 1 to 1,048,576"),
         ([[1]], {"temperature": -1.0}, "--temperature -1.0 is out of range"),
         ([[1]], {"temperature": float("nan")}, "--temperature nan is out of range"),
         ([[1]], {"top_p": 0.0}, "--top-p 0.0 is out of range"),
