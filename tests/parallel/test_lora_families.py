@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_lora import SMALL, gradients
+from test_lora_gradients import SMALL, gradients
 
 from meshwright.config import load_config
 from meshwright.models.registry import FAMILIES
