@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from meshwright.config import RunConfig
 from meshwright.config.reader import format_value
@@ -33,17 +33,15 @@ class TextCodec:
     """the token that ends a document"""
 
 
-class TextStream:
+class TextStream(Protocol):
     """Decodes a text token by token: `add` returns the characters that are complete, `finish` the rest."""
 
-    def add(self, token: int) -> str:
-        raise NotImplementedError
+    def add(self, token: int) -> str: ...
 
-    def finish(self) -> str:
-        raise NotImplementedError
+    def finish(self) -> str: ...
 
 
-class ByteStream(TextStream):
+class ByteStream:
     """Tokens are bytes of UTF-8; a byte that belongs to no character, and a token that is no byte, becomes U+FFFD."""
 
     def __init__(self) -> None:
@@ -56,7 +54,7 @@ class ByteStream(TextStream):
         return self.decoder.decode(b"", final=True)
 
 
-class TokenizerStream(TextStream):
+class TokenizerStream:
     """Decodes the last tokens together, since a character may need several tokens and a tokenizer may write a space
     between two of them.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,8 +40,9 @@ class TorchRule(UpdateRule):
         )
         self.state = self.optimizer.state
 
+    @abstractmethod
     def make_optimizer(self, groups: list[dict[str, Any]], kernels: dict[str, bool]) -> torch.optim.Optimizer:
-        raise NotImplementedError
+        """The optimizer of torch for these parameter groups, with the arguments that choose its kernels."""
 
     def step(self, lr: float, divisor: Tensor, finite: Tensor) -> None:
         for group, lr_factor in zip(self.optimizer.param_groups, self.lr_factors, strict=True):

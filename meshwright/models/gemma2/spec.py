@@ -9,8 +9,8 @@ from typing import Annotated
 
 from meshwright.config import ModelConfig
 from meshwright.config.constraints import PositiveFloat, Range
-from meshwright.errors import ConfigError
 from meshwright.models.architecture import Architecture
+from meshwright.models.decoder_spec import BYTES, INIT_STD, require_no_experts, resolve_head_size
 from meshwright.models.spec import (
     AFTER,
     BEFORE,
@@ -24,9 +24,6 @@ from meshwright.models.spec import (
     ParameterSpec,
 )
 
-INIT_STD = 0.02
-BYTES = 4
-"""of an activation in float32"""
 BLOCK = "decoder.blocks.*"
 
 TP_PLAN = {
@@ -65,20 +62,14 @@ class Gemma2Options:
     """tokens that the first, third, ... block sees, itself included; the other blocks see all"""
 
     def head_dim(self, config: ModelConfig) -> int:
-        return self.head_size or config.width // config.heads
+        return resolve_head_size(config, self.head_size)
 
 
 OPTIONS = Gemma2Options
 
 
 def declare(config: ModelConfig, options: Gemma2Options) -> ModelSpec:
-    if config.experts:
-        raise ConfigError(
-            f"model.experts = {config.experts}, and the family gemma2 has no experts",
-            "try model.experts = 0, or model.family = llama",
-        )
-    if options.head_size % 2:
-        raise ConfigError(f"model.options.head_size = {options.head_size} is odd", "expected an even number")
+    require_no_experts(config)
     first_unit, last_unit = (ROOT, ROOT) if config.tie else (BEFORE, AFTER)
     blocks = [f"decoder.blocks.{layer}" for layer in range(config.layers)]
     table = Initialization("normal", INIT_STD)

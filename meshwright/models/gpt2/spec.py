@@ -11,7 +11,7 @@ from meshwright.config import ModelConfig
 from meshwright.config.constraints import Range
 from meshwright.errors import ConfigError
 from meshwright.models.architecture import Architecture
-from meshwright.models.decoder_spec import require_no_experts
+from meshwright.models.decoder_spec import BYTES, INIT_STD, ONES, ZEROS, require_no_experts
 from meshwright.models.spec import (
     AFTER,
     BEFORE,
@@ -25,11 +25,7 @@ from meshwright.models.spec import (
     ParameterSpec,
 )
 
-INIT_STD = 0.02
 POSITION_STD = 0.01
-ONES, ZEROS = Initialization("constant", 1.0), Initialization("constant", 0.0)
-BYTES = 4
-"""of an activation in float32"""
 BLOCK = "decoder.blocks.*"
 
 TP_PLAN = {
