@@ -16,7 +16,7 @@ from meshwright.models.initial_model import load_run_config
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from meshwright.observe.run_report import Report
+    from meshwright.observe.report.run_report import Report
     from meshwright.parallel.parallel_spec import ParallelSpec
     from meshwright.planner.search.plan_result import PlanResult
     from meshwright.planner.workload.workload import Workload
@@ -246,7 +246,7 @@ def report(
 
 def report_run(run: Path, user: UserCode) -> Report:
     """Reports a run, and says which custom model it trains."""
-    from meshwright.observe.run_report import build_report
+    from meshwright.observe.report.run_report import build_report
     from meshwright.telemetry.run_folder import RunFolder
 
     folder = RunFolder(run)

@@ -59,7 +59,7 @@ def plan(
     from meshwright.api.prediction import plan_run, plan_workload
     from meshwright.io import output_file, write_output
     from meshwright.launch.user_code.entry_points import load_user_code
-    from meshwright.observe.plan_text import show_plan
+    from meshwright.observe.plan.plan_text import show_plan
     from meshwright.planner.calibration.prediction import prediction_record
     from meshwright.planner.search.plan_result import plan_json, plan_toml
 
@@ -83,7 +83,7 @@ def plan(
         write_output(out, plan_toml(result), "--out")
         write_output(out.with_suffix(".json"), dumps(prediction_record(result.chosen), indent=1) + "\n", "--out")
     if html is not None:
-        from meshwright.observe.plan_page import render_plan_page
+        from meshwright.observe.plan.plan_page import render_plan_page
 
         write_output(html, render_plan_page(result, top), "--html")
     if json:
@@ -97,7 +97,7 @@ def plan(
 
 def replay_published_runs(records: Path, json: bool) -> None:
     """Predicts published runs and shows the error of each prediction."""
-    from meshwright.observe.replay_text import show_replay
+    from meshwright.observe.plan.replay_text import show_replay
     from meshwright.planner.calibration.replay import replay
 
     result = replay(records)
@@ -121,8 +121,8 @@ def plan_schedule(
     json: Json = False,
 ) -> None:
     """Plan schedule: draw a pipeline schedule with its bubble and micro-batches in flight per rank, or compare all."""
-    from meshwright.observe import schedule_text
-    from meshwright.observe.schedule_svg import write_svg
+    from meshwright.observe.plan import schedule_text
+    from meshwright.observe.plan.schedule_svg import write_svg
     from meshwright.topology.schedule_timeline import build_timeline, compare_schedules
 
     costs = schedule_text.integer_costs(forward, backward_input, weight)
@@ -158,7 +158,7 @@ def plan_measure(
     """Plan measure: measure matmul, memory and collective rates of this machine, for plan --cluster here."""
     from dataclasses import asdict
 
-    from meshwright.observe.machine_text import show_machine
+    from meshwright.observe.plan.machine_text import show_machine
     from meshwright.planner.hardware.resolve_cluster import measurement_file, write_cluster
 
     file = measurement_file(out)

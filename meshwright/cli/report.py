@@ -20,7 +20,7 @@ def report(
     """Report: show measured step time, memory and communication next to their predictions, with the errors."""
     from meshwright.api.prediction import report_run
     from meshwright.launch.user_code.entry_points import load_user_code
-    from meshwright.observe.report_text import report_json, show_report
+    from meshwright.observe.report.report_text import report_json, show_report
 
     result = report_run(run, load_user_code(entry_points))
     if json:

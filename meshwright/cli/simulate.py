@@ -24,7 +24,7 @@ def simulate(
     from meshwright.api.prediction import simulate_run
     from meshwright.launch.user_code.entry_points import load_user_code
     from meshwright.models.initial_model import load_run_config
-    from meshwright.observe.simulation_text import show
+    from meshwright.observe.plan.simulation_text import show
     from meshwright.topology.unsupported import validate
 
     config = load_run_config(file, overrides, ranks, own_model="model" in entry_points)

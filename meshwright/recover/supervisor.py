@@ -196,6 +196,7 @@ class Attempt:
         # Below the timeout of a collective: otherwise a rank that waits would fail before the hung one is found.
         hang_timeout = min(self.launch.hang_timeout, 0.8 * self.launch.collective_timeout)
         start_timeout = min(hang_timeout, self.launch.rendezvous_timeout)
+        self.log.write("attempt_start", restart=restart)
         try:
             if self.received:
                 raise StoppedBeforeStart(self.received[0])
@@ -211,6 +212,7 @@ class Attempt:
             with self.lease.keep_alive():  # it starts a thread, so it must follow the fork of the ranks
                 return self.wait(ranks, viewer)[0]
         finally:
+            self.log.write("attempt_end")
             self.log.close()
             viewer.close()
 

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +35,8 @@ EVENT_KINDS = (
     "end",
     "straggler",
     "hang",
+    "attempt_start",
+    "attempt_end",
     "events_lost",
 )
 """Every kind of event that a run writes; `docs/records.md` lists their fields."""
@@ -83,12 +86,21 @@ class EventLog:
         return self._file
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Appends one record of a kind in `EVENT_KINDS`, in a single system call."""
-        record = {"kind": kind, **self._common, **fields}
+        """Appends one record of a kind in `EVENT_KINDS`, with the time (Unix seconds), in a single system call."""
+        record = {"kind": kind, **self._common, "time": round(time.time(), 6), **fields}
         lines = [record]
         if self._lost:
             message = f"{self._lost} event(s) of rank {self._common['rank']} could not be written before this one"
-            lines.insert(0, {"kind": "events_lost", **self._common, "count": self._lost, "message": message})
+            lines.insert(
+                0,
+                {
+                    "kind": "events_lost",
+                    **self._common,
+                    "time": record["time"],
+                    "count": self._lost,
+                    "message": message,
+                },
+            )
         try:
             self._append("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode())
         except OSError as error:

@@ -16,8 +16,8 @@ from rich.console import Console
 from meshwright.cli import main
 from meshwright.config import load_config
 from meshwright.io import format_bytes, format_seconds
-from meshwright.observe.plan_page import render_plan_page
-from meshwright.observe.plan_text import bar, show_plan
+from meshwright.observe.plan.plan_page import render_plan_page
+from meshwright.observe.plan.plan_text import bar, show_plan
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search.plan_result import make_plan
 from meshwright.planner.workload.workload_args import build_workload

@@ -19,8 +19,8 @@ from small_run import small_config
 from meshwright import train
 from meshwright.cli import main
 from meshwright.errors import ConfigError
-from meshwright.observe.report_text import show_report
-from meshwright.observe.run_report import build_report
+from meshwright.observe.report.report_text import show_report
+from meshwright.observe.report.run_report import build_report
 from meshwright.telemetry import run_measurements
 from meshwright.telemetry.run_folder import RunFolder
 

@@ -16,8 +16,8 @@ from rich.console import Console
 
 from meshwright.cli import main
 from meshwright.errors import ConfigError
-from meshwright.observe.schedule_svg import write_svg
-from meshwright.observe.schedule_text import show_schedule, show_schedules
+from meshwright.observe.plan.schedule_svg import write_svg
+from meshwright.observe.plan.schedule_text import show_schedule, show_schedules
 from meshwright.topology.schedule_timeline import ActionCosts, build_timeline, compare_schedules
 from meshwright.topology.schedules import SCHEDULES
 

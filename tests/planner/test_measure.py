@@ -20,7 +20,7 @@ from meshwright.measure.collectives import COLLECTIVES, MESSAGE_BYTES, bus_facto
 from meshwright.measure.kernels import MATMUL_SHAPES, TORCH_DTYPES
 from meshwright.measure.machine import MachineMeasurement, measure, measured_cluster
 from meshwright.measure.timing import MAX_CALLS, MIN_BATCHES, TimeBudget, TimingGroup, fits_budget
-from meshwright.observe.machine_text import show_machine
+from meshwright.observe.plan.machine_text import show_machine
 from meshwright.planner.hardware.cluster import BandwidthCurve, MatmulRate
 from meshwright.planner.hardware.cluster_file import read_cluster
 from meshwright.planner.hardware.resolve_cluster import measurement_file, resolve_cluster, write_cluster

@@ -13,7 +13,7 @@ from torch import nn
 
 import meshwright
 from meshwright.errors import ConfigError
-from meshwright.observe.plan_text import show_plan
+from meshwright.observe.plan.plan_text import show_plan
 from meshwright.planner.search.plan_result import plan_json, plan_toml
 
 

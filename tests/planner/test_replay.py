@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from meshwright.errors import ConfigError
-from meshwright.observe.replay_text import show_replay
+from meshwright.observe.plan.replay_text import show_replay
 from meshwright.planner.calibration.published_runs import parse_run, read_published_runs
 from meshwright.planner.calibration.replay import rank_sweep, replay, replay_run
 from meshwright.planner.workload import trainer_profiles

@@ -15,7 +15,7 @@ from meshwright.config import LaunchConfig
 from meshwright.data.sample_lookup import open_sample_lookup
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.launch.job import acquire_lease_or_error, recording_outcome
-from meshwright.observe.run_report import build_report
+from meshwright.observe.report.run_report import build_report
 from meshwright.recover import lease as lease_module
 from meshwright.recover.failures import Failure, RanksFailed
 from meshwright.recover.incidents import Incident, read_incidents

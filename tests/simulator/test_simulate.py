@@ -111,7 +111,7 @@ def test_interrupted_simulation_destroys_the_fake_process_group(monkeypatch):
 
 
 def test_simulation_text_does_not_import_torch():
-    code = "import sys, meshwright.observe.simulation_text, meshwright.api; assert 'torch' not in sys.modules"
+    code = "import sys, meshwright.observe.plan.simulation_text, meshwright.api; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +59,6 @@ def start_record(
         "samples": stream.samples,
         "held_out": sum(part.held_out for part in stream.sources),
         "epoch_steps": round(sum(part.trained for part in stream.sources) / stream.global_batch, 2),
-        "time": time.time(),
     }
 
 

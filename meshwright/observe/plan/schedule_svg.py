@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from meshwright.io import write_output
-from meshwright.observe.schedule_text import OPS, describe_timeline, is_even_stage, title
+from meshwright.observe.plan.schedule_text import OPS, describe_timeline, is_even_stage, title
 from meshwright.topology.schedule_timeline import ActionCosts, Timeline, TimelineSlot
 from meshwright.topology.schedules import SCHEDULES
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from meshwright.io import format_bytes
 from meshwright.observe.console import make_console
-from meshwright.observe.schedule_text import ends_of
+from meshwright.observe.plan.schedule_text import ends_of
 
 if TYPE_CHECKING:
     from meshwright.simulator.result import RankResult, Simulation

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 from meshwright.io import format_bytes, format_seconds
-from meshwright.observe.schedule_text import OPS
+from meshwright.observe.plan.schedule_text import OPS
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import describe_plan, memory_by_class, memory_label, merged_calls, phase_label
 from meshwright.planner.search.plan_result import PlanResult

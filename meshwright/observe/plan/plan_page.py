@@ -8,8 +8,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from meshwright.io import format_bytes, format_count, format_percent, format_seconds
-from meshwright.observe.plan_svg import memory_picture, pareto_picture, pipeline_picture, step_picture
-from meshwright.observe.plan_text import title
+from meshwright.observe.plan.plan_svg import memory_picture, pareto_picture, pipeline_picture, step_picture
+from meshwright.observe.plan.plan_text import title
 from meshwright.planner.describe import describe_execution, describe_layout, describe_plan, exposed_seconds
 from meshwright.planner.search.plan_result import PlanResult
 from meshwright.planner.search.scaling import ScalingRow, ScalingTable

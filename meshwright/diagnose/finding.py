@@ -1,0 +1,80 @@
+"""Findings: a cause with its place, its evidence and the next move. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+CAUSES = {
+    "healthy": "nothing limits the run that a change of its settings would improve",
+    "communication": "the ranks wait for collectives: which one, on which axis, and why it is exposed",
+    "bubble": "pipeline stages idle: fill and drain of the schedule, or a stage that takes longer than the others",
+    "device": "the device is under-used: small kernels, a host that launches too slowly, or shapes that do not fit it",
+    "data": "steps wait for their samples: loader, decode or storage",
+    "straggler": "one rank is slower than the others, always or now and then",
+    "experts": "tokens are distributed unevenly over the experts",
+    "memory": "memory is allocated and freed, or pages are swapped, during steps",
+    "checkpoint": "steps wait for checkpoints",
+    "replay": "samples are trained again: work that was lost, or positions that were consumed twice",
+    "hang": "a rank makes no progress",
+    "numerics": "the loss or gradients are not finite, spike or diverge, or the loss scale falls",
+    "crash": "attempts fail: deterministic, dependent on the data, or caused by the infrastructure",
+}
+"""Every class of causes, with its meaning. `docs/diagnose.md` describes them."""
+
+Confidence = Literal["high", "medium", "low"]
+
+
+@dataclass(frozen=True)
+class MeasuredFigure:
+    """One figure that supports a finding."""
+
+    figure: str
+    """what was measured, such as "seconds in fetch, rank 1" """
+    value: float
+    unit: str
+    """as in `observe/report`: s, B, /s, share, count"""
+    compared: float | None = None
+    """what it is compared with, in the same unit: the other ranks, the prediction, the expected value"""
+    compared_with: str = ""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change that removes the cause."""
+
+    settings: tuple[str, ...] = ()
+    """lines of a run file, such as `data.workers = 2`; empty if no setting helps"""
+    action: str = ""
+    """what to do otherwise, in one sentence"""
+    predicted_seconds: float | None = None
+    """the step time that the planner predicts after the change"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A cause, the place where it acts, the evidence, and the next move."""
+
+    cause: str
+    """a key of CAUSES"""
+    variant: str
+    """the kind within the class, such as "late start", "fill and drain" or "loader" """
+    sentence: str
+    """the verdict in one sentence that names rank, step and phase where they are known"""
+    share: float
+    """fraction of the step time (for a crash or a hang, of the run's time) that the change can win back"""
+    confidence: Confidence
+    rank: int | None = None
+    step: int | None = None
+    phase: str = ""
+    axis: str = ""
+    evidence: tuple[MeasuredFigure, ...] = ()
+    change: Change = field(default_factory=Change)
+    check: str = ""
+    """the command that shows whether the change helped"""
+
+    def __post_init__(self) -> None:
+        assert self.cause in CAUSES, self.cause
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

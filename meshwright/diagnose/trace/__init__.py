@@ -1,0 +1,1 @@
+"""Reads Kineto traces of any program and finds what limits it. Torch-free."""

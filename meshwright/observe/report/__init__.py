@@ -1,0 +1,1 @@
+"""The report of a run: measurements next to predictions. Torch-free."""
