@@ -1,0 +1,1 @@
+"""Shows a run while it trains: the live page on localhost, and the view in the terminal. Torch-free."""
