@@ -7,8 +7,9 @@ that starts with an underscore (tests/test_torch_private.py).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.distributed import _functional_collectives
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -62,6 +64,30 @@ def inside_backward() -> bool:
 def resolve_process_group(name: str) -> dist.ProcessGroup:
     """The process group of a name, as functional collectives carry it."""
     return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+_wrapped_waits: list[Callable[..., Any]] = []
+
+
+def wrap_collective_waits(wrapper: Callable[..., Any]) -> None:
+    """Replaces the functions that wait for a collective by `wrapper(function, *args)`, in this process and once: the
+    `wait` of a work handle, that of functional collectives (DTensor), and on CUDA the wait of a stream for an event of
+    another one (FSDP2).
+    """
+    if _wrapped_waits:
+        return
+    _wrapped_waits.append(wrapper)
+    functions = [(dist.Work, "wait"), (_functional_collectives, "wait_tensor"), (torch.cuda.Stream, "wait_event")]
+    for owner, name in functions:
+        setattr(owner, name, _wrap(getattr(owner, name), wrapper))
+
+
+def _wrap(function: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(function, *args, **kwargs)
+
+    return wrapped
 
 
 def fsdp_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

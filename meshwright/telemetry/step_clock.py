@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from meshwright import faults
+from meshwright.telemetry.collective_waits import Stamp, WaitTimer, elapsed
 from meshwright.telemetry.heartbeat import Heartbeat
 from meshwright.telemetry.phases import STEP_PHASES
 
@@ -25,21 +26,26 @@ class StepClock:
         on_phase: Callable[[str], None] = lambda _phase: None,
     ) -> None:
         self._heartbeat, self._step, self._on_phase = heartbeat or Heartbeat(), step, on_phase
-        self._cuda = device.type == "cuda"
-        self._stamps: list[tuple[str, float | torch.cuda.Event]] = []
+        self.begin = time.time()
+        """Unix seconds at which the step begins; on CUDA, when the host begins to queue it"""
+        self.waits = WaitTimer(device.type == "cuda")
+        self._stamps: list[tuple[str, Stamp]] = []
+        self.waits.start()
 
     def enter(self, phase: str) -> str:
         """Begins a phase, writes it to the heartbeat and reaches its fail point. Returns the action that an injected
         fault leaves to the caller, or an empty string.
         """
-        self._stamps.append((phase, self._now()))
+        self._stamps.append((phase, self.waits.now()))
+        self.waits.phase = phase
         self._heartbeat.enter(phase, self._step)
         self._on_phase(phase)
         return faults.fail_point(f"step.{phase}", self._step)
 
     def close(self) -> None:
         """Ends the last phase."""
-        self._stamps.append(("", self._now()))
+        self._stamps.append(("", self.waits.now()))
+        self.waits.stop()
 
     def wait(self) -> None:
         """Waits until the device has passed the last stamp; work queued later continues."""
@@ -51,16 +57,5 @@ class StepClock:
         """Returns the seconds of every phase; a phase that was entered several times is summed."""
         seconds = dict.fromkeys(STEP_PHASES, 0.0)
         for (phase, start), (_, end) in zip(self._stamps, self._stamps[1:], strict=False):
-            if isinstance(start, float):
-                assert isinstance(end, float)
-                seconds[phase] += end - start
-            else:
-                seconds[phase] += start.elapsed_time(end) / 1e3  # type: ignore[arg-type]
+            seconds[phase] += elapsed(start, end)
         return {phase: round(value, 7) for phase, value in seconds.items()}
-
-    def _now(self) -> float | torch.cuda.Event:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event

@@ -6,6 +6,7 @@ import ast
 import errno
 import json
 import os
+import time
 import re
 from pathlib import Path
 
@@ -17,12 +18,13 @@ from meshwright.telemetry.events import EVENT_KINDS, EventFollower, EventLog, re
 from meshwright.telemetry.run_folder import RunFolder
 
 
-def test_event_record_has_kind_attempt_and_rank(tmp_path):
+def test_event_record_has_kind_attempt_rank_and_time(tmp_path):
     log = EventLog(tmp_path / "e.jsonl", attempt=2, rank=3)
+    before = time.time()
     log.write("step", step=7, loss=1.5)
-    assert list(read_events(tmp_path / "e.jsonl")) == [
-        {"kind": "step", "attempt": 2, "rank": 3, "step": 7, "loss": 1.5}
-    ]
+    (record,) = read_events(tmp_path / "e.jsonl")
+    assert abs(record.pop("time") - before) < 60
+    assert record == {"kind": "step", "attempt": 2, "rank": 3, "step": 7, "loss": 1.5}
 
 
 @pytest.mark.parametrize("torn", [b'{"kind": "st', b"x" * 200_000])

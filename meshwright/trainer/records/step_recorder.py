@@ -23,6 +23,9 @@ from meshwright.trainer.objective import find_objective
 from meshwright.trainer.precision import Precision
 from meshwright.trainer.step import StepOutcome
 
+EXPOSED_SOURCES = {"cpu": "host waits", "cuda": "device events"}
+"""How exposed communication is measured, by device: waits block the training thread, or the stream that computes."""
+
 
 class StepRecorder:
     """Turns step outcomes into records. On CUDA an outcome is read one step late, so that no step waits for the
@@ -83,8 +86,8 @@ class StepRecorder:
         outcome.clock.wait()
         loss, norm, local_square, finite, scale = outcome.numbers.tolist()
         self.loss = loss
-        reduction, phases = outcome.reduction, outcome.clock.seconds()
-        self.world.heartbeat.complete_step(phases)
+        reduction, phases, waits = outcome.reduction, outcome.clock.seconds(), outcome.clock.waits.seconds()
+        self.world.heartbeat.complete_step(local_seconds(phases, waits))
         noise = self.noise.update(norm, local_square) if finite else None
         extra: dict[str, Any] = {"skipped": True} if not finite else {}
         if outcome.counted:
@@ -111,18 +114,21 @@ class StepRecorder:
         self.log.write(
             "step",
             step=outcome.step,
+            begin=round(outcome.clock.begin, 6),
             loss=finite_or_none(loss),
             grad_norm=finite_or_none(norm),
             lr=outcome.lr,
             tokens=outcome.control.tokens,
             samples=self.batch.global_,
             phases=phases,
+            waits=waits,
             seconds=round(sum(phases.values()), 7),
             communication={
                 "buckets": reduction.buckets,
                 "message_bytes": reduction.message_bytes,
                 "wire_bytes": wire_bytes("all_reduce", reduction.message_bytes, self.world.size),
-                "exposed_seconds": phases["sync"],
+                "exposed_seconds": round(phases["sync"] + sum(waits.values()), 7),
+                "exposed_source": EXPOSED_SOURCES[self.world.device.type],
             },
             noise_scale=finite_or_none(noise),
             memory=memory_bytes(self.world.device),
@@ -179,6 +185,12 @@ class StepRecorder:
             "try a lower optimizer.lr, look at the samples with `meshwright data show`, or skip such steps "
             '(numerics.on_nonfinite = "skip")',
         )
+
+
+def local_seconds(phases: dict[str, float], waits: dict[str, float]) -> dict[str, float]:
+    """Returns the phases without the waits for other ranks inside them; those count as `sync`."""
+    local = {phase: seconds - waits.get(phase, 0.0) for phase, seconds in phases.items()}
+    return local | {"sync": phases["sync"] + sum(waits.values())}
 
 
 def idle_fraction(phases: dict[str, float]) -> float:
