@@ -6,8 +6,8 @@ import ast
 import errno
 import json
 import os
-import time
 import re
+import time
 from pathlib import Path
 
 import pytest
