@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from benchmarks.peer_components import READ_LOSS_EVERY, RunSteps, lr_multiplier, make_adamw, make_loader
 from meshwright.models.init import build_model
 from meshwright.parallel.world import World
-from meshwright.trainer.loop import Job
+from meshwright.trainer.job import Job
 
 ComputeLoss = Callable[[nn.Module, Any], Tensor]
 """(model, batch) -> the mean loss of the rank's batch."""

@@ -7,7 +7,7 @@ import torch
 from benchmarks.peer_components import READ_LOSS_EVERY, RunSteps, lr_multiplier, make_adamw, make_loader
 from meshwright.models.init import build_model
 from meshwright.parallel.world import World
-from meshwright.trainer.loop import Job
+from meshwright.trainer.job import Job
 
 
 def make_loop(job: Job, world: World) -> RunSteps:

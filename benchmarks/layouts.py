@@ -31,7 +31,7 @@ from meshwright.config import BatchConfig, LayoutConfig, ModelConfig
 from meshwright.data.sample_lookup import build_stream
 from meshwright.models.init import build_model
 from meshwright.parallel.world import World
-from meshwright.trainer.loop import Job
+from meshwright.trainer.job import Job
 
 MODEL = ModelConfig(vocab=1024, width=192, layers=4, heads=6, kv_heads=2, ffn=512)
 SEQUENCE = 128

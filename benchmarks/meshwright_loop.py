@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from benchmarks.peer_components import RunSteps
 from meshwright.parallel.world import World
-from meshwright.trainer.loop import Job, Training
+from meshwright.trainer.job import Job
+from meshwright.trainer.loop import Training
 
 
 def make_loop(job: Job, world: World) -> RunSteps:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from meshwright.config import OptimizerConfig
 from meshwright.data.source import Source
 from meshwright.optim.schedule import learning_rate
-from meshwright.trainer.loop import Job
+from meshwright.trainer.job import Job
 
 READ_LOSS_EVERY = 10
 """Steps between two reads of the loss, as in a typical loop that logs it."""

@@ -14,7 +14,8 @@ from meshwright.launch.ranks import run_ranks
 from meshwright.parallel.world import World
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
-from meshwright.trainer.loop import Job, Training
+from meshwright.trainer.job import Job
+from meshwright.trainer.loop import Training
 from meshwright.trainer.records.step_counters import StepCounters, count_step
 
 T = TypeVar("T")

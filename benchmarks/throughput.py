@@ -33,7 +33,7 @@ from meshwright.launch.job import make_job
 from meshwright.launch.ranks import run_ranks
 from meshwright.parallel.world import World
 from meshwright.telemetry.run_folder import RunFolder
-from meshwright.trainer.loop import Job
+from meshwright.trainer.job import Job
 
 MakeLoop = Callable[[Job, World], RunSteps]
 Rounds = dict[str, list[float]]

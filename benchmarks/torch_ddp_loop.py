@@ -9,7 +9,7 @@ from torch.utils.data import DistributedSampler
 from benchmarks.peer_components import READ_LOSS_EVERY, RunSteps, SampleDataset, lr_multiplier, make_adamw, make_loader
 from meshwright.models.init import build_model
 from meshwright.parallel.world import World
-from meshwright.trainer.loop import Job
+from meshwright.trainer.job import Job
 
 
 def make_loop(job: Job, world: World) -> RunSteps:

@@ -21,7 +21,7 @@ from meshwright.launch.ranks import run_ranks
 from meshwright.launch.user_code.user_code import UserCode
 from meshwright.parallel.world import World
 from meshwright.telemetry.run_folder import RunFolder
-from meshwright.trainer.loop import Job
+from meshwright.trainer.job import Job
 
 ACCELERATE = "accelerate"
 SEQUENCE, VOCABULARY = 128, 256

@@ -19,7 +19,7 @@ from meshwright.parallel.infer_spec import infer_parallel_spec
 from meshwright.topology.unsupported import validate
 from meshwright.trainer.build import build_parallel_model
 from meshwright.trainer.custom_model import CustomModel
-from meshwright.trainer.loop import Job
+from meshwright.trainer.job import Job
 from meshwright.trainer.precision import Precision
 from meshwright.trainer.records.step_counters import count_step
 from meshwright.trainer.step import Step, StepContext

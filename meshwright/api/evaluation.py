@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from meshwright.data.permutation import Positions
     from meshwright.data.source import Source
     from meshwright.parallel.world import World
-    from meshwright.trainer.loop import Job
+    from meshwright.trainer.job import Job
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def make_evaluation_job(
     from meshwright.models.registry import validate_family
     from meshwright.topology.layout import Layout
     from meshwright.topology.unsupported import validate
-    from meshwright.trainer.loop import Job
+    from meshwright.trainer.job import Job
 
     count, micro = Layout.from_config(config.layout).ranks, config.batch.micro or min(8, config.batch.global_)
     divisible = replace(config, batch=replace(config.batch, global_=micro * count, micro=micro))

@@ -37,7 +37,8 @@ from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.unsupported import validate
 from meshwright.trainer.callbacks.configured import run_callbacks
 from meshwright.trainer.identity import code_fingerprint
-from meshwright.trainer.loop import Job, train_rank
+from meshwright.trainer.job import Job
+from meshwright.trainer.loop import train_rank
 from meshwright.trainer.records.run_summary import RunSummary
 
 MAX_RANKS_PER_HOST = 1024

@@ -24,8 +24,7 @@ from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import stages_per_rank
 from meshwright.topology.unsupported import validate
 from meshwright.trainer.custom_model import CustomModel
-from meshwright.trainer.loop import Job
-from meshwright.trainer.step import TrainingObserver
+from meshwright.trainer.job import Job, TrainingObserver
 
 SMALL_BLOCKS = BlockSizes(loader_positions=7, io_bytes=512, digest_bytes=5 << 11)
 """Blocks so small that a small run has several of each, and that no tensor and no file ends where a block does."""

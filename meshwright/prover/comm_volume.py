@@ -11,7 +11,7 @@ from meshwright.planner.exact.state_memory import state_memory
 from meshwright.prover.claims import Claim, describe_settings
 from meshwright.telemetry.run_measurements import RecordedCounters, read_measurements
 from meshwright.topology.layout import Layout
-from meshwright.trainer.loop import Job
+from meshwright.trainer.job import Job
 
 EXACT_MEMORY = ("fp32", "fp64")
 """Precisions for which the peaks are exact: autocast makes short-lived copies of gradients in lower precision."""

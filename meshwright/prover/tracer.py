@@ -21,8 +21,9 @@ from meshwright.parallel.parallel_model import persistent_buffers, router_biases
 from meshwright.prover.trace import StepTrace, Trace, input_name, join_rows
 from meshwright.topology.layout import Layout
 from meshwright.trainer.custom_model import CustomModel
+from meshwright.trainer.job import TrainingObserver
 from meshwright.trainer.loop import Training
-from meshwright.trainer.step import StepOutcome, TrainingObserver
+from meshwright.trainer.step import StepOutcome
 
 Index = tuple[slice | EllipsisType, ...]
 

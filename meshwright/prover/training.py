@@ -46,7 +46,7 @@ from meshwright.prover.trace import StepTrace, Trace
 from meshwright.prover.tracer import AssembledTrace, Contradiction, Tracer, assemble, read_traces
 from meshwright.recover.failures import RanksFailed
 from meshwright.telemetry.run_folder import RunFolder
-from meshwright.trainer.loop import Job
+from meshwright.trainer.job import Job
 
 MAX_SECONDS = 3600.0
 """The longest time that the reference of one run may take."""

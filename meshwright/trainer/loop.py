@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from functools import partial
 
 from meshwright import faults
@@ -13,28 +12,26 @@ from meshwright.checkpoint.restore import restore
 from meshwright.checkpoint.saver import CheckpointMetadata, CheckpointSaver, SaveResult
 from meshwright.checkpoint.state import CheckpointState, collect_state, digest_parallel_parameters
 from meshwright.checkpoint.verify import Damage
-from meshwright.config import BLOCK_SIZES, Batch, BlockSizes, RunConfig, config_to_dict
+from meshwright.config import config_to_dict
 from meshwright.data.loader import Loader
 from meshwright.data.sample_lookup import build_stream
-from meshwright.data.source import ConcatenatedSource, Source
+from meshwright.data.source import ConcatenatedSource
 from meshwright.data.token_files import raise_if_changed
 from meshwright.errors import CheckpointError, StoppedBySignal
 from meshwright.optim.build import build_optimizer
 from meshwright.optim.interface import Optimizer
-from meshwright.optim.user_update import NO_USER_UPDATE, UserUpdate
 from meshwright.parallel.data_parallel.replica_check import compare_replicas
 from meshwright.parallel.local_shard import local_shard
 from meshwright.parallel.parallel_model import router_biases
 from meshwright.parallel.world import World
 from meshwright.telemetry.events import Event, EventLog
-from meshwright.telemetry.run_folder import RunFolder
-from meshwright.topology.layout import Layout
 from meshwright.trainer.build import build_parallel_model
-from meshwright.trainer.callbacks.callback import Callback, RunContext, StopRequested
+from meshwright.trainer.callbacks.callback import RunContext, StopRequested
 from meshwright.trainer.callbacks.dispatcher import CallbackDispatcher
-from meshwright.trainer.custom_model import CustomModel, copy_trained_weights
+from meshwright.trainer.custom_model import copy_trained_weights
 from meshwright.trainer.evaluate import Evaluation
 from meshwright.trainer.identity import build_identity, check_run_folder, write_run_folder
+from meshwright.trainer.job import Job
 from meshwright.trainer.objective import Objective
 from meshwright.trainer.precision import Precision, set_determinism
 from meshwright.trainer.records.plan_recorder import PlanRecorder
@@ -44,48 +41,8 @@ from meshwright.trainer.records.step_counters import count_step
 from meshwright.trainer.records.step_recorder import StepRecorder, finite_or_none
 from meshwright.trainer.resume import ResumeState
 from meshwright.trainer.signals import SignalWatch
-from meshwright.trainer.step import Step, StepContext, TrainingObserver
-from meshwright.weights.initial import InitialWeights, require_folder
-
-
-@dataclass(frozen=True)
-class Job:
-    """What every rank of a run receives from the launcher."""
-
-    config: RunConfig
-    batch: Batch
-    layout: Layout
-    sources: list[Source]
-    folder: RunFolder
-    attempt: int = 0
-    restart: int = 0
-    """how many times this job was restarted; injected faults use it to strike once"""
-    fork: int = 0
-    """0, or for a job that starts a new timeline its first attempt, so that its restarts stay on that timeline"""
-    fallback: bool = True
-    """whether an older checkpoint is used where the newest is damaged"""
-    supervised: bool = True
-    """whether Meshwright's supervisor watches the ranks; under torchrun it does not"""
-    custom: CustomModel | None = None
-    """a custom model; None is the model of the config"""
-    weights: InitialWeights | None = None
-    """the initial weights of a run with `init_from`; None: they are initialized from the seed"""
-    accept_code: bool = False
-    """whether the run continues although the code of its custom model changed"""
-    cluster: str | None = None
-    """the cluster that the step time is predicted for; by default this machine, if it was measured"""
-    listener: Callable[[Event], None] | None = None
-    block_sizes: BlockSizes = BLOCK_SIZES
-    first_step: int = 0
-    """the step at which a run without a checkpoint starts; `prove` starts late in a run to see its last steps"""
-    observer: TrainingObserver = field(default_factory=TrainingObserver)
-    """sees every step on every rank"""
-    callbacks: tuple[Callback, ...] = ()
-    update: UserUpdate = NO_USER_UPDATE
-
-    def as_attempt(self, attempt: int, restart: int, fork: bool) -> Job:
-        """Returns this job as its next attempt. A fork is identified by the job's first attempt, so it happens once."""
-        return replace(self, attempt=attempt, restart=restart, fork=attempt - restart if fork else 0)
+from meshwright.trainer.step import Step, StepContext
+from meshwright.weights.initial import require_folder
 
 
 def train_rank(job: Job, world: World) -> RunSummary:

@@ -7,7 +7,6 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -363,22 +362,6 @@ class Step:
         if stops:
             raise StopRequested
         return StepControl(tokens, bad, bool(due), bool(finished))
-
-
-class TrainingObserver:
-    """Is called by the loop of every rank and may not change anything. This one ignores every call."""
-
-    def on_start(self, training: Any) -> None:
-        """The state is initialized or restored; no step of this attempt has run."""
-
-    def on_gradient(self, step: int, batches: list[MicroBatch]) -> None:
-        """The parameters have the gradients of a step, summed over ranks and times the loss scale."""
-
-    def on_step(self, outcome: StepOutcome) -> None:
-        """A step is complete."""
-
-    def on_evaluation(self, step: int, loss: float, tokens: int) -> None:
-        """An evaluation after a step is complete."""
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from meshwright.parallel.local_shard import LocalShard, local_shard
 from meshwright.parallel.parallel_model import persistent_buffers
 from meshwright.prover.custom.subject import find_tied_parameters
-from meshwright.trainer.step import TrainingObserver
+from meshwright.trainer.job import TrainingObserver
 
 if TYPE_CHECKING:
     from meshwright.trainer.loop import Training

@@ -19,7 +19,7 @@ from meshwright.trainer.records.start_record import device_name
 from meshwright.trainer.records.trace_custom_model import trace_run
 
 if TYPE_CHECKING:
-    from meshwright.trainer.loop import Job
+    from meshwright.trainer.job import Job
 
 MIN_STEPS = 10
 """Timed steps that a run needs to enter the calibration."""

@@ -19,7 +19,7 @@ from meshwright.topology.schedule_timeline import bubble_formula, peak_in_flight
 from meshwright.topology.unused_settings import unused_settings
 
 if TYPE_CHECKING:
-    from meshwright.trainer.loop import Job
+    from meshwright.trainer.job import Job
 
 MAX_GROUPS = 64
 """Process groups per axis that the start record lists."""
