@@ -32,7 +32,10 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
     "launcher",
     [
         [sys.executable],
-        [str(BIN / "torchrun"), "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nproc-per-node=2"],
+        pytest.param(
+            [str(BIN / "torchrun"), "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nproc-per-node=2"],
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_example_of_a_custom_model_trains_in_a_script_and_under_torchrun(tmp_path, launcher):

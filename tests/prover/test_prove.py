@@ -32,6 +32,7 @@ def only(name, check):
     return {name: lambda config, _full: check(config)}
 
 
+@pytest.mark.long
 def test_prove_prints_a_table_and_writes_a_certificate(tmp_path, capfd):
     main(["prove", "--out", str(tmp_path / "c.json"), *TINY, "--layout.replicate=16", "--batch.global=64"])
     printed, errors = capfd.readouterr()

@@ -80,6 +80,7 @@ CLEAN = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", CLEAN.values(), ids=CLEAN)
 def test_recovery_check_has_no_false_alarm(options, monkeypatch):
     monkeypatch.setattr(recovery, "KILL_POINTS", FEW_KILLS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 
 import context_expert_faults
@@ -11,10 +12,11 @@ import pipeline_faults
 import pytest
 import tensor_parallel_faults
 from seeded_faults import FAULTS, MODEL
-from traced_cases import Case, check_cases
+from traced_cases import Case, check_cases, long_unless
 
 MODULES = (data_parallel_faults, tensor_parallel_faults, context_expert_faults, pipeline_faults, optimizer_faults)
-LAUNCHES = sorted({(fault.layout, run) for fault in FAULTS.values() for run in fault.runs})
+LAUNCHES = Counter((fault.layout, run) for fault in FAULTS.values() for run in fault.runs)
+"""The proof runs of all faults, and how many faults share each."""
 
 
 @cache
@@ -33,14 +35,22 @@ def test_101_faults_are_seeded():
 
 
 @pytest.mark.parametrize(
-    ("layout", "run"), LAUNCHES, ids=lambda part: part if isinstance(part, str) else " ".join(part)
+    ("layout", "run"),
+    [pytest.param(*launch, marks=long_unless(LAUNCHES[launch] > 1)) for launch in sorted(LAUNCHES)],
+    ids=lambda part: part if isinstance(part, str) else " ".join(part),
 )
 def test_run_without_fault_equals_the_reference(layout, run):
     passed, measured = check_launch(layout, run)[""]
     assert passed, measured
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=long_unless(all(LAUNCHES[fault.layout, run] > 1 for run in fault.runs)))
+        for name, fault in FAULTS.items()
+    ],
+)
 def test_seeded_fault_is_found_and_named(name):
     fault = FAULTS[name]
     for run in fault.runs:

@@ -10,7 +10,7 @@ import pytest
 import settings_faults
 import shared_model_faults
 import shrunk_away_faults
-from traced_cases import Case, check_cases
+from traced_cases import Case, check_cases, long_unless
 from user_faults import USER_FAULTS
 
 MODULES = (shrunk_away_faults, settings_faults, loop_faults, shared_model_faults)
@@ -33,14 +33,9 @@ def test_every_class_has_more_than_eleven_faults(module):
     assert sum(fault.inject.__module__ == module.__name__ for fault in USER_FAULTS.values()) > 11
 
 
-def long_unless(quick: bool) -> list[pytest.MarkDecorator]:
-    """A launch for a single fault is left to the long run."""
-    return [] if quick else [pytest.mark.long]
-
-
 @pytest.mark.parametrize(
     ("options", "run"),
-    [pytest.param(*launch, marks=long_unless(LAUNCHES[launch] > 1)) for launch in sorted(LAUNCHES)],
+    [pytest.param(*launch, marks=long_unless(LAUNCHES[launch] > 2)) for launch in sorted(LAUNCHES)],
     ids=lambda part: part if isinstance(part, str) else " ".join(part[6:]),
 )
 def test_run_without_fault_equals_the_reference(options, run):
@@ -51,7 +46,7 @@ def test_run_without_fault_equals_the_reference(options, run):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=long_unless(all(LAUNCHES[fault.options, run] > 1 for run in fault.runs)))
+        pytest.param(name, marks=long_unless(all(LAUNCHES[fault.options, run] > 2 for run in fault.runs)))
         for name, fault in USER_FAULTS.items()
     ],
 )

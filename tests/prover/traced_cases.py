@@ -120,3 +120,8 @@ def failed_runs(options: tuple[str, ...]) -> list[str]:
         for case, (passed, measured) in zip(of_size, check_cases(of_size), strict=True):
             failed += [] if passed else [f"{case.run}: {measured}"]
     return failed
+
+
+def long_unless(quick: bool) -> list[pytest.MarkDecorator]:
+    """A launch for few faults is left to the long run."""
+    return [] if quick else [pytest.mark.long]

@@ -148,10 +148,22 @@ SMALL_FAMILY = [
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        (DEEPSEEK, ["--layout.replicate=2", "--layout.tensor=2", "--layout.shard=parameters", "--model.layers=12"]),
-        (DEEPSEEK, ["--layout.pipeline=2", "--layout.context=2", "--batch.micro=1", "--model.layers=6"]),
+        pytest.param(
+            DEEPSEEK,
+            ["--layout.replicate=2", "--layout.tensor=2", "--layout.shard=parameters", "--model.layers=12"],
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            DEEPSEEK,
+            ["--layout.pipeline=2", "--layout.context=2", "--batch.micro=1", "--model.layers=6"],
+            marks=pytest.mark.long,
+        ),
         (GPT2, ["--layout.pipeline=2", "--layout.context=2", "--batch.micro=1", "--model.layers=6"]),
-        (GPT2, ["--layout.replicate=2", "--layout.tensor=2", "--layout.shard=parameters", "--model.layers=12"]),
+        pytest.param(
+            GPT2,
+            ["--layout.replicate=2", "--layout.tensor=2", "--layout.shard=parameters", "--model.layers=12"],
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_formulas_of_families_with_uneven_blocks_and_learned_positions(model, layout):
