@@ -232,6 +232,10 @@ class RunConfig:
     """steps between steps that count communication and memory, which are slower, in addition to the second step of each
     attempt; 0 never counts
     """
+    planned_for: Annotated[str, PLACEMENT] = ""
+    """cluster that the layout was planned for, such as `h100:8x2`; `plan --out` and `train --plan best` write it, and
+    the report says so if the run was on another one
+    """
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -21,6 +21,7 @@ from meshwright.measure.timing import TimingGroup
 from meshwright.parallel.world import World
 from meshwright.planner.hardware.cluster import BandwidthCurve, Cluster, Device, Link, MatmulRate
 from meshwright.planner.hardware.cluster_file import fill_peak_flops
+from meshwright.planner.hardware.processor import processor_name
 
 MAX_CPU_RANKS = 64
 """Limit of --ranks on a machine without GPUs."""
@@ -155,11 +156,7 @@ def device_name(device: torch.device) -> str:
     """Returns the name of the GPU, or the model name of the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return "cpu"
+    return processor_name()
 
 
 def device_memory(world: World) -> float:

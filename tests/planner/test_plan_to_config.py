@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 
 import pytest
 from fake_machine import made_up_machine, write_machine
@@ -63,7 +64,8 @@ def test_plan_best_is_the_first_plan_of_the_search(home, file, memory, ranks):
     write_machine(home, made_up_machine(memory=memory))
     found = best(file, ranks=ranks)
     chosen = best_of_search(file, int(ranks or 4))
-    assert found.config == candidate_config(load_config(file), Candidate.from_job(chosen.job))
+    planned = candidate_config(load_config(file), Candidate.from_job(chosen.job))
+    assert found.config == replace(planned, planned_for=f"made-up processor:{ranks or 4}x1")
     assert found.seconds == chosen.seconds
     assert Layout.from_config(found.config.layout).ranks == int(ranks or 4)
     assert found.message.startswith("plan: ")
@@ -196,7 +198,9 @@ def test_train_follows_a_plan_file_and_report_compares_it(file, tmp_path, monkey
     assert (layout["shard"], layout["replicate"]) == ("gradients", 2)
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["plan"]["layout"]["sharding"] == "gradients"
     main(["report", "run", "--strict"])
-    assert "bytes equal" in capsys.readouterr().out
+    told = " ".join(capsys.readouterr().out.split())
+    assert "bytes equal" in told
+    assert "the layout was planned for another machine: for h100:2x1, and the run was on " in told
 
 
 def test_train_plan_best_writes_the_prediction(home, tmp_path, monkeypatch, capsys):

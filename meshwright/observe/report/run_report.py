@@ -18,8 +18,10 @@ from math import prod
 from statistics import median
 from typing import Any
 
+from meshwright.config.reader import read_toml
 from meshwright.errors import ConfigError
 from meshwright.io import format_percent, format_seconds, read_json
+from meshwright.observe.report.planned_machine import machine_notes
 from meshwright.planner.exact.comm_volume import CollectiveVolume
 from meshwright.planner.exact.compare import VolumeComparison, compare_volumes
 from meshwright.telemetry.memory_classes import COMPARED_CLASSES
@@ -96,6 +98,7 @@ def build_report(folder: RunFolder) -> Report:
         return with_verdict(Report(str(folder.root), run_status(folder, None), 0, 0, notes=notes), {}, False)
     steps = measurements.first.timed_steps()
     attempt = measurements.first.attempt
+    notes += machine_notes(plan, measurements.first.start, planned_cluster(folder))
     if natural_number(plan.get("attempt")) not in (None, attempt):
         notes.append(f"the prediction was made for attempt {plan['attempt']}")
     layout, reason = predicted_layout(plan, measurements)
@@ -133,6 +136,14 @@ def read_plan(folder: RunFolder) -> tuple[dict[str, Any], list[str]]:
         return {}, [f"there is no prediction: {error.message}"]
     notes = plan.get("notes")
     return plan, [str(note)[:300] for note in notes[:MAX_NOTES]] if isinstance(notes, list) else []
+
+
+def planned_cluster(folder: RunFolder) -> str:
+    """The cluster that the run's layout was planned for, if a plan was."""
+    try:
+        return str(read_toml(folder.run_file).get("planned_for", ""))[:300]
+    except ConfigError:
+        return ""
 
 
 def run_status(folder: RunFolder, measurements: RunMeasurements | None) -> str:

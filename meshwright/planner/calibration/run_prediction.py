@@ -7,6 +7,7 @@ predicted for every run of Meshwright's decoder, communication volume exactly.
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from time import monotonic
@@ -24,6 +25,7 @@ from meshwright.planner.exact.comm_volume import comm_volume
 from meshwright.planner.exact.custom_volume import custom_comm_volume, custom_state_memory, has_exact_volume
 from meshwright.planner.exact.state_memory import state_memory
 from meshwright.planner.hardware.cluster import NODE_TYPES, Cluster, Device, Link, preset_cluster
+from meshwright.planner.hardware.cluster_file import cluster_table
 from meshwright.planner.hardware.resolve_cluster import machine_file, measured_machine, resolve_cluster
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.traced_model import TracedModel
@@ -102,6 +104,8 @@ def predict_job(
     exact = exact_record(job, config, device == "cpu") if traced is None else custom_record(job, config, traced, device)
     record = header | prediction_record(corrected) | exact
     record["notes"] = [*record["notes"], *([note] if note else [])]
+    record["host"] = socket.gethostname()
+    record["cluster_file"] = cluster_table(job.cluster) if known else None
     record["peak_flops"] = corrected.peak_flops if known or device_preset(device) else None
     record["uncorrected"] = (
         {"seconds": uncorrected.seconds, "tensors": uncorrected.memory_by_rank[0].tensors} if uncorrected else None

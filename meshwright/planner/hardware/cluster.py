@@ -103,6 +103,11 @@ class Cluster:
         """Number of devices in the cluster."""
         return self.devices_per_node * self.nodes
 
+    @property
+    def size_name(self) -> str:
+        """The device and how many there are: `h100:8x2` is two nodes of eight."""
+        return f"{self.device.name}:{self.devices_per_node}x{self.nodes}"
+
     def with_devices(self, devices: int) -> Cluster:
         """Returns a cluster of so many of the same devices: a fraction of one node, or full nodes."""
         devices_per_node = min(self.devices_per_node, devices)

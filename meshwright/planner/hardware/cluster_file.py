@@ -143,10 +143,15 @@ def read_cluster(path: Path) -> Cluster:
     """Reads and validates a cluster file; the file is untrusted."""
     tree = read_toml(path, "cluster file")
     try:
-        schema: ClusterSchema = build_dataclass(ClusterSchema, tree, "")
-        return build_cluster(schema, path.stem)
+        return cluster_from_table(tree, path.stem)
     except ConfigError as error:
         raise ConfigError(f"cluster file {path}: {error.message}", error.hint) from None
+
+
+def cluster_from_table(table: dict[str, Any], name: str) -> Cluster:
+    """Builds and validates the cluster of the tables of a cluster file, which are untrusted."""
+    schema: ClusterSchema = build_dataclass(ClusterSchema, table, "")
+    return build_cluster(schema, name)
 
 
 def build_cluster(schema: ClusterSchema, name: str) -> Cluster:

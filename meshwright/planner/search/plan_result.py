@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.config import config_to_toml
@@ -136,4 +136,5 @@ def plan_toml(result: PlanResult) -> str:
     if work.base_config is None:
         reason = work.notes[0] if work.notes else "Meshwright's decoder cannot train this model"
         raise ConfigError(f"{work.model.name} cannot be written as a run file: {reason}", "try --json")
-    return config_to_toml(candidate_config(work.base_config, Candidate.from_job(result.chosen.job)))
+    config = candidate_config(work.base_config, Candidate.from_job(result.chosen.job))
+    return config_to_toml(replace(config, planned_for=result.cluster.size_name))

@@ -6,7 +6,7 @@ Command-line options take precedence: they pin settings of the search, and overr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ PLAN_KEYS = (
     "activation_checkpoint.",
     "compile.",
     "optimizer.cpu_offload",
+    "planned_for",
 )
 """The keys that a plan file decides in addition to batch.micro, if they are placement: what belongs to the identity
 is taken from the run.
@@ -101,7 +102,8 @@ def best_plan(
     if not ranked:
         raise infeasible_error(cache)
     best = ranked[0]
-    return PlannedConfig(candidate_config(run, Candidate.from_job(best.job)), reason(cache, best), best.seconds)
+    config = replace(candidate_config(run, Candidate.from_job(best.job)), planned_for=cache.cluster.size_name)
+    return PlannedConfig(config, reason(cache, best), best.seconds)
 
 
 def parse_ranks(ranks: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,13 @@ from meshwright.data.token_files import source_notes
 from meshwright.models.registry import run_spec
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
+from meshwright.planner.hardware.processor import processor_name
 from meshwright.telemetry.events import Event
 from meshwright.topology.layout import stages_per_rank
 from meshwright.topology.schedule_orders import action_orders
 from meshwright.topology.schedule_timeline import bubble_formula, peak_in_flight
 from meshwright.topology.unused_settings import unused_settings
+from meshwright.version import __version__
 
 if TYPE_CHECKING:
     from meshwright.trainer.job import Job
@@ -50,11 +53,14 @@ def start_record(
         "ranks": world.size,
         "batch": str(job.batch),
         "device": device_name(world.device),
+        "processor": processor_name(),
         "precision": job.config.precision.compute,
         "optimizer": job.config.optimizer.factory or job.config.optimizer.kind,
         "schedule": job.config.schedule.function or job.config.schedule.kind,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "python": platform.python_version(),
+        "meshwright": __version__,
         "sources": [s.name for s in job.sources],
         "samples": stream.samples,
         "held_out": sum(part.held_out for part in stream.sources),
