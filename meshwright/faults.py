@@ -2,9 +2,9 @@
 
     MESHWRIGHT_FAULT="save.after_shard:rank1:kill@step20"
 
-A fault is POINT[:rankN]:ACTION[@stepN[+]][@P%][xTIMES][#RESTART]; several faults are separated by commas. Without a
-rank the fault applies to every rank, without a step to every step; `@stepN+` means step N and every later one. A
-probability of P percent is drawn from MESHWRIGHT_FAULT_SEED, the point, the rank, the step and the restart, so that a
+A fault is POINT[:rankN]:ACTION[@stepN[+]|@everyN][@P%][xTIMES][#RESTART]; several faults are separated by commas.
+Without a rank the fault applies to every rank, without a step to every step; `@stepN+` means step N and every later one,
+`@everyN` the steps that N divides. A probability of P percent is drawn from MESHWRIGHT_FAULT_SEED, the point, the rank, the step and the restart, so that a
 failure can be repeated. A fault is active in the first attempt of a job only; `xTIMES` activates it in the first TIMES
 attempts, `#RESTART` in one restart.
 """
@@ -70,7 +70,7 @@ REQUIRED_POINT = {"nan": "step.backward", "flip": "step.fetch", "desync": "step.
 
 FAULT_PATTERN = re.compile(
     r"(?P<point>[a-z_.]+)(:rank(?P<rank>\d+))?:(?P<action>[a-z]+)(=(?P<value>\d+(\.\d+)?))?"
-    r"((@step(?P<step>\d+)(?P<later>\+)?)|(@(?P<chance>\d+(\.\d+)?)%))?(x(?P<times>\d+))?(#(?P<restart>\d+))?"
+    r"((@step(?P<step>\d+)(?P<later>\+)?)|(@every(?P<every>[1-9]\d*))|(@(?P<chance>\d+(\.\d+)?)%))?(x(?P<times>\d+))?(#(?P<restart>\d+))?"
 )
 
 
@@ -92,8 +92,12 @@ class Fault:
     restart: int | None = None
     later: bool = False
     """whether the fault applies to every step from `step` on"""
+    every: int = 1
+    """the fault applies to the steps that this number divides"""
 
     def applies_to(self, step: int) -> bool:
+        if step % self.every:
+            return False
         return self.step is None or (step >= self.step if self.later else step == self.step)
 
     def is_armed(self, rank: int, restart: int) -> bool:
@@ -107,7 +111,7 @@ class Fault:
         if match is None:
             raise ConfigError(
                 f"MESHWRIGHT_FAULT: {text!r} cannot be parsed",
-                "expected POINT[:rankN]:ACTION[@stepN[+]][@P%][xTIMES][#RESTART]",
+                "expected POINT[:rankN]:ACTION[@stepN[+]|@everyN][@P%][xTIMES][#RESTART]",
             )
         if match["point"] not in FAIL_POINTS:
             raise ConfigError(
@@ -131,6 +135,7 @@ class Fault:
             int(match["times"] or 1),
             int(match["restart"]) if match["restart"] else None,
             match["later"] is not None,
+            int(match["every"] or 1),
         )
 
 

@@ -57,6 +57,14 @@ def test_step_with_a_plus_applies_to_later_steps_too():
     assert [Fault.parse("evaluate:kill@step5").applies_to(step) for step in (4, 5, 6)] == [False, True, False]
 
 
+def test_every_selects_the_steps_that_it_divides():
+    fault = Fault.parse("step.update:rank1:slow=0.2@every4")
+    assert fault == Fault("step.update", "slow", 1, value=0.2, every=4)
+    assert [step for step in range(10) if fault.applies_to(step)] == [0, 4, 8]
+    with pytest.raises(ConfigError, match="cannot be parsed"):
+        Fault.parse("step.update:slow=0.2@every0")
+
+
 def test_times_and_restart_select_the_attempts():
     assert [Fault.parse("end:killx3").is_armed(0, restart) for restart in range(5)] == [True, True, True, False, False]
     assert [Fault.parse("end:kill#2").is_armed(0, restart) for restart in range(4)] == [False, False, True, False]
