@@ -3,10 +3,10 @@
     MESHWRIGHT_FAULT="save.after_shard:rank1:kill@step20"
 
 A fault is POINT[:rankN]:ACTION[@stepN[+]|@everyN][@P%][xTIMES][#RESTART]; several faults are separated by commas.
-Without a rank the fault applies to every rank, without a step to every step; `@stepN+` means step N and every later one,
-`@everyN` the steps that N divides. A probability of P percent is drawn from MESHWRIGHT_FAULT_SEED, the point, the rank, the step and the restart, so that a
-failure can be repeated. A fault is active in the first attempt of a job only; `xTIMES` activates it in the first TIMES
-attempts, `#RESTART` in one restart.
+Without a rank the fault applies to every rank, without a step to every step; `@stepN+` means step N and every later
+one, `@everyN` every step that N divides. A probability of P percent is drawn from MESHWRIGHT_FAULT_SEED, the point, the
+rank, the step and the restart, so that a failure can be repeated. A fault is active in the first attempt of a job only;
+`xTIMES` activates it in the first TIMES attempts, `#RESTART` in one restart.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Twenty runs, each with one injected fault, and what `meshwright diagnose` must say of it first.
 
-Every fault has two variants: one on which the diagnosis was developed, and one with other sizes, ranks and layouts, which
-the tests run.
+Every fault has two variants: one on which the diagnosis was developed, and one with other sizes, ranks and layouts,
+which the tests run.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from network_namespaces import throttled_link
 
 from meshwright.data.sample_lookup import open_sample_lookup
-from network_namespaces import throttled_link
 
 BIN = Path(sys.executable).parent
 TIMEOUT = 150.0
@@ -51,7 +51,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class FaultRun:
-    """A fault, the cause that the diagnosis must name first, and words of its sentence."""
+    """A fault, and the cause that the diagnosis must name first."""
 
     cause: str
     development: Variant
@@ -72,7 +72,9 @@ def run_fault(variant: Variant, folder: Path) -> Path:
     return run
 
 
-def train(run: Path, settings: tuple[str, ...], environment: dict[str, str], exit_codes: tuple[int, ...] = (0,)) -> None:
+def train(
+    run: Path, settings: tuple[str, ...], environment: dict[str, str], exit_codes: tuple[int, ...] = (0,)
+) -> None:
     command = [str(BIN / "meshwright"), "train", "--run", str(run), *settings]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=environment)
     assert done.returncode in exit_codes, done.stderr
@@ -120,7 +122,9 @@ def step_of_sample(run: Path, sample: int) -> int:
     return int(occurrences[0]["step"])
 
 
-def resume_from_older_checkpoint(first_steps: int, kept: int) -> Callable[[Path, tuple[str, ...], dict[str, str]], None]:
+def resume_from_older_checkpoint(
+    first_steps: int, kept: int
+) -> Callable[[Path, tuple[str, ...], dict[str, str]], None]:
     """A run that loses its newest checkpoints, and is extended: it trains the steps since the older one again."""
 
     def launch(run: Path, settings: tuple[str, ...], environment: dict[str, str]) -> None:
@@ -212,7 +216,13 @@ FAULTS: dict[str, FaultRun] = {
             {"rank": 0, "axis": "pipeline"},
         ),
         Variant(
-            (*model(256, 2, 32, 16, 20), "--model.vocab=16000", "--layout.replicate=1", "--layout.pipeline=2", "--batch.micro=1"),
+            (
+                *model(256, 2, 32, 16, 20),
+                "--model.vocab=16000",
+                "--layout.replicate=1",
+                "--layout.pipeline=2",
+                "--batch.micro=1",
+            ),
             "",
             {"rank": 1, "axis": "pipeline"},
         ),
@@ -226,7 +236,13 @@ FAULTS: dict[str, FaultRun] = {
             {"axis": "pipeline"},
         ),
         Variant(
-            (*model(128, 6, 64, 12, 20, 3), "--layout.replicate=1", "--layout.pipeline=3", "--batch.micro=4", "--pipeline.schedule=gpipe"),
+            (
+                *model(128, 6, 64, 12, 20, 3),
+                "--layout.replicate=1",
+                "--layout.pipeline=3",
+                "--batch.micro=4",
+                "--pipeline.schedule=gpipe",
+            ),
             "",
             {"axis": "pipeline"},
         ),
@@ -235,11 +251,23 @@ FAULTS: dict[str, FaultRun] = {
     "skewed experts": FaultRun(
         "experts",
         Variant(
-            (*model(64, 2, 32, 8, 24), "--model.experts=8", "--model.router_bias_rate=0", "--layout.expert=2", "--log_every=4"),
+            (
+                *model(64, 2, 32, 8, 24),
+                "--model.experts=8",
+                "--model.router_bias_rate=0",
+                "--layout.expert=2",
+                "--log_every=4",
+            ),
             prepare=write_one_token,
         ),
         Variant(
-            (*model(48, 3, 48, 12, 20), "--model.experts=6", "--model.router_bias_rate=0", "--model.router_aux_loss=0", "--log_every=5"),
+            (
+                *model(48, 3, 48, 12, 20),
+                "--model.experts=6",
+                "--model.router_bias_rate=0",
+                "--model.router_aux_loss=0",
+                "--log_every=5",
+            ),
             prepare=write_one_token,
         ),
     ),

@@ -91,4 +91,5 @@ def throttled_link(rate: str) -> Callable[[Path, tuple[str, ...], dict[str, str]
                 for agent in agents:
                     agent.kill()
             assert all(agent.returncode == 0 for agent in agents), outputs
+
     return launch
