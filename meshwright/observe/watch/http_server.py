@@ -11,8 +11,6 @@ from typing import Any
 from meshwright.errors import ConfigError
 from meshwright.observe.watch.security import ALL_INTERFACES, AsgiApp, RequestGuard
 
-MAX_CONNECTIONS = 1024
-"""Connections that are served at once; further ones are answered with 503."""
 PORTS_TRIED = 20
 """Ports from the preferred one upwards that are tried before the system chooses one."""
 
@@ -52,6 +50,8 @@ class HttpServer:
     def __init__(self, app: AsgiApp, host: str = "127.0.0.1", port: int | None = None, preferred: int = 8321) -> None:
         import uvicorn
 
+        from meshwright.observe.watch.bounded_connection import BoundedConnection
+
         self.host, self.failure = host, ""
         self._socket = bind(host, port, preferred)
         self.port: int = self._socket.getsockname()[1]
@@ -60,12 +60,12 @@ class HttpServer:
             uvicorn.Config(
                 guard,
                 loop="asyncio",
-                http="h11",
+                http=BoundedConnection,
                 ws="none",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                limit_concurrency=MAX_CONNECTIONS,
+                proxy_headers=False,
                 timeout_keep_alive=15,
                 timeout_graceful_shutdown=1,
                 h11_max_incomplete_event_size=16 << 10,
