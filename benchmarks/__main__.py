@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks import (
     checkpoint,
     layouts,
+    observation,
     optimizers,
     pipeline,
     recovery,
@@ -52,6 +53,7 @@ BENCHMARKS = (
     "tokenization",
     "checkpoint",
     "optimizers",
+    "observation",
     "weights",
     "sampling",
     "recovery",
@@ -92,6 +94,8 @@ def main() -> None:
         result["sampling"] = sampling.measure()
     if "optimizers" in args.only:
         result["optimizers"] = optimizers.measure()
+    if "observation" in args.only:
+        result["observation"] = observation.measure()
     if "recovery" in args.only:
         result["recovery"] = recovery.measure()
     result["targets"] = targets(result)
@@ -161,6 +165,9 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
     if "optimizers" in result:
         value = result["optimizers"]["muon_over_adamw"]
         rows.append(target("held-out loss of Muon / AdamW, 300 steps", value, optimizers.MAX_RATIO, "<="))
+    if "observation" in result:
+        for preset, row in result["observation"].items():
+            rows.append(target(f"observation / step time, {preset}", row["share"], observation.MAX_SHARE, "<="))
     if "checkpoint" in result:
         rows += checkpoint_targets(result["checkpoint"])
     if "weights" in result:
