@@ -9,7 +9,8 @@ from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
 from meshwright.planner.exact.compare import compare_volumes
 from meshwright.planner.exact.state_memory import state_memory
 from meshwright.prover.claims import Claim, describe_settings
-from meshwright.telemetry.run_measurements import RecordedCounters, read_measurements
+from meshwright.telemetry.run_measurements import read_measurements
+from meshwright.telemetry.untrusted_records import RecordedCounters
 from meshwright.topology.layout import Layout
 from meshwright.trainer.job import Job
 

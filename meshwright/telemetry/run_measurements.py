@@ -5,31 +5,32 @@ The last attempt counts. Rank 0 contributes its newest steps, the other ranks fe
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import isfinite
 from pathlib import Path
-from typing import Any
 
 from meshwright.io import open_regular_file
 from meshwright.telemetry.events import MAX_LINE_BYTES, Event
 from meshwright.telemetry.run_folder import RunFolder
+from meshwright.telemetry.untrusted_records import (
+    WARMUP_STEPS,
+    RecordedCounters,
+    bounded_object,
+    finite_number,
+    natural_number,
+    parse_counters,
+    parse_event,
+)
 
-WARMUP_STEPS = 2
-"""The first steps of an attempt, which are slower because of one-time work, and are not timed."""
 MAX_FILE_BYTES = 1 << 30
 """Bytes that are read of one event file, from its end."""
 MAX_STEPS, MAX_STEPS_OTHER_RANKS = 2048, 64
 """Steps that are kept of rank 0, and of every other rank."""
 MAX_STEP_LINE_BYTES = 16 << 10
 MAX_RANKS = 1024
-MAX_TABLE_ROWS = 256
-MAX_NUMBER = 1 << 62
-"""Larger numbers are treated as missing."""
 STEP = b'{"kind":"step",'
 OTHER_KINDS = tuple(f'{{"kind":"{kind}",'.encode() for kind in ("start", "restored", "counters", "end"))
 
@@ -49,18 +50,6 @@ class RecordedStep:
     """fraction of the time that a pipeline rank waited"""
     imbalance: float | None
     dropped: float | None
-
-
-@dataclass(frozen=True)
-class RecordedCounters:
-    """The counters of one step on one rank."""
-
-    step: int
-    communication: list[tuple[str, str, int, int]]
-    """(axis, collective, message bytes, wire bytes)"""
-    at_peak: dict[str, int]
-    peak: dict[str, int]
-    peak_total: int
 
 
 @dataclass
@@ -158,33 +147,6 @@ def read_lines(path: Path) -> Iterator[bytes]:
         return
 
 
-def parse_event(line: bytes) -> Event | None:
-    """Returns a line as a JSON object, or None."""
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return event if isinstance(event, dict) else None
-
-
-def finite_number(value: Any) -> float | None:
-    """Returns a finite number, or None."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MAX_NUMBER:
-        return None
-    return float(value) if isfinite(value) else None
-
-
-def natural_number(value: Any) -> int | None:
-    """Returns a non-negative integer, or None."""
-    return value if type(value) is int and 0 <= value < MAX_NUMBER else None
-
-
-def bounded_object(value: Any) -> dict[str, Any]:
-    """Returns a JSON object of at most MAX_TABLE_ROWS entries with short keys, or an empty one."""
-    rows = value.items() if isinstance(value, dict) else ()
-    return {key: item for key, item in rows if len(key) <= 64} if len(rows) <= MAX_TABLE_ROWS else {}
-
-
 def parse_step(line: bytes) -> RecordedStep | None:
     """Returns a step record, or None for a line that is not one."""
     event = parse_event(line) or {}
@@ -208,28 +170,3 @@ def parse_step(line: bytes) -> RecordedStep | None:
         finite_number(experts.get("imbalance")),
         finite_number(experts.get("dropped")),
     )
-
-
-def parse_counters(event: Event) -> RecordedCounters | None:
-    """Returns the counters of an event, or None for an event that does not have them."""
-    memory, rows = bounded_object(event.get("memory")), event.get("communication")
-    step, total = natural_number(event.get("step")), natural_number(memory.get("peak_total"))
-    if step is None or total is None or not isinstance(rows, list) or len(rows) > MAX_TABLE_ROWS:
-        return None
-    communication = [parsed for row in rows if (parsed := parse_communication_row(row)) is not None]
-    return RecordedCounters(
-        step, communication, byte_counts(memory.get("at_peak")), byte_counts(memory.get("peak")), total
-    )
-
-
-def parse_communication_row(row: Any) -> tuple[str, str, int, int] | None:
-    """Returns (axis, collective, message bytes, wire bytes) of a row of collectives, measured or predicted, or None."""
-    values = bounded_object(row)
-    axis, collective = (str(values.get(key, ""))[:64] for key in ("axis", "collective"))
-    message, wire = natural_number(values.get("message_bytes")), natural_number(values.get("wire_bytes"))
-    return None if message is None or wire is None else (axis, collective, message, wire)
-
-
-def byte_counts(value: Any) -> dict[str, int]:
-    """Returns the entries of a JSON object that are non-negative integers."""
-    return {key: size for key, item in bounded_object(value).items() if (size := natural_number(item)) is not None}

@@ -26,16 +26,14 @@ from meshwright.planner.exact.comm_volume import CollectiveVolume
 from meshwright.planner.exact.compare import VolumeComparison, compare_volumes
 from meshwright.telemetry.memory_classes import COMPARED_CLASSES
 from meshwright.telemetry.run_folder import RunFolder
-from meshwright.telemetry.run_measurements import (
+from meshwright.telemetry.run_measurements import RecordedStep, RunMeasurements, read_measurements
+from meshwright.telemetry.untrusted_records import (
     RecordedCounters,
-    RecordedStep,
-    RunMeasurements,
     bounded_object,
     byte_counts,
     finite_number,
     natural_number,
     parse_communication_row,
-    read_measurements,
 )
 from meshwright.topology.axes import ALL_AXES
 from meshwright.topology.layout import Layout

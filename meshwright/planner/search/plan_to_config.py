@@ -27,7 +27,7 @@ from meshwright.planner.search.search import search
 from meshwright.planner.search.suggestions import infeasible_error
 from meshwright.planner.workload.workload import SEARCHED_KEYS
 from meshwright.planner.workload.workload_args import workload_from_config
-from meshwright.telemetry.run_measurements import bounded_object, finite_number
+from meshwright.telemetry.untrusted_records import bounded_object, finite_number
 from meshwright.topology.layout import Layout
 
 BEST = "best"

@@ -14,7 +14,7 @@ from meshwright.parallel.world import World
 from meshwright.planner.calibration.run_prediction import predict_run
 from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.telemetry.events import EventLog
-from meshwright.telemetry.run_measurements import WARMUP_STEPS
+from meshwright.telemetry.untrusted_records import WARMUP_STEPS
 from meshwright.trainer.records.start_record import device_name
 from meshwright.trainer.records.trace_custom_model import trace_run
 
