@@ -1,4 +1,4 @@
-"""Takes numbers, counts and tables from untrusted records; what has another type or size counts as missing. Torch-free."""
+"""Takes numbers, counts and tables from untrusted records; other types and sizes count as missing. Torch-free."""
 
 from __future__ import annotations
 

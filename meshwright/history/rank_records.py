@@ -1,0 +1,80 @@
+"""Reads the event file of one rank: steps as a table, other records as events. Torch-free."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from meshwright.history.event_tail import EventTail
+from meshwright.history.step_table import StepRows, StepTable, parse_row
+from meshwright.telemetry.events import Event
+from meshwright.telemetry.untrusted_records import parse_event
+
+FULL_BYTES = 128 << 20
+"""Of a larger file of rank 0, a part of the steps is kept, and the newest ones in full."""
+NEWEST_STEPS = 2048
+"""The newest steps, which are kept in any case."""
+NEWEST_BYTES = NEWEST_STEPS * 768
+"""Bytes of a rank's file that contain its newest steps."""
+OTHER_RANKS_BYTES = 48 << 20
+"""Bytes that are read of all other ranks in full; of larger files the newest steps and samples are read."""
+SAMPLES = 256
+"""Places of a large file at which a step is read."""
+MAX_STEP_LINE_BYTES = 16 << 10
+STEP = b'{"kind":"step",'
+
+
+class RankRecords:
+    """The steps of one rank as far as they were kept; `update` reads what was appended, and passes on other records."""
+
+    def __init__(self, path: Path, rank: int, ranks: int = 1) -> None:
+        self.rank = rank
+        self._tail = EventTail(path)
+        self._rows = StepRows()
+        self._started = False
+        self._bytes = max(NEWEST_BYTES, OTHER_RANKS_BYTES // max(1, ranks)) if rank else 0
+        try:
+            self._stride = 1 + path.lstat().st_size // FULL_BYTES
+        except OSError:
+            self._stride = 1
+
+    @property
+    def table(self) -> StepTable:
+        return self._rows.table()
+
+    def update(self, receive: Callable[[Event], None]) -> None:
+        """Reads what was appended since the last call."""
+        if not self._started and self.rank:
+            for line in self._tail.sampled_lines(self._bytes, SAMPLES):
+                self._add(line, receive)
+        lines = self._tail.new_lines()
+        for line in lines if self._started or self.rank or self._stride == 1 else self._thinned(lines):
+            self._add(line, receive)
+        self._started = True
+
+    def _thinned(self, lines: Iterator[bytes]) -> Iterator[bytes]:
+        """Yields every line but some steps: one in `stride`, and the newest ones, remain."""
+        newest: deque[bytes] = deque()
+        count = 0
+        for line in lines:
+            if not line.startswith(STEP):
+                yield line
+                continue
+            newest.append(line)
+            if len(newest) > NEWEST_STEPS:
+                oldest, count = newest.popleft(), count + 1
+                if count % self._stride == 1:
+                    yield oldest
+        yield from newest
+
+    def _add(self, line: bytes, receive: Callable[[Event], None]) -> None:
+        if line.startswith(STEP) and len(line) > MAX_STEP_LINE_BYTES:
+            return
+        event = parse_event(line)
+        if event is None:
+            return
+        if event.get("kind") != "step":
+            receive(event)
+        elif (row := parse_row(event)) is not None:
+            self._rows.append(row)

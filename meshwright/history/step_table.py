@@ -1,0 +1,277 @@
+"""The recorded steps of a rank as columns of numbers. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import nan
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.telemetry.events import Event
+from meshwright.telemetry.phases import STEP_PHASES
+from meshwright.telemetry.untrusted_records import MAX_NUMBER, WARMUP_STEPS
+
+EXPOSED_SOURCES = ("sync phase", "host waits", "device events", "profiler")
+"""How the exposed communication of a step was measured."""
+WAIT_PHASES = tuple(phase for phase in STEP_PHASES if phase != "sync")
+"""The phases that may contain waits for other ranks; `sync` is nothing else."""
+OUTSIDE_PHASES = ("evaluate", "save", "callback", "other")
+"""What the training thread does between two steps."""
+
+PLAIN = ("time", "begin", "loss", "grad_norm", "lr", "tokens", "samples", "memory", "noise_scale", "loss_scale")
+COLUMNS = (
+    "step",
+    "attempt",
+    "seconds",
+    *PLAIN,
+    "exposed",
+    "source",
+    "buckets",
+    "message_bytes",
+    "live",
+    "idle",
+    "imbalance",
+    "dropped",
+    "skipped",
+    "counted",
+    "profiled",
+    *(f"phases.{phase}" for phase in STEP_PHASES),
+    *(f"waits.{phase}" for phase in WAIT_PHASES),
+    *(f"outside.{phase}" for phase in OUTSIDE_PHASES),
+)
+INDEX = {name: index for index, name in enumerate(COLUMNS)}
+FLAGS = ("skipped", "counted", "profiled")
+
+Column = NDArray[np.float64]
+
+
+class FloatColumn:
+    """A column of numbers; NaN is a value that was not recorded."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.index = INDEX[name]
+
+    def __get__(self, table: StepTable, owner: type | None = None) -> Column:
+        return table.rows[:, self.index]
+
+
+class IntegerColumn(FloatColumn):
+    """A column of integers, which every row has."""
+
+    def __get__(self, table: StepTable, owner: type | None = None) -> NDArray[np.int64]:  # type: ignore[override]
+        return super().__get__(table, owner).astype(np.int64)
+
+
+class FlagColumn(FloatColumn):
+    """A column of flags."""
+
+    def __get__(self, table: StepTable, owner: type | None = None) -> NDArray[np.bool_]:  # type: ignore[override]
+        return super().__get__(table, owner) > 0
+
+
+@dataclass(frozen=True, eq=False)
+class StepTable:
+    """Columns of equal length, in the order of recording. A step that several attempts completed has several rows."""
+
+    rows: NDArray[np.float64]
+    """one row per step, one column per entry of COLUMNS"""
+
+    step = IntegerColumn()
+    attempt = IntegerColumn()
+    time = FloatColumn()
+    """when the record was written, in Unix seconds"""
+    begin = FloatColumn()
+    """when the first phase began, in Unix seconds"""
+    seconds = FloatColumn()
+    loss = FloatColumn()
+    grad_norm = FloatColumn()
+    lr = FloatColumn()
+    tokens = FloatColumn()
+    samples = FloatColumn()
+    memory = FloatColumn()
+    noise_scale = FloatColumn()
+    loss_scale = FloatColumn()
+    exposed = FloatColumn()
+    """seconds of exposed communication"""
+    source = FloatColumn()
+    """how it was measured: an index of EXPOSED_SOURCES"""
+    buckets = FloatColumn()
+    message_bytes = FloatColumn()
+    live = FloatColumn()
+    """peak number of micro-batches in flight"""
+    idle = FloatColumn()
+    """share of the passes in which a pipeline rank waited"""
+    imbalance = FloatColumn()
+    """largest load of an expert as a multiple of an even share"""
+    dropped = FloatColumn()
+    """tokens that the capacity of experts dropped"""
+    skipped = FlagColumn()
+    counted = FlagColumn()
+    profiled = FlagColumn()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def column(self, name: str) -> Column:
+        """The column of a name in COLUMNS, such as "loss" or "phases.forward"."""
+        return self.rows[:, INDEX[name]]
+
+    @property
+    def phases(self) -> dict[str, Column]:
+        """The seconds of every phase of the step."""
+        return {phase: self.column(f"phases.{phase}") for phase in STEP_PHASES}
+
+    @property
+    def waits(self) -> dict[str, Column]:
+        """The seconds of every phase in which the training thread waited for other ranks inside a collective."""
+        return {phase: self.column(f"waits.{phase}") for phase in WAIT_PHASES}
+
+    @property
+    def outside(self) -> dict[str, Column]:
+        """The seconds between the previous step and this one, by what the training thread did."""
+        return {phase: self.column(f"outside.{phase}") for phase in OUTSIDE_PHASES}
+
+    @property
+    def local(self) -> dict[str, Column]:
+        """The seconds of every phase but `sync` that the rank spent by itself, not waiting for others."""
+        waits = self.waits
+        return {
+            phase: np.maximum(0.0, np.nan_to_num(seconds) - np.nan_to_num(waits[phase]))
+            for phase, seconds in self.phases.items()
+            if phase != "sync"
+        }
+
+    @property
+    def end(self) -> Column:
+        """When the last phase ended, in Unix seconds."""
+        return self.begin + self.seconds
+
+    @property
+    def exposed_source(self) -> str:
+        """How the exposed communication of the newest step was measured."""
+        known = self.source[~np.isnan(self.source)]
+        return EXPOSED_SOURCES[int(known[-1])] if len(known) else EXPOSED_SOURCES[0]
+
+    def select(self, rows: Any) -> StepTable:
+        """The rows of a slice, mask or list of indices."""
+        return StepTable(self.rows[rows])
+
+    def of_attempt(self, attempt: int) -> StepTable:
+        return self.select(self.attempt == attempt)
+
+    def survived(self) -> StepTable:
+        """One row per step, in order: the last attempt that completed it counts."""
+        steps = self.step[::-1]
+        _, first = np.unique(steps, return_index=True)
+        return self.select(len(steps) - 1 - first)
+
+    def timed(self) -> StepTable:
+        """The steps whose duration is typical: without counters or profiler, and not the first two of an attempt."""
+        if not len(self):
+            return self
+        attempts, inverse = np.unique(self.attempt, return_inverse=True)
+        first = np.full(len(attempts), np.iinfo(np.int64).max)
+        np.minimum.at(first, inverse, self.step)
+        return self.select(~self.counted & ~self.profiled & (self.step >= first[inverse] + WARMUP_STEPS))
+
+    def decimated(self, points: int) -> DecimatedSteps:
+        """At most `points` bins of equally many rows, with the smallest, mean and largest value of every column."""
+        starts = np.unique(np.linspace(0, len(self), max(1, points), endpoint=False).astype(np.int64))
+        if not len(self):
+            return DecimatedSteps(self, self, self)
+        counts = np.add.reduceat(~np.isnan(self.rows), starts, axis=0)
+        sums = np.add.reduceat(np.nan_to_num(self.rows), starts, axis=0)
+        mean = np.divide(sums, counts, out=np.full(sums.shape, nan), where=counts > 0)
+        low = np.fmin.reduceat(self.rows, starts, axis=0)
+        return DecimatedSteps(StepTable(low), StepTable(mean), StepTable(np.fmax.reduceat(self.rows, starts, axis=0)))
+
+
+@dataclass(frozen=True, eq=False)
+class DecimatedSteps:
+    """Steps in bins: each table has one row per bin."""
+
+    low: StepTable
+    mean: StepTable
+    high: StepTable
+
+    @property
+    def step(self) -> NDArray[np.int64]:
+        """The first step of every bin."""
+        return self.low.step
+
+    def __len__(self) -> int:
+        return len(self.low)
+
+
+class StepRows:
+    """Rows that are appended one by one."""
+
+    def __init__(self) -> None:
+        self._rows: NDArray[np.float64] = np.empty((256, len(COLUMNS)))
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def append(self, row: list[float]) -> None:
+        if self._count == len(self._rows):
+            self._rows = np.concatenate([self._rows, np.empty_like(self._rows)])
+        self._rows[self._count] = row
+        self._count += 1
+
+    def table(self) -> StepTable:
+        """The rows so far; rows that are appended later are not in it."""
+        return StepTable(self._rows[: self._count])
+
+
+def parse_row(event: Event) -> list[float] | None:
+    """The row of a step record; None for a record that does not have the number, attempt or duration of a step."""
+    step, attempt, seconds = event.get("step"), event.get("attempt"), number(event.get("seconds"))
+    if not (is_count(step) and is_count(attempt) and 0 < seconds < MAX_SECONDS):
+        return None
+    phases, waits = table(event.get("phases")), table(event.get("waits"))
+    outside, communication = table(event.get("outside")), table(event.get("communication"))
+    pipeline, experts = table(event.get("pipeline")), table(event.get("experts"))
+    source = communication.get("exposed_source")
+    plain = [number(event.get(name)) for name in PLAIN]
+    if plain[1] != plain[1]:
+        plain[1] = plain[0] - seconds  # a record without `begin` is written when the step ends
+    exposed = number(communication.get("exposed_seconds"))
+    return [
+        step,
+        attempt,
+        seconds,
+        *plain,
+        exposed if exposed == exposed else number(phases.get("sync")),
+        EXPOSED_SOURCES.index(source) if source in EXPOSED_SOURCES else nan,
+        number(communication.get("buckets")),
+        number(communication.get("message_bytes")),
+        number(pipeline.get("live")),
+        number(pipeline.get("idle")),
+        number(experts.get("imbalance")),
+        number(experts.get("dropped")),
+        *(event.get(flag) is True for flag in FLAGS),
+        *(number(phases.get(phase)) for phase in STEP_PHASES),
+        *(number(waits.get(phase)) for phase in WAIT_PHASES),
+        *(number(outside.get(phase)) for phase in OUTSIDE_PHASES),
+    ]
+
+
+MAX_SECONDS = 1e9
+"""A longer step is not a step."""
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 53
+
+
+def number(value: Any) -> float:
+    """A finite number, or NaN."""
+    kind = type(value)
+    return value if (kind is float or kind is int) and -MAX_NUMBER < value < MAX_NUMBER else nan
+
+
+def table(value: Any) -> dict[str, Any]:
+    return value if type(value) is dict else {}
