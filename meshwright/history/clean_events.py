@@ -121,15 +121,18 @@ def clean_incident(value: Any, attempt: int) -> Incident | None:
     values = bounded_object(value)
     if values.get("outcome") not in OUTCOMES:
         return None
-    optional = {name: count if is_index(count := values.get(name)) else None for name in ("rank", "step")}
+    counts = {
+        name: value for name in ("rank", "step", "exit_code", "checkpoint_step") if is_index(value := values.get(name))
+    }
     samples = values.get("samples")
     rows = values.get("ranks")
     return Incident(
         attempt,
         values["outcome"],
-        **optional,
+        counts.get("rank"),
+        counts.get("step"),
         phase=text(values.get("phase"))[:64],
-        exit_code=code if is_index(code := values.get("exit_code")) else 1,
+        exit_code=counts.get("exit_code", 1),
         error_type=text(values.get("error_type"))[:256],
         message=text(values.get("message")),
         log_tail=texts(values.get("log_tail")),
@@ -140,7 +143,7 @@ def clean_incident(value: Any, attempt: int) -> Incident | None:
             if is_index(row.get("rank")) and is_index(row.get("collectives"))
         ],
         samples=[sample for sample in samples[:4096] if is_index(sample)] if isinstance(samples, list) else [],
-        checkpoint_step=step if is_index(step := values.get("checkpoint_step")) else -1,
+        checkpoint_step=counts.get("checkpoint_step", -1),
         verdict=text(values.get("verdict"))[:64],
         recommendation=text(values.get("recommendation")),
     )

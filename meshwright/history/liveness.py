@@ -41,8 +41,11 @@ class Liveness:
             self.attempt, self.heartbeats, self.advanced = attempt, {}, {}
             self._beat, self._beat_advanced = "", None
         clock = time.monotonic()
-        heartbeats = {rank: reading for rank in heartbeat_ranks(folder, attempt)
-                      if (reading := read_heartbeat(folder.heartbeat(attempt, rank))) is not None}
+        heartbeats = {
+            rank: reading
+            for rank in heartbeat_ranks(folder, attempt)
+            if (reading := read_heartbeat(folder.heartbeat(attempt, rank))) is not None
+        }
         for rank, reading in heartbeats.items():
             if rank in self.heartbeats and self.heartbeats[rank].beats != reading.beats:
                 self.advanced[rank] = clock

@@ -12,11 +12,11 @@ from typing import Any
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.history.attempts import MAX_ATTEMPTS, AttemptHistory
 from meshwright.history.checkpoints import CheckpointHistory, CheckpointRecords
-from meshwright.history.clean_events import FIELDS, EventList, clean_event, integer, InvalidField
+from meshwright.history.clean_events import FIELDS, EventList, InvalidField, clean_event, integer
 from meshwright.history.event_tail import EventTail, FileReplaced
 from meshwright.history.liveness import MAX_NAMES, Liveness, event_ranks
-from meshwright.history.rank_records import RankRecords
-from meshwright.history.step_table import StepTable, StepRows
+from meshwright.history.rank_steps import RankSteps
+from meshwright.history.step_table import StepRows, StepTable
 from meshwright.io import MAX_JSON_BYTES, read_json, read_regular_file
 from meshwright.telemetry.events import Event
 from meshwright.telemetry.heartbeat import HeartbeatReading
@@ -78,7 +78,7 @@ class RunHistory:
         self.newest_record: float | None = None
         """the time of the newest record, in Unix seconds of the rank that wrote it"""
         self._attempts: dict[int, AttemptHistory] = {}
-        self._ranks: dict[int, RankRecords] = {}
+        self._ranks: dict[int, RankSteps] = {}
         self._rank_attempts: dict[int, int] = {}
         self._checkpoints = CheckpointRecords()
         self._supervisor = EventTail(self.folder.root / "events" / "supervisor.jsonl")
@@ -144,7 +144,7 @@ class RunHistory:
         present = event_ranks(self.folder)
         for rank in present:
             if rank not in self._ranks:
-                self._ranks[rank] = RankRecords(self.folder.events(rank), rank, len(present))
+                self._ranks[rank] = RankSteps(self.folder.events(rank), rank, len(present))
             self._read_rank(self._ranks[rank])
         self.checkpoints = self._checkpoints.update(self.folder)
         self.attempts = [self._attempts[number] for number in sorted(self._attempts)[-MAX_ATTEMPTS:]]
@@ -157,7 +157,7 @@ class RunHistory:
             attempt.is_alive = attempt.is_newest and self.is_alive
             attempt.read_incident(self.folder)
 
-    def _read_rank(self, records: RankRecords) -> None:
+    def _read_rank(self, records: RankSteps) -> None:
         before = len(records.table)
         records.update(lambda event: self._receive(event, records.rank))
         table = records.table.select(slice(before, None))

@@ -228,7 +228,7 @@ class StepRows:
 
 def parse_row(event: Event) -> list[float] | None:
     """The row of a step record; None for a record that does not have the number, attempt or duration of a step."""
-    step, attempt, seconds = event.get("step"), event.get("attempt"), number(event.get("seconds"))
+    step, attempt, seconds = (number(event.get(name)) for name in ("step", "attempt", "seconds"))
     if not (is_count(step) and is_count(attempt) and 0 < seconds < MAX_SECONDS):
         return None
     phases, waits = table(event.get("phases")), table(event.get("waits"))
@@ -263,7 +263,7 @@ MAX_SECONDS = 1e9
 """A longer step is not a step."""
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: float) -> bool:
     return type(value) is int and 0 <= value < 1 << 53
 
 

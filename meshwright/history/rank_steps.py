@@ -25,7 +25,7 @@ MAX_STEP_LINE_BYTES = 16 << 10
 STEP = b'{"kind":"step",'
 
 
-class RankRecords:
+class RankSteps:
     """The steps of one rank as far as they were kept; `update` reads what was appended, and passes on other records."""
 
     def __init__(self, path: Path, rank: int, ranks: int = 1) -> None:
