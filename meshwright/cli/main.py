@@ -23,6 +23,7 @@ from meshwright.cli.evaluate import evaluate
 from meshwright.cli.plan import plan, plan_measure, plan_schedule
 from meshwright.cli.prove import prove
 from meshwright.cli.report import report
+from meshwright.cli.runs.replay import replay
 from meshwright.cli.sample import sample
 from meshwright.cli.simulate import simulate
 from meshwright.cli.train import train
@@ -37,6 +38,7 @@ VERBS: dict[str, Verb] = {
     "simulate": simulate,
     "prove": prove,
     "report": report,
+    "replay": replay,
     "sample": sample,
     "evaluate": evaluate,
     "data prepare": data_prepare,

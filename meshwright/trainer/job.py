@@ -10,6 +10,7 @@ from meshwright.config import BLOCK_SIZES, Batch, BlockSizes, RunConfig
 from meshwright.data.loader import MicroBatch
 from meshwright.data.source import Source
 from meshwright.optim.user_update import NO_USER_UPDATE, UserUpdate
+from meshwright.store.interface import Store
 from meshwright.telemetry.events import Event
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
@@ -69,6 +70,8 @@ class Job:
     """the step at which a run without a checkpoint starts; `prove` starts late in a run to see its last steps"""
     observer: TrainingObserver = field(default_factory=TrainingObserver)
     """sees every step on every rank"""
+    store: Store | None = None
+    """where its checkpoints are; None: in its folder. A replay reads those of another folder"""
     callbacks: tuple[Callback, ...] = ()
     update: UserUpdate = NO_USER_UPDATE
 

@@ -80,7 +80,7 @@ class Training:
         self.parallel_model = build(self.precision, world, job.weights)
         self.module = self.parallel_model.module
         self.stream = build_stream(self.config, job.sources)
-        self.store = open_run_store(job.folder)
+        self.store = job.store or open_run_store(job.folder)
 
         self.identity = self._check_identity()
         self.lineage = RunLineage.from_identity(self.identity)

@@ -1,0 +1,47 @@
+"""`replay` and `bisect` as functions: one step of a run again in detail, and where two runs part.
+
+The run folders are only read, so that a run can be replayed while it trains.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.api.python_args import errors_for_python, given_path
+from meshwright.launch.user_code.user_code import UserCode
+from meshwright.telemetry.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from meshwright.replay.step_detail import StepReplay
+
+
+def replay(
+    run: str | Path,
+    step: int,
+    *,
+    ranks: int | str | None = None,
+    user: UserCode | None = None,
+    tokenizer: str = "",
+) -> StepReplay:
+    """Runs one step of a run again, from the newest checkpoint at or before it, in a temporary folder.
+
+    Args:
+        run: run folder.
+        step: the step; the first one is 0.
+        ranks: number of ranks. Default: the layout of the run, on which the numbers are bitwise those of the record.
+        user: the user's model, loss and data.
+        tokenizer: tokenizer.json of token files, to show the samples as text.
+
+    Returns:
+        StepReplay: gradients and updates by parameter, outputs by module, loss and text by sample, and the comparison
+        with the record of the step.
+
+    Raises:
+        ConfigError: the run does not have the step.
+        CheckpointError: no checkpoint is left from which the step can be reached.
+    """
+    from meshwright.replay.replay import replay_step
+
+    with errors_for_python():
+        return replay_step(RunFolder(given_path(run, "run")), step, ranks, user or UserCode(), tokenizer)

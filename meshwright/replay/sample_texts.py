@@ -1,0 +1,42 @@
+"""The beginning of the text of each sample of a step, or of its tokens where there is no text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from meshwright.data.sample_text import read_texts
+from meshwright.data.source import ConcatenatedSource
+from meshwright.errors import MeshwrightError
+from meshwright.trainer.job import Job
+
+MAX_TEXTS = 256
+"""Samples of a step that are decoded."""
+MAX_CHARACTERS = 400
+"""Characters of a text that are kept."""
+SHOWN_TOKENS = 24
+DOCUMENT_SEPARATOR = " | "
+
+
+def sample_texts(run: Path, job: Job, samples: Sequence[int], tokenizer: str) -> dict[int, str]:
+    """Sample id -> the beginning of its text, for the first MAX_TEXTS samples."""
+    samples = list(samples)[:MAX_TEXTS]
+    if job.custom is None:
+        try:
+            texts = read_texts(run, samples, tokenizer)
+        except MeshwrightError:  # synthetic data, and token files without a tokenizer, have no text
+            return {sample: token_text(job, sample) for sample in samples}
+        return {text["sample"]: DOCUMENT_SEPARATOR.join(text["documents"])[:MAX_CHARACTERS] for text in texts}
+    return {}
+
+
+def token_text(job: Job, sample: int) -> str:
+    """The first token ids of a sample; empty if it cannot be decoded."""
+    try:
+        tokens = np.asarray(ConcatenatedSource(job.sources)[sample][0]).reshape(-1)
+    except Exception:  # noqa: BLE001  a source may raise anything for a sample that it cannot decode
+        return ""
+    more = " ..." if len(tokens) > SHOWN_TOKENS else ""
+    return f"tokens {' '.join(map(str, tokens[:SHOWN_TOKENS].tolist()))}{more}"

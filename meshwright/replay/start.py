@@ -1,0 +1,86 @@
+"""Where a replay begins: the newest intact checkpoint at or before a step, and the settings that the step had."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.checkpoint.listing import CheckpointEntry, RunLineage, list_published, open_run_store
+from meshwright.checkpoint.verify import find_damage
+from meshwright.config import RunConfig, load_config
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.replay.records import RunRecords, read_step_records
+from meshwright.telemetry.run_folder import RunFolder
+from meshwright.topology.layout import Layout
+from meshwright.trainer.identity import read_identity
+
+
+@dataclass(frozen=True)
+class ReplayedRun:
+    """A run folder that is only read."""
+
+    folder: RunFolder
+    config: RunConfig
+    identity: dict[str, Any]
+    records: RunRecords
+
+    @classmethod
+    def open(cls, folder: RunFolder, ranks: int | str | None = None) -> ReplayedRun:
+        folder.require_own_folders()
+        if not folder.has_run:
+            raise ConfigError(f"{folder.root} has no run", "expected the folder of a run")
+        config = load_config(folder.root, ranks=ranks)
+        return cls(folder, config, read_identity(folder), read_step_records(folder))
+
+    @property
+    def lineage(self) -> RunLineage:
+        return RunLineage.from_identity(self.identity)
+
+    @property
+    def fork_step(self) -> int:
+        """The step at which the newest timeline begins; 0 for a run that was never forked."""
+        return max(self.lineage.last_steps.values(), default=0)
+
+    def checkpoints(self) -> list[CheckpointEntry]:
+        """The published checkpoints of this run, newest first."""
+        return list_published(open_run_store(self.folder), self.lineage)
+
+    def checkpoint_before(self, step: int) -> CheckpointEntry | None:
+        """The newest intact checkpoint from which step `step` can be reached; None: the initial state."""
+        self.require_step(step)
+        for entry in self.checkpoints():
+            if entry.step <= step and entry.manifest is not None and not find_damage(entry):
+                return entry
+        if self.fork_step or self.lineage.timeline > 1:
+            raise CheckpointError(
+                f"{self.folder.root}: no intact checkpoint is left at or before step {step}, and the run was forked at "
+                f"step {self.fork_step}",
+                "try a later step; the initial state is that of another timeline",
+            )
+        return None
+
+    def require_step(self, step: int) -> None:
+        """Raises a ConfigError for a step that the run does not have, or that was run with other settings."""
+        if not self.fork_step <= step < self.config.steps:
+            before = f"; earlier steps had the settings before the fork at step {self.fork_step}"
+            raise ConfigError(
+                f"--step {step}: the run has steps {self.fork_step} to {self.config.steps - 1}"
+                + (before if step < self.fork_step else ""),
+                f"expected {self.fork_step} to {self.config.steps - 1}",
+            )
+
+    def config_at(self, step: int) -> RunConfig:
+        """The settings that the step was run with: a run that was extended had fewer steps before, which decide the
+        learning rate.
+        """
+        steps = self.records.start_of(step).get("steps")
+        if not isinstance(steps, int) or not step < steps <= self.config.steps:
+            return self.config
+        return replace(self.config, steps=steps)
+
+    def layout_note(self, step: int) -> str:
+        """A note if the step was recorded on another layout than that of the replay; else ''."""
+        recorded, now = self.records.start_of(step).get("layout"), str(Layout.from_config(self.config.layout))
+        if not isinstance(recorded, str) or recorded == now:
+            return ""
+        return f"the step was recorded on the layout {recorded[:200]} and replayed on {now}: the last bits may differ"
