@@ -57,6 +57,13 @@ class InFlightTracker:
     """the maximum of `live`, by stage"""
     peak_total: int = 0
     """the maximum over time of the sum over the rank's stages"""
+    actions: list[tuple[int, int]] = field(default_factory=list)
+    """the stage and micro-batch of every forward and backward pass, in order"""
+
+    def begin(self, phase: str, stage: int, micro_batch: int) -> None:
+        """Begins a pass of a stage."""
+        self.actions.append((stage, micro_batch))
+        self.enter(phase)
 
     def add(self, stage: int, change: int) -> None:
         self.live[stage] += change

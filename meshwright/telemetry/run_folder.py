@@ -14,7 +14,7 @@ from meshwright.errors import ConfigError
 FILES = ("run.toml", "identity.json", "plan.json")
 INITIAL = "initial"
 """The folder of the weights that a run starts from, if `checkpoint import` copied them."""
-FOLDERS = ("events", "attempts", "checkpoints", INITIAL)
+FOLDERS = ("events", "attempts", "checkpoints", "trace", INITIAL)
 """What a run folder contains."""
 KINDS: dict[Callable[[int], bool], str] = {
     stat.S_ISLNK: "a symbolic link",
@@ -50,6 +50,19 @@ class RunFolder:
     def events(self, rank: int) -> Path:
         """The events of a rank, over all attempts."""
         return self.root / "events" / f"rank-{rank:05d}.jsonl"
+
+    @property
+    def trace(self) -> Path:
+        """Spans of all ranks, and profiles of steps."""
+        return self.root / "trace"
+
+    def spans(self, rank: int) -> Path:
+        """The newer spans of a rank, over all attempts."""
+        return self.trace / f"rank-{rank:05d}.spans.jsonl"
+
+    def profile(self, rank: int, steps: range, attempt: int) -> Path:
+        """The profile of some steps of a rank."""
+        return self.trace / f"rank-{rank:05d}.steps-{steps.start}-{steps.stop}.a{attempt:04d}.json.gz"
 
     def attempt(self, number: int) -> Path:
         return self.root / "attempts" / f"{number:04d}"
@@ -106,7 +119,8 @@ class RunFolder:
         writes. Checked before a run writes to a folder, which may come from somebody else.
         """
         self.require_own_folders()
-        for name in (*FILES, *(f"events/{inner}" for inner in self._names("events"))):
+        inner = (f"{folder}/{name}" for folder in ("events", "trace") for name in self._names(folder))
+        for name in (*FILES, *inner):
             require_kind(self.root / name, stat.S_ISREG, "a regular file")
 
     def require_own_folders(self) -> None:

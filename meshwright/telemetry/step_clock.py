@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ class StepClock:
     ) -> None:
         self._heartbeat, self._step, self._on_phase = heartbeat or Heartbeat(), step, on_phase
         self.begin = time.time()
-        """Unix seconds at which the step begins; on CUDA, when the host begins to queue it"""
+        """Unix seconds at which the step begins; on CUDA, until `follow`, when the host begins to queue it"""
         self.waits = WaitTimer(device.type == "cuda")
         self._stamps: list[tuple[str, Stamp]] = []
         self.waits.start()
@@ -52,6 +53,31 @@ class StepClock:
         last = self._stamps[-1][1]
         if not isinstance(last, float):
             last.synchronize()
+
+    def follow(self, previous: StepClock | None) -> None:
+        """On CUDA, sets `begin` to when the device began the step: the begin of the previous step plus what passed on
+        the device, not before the host queued the step, and not so late that the step would end in the future.
+        """
+        first, last = self._stamps[0][1], self._stamps[-1][1]
+        if previous is not None and not isinstance(first, float):
+            chained = previous.begin + elapsed(previous._stamps[0][1], first)
+            self.begin = min(max(self.begin, chained), time.time() - elapsed(first, last))
+
+    def span(self) -> dict[str, Any]:
+        """Returns the order of events in microseconds since the first phase: when each phase begins and the last one
+        ends, and the begin and end of every wait inside a collective.
+        """
+        first = self._stamps[0][1]
+
+        def since(stamp: Stamp) -> int:
+            return round(elapsed(first, stamp) * 1e6)
+
+        *phases, (_, last) = self._stamps
+        return {
+            "phases": [(phase, since(stamp)) for phase, stamp in phases],
+            "end": since(last),
+            "waits": [(since(begin), since(end)) for _, begin, end in self.waits.stamps],
+        }
 
     def seconds(self) -> dict[str, float]:
         """Returns the seconds of every phase; a phase that was entered several times is summed."""

@@ -25,6 +25,7 @@ from meshwright.parallel.local_shard import local_shard
 from meshwright.parallel.parallel_model import router_biases
 from meshwright.parallel.world import World
 from meshwright.telemetry.events import Event, EventLog
+from meshwright.telemetry.spans import SpanLog
 from meshwright.trainer.build import build_parallel_model
 from meshwright.trainer.callbacks.callback import RunContext, StopRequested
 from meshwright.trainer.callbacks.dispatcher import CallbackDispatcher
@@ -36,7 +37,7 @@ from meshwright.trainer.objective import Objective
 from meshwright.trainer.precision import Precision, set_determinism
 from meshwright.trainer.records.plan_recorder import PlanRecorder
 from meshwright.trainer.records.run_summary import RunSummary
-from meshwright.trainer.records.start_record import start_record
+from meshwright.trainer.records.start_record import rank_record, start_record
 from meshwright.trainer.records.step_counters import count_step
 from meshwright.trainer.records.step_recorder import StepRecorder, finite_or_none
 from meshwright.trainer.resume import ResumeState
@@ -89,7 +90,10 @@ class Training:
         """whether a callback has asked all ranks to end the run"""
         self.log = self._open_log()
         self.plan_recorder = PlanRecorder(job, world)
-        self.recorder = StepRecorder(self.config, job.batch, world, self.parallel_model, self.precision, self.log)
+        self.spans = SpanLog(job.folder.spans(world.rank), job.attempt, rank_record(job, self.parallel_model, world))
+        self.recorder = StepRecorder(
+            self.config, job.batch, world, self.parallel_model, self.precision, self.log, self.spans
+        )
 
         self.parameters = self.parallel_model.parameters()
         self.saved, self.base = separate_frozen(self.parameters, self.config, job.layout, world)
@@ -104,10 +108,12 @@ class Training:
         loader = Loader(source, self.stream, job.batch, coordinate, self.config.data, job.block_sizes, *samples)
         held_out = self.stream.held_out_samples(self.config.eval.samples)
         self.evaluation = Evaluation(source, held_out, job.batch, coordinate, *samples)
-        self.step.check_context(loader.first)
-        self.step.warmup_backward(loader.first)
+        with self.spans.span("warmup", job.first_step):
+            self.step.check_context(loader.first)
+            self.step.warmup_backward(loader.first)
 
-        self.done = self.first_step = self._restore()
+        with self.spans.span("restore", job.first_step):
+            self.done = self.first_step = self._restore()
         if world.rank == 0:  # after every check, or a refused run would change the folder
             write_run_folder(job.folder, self.config, self.identity)
         self.batches = loader.steps(self.done, self.config.steps)
@@ -283,9 +289,10 @@ class Training:
         faults.fail_point("evaluate", self.done - 1)
         self.recorder.flush()
         context = self.step.context
-        result = self.evaluation.run(
-            self.parallel_model, self.precision, self.world, context.counts_tokens, context.reports_loss
-        )
+        with self.spans.span("evaluate", self.done):
+            result = self.evaluation.run(
+                self.parallel_model, self.precision, self.world, context.counts_tokens, context.reports_loss
+            )
         self.recorder.add_evaluation(self.done - 1, *result)
         self.job.observer.on_evaluation(self.done - 1, result[0], result[1])
         if self.job.callbacks:
@@ -306,7 +313,9 @@ class Training:
         if self.control.save_due:
             raise_if_changed(self.job.sources)
             self.recorder.flush()
-            self._record_saves(self.saver.save(self.checkpoint_metadata()))
+            with self.spans.span("save", self.done):
+                results = self.saver.save(self.checkpoint_metadata())
+            self._record_saves(results)
         elif self.control.save_finished:
             self._record_saves(self.saver.wait())
         elif warning := self.saver.stall_warning():
@@ -318,10 +327,13 @@ class Training:
         raise_if_changed(self.job.sources)
         self._record_saves(self.saver.wait())
         if self.saver.newest_step != self.done and self.config.checkpoint.mode != "off":
-            self._record_saves(self.saver.save(self.checkpoint_metadata(), wait=True), required=True)
+            with self.spans.span("save", self.done):
+                results = self.saver.save(self.checkpoint_metadata(), wait=True)
+            self._record_saves(results, required=True)
 
     def _record_saves(self, results: list[SaveResult], required: bool = False) -> None:
         for result in results:
+            self.spans.checkpoint(result.step, result.seconds)
             if result.error is None:
                 self.log.write("checkpoint", **result.to_json())
                 continue
@@ -347,6 +359,7 @@ class Training:
         complete = self.first_step == self.done > 0
         self.log.write("end", **asdict(summary) | {"loss": finite_or_none(summary.loss), "was_complete": complete})
         self.log.close()
+        self.spans.close()
         if self.job.custom is not None and isinstance(self.module, Objective):
             write = self.world.rank == 0 or not self.job.supervised  # forked ranks share the modules, torchrun's do not
             mesh = self.parallel_model.meshes.submesh("pipeline")

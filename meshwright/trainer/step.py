@@ -120,6 +120,8 @@ class StepOutcome:
     batches: list[MicroBatch]
     counted: bool = False
     """whether the communication and memory counters were on, which makes a step slower"""
+    profiled: bool = False
+    """whether torch.profiler was on, which makes a step slower"""
     in_flight: InFlightTracker | None = None
     """the micro-batches that this rank kept during a pipeline schedule"""
     measured: Tensor | None = None

@@ -34,25 +34,25 @@ class TrackedStage(StageWithFilteredP2P):
 
     in_flight: InFlightTracker
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        self.in_flight.enter("forward")
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.in_flight.begin("forward", self.stage_index, fwd_chunk_id)
         self.in_flight.add(self.stage_index, 1)
-        output = super().forward_one_chunk(*args, **kwargs)
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.in_flight.enter("sync")
         return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        self.in_flight.enter("backward")
+        self.in_flight.begin("backward", self.stage_index, bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:
             self.in_flight.add(self.stage_index, -1)
         self.in_flight.enter("sync")
 
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        self.in_flight.enter("backward")
-        super().backward_weight_one_chunk(*args, **kwargs)
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self.in_flight.begin("backward", self.stage_index, bwd_chunk_id)
+        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
         self.in_flight.add(self.stage_index, -1)
         self.in_flight.enter("sync")
 

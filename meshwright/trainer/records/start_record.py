@@ -14,6 +14,7 @@ from meshwright.models.registry import run_spec
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
 from meshwright.planner.hardware.processor import processor_name
+from meshwright.telemetry.clock_offset import measure_clock_offset
 from meshwright.telemetry.events import Event
 from meshwright.topology.layout import stages_per_rank
 from meshwright.topology.schedule_orders import action_orders
@@ -65,6 +66,22 @@ def start_record(
         "samples": stream.samples,
         "held_out": sum(part.held_out for part in stream.sources),
         "epoch_steps": round(sum(part.trained for part in stream.sources) / stream.global_batch, 2),
+    }
+
+
+def rank_record(job: Job, parallel_model: ParallelModel, world: World) -> Event:
+    """Returns the fields of the `rank` record of the spans: where the rank is, and the offset of its clock. Every rank
+    calls it.
+    """
+    coordinates, offset = job.layout.coordinates(world.rank), measure_clock_offset(world.rank, world.size)
+    return {
+        "rank": world.rank,
+        "ranks": world.size,
+        "coordinates": {axis: coordinates[axis] for axis in job.layout.active_axes},
+        "stages": sorted(parallel_model.stage_blocks),
+        "device": world.device.type,
+        "clock_offset": offset.seconds,
+        "clock_error": offset.error,
     }
 
 

@@ -16,6 +16,8 @@ from meshwright.errors import DataError, NumericsError, PeerError
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
 from meshwright.telemetry.events import EventLog
+from meshwright.telemetry.spans import SpanLog
+from meshwright.telemetry.step_clock import StepClock
 from meshwright.topology.collectives import wire_bytes
 from meshwright.trainer.expert_balancer import imbalance
 from meshwright.trainer.numerics import NoiseScale, first_nonfinite
@@ -40,13 +42,16 @@ class StepRecorder:
         parallel_model: ParallelModel,
         precision: Precision,
         log: EventLog,
+        spans: SpanLog,
     ) -> None:
         self.config, self.batch, self.world = config, batch, world
-        self.parallel_model, self.precision, self.log = parallel_model, precision, log
+        self.parallel_model, self.precision, self.log, self.spans = parallel_model, precision, log, spans
         self.noise = NoiseScale(batch.global_, batch.replicas)
         self.pending: StepOutcome | None = None
+        self.clock: StepClock | None = None
+        """the clock of the newest step on record"""
         self.step_seconds: deque[tuple[int, float]] = deque(maxlen=1000)
-        """(step, seconds) of the newest steps without counters"""
+        """(step, seconds) of the newest steps without counters and profile"""
         self.bad_samples = self.skipped = self.consecutive_skips = 0
         self.loss: float | None = None
         self.objective = find_objective(parallel_model.module)
@@ -84,6 +89,8 @@ class StepRecorder:
         if outcome is None:
             return
         outcome.clock.wait()
+        outcome.clock.follow(self.clock)
+        self.clock = outcome.clock
         loss, norm, local_square, finite, scale = outcome.numbers.tolist()
         self.loss = loss
         reduction, phases, waits = outcome.reduction, outcome.clock.seconds(), outcome.clock.waits.seconds()
@@ -92,7 +99,9 @@ class StepRecorder:
         extra: dict[str, Any] = {"skipped": True} if not finite else {}
         if outcome.counted:
             extra["counted"] = True
-        else:
+        if outcome.profiled:
+            extra["profiled"] = True
+        if not (outcome.counted or outcome.profiled):
             self.step_seconds.append((outcome.step, sum(phases.values())))
         if self.precision.scaler is not None:
             extra["loss_scale"] = scale
@@ -134,6 +143,9 @@ class StepRecorder:
             memory=memory_bytes(self.world.device),
             **extra,
         )
+        actions = {"actions": outcome.in_flight.actions} if outcome.in_flight is not None else {}
+        begin = round(outcome.clock.begin, 6)
+        self.spans.write("step", step=outcome.step, begin=begin, **outcome.clock.span(), **actions)
         if outcome.expert_loads is not None and self.world.rank == 0 and outcome.step % self.config.log_every == 0:
             self.log.write("experts", step=outcome.step, loads=loads[:, :-1].tolist(), dropped=loads[:, -1].tolist())
         self._bad_samples(outcome)
