@@ -1,53 +1,45 @@
-"""The records of the steps of a run that survive, and the settings that they were made with. Torch-free."""
+"""The records of the steps of a run that survive, as the values that a replay compares. Torch-free."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from math import isnan
 from typing import Any
 
+from meshwright.history.run_history import RunHistory
+from meshwright.history.step_table import StepTable
 from meshwright.replay.step_detail import COMPARED
-from meshwright.telemetry.events import Event, read_events
-from meshwright.telemetry.run_folder import RunFolder
-
-ABSENT = {"loss_scale": None, "skipped": False}
-"""The values of fields that a step record has only if they say something."""
+from meshwright.telemetry.events import Event
 
 
-@dataclass(frozen=True)
 class RunRecords:
     """The steps of a run as rank 0 recorded them; of a step that several attempts completed, the last one counts."""
 
-    steps: dict[int, Event] = field(default_factory=dict)
-    """step -> the fields of COMPARED, and `attempt`"""
-    starts: dict[int, Event] = field(default_factory=dict)
-    """attempt -> its start record"""
+    def __init__(self, history: RunHistory) -> None:
+        table = history.steps(0).survived()
+        self.steps = dict(zip(table.step.tolist(), recorded_fields(table), strict=True))
+        """step -> the fields of COMPARED"""
+        self._attempts = dict(zip(table.step.tolist(), table.attempt.tolist(), strict=True))
+        self._starts = {attempt.number: attempt.start for attempt in history.attempts}
 
     def start_of(self, step: int) -> Event:
         """The start record of the attempt that recorded a step; that of the newest attempt if none did."""
-        attempt = self.steps[step]["attempt"] if step in self.steps else max(self.starts, default=0)
-        return self.starts.get(attempt, {})
+        return self._starts.get(self._attempts.get(step, max(self._starts, default=0)), {})
 
 
-def read_step_records(folder: RunFolder) -> RunRecords:
-    """Reads the event file of rank 0, which is untrusted."""
-    records = RunRecords()
-    for event in read_events(folder.events(0)):
-        kind, step, attempt = event.get("kind"), event.get("step"), event.get("attempt")
-        if type(attempt) is not int:
-            continue
-        if kind == "start":
-            records.starts[attempt] = event
-        elif kind == "step" and type(step) is int:
-            records.steps[step] = compared_fields(event) | {"attempt": attempt}
-    return records
+def recorded_fields(table: StepTable) -> list[dict[str, Any]]:
+    """The compared fields of every row; NaN is a value that was not recorded, or was not finite."""
+    columns = {
+        key: [None if isnan(value) else value for value in table.column(key).tolist()]
+        for key in COMPARED
+        if key != "skipped"
+    }
+    columns["tokens"] = [None if value is None else int(value) for value in columns["tokens"]]
+    columns["skipped"] = table.skipped.tolist()
+    return [
+        dict(zip(COMPARED, values, strict=True)) for values in zip(*(columns[key] for key in COMPARED), strict=True)
+    ]
 
 
-def compared_fields(event: Event) -> dict[str, Any]:
-    return {key: event.get(key, ABSENT.get(key)) for key in COMPARED}
-
-
-def compare_fields(one: Event, other: Event) -> dict[str, tuple[Any, Any]]:
-    """The fields in which two records of a step differ, with both values. Numbers are compared bit for bit; NaN and
-    infinity are recorded as null.
-    """
+def compare_fields(one: dict[str, Any], other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The fields in which two records of a step differ, with both values. Numbers are compared bit for bit."""
     return {key: (one[key], other[key]) for key in COMPARED if one[key] != other[key]}

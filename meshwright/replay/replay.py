@@ -14,17 +14,20 @@ from meshwright.launch.scratch_run import scratch_job
 from meshwright.launch.user_code.user_code import NO_USER_CODE, UserCode
 from meshwright.parallel.world import World
 from meshwright.replay.detail_recorder import DetailRecorder, RankDetail
-from meshwright.replay.records import compare_fields, compared_fields
+from meshwright.replay.records import compare_fields
 from meshwright.replay.sample_losses import sample_losses
 from meshwright.replay.sample_texts import sample_texts
-from meshwright.replay.start import ReplayedRun
-from meshwright.replay.step_detail import ModuleDetail, ParameterDetail, SampleDetail, StepReplay
+from meshwright.replay.start import ReplaySource
+from meshwright.replay.step_detail import COMPARED, ModuleDetail, ParameterDetail, SampleDetail, StepReplay
 from meshwright.telemetry.events import Event
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.trainer.job import Job
 from meshwright.trainer.loop import Training
 from meshwright.trainer.records.step_recorder import finite_or_none
 from meshwright.trainer.step import StepOutcome
+
+ABSENT = {"skipped": False}
+"""The value of a field that a step record has only if it says something; otherwise null."""
 
 
 @dataclass
@@ -45,7 +48,7 @@ def replay_step(
     """Restores the newest checkpoint at or before the step into a temporary folder, trains up to the step, and returns
     the step in detail. The run folder is only read.
     """
-    run = ReplayedRun.open(folder, ranks)
+    run = ReplaySource.open(folder, ranks)
     entry = run.checkpoint_before(step)
     with scratch_job(run.config_at(step), folder, entry, user) as job:
         launch = job.config.launch
@@ -99,7 +102,7 @@ def code_changes(training: Training) -> list[str]:
 
 
 def describe_samples(
-    run: ReplayedRun, job: Job, losses: Sequence[tuple[int, float, int]], tokenizer: str
+    run: ReplaySource, job: Job, losses: Sequence[tuple[int, float, int]], tokenizer: str
 ) -> list[SampleDetail]:
     """The samples of the step with their source and text."""
     everything = ConcatenatedSource(job.sources)
@@ -112,11 +115,11 @@ def describe_samples(
 
 
 def make_replay(
-    run: ReplayedRun, step: int, checkpoint: str, job: Job, results: Sequence[RankReplay], samples: list[SampleDetail]
+    run: ReplaySource, step: int, checkpoint: str, job: Job, results: Sequence[RankReplay], samples: list[SampleDetail]
 ) -> StepReplay:
     """Joins what the ranks measured, and compares the steps with their records."""
     first, records = results[0], run.records.steps
-    replayed = {event["step"]: compared_fields(event) for event in first.steps}
+    replayed = {event["step"]: {key: event.get(key, ABSENT.get(key)) for key in COMPARED} for event in first.steps}
     different = {
         number: found
         for number, event in replayed.items()

@@ -9,14 +9,15 @@ from meshwright.checkpoint.listing import CheckpointEntry, RunLineage, list_publ
 from meshwright.checkpoint.verify import find_damage
 from meshwright.config import RunConfig, load_config
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.replay.records import RunRecords, read_step_records
+from meshwright.history.run_history import RunHistory
+from meshwright.replay.records import RunRecords
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
 from meshwright.trainer.identity import read_identity
 
 
 @dataclass(frozen=True)
-class ReplayedRun:
+class ReplaySource:
     """A run folder that is only read."""
 
     folder: RunFolder
@@ -25,12 +26,12 @@ class ReplayedRun:
     records: RunRecords
 
     @classmethod
-    def open(cls, folder: RunFolder, ranks: int | str | None = None) -> ReplayedRun:
+    def open(cls, folder: RunFolder, ranks: int | str | None = None) -> ReplaySource:
         folder.require_own_folders()
         if not folder.has_run:
             raise ConfigError(f"{folder.root} has no run", "expected the folder of a run")
         config = load_config(folder.root, ranks=ranks)
-        return cls(folder, config, read_identity(folder), read_step_records(folder))
+        return cls(folder, config, read_identity(folder), RunRecords(RunHistory(folder)))
 
     @property
     def lineage(self) -> RunLineage:

@@ -1,0 +1,153 @@
+"""meshwright replay: a replayed step is bitwise that of the record, and names the sample that spikes the loss."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from small_run import small_config
+
+from meshwright import train
+from meshwright.cli import main
+from meshwright.errors import ConfigError
+from meshwright.observe.replay_text import describe_replay
+from meshwright.replay.replay import replay_step
+from meshwright.replay.step_detail import SampleDetail, find_culprit
+from meshwright.telemetry.run_folder import RunFolder
+
+SAVES = ("--checkpoint.every=4", "--checkpoint.seconds=0", "--checkpoint.mode=sync", "--checkpoint.keep=2")
+POISON = 60
+"""The sample that is unlike all others."""
+
+
+def folder_state(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(p): (p.stat().st_mtime_ns, p.stat().st_size) for p in sorted(folder.rglob("*"))}
+
+
+def scratch_folders() -> set[str]:
+    return {path.name for path in Path(tempfile.gettempdir()).glob("meshwright-ranks-*")}
+
+
+@pytest.fixture(scope="module")
+def poisoned_run(tmp_path_factory):
+    """A run on 128 samples of one byte, of which one has random bytes; the checkpoint of step 8 is left."""
+    folder = tmp_path_factory.mktemp("poisoned")
+    text = bytearray(b"ab" * 16 * 128)
+    text[POISON * 16 : POISON * 16 + 17] = bytes((37 * i + 11) % 256 for i in range(17))
+    (folder / "text.txt").write_bytes(bytes(text))
+    config = small_config(
+        *SAVES, "--data.kind=text", f"--data.path={folder / 'text.txt'}", "--data.end_of_document=none", steps=10
+    )
+    train(replace(config, eval=replace(config.eval, holdout=0.0)), run=folder / "run", quiet=True)
+    return folder / "run"
+
+
+def step_of_poison(run: Path, capsys) -> int:
+    main(["data", "find", str(run), "--sample", str(POISON), "--json"])
+    return json.loads(capsys.readouterr().out)["occurrences"][0]["step"]
+
+
+def test_replay_names_the_poisoned_sample_and_is_bitwise_equal_to_the_record(poisoned_run, capsys):
+    step, before = step_of_poison(poisoned_run, capsys), folder_state(poisoned_run)
+    main(["replay", str(poisoned_run), "--step", str(step), "--json"])
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["equals_record"]
+    assert shown["culprit"]["sample"] == POISON
+    assert len(shown["samples"]) == 16
+    assert sum(sample["text"].startswith("abab") for sample in shown["samples"]) == 15
+    assert {row["layer"] for row in shown["layers"]} >= {"decoder.embedding", "decoder.blocks.0", "decoder.blocks.1"}
+    assert [module["name"] for module in shown["modules"] if module["block"]] == [
+        "decoder.blocks.0",
+        "decoder.blocks.1",
+    ]
+    norm = sum(row["gradient_norm"] ** 2 for row in shown["layers"]) ** 0.5
+    assert norm == pytest.approx(shown["record"]["grad_norm"], rel=1e-5)  # float32
+    assert folder_state(poisoned_run) == before
+
+
+def test_replay_of_a_step_without_the_poisoned_sample_blames_no_sample(poisoned_run, capsys):
+    step = 9 if step_of_poison(poisoned_run, capsys) != 9 else 8
+    replay = replay_step(RunFolder(poisoned_run), step)
+    assert replay.checkpoint.startswith("step-00000008")
+    assert replay.equals_record
+    assert replay.culprit is None
+    text = describe_replay(replay, "RUN")
+    assert "bitwise equal to the record" in text
+    assert "no sample stands out" in text
+
+
+def test_replay_rejects_a_step_that_the_run_does_not_have(poisoned_run):
+    with pytest.raises(ConfigError, match="the run has steps 0 to 9"):
+        replay_step(RunFolder(poisoned_run), 10)
+
+
+def test_replay_leaves_nothing_behind_after_ctrl_c(poisoned_run):
+    before = scratch_folders()
+    environment = os.environ | {"MESHWRIGHT_FAULT": ""}
+    code = (
+        "import time, meshwright.replay.replay as r; from meshwright.cli import main\n"
+        "r.sample_losses = lambda *_: (print('ready', flush=True), time.sleep(60))\n"
+        f"main(['replay', {str(poisoned_run)!r}, '--step', '9'])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        assert scratch_folders() > before
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+    assert scratch_folders() <= before
+
+
+def sample(number: int, loss: float) -> SampleDetail:
+    return SampleDetail(number, "source", number, loss, 16)
+
+
+@pytest.mark.parametrize(
+    ("losses", "culprit"),
+    [
+        ([5.0, 5.1, 4.9, 5.05, 9.0], 4),
+        ([5.0, 5.1, 4.9, 5.05, 5.3], None),
+        ([5.0, 5.1, float("nan"), 5.05, 5.3], 2),
+        ([5.0, 5.1, 4.9, 5.0, 5.1, 9.0, 9.1], None),  # two of them
+        ([1.0, 9.0], None),  # too few for a median
+    ],
+)
+def test_culprit_is_the_one_sample_whose_loss_stands_out(losses, culprit):
+    found = find_culprit([sample(number, loss) for number, loss in enumerate(losses)])
+    assert (found.sample if found is not None else None) == culprit
+
+
+LAYOUTS = {
+    "fsdp": ("--layout.shard=parameters",),
+    "tensor": ("--layout.tensor=2",),
+    "context": ("--layout.context=2",),
+    "pipeline": ("--layout.pipeline=2", "--batch.micro=4"),
+    "fp16": ("--precision.compute=fp16",),
+    "selective": ("--activation_checkpoint.mode=selective",),
+    "experts": ("--model.experts=4", "--model.experts_per_token=2"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replay_is_bitwise_equal_to_the_record_on_every_axis(layout, tmp_path):
+    ranks = 2 if layout in ("fsdp", "fp16", "selective", "experts") else None
+    train(small_config(*SAVES, *LAYOUTS[layout], ranks=ranks), run=tmp_path / "run", quiet=True)
+    replay = replay_step(RunFolder(tmp_path / "run"), 5)
+    assert replay.checkpoint.startswith("step-00000004")
+    assert replay.equals_record
+    mean = sum(s.loss * s.targets for s in replay.samples) / sum(s.targets for s in replay.samples)
+    assert mean == pytest.approx(replay.loss, rel=1e-3)
+    assert replay.parameters
