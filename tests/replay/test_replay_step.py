@@ -136,7 +136,7 @@ LAYOUTS = {
     "pipeline": ("--layout.pipeline=2", "--batch.micro=4"),
     "fp16": ("--precision.compute=fp16",),
     "selective": ("--activation_checkpoint.mode=selective",),
-    "experts": ("--model.experts=4", "--model.experts_per_token=2"),
+    "experts": ("--model.experts=4", "--model.experts_active=2"),
 }
 
 
