@@ -19,7 +19,7 @@ def replay(
     *,
     entry_points: Mapping[str, str] = NO_ENTRY_POINTS,
 ) -> None:
-    """Replay: run one step again from the nearest checkpoint: norms by layer, outputs by block, loss and text by sample."""
+    """Replay: run one step again from the nearest checkpoint, with norms by layer, and loss and text by sample."""
     from meshwright.launch.user_code.entry_points import load_user_code
     from meshwright.observe.replay_text import describe_replay
     from meshwright.replay.replay import replay_step
