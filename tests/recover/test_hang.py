@@ -31,14 +31,22 @@ def test_hung_rank_is_named_with_phase_and_stack_and_the_job_restarts(runs, faul
     runs.assert_equals_undisturbed_run()
 
 
-def test_straggler_is_named_with_its_phase_and_the_run_continues(runs, tmp_path):
+LONG_LAYOUTS = [
+    pytest.param(layout, marks=pytest.mark.long)
+    for layout in (["--layout.replicate=2"], ["--layout.replicate=1", "--layout.tensor=2"])
+]
+
+
+@pytest.mark.parametrize("layout", [["--layout.replicate=2", "--layout.shard=parameters"], *LONG_LAYOUTS])
+def test_straggler_is_named_with_its_phase_and_the_run_continues(runs, tmp_path, layout):
+    """Under FSDP2 and tensor parallelism the other rank waits inside forward, and is not slow itself."""
     from small_run import small_config
 
     from meshwright import train
 
     steps = 70
-    config = small_config("--launch.straggler_ratio=2", "--checkpoint.mode=sync", steps=steps)
-    runs.monkeypatch.setenv("MESHWRIGHT_FAULT", "step.forward:rank1:slow=0.05")
+    config = small_config("--launch.straggler_ratio=2", "--checkpoint.mode=sync", *layout, steps=steps)
+    runs.monkeypatch.setenv("MESHWRIGHT_FAULT", "step.forward:rank1:slow=0.1")
     train(config, run=runs.folder, quiet=True)
     slow = runs.supervisor_events("straggler")
     assert slow
