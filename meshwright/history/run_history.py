@@ -69,6 +69,8 @@ class RunHistory:
         """the checkpoints in the order of their steps"""
         self.counters: dict[int, RecordedCounters] = {}
         """the newest counters of every rank"""
+        self.pipelines: dict[int, dict[str, Any]] = {}
+        """what the schedule predicts for every rank of a pipeline, from its newest start record"""
         self.expert_loads: Event | None = None
         """the newest `experts` record"""
         self.config: dict[str, Any] = {}
@@ -204,6 +206,7 @@ class RunHistory:
         except InvalidField:
             return
         self._rank_attempts[rank] = number
+        self.pipelines[rank] = bounded_object(event.get("pipeline"))
         if rank == 0:
             attempt = self._attempt(number)
             attempt.start = bounded_object(event)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from meshwright.history.run_history import RunHistory
 from meshwright.planner.exact.activation_messages import data_dependent_axes
 from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
 from meshwright.planner.exact.compare import compare_volumes
 from meshwright.planner.exact.state_memory import state_memory
 from meshwright.prover.claims import Claim, describe_settings
-from meshwright.telemetry.run_measurements import read_measurements
 from meshwright.telemetry.untrusted_records import RecordedCounters
 from meshwright.topology.layout import Layout
 from meshwright.trainer.job import Job
@@ -55,9 +55,7 @@ def check_communication(job: Job, changes: tuple[str, ...]) -> Iterator[Claim]:
 
 def read_counters(job: Job) -> dict[int, RecordedCounters]:
     """The newest counters of every rank."""
-    measurements = read_measurements(job.folder)
-    ranks = measurements.ranks if measurements is not None else {}
-    return {rank: records.counters for rank, records in ranks.items() if records.counters is not None}
+    return RunHistory(job.folder).counters
 
 
 def describe_excluded(excluded: dict[str, str]) -> str:

@@ -21,6 +21,7 @@ WARMUP_STEPS = 2
 class RecordedCounters:
     """The counters of one step on one rank."""
 
+    attempt: int
     step: int
     communication: list[tuple[str, str, int, int]]
     """(axis, collective, message bytes, wire bytes)"""
@@ -63,9 +64,9 @@ def parse_counters(event: Event) -> RecordedCounters | None:
     if step is None or total is None or not isinstance(rows, list) or len(rows) > MAX_TABLE_ROWS:
         return None
     communication = [parsed for row in rows if (parsed := parse_communication_row(row)) is not None]
-    return RecordedCounters(
-        step, communication, byte_counts(memory.get("at_peak")), byte_counts(memory.get("peak")), total
-    )
+    attempt = natural_number(event.get("attempt")) or 0
+    at_peak, peak = byte_counts(memory.get("at_peak")), byte_counts(memory.get("peak"))
+    return RecordedCounters(attempt, step, communication, at_peak, peak, total)
 
 
 def parse_communication_row(row: Any) -> tuple[str, str, int, int] | None:

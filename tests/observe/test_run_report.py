@@ -19,9 +19,10 @@ from small_run import small_config
 from meshwright import train
 from meshwright.cli import main
 from meshwright.errors import ConfigError
+from meshwright.history import event_tail
+from meshwright.observe.report.compared_figures import NEWEST_STEPS
 from meshwright.observe.report.report_text import show_report
 from meshwright.observe.report.run_report import build_report
-from meshwright.telemetry import run_measurements
 from meshwright.telemetry.run_folder import RunFolder
 
 COUNTED = {"peak_total": 1, "peak": 3}
@@ -273,12 +274,12 @@ def test_untrusted_records_are_read_within_bounds(run, monkeypatch):
     assert shown(run)
     os.remove(events(run, 1))
     os.mkfifo(events(run, 1))  # nobody writes to it: a reader that opens it must not wait
-    assert set(run_measurements.read_measurements(RunFolder(run)).ranks) == {0}
+    assert set(report(run).measurements.steps) == {0}
     for path in (run / "plan.json", run / "attempts" / "0001" / "incident.json"):
         path.unlink()
         os.mkfifo(path)
     assert "plan.json cannot be read: not a regular" in " ".join(shown(run).split())
-    monkeypatch.setattr(run_measurements, "MAX_FILE_BYTES", 2000)
+    monkeypatch.setattr(event_tail, "MAX_FILE_BYTES", 2000)
     assert report(run).verdict.startswith("no step measured")
 
 
@@ -294,8 +295,8 @@ def test_report_memory_does_not_grow_with_the_records(run):
     with open(events(run), "a") as file:
         for _ in range(20):
             file.write((step + "\n") * 1000)
-    seen = run_measurements.read_measurements(RunFolder(run)).first
-    assert len(seen.lines) == run_measurements.MAX_STEPS
+    result = report(run)
+    assert result.steps == len(result.measurements.steps[0]) == NEWEST_STEPS
 
 
 class ScaledInput(torch.nn.Module):

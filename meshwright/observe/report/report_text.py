@@ -12,7 +12,8 @@ from rich.text import Text
 
 from meshwright.io import format_bytes, format_count, format_percent, format_seconds, printable
 from meshwright.observe.console import make_console
-from meshwright.observe.report.run_report import Report, ReportRow
+from meshwright.observe.report.compared_figures import ReportRow
+from meshwright.observe.report.run_report import Report
 from meshwright.observe.terminal import format_ranks
 from meshwright.planner.exact.compare import VolumeComparison
 
