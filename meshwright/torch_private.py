@@ -6,6 +6,7 @@ that starts with an underscore (tests/test_torch_private.py).
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -64,6 +65,15 @@ def inside_backward() -> bool:
 def resolve_process_group(name: str) -> dist.ProcessGroup:
     """The process group of a name, as functional collectives carry it."""
     return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def recorded_collectives() -> list[dict[str, Any]]:
+    """The newest collectives of this process, oldest first, as the flight recorder has them: process group, sequence
+    number, name and time. Messages between two ranks are not recorded on Gloo.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    entries: list[dict[str, Any]] = json.loads(dump())["entries"] if dump is not None else []
+    return entries
 
 
 _wrapped_waits: list[Callable[..., Any]] = []

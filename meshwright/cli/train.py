@@ -42,6 +42,9 @@ def train(
     cluster: Annotated[
         str | None, option("CLUSTER", "cluster that --plan and step-time predictions assume (default: this machine)")
     ] = None,
+    profile: Annotated[
+        str | None, option("STEPS", "profile these steps, such as 10:13, with torch.profiler (profile.steps)")
+    ] = None,
     json: Json = False,
     *,
     optimizer: Annotated[
@@ -67,6 +70,8 @@ def train(
     entry_points = {**entry_points, **{name: text for name, text in more.items() if text is not None}}
     if restarts is not None:
         overrides = (*overrides, f"--launch.restarts={restarts}")
+    if profile is not None:
+        overrides = (*overrides, f"--profile.steps={profile}")
     if plan == "best" and "model" in entry_points:
         raise ConfigError(
             "--plan best plans the model of the config",

@@ -28,6 +28,7 @@ from meshwright.config.run_config import (
     LaunchConfig,
     NumericsConfig,
     PrecisionConfig,
+    ProfileConfig,
     RunConfig,
     TrackersConfig,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "ParameterGroupConfig",
     "PipelineConfig",
     "PrecisionConfig",
+    "ProfileConfig",
     "RunConfig",
     "ScheduleConfig",
     "SourceConfig",

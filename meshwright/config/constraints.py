@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
+from meshwright.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Range:
@@ -58,3 +60,23 @@ def nearest_multiples(target: int, unit: int) -> str:
     """Lists the multiples of `unit` next below and above `target`, as text."""
     below = target // unit * unit
     return " or ".join(str(v) for v in (below, below + unit) if v > 0)
+
+
+def parse_step_ranges(text: str, name: str, maximum: int) -> list[range]:
+    """Parses ranges of steps such as "10:13,50:52", the end of each excluded; an empty text has none.
+
+    `name` is the setting or option that the text is the value of, and `maximum` the number of steps that it may name.
+    """
+    ranges: list[range] = []
+    for part in filter(None, text.split(",")):
+        match = re.fullmatch(r"\s*([0-9]{1,12}):([0-9]{1,12})\s*", part)
+        steps = range(int(match[1]), int(match[2])) if match else range(0)
+        if not steps or (ranges and steps.start < ranges[-1].stop):
+            raise ConfigError(
+                f"{name} = {text[:80]!r} is not a list of step ranges",
+                "expected FIRST:END in ascending order, such as 10:13 for steps 10, 11 and 12, or 10:13,50:52",
+            )
+        ranges.append(steps)
+    if (count := sum(map(len, ranges))) > maximum:
+        raise ConfigError(f"{name} = {text[:80]!r} names {count:,} steps", f"expected at most {maximum:,}")
+    return ranges

@@ -19,6 +19,7 @@ from meshwright.config.constraints import (
     PositiveInt,
     Range,
     TimeoutSeconds,
+    parse_step_ranges,
 )
 from meshwright.config.data import DataConfig
 from meshwright.config.lora import LoraConfig
@@ -142,6 +143,27 @@ class TrackersConfig:
     """steps between logged steps"""
 
 
+MAX_PROFILED_STEPS = 200
+"""Steps that a run may profile: the profile of a step takes megabytes."""
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """Steps that are profiled with torch.profiler, on every rank."""
+
+    steps: str = ""
+    """ranges of steps to profile, such as 10:13 for steps 10, 11 and 12, or 10:13,50:52; empty: none"""
+    shapes: bool = False
+    """record the shapes of the inputs of operators, which makes a profiled step slower"""
+
+    def __post_init__(self) -> None:
+        self.ranges()
+
+    def ranges(self) -> list[range]:
+        """The ranges of steps."""
+        return parse_step_ranges(self.steps, "profile.steps", MAX_PROFILED_STEPS)
+
+
 @dataclass(frozen=True)
 class LaunchConfig:
     """How ranks are started, supervised and restarted."""
@@ -255,6 +277,7 @@ class RunConfig:
     compile: CompileConfig = field(default_factory=CompileConfig)
     early_stopping: Annotated[EarlyStoppingConfig, PLACEMENT] = field(default_factory=EarlyStoppingConfig)
     trackers: Annotated[TrackersConfig, PLACEMENT] = field(default_factory=TrackersConfig)
+    profile: Annotated[ProfileConfig, PLACEMENT] = field(default_factory=ProfileConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     custom_model: Annotated[CustomModelConfig, PLACEMENT] = field(default_factory=CustomModelConfig)
 

@@ -31,6 +31,7 @@ EVENT_KINDS = (
     "bad_sample",
     "nonfinite",
     "calibrated",
+    "profile",
     "callback_failed",
     "end",
     "straggler",

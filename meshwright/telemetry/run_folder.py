@@ -64,6 +64,10 @@ class RunFolder:
         """The profile of some steps of a rank."""
         return self.trace / f"rank-{rank:05d}.steps-{steps.start}-{steps.stop}.a{attempt:04d}.json.gz"
 
+    def profiles(self, rank: int, steps: range) -> list[Path]:
+        """The profiles of some steps of a rank that exist, of the oldest attempt first."""
+        return sorted(self.trace.glob(self.profile(rank, steps, 0).name.replace(".a0000.", ".a*.")))
+
     def attempt(self, number: int) -> Path:
         return self.root / "attempts" / f"{number:04d}"
 

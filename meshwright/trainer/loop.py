@@ -38,7 +38,8 @@ from meshwright.trainer.precision import Precision, set_determinism
 from meshwright.trainer.records.plan_recorder import PlanRecorder
 from meshwright.trainer.records.run_summary import RunSummary
 from meshwright.trainer.records.start_record import rank_record, start_record
-from meshwright.trainer.records.step_counters import count_step
+from meshwright.trainer.records.step_counters import StepCounters, count_step, group_axes
+from meshwright.trainer.records.step_profiler import StepProfiler
 from meshwright.trainer.records.step_recorder import StepRecorder, finite_or_none
 from meshwright.trainer.resume import ResumeState
 from meshwright.trainer.signals import SignalWatch
@@ -65,6 +66,7 @@ def train_rank(job: Job, world: World) -> RunSummary:
         training.save_now()
         raise
     finally:
+        training.profiler.close()
         training.signals.close()
     return training.finish()
 
@@ -90,7 +92,8 @@ class Training:
         """whether a callback has asked all ranks to end the run"""
         self.log = self._open_log()
         self.plan_recorder = PlanRecorder(job, world)
-        self.spans = SpanLog(job.folder.spans(world.rank), job.attempt, rank_record(job, self.parallel_model, world))
+        placed = rank_record(job, self.parallel_model, world)
+        self.spans = SpanLog(job.folder.spans(world.rank), job.attempt, placed)
         self.recorder = StepRecorder(
             self.config, job.batch, world, self.parallel_model, self.precision, self.log, self.spans
         )
@@ -102,6 +105,10 @@ class Training:
         self.saver = self._build_saver()
         self.callbacks.run.on_keep = self.saver.keep_steps
         self.step = self._build_step()
+        axes = partial(group_axes, self.parallel_model, self.optimizer)
+        self.profiler = StepProfiler(
+            self.config.profile, job.folder, job.attempt, world, placed, axes, self.spans, self.log
+        )
 
         source, coordinate = ConcatenatedSource(job.sources), self.step.context.data_coordinate
         samples = (job.custom.batch, job.custom.collate) if job.custom is not None else ()
@@ -246,16 +253,18 @@ class Training:
     def run_step(self) -> None:
         """Runs and records the next step."""
         lr = self.resume.learning_rate(self.done)
-        if self.counting_is_due():
-            with count_step(self.parallel_model, self.optimizer) as counters:
-                outcome = self.step.run(self.done, lr, self.batches, counters.enter)
-            outcome.counted = True
-            self.recorder.add(outcome)
+        counters: StepCounters | None = None
+        with self.profiler.step(self.done) as profiled:
+            if self.counting_is_due():
+                with count_step(self.parallel_model, self.optimizer) as counters:
+                    outcome = self.step.run(self.done, lr, self.batches, counters.enter)
+            else:
+                outcome = self.step.run(self.done, lr, self.batches)
+        outcome.counted, outcome.profiled = counters is not None, profiled
+        self.recorder.add(outcome)
+        if counters is not None:
             self.log.write("counters", step=self.done, **counters.to_json())
             self.plan_recorder.observe_peak(counters.memory.peak_total)
-        else:
-            outcome = self.step.run(self.done, lr, self.batches)
-            self.recorder.add(outcome)
         self.job.observer.on_step(outcome)
         faults.fail_point("step.updated", self.done)
         self.done += 1

@@ -40,6 +40,11 @@ class StepCounters:
         }
 
 
+def group_axes(parallel_model: ParallelModel, optimizer: Optimizer) -> dict[str, str]:
+    """Returns the axis of every process group, by name."""
+    return parallel_model.meshes.group_names() | optimizer.group_names()
+
+
 @contextmanager
 def count_step(
     parallel_model: ParallelModel, optimizer: Optimizer, tracker: type[MemoryTracker] = MemoryTracker
@@ -51,6 +56,6 @@ def count_step(
     memory = tracker(
         parallel_model.wrapped_module, [*optimizer.state_tensors(), *offloaded], parallel_model.internal_tensors
     )
-    axes = parallel_model.meshes.group_names() | optimizer.group_names()
+    axes = group_axes(parallel_model, optimizer)
     with memory, CommCounter(axes) as communication:
         yield StepCounters(memory, communication)
