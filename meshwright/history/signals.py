@@ -41,7 +41,7 @@ STRAGGLER_STEPS = 60
 
 
 @dataclass(frozen=True)
-class Progress:
+class ProgressSignal:
     """How far the run is, and how fast it advances."""
 
     done: int
@@ -56,7 +56,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Communication:
+class CommunicationSignal:
     """What communication costs rank 0 in the newest steps."""
 
     exposed_seconds: float | None
@@ -68,7 +68,7 @@ class Communication:
 
 
 @dataclass(frozen=True)
-class Recovery:
+class RecoverySignal:
     """What a failure would cost now."""
 
     checkpoint_step: int | None
@@ -90,9 +90,9 @@ class Signals:
     sentence: str
     rank: int | None
     """the rank that is waited for or slow, if one can be named"""
-    progress: Progress
-    communication: Communication
-    recovery: Recovery
+    progress: ProgressSignal
+    communication: CommunicationSignal
+    recovery: RecoverySignal
     quiet_seconds: float | None
     """seconds since the newest record or sign of life"""
 
@@ -121,7 +121,7 @@ def recent_steps(table: StepTable, attempt: AttemptHistory | None) -> StepTable:
     return rows.select(slice(1, None)) if len(rows) > 1 else rows
 
 
-def read_progress(history: RunHistory, recent: StepTable, now: float) -> Progress:
+def read_progress(history: RunHistory, recent: StepTable, now: float) -> ProgressSignal:
     attempt = history.newest_attempt
     done, steps = (attempt.done if attempt else 0), history.total_steps
     rate = samples = tokens = eta = None
@@ -130,7 +130,7 @@ def read_progress(history: RunHistory, recent: StepTable, now: float) -> Progres
         rate = len(recent) / span
         samples, tokens = float(np.nansum(recent.samples)) / span, float(np.nansum(recent.tokens)) / span
         eta = (steps - done) / rate if steps > done else 0.0
-    return Progress(done, steps, rate, samples, tokens, eta, overall_goodput(history, now))
+    return ProgressSignal(done, steps, rate, samples, tokens, eta, overall_goodput(history, now))
 
 
 def span_seconds(rows: StepTable) -> float:
@@ -150,16 +150,16 @@ def overall_goodput(history: RunHistory, now: float) -> float | None:
     return float(np.nansum(kept.samples)) / (ended - started) if ended > started else None
 
 
-def read_communication(recent: StepTable) -> Communication:
+def read_communication(recent: StepTable) -> CommunicationSignal:
     timed = recent.select(~recent.counted & ~recent.profiled)
     rows = timed if len(timed) else recent
     if not len(rows) or np.isnan(rows.exposed).all():
-        return Communication(None, None, rows.exposed_source)
+        return CommunicationSignal(None, None, rows.exposed_source)
     exposed = float(np.nanmean(rows.exposed))
-    return Communication(exposed, min(1.0, exposed / float(rows.seconds.mean())), rows.exposed_source)
+    return CommunicationSignal(exposed, min(1.0, exposed / float(rows.seconds.mean())), rows.exposed_source)
 
 
-def read_recovery(history: RunHistory, table: StepTable, now: float) -> Recovery:
+def read_recovery(history: RunHistory, table: StepTable, now: float) -> RecoverySignal:
     attempt = history.newest_attempt
     done = attempt.done if attempt else 0
     usable = [found for found in history.checkpoints if found.state == "published" and found.step <= done]
@@ -170,7 +170,7 @@ def read_recovery(history: RunHistory, table: StepTable, now: float) -> Recovery
     end = now
     if attempt and attempt.ended is not None:
         end = attempt.ended
-    return Recovery(
+    return RecoverySignal(
         newest.step if newest else None,
         max(0.0, end - saved) if saved is not None else None,
         max(0, done - step),
