@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from meshwright.observe.event_viewer import EventViewer, SilentDisplay
 from meshwright.observe.terminal import EventDisplay, Terminal
 from meshwright.recover.supervisor import RunningRanks, supervise, warn
 from meshwright.telemetry.events import EventFollower
+from meshwright.telemetry.heartbeat import process_start_time
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.trainer.callbacks.callback import Callback, RunContext
 from meshwright.trainer.callbacks.configured import run_callbacks
@@ -194,6 +196,7 @@ def _train(
     fallback: bool = True,
     cluster: str | None = None,
 ) -> Result:
+    started = time.time()
     from meshwright.launch.job import make_job, run_in_this_process, start_ranks, torchrun_rendezvous_info
 
     config = validated(config)
@@ -211,7 +214,7 @@ def _train(
 
     viewers = viewer_factory(config, folder, display)
     give_up = partial(report_incidents, config, folder, lambda: job.callbacks)
-    summary = supervise(folder, config.launch, start, viewers, fresh=fresh, on_give_up=give_up)
+    summary = supervise(folder, config.launch, start, viewers, fresh=fresh, command_started=started, on_give_up=give_up)
     return make_result(folder, summary, module)
 
 
@@ -264,7 +267,15 @@ def train_with_fork_server(
     try:
         viewers = viewer_factory(config, folder, display)
         give_up = partial(report_incidents, config, folder, partial(load_callbacks, config, entry_points))
-        summary = supervise(folder, config.launch, fork_server.start, viewers, fresh=fresh, on_give_up=give_up)
+        summary = supervise(
+            folder,
+            config.launch,
+            fork_server.start,
+            viewers,
+            fresh=fresh,
+            command_started=process_start_time(),
+            on_give_up=give_up,
+        )
         return make_result(folder, summary)
     finally:
         fork_server.close()

@@ -10,7 +10,10 @@ from meshwright.io import read_json
 from meshwright.recover.incidents import Incident
 from meshwright.telemetry.events import Event
 from meshwright.telemetry.run_folder import RunFolder
+from meshwright.telemetry.untrusted_records import finite_number
 
+FAILURES = ("failed", "hang", "lost")
+"""The outcomes after which a job continues from its newest checkpoint, if at all."""
 MAX_ATTEMPTS = 4096
 """The attempts that are kept: the newest."""
 
@@ -34,7 +37,6 @@ class AttemptHistory:
     start: Event = field(default_factory=dict)
     """the start record of rank 0; empty if there is none"""
     restored: Event | None = None
-    ready: Event | None = None
     end: Event | None = None
     """the end record of rank 0"""
     steps_recorded: tuple[int, int] | None = None
@@ -47,7 +49,8 @@ class AttemptHistory:
     def started(self) -> float | None:
         """When the attempt began, in Unix seconds."""
         known = [time for time in (self.command_started, self.supervisor_started) if time is not None]
-        return min(known) if known else self.first_record
+        process = finite_number(self.start.get("process_started"))  # torchrun has started it
+        return min(known, default=self.first_record if process is None else process)
 
     @property
     def ended(self) -> float | None:
@@ -61,8 +64,8 @@ class AttemptHistory:
     @property
     def first_step(self) -> int:
         """The first step that the attempt ran, or was to run."""
-        if self.ready is not None or self.restored is not None:
-            return int((self.ready or self.restored or {})["step"])
+        if self.restored is not None:
+            return int(self.restored["step"])
         return self.steps_recorded[0] if self.steps_recorded else 0
 
     @property
@@ -104,8 +107,6 @@ class AttemptHistory:
                 self.supervisor_ended = event["time"]
             case "restored":
                 self.restored = event
-            case "ready":
-                self.ready = event
             case "end":
                 self.end = event
 

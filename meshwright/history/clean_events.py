@@ -79,7 +79,6 @@ FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "extended": {"step": integer, "steps_before": integer, "steps": integer},
     "code_changed": {"step": integer, "changes": texts},
     "damaged": {"checkpoint": text, "damage": damage},
-    "ready": {"step": integer, "warmup": finite_number, "restore": finite_number},
     "experts": {"step": integer, "loads": matrix, "dropped": vector},
     "eval": {"step": integer, "loss": finite_number, "tokens": finite_number, "metrics": numbers},
     "checkpoint": {

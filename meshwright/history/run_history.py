@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.history.attempts import MAX_ATTEMPTS, AttemptHistory
+from meshwright.history.attempts import FAILURES, MAX_ATTEMPTS, AttemptHistory
 from meshwright.history.checkpoints import CheckpointHistory, CheckpointRecords
 from meshwright.history.clean_events import FIELDS, EventList, InvalidField, clean_event, integer
 from meshwright.history.event_tail import EventTail, FileReplaced
@@ -40,6 +40,8 @@ LISTS = {
     "events_lost": "lost_events",
 }
 """kind -> the list of a RunHistory that keeps its events"""
+RESTART_SECONDS = 30.0
+"""A supervisor starts the next attempt sooner after a failure, or not at all."""
 EVERY_RANK = ("bad_sample", "nonfinite", "callback_failed", "events_lost")
 """The kinds of which the records of all ranks are kept; those of the others are equal to the records of rank 0."""
 
@@ -119,6 +121,13 @@ class RunHistory:
                 return steps
         steps = self.config.get("steps")
         return steps if type(steps) is int and steps >= 0 else 0
+
+    def is_restarting(self, now: float) -> bool:
+        """Whether the newest attempt has failed, and its supervisor is about to start the next one."""
+        newest = self.newest_attempt
+        if newest is None or newest.outcome not in FAILURES or not self.is_alive or newest.ended is None:
+            return False
+        return now - newest.ended < RESTART_SECONDS  # the process of a notebook lives on after its job has failed
 
     def steps(self, rank: int = 0) -> StepTable:
         """The recorded steps of a rank, through all attempts; of ranks other than 0 the newest ones and samples."""

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.history.account import GoodputAccount
 from meshwright.history.attempts import AttemptHistory
+from meshwright.history.goodput import goodput
 from meshwright.history.run_history import RunHistory
 from meshwright.history.step_table import StepTable
 from meshwright.io import format_clock, format_seconds
@@ -100,12 +102,13 @@ class Signals:
         return asdict(self)
 
 
-def read_signals(history: RunHistory, now: float) -> Signals:
-    """The signals at `now`, in Unix seconds."""
+def read_signals(history: RunHistory, now: float, account: GoodputAccount | None = None) -> Signals:
+    """The signals at `now`, in Unix seconds; `account` is the goodput account if it has been made."""
+    account = account or goodput(history, now)
     table = history.steps()
     attempt = history.newest_attempt
     recent = recent_steps(table, attempt)
-    progress = read_progress(history, recent, now)
+    progress = read_progress(history, recent, account)
     state, sentence, rank = read_state(history, recent, now)
     quiet = max(0.0, now - history.newest_record) if history.newest_record is not None else None
     return Signals(
@@ -121,7 +124,7 @@ def recent_steps(table: StepTable, attempt: AttemptHistory | None) -> StepTable:
     return rows.select(slice(1, None)) if len(rows) > 1 else rows
 
 
-def read_progress(history: RunHistory, recent: StepTable, now: float) -> ProgressSignal:
+def read_progress(history: RunHistory, recent: StepTable, account: GoodputAccount) -> ProgressSignal:
     attempt = history.newest_attempt
     done, steps = (attempt.done if attempt else 0), history.total_steps
     rate = samples = tokens = eta = None
@@ -130,24 +133,13 @@ def read_progress(history: RunHistory, recent: StepTable, now: float) -> Progres
         rate = len(recent) / span
         samples, tokens = float(np.nansum(recent.samples)) / span, float(np.nansum(recent.tokens)) / span
         eta = (steps - done) / rate if steps > done else 0.0
-    return ProgressSignal(done, steps, rate, samples, tokens, eta, overall_goodput(history, now))
+    return ProgressSignal(done, steps, rate, samples, tokens, eta, account.samples_per_second)
 
 
 def span_seconds(rows: StepTable) -> float:
     """The seconds from the begin of the first to the end of the last row, with what happened between them."""
     span = float(rows.end[-1] - rows.begin[0])
     return span if np.isfinite(span) and span >= float(rows.seconds.max()) else float(rows.seconds.sum())
-
-
-def overall_goodput(history: RunHistory, now: float) -> float | None:
-    """Unique samples in the steps that the current state contains, per second since the run began."""
-    attempt = history.newest_attempt
-    if attempt is None or (started := history.attempts[0].started) is None:
-        return None
-    ended = attempt.ended if attempt.ended is not None else now
-    kept = history.steps().survived()
-    kept = kept.select(kept.step < attempt.done)
-    return float(np.nansum(kept.samples)) / (ended - started) if ended > started else None
 
 
 def read_communication(recent: StepTable) -> CommunicationSignal:
@@ -226,7 +218,7 @@ def ended_state(history: RunHistory, attempt: AttemptHistory, now: float) -> tup
         return "stopped", f"The run was stopped {ago}, {done}" + (f": {reason}." if reason else "."), None
     rank = incident.rank if incident else None
     location = f"rank {rank} at step {incident.step}, {incident.phase}" if incident and rank is not None else "attempt"
-    if history.is_alive:
+    if history.is_restarting(now):
         return "restarting", f"Attempt {attempt.number} failed ({location}: {message}); the job restarts.", rank
     if outcome == "lost":
         text = f"No process of attempt {attempt.number} runs, and nothing recorded why; the newest record is from {ago}"

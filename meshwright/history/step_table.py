@@ -10,15 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.telemetry.events import Event
-from meshwright.telemetry.phases import STEP_PHASES
+from meshwright.telemetry.phases import OUTSIDE_PHASES, STEP_PHASES
 from meshwright.telemetry.untrusted_records import MAX_NUMBER, WARMUP_STEPS
 
 EXPOSED_SOURCES = ("sync phase", "host waits", "device events", "profiler")
 """How the exposed communication of a step was measured."""
 WAIT_PHASES = tuple(phase for phase in STEP_PHASES if phase != "sync")
 """The phases that may contain waits for other ranks; `sync` is nothing else."""
-OUTSIDE_PHASES = ("evaluate", "save", "callback", "other")
-"""What the training thread does between two steps."""
 
 PLAIN = ("time", "begin", "loss", "grad_norm", "lr", "tokens", "samples", "memory", "noise_scale", "loss_scale")
 COLUMNS = (

@@ -72,17 +72,20 @@ def supervise(
     fresh: bool = False,
     report: Callable[[str], None] | None = None,
     raise_on_signal: bool = False,
+    command_started: float | None = None,
     on_give_up: Callable[[int], None] = lambda _attempt: None,
 ) -> Any:
     """Runs a job to its end and returns its summary. After a failure the whole job restarts from the newest checkpoint,
     at most `launch.restarts` times in a row without publishing a new checkpoint. A job that completes in spite of a
-    signal returns, unless `raise_on_signal` is set. `on_give_up` gets the number of the last attempt of a job that ends
+    signal returns, unless `raise_on_signal` is set. `command_started` is the Unix time at which the user started the
+    command, which is recorded; by default the present time. `on_give_up` gets the number of the last attempt of a job that ends
     with a failure.
     """
+    command_started = time.time() if command_started is None else command_started
     lease = acquire_lease(folder, fresh=fresh)
     with received_signals() as received:
         try:
-            summary = run_attempts(folder, launch, lease, start, make_viewer, report or warn, received)
+            summary = run_attempts(folder, launch, lease, start, make_viewer, report or warn, received, command_started)
         except MeshwrightError:
             on_give_up(folder.last_attempt())
             raise
@@ -114,6 +117,7 @@ def run_attempts(
     make_viewer: Callable[[int], Viewer],
     report: Callable[[str], None],
     received: list[int],
+    command_started: float,
 ) -> Any:
     """Runs attempts until one completes the job, and returns its summary. `received` collects signals."""
     restart = restarts_without_progress = 0
@@ -122,7 +126,7 @@ def run_attempts(
         record_lost_attempts(folder, lease.attempt)
         attempt = Attempt(folder, launch, lease, start, make_viewer, received)
         try:
-            summary = attempt.run(restart)
+            summary = attempt.run(restart, command_started)
             lease.raise_if_lost()
             Incident(lease.attempt, "complete", checkpoint_step=newest_checkpoint_step(folder)).write(folder)
             return summary
@@ -190,13 +194,14 @@ class Attempt:
     hang_deadline: float = float("inf")
     """When the ranks that still run after a hang are killed (monotonic clock)."""
 
-    def run(self, restart: int) -> Any:
+    def run(self, restart: int, command_started: float) -> Any:
         viewer = self.make_viewer(self.lease.attempt)
         self.log = EventLog(self.folder.root / "events" / "supervisor.jsonl", self.lease.attempt, -1, viewer.show)
         # Below the timeout of a collective: otherwise a rank that waits would fail before the hung one is found.
         hang_timeout = min(self.launch.hang_timeout, 0.8 * self.launch.collective_timeout)
         start_timeout = min(hang_timeout, self.launch.rendezvous_timeout)
-        self.log.write("attempt_start", restart=restart)
+        first = {"command_started": round(command_started, 6)} if restart == 0 else {}
+        self.log.write("attempt_start", restart=restart, **first)
         try:
             if self.received:
                 raise StoppedBeforeStart(self.received[0])

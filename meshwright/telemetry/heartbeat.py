@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.io import create_file, open_regular_file, write_error
-from meshwright.telemetry.phases import TIMED_PHASES
+from meshwright.telemetry.phases import OUTSIDE_PHASES, TIMED_PHASES
 
 MAGIC = b"MESHBEAT"
 SIZE = 4096
@@ -47,6 +47,9 @@ class Heartbeat:
         self.beats = self.collective_count = self.completed_steps = 0
         self.step = -1
         self.phase = "start"
+        self.phase_entered = time.monotonic_ns()
+        self.outside: dict[str, int] = {}
+        """nanoseconds in phases that do not belong to a step, since `take_outside` was last called"""
         self.phase_seconds = [0.0] * len(TIMED_PHASES)
         HEAD.pack_into(self.memory, 0, MAGIC, 1, os.getpid(), process_start(os.getpid()))
         self.enter("start", -1)
@@ -54,10 +57,18 @@ class Heartbeat:
     def enter(self, phase: str, step: int | None = None) -> None:
         """Records that the training thread is now in this phase, of this step."""
         self.beats += 1
-        self.phase = phase
+        now = time.monotonic_ns()
+        if self.phase in OUTSIDE_PHASES:
+            self.outside[self.phase] = self.outside.get(self.phase, 0) + now - self.phase_entered
+        self.phase, self.phase_entered = phase, now
         if step is not None:
             self.step = step
-        NOW.pack_into(self.memory, AT_NOW, self.step, self.beats, time.monotonic_ns(), phase.encode())
+        NOW.pack_into(self.memory, AT_NOW, self.step, self.beats, now, phase.encode())
+
+    def take_outside(self) -> dict[str, float]:
+        """Returns the seconds in each phase outside of steps since the last call: start, evaluation, save, callback."""
+        taken, self.outside = self.outside, {}
+        return {phase: round(nanoseconds / 1e9, 7) for phase, nanoseconds in taken.items()}
 
     def beat(self) -> None:
         """Records progress within the same phase."""
@@ -176,6 +187,14 @@ def decode_text(field: bytes) -> str:
 def process_start(pid: int) -> int:
     """Returns when a process started, in kernel ticks since boot; 0 where it is unknown."""
     return int(process_stat(pid).get("start", 0))
+
+
+def process_start_time() -> float:
+    """Returns when this process started, in Unix seconds; the present time where it is unknown."""
+    ticks = process_start(os.getpid())
+    if not ticks:
+        return time.time()
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def process_stat(pid: int) -> dict[str, str | int]:

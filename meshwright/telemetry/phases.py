@@ -8,5 +8,8 @@ STEP_PHASES = ("fetch", "copy", "forward", "backward", "sync", "update")
 TIMED_PHASES = (*STEP_PHASES, "evaluate", "save")
 """The phases whose seconds the heartbeat accumulates."""
 
+OUTSIDE_PHASES = ("start", "warmup", "restore", "evaluate", "save", "callback")
+"""The phases before the first step and between two steps, whose seconds the record of the next step has."""
+
 PHASES = ("start", "warmup", "restore", *TIMED_PHASES, "callback", "end")
 """Every phase that a heartbeat can show, in the order in which a rank enters them."""

@@ -29,6 +29,8 @@ class StepClock:
         self._heartbeat, self._step, self._on_phase = heartbeat or Heartbeat(), step, on_phase
         self.begin = time.time()
         """Unix seconds at which the step begins; on CUDA, until `follow`, when the host begins to queue it"""
+        self.outside: dict[str, float] = {}
+        """seconds in each phase between the previous step and this one"""
         self.waits = WaitTimer(device.type == "cuda")
         self._stamps: list[tuple[str, Stamp]] = []
         self.waits.start()
@@ -40,6 +42,8 @@ class StepClock:
         self._stamps.append((phase, self.waits.now()))
         self.waits.phase = phase
         self._heartbeat.enter(phase, self._step)
+        if len(self._stamps) == 1:
+            self.outside = self._heartbeat.take_outside()
         self._on_phase(phase)
         return faults.fail_point(f"step.{phase}", self._step)
 

@@ -366,7 +366,8 @@ class Training:
         summary.stopped = self.callbacks.run.stop_reason if self.done < self.config.steps else ""
         self.plan_recorder.record_calibration(list(recorder.step_seconds), self.first_step, self.log)
         complete = self.first_step == self.done > 0
-        self.log.write("end", **asdict(summary) | {"loss": finite_or_none(summary.loss), "was_complete": complete})
+        end = asdict(summary) | {"loss": finite_or_none(summary.loss), "was_complete": complete}
+        self.log.write("end", **end, outside=self.world.heartbeat.take_outside())
         self.log.close()
         self.spans.close()
         if self.job.custom is not None and isinstance(self.module, Objective):

@@ -16,6 +16,7 @@ from meshwright.parallel.world import World
 from meshwright.planner.hardware.processor import processor_name
 from meshwright.telemetry.clock_offset import measure_clock_offset
 from meshwright.telemetry.events import Event
+from meshwright.telemetry.heartbeat import process_start_time
 from meshwright.topology.layout import stages_per_rank
 from meshwright.topology.schedule_orders import action_orders
 from meshwright.topology.schedule_timeline import bubble_formula, peak_in_flight
@@ -52,6 +53,7 @@ def start_record(
         "groups": {axis: list(islice(job.layout.groups(axis), MAX_GROUPS)) for axis in job.layout.active_axes},
         "hosts": world.hosts,
         "ranks": world.size,
+        "process_started": round(process_start_time(), 2),
         "batch": str(job.batch),
         "device": device_name(world.device),
         "processor": processor_name(),

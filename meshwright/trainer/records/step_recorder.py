@@ -97,6 +97,8 @@ class StepRecorder:
         self.world.heartbeat.complete_step(local_seconds(phases, waits))
         noise = self.noise.update(norm, local_square) if finite else None
         extra: dict[str, Any] = {"skipped": True} if not finite else {}
+        if outcome.clock.outside:
+            extra["outside"] = outcome.clock.outside
         if outcome.counted:
             extra["counted"] = True
         if outcome.profiled:
