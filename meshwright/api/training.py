@@ -275,6 +275,7 @@ def train_with_fork_server(
             fresh=fresh,
             command_started=process_start_time(),
             on_give_up=give_up,
+            close=fork_server.close,
         )
         return make_result(folder, summary)
     finally:

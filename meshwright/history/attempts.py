@@ -31,6 +31,8 @@ class AttemptHistory:
     """when the supervisor began to start the ranks"""
     supervisor_ended: float | None = None
     """when the supervisor saw the last rank end"""
+    command_ended: float | None = None
+    """when the command had nothing left to do, if this was its last attempt"""
     first_record: float | None = None
     last_record: float | None = None
     """the times of the first and last record of the attempt"""
@@ -54,11 +56,13 @@ class AttemptHistory:
 
     @property
     def ended(self) -> float | None:
-        """When the last rank ended, in Unix seconds; None while the attempt runs. Of an attempt whose supervisor was
-        killed, or whose ranks torchrun supervised, only the last record is known.
+        """When the last rank ended, in Unix seconds, or the command whose last attempt this was; None while the attempt
+        runs. Of an attempt whose supervisor was killed, or whose ranks torchrun supervised, only the last record is
+        known.
         """
-        if self.supervisor_ended is not None:
-            return self.supervisor_ended
+        known = [time for time in (self.supervisor_ended, self.command_ended) if time is not None]
+        if known:
+            return max(known)
         return None if self.outcome == "running" else self.last_record
 
     @property
@@ -105,6 +109,8 @@ class AttemptHistory:
                 self.restart, self.command_started = max(0, event["restart"]), event["command_started"]
             case "attempt_end":
                 self.supervisor_ended = event["time"]
+            case "command_end":
+                self.command_ended = event["time"]
             case "restored":
                 self.restored = event
             case "end":

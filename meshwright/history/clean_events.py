@@ -97,6 +97,7 @@ FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "hang": {"message": text},
     "attempt_start": {"restart": integer, "command_started": finite_number},
     "attempt_end": {},
+    "command_end": {},
     "events_lost": {"count": integer, "message": text},
 }
 """kind -> the fields that are kept besides kind, attempt, rank and time"""

@@ -98,7 +98,8 @@ class TimeLine:
         assert self.cursor is not None
         begin, end = self.clamp(attempt, rows)
         before_first = int(begin[0]) - self.cursor
-        compiling = min(before_first, to_nanoseconds(rows.outside["warmup"][0])) if self.compiles else 0
+        warmup = int(to_nanoseconds(rows.outside["warmup"])[0])
+        compiling = min(before_first, warmup) if self.compiles else 0
         self.add("compile", compiling)
         self.add(start_part, before_first - compiling)
         nanoseconds = self.accounts[-1].nanoseconds
@@ -149,9 +150,7 @@ class TimeLine:
         other = np.minimum(left, round(OTHER_SECONDS * NANOSECONDS))
         return amounts | {"bookkeeping": int(other.sum()), "idle": int((left - other).sum())}
 
-    def add_tail(
-        self, attempt: AttemptHistory, rows: StepTable, weights: NDArray[np.float64], ended: float
-    ) -> None:
+    def add_tail(self, attempt: AttemptHistory, rows: StepTable, weights: NDArray[np.float64], ended: float) -> None:
         """Adds the time from the last recorded step of an attempt to its end, or to now."""
         outcome = attempt.outcome
         if outcome == "running":

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.history.run_history import RunHistory
 from meshwright.history.step_table import Column, StepTable
@@ -67,10 +68,12 @@ def compare_ranks(history: RunHistory, table: StepTable) -> tuple[Column, Column
     wait, own = np.zeros(len(table)), np.zeros(len(table))
     keys = step_keys(table)
     others = [steps for rank in history.ranks if rank and len(steps := history.steps(rank))]
-    compared = np.flatnonzero(np.isin(keys, np.concatenate([step_keys(steps) for steps in others]))) if others else []
+    if not others:
+        return wait, own
+    compared = np.flatnonzero(np.isin(keys, np.concatenate([step_keys(steps) for steps in others])))
     if not len(compared):
         return wait, own
-    compared = np.asarray(compared)[-MAX_COMPARED_STEPS:]
+    compared = compared[-MAX_COMPARED_STEPS:]
     seconds = np.full((len(others), len(compared)), np.nan)
     for row, steps in zip(seconds, others, strict=True):
         other_keys = step_keys(steps)
@@ -94,17 +97,15 @@ def compare_ranks(history: RunHistory, table: StepTable) -> tuple[Column, Column
 
 def local_seconds(table: StepTable) -> Column:
     """The seconds that a rank spends in a step by itself."""
-    return np.sum(list(table.local.values()), axis=0)
+    return sum(table.local.values(), np.zeros(len(table)))
 
 
-def step_keys(table: StepTable) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def step_keys(table: StepTable) -> NDArray[np.int64]:
     """One number per attempt and step."""
     return table.attempt % (1 << 22) * (1 << 40) + table.step % (1 << 40)
 
 
-def nearest_index(
-    places: np.ndarray[tuple[int], np.dtype[np.int64]], count: int
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def nearest_index(places: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     """For each of `count` rows, the index of the nearest of the sorted places."""
     rows = np.arange(count)
     after = np.clip(np.searchsorted(places, rows), 0, len(places) - 1)

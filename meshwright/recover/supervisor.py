@@ -74,24 +74,40 @@ def supervise(
     raise_on_signal: bool = False,
     command_started: float | None = None,
     on_give_up: Callable[[int], None] = lambda _attempt: None,
+    close: Callable[[], None] = lambda: None,
 ) -> Any:
     """Runs a job to its end and returns its summary. After a failure the whole job restarts from the newest checkpoint,
     at most `launch.restarts` times in a row without publishing a new checkpoint. A job that completes in spite of a
     signal returns, unless `raise_on_signal` is set. `command_started` is the Unix time at which the user started the
-    command, which is recorded; by default the present time. `on_give_up` gets the number of the last attempt of a job that ends
-    with a failure.
+    command, which is recorded; by default the present time. `on_give_up` gets the number of the last attempt of a job
+    that ends with a failure, and `close` ends what has started the ranks.
     """
     command_started = time.time() if command_started is None else command_started
     lease = acquire_lease(folder, fresh=fresh)
-    with received_signals() as received:
-        try:
-            summary = run_attempts(folder, launch, lease, start, make_viewer, report or warn, received, command_started)
-        except MeshwrightError:
-            on_give_up(folder.last_attempt())
-            raise
+    try:
+        with received_signals() as received:
+            try:
+                report = report or warn
+                summary = run_attempts(folder, launch, lease, start, make_viewer, report, received, command_started)
+            except MeshwrightError:
+                on_give_up(folder.last_attempt())
+                raise
+    finally:
+        close()
+        record_command_end(folder)
     if raise_on_signal and received:
         raise StoppedBySignal(received[0], newest_checkpoint_step(folder))
     return summary
+
+
+def record_command_end(folder: RunFolder) -> None:
+    """Records when the command has nothing left to do, if its last attempt is still the newest one."""
+    lease = Lease(folder, folder.last_attempt())
+    with suppress(OSError, MeshwrightError):
+        if not lease.is_lost:
+            log = EventLog(folder.root / "events" / "supervisor.jsonl", lease.attempt, -1)
+            log.write("command_end")
+            log.close()
 
 
 @contextmanager

@@ -38,6 +38,7 @@ EVENT_KINDS = (
     "hang",
     "attempt_start",
     "attempt_end",
+    "command_end",
     "events_lost",
 )
 """Every kind of event that a run writes; `docs/records.md` lists their fields."""
