@@ -48,7 +48,9 @@ class Change:
     action: str = ""
     """what to do otherwise, in one sentence"""
     predicted_seconds: float | None = None
-    """the step time that the planner predicts after the change"""
+    """the predicted step time after the change"""
+    predicted_by: str = ""
+    """planner, or "measured share" where the planner does not model the setting or the machine was never measured"""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,88 @@
+"""Diagnoses a run from its history: every class of causes, the most important finding first. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from meshwright.diagnose.finding import Change, Finding, MeasuredFigure
+from meshwright.diagnose.run.change_cost import with_costs
+from meshwright.diagnose.run.step_time import (
+    bubble,
+    checkpoint_stall,
+    communication,
+    data_wait,
+    device_use,
+    expert_loads,
+    memory_thrash,
+    stragglers,
+)
+from meshwright.diagnose.run.timed_steps import LIMITING_SHARE, TimedSteps, timed_steps
+from meshwright.history.run_history import RunHistory
+
+CLASSES: tuple[Callable[[RunHistory], Iterator[Finding]], ...] = (
+    stragglers.find,
+    communication.find,
+    bubble.find,
+    data_wait.find,
+    expert_loads.find,
+    checkpoint_stall.find,
+    memory_thrash.find,
+    device_use.find,
+)
+"""Every class of causes: a generator of findings from the history of a run."""
+
+BROKEN = ("hang", "crash", "numerics", "replay")
+"""Causes of a run that is broken, in the order of their importance; they precede those of a slow one."""
+BROKEN_VARIANTS = {("experts", "collapsed routing")}
+"""Kinds of other classes that damage the trained model."""
+WEIGHTS = {"high": 1.0, "medium": 0.7, "low": 0.4}
+"""How much of a finding's share counts, by its confidence."""
+
+
+def diagnose_run(history: RunHistory) -> list[Finding]:
+    """The findings of a run, the most important first. A run without a problem has one finding, `healthy`."""
+    steps = timed_steps(history)
+    found = order_findings(finding for find in CLASSES for finding in find(history))
+    if steps is not None:
+        found = [with_costs(finding, history, steps) for finding in found]
+    folder = str(history.folder.root)
+    return [replace(one, check=one.check.replace("RUN", folder)) for one in found or [healthy(history, steps)]]
+
+
+def order_findings(findings: Iterable[Finding]) -> list[Finding]:
+    """Broken before slow; broken ones by their class, slow ones by what the change can win back."""
+    return sorted(findings, key=importance)
+
+
+def importance(finding: Finding) -> tuple[int, float]:
+    weight = -finding.share * WEIGHTS[finding.confidence]
+    if finding.cause in BROKEN:
+        return BROKEN.index(finding.cause), weight
+    return len(BROKEN) + ((finding.cause, finding.variant) not in BROKEN_VARIANTS), weight
+
+
+def healthy(history: RunHistory, steps: TimedSteps | None) -> Finding:
+    if steps is None:
+        return Finding(
+            "healthy",
+            "too few steps",
+            "no problem is on record, and there are too few steps to judge the step time",
+            0.0,
+            "low",
+            change=Change(action="run a few more steps"),
+            check="meshwright diagnose RUN",
+        )
+    return Finding(
+        "healthy",
+        "",
+        f"healthy: nothing costs more than {LIMITING_SHARE:.0%} of the step time that a setting would win back",
+        0.0,
+        "high" if len(steps.steps) >= 20 else "medium",
+        evidence=(
+            MeasuredFigure("step time", steps.duration, "s"),
+            MeasuredFigure("exposed communication", steps.communication / steps.duration, "share"),
+            MeasuredFigure("steps", float(len(steps.steps)), "count"),
+        ),
+        check="meshwright report RUN",
+    )

@@ -1,0 +1,137 @@
+"""The typical steps of a run on all of its ranks, side by side, with the settings they ran under. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.config import Batch, RunConfig, config_from_dict
+from meshwright.errors import ConfigError
+from meshwright.history.run_history import RunHistory
+from meshwright.history.step_table import StepTable
+from meshwright.telemetry.events import Event
+from meshwright.topology.layout import Layout
+from meshwright.topology.unsupported import validate
+
+LIMITING_SHARE = 0.03
+"""A cause that costs a smaller share of the step time is not reported."""
+MIN_STEPS = 6
+"""Steps that a verdict on times needs."""
+MAX_STEPS = 2048
+"""The newest steps that are compared."""
+MAX_RANKS = 1024
+
+Seconds = NDArray[np.float64]
+"""One row per rank, one column per step."""
+
+
+@dataclass(frozen=True)
+class TimedSteps:
+    """The steps that every rank has recorded in one attempt, without the first ones and those with counters."""
+
+    attempt: int
+    ranks: tuple[int, ...]
+    steps: NDArray[np.int64]
+    seconds: Seconds
+    exposed: Seconds
+    """seconds in which the training thread of a rank waited for others"""
+    local: dict[str, Seconds]
+    """by phase, the seconds that a rank spent by itself"""
+    buckets: float
+    """gradient buckets per step; 0 without DDP"""
+    bucket_bytes: float
+    """message bytes of all buckets of a step"""
+    config: RunConfig
+    layout: Layout
+    batch: Batch
+    start: Event
+    """the start record of rank 0"""
+
+    @property
+    def duration(self) -> float:
+        """The typical step time in seconds."""
+        return float(np.median(self.seconds.mean(axis=0)))
+
+    @property
+    def communication(self) -> float:
+        """Exposed seconds per step of the rank that waits least: that rank waits for transfers, not for other ranks."""
+        return float(np.median(self.exposed.min(axis=0)))
+
+    def local_seconds(self, *phases: str) -> Seconds:
+        """The local seconds of several phases, by default of all."""
+        return np.sum([self.local[phase] for phase in phases or self.local], axis=0)
+
+    def stage(self, index: int) -> int:
+        """The pipeline position of the rank in a row."""
+        return self.layout.coordinates(self.ranks[index])["pipeline"]
+
+    def peers(self, index: int) -> list[int]:
+        """The rows of the other ranks that have the same work as the one in row `index`: those of its pipeline stage."""
+        return [other for other in range(len(self.ranks)) if other != index and self.stage(other) == self.stage(index)]
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The host of every rank of the layout; empty if they are not on record."""
+        hosts = self.start.get("hosts")
+        known = isinstance(hosts, list) and len(hosts) == self.layout.ranks and all(isinstance(h, str) for h in hosts)
+        return tuple(hosts) if isinstance(hosts, list) and known else ()
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.start.get("device") == "cpu"
+
+
+def timed_steps(history: RunHistory) -> TimedSteps | None:
+    """The typical steps of the newest attempt that has enough of them; None if no attempt has."""
+    try:
+        config = config_from_dict(history.config)
+        layout, batch = validate(config, own_model=bool(config.custom_model.class_))
+    except ConfigError:
+        return None
+    ranks = tuple(rank for rank in history.ranks if rank < layout.ranks)[:MAX_RANKS]
+    tables = [history.steps(rank).timed() for rank in ranks]
+    for attempt in reversed(history.attempts):
+        own = [table.of_attempt(attempt.number) for table in tables]
+        if own and attempt.ranks == layout.ranks and (rows := common_rows(own)) is not None:
+            return combine(attempt.number, ranks, rows, config, layout, batch, attempt.start)
+    return None
+
+
+def common_rows(tables: list[StepTable]) -> list[StepTable] | None:
+    """The same steps of every table, or None if they are too few."""
+    common = tables[0].step
+    for table in tables[1:]:
+        common = np.intersect1d(common, table.step, assume_unique=True)
+    common = np.sort(common)[-MAX_STEPS:]
+    if len(common) < MIN_STEPS:
+        return None
+    return [table.select(np.searchsorted(table.step, common)) for table in tables]
+
+
+def combine(
+    attempt: int,
+    ranks: tuple[int, ...],
+    tables: list[StepTable],
+    config: RunConfig,
+    layout: Layout,
+    batch: Batch,
+    start: Event,
+) -> TimedSteps:
+    local = [table.local for table in tables]
+    first = tables[0]
+    return TimedSteps(
+        attempt,
+        ranks,
+        first.step,
+        np.stack([table.seconds for table in tables]),
+        np.nan_to_num(np.stack([table.exposed for table in tables])),
+        {phase: np.stack([rank[phase] for rank in local]) for phase in local[0]},
+        float(np.nan_to_num(np.median(first.buckets))),
+        float(np.nan_to_num(np.median(first.message_bytes))),
+        config,
+        layout,
+        batch,
+        start,
+    )
