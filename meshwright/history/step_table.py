@@ -18,7 +18,20 @@ EXPOSED_SOURCES = ("sync phase", "host waits", "device events", "profiler")
 WAIT_PHASES = tuple(phase for phase in STEP_PHASES if phase != "sync")
 """The phases that may contain waits for other ranks; `sync` is nothing else."""
 
-PLAIN = ("time", "begin", "loss", "grad_norm", "lr", "tokens", "samples", "memory", "noise_scale", "loss_scale")
+PLAIN = (
+    "time",
+    "begin",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "samples",
+    "memory",
+    "noise_scale",
+    "loss_scale",
+    "major_faults",
+    "alloc_retries",
+)
 COLUMNS = (
     "step",
     "attempt",
@@ -91,6 +104,10 @@ class StepTable:
     memory = FloatColumn()
     noise_scale = FloatColumn()
     loss_scale = FloatColumn()
+    major_faults = FloatColumn()
+    """page faults that read from disk; NaN if there were none"""
+    alloc_retries = FloatColumn()
+    """retries of the CUDA allocator; NaN if there were none"""
     exposed = FloatColumn()
     """seconds of exposed communication"""
     source = FloatColumn()

@@ -231,7 +231,7 @@ FAULTS: dict[str, FaultRun] = {
     "too few micro-batches": FaultRun(
         "bubble",
         Variant(
-            (*model(192, 4, 64, 8, 20), "--layout.replicate=1", "--layout.pipeline=2", "--batch.micro=8"),
+            (*model(192, 4, 64, 8, 20), "--layout.replicate=1", "--layout.pipeline=2", "--batch.micro=4"),
             "",
             {"axis": "pipeline"},
         ),
@@ -273,8 +273,16 @@ FAULTS: dict[str, FaultRun] = {
     ),
     "slow checkpoint disk": FaultRun(
         "checkpoint",
-        Variant((*model(64, 2, 32, 8, 24), "--checkpoint.every=6", "--checkpoint.mode=sync"), "save.write:slow=0.05"),
-        Variant((*model(48, 3, 48, 12, 20, 3), "--checkpoint.every=2"), "save.write:slow=0.08"),
+        Variant(
+            (*model(64, 2, 32, 8, 24), "--checkpoint.every=6", "--checkpoint.mode=sync"),
+            "save.write:slow=0.02",
+            {"phase": "save"},
+        ),
+        Variant(
+            (*model(48, 3, 48, 12, 20, 3), "--checkpoint.every=4", "--checkpoint.mode=sync"),
+            "save.write:rank1:slow=0.05",
+            {"phase": "save"},
+        ),
     ),
     "fp16 overflow": FaultRun(
         "numerics",

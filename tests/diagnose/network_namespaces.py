@@ -11,6 +11,8 @@ from pathlib import Path
 
 TORCHRUN = Path(sys.executable).parent / "torchrun"
 TIMEOUT = 240.0
+AS_HOST = 'hostname "$0" && exec "$@"'
+"""A shell command that runs its arguments under another host name."""
 
 
 def missing_permission() -> str:
@@ -78,7 +80,19 @@ def throttled_link(rate: str) -> Callable[[Path, tuple[str, ...], dict[str, str]
                 command += ["-m", "meshwright", "train", "--run-dir", str(run), *settings]
                 agents.append(
                     subprocess.Popen(
-                        ["ip", "netns", "exec", name, *command],
+                        [
+                            "ip",
+                            "netns",
+                            "exec",
+                            name,
+                            "unshare",
+                            "--uts",
+                            "sh",
+                            "-c",
+                            AS_HOST,
+                            f"host-{node}",
+                            *command,
+                        ],
                         env=environment | {"GLOO_SOCKET_IFNAME": interface},
                         stdout=subprocess.PIPE,
                         stderr=subprocess.STDOUT,

@@ -53,7 +53,7 @@ def with_costs(finding: Finding, history: RunHistory, steps: TimedSteps) -> Find
 
 
 def planned_ratio(history: RunHistory, steps: TimedSteps, changed: RunConfig) -> float | None:
-    """The planner's step time after the change as a multiple of that before it; None where the run has no prediction."""
+    """The planner's step time after the change, divided by that before it; None where the run has no prediction."""
     if not isinstance(history.plan.get("seconds"), float) or steps.config.custom_model.class_:
         return None
     jobs = []

@@ -47,7 +47,7 @@ def diagnose_run(history: RunHistory) -> list[Finding]:
     if steps is not None:
         found = [with_costs(finding, history, steps) for finding in found]
     folder = str(history.folder.root)
-    return [replace(one, check=one.check.replace("RUN", folder)) for one in found or [healthy(history, steps)]]
+    return [replace(one, check=one.check.replace("RUN", folder)) for one in found or [healthy(steps)]]
 
 
 def order_findings(findings: Iterable[Finding]) -> list[Finding]:
@@ -62,7 +62,7 @@ def importance(finding: Finding) -> tuple[int, float]:
     return len(BROKEN) + ((finding.cause, finding.variant) not in BROKEN_VARIANTS), weight
 
 
-def healthy(history: RunHistory, steps: TimedSteps | None) -> Finding:
+def healthy(steps: TimedSteps | None) -> Finding:
     if steps is None:
         return Finding(
             "healthy",

@@ -61,14 +61,15 @@ class TimedSteps:
 
     def local_seconds(self, *phases: str) -> Seconds:
         """The local seconds of several phases, by default of all."""
-        return np.sum([self.local[phase] for phase in phases or self.local], axis=0)
+        total: Seconds = np.sum([self.local[phase] for phase in phases or self.local], axis=0)
+        return total
 
     def stage(self, index: int) -> int:
         """The pipeline position of the rank in a row."""
         return self.layout.coordinates(self.ranks[index])["pipeline"]
 
     def peers(self, index: int) -> list[int]:
-        """The rows of the other ranks that have the same work as the one in row `index`: those of its pipeline stage."""
+        """The rows of the other ranks that have the same work: those of the same pipeline stage."""
         return [other for other in range(len(self.ranks)) if other != index and self.stage(other) == self.stage(index)]
 
     @property

@@ -6,7 +6,7 @@ import math
 import resource
 import sys
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ class StepRecorder:
         self.metrics: dict[str, float] = {}
         """the metrics of the newest step"""
         self.evaluations: list[tuple[int, float]] = []
+        self.memory = MemoryFigures.read(world.device)
 
     def counters(self) -> dict[str, Any]:
         """Returns the counters that a restart continues; they are equal on every rank."""
@@ -119,6 +120,8 @@ class StepRecorder:
             )
             if self.metrics:
                 extra["metrics"] = {name: finite_or_none(value) for name, value in self.metrics.items()}
+        before, self.memory = self.memory, MemoryFigures.read(self.world.device)
+        extra |= self.memory.events_since(before)
         if outcome.expert_loads is not None:
             loads = outcome.expert_loads
             extra["experts"] = {"imbalance": imbalance(loads), "dropped": int(loads[:, -1].sum())}
@@ -142,7 +145,7 @@ class StepRecorder:
                 "exposed_source": EXPOSED_SOURCES[self.world.device.type],
             },
             noise_scale=finite_or_none(noise),
-            memory=memory_bytes(self.world.device),
+            memory=self.memory.peak,
             **extra,
         )
         actions = {"actions": outcome.in_flight.actions} if outcome.in_flight is not None else {}
@@ -213,11 +216,30 @@ def idle_fraction(phases: dict[str, float]) -> float:
     return round(phases["sync"] / max(1e-9, busy + phases["sync"]), 4)
 
 
-def memory_bytes(device: torch.device) -> int:
-    """Returns the peak memory of this rank so far: of the allocator on CUDA, of the process on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+@dataclass(frozen=True)
+class MemoryFigures:
+    """The memory of this rank so far."""
+
+    peak: int
+    """peak bytes: of the allocator on CUDA, of the process on CPU"""
+    major_faults: int
+    """page faults that read from disk"""
+    alloc_retries: int = 0
+    """how often the CUDA allocator has freed its cached blocks to find memory"""
+
+    @classmethod
+    def read(cls, device: torch.device) -> MemoryFigures:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        if device.type == "cuda":
+            stats = torch.cuda.memory_stats(device)
+            return cls(stats.get("allocated_bytes.all.peak", 0), usage.ru_majflt, stats.get("num_alloc_retries", 0))
+        return cls(usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024), usage.ru_majflt)
+
+    def events_since(self, before: MemoryFigures) -> dict[str, int]:
+        """Returns the page faults and retries since `before`, without those that did not occur."""
+        names = ("major_faults", "alloc_retries")
+        counts = {name: getattr(self, name) - getattr(before, name) for name in names}
+        return {name: count for name, count in counts.items() if count}
 
 
 def finite_or_none(value: float | None) -> float | None:

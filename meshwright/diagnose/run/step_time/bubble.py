@@ -50,13 +50,15 @@ def find_fill_and_drain(steps: TimedSteps) -> Iterator[Finding]:
     yield Finding(
         "bubble",
         "fill and drain",
-        f"{micro_batches} micro-batches fill the {stages} pipeline stages for {1 - bubble:.0%} of the time: the rest is "
-        f"fill and drain of the schedule {schedule}",
+        f"{micro_batches} micro-batches fill the {stages} pipeline stages for {1 - bubble:.0%} of the time: the rest "
+        f"is fill and drain of the schedule {schedule}",
         win,
         "high" if idle > bubble / 2 else "medium",
         axis="pipeline",
         evidence=(
-            MeasuredFigure(f"bubble of {schedule} with {micro_batches} micro-batches", bubble, "share", after, "the change"),
+            MeasuredFigure(
+                f"bubble of {schedule} with {micro_batches} micro-batches", bubble, "share", after, "the change"
+            ),
             MeasuredFigure("share of the step in which ranks wait", idle, "share", bubble, "the schedule's bubble"),
         ),
         change=Change(settings),
@@ -102,9 +104,15 @@ def find_imbalance(steps: TimedSteps) -> Iterator[Finding]:
         axis="pipeline",
         evidence=(
             MeasuredFigure(
-                f"seconds of the passes, stage {stage}", float(seconds[stage]), "s", float(seconds.mean()), "the mean stage"
+                f"seconds of the passes, stage {stage}",
+                float(seconds[stage]),
+                "s",
+                float(seconds.mean()),
+                "the mean stage",
             ),
-            MeasuredFigure(f"share of the FLOPs, stage {stage}", float(costs[stage]), "share", 1 / stages, "an even share"),
+            MeasuredFigure(
+                f"share of the FLOPs, stage {stage}", float(costs[stage]), "share", 1 / stages, "an even share"
+            ),
         ),
         change=Change(
             tuple(settings),

@@ -1,4 +1,4 @@
-"""Checkpoint stalls: training waits for saves, because they are synchronous, frequent, or the disk is slow. Torch-free."""
+"""Checkpoint stalls: training waits for saves that are synchronous, frequent or on a slow disk. Torch-free."""
 
 from __future__ import annotations
 

@@ -126,7 +126,9 @@ def predicted_seconds(history: RunHistory, axis: str) -> float | None:
     known = [
         seconds
         for row in (rows if isinstance(rows, list) else ())
-        if isinstance(row, dict) and row.get("axis") == axis and (seconds := finite_number(row.get("seconds"))) is not None
+        if isinstance(row, dict)
+        and row.get("axis") == axis
+        and (seconds := finite_number(row.get("seconds"))) is not None
     ]
     return sum(known) if known else None
 
@@ -136,7 +138,9 @@ def wrong_placement(exposure: Exposure) -> Finding | None:
     steps = exposure.steps
     if not exposure.hosts or exposure.axis not in FAST_AXES:
         return None
-    inside = [axis for axis in ("shard", "replicate") if axis in steps.layout.active_axes and not group_hosts(steps, axis)]
+    inside = [
+        axis for axis in ("shard", "replicate") if axis in steps.layout.active_axes and not group_hosts(steps, axis)
+    ]
     per_host = steps.layout.ranks // len(set(steps.hosts))
     degree = max(1, min(getattr(steps.layout, exposure.axis), per_host))
     factor = getattr(steps.layout, exposure.axis) // degree
@@ -167,7 +171,7 @@ def slow_link(exposure: Exposure) -> Finding | None:
     win = exposure.share * (1 - exposure.bandwidth / expected)
     return exposure.finding(
         "slow link",
-        f"the link between {' and '.join(exposure.hosts[:2])} passes at most {exposure.bandwidth * 8 / 1e6:,.0f} Mbit/s",
+        f"the link from {' to '.join(exposure.hosts[:2])} passes {exposure.bandwidth * 8 / 1e6:,.0f} Mbit/s at most",
         win,
         Change(
             action="look at the link: its negotiated rate, other traffic, and whether GLOO_SOCKET_IFNAME or "
@@ -188,8 +192,8 @@ def small_buckets(exposure: Exposure) -> Finding | None:
         return None
     return exposure.finding(
         "small buckets",
-        f"{steps.buckets:.0f} buckets of {steps.bucket_bytes / steps.buckets / 1024:.0f} KiB each pay the latency of an "
-        "all-reduce",
+        f"{steps.buckets:.0f} buckets of {steps.bucket_bytes / steps.buckets / 1024:.0f} KiB each pay the latency of "
+        "an all-reduce",
         exposure.share * (1 - needed / steps.buckets),
         Change((f"ddp.bucket_cap_mb = {bucket_cap(steps)}",)),
         "high",

@@ -35,7 +35,9 @@ def find(history: RunHistory) -> Iterator[Finding]:
         "high" if share > 2 * LIMITING_SHARE else "medium",
         phase="fetch",
         evidence=(
-            MeasuredFigure("seconds in fetch, rank that waits least", float(fetch.mean()), "s", steps.duration, "the step"),
+            MeasuredFigure(
+                "seconds in fetch, rank that waits least", float(fetch.mean()), "s", steps.duration, "the step"
+            ),
             MeasuredFigure("samples per second and rank", steps.batch.local / steps.duration, "/s"),
             MeasuredFigure("loader workers per rank", float(steps.config.data.workers), "count"),
         ),

@@ -44,8 +44,13 @@ def find(history: RunHistory) -> Iterator[Finding]:
         step=int(event["step"]),
         axis="expert" if steps.layout.expert > 1 else "",
         evidence=(
-            MeasuredFigure(f"tokens of expert {expert}, block {block}", float(loads[block, expert]), "count",
-                           float(loads[block].mean()), "an even share"),
+            MeasuredFigure(
+                f"tokens of expert {expert}, block {block}",
+                float(loads[block, expert]),
+                "count",
+                float(loads[block].mean()),
+                "an even share",
+            ),
             MeasuredFigure(f"idle experts, block {block}", idle, "share"),
         ),
         change=balance_change(steps),
@@ -72,4 +77,6 @@ def balance_change(steps: TimedSteps) -> Change:
         f"model.router_bias_rate = {model.router_bias_rate * 10 if 0 < model.router_bias_rate < 0.1 else 0.01}",
         f"model.router_aux_loss = {model.router_aux_loss * 10 or 0.001:g}",
     )
-    return Change(settings, "balance the load of the experts; if samples are nearly equal to each other, look at the data")
+    return Change(
+        settings, "balance the load of the experts; if samples are nearly equal to each other, look at the data"
+    )

@@ -43,6 +43,8 @@ def describe(rank: int, name: str, count: float, share: float, activation_checkp
         "medium",
         rank=rank,
         evidence=(MeasuredFigure(f"{unit} per step, rank {rank}", count, "count", 0.0, "enough memory"),),
-        change=Change(settings, "use smaller micro-batches (batch.micro), shard more (layout.shard), or fewer ranks per host"),
+        change=Change(
+            settings, "use smaller micro-batches (batch.micro), shard more (layout.shard), or fewer ranks per host"
+        ),
         check="meshwright diagnose RUN --try" if settings else "meshwright report RUN",
     )

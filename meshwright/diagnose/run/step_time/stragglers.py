@@ -172,8 +172,8 @@ def stalls(steps: TimedSteps, index: int, behind: Seconds) -> Finding | None:
             *([MeasuredFigure("steps from stall to stall", float(found.period), "count")] if found.period else ()),
         ),
         change=Change(
-            action="look for what runs on that rank's host at this period: a cron job, a garbage collection, a callback, "
-            "a log or metrics exporter"
+            action="look for what runs on that rank's host at this period: a cron job, a garbage collection, "
+            "a callback, a log or metrics exporter"
             if found.period
             else f"{ACTIONS[phase]}; other processes on its host come and go"
         ),
@@ -217,7 +217,9 @@ def find_slow_stage(steps: TimedSteps) -> Finding | None:
         return None
     rows = [index for index in range(len(steps.ranks)) if steps.stage(index) == stage]
     index = max(rows, key=lambda row: float(np.median(steps.local_seconds("forward", "backward")[row])))
-    excesses = {phase: one[stage] - np.median(np.delete(one / costs, stage)) * costs[stage] for phase, one in seconds.items()}
+    excesses = {
+        phase: one[stage] - np.median(np.delete(one / costs, stage)) * costs[stage] for phase, one in seconds.items()
+    }
     phase = max(excesses, key=lambda name: excesses[name])
     rank = steps.ranks[index]
     return Finding(
