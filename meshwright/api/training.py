@@ -6,6 +6,7 @@ import dataclasses
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,10 @@ from meshwright.io import read_json
 from meshwright.launch.fork_server import ForkServer
 from meshwright.launch.user_code.user_code import UserCode
 from meshwright.observe.event_viewer import EventViewer, SilentDisplay
+from meshwright.observe.metrics.exporter import RunExporter
 from meshwright.observe.terminal import EventDisplay, Terminal
 from meshwright.recover.supervisor import RunningRanks, supervise, warn
-from meshwright.telemetry.events import EventFollower
+from meshwright.telemetry.events import Event, EventFollower
 from meshwright.telemetry.heartbeat import process_start_time
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.trainer.callbacks.callback import Callback, RunContext
@@ -201,21 +203,34 @@ def _train(
 
     config = validated(config)
     folder = run_folder(run, default_name(config, user.entry_points, user.model))
+    exporter = RunExporter(config.metrics, folder)
     job = make_job(config, folder, user, accept_code=accept_code, fallback=fallback, cluster=cluster)
     module = job.custom.module if job.custom is not None else None
     rendezvous = torchrun_rendezvous_info()
-    if rendezvous is not None:
-        make_display = display or partial(Terminal, config, relative_path(folder))
-        summary = run_in_this_process(job, rendezvous, lambda attempt: make_display(attempt).show, fresh, fork)
-        return make_result(folder, summary, module)
+    make_display = display or partial(Terminal, config, relative_path(folder))
+
+    def listen(attempt: int) -> Callable[[Event], None]:
+        exporter.start()
+        return make_display(attempt).show
 
     def start(attempt: int, restart: int) -> RunningRanks:
         return start_ranks(job.as_attempt(attempt, restart, fork))
 
-    viewers = viewer_factory(config, folder, display)
-    give_up = partial(report_incidents, config, folder, lambda: job.callbacks)
-    summary = supervise(folder, config.launch, start, viewers, fresh=fresh, command_started=started, on_give_up=give_up)
-    return make_result(folder, summary, module)
+    with closing(exporter):
+        if rendezvous is not None:
+            return make_result(folder, run_in_this_process(job, rendezvous, listen, fresh, fork), module)
+        viewers = viewer_factory(config, folder, display, exporter)
+        give_up = partial(report_incidents, config, folder, lambda: job.callbacks)
+        summary = supervise(
+            folder,
+            config.launch,
+            exporter.beside(start),
+            viewers,
+            fresh=fresh,
+            command_started=started,
+            on_give_up=give_up,
+        )
+        return make_result(folder, summary, module)
 
 
 def train_as_rank(
@@ -263,14 +278,15 @@ def train_with_fork_server(
 ) -> Result:
     """Trains on ranks that a fork server starts, so that this process does not import torch, for the command line."""
     folder = run_folder(run, default_name(config, entry_points))
+    exporter = RunExporter(config.metrics, folder)
     fork_server = ForkServer(config, folder, fork, fallback, cluster, entry_points, accept_code)
-    try:
-        viewers = viewer_factory(config, folder, display)
+    with closing(exporter), closing(fork_server):
+        viewers = viewer_factory(config, folder, display, exporter)
         give_up = partial(report_incidents, config, folder, partial(load_callbacks, config, entry_points))
         summary = supervise(
             folder,
             config.launch,
-            fork_server.start,
+            exporter.beside(fork_server.start),
             viewers,
             fresh=fresh,
             command_started=process_start_time(),
@@ -278,8 +294,6 @@ def train_with_fork_server(
             close=fork_server.close,
         )
         return make_result(folder, summary)
-    finally:
-        fork_server.close()
 
 
 def load_callbacks(config: RunConfig, entry_points: Mapping[str, str]) -> tuple[Callback, ...]:
@@ -342,7 +356,11 @@ def make_result(folder: RunFolder, summary: Any, module: nn.Module | None = None
 
 
 def viewer_factory(
-    config: RunConfig, folder: RunFolder, display: DisplayFactory | None
+    config: RunConfig, folder: RunFolder, display: DisplayFactory | None, exporter: RunExporter
 ) -> Callable[[int], EventViewer]:
     make_display = display or partial(Terminal, config, relative_path(folder))
-    return lambda attempt: EventViewer(make_display(attempt), EventFollower(folder.events(0), only_new=True))
+
+    def make_viewer(attempt: int) -> EventViewer:
+        return EventViewer(make_display(attempt), EventFollower(folder.events(0), only_new=True), exporter.check)
+
+    return make_viewer

@@ -23,6 +23,7 @@ from meshwright.cli.evaluate import evaluate
 from meshwright.cli.plan import plan, plan_measure, plan_schedule
 from meshwright.cli.prove import prove
 from meshwright.cli.report import report
+from meshwright.cli.runs.metrics import metrics_alerts, metrics_dashboard, metrics_serve
 from meshwright.cli.runs.replay import replay
 from meshwright.cli.sample import sample
 from meshwright.cli.simulate import simulate
@@ -39,6 +40,9 @@ VERBS: dict[str, Verb] = {
     "prove": prove,
     "report": report,
     "replay": replay,
+    "metrics serve": metrics_serve,
+    "metrics dashboard": metrics_dashboard,
+    "metrics alerts": metrics_alerts,
     "sample": sample,
     "evaluate": evaluate,
     "data prepare": data_prepare,

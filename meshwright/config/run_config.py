@@ -165,6 +165,22 @@ class ProfileConfig:
 
 
 @dataclass(frozen=True)
+class MetricsConfig:
+    """Metrics of a run, exported by a process beside it while it trains; see docs/metrics.md."""
+
+    port: Annotated[int, Range(minimum=0, maximum=65535)] = 0
+    """port on which Prometheus scrapes the run, at /metrics; 0: none"""
+    host: str = "127.0.0.1"
+    """address of this machine to serve on; 0.0.0.0 serves all interfaces"""
+    otlp: str = ""
+    """address of an OpenTelemetry collector to push metrics and spans to, such as http://127.0.0.1:4318; empty: none"""
+
+    def __post_init__(self) -> None:
+        if self.otlp and not self.otlp.startswith(("http://", "https://")):
+            raise ConfigError(f"metrics.otlp = {self.otlp}", "expected an address such as http://127.0.0.1:4318")
+
+
+@dataclass(frozen=True)
 class LaunchConfig:
     """How ranks are started, supervised and restarted."""
 
@@ -278,6 +294,7 @@ class RunConfig:
     early_stopping: Annotated[EarlyStoppingConfig, PLACEMENT] = field(default_factory=EarlyStoppingConfig)
     trackers: Annotated[TrackersConfig, PLACEMENT] = field(default_factory=TrackersConfig)
     profile: Annotated[ProfileConfig, PLACEMENT] = field(default_factory=ProfileConfig)
+    metrics: Annotated[MetricsConfig, PLACEMENT] = field(default_factory=MetricsConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     custom_model: Annotated[CustomModelConfig, PLACEMENT] = field(default_factory=CustomModelConfig)
 

@@ -21,9 +21,13 @@ MAX_CELLS = 1 << 16
 class EventList(list[Event]):
     """A list of the newest events of one kind."""
 
+    total = 0
+    """how many events there were, with the forgotten ones"""
+
     def keep(self, event: Event | None) -> None:
         """Appends an event, and forgets the oldest ones if there are too many."""
         if event is not None:
+            self.total += 1
             self.append(event)
             if len(self) > 2 * MAX_EVENTS:
                 del self[:MAX_EVENTS]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from meshwright.observe.terminal import EventDisplay
@@ -11,12 +12,15 @@ from meshwright.telemetry.events import EventFollower
 
 
 class EventViewer:
-    """Passes the events of rank 0 to a display as they are written."""
+    """Passes the events of rank 0 to a display as they are written; `on_tick` is called with every look at them."""
 
-    def __init__(self, display: EventDisplay, events: EventFollower) -> None:
-        self.display, self.events = display, events
+    def __init__(
+        self, display: EventDisplay, events: EventFollower, on_tick: Callable[[], None] = lambda: None
+    ) -> None:
+        self.display, self.events, self.on_tick = display, events, on_tick
 
     def tick(self) -> None:
+        self.on_tick()
         for event in self.events.new_events():
             self.show(event)
 

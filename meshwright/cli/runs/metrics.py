@@ -1,0 +1,47 @@
+"""`meshwright metrics`: serves the metrics of a run, and prints the Grafana dashboard and the alert rules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from meshwright.cli.args import option, positional
+from meshwright.io import printable
+
+
+def metrics_serve(
+    run: Annotated[Path, positional("RUN", "folder of a run that is running, finished or failed")],
+    port: Annotated[int, option("PORT", "port to serve /metrics on")] = 9400,
+    host: Annotated[str, option("HOST", "address of this machine to serve on")] = "127.0.0.1",
+    otlp: Annotated[str, option("ADDRESS", "OpenTelemetry collector to push to as well")] = "",
+) -> None:
+    """Metrics serve: serve the metrics of a run for Prometheus until Ctrl-C, as metrics.port does while it trains."""
+    import threading
+
+    from meshwright.config import MetricsConfig
+    from meshwright.observe.metrics.exporter import require_otlp_package
+    from meshwright.observe.metrics.exporter_process import export_run
+    from meshwright.telemetry.run_folder import RunFolder
+
+    require_otlp_package(MetricsConfig(port, host, otlp))
+
+    def report(address: str) -> None:
+        print(f"metrics of {printable(str(run))}: {address}metrics", flush=True)
+
+    export_run(RunFolder(run), host, port, otlp, threading.Event(), report)
+
+
+def metrics_dashboard() -> None:
+    """Metrics dashboard: print the Grafana dashboard of the metrics, as JSON to import."""
+    import json
+
+    from meshwright.observe.metrics.dashboard import dashboard
+
+    print(json.dumps(dashboard(), indent=1))
+
+
+def metrics_alerts() -> None:
+    """Metrics alerts: print the Prometheus alert rules of the metrics, as a YAML rule file."""
+    from meshwright.observe.metrics.alerts import alert_rules
+
+    print(alert_rules(), end="")

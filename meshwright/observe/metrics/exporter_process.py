@@ -1,0 +1,90 @@
+"""The exporter: a process beside the training that serves the metrics of a run and pushes them by OTLP. Torch-free.
+
+It reads the run folder and nothing else, so that the training neither waits for a scraper nor fails with the exporter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from meshwright.errors import ConfigError, describe_exception
+from meshwright.history.run_history import RunHistory
+from meshwright.observe.metrics.collector import RunsCollector, follow
+from meshwright.observe.metrics.endpoint import metrics_application
+from meshwright.observe.metrics.exporter import REPORTED
+from meshwright.observe.watch.http_server import HttpServer
+from meshwright.parent_death import exit_with_parent
+from meshwright.recover.supervisor import warn
+from meshwright.telemetry.run_folder import RunFolder
+
+BIND_SECONDS = 10.0
+"""Seconds in which a port in use may become free: the exporter of an earlier attempt under torchrun may be ending."""
+PUSH_SECONDS = 10.0
+"""Seconds between two pushes by OTLP."""
+
+
+def export_run(
+    folder: RunFolder,
+    host: str,
+    port: int | None,
+    otlp: str,
+    stop: threading.Event,
+    on_served: Callable[[str], None] = lambda _address: None,
+) -> None:
+    """Exports the metrics of a run until `stop` is set: on a port, by OTLP, or both. `on_served` gets the address."""
+    collector = RunsCollector([follow(RunHistory(folder))])
+    server = start_server(collector, host, port) if port is not None else None
+    if server is not None:
+        on_served(server.address)
+    try:
+        if otlp:
+            from meshwright.observe.metrics.otlp import OtlpPusher
+
+            pusher = OtlpPusher(otlp, collector)
+            while not stop.wait(PUSH_SECONDS):
+                pusher.push()
+            pusher.push()
+        else:
+            stop.wait()
+    finally:
+        if server is not None:
+            server.stop()
+
+
+def start_server(collector: RunsCollector, host: str, port: int) -> HttpServer:
+    """Serves the metrics on a port, which may be in use for a moment."""
+    deadline = time.monotonic() + BIND_SECONDS
+    while True:
+        try:
+            server = HttpServer(metrics_application(collector), host, port)
+            server.start()
+            return server
+        except ConfigError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+
+
+def main() -> None:
+    """Runs the exporter that `RunExporter` starts, with its settings as JSON in the first argument."""
+    settings = json.loads(sys.argv[1])
+    exit_with_parent(settings["parent"])
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
+    os.nice(10)  # the training has precedence
+    try:
+        export_run(RunFolder(Path(settings["folder"])), settings["host"], settings["port"], settings["otlp"], stop)
+    except Exception as error:  # noqa: BLE001 - the training goes on, whatever it is
+        warn(f"the metrics are not exported, and the training continues: {describe_exception(error)}")
+        raise SystemExit(REPORTED) from None
+
+
+if __name__ == "__main__":
+    main()

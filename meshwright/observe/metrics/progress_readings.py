@@ -1,0 +1,139 @@
+"""Reads the metrics of progress, step time, numerics and goodput from a snapshot of a run. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from meshwright.history.goodput import PARTS
+from meshwright.history.signals import STATES
+from meshwright.observe.metrics.metric import Histogram, Reading, Snapshot, mean
+from meshwright.telemetry.untrusted_records import finite_number
+
+STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 300.0)
+"""Upper bounds of the buckets of the step time."""
+INFO = ("device", "layout", "shard", "precision", "batch", "torch", "meshwright")
+"""Fields of the start record that the info metric has as labels."""
+MAX_LABEL = 64
+"""Characters of a label value that comes from a record."""
+
+
+def info(snapshot: Snapshot) -> Iterator[Reading]:
+    attempt = snapshot.history.newest_attempt
+    start = attempt.start if attempt is not None else {}
+    yield (snapshot.run_id, *(str(start.get(name, ""))[:MAX_LABEL] for name in INFO)), 1.0
+
+
+def state(snapshot: Snapshot) -> Iterator[Reading]:
+    for name in STATES:
+        yield (name,), float(snapshot.signals.state == name)
+
+
+def alive(snapshot: Snapshot) -> Iterator[Reading]:
+    yield (), float(snapshot.history.is_alive)
+
+
+def ranks(snapshot: Snapshot) -> Iterator[Reading]:
+    yield (), float(len(snapshot.ranks))
+
+
+def completed_steps(snapshot: Snapshot) -> Iterator[Reading]:
+    yield (), float(snapshot.signals.progress.done)
+
+
+def planned_steps(snapshot: Snapshot) -> Iterator[Reading]:
+    yield (), float(snapshot.signals.progress.steps)
+
+
+def steps_per_second(snapshot: Snapshot) -> Iterator[Reading]:
+    yield (), snapshot.signals.progress.steps_per_second
+
+
+def tokens_per_second(snapshot: Snapshot) -> Iterator[Reading]:
+    yield (), snapshot.signals.progress.tokens_per_second
+
+
+def samples_per_second(snapshot: Snapshot) -> Iterator[Reading]:
+    yield (), snapshot.signals.progress.samples_per_second
+
+
+def goodput_samples_per_second(snapshot: Snapshot) -> Iterator[Reading]:
+    yield (), snapshot.signals.progress.goodput
+
+
+def eta(snapshot: Snapshot) -> Iterator[Reading]:
+    yield (), snapshot.signals.progress.eta_seconds
+
+
+def goodput_parts(snapshot: Snapshot) -> Iterator[Reading]:
+    for part in PARTS:
+        yield (part,), snapshot.account.parts.get(part, 0.0)
+
+
+def goodput_ratio(snapshot: Snapshot) -> Iterator[Reading]:
+    wall = snapshot.account.wall_seconds
+    yield (), snapshot.account.parts["productive"] / wall if wall > 0 else None
+
+
+def executed_steps(snapshot: Snapshot) -> Iterator[Reading]:
+    yield (), float(len(snapshot.steps))
+
+
+def executed_tokens(snapshot: Snapshot) -> Iterator[Reading]:
+    yield (), float(np.nansum(snapshot.steps.tokens))
+
+
+def executed_samples(snapshot: Snapshot) -> Iterator[Reading]:
+    yield (), float(np.nansum(snapshot.steps.samples))
+
+
+def step_seconds(snapshot: Snapshot) -> Iterator[Reading]:
+    seconds = np.sort(snapshot.steps.seconds)
+    counts = [int(count) for count in np.searchsorted(seconds, STEP_SECONDS, side="right")]
+    buckets = (*zip(STEP_SECONDS, counts, strict=True), (float("inf"), len(seconds)))
+    yield (), Histogram(buckets, float(seconds.sum()))
+
+
+def mfu(snapshot: Snapshot) -> Iterator[Reading]:
+    """Model FLOPs per second of step time as a share of the peak, which is known only for devices with a peak."""
+    plan = snapshot.history.plan
+    flops, peak = finite_number(plan.get("flops")), finite_number(plan.get("peak_flops"))
+    seconds = mean(snapshot.recent(0).seconds)
+    yield (), flops / seconds / peak if flops and peak and seconds else None
+
+
+def loss(snapshot: Snapshot) -> Iterator[Reading]:
+    yield (), snapshot.newest("loss")
+
+
+def evaluation_loss(snapshot: Snapshot) -> Iterator[Reading]:
+    yield (), snapshot.history.evaluations[-1]["loss"] if snapshot.history.evaluations else None
+
+
+def grad_norm(snapshot: Snapshot) -> Iterator[Reading]:
+    yield (), snapshot.newest("grad_norm")
+
+
+def learning_rate(snapshot: Snapshot) -> Iterator[Reading]:
+    yield (), snapshot.newest("lr")
+
+
+def loss_scale(snapshot: Snapshot) -> Iterator[Reading]:
+    yield (), snapshot.newest("loss_scale")
+
+
+def noise_scale(snapshot: Snapshot) -> Iterator[Reading]:
+    yield (), snapshot.newest("noise_scale")
+
+
+def skipped_steps(snapshot: Snapshot) -> Iterator[Reading]:
+    yield (), float(snapshot.steps.skipped.sum())
+
+
+def bad_samples(snapshot: Snapshot) -> Iterator[Reading]:
+    yield (), float(snapshot.history.bad_samples.total)
+
+
+def nonfinite(snapshot: Snapshot) -> Iterator[Reading]:
+    yield (), float(snapshot.history.nonfinite.total)
