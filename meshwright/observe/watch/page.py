@@ -1,0 +1,135 @@
+"""The live page of runs: its files, its answers as JSON, and its updates. Torch-free.
+
+Addresses name a run by its number on the command line and a file by rank and attempt: no part of an address becomes a
+path, so that nothing outside of the run folders can be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.resources import files
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute, Route
+
+from meshwright.observe.watch.answers import encode
+from meshwright.observe.watch.config_differences import config_differences
+from meshwright.observe.watch.curves import describe_curves
+from meshwright.observe.watch.heat_map import describe_heat_map
+from meshwright.observe.watch.log_tail import describe_log
+from meshwright.observe.watch.step_timeline import describe_timeline
+from meshwright.observe.watch.updates import Updates
+from meshwright.observe.watch.watched_run import WatchedRun
+from meshwright.telemetry.run_folder import MAX_ATTEMPT
+
+MAX_NUMBER = 1 << 53
+MAX_RANK = 9_999_999
+TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml", "": "text/plain"}
+"""The types of the page's own files, by suffix."""
+
+
+def static_files() -> dict[str, tuple[bytes, str]]:
+    """Reads the page's own files: name -> (content, type)."""
+    folder = files("meshwright.observe.watch") / "static"
+    found = {}
+    for prefix, place in (("", folder), ("uplot/", folder / "uplot")):
+        for file in place.iterdir():
+            if file.is_file():
+                suffix = file.name.rpartition(".")[2] if "." in file.name else ""
+                found[prefix + file.name] = (file.read_bytes(), TYPES[suffix])
+    return found
+
+
+class Page:
+    """Answers the requests of browsers for some runs."""
+
+    def __init__(self, runs: Sequence[WatchedRun]) -> None:
+        self.runs = runs
+        self.updates = Updates(runs)
+        self._files = static_files()
+
+    def routes(self) -> list[BaseRoute]:
+        return [
+            Route("/", lambda _: self.file("index.html")),
+            Route("/static/{name:path}", lambda request: self.file(request.path_params["name"])),
+            Route("/api/runs", self.list_runs),
+            Route("/api/updates", self.stream),
+            Route("/api/configs", self.configs),
+            Route("/api/runs/{run:int}/snapshot", self.snapshot),
+            Route("/api/runs/{run:int}/curves", self.curves),
+            Route("/api/runs/{run:int}/heatmap", self.heat_map),
+            Route("/api/runs/{run:int}/timeline", self.timeline),
+            Route("/api/runs/{run:int}/log", self.log),
+        ]
+
+    def file(self, name: str) -> Response:
+        if name not in self._files:
+            return PlainTextResponse("not found", 404)
+        content, media_type = self._files[name]
+        return Response(content, media_type=media_type, headers={"cache-control": "no-cache"})
+
+    async def stream(self, request: Request) -> Response:
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(self.updates.stream(), media_type="text/event-stream", headers=headers)
+
+    def list_runs(self, request: Request) -> Response:
+        return json_response(encode({"runs": [{"id": run.number, "name": run.name} for run in self.runs]}))
+
+    def configs(self, request: Request) -> Response:
+        differences = config_differences([run.config for run in self.runs])
+        return json_response(encode({"differences": differences}))
+
+    def snapshot(self, request: Request) -> Response:
+        return json_response(self.run(request).snapshot())
+
+    def curves(self, request: Request) -> Response:
+        points, first, last = number(request, "points", 600), number(request, "from"), number(request, "to")
+        question = ("curves", points, first, last)
+        return json_response(self.run(request).answer(question, lambda history: describe_curves(history, *question[1:])))
+
+    def heat_map(self, request: Request) -> Response:
+        columns, first, last = number(request, "columns", 200), number(request, "from"), number(request, "to")
+        question = ("heat map", columns, first, last)
+        return json_response(
+            self.run(request).answer(question, lambda history: describe_heat_map(history, *question[1:]))
+        )
+
+    def timeline(self, request: Request) -> Response:
+        step = number(request, "step")
+        return json_response(
+            self.run(request).answer(("timeline", step), lambda history: describe_timeline(history, step))
+        )
+
+    def log(self, request: Request) -> Response:
+        run = self.run(request)
+        rank, lines = number(request, "rank", 0, MAX_RANK), number(request, "lines", 200)
+        attempt = number(request, "attempt", maximum=MAX_ATTEMPT) or run.folder.last_attempt()
+        return json_response(encode(describe_log(run.folder, attempt, rank, lines)))
+
+    def run(self, request: Request) -> WatchedRun:
+        place = request.path_params["run"]
+        if place >= len(self.runs):
+            raise HTTPException(404, f"there is no run {place}: expected a number below {len(self.runs)}")
+        return self.runs[place]
+
+
+def number(request: Request, name: str, default: int | None = None, maximum: int = MAX_NUMBER) -> int | None:
+    """A natural number of the query; anything else is answered with 400."""
+    text = request.query_params.get(name)
+    if text is None or text == "":
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) <= 16 and int(text) <= maximum):
+        raise HTTPException(400, f"{name} is not a natural number up to {maximum}")
+    return int(text)
+
+
+def json_response(content: bytes) -> Response:
+    return Response(content, media_type="application/json", headers={"cache-control": "no-store"})
+
+
+def make_page(runs: Sequence[WatchedRun], routes: Sequence[BaseRoute] = ()) -> Starlette:
+    """The application that shows some runs; `routes` are added to its own."""
+    return Starlette(routes=[*Page(runs).routes(), *routes])

@@ -1,0 +1,80 @@
+"""One run that is watched: its history, read again as it grows, and a bounded cache of answers. Torch-free."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from meshwright.history.run_history import RunHistory
+from meshwright.observe.watch.answers import encode
+from meshwright.observe.watch.snapshot import describe_run
+from meshwright.telemetry.run_folder import RunFolder
+
+MAX_ANSWERS = 64
+"""Answers that are kept for readers that ask the same."""
+FRESH_SECONDS = 0.5
+"""A history that was read this recently is not read again."""
+
+Question = tuple[Any, ...]
+
+
+class WatchedRun:
+    """A run folder as the page shows it. Its methods may be called from several threads.
+
+    Args:
+        number: the number of the run on this page, which is its name in addresses.
+        folder: the run folder.
+    """
+
+    def __init__(self, number: int, folder: RunFolder) -> None:
+        self.number, self.folder = number, folder
+        self.name = folder.root.resolve().name or "/"
+        self.version = 0
+        """changes whenever the records of the run have"""
+        self._history = RunHistory(folder)
+        self._lock = threading.Lock()
+        self._updated = 0.0
+        self._seen: Question = ()
+        self._answers: OrderedDict[Question, tuple[int, bytes]] = OrderedDict()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._history.is_alive
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self._history.config
+
+    def answer(self, question: Question, build: Callable[[RunHistory], Any]) -> bytes:
+        """Returns what `build` makes of the history as JSON, or what it made of the same records before."""
+        with self._lock:
+            self._update()
+            found = self._answers.get(question)
+            if found is None or found[0] != self.version:
+                found = self._answers[question] = (self.version, encode(build(self._history)))
+                while len(self._answers) > MAX_ANSWERS:
+                    self._answers.popitem(last=False)
+            self._answers.move_to_end(question)
+            return found[1]
+
+    def snapshot(self) -> bytes:
+        """Returns the state of the run at this moment as JSON, without its series."""
+        with self._lock:
+            self._update()
+            about = {"id": self.number, "name": self.name, "version": self.version}
+            return encode(about | describe_run(self._history, time.time()))
+
+    def _update(self) -> None:
+        if self._seen and time.monotonic() - self._updated < FRESH_SECONDS:
+            return
+        history = self._history
+        history.update()
+        self._updated = time.monotonic()
+        newest = history.newest_attempt
+        seen = (len(history.steps()), history.newest_record, len(history.attempts), newest and newest.outcome)
+        if seen != self._seen:
+            self._seen = seen
+            self.version += 1
