@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.resources import files
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,6 +16,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
+from meshwright.diagnose.run.diagnose import diagnose_run
+from meshwright.history.account import PARTS
+from meshwright.history.run_history import RunHistory
 from meshwright.observe.watch.answers import encode
 from meshwright.observe.watch.config_differences import config_differences
 from meshwright.observe.watch.curves import describe_curves
@@ -27,6 +31,7 @@ from meshwright.telemetry.run_folder import MAX_ATTEMPT
 
 MAX_NUMBER = 1 << 53
 MAX_RANK = 9_999_999
+MAX_FINDINGS = 5
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml", "": "text/plain"}
 """The types of the page's own files, by suffix."""
 
@@ -62,6 +67,7 @@ class Page:
             Route("/api/runs/{run:int}/curves", self.curves),
             Route("/api/runs/{run:int}/heatmap", self.heat_map),
             Route("/api/runs/{run:int}/timeline", self.timeline),
+            Route("/api/runs/{run:int}/diagnosis", self.diagnosis),
             Route("/api/runs/{run:int}/log", self.log),
         ]
 
@@ -76,7 +82,8 @@ class Page:
         return StreamingResponse(self.updates.stream(), media_type="text/event-stream", headers=headers)
 
     def list_runs(self, request: Request) -> Response:
-        return json_response(encode({"runs": [{"id": run.number, "name": run.name} for run in self.runs]}))
+        runs = [{"id": run.number, "name": run.name} for run in self.runs]
+        return json_response(encode({"runs": runs, "parts": PARTS}))
 
     def configs(self, request: Request) -> Response:
         differences = config_differences([run.config for run in self.runs])
@@ -103,6 +110,9 @@ class Page:
             self.run(request).answer(("timeline", step), lambda history: describe_timeline(history, step))
         )
 
+    def diagnosis(self, request: Request) -> Response:
+        return json_response(self.run(request).answer(("diagnosis",), describe_findings))
+
     def log(self, request: Request) -> Response:
         run = self.run(request)
         rank, lines = number(request, "rank", 0, MAX_RANK), number(request, "lines", 200)
@@ -114,6 +124,12 @@ class Page:
         if place >= len(self.runs):
             raise HTTPException(404, f"there is no run {place}: expected a number below {len(self.runs)}")
         return self.runs[place]
+
+
+def describe_findings(history: RunHistory) -> dict[str, Any]:
+    """The findings with the largest effect; none before a step is complete."""
+    found = diagnose_run(history)[:MAX_FINDINGS] if len(history.steps()) else []
+    return {"findings": [finding.to_json() for finding in found]}
 
 
 def number(request: Request, name: str, default: int | None = None, maximum: int = MAX_NUMBER) -> int | None:

@@ -16,7 +16,7 @@ const DIAGNOSIS_SECONDS = 10;
 const SECTIONS = [...document.querySelectorAll("main > section")];
 
 const section = (name) => document.getElementById(name);
-const state = { runs: [], selected: 0, range: null, step: null, curves: new Map(), drawn: "", diagnosed: 0 };
+const state = { runs: [], parts: {}, selected: 0, range: null, step: null, curves: new Map(), drawn: "", diagnosed: 0 };
 
 const zoom = (from, to) => { state.range = [from, to]; refresh(true); };
 const chartOptions = (text, zero) => ({ height: 190, format: text, zero, onSelect: zoom });
@@ -55,7 +55,7 @@ function drawSnapshots() {
   const run = state.runs[state.selected];
   if (!runs.length) return;
   showSignals(section("signals"), runs);
-  showGoodput(section("goodput"), runs);
+  showGoodput(section("goodput"), runs, state.parts);
   if (!run?.signals) return;
   document.title = `${run.name}: ${run.signals.state}`;
   showMemory(section("memory"), run);
@@ -221,8 +221,9 @@ function scaleRange(factor) {
 }
 
 async function start() {
-  const answer = await fetch("/api/runs");
-  state.runs = (await answer.json()).runs.map((run) => ({ ...run, color: RUN_COLORS[run.id % RUN_COLORS.length] }));
+  const page = await (await fetch("/api/runs")).json();
+  state.parts = page.parts;
+  state.runs = page.runs.map((run) => ({ ...run, color: RUN_COLORS[run.id % RUN_COLORS.length] }));
   drawRunButtons();
   section("theme").addEventListener("click", switchTheme);
   section("theme").textContent = themeIsDark() ? "Light" : "Dark";

@@ -22,15 +22,15 @@ function stack(parts, total, table, text, thin) {
     style: { width: `${(value / total) * 100}%`, background: `var(--${partColor(table, name, index)})` } })));
 }
 
-function legend(parts, total, table, text) {
-  return el("ul", { class: "legend" }, parts.map(([name, value], index) => el("li", {},
+function legend(parts, total, table, text, meanings) {
+  return el("ul", { class: "legend" }, parts.map(([name, value], index) => el("li", { title: meanings[name] },
     el("span", { class: "swatch", style: { background: `var(--${partColor(table, name, index)})` } }),
     el("span", {}, name), el("b", {}, text(value)),
     el("span", { class: "faint" }, format.percent(value / total)))));
 }
 
-/** Shows where every second of the runs went. */
-export function showGoodput(section, runs) {
+/** Shows where every second of the runs went; `meanings` explains the parts. */
+export function showGoodput(section, runs, meanings) {
   const accounts = runs.filter((run) => run.goodput && run.goodput.wall_seconds > 0);
   setNote(section, accounts.length === 1
     ? `${format.seconds(accounts[0].goodput.wall_seconds)} in ${accounts[0].attempts.length} ${accounts[0].attempts.length === 1 ? "attempt" : "attempts"}; every second is in one part`
@@ -44,7 +44,8 @@ export function showGoodput(section, runs) {
     const { wall_seconds: wall, parts } = run.goodput;
     const shown = Object.entries(parts).filter(([, value]) => value > 0);
     return el("div", {}, runs.length > 1 ? el("h3", {}, `${run.name}, ${format.seconds(wall)}`) : null,
-      stack(shown, wall, PART_COLORS, format.seconds, false), legend(shown, wall, PART_COLORS, format.seconds));
+      stack(shown, wall, PART_COLORS, format.seconds, false), legend(shown, wall, PART_COLORS, format.seconds, meanings),
+      run.goodput.notes.map((note) => el("p", { class: "note" }, note)));
   }));
 }
 

@@ -1,0 +1,135 @@
+"""Tests of the live page in a real browser: Debian's Chromium, driven by Playwright."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from synthetic_run import write_run
+
+from meshwright.observe.watch.http_server import HttpServer
+from meshwright.observe.watch.page import make_page
+from meshwright.observe.watch.watched_run import WatchedRun
+from meshwright.telemetry.run_folder import RunFolder
+
+CHROMIUM = "/usr/bin/chromium"
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytestmark = pytest.mark.skipif(not os.path.exists(CHROMIUM), reason=f"{CHROMIUM} is not installed")
+SECONDS = 30_000
+"""Milliseconds that the page has to show something; the machine may be busy."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[playwright.Browser]:
+    with playwright.sync_playwright() as driver:
+        launched = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def serve():
+    servers: list[HttpServer] = []
+
+    def start(*folders: Path) -> str:
+        runs = [WatchedRun(number, RunFolder(folder)) for number, folder in enumerate(folders)]
+        servers.append(HttpServer(make_page(runs)))
+        servers[-1].start()
+        return servers[-1].address
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+class Visit:
+    """A page in a browser, with what went wrong in it."""
+
+    def __init__(self, browser: playwright.Browser, address: str, **settings) -> None:
+        self.context = browser.new_context(reduced_motion="reduce", **settings)
+        self.page = self.context.new_page()
+        self.problems: list[str] = []
+        self.addresses: set[str] = set()
+        self.page.on("console", lambda message: self.problems.append(message.text) if message.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on("request", lambda request: self.addresses.add(request.url.split("/")[2]))
+        self.page.goto(address)
+        self.page.wait_for_selector("#signals .figure", timeout=SECONDS)
+        self.page.wait_for_selector("#curves canvas", timeout=SECONDS)
+        self.expect("#heatmap .note", "seconds")
+
+    def expect(self, selector: str, words: str) -> None:
+        """Waits until an element contains the words. The page's policy forbids what `wait_for_function` does."""
+        playwright.expect(self.page.locator(selector).first).to_contain_text(words, timeout=SECONDS)
+
+    def text(self, selector: str) -> str:
+        return self.page.inner_text(selector)
+
+    def has_horizontal_scroll(self) -> bool:
+        return self.page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
+
+    def close(self) -> None:
+        self.context.close()
+
+
+def test_page_of_a_finished_run_in_a_browser(browser, serve, tmp_path):
+    hostile = "<img src=x onerror=alert(1)>"
+    folder = write_run(tmp_path / hostile, spike=30)
+    (folder / "attempts/0002/rank-00000.log").write_text("<script>document.title = 'broken'</script>\n")
+    address = serve(folder)
+    visit = Visit(browser, address, viewport={"width": 1280, "height": 900})
+    page = visit.page
+    assert "complete" in visit.text("#signals .badge")
+    assert "120 of 120 steps" in visit.text("#signals .sentence")
+    for words in ("Progress", "Exposed communication", "Recovery", "steps per second", "work at risk"):
+        assert words in visit.text("#signals")
+    assert "lost work" in visit.text("#goodput")
+    assert "Rank 2 takes" in visit.text("#heatmap")
+    assert "SIGKILL" in visit.text("#incidents")
+    assert "published" in visit.text("#checkpoints")
+    assert "activation" in visit.text("#memory")
+    visit.expect(".log", "<script>")
+    assert hostile in page.title()
+    assert page.locator("img").count() == 0
+
+    page.keyboard.press("?")
+    assert page.locator("dialog[open]").count() == 1
+    assert "next section" in visit.text("dialog")
+    page.keyboard.press("Escape")
+    page.keyboard.press("h")
+    assert page.get_attribute("#heatmap .tools button:nth-of-type(2)", "aria-pressed") == "true"
+    page.keyboard.press("d")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    page.keyboard.press("+")
+    visit.expect("#curves .note", "steps 30 to 89")
+    page.keyboard.press("0")
+    visit.expect("#curves .note", "steps 0 to 119")
+    page.focus("#heatmap canvas")
+    for key in ("ArrowDown", "ArrowDown"):
+        page.keyboard.press(key)
+    assert "rank 2, step" in visit.text("#heatmap .tip")
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.wait_for_timeout(300)
+    assert not visit.has_horizontal_scroll()
+    assert visit.problems == []
+    assert visit.addresses == {address.split("/")[2]}
+    visit.close()
+
+
+def test_page_of_two_runs_overlays_curves_and_shows_what_differs(browser, serve, tmp_path):
+    one = write_run(tmp_path / "first", steps=60, ranks=2, failed_at=None)
+    other = write_run(tmp_path / "second", steps=40, ranks=2, failed_at=None, slow_rank=None, lr=1e-3)
+    visit = Visit(browser, serve(one, other), viewport={"width": 1280, "height": 900})
+    playwright.expect(visit.page.locator("#signals .run-signals")).to_have_count(2, timeout=SECONDS)
+    assert "optimizer.lr" in visit.text("#configs")
+    visit.expect("#curves .readout", "second")
+    visit.page.keyboard.press("2")
+    visit.expect("#heatmap", "No rank stands out")
+    assert visit.page.title().startswith("second")
+    visit.page.set_viewport_size({"width": 390, "height": 844})
+    visit.page.wait_for_timeout(300)
+    assert not visit.has_horizontal_scroll()
+    assert visit.problems == []
+    visit.close()
